@@ -1,0 +1,1 @@
+"""The training engine: the slice of megatron.core that the recipes use."""
