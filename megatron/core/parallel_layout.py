@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankCoords:
-    """Coordinates of one global rank in the decoder grid (tp, cp, dp, pp) and in the expert grid (etp, ep, edp, pp)."""
+    """Coordinates of one rank in the decoder grid (tp, cp, dp, pp) and in the expert grid (etp, ep, edp, pp)."""
 
     tp: int
     pp: int
@@ -79,7 +79,8 @@ class ParallelLayout:
             )
         if self.world_size % (etp * ep * pp):
             found.append(
-                f"world size {self.world_size} is not a multiple of expert TP {etp} x EP {ep} x PP {pp} = {etp * ep * pp}"
+                f"world size {self.world_size} is not a multiple of expert TP {etp} x EP {ep} x PP {pp} = "
+                f"{etp * ep * pp}"
             )
         if etp != 1:
             found.append(f"expert_tensor_parallel_size is {etp}; only 1 is supported (the TP ranks join EP)")
@@ -108,7 +109,9 @@ class ParallelLayout:
         if len(self.num_layer_list) != pp:
             found.append(f"num_layer_list {shown} has {len(self.num_layer_list)} stages; PP is {pp}")
         if sum(self.num_layer_list) != num_layers:
-            found.append(f"num_layer_list {shown} sums to {sum(self.num_layer_list)}; the model has {num_layers} layers")
+            found.append(
+                f"num_layer_list {shown} sums to {sum(self.num_layer_list)}; the model has {num_layers} layers"
+            )
         if any(count < 1 for count in self.num_layer_list):
             found.append(f"num_layer_list {shown} has a stage without layers")
         return found

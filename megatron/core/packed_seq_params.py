@@ -1,0 +1,18 @@
+"""Where the sequences of a packed micro-batch begin and end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class PackedSeqParams:
+    """B sequences packed one after another into T tokens.
+
+    cu_seqlens: int32 [B+1], first 0, last T, on the tokens' device. max_seqlen: length of the longest sequence.
+    """
+
+    cu_seqlens: torch.Tensor
+    max_seqlen: int

@@ -1,0 +1,1 @@
+"""Transformer parts: configs, attention, MLPs, experts, layers and their stack."""

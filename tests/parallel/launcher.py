@@ -1,0 +1,79 @@
+"""Runs one function on N spawned gloo processes, and ends them all whatever happens."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+    """Call ``fn(*args)`` on every rank of a gloo world and return the results in rank order.
+
+    ``fn`` is a module's top-level function; inside it torch.distributed is initialised. Results travel through files
+    (``torch.save``), so they may be tensors. Failing ranks are raised as ``RuntimeError`` with their tracebacks;
+    ranks that still run ``timeout_s`` after the start are killed and reported as ``TimeoutError``.
+    """
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="ranks-") as tmp:
+        ranks = [
+            context.Process(target=_run_rank, args=(fn, rank, world_size, tmp, timeout_s, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            _wait(ranks, Path(tmp), time.monotonic() + timeout_s)
+        finally:
+            for process in ranks:
+                if process.is_alive():
+                    process.kill()
+                process.join(10)
+        return [torch.load(Path(tmp) / f"result-{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _wait(ranks: list[Any], tmp: Path, deadline: float) -> None:
+    """Wait until all ranks have ended; unblocked by their exit, by the first failure or by the deadline."""
+    while True:
+        failed = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)}
+        if failed:
+            reports = sorted(tmp.glob("error-*.txt"), key=lambda path: path.stat().st_mtime)
+            told = "\n".join(f"--- {path.stem}\n{path.read_text()}" for path in reports)
+            raise RuntimeError(f"ranks failed with exit codes {failed}, first failure first:\n{told}")
+        alive = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+        if not alive:
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {alive} of {len(ranks)} did not end in time")
+        ranks[alive[0]].join(0.05)
+
+
+def _run_rank(
+    fn: Callable[..., Any], rank: int, world_size: int, tmp: str, timeout_s: float, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{tmp}/store",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        result = fn(*args)
+        torch.save(result, Path(tmp) / f"result-{rank}.pt")
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        (Path(tmp) / f"error-{rank}.txt").write_text(traceback.format_exc())
+        raise SystemExit(1) from None
