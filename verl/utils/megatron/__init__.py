@@ -1,0 +1,1 @@
+"""Glue between DataProto batches and the training engine."""

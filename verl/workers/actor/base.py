@@ -1,0 +1,21 @@
+"""What a policy must offer to the worker."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from verl.protocol import DataProto
+
+
+class BasePPOActor(ABC):
+    """A policy that scores given responses and learns from them."""
+
+    @abstractmethod
+    def compute_log_prob(self, data: DataProto) -> Tensor:
+        """Log-probability of every response token, fp32 [B, R], zero where ``response_mask`` is 0."""
+
+    @abstractmethod
+    def update_policy(self, data: DataProto) -> dict[str, float]:
+        """One pass of ``ppo_epochs`` over the rows; returns metrics under verl's names."""

@@ -1,0 +1,187 @@
+"""Scoring and updating the policy with the Megatron engine, on packed micro-batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.parallel_state import ProcessGroups
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_entropy
+from megatron.core.transformer.transformer_config import TransformerConfig
+from verl.protocol import DataProto
+from verl.utils.megatron.packed_batch import PackedMicroBatch, pack_micro_batch, scatter_to_rows
+from verl.workers.actor.base import BasePPOActor
+from verl.workers.actor.micro_batching import split_rows
+from verl.workers.actor.policy_loss import LossInputs, PolicyLoss, UpdateMetrics
+from verl.workers.config import McoreActorConfig
+
+logger = logging.getLogger(__name__)
+
+LossFunc = Callable[[Tensor, PackedMicroBatch], tuple[Tensor, dict]]
+
+
+class MegatronPPOActor(BasePPOActor):
+    """The policy of one rank: a stage of the model, its optimizer, and how batches run through them.
+
+    Every rank of a data-parallel replica gets the same rows; results live on the last pipeline stage.
+    """
+
+    def __init__(
+        self,
+        config: McoreActorConfig,
+        tf_config: TransformerConfig,
+        groups: ProcessGroups,
+        actor_module: DistributedDataParallel | GPTModel,
+        actor_optimizer: DistributedOptimizer | None = None,
+        scheduler: OptimizerParamScheduler | None = None,
+    ) -> None:
+        self.config = config
+        self.tf_config = tf_config
+        self.groups = groups
+        self.actor_module = actor_module
+        self.actor_optimizer = actor_optimizer
+        self.scheduler = scheduler
+        self._forward_backward = get_forward_backward_func(groups)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True where logits and losses exist."""
+        return self.groups.coords.pp == self.groups.pp.size() - 1
+
+    @torch.no_grad()
+    def compute_log_prob(
+        self,
+        data: DataProto,
+        *,
+        micro_batch_size: int | None = None,
+        max_token_len: int | None = None,
+    ) -> Tensor | None:
+        """Log-probabilities of the response tokens at ``meta_info["temperature"]``.
+
+        Returns:
+            fp32 [B, R] on the last pipeline stage, None elsewhere.
+        """
+        temperature = float(data.meta_info["temperature"])
+
+        def score(logits_TV: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, dict]:
+            log_probs_S = self._log_probs(logits_TV, micro, temperature)[micro.positions_S]
+            return log_probs_S.new_zeros(()), {"log_probs_S": log_probs_S}
+
+        self.actor_module.eval()
+        outputs, micro_batches = self.forward_backward_batch(
+            data, score, forward_only=True, micro_batch_size=micro_batch_size, max_token_len=max_token_len
+        )
+        if not self.is_last_stage:
+            return None
+        return scatter_to_rows(
+            [out["log_probs_S"] for out in outputs], micro_batches, data.batch["response_mask"].shape
+        )
+
+    def update_policy(self, data: DataProto) -> dict[str, float]:
+        """``ppo_epochs`` passes over the mini-batches of ``data``; metrics are global on the last stage, else empty."""
+        assert self.actor_optimizer is not None, "update_policy needs an optimizer"
+        self.actor_module.train()
+        metrics = UpdateMetrics(self.groups)
+        for mini_batch in self.make_minibatch_iterator(data):
+            self._update_minibatch(mini_batch, metrics)
+        return metrics.result() if self.is_last_stage else {}
+
+    def make_minibatch_iterator(self, data: DataProto) -> Iterator[DataProto]:
+        """This rank's rows in mini-batches of ``ppo_mini_batch_size`` prompts (times n over data-parallel ranks)."""
+        rollout_n = int(data.meta_info["rollout_n"])
+        rows = self.config.ppo_mini_batch_size * rollout_n // self.groups.dp.size()
+        for epoch in range(self.config.ppo_epochs):
+            order = torch.arange(len(data))
+            if self.config.shuffle:
+                seed = (self.config.data_loader_seed or 0) + int(data.meta_info["global_step"]) * 1009 + epoch
+                order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
+            for first in range(0, len(data), rows):
+                yield data.select_idxs(order[first : first + rows])
+
+    def _update_minibatch(self, data: DataProto, metrics: UpdateMetrics) -> None:
+        assert self.actor_optimizer is not None
+        loss = PolicyLoss(self.config, LossInputs.from_batch(data, self.config, self.groups))
+        temperature = float(data.meta_info["temperature"])
+
+        def policy_loss(logits_TV: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, dict]:
+            logits_TV = logits_TV if temperature == 1.0 else logits_TV / temperature
+            log_probs_T = self._log_probs(logits_TV, micro, 1.0)
+            with torch.set_grad_enabled(self.config.entropy_coeff != 0):
+                entropy_T = vocab_parallel_entropy(logits_TV, self.groups.tp)
+            return loss(log_probs_T[micro.positions_S], entropy_T[micro.positions_S], micro)
+
+        self.actor_optimizer.zero_grad()
+        outputs, _ = self.forward_backward_batch(
+            data,
+            policy_loss,
+            forward_only=False,
+            micro_batch_size=self.config.ppo_micro_batch_size_per_gpu,
+            max_token_len=self.config.ppo_max_token_len_per_gpu if self.config.use_dynamic_bsz else None,
+        )
+        has_stepped, grad_norm, _ = self.actor_optimizer.step()
+        if has_stepped and self.scheduler is not None:
+            self.scheduler.step(1)
+        metrics.add(outputs, grad_norm, self.actor_optimizer.param_groups[0]["lr"], has_stepped)
+
+    def forward_backward_batch(
+        self,
+        data: DataProto,
+        loss_func: LossFunc,
+        *,
+        forward_only: bool,
+        micro_batch_size: int | None,
+        max_token_len: int | None,
+    ) -> tuple[list[dict], list[PackedMicroBatch]]:
+        """Runs all rows of ``data`` through the pipeline; gradients are the plain sum of the micro-batch losses.
+
+        Returns:
+            loss_func's dicts (last stage; empty elsewhere) and the micro-batches they belong to, in the same order.
+        """
+        batch = data.batch
+        lengths_B = batch["attention_mask"].sum(-1)
+        chunks = split_rows(
+            lengths_B,
+            micro_batch_size=micro_batch_size or len(data),
+            max_token_len=max_token_len,
+            dp_group=self.groups.dp,
+        )
+        tp = self.groups.tp.size()
+        micro_batches = [
+            pack_micro_batch(batch["input_ids"], batch["attention_mask"], batch["response_mask"], rows, tp)
+            for rows in chunks
+        ]
+        outputs = self._run_pipeline(micro_batches, loss_func, forward_only)
+        return outputs, micro_batches
+
+    def _run_pipeline(
+        self, micro_batches: Sequence[PackedMicroBatch], loss_func: LossFunc, forward_only: bool
+    ) -> list[dict]:
+        def forward_step(iterator: Iterator[PackedMicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
+            micro = next(iterator)
+            output = model(micro.input_ids_T, micro.position_ids_T, micro.packed_seq_params)
+            return output, lambda logits_TV: loss_func(logits_TV, micro)
+
+        tp, hidden = self.groups.tp.size(), self.tf_config.hidden_size
+        return self._forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=self.actor_module,
+            num_microbatches=len(micro_batches),
+            seq_length=max(micro.num_tokens for micro in micro_batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            tensor_shapes=[(micro.num_tokens // tp, hidden) for micro in micro_batches],
+        )
+
+    def _log_probs(self, logits_TV: Tensor, micro: PackedMicroBatch, temperature: float) -> Tensor:
+        # The policy that acted is softmax(logits / T); training must score that one (upstream leaves T out).
+        scaled_TV = logits_TV if temperature == 1.0 else logits_TV / temperature
+        return -vocab_parallel_cross_entropy(scaled_TV, micro.labels_T, self.groups.tp)

@@ -1,0 +1,177 @@
+"""The GRPO/PPO loss of packed micro-batches with denominators of the whole mini-batch, and its metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.parallel_state import ProcessGroups
+from verl.protocol import DataProto
+from verl.trainer.ppo.core_algos import kl_penalty, policy_loss_per_token, token_loss_weights
+from verl.utils.megatron.packed_batch import PackedMicroBatch
+from verl.workers.config import McoreActorConfig
+
+_SUMS = (
+    "tokens",
+    "pg_loss",
+    "kl_loss",
+    "entropy",
+    "clipfrac",
+    "clipfrac_lower",
+    "approx_kl",
+    "prob_diff",
+    "prob_x",
+    "prob_y",
+    "prob_xx",
+    "prob_yy",
+    "prob_xy",
+)
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What the loss needs of one mini-batch, all fp32 [B, R] of this data-parallel rank's rows.
+
+    Attributes:
+        weights: token weights such that sum(weights * loss) over every rank is the aggregated loss.
+        advantages: one value per token.
+        old_log_probs: of the policy that acted; None when it is provably the one being updated.
+        ref_log_prob: of the reference policy; None without a KL loss.
+        rollout_log_probs: as the rollout engine reported them; None when it did not.
+    """
+
+    weights: Tensor
+    advantages: Tensor
+    old_log_probs: Tensor | None
+    ref_log_prob: Tensor | None
+    rollout_log_probs: Tensor | None
+
+    @classmethod
+    def from_batch(cls, data: DataProto, config: McoreActorConfig, groups: ProcessGroups) -> LossInputs:
+        """Reads a mini-batch; the denominators are summed over the data-parallel group."""
+        batch = data.batch
+        mask = batch["response_mask"].float()
+        counts = torch.stack([mask.sum(), (mask.sum(-1) > 0).sum().float()]).double()
+        if groups.dp.size() > 1:
+            dist.all_reduce(counts, group=groups.dp)
+        weights = token_loss_weights(
+            mask, config.loss_agg_mode, num_tokens=float(counts[0]), num_sequences=float(counts[1])
+        )
+        return cls(
+            weights=weights,
+            advantages=batch["advantages"].float(),
+            old_log_probs=batch.get("old_log_probs", None),
+            ref_log_prob=batch["ref_log_prob"] if config.use_kl_loss else None,
+            rollout_log_probs=batch.get("rollout_log_probs", None),
+        )
+
+
+class PolicyLoss:
+    """Dual-clip policy loss (+ KL loss - entropy bonus) of one mini-batch, called once per micro-batch.
+
+    loss = sum_t w_t * (pg_t + kl_loss_coef * kl_t - entropy_coeff * H_t); the sum over micro-batches and
+    data-parallel ranks is verl's ``agg_loss`` of the mini-batch, however it was packed.
+    """
+
+    def __init__(self, config: McoreActorConfig, inputs: LossInputs) -> None:
+        self.config = config
+        self.inputs = inputs
+
+    def __call__(self, log_probs_S: Tensor, entropy_S: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, dict]:
+        """The scalar loss and fp64 sums for ``UpdateMetrics``."""
+        config, inputs, at = self.config, self.inputs, (micro.rows_S, micro.cols_S)
+        weights_S = inputs.weights[at]
+        # On-policy, the ratio is exactly one: the same numbers in, so no rounding between two forward passes.
+        old_S = log_probs_S.detach() if inputs.old_log_probs is None else inputs.old_log_probs[at]
+        pg_S, clipped_S, clipped_lower_S, approx_kl_S = policy_loss_per_token(
+            old_S,
+            log_probs_S,
+            inputs.advantages[at],
+            clip_ratio=config.clip_ratio,
+            clip_ratio_low=config.clip_ratio_low,
+            clip_ratio_high=config.clip_ratio_high,
+            clip_ratio_c=config.clip_ratio_c,
+        )
+        loss = (weights_S * pg_S).sum()
+        sums = {
+            "tokens": log_probs_S.new_tensor(log_probs_S.numel()),
+            "pg_loss": loss,
+            "entropy": entropy_S.sum(),
+            "clipfrac": clipped_S.float().sum(),
+            "clipfrac_lower": clipped_lower_S.float().sum(),
+            "approx_kl": approx_kl_S.sum(),
+        }
+        if inputs.ref_log_prob is not None:
+            kl_loss = (weights_S * kl_penalty(log_probs_S, inputs.ref_log_prob[at], config.kl_loss_type)).sum()
+            loss = loss + config.kl_loss_coef * kl_loss
+            sums["kl_loss"] = kl_loss
+        if config.entropy_coeff:
+            loss = loss - config.entropy_coeff * (weights_S * entropy_S).sum()
+        largest = torch.zeros((), dtype=torch.float64, device=log_probs_S.device)
+        if inputs.rollout_log_probs is not None and log_probs_S.numel():
+            ours, theirs = log_probs_S.detach().double().exp(), inputs.rollout_log_probs[at].double().exp()
+            difference = (ours - theirs).abs()
+            largest = difference.max()
+            sums |= {"prob_diff": difference.sum(), "prob_x": ours.sum(), "prob_y": theirs.sum()}
+            sums |= {"prob_xx": (ours * ours).sum(), "prob_yy": (theirs * theirs).sum()}
+            sums["prob_xy"] = (ours * theirs).sum()
+        zero = torch.zeros((), dtype=torch.float64, device=log_probs_S.device)
+        packed = torch.stack([sums[name].detach().double() if name in sums else zero for name in _SUMS])
+        return loss, {"sums": packed, "largest": largest, "has_rollout": inputs.rollout_log_probs is not None}
+
+
+class UpdateMetrics:
+    """Adds up what the micro-batches of an update report and turns it into verl's metrics."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        self._groups = groups
+        self._outputs: list[dict] = []
+        self._grad_norms: list[float] = []
+        self._num_skipped = 0
+        self._lr = 0.0
+
+    def add(self, outputs: list[dict], grad_norm: float, lr: float, has_stepped: bool) -> None:
+        """One optimizer step: the dicts of its micro-batches, the norm before clipping, the rate used."""
+        self._outputs.extend(outputs)
+        self._grad_norms.append(grad_norm)
+        self._num_skipped += not has_stepped
+        self._lr = lr
+
+    def result(self) -> dict[str, float]:
+        """Metrics over every data-parallel rank; every rank of the last stage must call it."""
+        sums = torch.stack([out["sums"] for out in self._outputs]).sum(0)
+        largest = torch.stack([out["largest"] for out in self._outputs]).max()
+        if self._groups.dp.size() > 1:
+            dist.all_reduce(sums, group=self._groups.dp)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._groups.dp)
+        total = dict(zip(_SUMS, sums.tolist(), strict=True))
+        tokens, steps = max(total["tokens"], 1.0), max(len(self._grad_norms), 1)
+        metrics = {
+            "actor/pg_loss": total["pg_loss"] / steps,
+            "actor/kl_loss": total["kl_loss"] / steps,
+            "actor/entropy": total["entropy"] / tokens,
+            "actor/pg_clipfrac": total["clipfrac"] / tokens,
+            "actor/pg_clipfrac_lower": total["clipfrac_lower"] / tokens,
+            "actor/ppo_kl": total["approx_kl"] / tokens,
+            "actor/grad_norm": sum(self._grad_norms) / steps,
+            "actor/lr": self._lr,
+            "actor/skipped_steps": float(self._num_skipped),
+        }
+        if any(out["has_rollout"] for out in self._outputs):
+            metrics |= {
+                "training/rollout_probs_diff_max": float(largest),
+                "training/rollout_probs_diff_mean": total["prob_diff"] / tokens,
+                "training/rollout_actor_probs_pearson_corr": _pearson(total, tokens),
+            }
+        return metrics
+
+
+def _pearson(total: dict[str, float], count: float) -> float:
+    covariance = total["prob_xy"] / count - total["prob_x"] * total["prob_y"] / count**2
+    variance_x = total["prob_xx"] / count - (total["prob_x"] / count) ** 2
+    variance_y = total["prob_yy"] / count - (total["prob_y"] / count) ** 2
+    scale = (max(variance_x, 0.0) * max(variance_y, 0.0)) ** 0.5
+    return covariance / scale if scale > 0 else 1.0

@@ -1,0 +1,297 @@
+"""One process per device that holds actor, rollout and reference, and the calls the trainer makes on it."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ops import TrainOps, resolve
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
+from mindspeed_llm.hf_config import HFModelConfig, load_hf_config
+from mindspeed_llm.model import build_model
+from mindspeed_llm.weight_plan import local_plan
+from mindspeed_llm.weights import HFCheckpoint, ShardedCheckpoint, load_weights
+from verl.protocol import DataProto
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.checkpoint import MegatronCheckpointManager
+from verl.utils.device import dist_backend, get_torch_device
+from verl.utils.megatron.frozen import HostResidentModel
+from verl.workers.actor import MegatronPPOActor
+from verl.workers.config import ActorRolloutRefConfig, McoreEngineConfig
+from verl.workers.rollout import get_rollout_class
+from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_TRAIN, _ROLLOUT = "train", "rollout"
+
+
+class ActorRolloutRefWorker(Worker):
+    """The process of one device.
+
+    Args:
+        config: the ``actor_rollout_ref`` tree.
+        role: ``actor_rollout_ref``, or ``actor_rollout`` when no reference policy is needed.
+        device: ``cpu``, ``cuda`` or ``npu``.
+        train_ops, rollout_ops: ``module:function`` providers of the two engines' op tables.
+    """
+
+    def __init__(
+        self, config: ActorRolloutRefConfig, role: str, *, device: str, train_ops: str, rollout_ops: str
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.role = role
+        self.device_type = device
+        self.train_ops_provider = train_ops
+        self.rollout_ops_provider = rollout_ops
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> dict[str, float]:
+        """Joins the process group, builds and loads every model, and returns what start-up cost in seconds."""
+        start = time.perf_counter()
+        ops = resolve(self.train_ops_provider)
+        self.device = _init_device(self.device_type)
+        self.groups = self._init_groups()
+        if self.rank == 0:
+            logger.info("training ops: %s", ", ".join(f"{name}={kind}" for name, kind in ops.names.items()))
+        self.hf_config = load_hf_config(self.config.model.path)
+        self._build_actor(ops)
+        self.ref = self._build_ref(ops) if self.role.endswith("ref") else None
+        self._build_rollout()
+        return {"timing_s/init_model": time.perf_counter() - start}
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_ROLLOUT))
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Syncs the weights, then one response per row; see ``BaseRollout.generate_sequences``."""
+        self._offload_for_rollout()
+        with self.sharding_manager as manager:
+            start = time.perf_counter()
+            output = self.rollout.generate_sequences(prompts)
+            generate_s = time.perf_counter() - start
+        output.meta_info["timing"] = {"update_weights": manager.sync_seconds, "generate_sequences": generate_s}
+        return output
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """``old_log_probs`` fp32 [B, R] of the actor as it is now."""
+        self.actor_module.onload_params()
+        rollout = self.config.rollout
+        log_probs = self.actor.compute_log_prob(
+            data,
+            micro_batch_size=rollout.log_prob_micro_batch_size_per_gpu,
+            max_token_len=rollout.log_prob_max_token_len_per_gpu if rollout.log_prob_use_dynamic_bsz else None,
+        )
+        return _last_stage_output({"old_log_probs": log_probs})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """``ref_log_prob`` fp32 [B, R] of the reference; the actor's weights leave the device meanwhile."""
+        assert self.ref is not None, f"role {self.role} has no reference policy"
+        ref = self.config.ref
+        if self.config.actor.megatron.param_offload:
+            self.actor_module.offload_params()
+        self.ref_weights.onload()
+        log_probs = self.ref.compute_log_prob(
+            data,
+            micro_batch_size=ref.log_prob_micro_batch_size_per_gpu,
+            max_token_len=ref.log_prob_max_token_len_per_gpu if ref.log_prob_use_dynamic_bsz else None,
+        )
+        self.ref_weights.offload()
+        return _last_stage_output({"ref_log_prob": log_probs})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
+    def update_actor(self, data: DataProto) -> DataProto:
+        """One GRPO update; metrics are in ``meta_info["metrics"]``. Weights stay for the next sync."""
+        megatron = self.config.actor.megatron
+        self.actor_module.onload_params()
+        self.actor_module.onload_grads()
+        self.optimizer.onload()
+        metrics = self.actor.update_policy(data)
+        if megatron.grad_offload:
+            self.actor_module.offload_grads()
+        if megatron.optimizer_offload:
+            self.optimizer.offload()
+        metrics |= self._memory_metrics()
+        return DataProto(meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(
+        self,
+        checkpoint_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        """Collective; ``checkpoint_path`` exists only once it is complete. Old ones are the trainer's to remove."""
+        if hdfs_path is not None:
+            raise ValueError(f"hdfs_path={hdfs_path!r}: only file systems that are mounted are supported")
+        self._with_training_state()
+        self.checkpoint_manager.save_checkpoint(checkpoint_path, global_step)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, checkpoint_path: str) -> int:
+        """Collective; returns the global step of the checkpoint."""
+        self._with_training_state()
+        return self.checkpoint_manager.load_checkpoint(checkpoint_path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_hf(self, path: str) -> None:
+        """Collective; writes the actor's weights under Hugging Face names."""
+        self.actor_module.onload_params()
+        self.checkpoint_manager.export_hf(path)
+
+    def _init_groups(self) -> ProcessGroups:
+        if not dist.is_initialized():
+            timeout = datetime.timedelta(seconds=self.config.nccl_timeout)
+            dist.init_process_group(
+                dist_backend(self.device_type), rank=self.rank, world_size=self.world_size, timeout=timeout
+            )
+        layout = self.config.actor.megatron.layout(self.world_size)
+        groups = initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor_model_parallel_size,
+            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+            context_parallel_size=layout.context_parallel_size,
+            expert_model_parallel_size=layout.expert_model_parallel_size,
+            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+            num_layer_list=layout.num_layer_list,
+        )
+        is_last_stage = groups.coords.pp == layout.pipeline_model_parallel_size - 1
+        self._register_dispatch_collect_info(_TRAIN, groups.coords.dp, is_last_stage and groups.coords.tp == 0)
+        rollout_tp = self.config.rollout.tensor_model_parallel_size
+        self._register_dispatch_collect_info(_ROLLOUT, self.rank // rollout_tp, self.rank % rollout_tp == 0)
+        return groups
+
+    def _new_model(self, ops: TrainOps, engine: McoreEngineConfig) -> GPTModel:
+        model = build_model(
+            self.hf_config,
+            self.groups,
+            ops,
+            params_dtype=_DTYPES[engine.dtype],
+            calculate_per_token_loss=True,
+            **self.config.model.recompute_fields(),
+            **engine.transformer_overrides(),
+        ).to(self.device)
+        if not self.config.actor.load_weight:
+            model.init_weights(engine.seed)
+            return model
+        plan = local_plan(self.hf_config, self.groups.layout, self.groups.coords, naming="core")
+        if engine.use_dist_checkpointing:
+            source = ShardedCheckpoint(engine.dist_checkpointing_path, self.hf_config)
+        else:
+            source = HFCheckpoint(self.config.model.path)
+        load_weights(model, plan, source)
+        return model
+
+    def _build_actor(self, ops: TrainOps) -> None:
+        config = self.config.actor
+        model = self._new_model(ops, config.megatron)
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=config.megatron.use_distributed_optimizer
+        )
+        self.actor_module = DistributedDataParallel(model.config, ddp_config, model, self.groups)
+        optim = config.optim
+        optimizer_config = OptimizerConfig(
+            lr=optim.lr,
+            min_lr=optim.min_lr,
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.betas[0],
+            adam_beta2=optim.betas[1],
+            clip_grad=optim.clip_grad,
+            use_distributed_optimizer=config.megatron.use_distributed_optimizer,
+        )
+        self.optimizer = get_megatron_optimizer(optimizer_config, self.actor_module, self.groups, ops)
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            max_lr=optim.lr,
+            min_lr=optim.min_lr,
+            lr_warmup_steps=optim.lr_warmup_steps,
+            lr_decay_steps=optim.lr_decay_steps,
+            lr_decay_style=optim.lr_decay_style,
+        )
+        self.actor = MegatronPPOActor(
+            config, model.config, self.groups, self.actor_module, self.optimizer, self.scheduler
+        )
+        self.checkpoint_manager = MegatronCheckpointManager(
+            config.checkpoint,
+            model,
+            self.optimizer,
+            self.scheduler,
+            self.hf_config,
+            self.config.model.path,
+            self.groups,
+        )
+
+    def _build_ref(self, ops: TrainOps) -> MegatronPPOActor:
+        model = self._new_model(ops, self.config.ref.megatron or self.config.actor.megatron)
+        self.ref_weights = HostResidentModel(model)
+        return MegatronPPOActor(self.config.actor, model.config, self.groups, model)
+
+    def _build_rollout(self) -> None:
+        config = self.config.rollout
+        self._offload_for_rollout()
+        rollout_class = get_rollout_class(config.name, config.mode)
+        self.rollout = rollout_class(
+            config,
+            self.config.model.path,
+            eos_token_id=self.hf_config.eos_token_id,
+            pad_token_id=self.hf_config.eos_token_id,
+            rollout_ops=self.rollout_ops_provider,
+            device=self.device,
+        )
+        self.sharding_manager = MegatronVLLMShardingManager(
+            self.actor_module,
+            self.rollout,
+            self.hf_config,
+            self.groups,
+            offload_param=self.config.actor.megatron.param_offload,
+            bucket_bytes=config.update_weights_bucket_megabytes << 20,
+        )
+
+    def _offload_for_rollout(self) -> None:
+        self.actor_module.offload_grads()
+        if self.config.actor.megatron.optimizer_offload:
+            self.optimizer.offload()
+
+    def _with_training_state(self) -> None:
+        self.actor_module.onload_params()
+        self.optimizer.onload()
+
+    def _memory_metrics(self) -> dict[str, float]:
+        metrics = {"perf/cpu_memory_used_gb": _resident_bytes() / 2**30}
+        accelerator = get_torch_device(self.device_type)
+        if accelerator is not None:
+            metrics["perf/max_memory_allocated_gb"] = accelerator.max_memory_allocated() / 2**30
+            metrics["perf/max_memory_reserved_gb"] = accelerator.max_memory_reserved() / 2**30
+        return metrics
+
+
+def _init_device(device_type: str) -> torch.device:
+    """Claims this process's device: the launcher shows each process all devices of its node, LOCAL_RANK picks one."""
+    accelerator = get_torch_device(device_type)
+    if accelerator is None:
+        return torch.device("cpu")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    accelerator.set_device(local_rank)
+    return torch.device(device_type, local_rank)
+
+
+def _last_stage_output(tensors: dict[str, torch.Tensor | None]) -> DataProto:
+    present = {name: tensor.cpu() for name, tensor in tensors.items() if tensor is not None}
+    return DataProto.from_dict(tensors=present) if present else DataProto()
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

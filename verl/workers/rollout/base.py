@@ -1,0 +1,45 @@
+"""The contract of a rollout engine inside a worker, and the table of those there are."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from verl.protocol import DataProto
+
+_ROLLOUT_REGISTRY = {
+    ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout",
+}
+
+
+class BaseRollout(ABC):
+    """Generates responses with weights that the trainer streams in; holds device memory only between resume and release."""
+
+    @abstractmethod
+    def resume(self, tags: list[str]) -> None:
+        """Allocates ``weights`` (empty, to be written by ``update_weights``) and/or ``kv_cache``."""
+
+    @abstractmethod
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Writes every weight from ``(hf_name, tensor)`` pairs; collective over the ranks of the stream."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Frees the KV cache and the weights."""
+
+    @abstractmethod
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Responses, masks and log-probabilities for every row of ``prompts``."""
+
+
+def get_rollout_class(rollout_name: str, mode: str) -> type[BaseRollout]:
+    """The class registered for ``(rollout_name, mode)``; ValueError names the known pairs otherwise."""
+    path = _ROLLOUT_REGISTRY.get((rollout_name, mode))
+    if path is None:
+        known = ", ".join(f"{name}/{kind}" for name, kind in _ROLLOUT_REGISTRY)
+        raise ValueError(f"actor_rollout_ref.rollout: no engine {rollout_name!r} in mode {mode!r}; known: {known}")
+    module_name, class_name = path.split(":")
+    return getattr(importlib.import_module(module_name), class_name)

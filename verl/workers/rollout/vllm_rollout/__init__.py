@@ -1,0 +1,1 @@
+"""Rollout by the vLLM engine in the worker's own process."""

@@ -1,0 +1,141 @@
+"""The vLLM engine inside every worker process (SPMD): DataProto in, DataProto out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.protocol import DataProto
+from verl.workers.config import RolloutConfig
+from verl.workers.rollout.base import BaseRollout
+from vllm import LLM, RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class vLLMRollout(BaseRollout):
+    """One data-parallel replica's share of the rollout; tensor-parallel ranks of a replica get the same rows."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_path: str,
+        *,
+        eos_token_id: int,
+        pad_token_id: int,
+        rollout_ops: str,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
+        self.device = device
+        world_size = torch.distributed.get_world_size()
+        self.inference_engine = LLM(
+            model=model_path,
+            skip_tokenizer_init=True,
+            dtype=config.dtype,
+            seed=config.seed,
+            tensor_parallel_size=config.tensor_model_parallel_size,
+            data_parallel_size=world_size // config.tensor_model_parallel_size,
+            enable_expert_parallel=config.enable_expert_parallel,
+            distributed_executor_backend="external_launcher",
+            max_model_len=config.max_model_len or config.prompt_length + config.response_length,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            num_gpu_blocks_override=config.num_gpu_blocks_override,
+            block_size=config.block_size,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            enable_prefix_caching=config.enable_prefix_caching,
+            enable_sleep_mode=True,
+            enforce_eager=config.enforce_eager,
+            load_format="dummy",
+            rollout_ops=rollout_ops,
+            device=device,
+        )
+        self.release()
+
+    def resume(self, tags: list[str]) -> None:
+        """See ``BaseRollout``."""
+        self.inference_engine.wake_up(tags=tags)
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See ``BaseRollout``; an HF tensor that the stream left out is an error."""
+        loaded = self.inference_engine.load_weights(weights)
+        self.inference_engine.check_weights_loaded(loaded)
+
+    def release(self) -> None:
+        """See ``BaseRollout``."""
+        self.inference_engine.sleep(level=2)
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Generates one response per row.
+
+        Args:
+            prompts: ``input_ids``/``attention_mask``/``position_ids`` [B, P] left-padded; ``raw_prompt_ids`` (lists of
+                ints) and ``sampling_seeds`` (ints) in ``non_tensor_batch``; ``validate`` and ``do_sample`` in
+                ``meta_info``.
+
+        Returns:
+            verl's rollout batch: prompts, responses, input_ids, attention_mask, position_ids, response_mask and
+            rollout_log_probs (fp32 [B, R], zero on padding).
+        """
+        seeds = prompts.non_tensor_batch["sampling_seeds"]
+        requests = [{"prompt_token_ids": list(ids)} for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
+        params = [self._sampling_params(prompts.meta_info, int(seed)) for seed in seeds]
+        outputs = self.inference_engine.generate(requests, params, use_tqdm=False)
+        return self._to_batch(prompts, outputs)
+
+    def _sampling_params(self, meta_info: dict, seed: int) -> SamplingParams:
+        config = self.config
+        is_validation = bool(meta_info.get("validate", False))
+        chosen = config.val_kwargs if is_validation else config
+        do_sample = bool(meta_info.get("do_sample", config.val_kwargs.do_sample if is_validation else True))
+        return SamplingParams(
+            n=1,
+            temperature=chosen.temperature if do_sample else 0.0,
+            top_k=chosen.top_k if do_sample else -1,
+            top_p=chosen.top_p if do_sample else 1.0,
+            max_tokens=config.response_length,
+            stop_token_ids=[self.eos_token_id],
+            ignore_eos=config.ignore_eos,
+            seed=seed,
+            logprobs=0,
+            detokenize=False,
+        )
+
+    def _to_batch(self, prompts: DataProto, outputs: list[RequestOutput]) -> DataProto:
+        length = self.config.response_length
+        completions = [output.outputs[0] for output in outputs]
+        responses = _right_padded([c.token_ids for c in completions], length, self.pad_token_id, torch.int64)
+        log_probs = _right_padded([c.sampled_logprobs for c in completions], length, 0.0, torch.float32)
+        lengths = torch.tensor([len(c.token_ids) for c in completions])
+        response_mask = (torch.arange(length) < lengths[:, None]).long()
+
+        prompt_ids, prompt_mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
+        prompt_positions = prompts.batch["position_ids"]
+        response_positions = prompt_positions[:, -1:] + torch.arange(1, length + 1)
+        tensors = {
+            "prompts": prompt_ids,
+            "responses": responses,
+            "input_ids": torch.cat([prompt_ids, responses], dim=-1),
+            "attention_mask": torch.cat([prompt_mask, response_mask], dim=-1),
+            "position_ids": torch.cat([prompt_positions, response_positions], dim=-1),
+            "response_mask": response_mask,
+            "rollout_log_probs": log_probs,
+        }
+        reasons = np.array([c.finish_reason for c in completions], dtype=object)
+        return DataProto.from_dict(tensors=tensors, non_tensors={"finish_reason": reasons})
+
+
+def _right_padded(rows: list[list], length: int, fill: float, dtype: torch.dtype) -> Tensor:
+    lengths = torch.tensor([len(row) for row in rows])
+    padded = torch.full((len(rows), length), fill, dtype=dtype)
+    flat = torch.tensor([value for row in rows for value in row], dtype=dtype)
+    padded[torch.arange(length) < lengths[:, None]] = flat
+    return padded

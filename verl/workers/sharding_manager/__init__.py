@@ -1,0 +1,1 @@
+"""Moving a worker between training and rollout."""

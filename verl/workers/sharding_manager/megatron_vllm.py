@@ -1,0 +1,65 @@
+"""Weights from the training engine to the rollout engine, and the memory life cycle of a die around it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from types import TracebackType
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.parallel_state import ProcessGroups
+from mindspeed_llm.hf_config import HFModelConfig
+from mindspeed_llm.weights import export_weights
+from verl.workers.rollout.base import BaseRollout
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronVLLMShardingManager:
+    """A context in which the rollout engine holds the actor's current weights and a KV cache.
+
+    Entering: rollout weights are allocated as empty buffers, written by a stream of HF-named tensors from the training
+    ranks, the training weights leave the device, and only then the KV cache is allocated, so that its blocks never
+    share the device with two copies of the model. Leaving frees all of the rollout engine.
+    """
+
+    def __init__(
+        self,
+        actor_module: DistributedDataParallel,
+        rollout: BaseRollout,
+        hf_config: HFModelConfig,
+        groups: ProcessGroups,
+        *,
+        offload_param: bool,
+        bucket_bytes: int,
+    ) -> None:
+        self.actor_module = actor_module
+        self.rollout = rollout
+        self.hf_config = hf_config
+        self.groups = groups
+        self.offload_param = offload_param
+        self.bucket_bytes = bucket_bytes
+        self.sync_seconds = 0.0
+
+    def __enter__(self) -> MegatronVLLMShardingManager:
+        start = time.perf_counter()
+        self.actor_module.offload_grads()
+        self.actor_module.onload_params()
+        self.rollout.resume(tags=["weights"])
+        stream = export_weights(
+            self.actor_module.module, self.hf_config, self.groups.layout, self.groups, bucket_bytes=self.bucket_bytes
+        )
+        self.rollout.update_weights(stream)
+        if self.offload_param:
+            self.actor_module.offload_params()
+        # NPU-ADAPTATION(kv-cache-last): on a 64 GB die the KV cache fits only after the training weights have left;
+        # drop when rollout and training run on separate dies.
+        self.rollout.resume(tags=["kv_cache"])
+        # NPU-ADAPTATION END
+        self.sync_seconds = time.perf_counter() - start
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.rollout.release()
