@@ -1,0 +1,1 @@
+"""Training recipes: one folder each, with its launch script, configs, data preparation and reward."""

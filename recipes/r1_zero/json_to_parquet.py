@@ -1,0 +1,262 @@
+"""From a ``deepscaler.json`` (a list of problem, answer, solution) to verl's ``train.parquet`` and ``test.parquet``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run by its path, as the recipe's README shows: let the repository's packages be found
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from recipes.r1_zero.stamp import digest_of, is_current, write_atomically, write_stamp, write_text_atomically
+
+DATA_SOURCE = "deepscaler"
+SYSTEM_TEMPLATE = (
+    "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. "
+    "The assistant first thinks about the reasoning process in the mind and then provides the user with the answer. "
+    "The reasoning process and answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, "
+    "i.e., <think> reasoning process here </think><answer> answer here </answer>. "
+    "Put your final answer within \\boxed{}. "
+)
+FORM_VERSION = 1  # raise when the rows would come out differently from the same input
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One usable row of the input."""
+
+    index: int  # position in the input list
+    problem: str
+    answer: str
+    solution: str
+
+
+@dataclass
+class DataReport:
+    """What became of every row: ``rows_read`` is the sum of skipped, duplicates, over-long, train and test rows."""
+
+    json_path: str
+    rows_read: int = 0
+    skipped: list[dict[str, Any]] = field(default_factory=list)  # {"index", "reason"}
+    duplicates: list[dict[str, Any]] = field(default_factory=list)  # {"index", "same_as", "same_answer"}
+    over_long: list[dict[str, Any]] = field(default_factory=list)  # {"index", "tokens"}
+    train_rows: int = 0
+    test_rows: int = 0
+
+    def lines(self) -> list[str]:
+        """The report as text, one line per fact and one per skipped row."""
+        conflicts = [entry for entry in self.duplicates if not entry["same_answer"]]
+        out = [f"read {self.rows_read} rows of {self.json_path}"]
+        out += [f"skipped row {entry['index']}: {entry['reason']}" for entry in self.skipped]
+        out += [
+            f"row {entry['index']} repeats row {entry['same_as']} with another answer: the first one counts"
+            for entry in conflicts
+        ]
+        out.append(
+            f"{len(self.skipped)} skipped, {len(self.duplicates)} duplicates removed, {len(self.over_long)} over-long "
+            f"filtered, {self.train_rows} for training, {self.test_rows} held out"
+        )
+        return out
+
+
+def read_rows(json_path: Path) -> list[Any]:
+    """The list in ``json_path``; ValueError when the file is missing, is no JSON, or holds no non-empty list."""
+    expected = "expected a JSON list of objects with problem, answer and solution (the form of deepscaler.json)"
+    if not json_path.is_file():
+        raise ValueError(f"--json_path {json_path}: no such file; {expected}")
+    try:
+        rows = json.loads(json_path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        hint = "; one object per line is not a list" if json_path.suffix == ".jsonl" else ""
+        raise ValueError(f"--json_path {json_path}: not a JSON text ({error}){hint}; {expected}") from error
+    if not isinstance(rows, list) or not rows:
+        kind = "an empty list" if rows == [] else f"a {type(rows).__name__}"
+        raise ValueError(f"--json_path {json_path}: holds {kind}; {expected}")
+    if not any(isinstance(row, dict) and "problem" in row and "answer" in row for row in rows):
+        raise ValueError(f"--json_path {json_path}: none of its {len(rows)} rows has problem and answer; {expected}")
+    return rows
+
+
+def usable_row(index: int, row: Any) -> Problem | str:
+    """The row as a ``Problem``, or the reason why it cannot be used."""
+    if not isinstance(row, dict):
+        return f"is a {type(row).__name__}, not an object"
+    texts = {}
+    for key in ("problem", "answer"):
+        if key not in row:
+            return f"{key} is missing"
+        value = row[key]
+        if value is None:
+            return f"{key} is null"
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            return f"{key} is a {type(value).__name__}, not a text or a number"
+        texts[key] = str(value).strip()
+        if not texts[key]:
+            return f"{key} is empty"
+    solution = row.get("solution")  # only kept for the reader, so a row without one is of use
+    return Problem(index, texts["problem"], texts["answer"], solution.strip() if isinstance(solution, str) else "")
+
+
+def same_side_key(problem: str) -> str:
+    """A key that problems differing only in spacing, dollars, commas, full stops or case have in common."""
+    return re.sub(r"\s+|[$,.?]|\\(?:left|right|[,!;: ])|(?<=\\)[dt](?=frac)", "", problem).lower()
+
+
+def without_duplicates(problems: list[Problem], report: DataReport) -> list[Problem]:
+    """The first of each problem text (white space made equal); the others go into the report."""
+    first: dict[str, Problem] = {}
+    for item in problems:
+        seen = first.setdefault(" ".join(item.problem.split()), item)
+        if seen is not item:
+            same_answer = seen.answer == item.answer
+            report.duplicates.append({"index": item.index, "same_as": seen.index, "same_answer": same_answer})
+    return list(first.values())
+
+
+def split(problems: list[Problem], train_data_ratio: float, seed: int) -> tuple[list[Problem], list[Problem]]:
+    """Seeded shuffle into train and test; near-duplicates (``same_side_key``) stay together on one side."""
+    groups: dict[str, list[Problem]] = {}
+    for item in problems:
+        groups.setdefault(same_side_key(item.problem), []).append(item)
+    shuffled = list(groups.values())
+    random.Random(seed).shuffle(shuffled)
+    target = round(len(problems) * train_data_ratio)
+    train: list[Problem] = []
+    test: list[Problem] = []
+    for group in shuffled:
+        (train if len(train) + len(group) <= target else test).extend(group)
+    if not train or not test:
+        raise ValueError(
+            f"--train_data_ratio {train_data_ratio} leaves {len(train)} training and {len(test)} test rows of "
+            f"{len(problems)} usable ones; expected at least one on each side: choose another ratio or give more rows"
+        )
+    return train, test
+
+
+def messages(problem: str) -> list[dict[str, str]]:
+    """The chat that poses a problem: R1-Zero's system template, then the user's question."""
+    return [{"role": "system", "content": SYSTEM_TEMPLATE}, {"role": "user", "content": problem}]
+
+
+def verl_row(item: Problem, side: str) -> dict[str, Any]:
+    """One row in verl's schema; ``extra_info.index`` is the row's place in the input list."""
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": messages(item.problem),
+        "ability": "math",
+        "reward_model": {"ground_truth": item.answer, "style": "rule"},
+        "extra_info": {"split": side, "index": item.index, "answer": item.solution},
+    }
+
+
+def write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write verl rows with a fixed schema, atomically."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    schema = pa.schema(
+        [
+            ("data_source", pa.string()),
+            ("prompt", pa.list_(message)),
+            ("ability", pa.string()),
+            ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
+            ("extra_info", pa.struct([("split", pa.string()), ("index", pa.int64()), ("answer", pa.string())])),
+        ]
+    )
+    table = pa.Table.from_pylist(rows, schema=schema)
+    write_atomically(path, lambda temporary: pq.write_table(table, temporary))
+
+
+def prompt_length_counter(tokenizer_path: str) -> Callable[[str], int]:
+    """A function from a problem to the number of tokens of its whole prompt under that tokenizer's chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+
+    def count(problem: str) -> int:
+        text = tokenizer.apply_chat_template(messages(problem), tokenize=False, add_generation_prompt=True)
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return count
+
+
+def convert(
+    json_path: Path,
+    output_dir: Path,
+    train_data_ratio: float = 0.9,
+    seed: int = 42,
+    tokenizer: str | None = None,
+    max_prompt_length: int | None = None,
+) -> DataReport | None:
+    """Write both parquet files and ``data_report.json``; None when they are there and their inputs unchanged."""
+    if not 0.0 < train_data_ratio < 1.0:
+        raise ValueError(f"--train_data_ratio {train_data_ratio}: expected a number between 0 and 1, for example 0.9")
+    if (tokenizer is None) != (max_prompt_length is None):
+        raise ValueError("--tokenizer and --max_prompt_length filter together: give both or neither")
+    rows = read_rows(json_path)
+    settings = {"form": FORM_VERSION, "template": SYSTEM_TEMPLATE, "ratio": train_data_ratio, "seed": seed}
+    settings |= {"tokenizer": tokenizer, "max_prompt_length": max_prompt_length}
+    digest = digest_of(settings, [json_path])
+    if is_current(output_dir, digest):
+        return None
+    report = DataReport(str(json_path), rows_read=len(rows))
+    problems = []
+    for index, row in enumerate(rows):
+        item = usable_row(index, row)
+        if isinstance(item, str):
+            report.skipped.append({"index": index, "reason": item})
+        else:
+            problems.append(item)
+    problems = without_duplicates(problems, report)
+    if tokenizer is not None and max_prompt_length is not None:
+        count = prompt_length_counter(tokenizer)
+        lengths = {item.index: count(item.problem) for item in problems}
+        report.over_long = [{"index": i, "tokens": n} for i, n in lengths.items() if n > max_prompt_length]
+        problems = [item for item in problems if lengths[item.index] <= max_prompt_length]
+    train, test = split(problems, train_data_ratio, seed)
+    report.train_rows, report.test_rows = len(train), len(test)
+    files = [output_dir / name for name in ("train.parquet", "test.parquet", "data_report.json")]
+    write_parquet([verl_row(item, "train") for item in train], files[0])
+    write_parquet([verl_row(item, "test") for item in test], files[1])
+    write_text_atomically(files[2], json.dumps(asdict(report), indent=1, ensure_ascii=False) + "\n")
+    write_stamp(output_dir, digest, files)
+    return report
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit status, 2 for an input that a user can mend."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json_path", type=Path, default=Path("./deepscaler.json"), help="the list of problems")
+    parser.add_argument("--output_dir", type=Path, required=True, help="where train.parquet and test.parquet go")
+    parser.add_argument("--train_data_ratio", type=float, default=0.9, help="part of the rows that is trained on")
+    parser.add_argument("--seed", type=int, default=42, help="seed of the shuffle")
+    parser.add_argument("--tokenizer", help="HF directory; with --max_prompt_length drops over-long prompts")
+    parser.add_argument("--max_prompt_length", type=int, help="longest prompt in tokens, template included")
+    args = parser.parse_args(argv)
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    try:
+        report = convert(**vars(args))
+    except (ValueError, OSError) as error:
+        console.print(f"error: {error}", style="red")
+        return 2
+    if report is None:
+        console.print(f"{args.output_dir}: complete and its input unchanged, nothing to do")
+        return 0
+    for line in report.lines():
+        console.print(line)
+    console.print(f"wrote train.parquet, test.parquet and data_report.json to {args.output_dir}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
