@@ -96,10 +96,8 @@ def test_duplicates_go_and_near_duplicates_stay_on_one_side(tmp_path: Path) -> N
     assert report is not None
     assert len(report.duplicates) == 40
     assert report.train_rows == report.test_rows == 40
-    sides = [
-        {json_to_parquet.same_side_key(t) for t in texts(tmp_path / "out" / f"{s}.parquet")} for s in ("train", "test")
-    ]
-    assert not sides[0] & sides[1]
+    train, test = (set(map(same_side_key, texts(tmp_path / "out" / f"{side}.parquet"))) for side in ("train", "test"))
+    assert not train & test
 
 
 def test_conflicting_duplicate_is_reported(tmp_path: Path) -> None:
