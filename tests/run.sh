@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Sets up what the checks need, runs them all, and ends with pytest's exit code. Arguments go to pytest.
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "$ROOT"
+export VENV_DIR="${VENV_DIR:-$ROOT/.venv}"
+
+# One thread per process: many tests start several, and two numeric libraries with all cores each stall one another.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# A torch plug-in whose driver is not there must not be loaded by `import torch`.
+export TORCH_DEVICE_BACKEND_AUTOLOAD=0
+# Ray starts a worker per core ahead of need; tests start the few that they use.
+export RAY_enable_worker_prestart=0
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+
+step() { echo "== $*"; }
+
+step "set-up"
+bash tools/setup_env.sh dev
+PY="$VENV_DIR/bin/python"
+
+step "ruff"
+"$PY" -m ruff check .
+"$PY" -m ruff format --check .
+
+step "mypy"
+packages=()
+for package in megatron mindspeed mindspeed_llm recipes third_party tools verl vllm vllm_ascend; do
+    [ -d "$package" ] && packages+=("$package")
+done
+"$PY" -m mypy "${packages[@]}"
+
+step "adaptations"
+"$PY" -m tools.adaptations --check
+
+step "pytest"
+exec "$PY" -m pytest "$@"

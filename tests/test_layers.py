@@ -1,0 +1,159 @@
+"""Holds the import table: who may import whom, and where the third parties and the device libraries are allowed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+EVERYTHING = {
+    "recipes", "verl", "vllm", "vllm_ascend", "megatron", "mindspeed", "mindspeed_llm", "third_party", "tools", "tests",
+}  # fmt: skip
+MAY_IMPORT = {
+    "recipes": EVERYTHING - {"tests"},
+    "verl": {"megatron", "vllm", "mindspeed_llm"},
+    "vllm": set(),
+    "vllm_ascend": {"vllm"},
+    "megatron": set(),
+    "mindspeed": {"megatron"},
+    "mindspeed_llm": {"megatron"},
+    "third_party": set(),
+    "tools": EVERYTHING,
+    "tests": EVERYTHING,
+}
+# A library that only these folders may import.
+ONLY_IN = {
+    "torch_npu": ("mindspeed", "vllm_ascend", "tests"),
+    "ray": ("verl/single_controller/ray", "verl/trainer", "tools", "recipes", "tests"),
+    "hydra": ("verl/trainer", "recipes", "tests"),
+}
+# Read before any process starts, on machines that may have neither.
+CONFIG_FOLDERS = ("verl/trainer/config", "verl/workers/config")
+NOT_IN_CONFIG = {"torch", "ray", "torch_npu"}
+
+
+def sources(*folders: str) -> list[Path]:
+    """Every Python file of ``folders`` (files or folders relative to the root; absent ones have none)."""
+    found: list[Path] = []
+    for folder in folders:
+        path = ROOT / folder
+        found += [path] if path.is_file() else sorted(path.rglob("*.py"))
+    return found
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import in a file, inside functions and type-checking blocks too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.lineno, node.module
+
+
+def is_inside(path: Path, folders: tuple[str, ...]) -> bool:
+    name = path.relative_to(ROOT).as_posix()
+    return any(name == folder or name.startswith(folder + "/") for folder in folders)
+
+
+def at(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
+def test_package_imports_only_what_its_row_allows(package: str) -> None:
+    allowed = MAY_IMPORT[package] | {package}
+    wrong = [
+        f"{at(path, line)}: {package} may not import {name}"
+        for path in sources(package)
+        for line, name in imports(path)
+        if name.split(".")[0] in EVERYTHING - allowed
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("library", sorted(ONLY_IN))
+def test_library_is_imported_only_where_it_belongs(library: str) -> None:
+    wrong = [
+        f"{at(path, line)}: {name} belongs only in {', '.join(ONLY_IN[library])}"
+        for path in sources(*sorted(EVERYTHING))
+        if not is_inside(path, ONLY_IN[library])
+        for line, name in imports(path)
+        if name.split(".")[0] == library
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_relative_imports_stay_inside_their_package() -> None:
+    wrong = []
+    for path in sources(*sorted(EVERYTHING)):
+        depth = len(path.relative_to(ROOT).parts) - 1
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level > depth:
+                wrong.append(f"{at(path, node.lineno)}: relative import above the package")
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_config_modules_need_neither_torch_nor_ray() -> None:
+    wrong = [
+        f"{at(path, line)}: a config module may not import {name}"
+        for path in sources(*CONFIG_FOLDERS)
+        for line, name in imports(path)
+        if name.split(".")[0] in NOT_IN_CONFIG
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_nothing_is_patched_into_other_modules() -> None:
+    """No ``sys.modules[...] = ...`` and no assignment to an attribute of an imported library."""
+    wrong = [
+        f"{at(path, line)}: {what}"
+        for path in sources(*sorted(EVERYTHING - {"tests"}))
+        if path.name != "_compat.py"
+        for line, what in _patches(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def _patches(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    libraries = {
+        (alias.asname or alias.name).split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = list(node.targets)
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        for target in targets:
+            text = ast.unparse(target)
+            if text.startswith("sys.modules["):
+                yield node.lineno, f"writes {text}"
+            elif isinstance(target, ast.Attribute) and _root_name(target) in libraries and not _is_setting(text):
+                yield node.lineno, f"assigns {text}, an attribute of an imported module"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr" and _root_name(node.args[0]) in libraries:
+            yield node.lineno, f"sets an attribute of {ast.unparse(node.args[0])}"
+
+
+def _is_setting(target: str) -> bool:
+    """Whether a library documents the assignment as its way to set something (torch.backends.x.y = ...)."""
+    return target.startswith("torch.backends.")
+
+
+def _root_name(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def test_the_checks_find_what_they_look_for() -> None:
+    planted = ast.parse("import sys, torch\nsys.modules['x'] = 1\ntorch.compile = None\nsetattr(torch.nn, 'a', 1)\n")
+    assert [line for line, _ in _patches(planted)] == [2, 3, 4]
+    assert not list(_patches(ast.parse("import torch\ntorch.backends.cudnn.enabled = False\nself.x = 1\n")))
