@@ -1,0 +1,1 @@
+"""Models, layers and weight loading."""

@@ -1,0 +1,1 @@
+"""The device ops of the rollout engine: contract and plain-torch reference."""

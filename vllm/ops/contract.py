@@ -1,0 +1,140 @@
+"""The device ops the rollout engine calls: one table of callables whose plain-torch reference is the specification.
+
+Letters: T tokens, B sequences, H hidden, N heads of this rank, P / R channels of a query head without / with position, L KV latent,
+V value channels of a head, E experts, K experts per token, F expert width, W vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+KVCache: TypeAlias = tuple[Tensor, ...]
+"""One layer's paged cache in the layout of the op table that made it: each tensor is [num_blocks, block_size, ...]."""
+
+
+@dataclass
+class DecodeMetadata:
+    """The sequences of a step that bring exactly one new token; they come first among the step's tokens."""
+
+    seq_lens_host: np.ndarray  # int64 [B], tokens in the cache, the new one included
+    seq_lens: Tensor  # int32 [B], the same on the device
+    block_tables: Tensor  # int32 [B, max_blocks], entries past a sequence's last block hold any valid block id
+    block_size: int
+    scratch: dict[str, Any] = field(default_factory=dict)  # an op may keep what it derives from this for the other layers
+
+
+@dataclass
+class PrefillMetadata:
+    """The sequences of a step that bring several new tokens (a prompt, or the next chunk of one)."""
+
+    query_lens_host: np.ndarray  # int64 [B], new tokens of each sequence
+    seq_lens_host: np.ndarray  # int64 [B], tokens in the cache, the new ones included
+    cu_query_lens: Tensor  # int32 [B+1], exclusive prefix sums of the query lengths
+    seq_lens: Tensor  # int32 [B]
+    block_tables: Tensor  # int32 [B, max_blocks]
+    block_size: int
+    scratch: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class SamplingBatch:
+    """What sampling needs to know of each of B rows."""
+
+    temperature_B: Tensor  # fp32, 0 = greedy
+    keys_B2: Tensor  # int32, noise keys of (request seed, token position); see vllm/v1/sample/rng.py
+    vocab_keys_W: Tensor  # int32, noise keys of the vocabulary
+    top_k_B: Tensor | None  # int64 in [1, W], None when no row limits it
+    top_p_B: Tensor | None  # fp32 in (0, 1], None when no row limits it
+    banned_BW: Tensor | None  # bool, tokens that must not be drawn (stop tokens before min_tokens); None when there are none
+    has_greedy: bool
+    has_random: bool
+    num_top_logprobs: int = 0  # how many of the most likely tokens to report besides the sampled one
+
+
+@dataclass
+class SampledTokens:
+    """Result of `RolloutOps.sample` for B rows."""
+
+    token_ids_B: Tensor  # int64
+    logprobs_B: Tensor  # fp32: log_softmax(logits / temperature) of the token, before top-k and top-p; temperature 1 when greedy
+    ranks_B: Tensor | None = None  # int64, 1 = the most likely; only with num_top_logprobs > 0
+    top_ids_BK: Tensor | None = None  # int64
+    top_logprobs_BK: Tensor | None = None  # fp32
+
+
+@dataclass(frozen=True)
+class RolloutOps:
+    """A complete op table. Unless said, outputs have the dtype of the first tensor; tolerance is against the reference.
+
+    new_kv_cache(num_blocks, block_size, L, R, dtype, device) -> KVCache
+        One layer's cache, finite everywhere (masked positions are multiplied by zero, so garbage must not be NaN).
+        Reference: one tensor [num_blocks, block_size, L+R], latent then rope channels.
+    rms_norm(x_TH, weight_H, eps) -> [T, H]
+        x / sqrt(mean(x^2) + eps) * weight, the mean in fp32. x may be a strided slice of columns. 1e-6 (fp32), 1e-2 (bf16).
+    rotary_interleaved(x_TNR, cos_TR, sin_TR) -> [T, N, R]
+        Pairs (x[2i], x[2i+1]) turned by angle i; the output holds all first members, then all second members:
+        out[i] = x[2i] cos[i] - x[2i+1] sin[i]; out[R/2+i] = x[2i+1] cos[i] + x[2i] sin[i]. cos and sin (fp32) repeat their first
+        half in the second. x may be strided. 1e-6 (fp32).
+    write_kv(cache, latent_TL, rope_TR, slots_T) -> None
+        Token t goes to slot slots_T[t] = block * block_size + offset (int64), in place.
+    mla_decode(q_latent_BNL, q_rope_BNR, cache, meta: DecodeMetadata, scale) -> out_BNL
+        Absorbed form: softmax(scale * (q_latent . latent_s + q_rope . rope_s)) weighted sum of latent_s over the sequence. 1e-5 (fp32).
+    mla_prefill(q_nope_TNP, q_rope_TNR, kv_b_NCL, cache, meta: PrefillMetadata, scale) -> out_TNV
+        Causal attention of packed new tokens over each sequence's whole cached context (the new tokens have been written before).
+        kv_b_NCL, C = P + V, expands a latent into the keys (first P) and values of each head. 1e-5 (fp32).
+    topk_router(logits_TE fp32, bias_E fp32, top_k, num_groups, topk_groups, normalize, scaling) -> (weights_TK fp32, ids_TK int64)
+        DeepSeek-V3 routing (arXiv:2412.19437 eq. 12-16): scores = sigmoid(logits); scores + bias only select: the groups with the
+        largest sum of their two best, then the top_k experts of those groups. weights = scores of the chosen, divided by their sum
+        (+1e-20) if normalize, times scaling. The order of the K choices is free.
+    fused_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, first_expert) -> [T, H]
+        sum_k weights[t,k] * w2[e] silu_and_mul(w13[e] x[t]) over the chosen experts that this rank holds,
+        e = ids[t,k] - first_expert in [0, E). w13 holds gate rows then up rows. The other ranks' experts add nothing. T may be 0.
+    silu_and_mul(x_T2F) -> [T, F]
+        silu(x[:, :F]) * x[:, F:].
+    sample(logits_BW fp32, batch: SamplingBatch) -> SampledTokens
+        Greedy rows: argmax. Others: a draw from softmax(logits / temperature) after top-k, then top-p (the smallest set of most
+        likely tokens that reaches top_p), by the exponential race of vllm/v1/sample/rng.py, so a row's draw depends on its logits
+        and keys alone.
+    names: native or reference, for each entry; logged once at start.
+    """
+
+    new_kv_cache: Callable[[int, int, int, int, torch.dtype, torch.device], KVCache]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    rotary_interleaved: Callable[[Tensor, Tensor, Tensor], Tensor]
+    write_kv: Callable[[KVCache, Tensor, Tensor, Tensor], None]
+    mla_decode: Callable[[Tensor, Tensor, KVCache, DecodeMetadata, float], Tensor]
+    mla_prefill: Callable[[Tensor, Tensor, Tensor, KVCache, PrefillMetadata, float], Tensor]
+    topk_router: Callable[[Tensor, Tensor, int, int, int, bool, float], tuple[Tensor, Tensor]]
+    fused_experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
+    silu_and_mul: Callable[[Tensor], Tensor]
+    sample: Callable[[Tensor, SamplingBatch], SampledTokens]
+    names: dict[str, str]
+
+    def __post_init__(self) -> None:
+        entries = {f.name for f in fields(self)} - {"names"}
+        if set(self.names) != entries:
+            raise ValueError(
+                f"names of an op table must say native or reference for each of {sorted(entries)}, got {self.names}"
+            )
+
+
+def resolve(provider: str) -> RolloutOps:
+    """The op table made by `provider`, a dotted "module:function" (e.g. "vllm_ascend.ops:rollout_ops")."""
+    module_name, _, function_name = provider.partition(":")
+    if not module_name or not function_name:
+        raise ValueError(f"rollout_ops={provider!r}: expected 'module:function', e.g. 'vllm.ops.reference:rollout_ops'")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"rollout_ops={provider!r} cannot be loaded: {error}") from error
+    table = function()
+    if not isinstance(table, RolloutOps):
+        raise ValueError(f"rollout_ops={provider!r} returned {type(table).__name__}, expected RolloutOps")
+    return table

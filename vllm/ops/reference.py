@@ -1,0 +1,56 @@
+"""The plain-torch op table: the specification of every entry, and what CPU and CUDA run."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.ops.contract import KVCache, RolloutOps
+from vllm.ops.reference_attention import mla_decode, mla_prefill
+from vllm.ops.reference_moe import fused_experts, silu_and_mul, topk_router
+from vllm.ops.reference_sample import sample
+
+
+def new_kv_cache(
+    num_blocks: int, block_size: int, latent: int, rope: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    # Zeros, not empty: padded positions are masked to probability 0, and 0 * NaN would still be NaN.
+    return (torch.zeros(num_blocks, block_size, latent + rope, dtype=dtype, device=device),)
+
+
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    if x_TH.dtype == torch.float32:
+        return F.rms_norm(x_TH, weight_H.shape, weight_H, eps)
+    x_fp32 = x_TH.float()
+    normed = x_fp32 * torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)
+    return weight_H * normed.to(x_TH.dtype)
+
+
+def rotary_interleaved(x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    half = x_TNR.shape[-1] // 2
+    cos, sin = cos_TR[:, None, :half], sin_TR[:, None, :half]
+    first, second = x_TNR[..., 0::2], x_TNR[..., 1::2]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_TNR.dtype)
+
+
+def write_kv(cache: KVCache, latent_TL: Tensor, rope_TR: Tensor, slots_T: Tensor) -> None:
+    (pages,) = cache
+    pages.view(-1, pages.shape[-1]).index_copy_(0, slots_T, torch.cat((latent_TL, rope_TR), dim=-1))
+
+
+def rollout_ops() -> RolloutOps:
+    """The reference table."""
+    table = {
+        "new_kv_cache": new_kv_cache,
+        "rms_norm": rms_norm,
+        "rotary_interleaved": rotary_interleaved,
+        "write_kv": write_kv,
+        "mla_decode": mla_decode,
+        "mla_prefill": mla_prefill,
+        "topk_router": topk_router,
+        "fused_experts": fused_experts,
+        "silu_and_mul": silu_and_mul,
+        "sample": sample,
+    }
+    return RolloutOps(**table, names=dict.fromkeys(table, "reference"))

@@ -1,0 +1,68 @@
+"""Reference MoE ops: DeepSeek-V3 routing and the experts of this rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def silu_and_mul(x_T2F: Tensor) -> Tensor:
+    gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
+    return F.silu(gate_TF).mul_(up_TF)
+
+
+def topk_router(
+    logits_TE: Tensor,
+    bias_E: Tensor,
+    top_k: int,
+    num_groups: int,
+    topk_groups: int,
+    normalize: bool,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    scores_TE = logits_TE.sigmoid()
+    choice_TE = scores_TE + bias_E
+    if topk_groups < num_groups:
+        grouped_TGe = choice_TE.view(len(choice_TE), num_groups, -1)
+        group_scores_TG = grouped_TGe.topk(min(2, grouped_TGe.shape[-1]), dim=-1, sorted=False).values.sum(-1)
+        kept_TG = group_scores_TG.topk(topk_groups, dim=-1, sorted=False).indices
+        dropped_TG = torch.ones_like(group_scores_TG, dtype=torch.bool).scatter_(1, kept_TG, False)
+        choice_TE = grouped_TGe.masked_fill(dropped_TG[..., None], float("-inf")).view_as(choice_TE)
+    ids_TK = choice_TE.topk(top_k, dim=-1, sorted=False).indices
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if normalize:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+    return weights_TK * scaling, ids_TK
+
+
+def fused_experts(
+    x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, weights_TK: Tensor, ids_TK: Tensor, first_expert: int
+) -> Tensor:
+    num_experts, top_k = len(w13_E2FH), ids_TK.shape[1]
+    out_TH = torch.zeros_like(x_TH)
+    experts_S = ids_TK.reshape(-1) - first_expert
+    # Choices sorted by expert; those of other ranks sort before 0 or after the last and are cut off.
+    order_S = experts_S.argsort(stable=True)
+    bounds = torch.searchsorted(
+        experts_S[order_S], torch.arange(num_experts + 1, device=x_TH.device, dtype=experts_S.dtype)
+    ).tolist()
+    order_S = order_S[bounds[0] : bounds[-1]]
+    if len(order_S) == 0:
+        return out_TH
+    tokens_S = torch.div(order_S, top_k, rounding_mode="floor")
+    x_SH = x_TH.index_select(0, tokens_S)
+    gate_up_S2F = x_SH.new_empty(len(x_SH), w13_E2FH.shape[1])
+    y_SH = torch.empty_like(x_SH)
+    segments = [
+        (e, slice(start - bounds[0], stop - bounds[0]))
+        for e, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
+        if stop > start
+    ]
+    for e, rows in segments:
+        torch.mm(x_SH[rows], w13_E2FH[e].t(), out=gate_up_S2F[rows])
+    hidden_SF = silu_and_mul(gate_up_S2F)
+    for e, rows in segments:
+        torch.mm(hidden_SF[rows], w2_EHF[e].t(), out=y_SH[rows])
+    y_SH.mul_(weights_TK.reshape(-1).index_select(0, order_S)[:, None].to(y_SH.dtype))
+    return out_TH.index_add_(0, tokens_S, y_SH)

@@ -1,0 +1,1 @@
+"""One rank's device state: weights, KV cache, model execution."""
