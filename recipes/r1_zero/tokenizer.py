@@ -1,0 +1,80 @@
+"""The tiny model's tokenizer: byte-level BPE with DeepSeek's special tokens and chat form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from recipes.r1_zero.deepscaler import TAGS
+from recipes.r1_zero.json_to_parquet import SYSTEM_TEMPLATE
+from recipes.r1_zero.stamp import write_text_atomically
+
+BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
+USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
+SPECIAL_TOKENS = (BOS, EOS, PAD)  # ids 0, 1, 2 as in DeepSeek-V3
+# Whole texts that are one token. The system template is one too: written out, it would be four fifths of all tokens
+# of the tiny run, and say nothing to a model that never saw English.
+WHOLE_TOKENS = (USER, ASSISTANT, *TAGS, "\\boxed{", SYSTEM_TEMPLATE)
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'system' -%}{{ message['content'] }}"
+    "{%- elif message['role'] == 'user' -%}{{ '" + USER + "' + message['content'] }}"
+    "{%- elif message['role'] == 'assistant' -%}{{ '" + ASSISTANT + "' + message['content'] + eos_token }}"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '" + ASSISTANT + "' }}{%- endif -%}"
+)
+
+
+def write_tokenizer(texts: Iterable[str], out_dir: Path, vocab_size: int, model_max_length: int) -> None:
+    """Train on ``texts`` and write ``tokenizer.json`` and ``tokenizer_config.json`` as ``AutoTokenizer`` reads them.
+
+    Every digit is a token of its own, so a number reads the same wherever it stands. Merges may cross spaces, which
+    makes a frequent question a handful of tokens; any other text falls back to bytes.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\d"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(text, special=True) for text in (*SPECIAL_TOKENS, *WHOLE_TOKENS)],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        max_token_length=32,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_without_whole_tokens(texts), trainer)
+    saved = json.loads(tokenizer.to_str())
+    for token in saved["added_tokens"]:
+        token["special"] = token["content"] in SPECIAL_TOKENS  # decoding must not drop the tags
+    write_text_atomically(out_dir / "tokenizer.json", json.dumps(saved, ensure_ascii=False, indent=1) + "\n")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "unk_token": None,
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": model_max_length,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    write_text_atomically(out_dir / "tokenizer_config.json", json.dumps(config, ensure_ascii=False, indent=1) + "\n")
+
+
+def _without_whole_tokens(texts: Iterable[str]) -> Iterable[str]:
+    for text in texts:
+        pieces = [text]
+        for whole in (*SPECIAL_TOKENS, *WHOLE_TOKENS):
+            pieces = [part for piece in pieces for part in piece.split(whole)]
+        yield from (piece for piece in pieces if piece)
