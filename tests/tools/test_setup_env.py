@@ -1,0 +1,69 @@
+"""The set-up script on a small repository of its own: made once, quick again, never half made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Path:
+    """A repository whose layers are empty, so that no package is fetched."""
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools/setup_env.sh", tmp_path / "tools")
+    (tmp_path / "requirements").mkdir()
+    for layer in ("base", "dev", "npu", "constraints"):
+        (tmp_path / f"requirements/{layer}.txt").write_text("# nothing\n", encoding="utf-8")
+    return tmp_path
+
+
+def setup(repo: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name not in ("VENV_DIR", "PYTHON")}
+    return subprocess.run(
+        ["bash", "tools/setup_env.sh", *args],
+        cwd=repo,
+        env={**clean, "PYTHON": sys.executable, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_environment_is_made_once_and_again_when_a_pin_changes(repo: Path) -> None:
+    first = setup(repo, "dev")
+    assert first.returncode == 0, first.stderr
+    assert (repo / ".venv/bin/python").exists()
+    for layer in ("dev", "base"):  # dev holds base
+        assert "is up to date" in setup(repo, layer).stderr
+    (repo / "requirements/base.txt").write_text("# another pin\n", encoding="utf-8")
+    assert "installing the base layer" in setup(repo, "base").stderr
+
+
+def test_a_failed_install_is_not_taken_for_a_finished_one(repo: Path) -> None:
+    requirement = repo / "requirements/base.txt"
+    requirement.write_text("./no-such-package\n", encoding="utf-8")
+    failed = setup(repo)
+    assert failed.returncode == 1
+    assert "no-such-package" in failed.stderr and "run this again" in failed.stderr
+    assert not list(repo.glob(".venv/.stamp-*"))
+    requirement.write_text("", encoding="utf-8")
+    assert setup(repo).returncode == 0
+
+
+def test_wrong_use_is_a_clear_error(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    unknown = setup(repo, "cuda")
+    assert unknown.returncode == 1 and "expected base or dev" in unknown.stderr
+    precious = tmp_path_factory.mktemp("home")
+    (precious / "thesis.txt").write_text("years of work", encoding="utf-8")
+    taken = setup(repo, VENV_DIR=str(precious))
+    assert taken.returncode == 1 and "is not a virtual environment" in taken.stderr
+    assert (precious / "thesis.txt").exists()
+    no_python = setup(repo, PYTHON="/no/such/python")
+    assert no_python.returncode == 1 and "PYTHON=/no/such/python" in no_python.stderr

@@ -1,0 +1,1 @@
+"""Upstream manifests and bindings to libraries that are not Python packages."""

@@ -1,0 +1,1 @@
+"""Operator commands; each is `python -m tools.NAME --help`."""

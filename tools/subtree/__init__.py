@@ -1,0 +1,1 @@
+"""Our subtrees beside their upstreams: what is mirrored, what is missing, what differs."""
