@@ -1,0 +1,49 @@
+"""What must happen between the last backward of a step and the optimizer: gradients reduced, router biases moved."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.parallel_state import ProcessGroups
+
+
+def finalize_model_grads(model: DistributedDataParallel, groups: ProcessGroups) -> None:
+    """Sum partial gradients over TP, reduce over replicas, update the expert biases; collective over tp, dp and edp."""
+    _sum_partial_grads_over_tp(model, groups)
+    model.finish_grad_sync()
+    _update_router_expert_bias(model.module, model.config.moe_router_bias_update_rate, groups)
+
+
+def _sum_partial_grads_over_tp(model: DistributedDataParallel, groups: ProcessGroups) -> None:
+    """Weights that every TP rank applied to its own part of the sequence: their gradients are terms of one sum.
+
+    Before the reduction over replicas, because a reduce-scatter leaves only the shard meaningful.
+    """
+    if groups.layout.tensor_model_parallel_size == 1:
+        return
+    for buffer in model.param_and_grad_buffers:
+        start, end = buffer.tp_partial
+        if end > start:
+            dist.all_reduce(buffer.grads.tensor[start:end], group=groups.tp)
+
+
+def _update_router_expert_bias(module: nn.Module, update_rate: float, groups: ProcessGroups) -> None:
+    """bias_e += rate * sign(mean(count) - count_e), with the tokens of all replicas counted (arXiv 2408.15664)."""
+    routers = [part for part in module.modules() if getattr(part, "expert_bias", None) is not None]
+    if not routers:
+        return
+    counts_LE = torch.stack([router.local_tokens_per_expert for router in routers])  # type: ignore[misc]
+    for router in routers:
+        router.local_tokens_per_expert.zero_()  # type: ignore[operator,union-attr]
+    if update_rate == 0:
+        return
+    # Not one group: TP ranks hold parts of a sequence, DP ranks other sequences.
+    for group in (groups.tp, groups.dp):
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(counts_LE, group=group)
+    moves_LE = update_rate * torch.sign(counts_LE.mean(dim=-1, keepdim=True) - counts_LE)
+    for router, move_E in zip(routers, moves_LE, strict=True):
+        router.expert_bias.add_(move_E)  # type: ignore[operator,union-attr]

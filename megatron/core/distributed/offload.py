@@ -1,0 +1,55 @@
+"""A flat device tensor whose storage can be given back and got again while all views of it stay valid."""
+
+from __future__ import annotations
+
+import torch
+
+
+class OffloadableTensor:
+    """Owns the storage of ``tensor`` (flat, contiguous, not itself a view).
+
+    While it is offloaded the storage has 0 bytes and no view may be read or written. ``onload`` gives the storage its
+    size back, so views made before see the restored values.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        assert tensor.dim() == 1 and tensor.untyped_storage().nbytes() == tensor.nbytes, "needs a storage of its own"
+        self.tensor = tensor
+        self._host: torch.Tensor | None = None
+        self._num_bytes = tensor.nbytes
+        self.is_resident = True
+
+    @property
+    def current(self) -> torch.Tensor:
+        """The values wherever they are: the device tensor, or its host copy while offloaded."""
+        if self.is_resident:
+            return self.tensor
+        assert self._host is not None, "the values were dropped, not copied"
+        return self._host
+
+    def offload(self, keep_values: bool = True) -> None:
+        """Free the storage, after copying the values to the host unless they are not needed any more."""
+        if not self.is_resident:
+            return
+        if keep_values:
+            if self._host is None:
+                # Pinned memory makes the copies fast; it is slow to get, so it is kept for the next time.
+                on_accelerator = self.tensor.device.type != "cpu"
+                self._host = torch.empty_like(self.tensor, device="cpu", pin_memory=on_accelerator)
+            self._host.copy_(self.tensor)
+        self.tensor.untyped_storage().resize_(0)
+        self.is_resident = False
+
+    def onload(self, keep_values: bool = True) -> None:
+        """Allocate the storage again and restore the values; zeros when they are not wanted."""
+        if self.is_resident:
+            return
+        self.tensor.untyped_storage().resize_(self._num_bytes)
+        self.is_resident = True
+        if not keep_values:
+            self.tensor.zero_()
+            return
+        assert self._host is not None, "the values were dropped at offload"
+        self.tensor.copy_(self._host)
+        if not self._host.is_pinned():
+            self._host = None

@@ -1,0 +1,134 @@
+"""One flat parameter buffer and one flat gradient buffer for all parameters of one kind, dtype and replica group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.distributed.collectives import all_gather_in_place, reduce_scatter_in_place
+from megatron.core.distributed.offload import OffloadableTensor
+
+# Every parameter starts at a multiple of this many elements, so that device ops meet aligned addresses.
+ALIGNMENT = 64
+
+Range = tuple[int, int]  # [start, end) in elements
+
+
+class ParamAndGradBuffer:
+    """Makes ``params`` views of one flat buffer and gives each a ``main_grad`` view of another.
+
+    What a step does differs between parameters in three ways: weight decay, whether all TP ranks hold the same
+    weight, and whether its gradient is partial over TP. Parameters are laid out so that each of these is one range of
+    the buffer and no step needs a loop over parameters:
+
+        | decay, TP-sharded | decay, replicated | decay, partial | no decay, partial | no decay, replicated | ... |
+
+    Gaps and padding (the size is a multiple of the group's) hold zeros in parameters and gradients for ever.
+
+    decayed: parameters under weight decay · tp_duplicates: equal on all TP ranks, to be counted once ·
+    tp_partial: gradients to be summed over TP · shard: the part of the buffer whose optimizer state this rank owns.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[tuple[str, nn.Parameter]],
+        group: dist.ProcessGroup,
+        *,
+        is_expert: bool,
+        grad_dtype: torch.dtype,
+        is_sharded: bool,
+    ) -> None:
+        self.name = name
+        self.group = group
+        self.group_size = dist.get_world_size(group)
+        self.is_expert = is_expert
+        self.num_shards = self.group_size if is_sharded else 1
+        shard_index = dist.get_rank(group) if is_sharded else 0
+
+        ordered = sorted(params, key=lambda item: _layout_class(*item, is_expert))
+        self.param_ranges, numel = _assign_ranges(ordered)
+        shard_numel = -(-numel // (self.num_shards * ALIGNMENT)) * ALIGNMENT
+        self.numel = shard_numel * self.num_shards
+        self.shard: Range = (shard_index * shard_numel, (shard_index + 1) * shard_numel)
+
+        classes = [(_layout_class(*item, is_expert), self.param_ranges[item[0]]) for item in ordered]
+        self.decayed = _span([span for kind, span in classes if kind <= 2])
+        self.tp_duplicates = _span([span for kind, span in classes if 1 <= kind <= 4])
+        self.tp_partial = _span([span for kind, span in classes if 2 <= kind <= 3])
+
+        first = ordered[0][1]
+        self.params = OffloadableTensor(torch.zeros(self.numel, dtype=first.dtype, device=first.device))
+        self.grads = OffloadableTensor(torch.zeros(self.numel, dtype=grad_dtype, device=first.device))
+        for param_name, param in ordered:
+            start, end = self.param_ranges[param_name]
+            view = self.params.tensor[start:end].view(param.shape)
+            view.copy_(param.data)
+            param.data = view
+            param.main_grad = self.grads.tensor[start:end].view(param.shape)  # type: ignore[attr-defined]
+
+    @property
+    def param_shard(self) -> torch.Tensor:
+        """This rank's part of the parameters, [numel / num_shards] in their dtype."""
+        return self.params.tensor[slice(*self.shard)]
+
+    @property
+    def grad_shard(self) -> torch.Tensor:
+        """This rank's part of the gradients; complete after ``sync_grads``."""
+        return self.grads.tensor[slice(*self.shard)]
+
+    def sync_grads(self, scale: float) -> None:
+        """Multiply by ``scale`` and sum over the group: into the shards, or everywhere when there is only one shard."""
+        if scale != 1.0:
+            self.grads.tensor.mul_(scale)
+        if self.group_size == 1:
+            return
+        if self.num_shards > 1:
+            reduce_scatter_in_place(self.grads.tensor, self.grad_shard, self.group)
+        else:
+            dist.all_reduce(self.grads.tensor, group=self.group)
+
+    def gather_params(self) -> None:
+        """Make all parameters current again after every rank has updated its shard."""
+        if self.num_shards > 1:
+            all_gather_in_place(self.params.tensor, self.param_shard, self.group)
+
+    def in_shard(self, span: Range) -> Range:
+        """The part of ``span`` that lies in the shard, counted from the shard's start; (n, n) when there is none."""
+        start, end = self.shard
+        low = min(max(span[0], start), end) - start
+        return low, max(low, min(span[1], end) - start)
+
+    def find_param(self, index: int) -> str:
+        """Name of the parameter that holds element ``index``."""
+        return next((name for name, (start, end) in self.param_ranges.items() if start <= index < end), "padding")
+
+
+def _layout_class(name: str, param: nn.Parameter, is_expert: bool) -> int:
+    """Position of a parameter's kind in the buffer, 0 to 5; see ``ParamAndGradBuffer``.
+
+    Vectors (norm weights) and biases are not decayed. An expert is never a TP duplicate: the TP ranks are among the
+    ranks that share the experts or their replicas.
+    """
+    if is_expert or getattr(param, "tensor_model_parallel", False):
+        kind = 0
+    else:
+        kind = 2 if getattr(param, "sequence_parallel", False) else 1
+    has_decay = param.dim() > 1 and not name.endswith(".bias")
+    return kind if has_decay else 5 - kind
+
+
+def _assign_ranges(params: Sequence[tuple[str, nn.Parameter]]) -> tuple[dict[str, Range], int]:
+    ranges, end = {}, 0
+    for name, param in params:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        end = start + param.numel()
+        ranges[name] = (start, end)
+    return ranges, end
+
+
+def _span(ranges: Sequence[Range]) -> Range:
+    return (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)

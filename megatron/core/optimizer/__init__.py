@@ -1,0 +1,25 @@
+"""AdamW with fp32 master weights and moments, sharded over the replicas."""
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.ops import TrainOps
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_state import ProcessGroups
+
+__all__ = ["DistributedOptimizer", "OptimizerConfig", "get_megatron_optimizer"]
+
+
+def get_megatron_optimizer(
+    config: OptimizerConfig, ddp_model: DistributedDataParallel, groups: ProcessGroups, ops: TrainOps
+) -> DistributedOptimizer:
+    """The optimizer of ``ddp_model``; its master weights start as the model's weights at this moment.
+
+    Whether the state is sharded is decided where the gradients are (``DistributedDataParallelConfig``); a ``config``
+    that says otherwise is a ``ValueError``.
+    """
+    if config.use_distributed_optimizer != ddp_model.ddp_config.use_distributed_optimizer:
+        raise ValueError(
+            f"use_distributed_optimizer is {config.use_distributed_optimizer} in OptimizerConfig and "
+            f"{ddp_model.ddp_config.use_distributed_optimizer} in DistributedDataParallelConfig; set both alike"
+        )
+    return DistributedOptimizer(config, ddp_model, groups, ops)

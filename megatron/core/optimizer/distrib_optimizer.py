@@ -1,0 +1,188 @@
+"""AdamW on one shard of each flat buffer: every replica updates its part and the parts are gathered."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.distributed import DistributedDataParallel, ParamAndGradBuffer
+from megatron.core.distributed.offload import OffloadableTensor
+from megatron.core.ops import TrainOps
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32, local_square_sum
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parallel_state import ProcessGroups
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """fp32 state of one buffer's shard, each [numel / num_shards] of the buffer."""
+
+    buffer: ParamAndGradBuffer
+    master: OffloadableTensor
+    exp_avg: OffloadableTensor
+    exp_avg_sq: OffloadableTensor
+
+    @staticmethod
+    def of(buffer: ParamAndGradBuffer) -> ShardState:
+        """Master weights equal to the parameters, moments zero."""
+        master = buffer.param_shard.to(torch.float32, copy=True)
+        zeros = (OffloadableTensor(torch.zeros_like(master)) for _ in range(2))
+        return ShardState(buffer, OffloadableTensor(master), *zeros)
+
+    @property
+    def tensors(self) -> dict[str, OffloadableTensor]:
+        """The state by the name it has in checkpoints."""
+        return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+
+class DistributedOptimizer:
+    """One step is: global norm, clip, AdamW on the fp32 master shard, cast to the parameters, all-gather.
+
+    Call after ``finalize_model_grads``. ``param_groups`` (decayed, not decayed) holds ``lr`` and ``weight_decay`` as
+    torch's optimizers do; schedulers write ``lr`` there. Without data parallelism there are no collectives but the
+    norm's.
+    """
+
+    def __init__(
+        self, config: OptimizerConfig, model: DistributedDataParallel, groups: ProcessGroups, ops: TrainOps
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.groups = groups
+        self.ops = ops
+        self.num_steps = 0
+        self.param_groups: list[dict[str, float]] = [
+            {"lr": config.lr, "weight_decay": config.weight_decay},
+            {"lr": config.lr, "weight_decay": 0.0},
+        ]
+        self.shards = [ShardState.of(buffer) for buffer in model.param_and_grad_buffers]
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float, int | None]:
+        """Update the parameters; collective over the world. Returns (updated, gradient norm before clipping, None).
+
+        When the norm is not finite nothing changes, the ranks whose shards hold such values log it, and the first
+        element is False, on every rank.
+        """
+        assert self.model.grads_are_final, "call finalize_model_grads() between the last backward and step()"
+        square_sum = self._counted_square_sum()
+        grad_norm = get_grad_norm_fp32(square_sum, self.groups.world)
+        if not math.isfinite(grad_norm):
+            if not math.isfinite(square_sum.item()):
+                logger.error(
+                    "rank %d (%s): the gradient norm is %s; the step is skipped",
+                    self.groups.rank,
+                    self.groups.coords,
+                    grad_norm,
+                )
+            return False, grad_norm, None
+        if self.config.clip_grad > 0:
+            grads = [state.buffer.grad_shard for state in self.shards]
+            clip_grad_by_total_norm_fp32(grads, self.config.clip_grad, grad_norm)
+        self.num_steps += 1
+        for state in self.shards:
+            self._update_shard(state)
+            state.buffer.param_shard.copy_(state.master.tensor)
+            state.buffer.gather_params()
+        return True, grad_norm, None
+
+    def zero_grad(self) -> None:
+        """Set all gradients of the model to zero."""
+        self.model.zero_grad_buffer()
+
+    @torch.no_grad()
+    def reload_model_params(self) -> None:
+        """Make the master weights equal to the model's again, after weights were loaded into the model."""
+        for state in self.shards:
+            state.master.tensor.copy_(state.buffer.param_shard)
+
+    def offload(self) -> None:
+        """Move the state to the host and free its device storage."""
+        for state in self.shards:
+            for tensor in state.tensors.values():
+                tensor.offload()
+
+    def onload(self) -> None:
+        """Bring the state back to the device."""
+        for state in self.shards:
+            for tensor in state.tensors.values():
+                tensor.onload()
+
+    def state_dict(self) -> dict[str, torch.Tensor | float | int]:
+        """Tensors (this rank's shards, not copies, on the host while offloaded) and scalars (equal on all ranks)."""
+        state: dict[str, torch.Tensor | float | int] = {"num_steps": self.num_steps}
+        for index, group in enumerate(self.param_groups):
+            state.update({f"param_groups.{index}.{key}": value for key, value in group.items()})
+        for shard in self.shards:
+            state.update({f"{shard.buffer.name}.{key}": item.current for key, item in shard.tensors.items()})
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor | float | int]) -> None:
+        """Take the state of ``state_dict()`` from the same model at the same layout; the parameters are not touched.
+
+        Raises ``ValueError`` when names or shapes differ.
+        """
+        own = self.state_dict()
+        problems = [f"{key} is missing" for key in own.keys() - state_dict.keys()]
+        problems += [f"{key} is unknown" for key in state_dict.keys() - own.keys()]
+        problems += [
+            f"{key} has shape {tuple(torch.as_tensor(state_dict[key]).shape)}, expected {tuple(value.shape)}"
+            for key, value in own.items()
+            if isinstance(value, torch.Tensor)
+            and key in state_dict
+            and torch.as_tensor(state_dict[key]).shape != value.shape
+        ]
+        if problems:
+            raise ValueError("optimizer state: " + "; ".join(sorted(problems)))
+        self.num_steps = int(state_dict["num_steps"])
+        for index, group in enumerate(self.param_groups):
+            for key in group:
+                group[key] = float(state_dict[f"param_groups.{index}.{key}"])
+        for key, value in own.items():
+            if isinstance(value, torch.Tensor):
+                value.copy_(torch.as_tensor(state_dict[key]))
+
+    def _counted_square_sum(self) -> torch.Tensor:
+        """This rank's share of the squared norm: over all ranks every parameter element is counted exactly once.
+
+        Shards are disjoint over dp (edp); unsharded buffers count on their first replica; weights that all TP ranks
+        hold count on TP rank 0; PP stages and experts are disjoint anyway. Gaps and padding are zero.
+        """
+        counted = []
+        for state in self.shards:
+            buffer = state.buffer
+            replica = self.groups.coords.edp if buffer.is_expert else self.groups.coords.dp
+            if buffer.num_shards == 1 and replica != 0:
+                continue
+            grads = buffer.grad_shard
+            start, end = buffer.in_shard(buffer.tp_duplicates if self.groups.coords.tp else (0, 0))
+            counted += [part for part in (grads[:start], grads[end:]) if part.numel()]
+        if not counted:
+            return torch.zeros((), device=self.shards[0].master.tensor.device)
+        return local_square_sum(counted)
+
+    def _update_shard(self, state: ShardState) -> None:
+        buffer = state.buffer
+        first_undecayed = buffer.decayed[1]
+        spans = ((0, first_undecayed), (first_undecayed, buffer.numel))
+        for span, group in zip(spans, self.param_groups, strict=True):
+            part = slice(*buffer.in_shard(span))
+            if part.start == part.stop:
+                continue
+            self.ops.adamw_step(
+                state.master.tensor[part],
+                buffer.grad_shard[part].float(),
+                state.exp_avg.tensor[part],
+                state.exp_avg_sq.tensor[part],
+                step=self.num_steps,
+                lr=group["lr"],
+                betas=(self.config.adam_beta1, self.config.adam_beta2),
+                eps=self.config.adam_eps,
+                weight_decay=group["weight_decay"],
+            )

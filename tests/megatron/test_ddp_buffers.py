@@ -1,0 +1,156 @@
+"""Flat buffers: layout, gradient accumulation, and storages that are really freed and come back unchanged."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed.param_and_grad_buffer import ALIGNMENT
+from megatron.core.ops import reference_ops
+from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.parallel_state import ProcessGroups
+from tests.parallel.toy import ToyStage, toy_batches, toy_config
+
+
+def _wrap(groups: ProcessGroups, **ddp: bool) -> tuple[DistributedDataParallel, DistributedOptimizer]:
+    config = toy_config()
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), ToyStage(config, range(3)), groups)
+    return model, get_megatron_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1), model, groups, reference_ops())
+
+
+def _train_step(model: DistributedDataParallel, optimizer: DistributedOptimizer, seed: int) -> float:
+    optimizer.zero_grad()
+    for x_TH, target_TH in toy_batches([6, 3], seed):
+        (model(x_TH) - target_TH).square().sum().backward()
+    finalize_model_grads(model, model.groups)
+    is_updated, grad_norm, _ = optimizer.step()
+    assert is_updated
+    return grad_norm
+
+
+def test_each_kind_of_parameter_is_one_range(one_rank: ProcessGroups) -> None:
+    class Kinds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, shape in {
+                "norm": (10,),
+                "partial_norm": (10,),
+                "sharded": (8, 9),
+                "partial": (5, 5),
+                "copied": (3, 3),
+                "expert": (2, 4, 4),
+            }.items():
+                setattr(self, name, nn.Parameter(torch.randn(shape)))
+            self.sharded.tensor_model_parallel = True
+            self.partial.sequence_parallel = self.partial_norm.sequence_parallel = True
+            self.expert.allreduce = False
+
+    module = Kinds()
+    before = {name: param.detach().clone() for name, param in module.named_parameters()}
+    model = DistributedDataParallel(toy_config(), DistributedDataParallelConfig(), module, one_rank)
+    dense, expert = model.param_and_grad_buffers
+    assert list(dense.param_ranges) == ["sharded", "copied", "partial", "partial_norm", "norm"]
+    assert list(expert.param_ranges) == ["expert"]
+    starts = {name: start for name, (start, _) in dense.param_ranges.items()}
+    assert all(start % ALIGNMENT == 0 for start in starts.values())
+    assert dense.numel % ALIGNMENT == 0
+    assert dense.decayed == (0, dense.param_ranges["partial"][1])
+    assert dense.tp_duplicates == (starts["copied"], dense.param_ranges["norm"][1])
+    assert dense.tp_partial == (starts["partial"], dense.param_ranges["partial_norm"][1])
+    assert expert.decayed == (0, 32)
+    assert expert.tp_duplicates == expert.tp_partial == (0, 0)
+    assert all(torch.equal(param, before[name]) for name, param in module.named_parameters())
+    assert dense.params.tensor.sum() == pytest.approx(sum(before[name].sum().item() for name in starts), abs=1e-4)
+    assert dense.in_shard(dense.decayed) == dense.decayed
+
+
+def test_gradients_accumulate_in_fp32_and_grad_is_freed(one_rank: ProcessGroups) -> None:
+    module = nn.Linear(4, 4).bfloat16()
+    model = DistributedDataParallel(toy_config(), DistributedDataParallelConfig(), module, one_rank)
+    for _ in range(300):
+        model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    assert module.weight.grad is None
+    assert module.weight.main_grad.dtype == torch.float32
+    assert module.weight.main_grad.eq(300).all()  # bf16 would stop at 256
+    model.zero_grad_buffer()
+    assert module.weight.main_grad.eq(0).all()
+
+
+def test_offload_frees_storage_and_training_goes_on_bit_identically(one_rank: ProcessGroups) -> None:
+    stayed, moved = _wrap(one_rank), _wrap(one_rank)
+    model, optimizer = moved
+    for seed in range(3):
+        assert _train_step(*stayed, seed) == _train_step(*moved, seed)
+        model.offload_params()
+        model.offload_params()
+        model.offload_grads()
+        optimizer.offload()
+        flats = [*(b.params.tensor for b in model.param_and_grad_buffers)]
+        flats += [b.grads.tensor for b in model.param_and_grad_buffers]
+        flats += [item.tensor for shard in optimizer.shards for item in shard.tensors.values()]
+        assert [flat.untyped_storage().nbytes() for flat in flats] == [0] * len(flats)
+        assert all(param.untyped_storage().nbytes() == 0 for param in model.parameters())
+        with pytest.raises(AssertionError, match="parameters are offloaded"):
+            model(torch.ones(1, 12))
+        model.onload_params()
+        model.onload_grads()
+        optimizer.onload()
+        optimizer.onload()
+        for kept, back in zip(stayed[0].parameters(), model.parameters(), strict=True):
+            assert torch.equal(kept, back)
+    assert _train_step(*stayed, 9) == _train_step(*moved, 9)
+    assert all(torch.equal(a, b) for a, b in zip(stayed[0].parameters(), model.parameters(), strict=True))
+
+
+def test_misuse_is_told(one_rank: ProcessGroups, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = _wrap(one_rank, check_for_nan_in_grad=True)
+    with pytest.raises(AssertionError, match="finalize_model_grads"):
+        optimizer.step()
+    finalize_model_grads(model, one_rank)
+    with pytest.raises(AssertionError, match="reduced already"):
+        finalize_model_grads(model, one_rank)
+
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer.zero_grad()
+    model.module.layers["1"].weight.main_grad[2, 3] = torch.nan
+    with caplog.at_level(logging.ERROR):
+        finalize_model_grads(model, one_rank)
+        is_updated, grad_norm, _ = optimizer.step()
+    assert not is_updated
+    assert grad_norm != grad_norm
+    assert "rank 0: 1 gradient values of dense_float32 are not finite" in caplog.text
+    assert "the first in layers.1.weight" in caplog.text
+    assert "the step is skipped" in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert optimizer.num_steps == 0
+
+    frozen = ToyStage(toy_config(), range(1))
+    frozen.norms["0"].weight.requires_grad = False
+    with pytest.raises(ValueError, match="norms.0.weight"):
+        DistributedDataParallel(toy_config(), DistributedDataParallelConfig(), frozen, one_rank)
+    with pytest.raises(ValueError, match="use_distributed_optimizer"):
+        get_megatron_optimizer(OptimizerConfig(use_distributed_optimizer=False), model, one_rank, reference_ops())
+
+
+def test_step_equals_torch_adamw_with_clipping(one_rank: ProcessGroups) -> None:
+    model, optimizer = _wrap(one_rank)
+    plain = ToyStage(toy_config(), range(3))
+    decayed = [param for param in plain.parameters() if param.dim() > 1]
+    others = [param for param in plain.parameters() if param.dim() == 1]
+    reference = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-2
+    )
+    for seed in range(3):
+        grad_norm = _train_step(model, optimizer, seed)
+        reference.zero_grad()
+        for x_TH, target_TH in toy_batches([6, 3], seed):
+            (plain(x_TH) - target_TH).square().sum().backward()
+        want = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        reference.step()
+        assert grad_norm == pytest.approx(want.item(), rel=1e-6)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
