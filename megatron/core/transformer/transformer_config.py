@@ -106,8 +106,6 @@ class TransformerConfig(ModelParallelConfig):
                     f"moe_router_group_topk is {group_topk}; it must be in 1..{groups} and its groups must hold "
                     f"moe_router_topk {self.moe_router_topk} experts"
                 )
-            elif self.moe_router_topk % group_topk:
-                found.append(f"moe_router_topk {self.moe_router_topk} is not a multiple of group_topk {group_topk}")
         return found
 
     def _recompute_problems(self) -> list[str]:

@@ -1,0 +1,5 @@
+"""The decoder-only language model."""
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+__all__ = ["GPTModel"]

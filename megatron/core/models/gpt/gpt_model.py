@@ -1,0 +1,129 @@
+"""One pipeline stage of a decoder-only language model over packed tokens.
+
+Letters: T packed tokens (all sequences of a micro-batch, a multiple of TP), H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.core.ops import TrainOps
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import ProcessGroups
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.weight_init import WeightInit
+from megatron.core.transformer.rotary import YarnRotaryEmbedding
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+
+class LanguageModelEmbedding(nn.Module):
+    """Token ids [T] -> [T/TP, H]; positions enter in the attention."""
+
+    def __init__(self, config: MLATransformerConfig, groups: ProcessGroups) -> None:
+        super().__init__()
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            group=groups.tp,
+            sequence_parallel=config.sequence_parallel,
+            dtype=config.params_dtype,
+        )
+
+    def forward(self, input_ids_T: torch.Tensor) -> torch.Tensor:
+        hidden_TH: torch.Tensor = self.word_embeddings(input_ids_T)
+        return hidden_TH
+
+
+class GPTModel(nn.Module):
+    """Embedding (first stage), this stage's layers, output layer (last stage). Input and output weights are not tied.
+
+    ``pre_process`` and ``post_process`` (embedding here, output layer here) follow the stage unless given. The
+    constructor does not initialise weights: call ``init_weights`` or load them.
+    """
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        groups: ProcessGroups,
+        ops: TrainOps,
+        *,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+    ) -> None:
+        super().__init__()
+        _check(config, groups)
+        self.config = config
+        self.groups = groups
+        self.pre_process = groups.is_first_stage if pre_process is None else pre_process
+        self.post_process = groups.is_last_stage if post_process is None else post_process
+        self._input_tensor: torch.Tensor | None = None
+        if self.pre_process:
+            self.embedding = LanguageModelEmbedding(config, groups)
+        self.rotary_pos_emb = YarnRotaryEmbedding(config)
+        self.decoder = TransformerBlock(config, groups, ops, post_layer_norm=self.post_process)
+        if self.post_process:
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size,
+                config.vocab_size,
+                group=groups.tp,
+                sequence_parallel=config.sequence_parallel,
+                dtype=config.params_dtype,
+            )
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        position_ids_T: torch.Tensor,
+        packed_seq_params: PackedSeqParams,
+        labels_T: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """All TP ranks pass the same T ids (T a multiple of TP: append a dummy sequence to ``cu_seqlens``).
+
+        Last stage: logits [T, V/TP] in the params dtype, or with labels the loss float32 [T]. Other stages: the hidden
+        state [T/TP, H]. Stages after the first read theirs from ``set_input_tensor``.
+        """
+        tp_size = self.groups.tp.size()
+        assert input_ids_T.shape[0] % tp_size == 0, f"{input_ids_T.shape[0]} tokens are not a multiple of TP {tp_size}"
+        if self.pre_process:
+            hidden_TH = self.embedding(input_ids_T)
+        else:
+            assert self._input_tensor is not None, "set_input_tensor must come before forward on a later stage"
+            hidden_TH, self._input_tensor = self._input_tensor, None
+        hidden_TH = self.decoder(hidden_TH, self.rotary_pos_emb(position_ids_T), packed_seq_params)
+        if not self.post_process:
+            return hidden_TH
+        logits_TV: torch.Tensor = self.output_layer(hidden_TH)
+        return logits_TV if labels_T is None else vocab_parallel_cross_entropy(logits_TV, labels_T, self.groups.tp)
+
+    def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
+        """Hidden state [T/TP, H] of the previous stage for the next ``forward``; the first stage ignores it."""
+        self._input_tensor = None if self.pre_process else input_tensor
+
+    def init_weights(self, seed: int) -> None:
+        """Matrices from normal(0, ``init_method_std``), norms one, biases zero; the same model in every layout."""
+        init = WeightInit(seed, self.config.init_method_std)
+        if self.pre_process:
+            self.embedding.word_embeddings.init_weights(init, "embedding.word_embeddings")
+        for layer in self.decoder.layers:
+            layer.init_weights(init)
+        if self.decoder.final_layernorm is not None:
+            self.decoder.final_layernorm.init_weights()
+        if self.post_process:
+            self.output_layer.init_weights(init, "output_layer")
+
+
+def _check(config: MLATransformerConfig, groups: ProcessGroups) -> None:
+    problems = groups.layout.problems(
+        config.num_layers, config.num_moe_experts, config.num_attention_heads, config.vocab_size
+    )
+    tp_size = groups.layout.tensor_model_parallel_size
+    if tp_size > 1 and not config.sequence_parallel:
+        problems.append(f"sequence_parallel is False; tensor_model_parallel_size {tp_size} needs it to be True")
+    for name in ("ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        if (getattr(config, name) or 0) % tp_size:
+            problems.append(f"{name} {getattr(config, name)} does not divide over tensor_model_parallel_size {tp_size}")
+    if problems:
+        raise ValueError("model and layout do not fit: " + "; ".join(problems))

@@ -1,0 +1,151 @@
+"""The table of device ops that the training engine calls; a device package supplies its own entries.
+
+Letters: T tokens, H hidden, N heads, D head size, R rotary size, F expert width, E experts, K experts of a token,
+B packed sequences. Every op but ``adamw_step`` is differentiable in its floating-point inputs. "Tolerance" is the
+largest difference from ``reference.py``, relative to the largest output: 1e-6 in float32, 1e-2 in bfloat16 unless an op
+says more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+
+class RmsNorm(Protocol):
+    """x [..., D], weight [D] -> [..., D] in x's dtype: ``x / sqrt(mean(x^2) + eps) * weight``, mean in float32."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+
+class Swiglu(Protocol):
+    """x [T, 2F] = (gate | up) -> [T, F]: ``silu(gate) * up`` (arXiv 2002.05202)."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class RotaryInterleaved(Protocol):
+    """x_TNR, cos and sin [T, R/2] float32 -> [T, N, R] in x's dtype, computed in float32.
+
+    Rotates every pair: ``y[2i] = x[2i] cos[i] - x[2i+1] sin[i]``, ``y[2i+1] = x[2i] sin[i] + x[2i+1] cos[i]``. An
+    implementation may permute R in the output, in the same way for every input: only products of queries with keys
+    are used.
+    """
+
+    def __call__(self, x_TNR: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
+
+
+class CoreAttention(Protocol):
+    """q and k [T, N, Dq], v [T, N, Dv], cu_seqlens int32 [B+1] -> [T, N, Dv].
+
+    ``softmax(q k^T * scale) v`` inside each sequence, with ``causal`` only over earlier tokens and the token itself.
+    Dq and Dv may differ. Tolerance 1e-5 in float32.
+    """
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        scale: float,
+        causal: bool = True,
+    ) -> torch.Tensor: ...
+
+
+class GroupedMatmul(Protocol):
+    """x [T, K], w [E, K, N], tokens_per_expert int64 [E] (host or device, sum T) -> [T, N].
+
+    Row t, which lies in expert e's run of rows, gives ``x[t] @ w[e]``. An expert without rows is allowed and gets a
+    zero gradient.
+    """
+
+    def __call__(self, x: torch.Tensor, w: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor: ...
+
+
+class TokenPermute(Protocol):
+    """tokens_TH, indices_TK int64 -> (rows [T*K, H], row_map).
+
+    One row per (token, choice), sorted by expert index and stable in the token order. ``row_map`` is opaque: it is only
+    good for ``token_unpermute`` of the same table.
+    """
+
+    def __call__(self, tokens_TH: torch.Tensor, indices_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class TokenUnpermute(Protocol):
+    """rows [T*K, H], row_map, probs_TK float32 (None: every weight is 1) -> [T, H] in the rows' dtype.
+
+    ``out[t] = sum_k probs[t, k] * row of (t, k)``, summed in float32.
+    """
+
+    def __call__(
+        self, rows: torch.Tensor, row_map: torch.Tensor, probs_TK: torch.Tensor | None = None, topk: int = 1
+    ) -> torch.Tensor: ...
+
+
+class TopkRouter(Protocol):
+    """logits_TE float32 -> (probs_TK float32, indices_TK int64): the K experts of each token and their weights.
+
+    sigmoid (DeepSeek-V3, arXiv 2412.19437, eq. 12-16): ``s = sigmoid(logits)``; the choice is made on ``s +
+    expert_bias``; with groups only experts of the ``group_topk`` groups with the highest sum of their two best biased
+    scores can be chosen; weights are the unbiased s, with ``norm_topk_prob`` divided by their sum + 1e-20.
+    softmax: ``pre_softmax`` picks from ``softmax(logits)`` and keeps those weights, otherwise weights are the softmax
+    over the K picked logits; a group counts by its best expert. Last, weights are multiplied by ``scaling_factor``.
+    The order of the K choices is free; indices and bias carry no gradient.
+    """
+
+    def __call__(
+        self,
+        logits_TE: torch.Tensor,
+        *,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        score_function: str = "softmax",
+        pre_softmax: bool = False,
+        norm_topk_prob: bool = True,
+        scaling_factor: float | None = None,
+        expert_bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class AdamwStep(Protocol):
+    """One AdamW step (arXiv 1711.05101) in place on flat float32 tensors of one length; ``step`` counts from 1.
+
+    ``p *= 1 - lr wd``; ``m = b1 m + (1-b1) g``; ``v = b2 v + (1-b2) g^2``;
+    ``p -= lr m/(1-b1^step) / (sqrt(v/(1-b2^step)) + eps)``.
+    """
+
+    def __call__(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        *,
+        step: int,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class TrainOps:
+    """One implementation per op; ``names`` says for each whether it is 'native' or 'reference'."""
+
+    rms_norm: RmsNorm
+    swiglu: Swiglu
+    rotary_interleaved: RotaryInterleaved
+    core_attention: CoreAttention
+    grouped_matmul: GroupedMatmul
+    token_permute: TokenPermute
+    token_unpermute: TokenUnpermute
+    topk_router: TopkRouter
+    adamw_step: AdamwStep
+    names: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,74 @@
+"""Plain-torch ops: the specification that every device's table must equal, and the table of cpu and cuda."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.ops.contract import TrainOps
+from megatron.core.ops.reference_attention import core_attention
+from megatron.core.ops.reference_moe import grouped_matmul, token_permute, token_unpermute, topk_router
+
+
+def reference_ops() -> TrainOps:
+    """The table in which every entry is the reference."""
+    entries: dict[str, Any] = {
+        "rms_norm": rms_norm,
+        "swiglu": swiglu,
+        "rotary_interleaved": rotary_interleaved,
+        "core_attention": core_attention,
+        "grouped_matmul": grouped_matmul,
+        "token_permute": token_permute,
+        "token_unpermute": token_unpermute,
+        "topk_router": topk_router,
+        "adamw_step": adamw_step,
+    }
+    names = {field.name: "reference" for field in fields(TrainOps) if field.name != "names"}
+    return TrainOps(**entries, names=names)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See ``contract.RmsNorm``; rounds to x's dtype before the weight is applied, as transformers does."""
+    x_fp32 = _at_least_fp32(x)
+    inverse_rms = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)
+    return (x_fp32 * inverse_rms).to(x.dtype) * weight
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """See ``contract.Swiglu``."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotary_interleaved(x_TNR: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """See ``contract.RotaryInterleaved``; a pair is one complex number, which is several times quicker on a CPU."""
+    pairs = _at_least_fp32(x_TNR).unflatten(-1, (-1, 2)).contiguous()
+    turn = torch.complex(cos, sin).unsqueeze(1)
+    return torch.view_as_real(torch.view_as_complex(pairs) * turn).flatten(-2).to(x_TNR.dtype)
+
+
+def adamw_step(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """See ``contract.AdamwStep``; needs one temporary of the parameter's size."""
+    beta1, beta2 = betas
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    denominator = (exp_avg_sq / (1 - beta2**step)).sqrt_().add_(eps)
+    param.mul_(1 - lr * weight_decay).addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+
+
+def _at_least_fp32(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,151 @@
+"""Routing, sorting and grouped matmul of experts in plain torch, with hand-written gradients where they save time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def topk_router(
+    logits_TE: torch.Tensor,
+    *,
+    topk: int,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    score_function: str = "softmax",
+    pre_softmax: bool = False,
+    norm_topk_prob: bool = True,
+    scaling_factor: float | None = None,
+    expert_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``contract.TopkRouter``. Groups that lost are masked with -inf, so that negative scores cannot win either."""
+    is_sigmoid = score_function == "sigmoid"
+    if is_sigmoid:
+        scores_TE = logits_TE.sigmoid()
+    else:
+        scores_TE = logits_TE.softmax(-1) if pre_softmax else logits_TE
+    choice_TE = scores_TE.detach()
+    if expert_bias is not None:
+        choice_TE = choice_TE + expert_bias
+    if num_groups is not None and group_topk is not None:
+        choice_TE = _keep_best_groups(choice_TE, num_groups, group_topk, best_of_group=2 if is_sigmoid else 1)
+    indices_TK = choice_TE.topk(topk, dim=-1, sorted=False).indices
+    probs_TK = scores_TE.gather(1, indices_TK)
+    if is_sigmoid and norm_topk_prob and topk > 1:
+        probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + 1e-20)
+    elif not is_sigmoid and not pre_softmax:
+        probs_TK = probs_TK.softmax(-1)
+    if scaling_factor is not None:
+        probs_TK = probs_TK * scaling_factor
+    return probs_TK, indices_TK
+
+
+def _keep_best_groups(choice_TE: torch.Tensor, num_groups: int, group_topk: int, best_of_group: int) -> torch.Tensor:
+    grouped = choice_TE.unflatten(-1, (num_groups, -1))
+    best_of_group = min(best_of_group, grouped.shape[-1])
+    group_scores = grouped.topk(best_of_group, dim=-1).values.sum(-1)
+    winners = group_scores.topk(group_topk, dim=-1, sorted=False).indices
+    lost = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, winners, False)
+    return grouped.masked_fill(lost.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def token_permute(tokens_TH: torch.Tensor, indices_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``contract.TokenPermute``; here row_map[t*K + k] is the row of choice k of token t."""
+    order = indices_TK.flatten().argsort(stable=True)
+    row_map = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    rows: torch.Tensor = _Permute.apply(tokens_TH, order, row_map, indices_TK.shape[1])
+    return rows, row_map
+
+
+def token_unpermute(
+    rows: torch.Tensor, row_map: torch.Tensor, probs_TK: torch.Tensor | None = None, topk: int = 1
+) -> torch.Tensor:
+    """See ``contract.TokenUnpermute``; ``topk`` is read only when there are no probs."""
+    if probs_TK is None:
+        by_token = _Reorder.apply(rows, row_map)
+        return by_token if topk == 1 else by_token.unflatten(0, (-1, topk)).sum(1)
+    weighted: torch.Tensor = _WeightedUnpermute.apply(rows, row_map, probs_TK)
+    return weighted
+
+
+class _Permute(torch.autograd.Function):
+    """Rows by expert; the gradient gathers each token's K rows and adds them, where autograd would scatter-add."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens_TH: torch.Tensor, order: torch.Tensor, row_map: torch.Tensor, topk: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(row_map)
+        ctx.topk = topk
+        return tokens_TH.index_select(0, order if topk == 1 else order // topk)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (row_map,) = ctx.saved_tensors
+        return grad.index_select(0, row_map).unflatten(0, (-1, ctx.topk)).sum(1), None, None, None
+
+
+class _Reorder(torch.autograd.Function):
+    """``rows[row_map]`` for a permutation row_map."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(row_map)
+        return rows.index_select(0, row_map)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (row_map,) = ctx.saved_tensors
+        return torch.empty_like(grad).index_copy_(0, row_map, grad), None
+
+
+class _WeightedUnpermute(torch.autograd.Function):
+    """Rows back in token order, weighted and added; keeps the permuted rows only, not their copy in token order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, row_map: torch.Tensor, probs_TK: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, row_map, probs_TK)
+        rows_TKH = rows.index_select(0, row_map).view(*probs_TK.shape, rows.shape[-1])
+        return (rows_TKH.to(probs_TK.dtype).mul_(probs_TK.unsqueeze(-1))).sum(1).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, row_map, probs_TK = ctx.saved_tensors
+        grad_TH = grad_TH.to(probs_TK.dtype).unsqueeze(1)
+        rows_TKH = rows.index_select(0, row_map).view(*probs_TK.shape, rows.shape[-1])
+        grad_probs = (rows_TKH * grad_TH).sum(-1)
+        by_token = (grad_TH * probs_TK.unsqueeze(-1)).flatten(0, 1).to(rows.dtype)
+        return torch.empty_like(rows).index_copy_(0, row_map, by_token), None, grad_probs
+
+
+def grouped_matmul(x: torch.Tensor, w: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    """See ``contract.GroupedMatmul``: one matmul per expert, written straight into its rows of the output."""
+    out: torch.Tensor = _GroupedMatmul.apply(x, w, tokens_per_expert.tolist())
+    return out
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.counts = counts
+        out = x.new_empty(x.shape[0], w.shape[2])
+        for x_e, w_e, out_e in zip(x.split(counts), w, out.split(counts), strict=True):
+            torch.mm(x_e, w_e, out=out_e)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        grads = grad.split(ctx.counts)
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.empty_like(x)
+            for grad_e, w_e, out_e in zip(grads, w, grad_x.split(ctx.counts), strict=True):
+                torch.mm(grad_e, w_e.t(), out=out_e)
+        if ctx.needs_input_grad[1]:
+            grad_w = torch.empty_like(w)
+            for grad_e, x_e, out_e in zip(grads, x.split(ctx.counts), grad_w, strict=True):
+                torch.mm(x_e.t(), grad_e, out=out_e)
+        return grad_x, grad_w, None

@@ -1,0 +1,189 @@
+"""Linear layers and the embedding with their weight split over tensor-parallel ranks.
+
+Letters: T packed tokens, H hidden. With sequence parallelism activations between the layers are [T/TP, H].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.core.tensor_parallel import collectives
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.weight_init import WeightInit, rank_slice
+
+
+def set_tensor_model_parallel_attributes(
+    param: nn.Parameter,
+    *,
+    is_parallel: bool,
+    dim: int = -1,
+    allreduce: bool = True,
+    sequence_parallel: bool = False,
+) -> None:
+    """Tell the optimizer and the gradient reduction what a parameter is.
+
+    tensor_model_parallel: split over TP along ``partition_dim``. allreduce: its gradient is summed over dp (False: an
+    expert, summed over edp). sequence_parallel: whole on every TP rank with a partial gradient, to be summed over tp.
+    """
+    marks = {
+        "tensor_model_parallel": is_parallel,
+        "partition_dim": dim,
+        "allreduce": allreduce,
+        "sequence_parallel": sequence_parallel,
+    }
+    for name, value in marks.items():
+        setattr(param, name, value)
+
+
+class ColumnParallelLinear(nn.Module):
+    """``y = x W^T`` with the rows of W [out/TP, in] split: every rank gives its part of the outputs.
+
+    With ``sequence_parallel`` x is [T/TP, in] and is gathered here, and again for the weight gradient, so that only the
+    shard is kept; otherwise x is [T, in], the same on all ranks. y is [T, out/TP].
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.sequence_parallel = sequence_parallel and group.size() > 1
+        self.weight = nn.Parameter(torch.empty(_divide(output_size, group), input_size, dtype=dtype))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.sequence_parallel:
+            y: torch.Tensor = _GatherLinear.apply(x, self.weight, self.group)
+            return y
+        return F.linear(copy_to_tensor_model_parallel_region(x, self.group), self.weight)
+
+    def init_weights(self, init: WeightInit, name: str) -> None:
+        """Fill the weight with this rank's rows of the tensor ``name``."""
+        self.copy_rows(init.normal(name, self.weight.shape[0] * self.group.size(), self.weight.shape[1]))
+
+    def copy_rows(self, *full: torch.Tensor) -> None:
+        """Fill the weight from whole tensors stacked along their rows, each of them split over the ranks."""
+        parts = [rank_slice(tensor, 0, self.group.rank(), self.group.size()) for tensor in full]
+        with torch.no_grad():
+            self.weight.copy_(torch.cat(parts))
+
+
+class RowParallelLinear(nn.Module):
+    """``y = x W^T`` with the columns of W [out, in/TP] split: the ranks' partial outputs are added.
+
+    x is [T, in/TP]. With ``sequence_parallel`` y is [T/TP, out], otherwise [T, out].
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+        self.weight = nn.Parameter(torch.empty(output_size, _divide(input_size, group), dtype=dtype))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        partial = F.linear(x, self.weight)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(partial, self.group)
+        return reduce_from_tensor_model_parallel_region(partial, self.group)
+
+    def init_weights(self, init: WeightInit, name: str) -> None:
+        """Fill the weight with this rank's columns of the tensor ``name``."""
+        full = init.normal(name, self.weight.shape[0], self.weight.shape[1] * self.group.size())
+        with torch.no_grad():
+            self.weight.copy_(rank_slice(full, 1, self.group.rank(), self.group.size()))
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Embedding with the vocabulary split: [V/TP, H] on a rank; ids int64 [T] -> [T/TP, H] (sequence parallel) or [T, H]."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+        self.weight = nn.Parameter(torch.empty(_divide(num_embeddings, group), embedding_dim, dtype=dtype))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0)
+
+    def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
+        if self.group.size() == 1:
+            return F.embedding(ids_T, self.weight)
+        local_vocab = self.weight.shape[0]
+        local_T = ids_T - self.group.rank() * local_vocab
+        elsewhere_T = (local_T < 0) | (local_T >= local_vocab)
+        found_TH = F.embedding(local_T.masked_fill(elsewhere_T, 0), self.weight)
+        partial_TH = found_TH.masked_fill(elsewhere_T.unsqueeze(1), 0.0)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(partial_TH, self.group)
+        return reduce_from_tensor_model_parallel_region(partial_TH, self.group)
+
+    def init_weights(self, init: WeightInit, name: str) -> None:
+        """Fill the weight with this rank's rows of the tensor ``name``."""
+        full = init.normal(name, self.weight.shape[0] * self.group.size(), self.weight.shape[1])
+        with torch.no_grad():
+            self.weight.copy_(rank_slice(full, 0, self.group.rank(), self.group.size()))
+
+
+class _GatherLinear(torch.autograd.Function):
+    """Gather the sequence, multiply; backward overlaps both collectives with the two matmuls."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        return F.linear(collectives.all_gather(x, group)[0], weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        gather = scatter = None
+        if ctx.needs_input_grad[1]:
+            gathered, gather = collectives.all_gather(x, ctx.group, async_op=True)
+        if ctx.needs_input_grad[0]:
+            partial = grad @ weight
+        if gather is not None:
+            gather.wait()
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x, scatter = collectives.reduce_scatter(partial, ctx.group, async_op=True)
+        if ctx.needs_input_grad[1]:
+            grad_weight = grad.t() @ gathered
+        if scatter is not None:
+            scatter.wait()
+        return grad_x, grad_weight, None
+
+
+def _divide(size: int, group: dist.ProcessGroup) -> int:
+    if size % group.size():
+        raise ValueError(f"size {size} does not divide over tensor_model_parallel_size {group.size()}")
+    return size // group.size()

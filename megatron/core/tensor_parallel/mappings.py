@@ -1,0 +1,134 @@
+"""Collectives with gradients: how activations enter and leave tensor- and sequence-parallel regions.
+
+Every mapping is a pair of operations that are each other's transpose, one for the way forward, one for the gradient. A
+group of one rank makes all of them the identity. Sequence-parallel regions split dim 0 (the packed tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.tensor_parallel import collectives
+
+_Operation = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
+
+
+def copy_to_tensor_model_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Forward: x as it is. Backward: the sum over ``group``."""
+    return _map(x, group, _keep, _all_reduce)
+
+
+def reduce_from_tensor_model_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Forward: the sum over ``group``. Backward: the gradient as it is."""
+    return _map(x, group, _all_reduce, _keep)
+
+
+def scatter_to_tensor_model_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Forward: this rank's part of the last dim. Backward: the parts of all ranks."""
+    return _map(x, group, _split_last, _gather_last)
+
+
+def gather_from_tensor_model_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Forward: the parts of all ranks side by side in the last dim. Backward: this rank's part."""
+    return _map(x, group, _gather_last, _split_last)
+
+
+def scatter_to_sequence_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Forward: this rank's rows. Backward: the rows of all ranks."""
+    return _map(x, group, _split_rows, _gather_rows)
+
+
+def gather_from_sequence_parallel_region(
+    x: torch.Tensor, group: dist.ProcessGroup, tensor_parallel_output_grad: bool = True
+) -> torch.Tensor:
+    """Forward: the rows of all ranks. Backward: this rank's rows of the summed gradient.
+
+    ``tensor_parallel_output_grad=False`` says that the gradient is whole on every rank already: it is split, not summed.
+    """
+    return _map(x, group, _gather_rows, _scatter_sum if tensor_parallel_output_grad else _split_rows)
+
+
+def reduce_scatter_to_sequence_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Forward: this rank's rows of the sum over ``group``. Backward: the rows of all ranks."""
+    return _map(x, group, _scatter_sum, _gather_rows)
+
+
+def all_to_all(
+    group: dist.ProcessGroup, x: torch.Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int]
+) -> torch.Tensor:
+    """Exchange rows of x, possibly different numbers between every two ranks; the gradient goes back the same way."""
+    if group.size() == 1:
+        return x
+    received: torch.Tensor = _AllToAll.apply(x, group, output_split_sizes, input_split_sizes)
+    return received
+
+
+def _map(x: torch.Tensor, group: dist.ProcessGroup, forward: _Operation, backward: _Operation) -> torch.Tensor:
+    if group.size() == 1:
+        return x
+    mapped: torch.Tensor = _Mapping.apply(x, group, forward, backward)
+    return mapped
+
+
+class _Mapping(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, forward: _Operation, backward: _Operation
+    ) -> torch.Tensor:
+        ctx.group, ctx.operation = group, backward
+        return forward(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.operation(grad, ctx.group), None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> torch.Tensor:
+        ctx.group, ctx.output_splits, ctx.input_splits = group, output_splits, input_splits
+        return collectives.all_to_all_rows(x, group, output_splits, input_splits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return collectives.all_to_all_rows(grad, ctx.group, ctx.input_splits, ctx.output_splits), None, None, None
+
+
+def _keep(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return x.view_as(x)
+
+
+def _all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    collectives.all_reduce(total, group)
+    return total
+
+
+def _split_rows(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    rows, rest = divmod(x.shape[0], group.size())
+    assert rest == 0, f"{x.shape[0]} rows do not divide over {group.size()} ranks; pad the packed tokens"
+    return x[group.rank() * rows : (group.rank() + 1) * rows].clone()
+
+
+def _gather_rows(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return collectives.all_gather(x, group)[0]
+
+
+def _scatter_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return collectives.reduce_scatter(x, group)[0]
+
+
+def _split_last(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    assert x.shape[-1] % group.size() == 0, f"last dim {x.shape[-1]} does not divide over {group.size()} ranks"
+    return x.chunk(group.size(), dim=-1)[group.rank()].contiguous()
+
+
+def _gather_last(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    gathered = collectives.all_gather(x, group)[0]
+    return torch.cat(gathered.chunk(group.size(), dim=0), dim=-1)

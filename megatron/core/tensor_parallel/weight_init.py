@@ -1,0 +1,26 @@
+"""Random weights that do not depend on the layout: every whole tensor is drawn from a generator of its own name."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+
+class WeightInit:
+    """Draws whole tensors of normal(0, ``std``) in float32 on the host; a rank then takes its slice."""
+
+    def __init__(self, seed: int, std: float) -> None:
+        self.seed = seed
+        self.std = std
+
+    def normal(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor called ``name`` (a global name: global layer and expert numbers), the same on every rank."""
+        digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
+        generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").mul_(self.std)
+
+
+def rank_slice(full: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
+    """Part ``rank`` of ``size`` equal parts of ``full`` along ``dim``."""
+    return full.chunk(size, dim=dim)[rank] if size > 1 else full

@@ -1,0 +1,85 @@
+"""The layers of one pipeline stage, with optional recompute of their activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from megatron.core.ops import TrainOps
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import ProcessGroups
+from megatron.core.tensor_parallel.checkpoint import checkpoint
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.norm import RMSNorm
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+
+class TransformerBlock(nn.Module):
+    """[T/TP, H] -> [T/TP, H] through this stage's layers, and the final norm on the last stage.
+
+    With ``recompute_granularity='full'``: ``uniform`` keeps the input of every run of ``recompute_num_layers`` layers;
+    ``block`` recomputes the first ``recompute_num_layers`` layers of the stage one by one and keeps all of the others.
+    """
+
+    def __init__(
+        self, config: MLATransformerConfig, groups: ProcessGroups, ops: TrainOps, post_layer_norm: bool
+    ) -> None:
+        super().__init__()
+        self.config = config
+        stage_layers = groups.layout.stage_layers(groups.coords.pp, config.num_layers)
+        self.layers = nn.ModuleList(TransformerLayer(config, groups, ops, layer) for layer in stage_layers)
+        self.final_layernorm = RMSNorm(config, ops, config.hidden_size) if post_layer_norm else None
+
+    def forward(
+        self, x_TH: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor], packed_seq_params: PackedSeqParams
+    ) -> torch.Tensor:
+        for layers, is_recomputed in self._runs():
+            if is_recomputed and torch.is_grad_enabled():
+                x_TH = checkpoint(
+                    _forward_layers,
+                    layers,
+                    x_TH,
+                    rotary_cos_sin,
+                    packed_seq_params,
+                    recompute_context=self._no_counting,
+                )
+            else:
+                x_TH = _forward_layers(layers, x_TH, rotary_cos_sin, packed_seq_params)
+        return x_TH if self.final_layernorm is None else self.final_layernorm(x_TH)
+
+    def _runs(self) -> list[tuple[list[nn.Module], bool]]:
+        """Consecutive layers that are run together, and whether they are recomputed."""
+        layers = list(self.layers)
+        if self.config.recompute_granularity is None or self.config.recompute_num_layers is None:
+            return [(layers, False)]
+        count = self.config.recompute_num_layers
+        if self.config.recompute_method == "uniform":
+            return [(layers[first : first + count], True) for first in range(0, len(layers), count)]
+        return [([layer], True) for layer in layers[:count]] + [(layers[count:], False)]
+
+    @contextmanager
+    def _no_counting(self) -> Iterator[None]:
+        """A recomputed layer routes the same tokens again: they must not be counted twice."""
+        routers = [module for module in self.modules() if isinstance(module, TopKRouter)]
+        for router in routers:
+            router.is_counting = False
+        try:
+            yield
+        finally:
+            for router in routers:
+                router.is_counting = True
+
+
+def _forward_layers(
+    layers: list[nn.Module],
+    x_TH: torch.Tensor,
+    rotary_cos_sin: tuple[torch.Tensor, torch.Tensor],
+    packed_seq_params: PackedSeqParams,
+) -> torch.Tensor:
+    for layer in layers:
+        x_TH = layer(x_TH, rotary_cos_sin, packed_seq_params)
+    return x_TH

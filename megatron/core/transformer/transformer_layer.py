@@ -1,0 +1,46 @@
+"""One decoder layer: attention and feed-forward, each behind a norm and around a residual."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.core.ops import TrainOps
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import ProcessGroups
+from megatron.core.tensor_parallel.weight_init import WeightInit
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.norm import RMSNorm
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+
+class TransformerLayer(nn.Module):
+    """[T/TP, H] -> [T/TP, H]. ``global_layer`` is the 0-based number in the whole model; it says dense or MoE."""
+
+    def __init__(self, config: MLATransformerConfig, groups: ProcessGroups, ops: TrainOps, global_layer: int) -> None:
+        super().__init__()
+        self.global_layer = global_layer
+        self.input_layernorm = RMSNorm(config, ops, config.hidden_size)
+        self.self_attention = MLASelfAttention(config, groups, ops)
+        self.pre_mlp_layernorm = RMSNorm(config, ops, config.hidden_size)
+        self.mlp: MLP | MoELayer
+        if config.is_moe_layer(global_layer):
+            self.mlp = MoELayer(config, groups, ops)
+        else:
+            self.mlp = MLP(config, groups, ops, config.ffn_hidden_size)
+
+    def forward(
+        self, x_TH: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor], packed_seq_params: PackedSeqParams
+    ) -> torch.Tensor:
+        x_TH = x_TH + self.self_attention(self.input_layernorm(x_TH), rotary_cos_sin, packed_seq_params)
+        return x_TH + self.mlp(self.pre_mlp_layernorm(x_TH))
+
+    def init_weights(self, init: WeightInit) -> None:
+        """Fill the layer from tensors named after its global number."""
+        name = f"decoder.layers.{self.global_layer}"
+        self.input_layernorm.init_weights()
+        self.pre_mlp_layernorm.init_weights()
+        self.self_attention.init_weights(init, f"{name}.self_attention")
+        self.mlp.init_weights(init, f"{name}.mlp")
