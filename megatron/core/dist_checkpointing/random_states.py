@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ def get_random_states(device: torch.device) -> dict[str, torch.Tensor]:
     """States of python's, numpy's and torch's global generators, and of ``device``'s when it has one of its own."""
     version, words, next_gauss = random.getstate()
     assert version == 3, f"python's random state has version {version}"
-    _, keys, position, has_gauss, cached_gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
+    _, keys, position, has_gauss, cached_gauss = cast(tuple[str, Any, int, int, float], np.random.get_state())
     states = {
         "python": torch.tensor(words, dtype=torch.int64),
         "python_gauss": torch.tensor([next_gauss is not None, next_gauss or 0.0], dtype=torch.float64),

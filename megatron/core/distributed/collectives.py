@@ -11,7 +11,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def reduce_scatter_in_place(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum ``flat`` over ``group`` into ``shard``, this rank's equal part of ``flat``; the other parts become garbage."""
+    """Sum ``flat`` over ``group`` into ``shard``, this rank's part of it; the other parts become garbage."""
     _reduce_scatter(shard, flat, group=group)
 
 

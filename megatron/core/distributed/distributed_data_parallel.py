@@ -90,7 +90,7 @@ class DistributedDataParallel(nn.Module):
         for buffer in self.param_and_grad_buffers:
             buffer.grads.onload(keep_values=False)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's state, under the module's names."""
         return self.module.state_dict(*args, **kwargs)
 

@@ -49,16 +49,16 @@ class ParamAndGradBuffer:
         self.num_shards = self.group_size if is_sharded else 1
         shard_index = dist.get_rank(group) if is_sharded else 0
 
-        ordered = sorted(params, key=lambda item: _layout_class(*item, is_expert))
+        kinds = {name: _layout_class(name, param, is_expert) for name, param in params}
+        ordered = sorted(params, key=lambda item: kinds[item[0]])
         self.param_ranges, numel = _assign_ranges(ordered)
         shard_numel = -(-numel // (self.num_shards * ALIGNMENT)) * ALIGNMENT
         self.numel = shard_numel * self.num_shards
         self.shard: Range = (shard_index * shard_numel, (shard_index + 1) * shard_numel)
 
-        classes = [(_layout_class(*item, is_expert), self.param_ranges[item[0]]) for item in ordered]
-        self.decayed = _span([span for kind, span in classes if kind <= 2])
-        self.tp_duplicates = _span([span for kind, span in classes if 1 <= kind <= 4])
-        self.tp_partial = _span([span for kind, span in classes if 2 <= kind <= 3])
+        self.decayed = _span([span for name, span in self.param_ranges.items() if kinds[name] <= 2])
+        self.tp_duplicates = _span([span for name, span in self.param_ranges.items() if 1 <= kinds[name] <= 4])
+        self.tp_partial = _span([span for name, span in self.param_ranges.items() if 2 <= kinds[name] <= 3])
 
         first = ordered[0][1]
         self.params = OffloadableTensor(torch.zeros(self.numel, dtype=first.dtype, device=first.device))

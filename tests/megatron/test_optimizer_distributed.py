@@ -1,0 +1,91 @@
+"""The distributed optimizer on two replicas: weights of one process after several steps, for sums and for means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.ops import reference_ops
+from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
+from tests.parallel.launcher import run_ranks
+from tests.parallel.toy import ToyStage, toy_batches, toy_config
+
+
+def _trainer(groups: ProcessGroups, is_mean: bool, is_sharded: bool) -> DistributedOptimizer:
+    config = toy_config(calculate_per_token_loss=not is_mean)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=is_sharded)
+    model = DistributedDataParallel(config, ddp_config, ToyStage(config, range(3)), groups)
+    optimizer_config = OptimizerConfig(lr=1e-2, weight_decay=0.1, use_distributed_optimizer=is_sharded)
+    return get_megatron_optimizer(optimizer_config, model, groups, reference_ops())
+
+
+def _one_process(is_mean: bool) -> tuple[ToyStage, list[float]]:
+    """Three steps over both replicas' micro-batches with torch's own AdamW."""
+    model = ToyStage(toy_config(), range(3))
+    kinds = [[p for p in model.parameters() if (p.dim() > 1) == decayed] for decayed in (True, False)]
+    groups = [{"params": kinds[0], "weight_decay": 0.1}, {"params": kinds[1], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=1e-2)
+    norms = []
+    for step in range(3):
+        adamw.zero_grad()
+        for x_TH, target_TH in toy_batches([6, 3], step):
+            loss = (model(x_TH) - target_TH).square().sum()
+            (loss / 2 if is_mean else loss).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        adamw.step()
+    return model, norms
+
+
+def _two_replicas() -> None:
+    groups = initialize_model_parallel()
+    for is_mean in (False, True):
+        want, want_norms = _one_process(is_mean)
+        for is_sharded in (True, False):
+            optimizer = _trainer(groups, is_mean, is_sharded)
+            model, norms = optimizer.model, []
+            for step in range(3):
+                optimizer.zero_grad()
+                x_TH, target_TH = toy_batches([6, 3], step)[groups.coords.dp]
+                (model(x_TH) - target_TH).square().sum().backward()
+                finalize_model_grads(model, groups)
+                is_updated, grad_norm, _ = optimizer.step()
+                assert is_updated
+                norms.append(grad_norm)
+            assert norms == pytest.approx(want_norms, rel=1e-6)
+            for got, expected in zip(model.parameters(), want.parameters(), strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+            (state,) = optimizer.shards
+            numel = state.buffer.numel
+            assert state.master.tensor.numel() == (numel // 2 if is_sharded else numel)
+            _check_state_dict(optimizer, _trainer(groups, is_mean, is_sharded))
+    _check_bad_gradient_on_one_rank(groups)
+
+
+def _check_state_dict(optimizer: DistributedOptimizer, fresh: DistributedOptimizer) -> None:
+    optimizer.offload()
+    state = optimizer.state_dict()
+    fresh.load_state_dict(state)
+    assert fresh.num_steps == 3
+    assert torch.equal(fresh.shards[0].exp_avg.tensor, state["dense_float32.exp_avg"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"dense_float32.exp_avg has shape \(\).*num_steps is missing"):
+        fresh.load_state_dict({k: v for k, v in state.items() if k != "num_steps"} | {"dense_float32.exp_avg": 1.0})
+    optimizer.onload()
+
+
+def _check_bad_gradient_on_one_rank(groups: ProcessGroups) -> None:
+    """A value that is not finite on one replica stops the step on both."""
+    optimizer = _trainer(groups, is_mean=False, is_sharded=True)
+    before = [param.detach().clone() for param in optimizer.model.parameters()]
+    if groups.rank == 1:
+        optimizer.model.module.layers["0"].bias.main_grad[0] = torch.inf  # type: ignore[index,union-attr]
+    finalize_model_grads(optimizer.model, groups)
+    is_updated, _, _ = optimizer.step()
+    assert not is_updated
+    assert all(torch.equal(a, b) for a, b in zip(before, optimizer.model.parameters(), strict=True))
+
+
+def test_two_replicas_equal_one_process() -> None:
+    run_ranks(_two_replicas, 2, timeout_s=60)
