@@ -118,7 +118,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding with the vocabulary split: [V/TP, H] on a rank; ids int64 [T] -> [T/TP, H] (sequence parallel) or [T, H]."""
+    """Embedding with the vocabulary split, [V/TP, H] on a rank: ids int64 [T] -> [T/TP, H], or [T, H] without SP."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ def gather_from_sequence_parallel_region(
 ) -> torch.Tensor:
     """Forward: the rows of all ranks. Backward: this rank's rows of the summed gradient.
 
-    ``tensor_parallel_output_grad=False`` says that the gradient is whole on every rank already: it is split, not summed.
+    ``tensor_parallel_output_grad=False`` says that the gradient is whole on every rank: it is split, not summed.
     """
     return _map(x, group, _gather_rows, _scatter_sum if tensor_parallel_output_grad else _split_rows)
 

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 
 class MLASelfAttention(nn.Module):
-    """[T/TP, H] -> [T/TP, H]. Down-projections run whole on the sequence shard, up-projections by heads on all tokens."""
+    """[T/TP, H] -> [T/TP, H]: down-projections whole on the sequence shard, up-projections by heads on all tokens."""
 
     def __init__(self, config: MLATransformerConfig, groups: ProcessGroups, ops: TrainOps) -> None:
         super().__init__()

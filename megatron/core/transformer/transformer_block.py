@@ -12,6 +12,7 @@ from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel.checkpoint import checkpoint
+from megatron.core.tensor_parallel.weight_init import WeightInit
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.norm import RMSNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -39,17 +40,19 @@ class TransformerBlock(nn.Module):
     ) -> torch.Tensor:
         for layers, is_recomputed in self._runs():
             if is_recomputed and torch.is_grad_enabled():
-                x_TH = checkpoint(
-                    _forward_layers,
-                    layers,
-                    x_TH,
-                    rotary_cos_sin,
-                    packed_seq_params,
-                    recompute_context=self._no_counting,
-                )
+                arguments = (layers, x_TH, rotary_cos_sin, packed_seq_params)
+                x_TH = checkpoint(_forward_layers, *arguments, recompute_context=self._no_counting)
             else:
                 x_TH = _forward_layers(layers, x_TH, rotary_cos_sin, packed_seq_params)
         return x_TH if self.final_layernorm is None else self.final_layernorm(x_TH)
+
+    def init_weights(self, init: WeightInit) -> None:
+        """Fill all layers of this stage."""
+        for layer in self.layers:
+            assert isinstance(layer, TransformerLayer)
+            layer.init_weights(init)
+        if self.final_layernorm is not None:
+            self.final_layernorm.init_weights()
 
     def _runs(self) -> list[tuple[list[nn.Module], bool]]:
         """Consecutive layers that are run together, and whether they are recomputed."""

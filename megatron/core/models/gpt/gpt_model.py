@@ -107,10 +107,7 @@ class GPTModel(nn.Module):
         init = WeightInit(seed, self.config.init_method_std)
         if self.pre_process:
             self.embedding.word_embeddings.init_weights(init, "embedding.word_embeddings")
-        for layer in self.decoder.layers:
-            layer.init_weights(init)
-        if self.decoder.final_layernorm is not None:
-            self.decoder.final_layernorm.init_weights()
+        self.decoder.init_weights(init)
         if self.post_process:
             self.output_layer.init_weights(init, "output_layer")
 

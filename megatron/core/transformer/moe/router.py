@@ -15,8 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class TopKRouter(nn.Module):
     """x [T/TP, H] -> (probs_TK float32, indices_TK int64, tokens_per_expert int64 [E] of this rank's tokens).
 
-    The gate runs in float32. ``expert_bias`` (float32, persistent; absent without ``moe_router_enable_expert_bias``) only
-    steers the choice. ``local_tokens_per_expert`` (float32) adds up the counts of training passes until
+    The gate runs in float32. ``expert_bias`` (float32, persistent; None without ``moe_router_enable_expert_bias``)
+    only steers the choice. ``local_tokens_per_expert`` (float32) adds up the counts of training passes until
     ``finalize_model_grads`` has used and zeroed it; ``is_counting`` is off while a layer is recomputed.
     """
 
