@@ -1,0 +1,1 @@
+"""Memory features of the training engine on Ascend."""

@@ -1,0 +1,1 @@
+"""Optimizers that keep their state off the device."""

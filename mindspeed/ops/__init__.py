@@ -1,0 +1,44 @@
+"""The op table of the training engine on Ascend; one file per op."""
+
+from __future__ import annotations
+
+from megatron.core.ops.contract import TrainOps
+from mindspeed.ops.adamw import adamw_step
+from mindspeed.ops.fusion_attention import FusionAttention
+from mindspeed.ops.gating_topk import topk_router
+from mindspeed.ops.grouped_matmul import grouped_matmul
+from mindspeed.ops.rms_norm import rms_norm
+from mindspeed.ops.rotary import rotary_interleaved
+from mindspeed.ops.swiglu import swiglu
+from mindspeed.ops.token_permute import token_permute, token_unpermute
+
+NAMES = {
+    "rms_norm": "native",
+    "swiglu": "native",
+    "rotary_interleaved": "native",
+    "core_attention": "native",
+    "grouped_matmul": "native",
+    "token_permute": "native",
+    "token_unpermute": "native",
+    "topk_router": "native choice for sigmoid scores, reference for softmax",
+    "adamw_step": "native",
+}
+
+
+def train_ops() -> TrainOps:
+    """The Ascend table (provider ``mindspeed.ops:train_ops``); nothing touches a device before an op is called."""
+    return TrainOps(
+        rms_norm=rms_norm,
+        swiglu=swiglu,
+        rotary_interleaved=rotary_interleaved,
+        core_attention=FusionAttention(),
+        grouped_matmul=grouped_matmul,
+        token_permute=token_permute,
+        token_unpermute=token_unpermute,
+        topk_router=topk_router,
+        adamw_step=adamw_step,
+        names=dict(NAMES),
+    )
+
+
+__all__ = ["train_ops"]

@@ -1,0 +1,39 @@
+"""AdamW as one kernel, through torch's own fused entry point, which torch_npu serves with aclnnApplyAdamWV2.
+
+torch_npu's older npu_apply_adam_w is not used: CANN does not offer it on Atlas A3.
+Limits: float32, contiguous. Tolerance: 1e-6 relative.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def adamw_step(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """See ``megatron.core.ops.contract.AdamwStep``."""
+    torch._fused_adamw_(
+        [param],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [torch.full((1,), float(step), device=param.device)],
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )

@@ -1,0 +1,76 @@
+"""The router's choice of experts as one kernel; their weights stay in torch, because the kernel has no gradient.
+
+Limits (sigmoid scores): float32 logits and bias; CANN 8.2 takes DeepSeek-V3's shape only (256 experts in 8 groups, 4
+kept, up to 32 choices), CANN 8.5 up to 2048 experts. Softmax scores have no fused form with DeepSeek's groups: they
+run the reference. Tolerance: the same experts except where scores tie, weights 1e-6.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.ops import reference_moe
+
+# Codes of npu_moe_gating_top_k.
+SIGMOID = 1  # norm_type
+SUM_OF_BEST_TWO = 1  # group_select_mode
+NORMALISE_THEN_CHOOSE = 0  # renorm, the only one there is
+
+
+def topk_router(
+    logits_TE: torch.Tensor,
+    *,
+    topk: int,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    score_function: str = "softmax",
+    pre_softmax: bool = False,
+    norm_topk_prob: bool = True,
+    scaling_factor: float | None = None,
+    expert_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``megatron.core.ops.contract.TopkRouter``."""
+    if score_function != "sigmoid" or logits_TE.shape[0] == 0:
+        return reference_moe.topk_router(
+            logits_TE,
+            topk=topk,
+            num_groups=num_groups,
+            group_topk=group_topk,
+            score_function=score_function,
+            pre_softmax=pre_softmax,
+            norm_topk_prob=norm_topk_prob,
+            scaling_factor=scaling_factor,
+            expert_bias=expert_bias,
+        )
+    indices_TK = _choose(logits_TE.detach(), topk, num_groups, group_topk, expert_bias)
+    probs_TK = logits_TE.gather(1, indices_TK).sigmoid()
+    if norm_topk_prob and topk > 1:
+        probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + 1e-20)
+    return (probs_TK if scaling_factor is None else probs_TK * scaling_factor), indices_TK
+
+
+def _choose(
+    logits_TE: torch.Tensor,
+    topk: int,
+    num_groups: int | None,
+    group_topk: int | None,
+    expert_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    import torch_npu
+
+    has_groups = num_groups is not None and group_topk is not None
+    # NPU-ADAPTATION(gating-bias): CANN 8.2's kernel does not start without a bias;
+    # drop when CANN 8.5 is the oldest supported.
+    bias = torch.zeros_like(logits_TE[0]) if expert_bias is None else expert_bias.to(logits_TE.dtype)
+    _, indices_TK, _ = torch_npu.npu_moe_gating_top_k(
+        logits_TE,
+        topk,
+        bias=bias,
+        k_group=group_topk if has_groups else 1,
+        group_count=num_groups if has_groups else 1,
+        group_select_mode=SUM_OF_BEST_TWO,
+        renorm=NORMALISE_THEN_CHOOSE,
+        norm_type=SIGMOID,
+    )
+    chosen: torch.Tensor = indices_TK.long()
+    return chosen

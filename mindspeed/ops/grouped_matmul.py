@@ -1,0 +1,55 @@
+"""The experts' matmuls as one kernel each way.
+
+Limits: float16, bfloat16 or float32, x and w in one dtype; at most 1024 experts. Row counts stay on the device: no
+wait. Tolerance: 1e-2 (bfloat16), 1e-6 (float32), relative. Backward: ours, two more calls of the same kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Codes of npu_grouped_matmul.
+SPLIT_ROWS, SPLIT_INNER = 0, 2  # group_type: groups are runs of x's rows, or of the contracted dimension
+ONE_OUTPUT = 3  # split_item
+COUNTS = 1  # group_list_type: rows per group, not running ends
+
+
+def grouped_matmul(x: torch.Tensor, w: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    """See ``megatron.core.ops.contract.GroupedMatmul``."""
+    counts = tokens_per_expert.to(device=x.device, dtype=torch.int64)
+    out: torch.Tensor = _GroupedMatmul.apply(x, w, counts)
+    return out
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w, counts)
+        return _call(x, w, counts, SPLIT_ROWS) if x.shape[0] else x.new_empty(0, w.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, w, counts = ctx.saved_tensors
+        if not x.shape[0]:
+            return torch.empty_like(x), torch.zeros_like(w), None
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _call(grad, w.transpose(1, 2), counts, SPLIT_ROWS)
+        if ctx.needs_input_grad[1]:
+            grad_w = _call(x.t(), grad, counts, SPLIT_INNER)
+            # NPU-ADAPTATION(gmm-idle-expert): nothing says that the kernel writes the product of an expert
+            # without rows; drop when CANN documents zeros there.
+            grad_w.masked_fill_((counts == 0).view(-1, 1, 1), 0)
+            # NPU-ADAPTATION END
+        return grad_x, grad_w, None
+
+
+def _call(x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor, group_type: int) -> torch.Tensor:
+    import torch_npu
+
+    product: torch.Tensor = torch_npu.npu_grouped_matmul(
+        [x], [w], group_list=counts, split_item=ONE_OUTPUT, group_type=group_type, group_list_type=COUNTS
+    )[0]
+    return product

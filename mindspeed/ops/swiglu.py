@@ -1,0 +1,17 @@
+"""SwiGLU as one kernel.
+
+Limits: float16, bfloat16 or float32; an even last dimension. Tolerance: 1e-2 (bfloat16), 1e-6 (float32), relative.
+Backward: torch_npu's own (npu_swiglu_backward).
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """See ``megatron.core.ops.contract.Swiglu``."""
+    import torch_npu
+
+    activated: torch.Tensor = torch_npu.npu_swiglu(x, dim=-1)
+    return activated

@@ -1,0 +1,1 @@
+"""The rollout engine's platform and ops on Ascend, behind the contracts of vllm."""

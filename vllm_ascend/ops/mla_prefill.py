@@ -1,0 +1,83 @@
+"""Causal MLA attention of packed new tokens over their cached context, as one kernel after expanding the latents.
+
+Limits: float16, bfloat16 or float32; head sizes to 768. The keys and values of the step's whole context are expanded
+at once: context tokens x heads x 2 x (P + R) elements beside the cache, so keep max_num_batched_tokens and chunks
+modest. Tolerance: 1e-2 (bfloat16), 1e-5 (float32), relative.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm.ops.contract import KVCache, PrefillMetadata
+
+# The kernel reads causality from one fixed triangle of this size, whatever the sequence lengths are.
+MASK_SIZE = 2048
+CAUSAL_FROM_THE_END = 3  # sparse_mode: the last query sees the last key
+
+
+class MlaPrefill:
+    """See ``RolloutOps.mla_prefill``. Holds the causal triangle (4 MiB) of each device it ran on."""
+
+    def __init__(self) -> None:
+        self._masks: dict[torch.device, Tensor] = {}
+
+    def __call__(
+        self,
+        q_nope_TNP: Tensor,
+        q_rope_TNR: Tensor,
+        kv_b_NCL: Tensor,
+        cache: KVCache,
+        meta: PrefillMetadata,
+        scale: float,
+    ) -> Tensor:
+        import torch_npu
+
+        heads, nope = q_nope_TNP.shape[1:]
+        latent_SL, rope_SR = (pages.flatten(0, 1).index_select(0, _context_slots(meta)) for pages in cache)
+        expanded_SNC = F.linear(latent_SL, kv_b_NCL.flatten(0, 1)).unflatten(-1, (heads, -1))
+        q_TND = torch.cat((q_nope_TNP, q_rope_TNR), dim=-1)
+        k_SND = torch.cat((expanded_SNC[..., :nope], rope_SR.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
+        v_SNV = expanded_SNC[..., nope:]
+        # NPU-ADAPTATION(prefill-pad-value): the packed kernel wants one head size for q, k and v, and MLA has 192
+        # and 128; drop when the oldest CANN that we support takes them as they are.
+        v_SND = F.pad(v_SNV, (0, q_TND.shape[-1] - v_SNV.shape[-1]))
+        # NPU-ADAPTATION END
+        out_TND: Tensor = torch_npu.npu_fusion_attention(
+            q_TND,
+            k_SND,
+            v_SND,
+            heads,
+            "TND",
+            atten_mask=self._causal_mask(q_TND.device),
+            scale=scale,
+            actual_seq_qlen=np.cumsum(meta.query_lens_host).tolist(),
+            actual_seq_kvlen=np.cumsum(meta.seq_lens_host).tolist(),
+            sparse_mode=CAUSAL_FROM_THE_END,
+        )[0]
+        return out_TND[..., : v_SNV.shape[-1]]
+
+    def _causal_mask(self, device: torch.device) -> Tensor:
+        if device not in self._masks:
+            full = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device)
+            self._masks[device] = full.triu(diagonal=1)  # True = out of sight
+        return self._masks[device]
+
+
+def _context_slots(meta: PrefillMetadata) -> Tensor:
+    """[S] cache slot of every context token of the step's sequences, one sequence after the other; once per step."""
+    if "context_slots" not in meta.scratch:
+        num_tokens = int(meta.seq_lens_host.sum())
+        lens_B = meta.seq_lens.long()
+        sequence_S = torch.repeat_interleave(
+            torch.arange(len(lens_B), device=lens_B.device), lens_B, output_size=num_tokens
+        )
+        starts_B = lens_B.cumsum(0) - lens_B
+        position_S = torch.arange(num_tokens, device=lens_B.device) - starts_B[sequence_S]
+        block_S = meta.block_tables[sequence_S, position_S // meta.block_size].long()
+        meta.scratch["context_slots"] = block_S * meta.block_size + position_S % meta.block_size
+    slots: Tensor = meta.scratch["context_slots"]
+    return slots

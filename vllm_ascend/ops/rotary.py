@@ -1,0 +1,36 @@
+"""DeepSeek's interleaved rotary embedding, first members before second members, as one kernel where there is one.
+
+Limits: R = 64 in float16 or bfloat16 runs npu_interleave_rope, whose order is the contract's; any other even R up to
+896, and float32, runs npu_rotary_mul and a reordering. cos and sin are cast to x's dtype. Tolerance: 1e-2 (bfloat16),
+1e-6 (float32).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ONE_KERNEL_SIZE = 64
+
+
+def rotary_interleaved(x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """See ``RolloutOps.rotary_interleaved``."""
+    import torch_npu
+
+    cos_TR, sin_TR = cos_TR.to(x_TNR.dtype), sin_TR.to(x_TNR.dtype)
+    if x_TNR.shape[-1] == ONE_KERNEL_SIZE and x_TNR.dtype != torch.float32:
+        # Layout BNSD with one token in each sequence.
+        rotated: Tensor = torch_npu.npu_interleave_rope(
+            x_TNR.unsqueeze(2), cos_TR[:, None, None, :], sin_TR[:, None, None, :]
+        )
+        return rotated.squeeze(2)
+    in_place: Tensor = torch_npu.npu_rotary_mul(
+        x_TNR.unsqueeze(0), _per_channel(cos_TR), _per_channel(sin_TR), rotary_mode="interleave"
+    ).squeeze(0)
+    return torch.cat((in_place[..., 0::2], in_place[..., 1::2]), dim=-1)
+
+
+def _per_channel(angles_TR: Tensor) -> Tensor:
+    """[T, R] whose halves are equal -> [1, T, 1, R] with each angle beside itself, for the pairs."""
+    half = angles_TR.shape[-1] // 2
+    return angles_TR[:, :half].repeat_interleave(2, dim=-1)[None, :, None, :]

@@ -1,0 +1,44 @@
+"""DeepSeek-V3's routing as one kernel.
+
+Limits: float32 logits; CANN 8.2 takes DeepSeek-V3's shape only (256 experts in 8 groups, 4 kept, up to 32 choices),
+CANN 8.5 up to 2048 experts. Tolerance: the same experts except where scores tie, weights 1e-6.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+# Codes of npu_moe_gating_top_k.
+SIGMOID = 1  # norm_type
+SUM_OF_BEST_TWO = 1  # group_select_mode
+NORMALISE_THEN_CHOOSE = 0  # renorm, the only one there is
+
+
+def topk_router(
+    logits_TE: Tensor,
+    bias_E: Tensor,
+    top_k: int,
+    num_groups: int,
+    topk_groups: int,
+    normalize: bool,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """See ``RolloutOps.topk_router``."""
+    import torch_npu
+
+    weights_TK, ids_TK, _ = torch_npu.npu_moe_gating_top_k(
+        logits_TE,
+        top_k,
+        bias=bias_E.to(logits_TE.dtype),
+        k_group=topk_groups,
+        group_count=num_groups,
+        group_select_mode=SUM_OF_BEST_TWO,
+        renorm=NORMALISE_THEN_CHOOSE,
+        norm_type=SIGMOID,
+        routed_scaling_factor=scaling,
+        eps=1e-20,
+    )
+    ids_TK = ids_TK.long()
+    if not normalize:  # the kernel always divides by the sum
+        weights_TK = logits_TE.gather(1, ids_TK).sigmoid() * scaling
+    return weights_TK, ids_TK
