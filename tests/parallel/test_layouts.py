@@ -1,0 +1,205 @@
+"""One training step of a tiny DeepSeek-V3 gives the same loss, gradient norm and weights in every parallel layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ops import reference_ops
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_model_parallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from tests.parallel.launcher import run_ranks
+
+CONFIG = MLATransformerConfig(
+    num_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    ffn_hidden_size=48,
+    vocab_size=40,
+    init_method_std=0.1,
+    calculate_per_token_loss=True,
+    num_moe_experts=8,
+    moe_ffn_hidden_size=16,
+    moe_shared_expert_intermediate_size=16,
+    moe_layer_freq=(0, 1, 1),
+    moe_router_topk=2,
+    moe_router_num_groups=4,
+    moe_router_group_topk=2,
+    moe_router_topk_scaling_factor=2.5,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_bias_update_rate=1e-2,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_head_dim=8,
+    qk_pos_emb_head_dim=4,
+    v_head_dim=8,
+)
+NUM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to run the step; ``is_mean`` takes the mean of the micro-batches' losses instead of their sum."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    num_layer_list: tuple[int, ...] | None = None
+    is_sharded: bool = True
+    is_mean: bool = False
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed tokens [T] with a weight [T] for each one's loss."""
+
+    input_ids_T: torch.Tensor
+    position_ids_T: torch.Tensor
+    labels_T: torch.Tensor
+    weight_T: torch.Tensor
+    packed: PackedSeqParams
+
+
+def _micro_batches(step: int) -> list[MicroBatch]:
+    """Four micro-batches of unequal size; the last sequence of each is padding to a multiple of 2."""
+    generator = torch.Generator().manual_seed(step)
+    batches = []
+    for lengths in ([5, 6, 1], [9, 1], [3, 4, 6, 1], [7, 8, 1]):
+        num_tokens = sum(lengths)
+        ids_T = torch.randint(CONFIG.vocab_size, (num_tokens,), generator=generator)
+        weight_T = torch.rand(num_tokens, generator=generator)
+        weight_T[-1] = 0
+        bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+        positions_T = torch.cat([torch.arange(n) for n in lengths])
+        packed = PackedSeqParams(bounds, max(lengths))
+        batches.append(MicroBatch(ids_T, positions_T, ids_T.roll(-1), weight_T / 10, packed))
+    return batches
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank saw: losses per step (last stage), norms per step, and its tensors after the last step."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    tensors: dict[str, torch.Tensor]
+
+
+def _train(groups: ProcessGroups, layout: Layout) -> Outcome:
+    config = replace(CONFIG, sequence_parallel=layout.tp > 1, calculate_per_token_loss=not layout.is_mean)
+    model = GPTModel(config, groups, reference_ops())
+    model.init_weights(7)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=layout.is_sharded)
+    ddp = DistributedDataParallel(config, ddp_config, model, groups)
+    optimizer_config = OptimizerConfig(
+        lr=1e-2, weight_decay=0.1, adam_eps=1e-4, clip_grad=0.5, use_distributed_optimizer=layout.is_sharded
+    )
+    optimizer = get_megatron_optimizer(optimizer_config, ddp, groups, reference_ops())
+
+    def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+        batch = next(batches)
+
+        def loss_func(logits_TV: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+            loss = (vocab_parallel_cross_entropy(logits_TV, batch.labels_T, groups.tp) * batch.weight_T).sum()
+            return loss, {"loss": loss.item()}
+
+        return model(batch.input_ids_T, batch.position_ids_T, batch.packed), loss_func
+
+    losses, grad_norms = [], []
+    for step in range(NUM_STEPS):
+        own = _micro_batches(step)[groups.coords.dp :: groups.layout.data_parallel_size]
+        optimizer.zero_grad()
+        metrics = get_forward_backward_func(groups)(
+            forward_step_func=forward_step,
+            data_iterator=iter(own),
+            model=ddp,
+            num_microbatches=len(own),
+            seq_length=1,
+            micro_batch_size=1,
+            tensor_shapes=[(len(batch.input_ids_T) // layout.tp, config.hidden_size) for batch in own],
+        )
+        finalize_model_grads(ddp, groups)
+        is_updated, grad_norm, _ = optimizer.step()
+        assert is_updated
+        losses.append(sum(metric["loss"] for metric in metrics))
+        grad_norms.append(grad_norm)
+    return Outcome(losses, grad_norms, {name: tensor.clone() for name, tensor in ddp.state_dict().items()})
+
+
+@pytest.fixture(scope="module")
+def one_process() -> Iterator[dict[bool, Outcome]]:
+    """The step on one rank, for sums and for means of the micro-batches' losses."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    groups = initialize_model_parallel()
+    yield {is_mean: _train(groups, Layout(is_mean=is_mean)) for is_mean in (False, True)}
+    destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _check_layouts(layouts: list[Layout], one_process: dict[bool, Outcome]) -> None:
+    for layout in layouts:
+        want = one_process[layout.is_mean]
+        groups = initialize_model_parallel(
+            layout.tp, layout.pp, expert_model_parallel_size=layout.ep, num_layer_list=layout.num_layer_list
+        )
+        got = _train(groups, layout)
+        assert got.grad_norms == pytest.approx(want.grad_norms, rel=1e-5), f"{layout} {groups.coords}"
+        losses = torch.tensor(got.losses)
+        dist.all_reduce(losses, group=groups.dp)
+        if groups.is_last_stage:
+            assert losses.tolist() == pytest.approx(want.losses, rel=1e-5), f"{layout} {groups.coords}"
+        for name, tensor in got.tensors.items():
+            part = _part_of(want.tensors, name, groups)
+            torch.testing.assert_close(
+                tensor, part, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{layout} {name}: {text}"
+            )
+        destroy_model_parallel()
+
+
+def _part_of(whole: dict[str, torch.Tensor], name: str, groups: ProcessGroups) -> torch.Tensor:
+    """What this rank holds, under its local ``name``, of the whole model's tensors."""
+    first = groups.layout.stage_layers(groups.coords.pp, CONFIG.num_layers).start
+    full = whole[re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) + first}", name)]
+    if ".experts.weight" in name:
+        return full.chunk(groups.layout.expert_model_parallel_size)[groups.coords.ep]
+    tp_size, tp = groups.layout.tensor_model_parallel_size, groups.coords.tp
+    if "linear_fc1" in name:  # gate and up are cut apart
+        return torch.cat([half.chunk(tp_size)[tp] for half in full.chunk(2)])
+    if re.search(r"word_embeddings|output_layer|_up_proj", name):
+        return full.chunk(tp_size)[tp]
+    if re.search(r"linear_proj|linear_fc2", name):
+        return full.chunk(tp_size, dim=1)[tp]
+    return full
+
+
+FOUR_RANKS = [
+    Layout(tp=2, pp=2, ep=2, num_layer_list=(2, 1)),
+    Layout(pp=2, ep=2, num_layer_list=(1, 2)),
+    Layout(tp=2, ep=4),
+]
+TWO_RANKS = [
+    Layout(ep=2),
+    Layout(ep=2, is_sharded=False),
+    Layout(is_mean=True),
+    Layout(tp=2, is_mean=True),  # an expert has two replicas, which saw parts of the same tokens
+]
+
+
+def test_four_ranks_equal_one_process(one_process: dict[bool, Outcome]) -> None:
+    run_ranks(_check_layouts, 4, FOUR_RANKS, one_process, timeout_s=100)
+
+
+def test_two_ranks_equal_one_process(one_process: dict[bool, Outcome]) -> None:
+    run_ranks(_check_layouts, 2, TWO_RANKS, one_process, timeout_s=100)
