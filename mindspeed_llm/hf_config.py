@@ -142,7 +142,7 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config") -> HFModelCo
     return HFModelConfig(
         model_type=model_type,
         **{key: raw[key] for key in _POSITIVE_INTS},
-        q_lora_rank=raw.get("q_lora_rank"),
+        q_lora_rank=raw.get("q_lora_rank") or None,
         n_shared_experts=raw.get("n_shared_experts") or 0,
         first_k_dense_replace=raw.get("first_k_dense_replace", 0),
         moe_layer_freq=raw.get("moe_layer_freq", 1),
@@ -183,7 +183,12 @@ def to_transformer_config(
     """
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    yarn = hf.rope_scaling or YarnScaling(1.0, hf.max_position_embeddings)
+    if hf.topk_method == "group_limited_greedy" and hf.n_group > 1:
+        raise ValueError(
+            "topk_method is 'group_limited_greedy' (groups ranked by their best expert); the training engine ranks "
+            "groups by the sum of their two best scores, as 'noaux_tc' does; use such a model"
+        )
+    is_grouped = hf.n_group > 1
     fields: dict[str, Any] = {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
@@ -193,43 +198,52 @@ def to_transformer_config(
         "layernorm_epsilon": hf.rms_norm_eps,
         "init_method_std": hf.initializer_range,
         "params_dtype": params_dtype,
-        "tensor_model_parallel_size": layout.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
-        "expert_model_parallel_size": layout.expert_model_parallel_size,
         "sequence_parallel": layout.tensor_model_parallel_size > 1,
         "q_lora_rank": hf.q_lora_rank,
         "kv_lora_rank": hf.kv_lora_rank,
         "qk_head_dim": hf.qk_nope_head_dim,  # Megatron's name for the part without position
         "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
         "v_head_dim": hf.v_head_dim,
-        "rotary_base": hf.rope_theta,
+        **_rope_fields(hf),
+        "num_moe_experts": hf.n_routed_experts,
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": hf.shared_expert_intermediate_size or None,
+        "moe_layer_freq": tuple(int(hf.is_moe_layer(layer)) for layer in range(hf.num_hidden_layers)),
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_router_num_groups": hf.n_group if is_grouped else None,
+        "moe_router_group_topk": hf.topk_group if is_grouped else None,
+        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        "moe_router_score_function": hf.scoring_func,
+        # Softmax over the chosen experts only is softmax over all of them, then normalised over the chosen.
+        "moe_router_pre_softmax": hf.scoring_func == "softmax" and not hf.norm_topk_prob,
+        "moe_router_norm_topk_prob": hf.norm_topk_prob,
+        "moe_router_enable_expert_bias": hf.has_expert_bias,
+    }
+    return MLATransformerConfig(**{**fields, **overrides})
+
+
+def _rope_fields(hf: HFModelConfig) -> dict[str, Any]:
+    fields = {"rotary_base": hf.rope_theta, "max_position_embeddings": hf.max_position_embeddings}
+    yarn = hf.rope_scaling
+    if yarn is None:
+        return {**fields, "rope_type": "rope", "rotary_scaling_factor": 1.0}
+    return {
+        **fields,
+        "rope_type": "yarn",
         "rotary_scaling_factor": yarn.factor,
         "original_max_position_embeddings": yarn.original_max_position_embeddings,
-        "max_position_embeddings": hf.max_position_embeddings,
         "beta_fast": yarn.beta_fast,
         "beta_slow": yarn.beta_slow,
         "mscale": yarn.mscale,
         "mscale_all_dim": yarn.mscale_all_dim,
-        "num_moe_experts": hf.n_routed_experts,
-        "moe_ffn_hidden_size": hf.moe_intermediate_size,
-        "moe_shared_expert_intermediate_size": hf.shared_expert_intermediate_size or None,
-        "moe_layer_freq": [int(hf.is_moe_layer(layer)) for layer in range(hf.num_hidden_layers)],
-        "moe_router_topk": hf.num_experts_per_tok,
-        "moe_router_num_groups": hf.n_group,
-        "moe_router_group_topk": hf.topk_group,
-        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
-        "moe_router_score_function": hf.scoring_func,
-        "moe_router_enable_expert_bias": hf.has_expert_bias,
-        "moe_aux_loss_coeff": 0.0,
     }
-    return MLATransformerConfig(**{**fields, **overrides})
 
 
 def _problems(raw: Mapping[str, Any]) -> list[str]:
     found = []
     for key in _POSITIVE_INTS:
         value = raw.get(key)
-        if not _is_int(value) or value <= 0:
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             found.append(f"{key} is {value!r}; a positive integer is needed" if key in raw else f"{key} is missing")
     for key in ("q_lora_rank", "n_shared_experts", "n_group", "topk_group", "num_nextn_predict_layers"):
         value = raw.get(key)
@@ -237,7 +251,7 @@ def _problems(raw: Mapping[str, Any]) -> list[str]:
             found.append(f"{key} is {value!r}; an integer or null is needed")
     for key, lowest in (("first_k_dense_replace", 0), ("moe_layer_freq", 1)):
         value = raw.get(key, lowest)
-        if not _is_int(value) or value < lowest:
+        if not isinstance(value, int) or value < lowest:
             found.append(f"{key} is {value!r}; an integer of at least {lowest} is needed")
     if raw.get("tie_word_embeddings"):
         found.append("tie_word_embeddings is true; only models with a separate lm_head are supported")
@@ -253,13 +267,16 @@ def _problems(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _router_problems(raw: Mapping[str, Any]) -> list[str]:
-    experts, groups = raw.get("n_routed_experts"), raw.get("n_group") or 1
-    topk, topk_group = raw.get("num_experts_per_tok"), raw.get("topk_group") or 1
-    if not all(_is_int(value) for value in (experts, groups, topk, topk_group)):
+    keys = ("n_routed_experts", "n_group", "num_experts_per_tok", "topk_group")
+    values = [raw.get(key) or (1 if "group" in key else None) for key in keys]
+    if not all(_is_int(value) for value in values):
         return []  # said above already
+    experts, groups, topk, topk_group = (int(value or 0) for value in values)
     if experts % groups:
         return [f"n_routed_experts {experts} does not divide into n_group {groups}"]
     found = []
+    if groups > 1 and experts // groups < 2:
+        found.append(f"n_group {groups} leaves one expert a group; groups are ranked by their two best experts")
     if topk_group > groups:
         found.append(f"topk_group {topk_group} is larger than n_group {groups}")
     elif topk > experts // groups * topk_group:

@@ -16,6 +16,7 @@ from megatron.core.parallel_layout import ParallelLayout, RankCoords
 from mindspeed_llm.hf_config import HFModelConfig
 
 Slice = tuple[tuple[int, int], ...]
+TensorSpec = tuple[tuple[int, ...], str]  # shape, dtype name
 Naming = Literal["core", "mindspeed_llm", "mindspeed_llm_ungrouped"]
 NAMINGS: tuple[Naming, ...] = ("core", "mindspeed_llm", "mindspeed_llm_ungrouped")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -23,7 +24,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class Piece:
-    """``local[local_slice] = hf[hf_slice]``, transposed first if ``transpose``; the local slice of one expert loses dim 0."""
+    """``local[local_slice] = hf[hf_slice]``, transposed first if ``transpose``; an expert's slice loses dim 0."""
 
     hf_name: str
     hf_slice: Slice
@@ -68,10 +69,10 @@ class Fragment:
 
 
 @lru_cache(maxsize=8)
-def hf_tensors(hf: HFModelConfig) -> Mapping[str, tuple[tuple[int, ...], str]]:
+def hf_tensors(hf: HFModelConfig) -> Mapping[str, TensorSpec]:
     """Name -> (shape, dtype) of every tensor of the plain checkpoint (no FP8 scales, no MTP layer), in file order."""
     hidden, dtype = hf.hidden_size, hf.torch_dtype
-    tensors = {"model.embed_tokens.weight": ((hf.vocab_size, hidden), dtype)}
+    tensors: dict[str, TensorSpec] = {"model.embed_tokens.weight": ((hf.vocab_size, hidden), dtype)}
     for layer in range(hf.num_hidden_layers):
         tensors.update(layer_tensors(hf, layer, hf.is_moe_layer(layer)))
     tensors["model.norm.weight"] = ((hidden,), dtype)
@@ -79,7 +80,7 @@ def hf_tensors(hf: HFModelConfig) -> Mapping[str, tuple[tuple[int, ...], str]]:
     return MappingProxyType(tensors)
 
 
-def layer_tensors(hf: HFModelConfig, layer: int, is_moe: bool) -> dict[str, tuple[tuple[int, ...], str]]:
+def layer_tensors(hf: HFModelConfig, layer: int, is_moe: bool) -> dict[str, TensorSpec]:
     """Name -> (shape, dtype) of decoder layer ``layer`` (also the MTP layer's transformer part)."""
     hidden, heads = hf.hidden_size, hf.num_attention_heads
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
@@ -106,9 +107,28 @@ def layer_tensors(hf: HFModelConfig, layer: int, is_moe: bool) -> dict[str, tupl
         shapes.update(_mlp_shapes("mlp", hidden, hf.intermediate_size))
     prefix = f"model.layers.{layer}."
     return {
-        prefix + name: (shape, "float32" if name.endswith("e_score_correction_bias") else hf.torch_dtype)
-        for name, shape in shapes.items()
+        prefix + name: (shape, "float32" if always_fp32(name) else hf.torch_dtype) for name, shape in shapes.items()
     }
+
+
+def mtp_tensors(hf: HFModelConfig, layer: int) -> dict[str, TensorSpec]:
+    """Name -> (shape, dtype) of the multi-token-prediction module that DeepSeek publishes as layer ``layer``."""
+    hidden, vocab, prefix = hf.hidden_size, hf.vocab_size, f"model.layers.{layer}."
+    shapes = {
+        "embed_tokens.weight": (vocab, hidden),
+        "enorm.weight": (hidden,),
+        "hnorm.weight": (hidden,),
+        "eh_proj.weight": (hidden, 2 * hidden),
+        "shared_head.norm.weight": (hidden,),
+        "shared_head.head.weight": (vocab, hidden),
+    }
+    own: dict[str, TensorSpec] = {prefix + name: (shape, hf.torch_dtype) for name, shape in shapes.items()}
+    return own | layer_tensors(hf, layer, is_moe=True)
+
+
+def always_fp32(hf_name: str) -> bool:
+    """Whether DeepSeek keeps this tensor in fp32 whatever the weights' dtype: the router's correction bias."""
+    return hf_name.endswith("e_score_correction_bias")
 
 
 def plan_problems(hf: HFModelConfig, layout: ParallelLayout) -> list[str]:
@@ -144,7 +164,8 @@ def local_plan(
     return tuple(_RankPlanner(hf, layout, coords, naming).tensors())
 
 
-def fragments(hf: HFModelConfig, layout: ParallelLayout, naming: Naming = "core") -> dict[str, tuple[Fragment, ...]]:
+@lru_cache(maxsize=4)
+def fragments(hf: HFModelConfig, layout: ParallelLayout, naming: Naming = "core") -> Mapping[str, tuple[Fragment, ...]]:
     """HF name -> its distinct fragments, each with its owner; names in the order of ``hf_tensors``."""
     found: dict[tuple[str, Slice], Fragment] = {}
     for rank in range(layout.world_size):
@@ -159,7 +180,7 @@ def fragments(hf: HFModelConfig, layout: ParallelLayout, naming: Naming = "core"
     by_name: dict[str, list[Fragment]] = {name: [] for name in hf_tensors(hf)}
     for (name, _), fragment in found.items():
         by_name[name].append(fragment)
-    return {name: tuple(parts) for name, parts in by_name.items()}
+    return MappingProxyType({name: tuple(parts) for name, parts in by_name.items()})
 
 
 def owners(hf: HFModelConfig, layout: ParallelLayout, naming: Naming = "core") -> dict[tuple[str, Slice], int]:

@@ -1,0 +1,214 @@
+"""What the conversion commands share: whole-or-nothing output directories, and skipping work that is already done."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+STAMP_NAME = ".stamp.json"
+_FULL_HASH_BYTES = 16 << 20
+_SAMPLES = 256
+_SAMPLE_BYTES = 64 << 10
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+
+
+@contextmanager
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """Yield an empty sibling directory that becomes ``target`` when the block ends well and vanishes when it does not.
+
+    An existing ``target`` is replaced (the caller has decided that); leftovers of killed runs on this host are removed.
+    """
+    target = target.absolute()
+    _create_parent(target)
+    _remove_leftovers(target)
+    building = target.parent / f"{target.name}.tmp-{socket.gethostname()}-{os.getpid()}"
+    building.mkdir()
+    try:
+        yield building
+        _fsync_tree(building)
+        if target.exists():
+            replaced = target.parent / f"{building.name}.old"
+            os.replace(target, replaced)
+            os.replace(building, target)
+            shutil.rmtree(replaced)
+        else:
+            os.replace(building, target)
+        _fsync_path(target.parent)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def run_once(
+    output: Path, command: str, arguments: dict[str, Any], inputs: Iterable[Path], build: Callable[[Path], None]
+) -> bool:
+    """Let ``build`` fill a new directory that becomes ``output``; False when ``output`` already is that result.
+
+    It already is when its stamp names the same command, arguments (no paths among them) and input contents, and
+    every file that the stamp lists is there with its size. A directory that this command did not make is never
+    replaced: ValueError.
+    """
+    digests = [[file.name, digest_file(file)] for file in inputs]  # names only: a copy elsewhere is the same input
+    stamp = {"command": command, "arguments": arguments, "inputs": digests}
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        old = _read_stamp(output)
+        if old is None or old.get("command") != command:
+            raise ValueError(f"{output} exists and was not made by {command}; remove it or choose another output path")
+        if all(old.get(key) == value for key, value in stamp.items()) and _outputs_complete(output, old):
+            return False
+    with atomic_directory(output) as building:
+        build(building)
+        write_json(building / STAMP_NAME, {**stamp, "outputs": _sizes(building)})
+    return True
+
+
+def digest_file(file: Path) -> str:
+    """sha256 over size and content; of a file above 16 MiB, over 256 evenly spread 64 KiB samples (first and last too).
+
+    Samples rather than headers, because new weights of the same model have the same headers.
+    """
+    size = file.stat().st_size
+    sha = hashlib.sha256(str(size).encode())
+    with file.open("rb") as stream:
+        if size <= _FULL_HASH_BYTES:
+            sha.update(stream.read())
+        else:
+            for sample in range(_SAMPLES):
+                stream.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+                sha.update(stream.read(_SAMPLE_BYTES))
+    return sha.hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON, flushed to disk."""
+    with path.open("w", encoding="utf-8") as stream:
+        json.dump(value, stream, indent=2, ensure_ascii=False)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def companion_files(hf_dir: Path) -> list[Path]:
+    """Tokenizer, generation config and whatever else lies beside the weights of an HF directory, config.json apart."""
+    return sorted(
+        file
+        for file in hf_dir.iterdir()
+        if file.is_file()
+        and not file.name.startswith(".")
+        and file.name != "config.json"
+        and not file.name.endswith((*_WEIGHT_SUFFIXES, ".safetensors.index.json"))
+    )
+
+
+def hf_files(hf_dir: Path) -> list[Path]:
+    """Every file of an HF directory that decides the result of a conversion."""
+    weights = sorted(hf_dir.glob("*.safetensors")) + sorted(hf_dir.glob("*.safetensors.index.json"))
+    return [hf_dir / "config.json", *weights, *companion_files(hf_dir)]
+
+
+def copy_companions(hf_dir: Path, out_dir: Path) -> None:
+    """Copy tokenizer files and the like; the config is the caller's."""
+    for file in companion_files(hf_dir):
+        shutil.copyfile(file, out_dir / file.name)
+
+
+def progress() -> Progress:
+    """The progress bar of all conversion commands, on standard error."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+
+
+def say(message: str) -> None:
+    """One line of a command's output, without markup."""
+    Console(soft_wrap=True).print(message, markup=False, highlight=False)
+
+
+def run_cli(parser: argparse.ArgumentParser, body: Callable[[argparse.Namespace], None], argv: list[str] | None) -> int:
+    """Parse and run; a user's error is one message on standard error and exit status 1, never a traceback."""
+    arguments = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a terminated command cleans up like an interrupted one
+    try:
+        body(arguments)
+    except (ValueError, OSError) as error:
+        Console(stderr=True, soft_wrap=True).print(f"{parser.prog}: {error}", markup=False, highlight=False)
+        return 1
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{parser.prog}: interrupted; no output was left behind\n")
+        return 130
+    return 0
+
+
+def _create_parent(target: Path) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot create {target.parent} for the output {target}: {error.strerror}") from error
+    if not os.access(target.parent, os.W_OK):
+        raise ValueError(f"{target.parent} is not writable, so {target} cannot be made; choose another output path")
+
+
+def _remove_leftovers(target: Path) -> None:
+    prefix = f"{target.name}.tmp-{socket.gethostname()}-"
+    for path in target.parent.iterdir():
+        pid = path.name.removeprefix(prefix).removesuffix(".old")
+        if path.name.startswith(prefix) and pid.isdigit() and not _is_alive(int(pid)):
+            shutil.rmtree(path)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _read_stamp(output: Path) -> dict[str, Any] | None:
+    try:
+        stamp = json.loads((output / STAMP_NAME).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return None
+    return stamp if isinstance(stamp, dict) else None
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != STAMP_NAME)
+    return {str(file.relative_to(directory)): file.stat().st_size for file in files}
+
+
+def _outputs_complete(output: Path, stamp: dict[str, Any]) -> bool:
+    present = _sizes(output)
+    return all(present.get(name) == size for name, size in stamp.get("outputs", {}).items())
+
+
+def _fsync_tree(directory: Path) -> None:
+    for path in [*directory.rglob("*"), directory]:
+        _fsync_path(path)
+
+
+def _fsync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

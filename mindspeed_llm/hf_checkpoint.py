@@ -1,0 +1,269 @@
+"""Hugging Face checkpoints on disk: checked when opened, read by the slice, written as a stream of tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from mindspeed_llm.cli_io import atomic_directory, copy_companions, write_json
+from mindspeed_llm.hf_config import HFModelConfig, read_config_dict, without_quantisation_and_mtp
+from mindspeed_llm.sources import raise_problems
+from mindspeed_llm.weight_plan import Slice, hf_tensors
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+DEFAULT_SHARD_BYTES = 5_000_000_000
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class HFCheckpoint:
+    """A directory of safetensors shards; nothing is read before ``read`` asks for it except the shards' headers.
+
+    The constructor checks every shard that the index names: a missing file, a file shorter than its header says, a
+    tensor that the index places in a file which does not hold it. One ValueError lists all of them. Use it as a
+    context manager, or ``close`` it, to release the file mappings.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._handles: dict[Path, Any] = {}
+        self._stack = ExitStack()
+        self._entries = _read_entries(self.path)
+
+    def __enter__(self) -> HFCheckpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the shards."""
+        self._handles.clear()
+        self._stack.close()
+
+    def names(self) -> Collection[str]:
+        """Names of all tensors."""
+        return self._entries.keys()
+
+    def shape(self, hf_name: str) -> tuple[int, ...]:
+        """Full shape of a tensor."""
+        return self._entries[hf_name].shape
+
+    def dtype(self, hf_name: str) -> torch.dtype:
+        """Stored dtype of a tensor."""
+        return self._entries[hf_name].dtype
+
+    def read(self, hf_name: str, hf_slice: Slice | None = None) -> torch.Tensor:
+        """The slice (default: all) of a tensor in its stored dtype; only those bytes are read from disk."""
+        entry = self._entries.get(hf_name)
+        if entry is None:
+            raise ValueError(f"{self.path} has no tensor {hf_name}")
+        handle = self._handles.get(entry.file)
+        if handle is None:
+            handle = self._handles[entry.file] = self._stack.enter_context(safe_open(entry.file, framework="pt"))
+        if hf_slice is None or hf_slice == tuple((0, size) for size in entry.shape):
+            return handle.get_tensor(hf_name)
+        return handle.get_slice(hf_name)[tuple(slice(start, stop) for start, stop in hf_slice)]
+
+
+def check_against_config(source: HFCheckpoint, hf: HFModelConfig) -> None:
+    """ValueError listing every tensor that the config calls for and the checkpoint lacks, has in another shape, or
+    has beyond it. FP8 scales and the MTP layers behind the last decoder layer are not counted as beyond it."""
+    expected = hf_tensors(hf)
+    problems = []
+    for name, (shape, _) in expected.items():
+        if name not in source.names():
+            problems.append(f"{name} is missing")
+        elif source.shape(name) != shape:
+            problems.append(f"{name} has shape {source.shape(name)}; config.json makes it {shape}")
+    problems.extend(
+        f"{name} is not part of the model that config.json describes"
+        for name in source.names()
+        if name not in expected and not is_mtp_tensor(name, hf) and not name.endswith("_scale_inv")
+    )
+    raise_problems(f"{source.path}", problems, "Check that config.json belongs to these weights.")
+
+
+def is_mtp_tensor(hf_name: str, hf: HFModelConfig) -> bool:
+    """Whether the tensor belongs to a layer behind the decoder, where DeepSeek publishes multi-token prediction."""
+    match = re.match(r"model\.layers\.(\d+)\.", hf_name)
+    return match is not None and int(match.group(1)) >= hf.num_hidden_layers
+
+
+class ShardedWriter:
+    """Writes a stream of tensors as ``model-00001-of-0000N.safetensors`` and an index; holds one shard in memory."""
+
+    def __init__(self, directory: Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
+        self._directory = directory
+        self._max_shard_bytes = max_shard_bytes
+        self._shard: dict[str, torch.Tensor] = {}
+        self._shard_bytes = 0
+        self._shards: list[list[str]] = []
+        self._total_bytes = 0
+        self.dtypes: dict[torch.dtype, int] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Append one tensor, first closing the current shard when it would grow beyond the limit."""
+        size = tensor.numel() * tensor.element_size()
+        if self._shard and self._shard_bytes + size > self._max_shard_bytes:
+            self.cut()
+        self._shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._shard_bytes += size
+        self._total_bytes += size
+        self.dtypes[tensor.dtype] = self.dtypes.get(tensor.dtype, 0) + size
+
+    def cut(self) -> None:
+        """Close the current shard; nothing when it is empty."""
+        if not self._shard:
+            return
+        save_file(self._shard, self._temporary(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append(list(self._shard))
+        self._shard, self._shard_bytes = {}, 0
+
+    def finish(self) -> None:
+        """Close the last shard, give all shards their final names and write the index with ``total_size``."""
+        self.cut()
+        weight_map = {}
+        for number, names in enumerate(self._shards):
+            file_name = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
+            self._temporary(number).rename(self._directory / file_name)
+            weight_map.update(dict.fromkeys(names, file_name))
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        write_json(self._directory / INDEX_NAME, index)
+        mode = (self._directory / INDEX_NAME).stat().st_mode  # safetensors makes files that only their owner reads
+        for file_name in set(weight_map.values()):
+            (self._directory / file_name).chmod(mode)
+
+    def _temporary(self, number: int) -> Path:
+        return self._directory / f"model-{number + 1:05d}.safetensors.part"
+
+
+def save_hf_checkpoint(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    out_dir: str | Path,
+    hf_config_dir: str | Path,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    is_writer: bool = True,
+) -> None:
+    """Write ``tensors`` as an HF directory that ``transformers`` loads; it appears whole at ``out_dir`` or not at all.
+
+    config.json is ``hf_config_dir``'s without quantisation and MTP, its ``torch_dtype`` the dtype of the tensors; the
+    tokenizer files are copied. When ``tensors`` is collective (``export_weights``) every rank calls this, and those
+    with ``is_writer`` False only take part. An existing HF directory at ``out_dir`` is replaced, anything else refused.
+    """
+    out = Path(out_dir)
+    if not is_writer:
+        for _ in tensors:
+            continue
+        return
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / "config.json").exists())):
+        raise ValueError(f"{out} exists and is no Hugging Face directory; choose another output path")
+    with atomic_directory(out) as building:
+        write_hf_files(tensors, building, Path(hf_config_dir), max_shard_bytes)
+
+
+def write_hf_files(
+    tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, hf_config_dir: Path, max_shard_bytes: int
+) -> None:
+    """Shards, index, config.json and tokenizer files into ``directory``, which exists and is empty."""
+    config = without_quantisation_and_mtp(read_config_dict(hf_config_dir))
+    writer = ShardedWriter(directory, max_shard_bytes)
+    for name, tensor in tensors:
+        writer.add(name, tensor)
+    writer.finish()
+    copy_companions(hf_config_dir, directory)
+    main_dtype = max(writer.dtypes, key=lambda dtype: writer.dtypes[dtype])
+    config.pop("dtype", None)
+    config["torch_dtype"] = str(main_dtype).removeprefix("torch.")
+    write_json(directory / "config.json", config)
+
+
+def _read_entries(path: Path) -> dict[str, _Entry]:
+    weight_map = _read_weight_map(path)
+    problems: list[str] = []
+    entries: dict[str, _Entry] = {}
+    for file_name in sorted(set(weight_map.values())):
+        file = path / file_name
+        try:
+            entries.update({name: entry for name, entry in _read_header(file) if weight_map.get(name) == file_name})
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        absent = [name for name, owner in weight_map.items() if owner == file_name and name not in entries]
+        problems.extend(f"{file_name} does not hold {name}, which the index places there" for name in absent)
+    raise_problems(f"checkpoint {path}", problems, "Fetch or make the named files again.")
+    return entries
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    """Tensor -> file from the index, or from the only file when there is no index."""
+    index = path / INDEX_NAME
+    if index.exists():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{index} is no safetensors index (JSON with a weight_map): {error!r}") from error
+        return dict(weight_map)
+    if (path / SINGLE_NAME).exists():
+        return {name: SINGLE_NAME for name, _ in _read_header(path / SINGLE_NAME)}
+    raise ValueError(f"{path} holds neither {INDEX_NAME} nor {SINGLE_NAME}; give a directory in Hugging Face form")
+
+
+def _read_header(file: Path) -> list[tuple[str, _Entry]]:
+    """Tensors of one safetensors file; ValueError when the file is missing, cut short or not safetensors at all."""
+    if not file.is_file():
+        raise ValueError(f"{file.name} is missing")
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        if size < 8 or header_bytes > min(size - 8, _MAX_HEADER_BYTES):
+            raise ValueError(f"{file.name} is truncated or not safetensors: {size} bytes do not hold its header")
+        try:
+            header = json.loads(stream.read(header_bytes))
+            tensors = {name: spec for name, spec in header.items() if name != "__metadata__"}
+            end = 8 + header_bytes + max((spec["data_offsets"][1] for spec in tensors.values()), default=0)
+            entries = [
+                (name, _Entry(file, tuple(spec["shape"]), _DTYPES[spec["dtype"]])) for name, spec in tensors.items()
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file.name} has an unreadable safetensors header: {error!r}") from error
+    if size != end:
+        state = "truncated" if size < end else "longer than it should be"
+        raise ValueError(f"{file.name} is {state}: {size} bytes on disk, its header calls for {end}")
+    for (name, entry), spec in zip(entries, tensors.values(), strict=True):
+        start, stop = spec["data_offsets"]
+        if stop - start != math.prod(entry.shape) * entry.dtype.itemsize:
+            raise ValueError(f"{file.name}: {name} takes {stop - start} bytes, its shape {entry.shape} does not")
+    return entries

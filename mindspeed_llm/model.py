@@ -1,0 +1,24 @@
+"""The training model of an HF config."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mindspeed_llm.hf_config import HFModelConfig, to_transformer_config
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.ops import TrainOps
+    from megatron.core.parallel_state import ProcessGroups
+
+
+def build_model(
+    hf: HFModelConfig, groups: ProcessGroups, ops: TrainOps, *, params_dtype: torch.dtype, **overrides: Any
+) -> GPTModel:
+    """This rank's part of the model, weights not yet set; ``overrides`` are MLATransformerConfig fields."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    config = to_transformer_config(hf, params_dtype=params_dtype, layout=groups.layout, **overrides)
+    return GPTModel(config, groups, ops)

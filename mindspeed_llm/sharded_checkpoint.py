@@ -1,0 +1,243 @@
+"""Checkpoints in MindSpeed-LLM's file layout (iter_0000001/mp_rank_*): written rank by rank, read by any layout."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections.abc import Callable, Collection
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.parallel_layout import ParallelLayout, RankCoords
+from mindspeed_llm.cli_io import write_json
+from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
+from mindspeed_llm.sources import WeightSource, fill, hf_view, raise_problems
+from mindspeed_llm.weight_plan import (
+    NAMINGS,
+    Fragment,
+    LocalTensor,
+    Naming,
+    Slice,
+    fragments,
+    hf_tensors,
+    local_plan,
+    slice_shape,
+)
+
+MANIFEST_NAME = "layout.json"
+LATEST_NAME = "latest_checkpointed_iteration.txt"
+ITERATION = 1
+
+
+def shard_layout(
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    expert_parallel: int,
+    *,
+    tp_extend_ep: bool,
+    num_layer_list: tuple[int, ...] | None = None,
+) -> ParallelLayout:
+    """The layout whose ranks are the files of a sharded checkpoint: one per (tp, pp, ep).
+
+    With ``tp_extend_ep`` experts stay whole and go to slot ep * TP + tp of TP * EP; otherwise they are divided over EP
+    and each expert's width over TP.
+    """
+    return ParallelLayout(
+        world_size=tensor_parallel * pipeline_parallel * expert_parallel,
+        tensor_model_parallel_size=tensor_parallel,
+        pipeline_model_parallel_size=pipeline_parallel,
+        expert_model_parallel_size=expert_parallel * (tensor_parallel if tp_extend_ep else 1),
+        expert_tensor_parallel_size=1 if tp_extend_ep else tensor_parallel,
+        num_layer_list=num_layer_list,
+    )
+
+
+def rank_file(layout: ParallelLayout, coords: RankCoords) -> str:
+    """Path of a rank's file inside the checkpoint, ``iter_0000001/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``."""
+    name = f"mp_rank_{coords.tp:02d}"
+    if layout.pipeline_model_parallel_size > 1:
+        name += f"_{coords.pp:03d}"
+    if layout.data_parallel_size > 1:  # in these files data parallelism is there for the experts only
+        name += f"_{coords.dp:03d}"
+    return f"iter_{ITERATION:07d}/{name}/model_optim_rng.pt"
+
+
+def write_sharded(
+    source: WeightSource,
+    hf_config: dict[str, Any],
+    layout: ParallelLayout,
+    naming: Naming,
+    directory: Path,
+    on_file: Callable[[], None] = lambda: None,
+) -> None:
+    """Fill the empty ``directory`` with one file per rank of ``layout`` and the layout manifest.
+
+    A file is ``{"model": {name: tensor}, "checkpoint_version": 3.0, "iteration": 1}`` in the dtypes of ``source``; one
+    rank's tensors are in memory at a time. ``hf_config`` is config.json as read; ``on_file`` is called after each file.
+    """
+    hf = parse_hf_config(hf_config)
+    sizes = {}
+    for rank in range(layout.world_size):
+        coords = layout.coords(rank)
+        model = {tensor.name: _assemble(tensor, source) for tensor in local_plan(hf, layout, coords, naming)}
+        file = directory / rank_file(layout, coords)
+        file.parent.mkdir(parents=True)
+        torch.save({"model": model, "checkpoint_version": 3.0, "iteration": ITERATION}, file)
+        sizes[rank_file(layout, coords)] = file.stat().st_size
+        on_file()
+    (directory / LATEST_NAME).write_text(str(ITERATION))
+    manifest = {"version": 1, "naming": naming, "layout": asdict(layout), "hf_config": hf_config, "files": sizes}
+    write_json(directory / MANIFEST_NAME, manifest)
+
+
+class ShardedCheckpoint:
+    """A sharded checkpoint as a source of HF tensors: any slice, assembled from the files whose fragments touch it.
+
+    ``layout`` and ``hf`` come from the manifest beside the files; a checkpoint without one (made by MindSpeed-LLM
+    itself) needs them, and ``naming``, as arguments. Missing or truncated files are one ValueError at construction.
+    Files are memory-mapped, so only what is asked for is read.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        hf: HFModelConfig | None = None,
+        layout: ParallelLayout | None = None,
+        naming: Naming = "mindspeed_llm",
+    ) -> None:
+        self.path = Path(path)
+        manifest = read_manifest(self.path)
+        if manifest is not None:
+            hf, layout, naming = _from_manifest(self.path, manifest)
+        if hf is None or layout is None:
+            raise ValueError(f"{self.path} has no {MANIFEST_NAME}; say with which layout and config.json it was made")
+        self.hf, self.layout, self.naming = hf, layout, naming
+        self._check_files(manifest["files"] if manifest is not None else {})
+        self._fragments = fragments(hf, layout, naming)
+        self._opened: dict[int, dict[str, torch.Tensor]] = {}
+
+    def names(self) -> Collection[str]:
+        """Every HF tensor of the model."""
+        return self._fragments.keys()
+
+    def dtype(self, hf_name: str) -> torch.dtype:
+        """Stored dtype of a tensor."""
+        fragment = self._fragments[hf_name][0]
+        return self._local(fragment).dtype
+
+    def read(self, hf_name: str, hf_slice: Slice | None = None) -> torch.Tensor:
+        """The slice (default: all) of an HF tensor; a view of the mapped file when one fragment holds it."""
+        parts = self._fragments.get(hf_name)
+        if parts is None:
+            raise ValueError(f"{self.path} has no tensor {hf_name}")
+        if hf_slice is None:
+            hf_slice = tuple((0, size) for size in hf_tensors(self.hf)[hf_name][0])
+        result: torch.Tensor | None = None
+        for fragment in parts:
+            common = _intersection(fragment.piece.hf_slice, hf_slice)
+            if common is None:
+                continue
+            found = hf_view(self._local(fragment), fragment.piece)[_relative(common, fragment.piece.hf_slice)]
+            if common == hf_slice:
+                return found
+            if result is None:
+                result = torch.empty(slice_shape(hf_slice), dtype=found.dtype)
+            result[_relative(common, hf_slice)] = found
+        if result is None:
+            raise ValueError(f"{self.path}: {hf_name} has no elements at {hf_slice}")
+        return result
+
+    def files(self) -> list[Path]:
+        """Every file that decides what this source holds."""
+        names = [rank_file(self.layout, self.layout.coords(rank)) for rank in range(self.layout.world_size)]
+        manifest = self.path / MANIFEST_NAME
+        return [self.path / name for name in names] + ([manifest] if manifest.exists() else [])
+
+    def _local(self, fragment: Fragment) -> torch.Tensor:
+        if fragment.owner not in self._opened:
+            self._opened[fragment.owner] = self._open(fragment.owner)
+        return self._opened[fragment.owner][fragment.local_name]
+
+    def _open(self, rank: int) -> dict[str, torch.Tensor]:
+        """Tensors of one file in the shapes of the plan, which must be what the file holds."""
+        coords = self.layout.coords(rank)
+        file = self.path / rank_file(self.layout, coords)
+        try:
+            model = torch.load(file, map_location="cpu", weights_only=True, mmap=True)["model"]
+        except (pickle.UnpicklingError, KeyError) as error:
+            # MindSpeed-LLM's own files use pickle protocol 4, which torch's safe loader does not read.
+            raise ValueError(
+                f"{file} is no file of plain tensors under 'model' that torch's safe loader reads; convert from the "
+                f"Hugging Face checkpoint with convert_ckpt_deepseek3 instead"
+            ) from error
+        problems, tensors = [], {}
+        for tensor in local_plan(self.hf, self.layout, coords, self.naming):
+            stored = model.get(tensor.name)
+            if stored is None:
+                problems.append(f"{tensor.name} is missing")
+            elif tuple(stored.shape) not in (tensor.shape, tensor.file_shape):
+                expected = tensor.file_shape or tensor.shape
+                problems.append(f"{tensor.name} has shape {tuple(stored.shape)}; the layout makes it {expected}")
+            else:
+                tensors[tensor.name] = stored.view(tensor.shape)
+        raise_problems(str(file), problems, "Give the layout and config.json with which it was made.")
+        return tensors
+
+    def _check_files(self, sizes: dict[str, int]) -> None:
+        problems = []
+        for rank in range(self.layout.world_size):
+            name = rank_file(self.layout, self.layout.coords(rank))
+            file = self.path / name
+            if not file.is_file():
+                problems.append(f"{name} is missing")
+            elif name in sizes and file.stat().st_size != sizes[name]:
+                problems.append(f"{name} has {file.stat().st_size} bytes; it was written with {sizes[name]}")
+            elif not zipfile.is_zipfile(file):
+                problems.append(f"{name} is truncated or no torch file")
+        raise_problems(f"sharded checkpoint {self.path}", problems, "Make it again with convert_ckpt_deepseek3.")
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The layout manifest of a sharded checkpoint, None when it has none."""
+    file = path / MANIFEST_NAME
+    if not file.exists():
+        return None
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from None
+    missing = [key for key in ("naming", "layout", "hf_config", "files") if key not in manifest]
+    if missing or manifest["naming"] not in NAMINGS:
+        raise ValueError(f"{file} is no layout manifest (missing: {', '.join(missing) or 'a known naming'})")
+    return manifest
+
+
+def _from_manifest(path: Path, manifest: dict[str, Any]) -> tuple[HFModelConfig, ParallelLayout, Naming]:
+    sizes = dict(manifest["layout"])
+    if sizes.get("num_layer_list") is not None:
+        sizes["num_layer_list"] = tuple(sizes["num_layer_list"])
+    hf = parse_hf_config(manifest["hf_config"], source=f"{path / MANIFEST_NAME}: hf_config")
+    return hf, ParallelLayout(**sizes), manifest["naming"]
+
+
+def _assemble(tensor: LocalTensor, source: WeightSource) -> torch.Tensor:
+    dtypes = {source.dtype(piece.hf_name) for piece in tensor.pieces}
+    if len(dtypes) > 1:
+        names = ", ".join(piece.hf_name for piece in tensor.pieces[:4])
+        raise ValueError(f"{tensor.name} is made of tensors of different dtypes {dtypes}: {names} ...")
+    local = torch.empty(tensor.shape, dtype=dtypes.pop())
+    fill(local, tensor, source)
+    return local if tensor.file_shape is None else local.view(tensor.file_shape)
+
+
+def _intersection(left: Slice, right: Slice) -> Slice | None:
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(left, right, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def _relative(inner: Slice, outer: Slice) -> tuple[slice, ...]:
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True))
