@@ -162,9 +162,7 @@ def _check_layouts(layouts: list[Layout], one_process: dict[bool, Outcome]) -> N
             assert losses.tolist() == pytest.approx(want.losses, rel=1e-5), f"{layout} {groups.coords}"
         for name, tensor in got.tensors.items():
             part = _part_of(want.tensors, name, groups)
-            torch.testing.assert_close(
-                tensor, part, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{layout} {name}: {text}"
-            )
+            assert torch.allclose(tensor, part, rtol=1e-5, atol=1e-5), f"{layout} {groups.coords} {name}"
         destroy_model_parallel()
 
 
