@@ -77,23 +77,32 @@ def packed_batch(lengths: list[int], vocab_size: int, seed: int = 0) -> PackedBa
 
 
 @contextmanager
-def one_process_groups() -> Iterator[ProcessGroups]:
-    """The groups of a gloo world of this process alone."""
+def one_process_world() -> Iterator[None]:
+    """A gloo world of this process alone, without model parallel groups."""
     with tempfile.TemporaryDirectory() as tmp:
         dist.init_process_group("gloo", init_method=f"file://{tmp}/store", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def one_process_groups() -> Iterator[ProcessGroups]:
+    """The groups of a gloo world of this process alone."""
+    with one_process_world():
         try:
             yield parallel_state.initialize_model_parallel()
         finally:
             parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
 
 
 def make_model(config: MLATransformerConfig, groups: ProcessGroups, seed: int = 7) -> GPTModel:
     """A model with random weights and a random non-zero expert bias, the same in every layout."""
     model = GPTModel(config, groups, reference_ops())
     model.init_weights(seed)
-    for name, buffer in model.named_buffers():
-        if name.endswith("expert_bias"):
-            layer = name.split(".")[2]
-            buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(int(layer))) * 0.1)
+    for layer in model.decoder.layers:
+        if config.is_moe_layer(layer.global_layer):
+            generator = torch.Generator().manual_seed(layer.global_layer)
+            layer.mlp.router.expert_bias.copy_(torch.randn(config.num_moe_experts, generator=generator) * 0.1)
     return model
