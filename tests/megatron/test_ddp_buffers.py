@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -154,3 +155,39 @@ def test_step_equals_torch_adamw_with_clipping(one_rank: ProcessGroups) -> None:
         assert grad_norm == pytest.approx(want.item(), rel=1e-6)
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_bf16_weights_follow_fp32_masters(one_rank: ProcessGroups) -> None:
+    """Ten updates of 1e-3, each below half of bf16's spacing at 1, must not be lost."""
+    module = nn.Linear(4, 4, bias=False).bfloat16()
+    nn.init.ones_(module.weight)
+    model = DistributedDataParallel(toy_config(), DistributedDataParallelConfig(), module, one_rank)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, weight_decay=0), model, one_rank, reference_ops())
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        finalize_model_grads(model, one_rank)
+        optimizer.step()
+    torch.testing.assert_close(optimizer.shards[0].master.tensor[:16], torch.full((16,), 0.99))
+    assert module.weight.eq(torch.tensor(0.99, dtype=torch.bfloat16)).all()
+    nn.init.zeros_(module.weight)
+    optimizer.reload_model_params()
+    assert optimizer.shards[0].master.tensor.eq(0).all()
+
+
+class _Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 2))
+        self.register_buffer("expert_bias", torch.tensor([0.5, 0.0, 0.0, 0.0]))
+        self.register_buffer("local_tokens_per_expert", torch.tensor([1.0, 2.0, 2.0, 3.0]))
+
+
+@pytest.mark.parametrize(("rate", "bias"), [(0.1, [0.6, 0.0, 0.0, -0.1]), (0.0, [0.5, 0.0, 0.0, 0.0])])
+def test_expert_bias_moves_towards_balance(one_rank: ProcessGroups, rate: float, bias: list[float]) -> None:
+    config = replace(toy_config(), moe_router_bias_update_rate=rate)
+    router = _Router()
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), router, one_rank)
+    finalize_model_grads(model, one_rank)
+    torch.testing.assert_close(router.expert_bias, torch.tensor(bias))
+    assert router.local_tokens_per_expert.eq(0).all()

@@ -115,6 +115,8 @@ class _Ranks:
     """Layout and coordinates of this rank, and how the ranks agree; one process needs no torch.distributed."""
 
     def __init__(self, groups: ProcessGroups | None) -> None:
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        assert groups is not None or is_alone, "checkpoints are collective over the world: pass the process groups"
         self.groups = groups
         self.layout = ParallelLayout() if groups is None else groups.layout
         self.rank = 0 if groups is None else groups.rank
