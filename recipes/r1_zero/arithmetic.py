@@ -1,8 +1,9 @@
-"""The default problem set: sums, differences, maxima and minima of small integers in ``deepscaler.json``'s form."""
+"""The default problem set: sums, maxima and minima of one-digit integers in ``deepscaler.json``'s form."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
@@ -13,44 +14,56 @@ if not __package__:  # run by its path: let the repository's packages be found
 
 from recipes.r1_zero.stamp import write_text_atomically
 
-KINDS = ("sum", "difference", "maximum", "minimum")
-LARGEST = 50
+KINDS = ("sum", "maximum", "minimum")
 
 
-def make_problem(kind: str, a: int, b: int) -> dict[str, str]:
-    """One problem about the integers a and b, with its answer and a one-line solution."""
+def make_problem(kind: str, numbers: tuple[int, ...]) -> dict[str, str]:
+    """One problem about the numbers, with its answer and a solution that ends in ``= <answer>``."""
     if kind == "sum":
-        question, working, answer = f"What is {a} + {b}?", f"{a} + {b}", a + b
-    elif kind == "difference":
-        a, b = max(a, b), min(a, b)
-        question, working, answer = f"What is {a} - {b}?", f"{a} - {b}", a - b
-    elif kind == "maximum":
-        question, working, answer = f"What is the larger of {a} and {b}?", f"max({a}, {b})", max(a, b)
-    else:
-        question, working, answer = f"What is the smaller of {a} and {b}?", f"min({a}, {b})", min(a, b)
-    return {"problem": question, "answer": str(answer), "solution": f"{working} = {answer}"}
+        return {
+            "problem": f"What is {' + '.join(map(str, numbers))}?",
+            "answer": str(sum(numbers)),
+            "solution": _running_sum(numbers),
+        }
+    word, function = ("largest", max) if kind == "maximum" else ("smallest", min)
+    answer = str(function(numbers))
+    listed = f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+    return {
+        "problem": f"What is the {word} of {listed}?",
+        "answer": answer,
+        "solution": f"{function.__name__}({', '.join(map(str, numbers))}) = {answer}",
+    }
 
 
-def make_set(num_problems: int = 4000, seed: int = 42) -> list[dict[str, str]]:
-    """``num_problems`` different problems, the kinds evenly mixed, the same for the same seed."""
-    most = 4 * (LARGEST * (LARGEST - 1) // 2)
-    if not 0 < num_problems <= most:
-        raise ValueError(f"--num_problems {num_problems}: expected 1 to {most}, as many different problems there are")
+def _running_sum(numbers: tuple[int, ...]) -> str:
+    """Adding from left to right, ``3 + 7 = 10, 10 + 2 = 12``: steps that a very small model can learn."""
+    total, steps = numbers[0], []
+    for number in numbers[1:]:
+        steps.append(f"{total} + {number} = {total + number}")
+        total += number
+    return ", ".join(steps)
+
+
+def make_set(num_problems: int = 3000, seed: int = 42) -> list[dict[str, str]]:
+    """``num_problems`` different problems, the kinds evenly mixed, in an order and choice that the seed decides."""
     generator = random.Random(seed)
-    by_question: dict[str, dict[str, str]] = {}
-    while len(by_question) < num_problems:
-        kind = KINDS[len(by_question) % len(KINDS)]
-        a, b = generator.sample(range(1, LARGEST + 1), 2)
-        item = make_problem(kind, a, b)
-        by_question.setdefault(item["problem"], item)
-    return list(by_question.values())
+    chosen: list[dict[str, str]] = []
+    for position, kind in enumerate(KINDS):
+        lengths = (2, 3) if kind == "sum" else (3, 4)
+        pool = [numbers for length in lengths for numbers in itertools.product(range(10), repeat=length)]
+        wanted = (num_problems + position) // len(KINDS)
+        if not 0 < wanted <= len(pool):
+            raise ValueError(f"--num_problems {num_problems}: expected 3 to 3300, there are no more different sums")
+        chosen += [make_problem(kind, numbers) for numbers in generator.sample(pool, wanted)]
+    generator.shuffle(chosen)
+    return chosen
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line: write the set unless the file is there with the same content."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--num_problems", type=int, default=4000)
+    parser.add_argument("--num_problems", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args(argv)
     from rich.console import Console

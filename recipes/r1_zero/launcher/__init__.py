@@ -1,0 +1,1 @@
+"""The launcher of the recipe: settings, checks, stages, Ray, and the meeting of several nodes."""

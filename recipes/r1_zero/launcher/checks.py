@@ -1,0 +1,120 @@
+"""Stage 0: everything that can be found wrong before anything starts, all of it in one message."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from recipes.r1_zero.json_to_parquet import read_rows
+from recipes.r1_zero.launcher import network
+from recipes.r1_zero.launcher.job import Job, has_shards, model_dir
+from recipes.r1_zero.launcher.settings import Place, Settings
+
+LEAST_FREE_BYTES = 2**30
+
+
+def problems(job: Job, place: Place) -> list[str]:
+    """Every reason why this node cannot take part in the run, one text each; empty when it can."""
+    from verl.trainer.config.validate import validate_config
+
+    settings = job.settings
+    found = validate_config(job.config)
+    found += writable_problems("OUTPUT_DIR", settings.output_dir)
+    if settings.dist_ckpt_path is not None and not has_shards(settings.dist_ckpt_path):
+        found += writable_problems("DIST_CKPT_PATH", settings.dist_ckpt_path)
+    if place.is_head:
+        found += port_problems(settings, place, job.nnodes)
+        found += input_problems(job)
+    return found
+
+
+def writable_problems(name: str, path: Path) -> list[str]:
+    """Whether files can be made in ``path`` (it, or its nearest parent that exists), and whether the disk has room."""
+    folder = path
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        return [f"{name} {path}: {folder} is not a directory; choose a directory on a disk that you can write to"]
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".r1_zero_write_test"):
+            pass
+    except OSError as error:
+        return [f"{name} {path}: cannot write to {folder} ({error.strerror}); choose a directory that you can write to"]
+    free = shutil.disk_usage(folder).free
+    if free < LEAST_FREE_BYTES:
+        return [
+            f"{name} {path}: {free / 2**20:.0f} MiB are free there; expected at least {LEAST_FREE_BYTES / 2**20:.0f}"
+        ]
+    return []
+
+
+def port_problems(settings: Settings, place: Place, nnodes: int) -> list[str]:
+    """Ports of the head that somebody else uses, or that two of our own settings share."""
+    ports = {"RAY_PORT": settings.ray_port}
+    if nnodes > 1:
+        ports["CONTROL_PORT"] = settings.control_port
+    if settings.master_port is not None:
+        ports["MASTER_PORT"] = settings.master_port
+    found = [problem for name, port in ports.items() if (problem := network.port_problem(name, place.own_addr, port))]
+    names: dict[int, str] = {}
+    for name, port in ports.items():
+        if port in names:
+            found.append(f"{names[port]} and {name} are both {port}; give each a port of its own")
+        names.setdefault(port, name)
+    return found
+
+
+def input_problems(job: Job) -> list[str]:
+    """Faults of JSON_PATH, MODEL_PATH and DIST_CKPT_PATH that are visible without loading weights."""
+    settings = job.settings
+    found = []
+    if settings.json_path is not None:
+        try:
+            read_rows(settings.json_path)
+        except ValueError as error:
+            found.append(str(error).replace("--json_path", "JSON_PATH", 1))
+    if settings.model_path is not None:
+        found += model_problems(job, settings.model_path)
+    return found
+
+
+def model_problems(job: Job, path: Path) -> list[str]:
+    """Missing files and missing or truncated shards of an HF directory."""
+    wanted = [
+        name for name in ("config.json", "tokenizer.json", "tokenizer_config.json") if not (path / name).is_file()
+    ]
+    if wanted:
+        return [f"MODEL_PATH {path} has no {' and no '.join(wanted)}; expected a Hugging Face model directory"]
+    shards_given = job.settings.dist_ckpt_path is not None and has_shards(job.settings.dist_ckpt_path)
+    engine = job.config.actor_rollout_ref.actor.megatron
+    weights_needed = engine.load_weight and not (engine.use_dist_checkpointing and shards_given)
+    if not weights_needed and model_dir(job.settings) == path:
+        return []
+    from mindspeed_llm.hf_checkpoint import HFCheckpoint
+
+    try:
+        HFCheckpoint(path).close()
+    except (ValueError, OSError) as error:
+        return [f"MODEL_PATH: {error}"]
+    return []
+
+
+def open_file_limit(wanted: int = 32768) -> None:
+    """Raise this process's limit of open files as far as it is allowed to, up to ``wanted`` (Ray needs many)."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted and soft != resource.RLIM_INFINITY:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
+def resume_hint(checkpoint_dir: Path) -> str:
+    """What to do after a failure: which checkpoint the same command goes on from."""
+    latest = checkpoint_dir / "latest_checkpointed_iteration.txt"
+    if latest.is_file():
+        step = latest.read_text(encoding="utf-8").strip()
+        return f"run the same command again to go on from {os.path.join(checkpoint_dir, f'global_step_{step}')}"
+    return "no checkpoint was written yet: the same command starts the training anew, finished stages are kept"

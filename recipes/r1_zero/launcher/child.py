@@ -1,0 +1,27 @@
+"""Start a command that ends with the launcher: ``python child.py -- command ...`` asks the kernel, then becomes it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Have the kernel send this process SIGTERM when its parent dies, however it dies (Linux, prctl(2))."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent_pid:  # it died before we asked
+        sys.exit(f"the process {parent_pid} that started this one is gone")
+
+
+def main() -> None:
+    """``child.py PARENT_PID command ...``"""
+    end_with_parent(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Ray on this node: started as our own child, waited for with a deadline, ended with all it started."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from recipes.r1_zero.launcher import network
+from recipes.r1_zero.launcher.job import Job, RayPorts, ray_command
+from recipes.r1_zero.launcher.processes import OwnProcesses, how_it_ended
+from recipes.r1_zero.launcher.settings import ROOT, Place
+
+START_TIMEOUT_S = 90.0
+LOG_TAIL_LINES = 15
+
+
+class RayNode:
+    """This node's ``ray start --block``: head or worker."""
+
+    def __init__(self, job: Job, place: Place, processes: OwnProcesses, environment: Mapping[str, str]) -> None:
+        self._place, self._port = place, job.settings.ray_port
+        # Ray's sockets lie below it and may be 107 characters long, so it cannot be in OUTPUT_DIR.
+        self._temp_dir = Path(tempfile.mkdtemp(prefix="r1z_"))
+        self._kept_logs = job.settings.log_dir / f"ray_{place.own_addr}"
+        self.log_path = job.settings.log_dir / f"ray_start_{place.own_addr}.log"
+        client, dashboard, agent = network.free_ports(3, avoid=(job.settings.ray_port, job.settings.control_port))
+        command = ray_command(job, place, str(self._temp_dir), RayPorts(client, dashboard, agent))
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self._process: subprocess.Popen[bytes] = processes.start(command, environment, log, ROOT)
+
+    def wait_until_up(self, check: Callable[[], None]) -> None:
+        """Wait until the head's port answers; RuntimeError when Ray ends first or time runs out."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not network.accepts_connections(self._place.master_addr, self._port):
+            check()
+            ended = self.ended()
+            if ended is not None:
+                raise RuntimeError(ended)
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"Ray did not answer on port {self._port} within {START_TIMEOUT_S:g} s{self.tail()}")
+            time.sleep(0.2)
+
+    def ended(self) -> str | None:
+        """How Ray on this node ended, with the last lines that it wrote; None while it runs."""
+        status = self._process.poll()
+        if status is None:
+            return None
+        return f"Ray on this node ({self._place.own_addr}) {how_it_ended(status)}{self.tail()}"
+
+    def tail(self) -> str:
+        """The end of Ray's own output, for a message."""
+        lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return "".join(f"\n    {line}" for line in [f"({self.log_path}:)", *lines])
+
+    def keep_logs(self) -> None:
+        """Move Ray's session logs beside the run's own and remove its temporary folder; call it once Ray has ended."""
+        session = self._temp_dir / "session_latest"
+        if (session / "logs").is_dir():
+            shutil.rmtree(self._kept_logs, ignore_errors=True)
+            shutil.copytree(
+                (session / "logs").resolve(), self._kept_logs, ignore=_sockets, ignore_dangling_symlinks=True
+            )
+        shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+
+def _sockets(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if not os.path.isfile(os.path.join(folder, name)) and "socket" in name]
+
+
+def shared_token(output_dir: Path, given: str | None) -> str:
+    """Ray's token: the given one, else that of ``OUTPUT_DIR/.ray_auth_token``, made by whichever node comes first."""
+    if given:
+        return given
+    path = output_dir / ".ray_auth_token"
+    output_dir.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        mine = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
+        with open(mine, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as handle:
+            handle.write(secrets.token_hex(32))
+            handle.flush()
+            os.fsync(handle.fileno())
+        try:
+            os.link(mine, path)  # unlike a rename it never replaces the token that another node has just made
+        except FileExistsError:
+            pass
+        finally:
+            mine.unlink()
+    return path.read_text(encoding="utf-8").strip()

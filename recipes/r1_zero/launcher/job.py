@@ -1,0 +1,295 @@
+"""Which commands a run consists of, in which environment: pure functions from settings and config, nothing starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipes.r1_zero.launcher.settings import CONFIG_DIR, RECIPE_DIR, ROOT, Place, Settings
+
+if TYPE_CHECKING:
+    from verl.trainer.config.config import PPOTrainerConfig
+
+NPU_ENV_FILE = RECIPE_DIR / "npu_env.sh"
+CPU_OBJECT_STORE_BYTES = 256 * 2**20
+_EXPORT = re.compile(r'^export (?P<name>\w+)="\$\{\w+:-(?P<value>[^}]*)\}"')
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command of the job; ``why_not`` says why there is nothing to run."""
+
+    name: str
+    title: str
+    command: tuple[str, ...] = ()
+    why_not: str | None = None
+
+    def shown(self) -> str:
+        """The command as a line for a shell."""
+        return shlex.join(self.command)
+
+
+@dataclass(frozen=True)
+class RayPorts:
+    """Ports of Ray on one node beside the head's; None lets this launcher choose free ones at start."""
+
+    client_server: int | None = None
+    dashboard: int | None = None
+    dashboard_agent: int | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run: its settings, the resolved config, and the number of nodes and devices that follow from both."""
+
+    settings: Settings
+    config: PPOTrainerConfig
+    python: str = field(default=sys.executable)
+
+    @property
+    def nnodes(self) -> int:
+        """Number of nodes."""
+        return self.config.trainer.nnodes
+
+    @property
+    def npus_per_node(self) -> int:
+        """Devices, and so worker processes, on each node."""
+        return self.config.trainer.n_gpus_per_node
+
+    @property
+    def device(self) -> str:
+        """npu, or cpu where the config leaves it to the machine and there is no NPU."""
+        asked = self.config.trainer.device
+        return asked if asked != "auto" else ("npu" if self.settings.has_npus else "cpu")
+
+
+def config_place(settings: Settings) -> tuple[Path, str]:
+    """Folder and name of the config: CONFIG_NAME is one of the recipe's, or the path of a YAML file."""
+    given = Path(settings.config_name)
+    if given.suffix == ".yaml" or len(given.parts) > 1:
+        path = given.expanduser().absolute()
+        return path.parent, path.stem
+    return CONFIG_DIR, settings.config_name
+
+
+def run_overrides(settings: Settings) -> list[str]:
+    """Hydra overrides that follow from the settings, then the user's own, which win."""
+    out = settings.output_dir
+    model = model_dir(settings)
+    derived: dict[str, object] = {
+        "data.train_files": out / "data" / "train.parquet",
+        "data.val_files": out / "data" / "test.parquet",
+        "data.seed": settings.seed,
+        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.actor.megatron.dist_checkpointing_path": settings.dist_ckpt_dir,
+        "actor_rollout_ref.actor.megatron.seed": settings.seed,
+        "actor_rollout_ref.rollout.seed": settings.seed,
+        "custom_reward_function.path": RECIPE_DIR / "deepscaler.py",
+        "trainer.default_local_dir": out / "checkpoints",
+        "trainer.report_dir": out,
+    }
+    if settings.steps is not None:
+        derived["trainer.total_training_steps"] = settings.steps
+    if settings.nnodes is not None:
+        derived["trainer.nnodes"] = settings.nnodes
+    if settings.npus_per_node is not None:
+        derived["trainer.n_gpus_per_node"] = settings.npus_per_node
+    return [*(f"{key}={_quoted(value)}" for key, value in derived.items()), *settings.overrides]
+
+
+def _quoted(value: object) -> str:
+    """A value as Hydra's override grammar takes it: paths may hold characters that it would read as syntax."""
+    if isinstance(value, Path):
+        text = str(value).replace("\\", "\\\\").replace("'", "\\'")
+        return f"'{text}'"
+    return str(value)
+
+
+def resolve_config(settings: Settings) -> PPOTrainerConfig:
+    """The run's config, typed; ConfigError (a ValueError) lists every unknown key and wrong type."""
+    from verl.trainer.config.load import load_config
+
+    directory, name = config_place(settings)
+    return load_config(run_overrides(settings), config_name=name, config_dir=directory)
+
+
+def is_fp8(model_path: Path) -> bool:
+    """Whether an HF directory's config says that its weights are quantised."""
+    try:
+        config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return False  # the checks report it
+    return "quantization_config" in config
+
+
+def model_dir(settings: Settings) -> Path:
+    """The BF16 HF directory that tokenizer, dimensions and, without shards, weights are read from."""
+    if settings.model_path is not None and not is_fp8(settings.model_path):
+        return settings.model_path
+    return settings.output_dir / "base_model_bf16"
+
+
+def stages(job: Job) -> list[Stage]:
+    """Stages 1 to 4, in order: what is done before Ray starts."""
+    settings, python = job.settings, job.python
+    published = settings.model_path or settings.output_dir / "base_model_fp8"
+    out = [*_data_stages(job)]
+    if settings.model_path is None:
+        command = [python, "-m", "recipes.r1_zero.make_base_model", "--seed", str(settings.seed)]
+        command += ["--train-parquet", str(settings.data_dir / "train.parquet"), "--output-dir", str(published)]
+        out.append(Stage("base_model", "Base model", tuple(command)))
+    else:
+        out.append(Stage("base_model", "Base model", why_not=f"MODEL_PATH is {settings.model_path}"))
+    if model_dir(settings) == settings.model_path:
+        out.append(Stage("fp8_to_bf16", "FP8 to BF16", why_not=f"{settings.model_path} is not quantised"))
+    else:
+        command = [python, "-m", "mindspeed_llm.fp8_cast_bf16", "--input-fp8-hf-path", str(published)]
+        command += ["--output-bf16-hf-path", str(model_dir(settings))]
+        out.append(Stage("fp8_to_bf16", "FP8 to BF16", tuple(command)))
+    out.append(_sharding_stage(job))
+    return out
+
+
+def _data_stages(job: Job) -> list[Stage]:
+    settings, python = job.settings, job.python
+    given = [text for text in settings.overrides if text.lstrip("+").startswith("data.train_files=")]
+    if given:
+        return [Stage("data", "Data", why_not=f"{given[-1]} is given")]
+    json_path = settings.json_path
+    out = []
+    if json_path is None:
+        json_path = settings.data_dir / "arithmetic.json"
+        command = [python, "-m", "recipes.r1_zero.arithmetic", "--output", str(json_path), "--seed", str(settings.seed)]
+        out.append(Stage("problems", "Problems", tuple(command)))
+    command = [python, "-m", "recipes.r1_zero.json_to_parquet", "--json_path", str(json_path)]
+    command += ["--output_dir", str(settings.data_dir), "--train_data_ratio", "0.9", "--seed", str(settings.seed)]
+    if settings.model_path is not None:
+        longest = str(job.config.data.max_prompt_length)
+        command += ["--tokenizer", str(settings.model_path), "--max_prompt_length", longest]
+    out.append(Stage("data", "Data", tuple(command)))
+    return out
+
+
+def _sharding_stage(job: Job) -> Stage:
+    settings, engine = job.settings, job.config.actor_rollout_ref.actor.megatron
+    name, title = "sharding", "Sharding"
+    if not engine.load_weight:
+        return Stage(name, title, why_not="the config initialises at random (actor.megatron.load_weight is False)")
+    if not engine.use_dist_checkpointing:
+        return Stage(
+            name, title, why_not="workers read the BF16 files (actor.megatron.use_dist_checkpointing is False)"
+        )
+    if settings.dist_ckpt_path is not None and has_shards(settings.dist_ckpt_path):
+        return Stage(name, title, why_not=f"DIST_CKPT_PATH {settings.dist_ckpt_path} has shards, used as they are")
+    command = [job.python, "-m", "mindspeed_llm.convert_ckpt_deepseek3", "--moe-grouped-gemm"]
+    command += ["--target-tensor-parallel-size", str(engine.tensor_model_parallel_size)]
+    command += ["--target-pipeline-parallel-size", str(engine.pipeline_model_parallel_size)]
+    counts = engine.layer_counts()
+    if counts is not None:
+        command += ["--num-layer-list", ",".join(map(str, counts))]
+    command += ["--target-expert-parallel-size", str(engine.expert_model_parallel_size)]
+    if engine.moe_tp_extend_ep:
+        command.append("--moe-tp-extend-ep")
+    command += ["--load-dir", str(model_dir(settings)), "--save-dir", str(settings.dist_ckpt_dir)]
+    return Stage(name, title, tuple(command))
+
+
+def has_shards(directory: Path) -> bool:
+    """Whether a folder holds rank files in MindSpeed-LLM's layout."""
+    return directory.is_dir() and next(directory.glob("**/mp_rank_*"), None) is not None
+
+
+def driver_stage(job: Job) -> Stage:
+    """Stage 6: the controller of the training, in a process of its own."""
+    directory, name = config_place(job.settings)
+    command = (job.python, "-m", "verl.trainer.main_ppo", "--config-path", str(directory), "--config-name", name)
+    return Stage("main_ppo", "GRPO", (*command, *run_overrides(job.settings)))
+
+
+def report_stage(job: Job) -> Stage:
+    """Stage 7: curves, report and closing summary."""
+    return Stage("report", "Results", (job.python, "-m", "tools.report", "--run-dir", str(job.settings.output_dir)))
+
+
+def ray_command(job: Job, place: Place, temp_dir: str, ports: RayPorts) -> tuple[str, ...]:
+    """``ray start`` of one node, in the foreground, so that it lives and ends with this launcher."""
+    settings = job.settings
+    command = [str(Path(job.python).parent / "ray"), "start", "--block", "--disable-usage-stats"]
+    command += ["--node-ip-address", place.own_addr, "--temp-dir", temp_dir]
+    if place.is_head:
+        command += ["--head", "--port", str(settings.ray_port), "--dashboard-host", "127.0.0.1"]
+        command += ["--dashboard-port", _port(ports.dashboard), "--ray-client-server-port", _port(ports.client_server)]
+    else:
+        command += ["--address", f"{place.master_addr}:{settings.ray_port}"]
+    command += ["--dashboard-agent-listen-port", _port(ports.dashboard_agent)]
+    command += ["--min-worker-port", "0", "--max-worker-port", "0"]  # any free port: its own range collides with others
+    command += ["--num-cpus", str(max(os.cpu_count() or 1, job.npus_per_node + 4))]
+    if job.device == "npu":
+        command += ["--resources", json.dumps({"NPU": job.npus_per_node})]
+    else:
+        command += ["--object-store-memory", str(CPU_OBJECT_STORE_BYTES)]
+    return tuple(command)
+
+
+def _port(port: int | None) -> str:
+    return "<free port>" if port is None else str(port)
+
+
+def ray_nodes_command(job: Job, place: Place, addresses: list[str]) -> tuple[str, ...]:
+    """The command that waits until Ray knows all nodes."""
+    address = f"{place.master_addr}:{job.settings.ray_port}"
+    command = (job.python, "-m", "recipes.r1_zero.launcher.ray_nodes", "--address", address)
+    return (*command, "--expect", ",".join(addresses), "--timeout-s", f"{job.settings.join_timeout_s:g}")
+
+
+def npu_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What ``npu_env.sh`` exports, a variable that is set already keeping its value."""
+    found = {}
+    for line in NPU_ENV_FILE.read_text(encoding="utf-8").splitlines():
+        match = _EXPORT.match(line.strip())
+        if match:
+            found[match["name"]] = environment.get(match["name"]) or match["value"]
+    return found
+
+
+def run_variables(job: Job, place: Place, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that this launcher sets for Ray, the workers and the driver; the token comes on top."""
+    settings = job.settings
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]),
+        "RAY_ADDRESS": f"{place.master_addr}:{settings.ray_port}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_enable_worker_prestart": "0",
+        "HYDRA_FULL_ERROR": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "GLOO_SOCKET_IFNAME": place.interface,
+        "TP_SOCKET_IFNAME": place.interface,
+        "no_proxy": _no_proxy(place, environment),
+    }
+    variables["NO_PROXY"] = variables["no_proxy"]
+    if settings.master_port is not None:
+        variables["MASTER_PORT"] = str(settings.master_port)
+    if job.device == "npu":
+        variables["HCCL_SOCKET_IFNAME"] = place.interface
+        variables |= npu_variables(environment)
+    else:
+        threads = max(1, (os.cpu_count() or 1) // job.npus_per_node)
+        variables["OMP_NUM_THREADS"] = environment.get("OMP_NUM_THREADS") or str(threads)
+        variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    return variables
+
+
+def _no_proxy(place: Place, environment: Mapping[str, str]) -> str:
+    """Ray's gRPC would send even the node's own address to a proxy."""
+    given = (environment.get("no_proxy") or environment.get("NO_PROXY") or "").split(",")
+    own = ["localhost", "127.0.0.1", place.master_addr, place.own_addr]
+    return ",".join(dict.fromkeys(filter(None, [*given, *own])))

@@ -1,0 +1,103 @@
+"""Which addresses, interfaces and ports this machine has."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+
+import psutil
+
+
+def own_addresses() -> dict[str, str]:
+    """IPv4 address -> interface name, of every interface that is up."""
+    stats = psutil.net_if_stats()
+    return {
+        entry.address: name
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET and name in stats and stats[name].isup
+    }
+
+
+def resolve(host: str) -> str:
+    """The IPv4 address of ``host``; ValueError when it has none."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise ValueError(
+            f"MASTER_ADDR {host!r} cannot be resolved ({error}); give the head node's IPv4 address"
+        ) from error
+
+
+def address_towards(peer: str | None, interface: str | None) -> str:
+    """This machine's address on ``interface`` when named, else the one that packets to ``peer`` leave from."""
+    addresses = own_addresses()
+    if interface is not None:
+        for address, name in addresses.items():
+            if name == interface:
+                return address
+        known = ", ".join(f"{name} ({address})" for address, name in addresses.items())
+        raise ValueError(
+            f"SOCKET_IFNAME {interface!r} is no interface here that is up with an IPv4 address; there are {known}"
+        )
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
+        try:
+            probe.connect((peer or "192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            outward = [address for address in addresses if not address.startswith("127.")]
+            return outward[0] if outward else "127.0.0.1"
+
+
+def port_problem(name: str, address: str, port: int) -> str | None:
+    """Why one cannot listen on ``address:port``, naming who holds it when that can be seen; None when one can."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            holder = _holder(port)
+            return f"{name} {port} cannot be used on {address}: {error.strerror}{holder}; set {name} to a free port"
+    return None
+
+
+def _holder(port: int) -> str:
+    try:
+        connections = psutil.net_connections("tcp")
+    except psutil.AccessDenied:
+        return ""
+    for connection in connections:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            try:
+                return f" (pid {connection.pid}, {psutil.Process(connection.pid).name()}, listens there)"
+            except psutil.NoSuchProcess:
+                return ""
+    return ""
+
+
+def free_ports(count: int, avoid: Iterable[int] = ()) -> list[int]:
+    """``count`` ports that nobody listens on at this moment."""
+    taken = set(avoid)
+    held: list[socket.socket] = []
+    found: list[int] = []
+    try:
+        while len(found) < count:
+            probe = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            held.append(probe)
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+            if port not in taken:
+                found.append(port)
+    finally:
+        for probe in held:
+            probe.close()
+    return found
+
+
+def accepts_connections(address: str, port: int, timeout_s: float = 1.0) -> bool:
+    """Whether something listens at ``address:port``."""
+    try:
+        with socket.create_connection((address, port), timeout=timeout_s):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,116 @@
+"""``--print-plan``: every command, environment variable and resolved config of a run on N nodes; nothing starts."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from recipes.r1_zero.launcher.job import (
+    Job,
+    RayPorts,
+    driver_stage,
+    npu_variables,
+    ray_command,
+    ray_nodes_command,
+    report_stage,
+    run_variables,
+    stages,
+)
+from recipes.r1_zero.launcher.settings import Place
+
+TEMP_DIR = "/tmp/r1z_<random>"
+
+
+def print_plan(job: Job, place: Place, problems: list[str], console: Console, environment: Mapping[str, str]) -> None:
+    """Print the plan of the whole run, as seen from any of its nodes."""
+    master = job.settings.master_addr or place.master_addr
+    nodes = [_node_place(rank, master, job.nnodes, place) for rank in range(job.nnodes)]
+    console.rule(f"Plan: {job.settings.config_name} on {job.nnodes} x {job.npus_per_node} {job.device} devices")
+    _print_layout(job, console)
+    for rank, node in enumerate(nodes):
+        console.rule(f"Node {rank}: {'head' if node.is_head else 'worker'} {node.own_addr}")
+        _print_environment(job, node, environment, console, rank)
+        console.print("\ncommands, in order:")
+        for line in _commands(job, node, nodes):
+            console.print(f"  {line}")
+    console.rule("Resolved config")
+    from verl.trainer.config.load import to_yaml
+
+    console.print(to_yaml(job.config))
+    if problems:
+        console.rule("What this machine would refuse")
+        for problem in problems:
+            console.print(f"- {problem}")
+    console.print("Nothing was started.")
+
+
+def _node_place(rank: int, master: str, nnodes: int, here: Place) -> Place:
+    if rank == 0:
+        return Place(True, master, master, here.interface if nnodes == 1 else "<interface of MASTER_ADDR>")
+    return Place(False, f"<address of node {rank}>", master, f"<interface of node {rank}>")
+
+
+def _print_layout(job: Job, console: Console) -> None:
+    models, world = job.config.actor_rollout_ref, job.config.trainer.world_size
+    engine, rollout = models.actor.megatron, models.rollout
+    tp, pp = engine.tensor_model_parallel_size, engine.pipeline_model_parallel_size
+    counts = engine.layer_counts()
+    stage_layers = "even" if counts is None else ",".join(map(str, counts))
+    ranks = (
+        f"training: TP{tp} PP{pp} DP{world // (tp * pp)} EP{engine.expert_parallel}, layers per stage {stage_layers}"
+    )
+    console.print(ranks)
+    rollout_dp = world // rollout.tensor_model_parallel_size
+    expert = f" EP{world}" if rollout.enable_expert_parallel else ""
+    console.print(f"rollout:  TP{rollout.tensor_model_parallel_size} DP{rollout_dp}{expert}")
+    data = job.config.data
+    console.print(
+        f"a step:   {data.train_batch_size} prompts x {rollout.n} samples, prompts up to {data.max_prompt_length} and "
+        f"responses up to {data.max_response_length} tokens"
+    )
+
+
+def _print_environment(job: Job, node: Place, environment: Mapping[str, str], console: Console, rank: int) -> None:
+    settings = job.settings
+    console.print("started as:")
+    given = {"NNODES": str(job.nnodes), "MASTER_ADDR": node.master_addr, "NODE_RANK": str(rank)}
+    given |= {"CONFIG_NAME": settings.config_name, "OUTPUT_DIR": str(settings.output_dir)}
+    for name in (
+        "JSON_PATH",
+        "MODEL_PATH",
+        "DIST_CKPT_PATH",
+        "STEPS",
+        "SEED",
+        "SOCKET_IFNAME",
+        "RAY_PORT",
+        "CONTROL_PORT",
+    ):
+        if environment.get(name):
+            given[name] = environment[name]
+    prefix = " ".join(f"{name}={shlex.quote(value)}" for name, value in given.items())
+    overrides = "".join(f" {shlex.quote(text)}" for text in settings.overrides)
+    console.print(f"  {prefix} bash recipes/r1_zero/ray_start_grpo_npu.sh{overrides}")
+    console.print("\nenvironment of Ray and the workers:")
+    variables = run_variables(job, node, environment) | {"RAY_AUTH_TOKEN": "<the run's token>"}
+    if job.device == "npu":
+        variables |= npu_variables(environment)
+    for name in sorted(variables):
+        console.print(f"  {name}={variables[name]}")
+
+
+def _commands(job: Job, node: Place, nodes: list[Place]) -> list[str]:
+    """The node's commands as shell lines; what is left out says why."""
+    out = []
+    if node.is_head:
+        for stage in stages(job):
+            out.append(stage.shown() if stage.why_not is None else f"# {stage.title}: {stage.why_not}")
+    out.append(shlex.join(ray_command(job, node, TEMP_DIR, RayPorts())))
+    if node.is_head:
+        if len(nodes) > 1:
+            out.append(shlex.join(ray_nodes_command(job, node, [other.own_addr for other in nodes])))
+        out += [driver_stage(job).shown(), report_stage(job).shown()]
+    else:
+        out.append("# stays until the head says that the run is over, or goes away")
+    return out

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# DeepSeek-R1-Zero with one command: makes the environment, then runs the whole job (see --help). The same script runs
+# on every node: NNODES=16 MASTER_ADDR=<head's address> bash recipes/r1_zero/ray_start_grpo_npu.sh
+set -euo pipefail
+
+RECIPE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+ROOT="$(cd "$RECIPE/../.." && pwd)"
+cd "$ROOT"
+export VENV_DIR="${VENV_DIR:-$ROOT/.venv}"
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+
+say() { echo "[r1_zero] $*" >&2; }
+
+bash tools/setup_env.sh
+
+if compgen -G "/dev/davinci[0-9]*" >/dev/null; then
+    toolkit="${ASCEND_TOOLKIT_ENV:-/usr/local/Ascend/ascend-toolkit/set_env.sh}"
+    if [ -f "$toolkit" ]; then
+        set +u # the vendor's script reads unset variables
+        # shellcheck disable=SC1090
+        source "$toolkit"
+        set -u
+    else
+        say "no CANN environment at $toolkit: source it yourself, or set ASCEND_TOOLKIT_ENV"
+    fi
+    # shellcheck disable=SC1091
+    source "$RECIPE/npu_env.sh"
+fi
+
+find_jemalloc() {
+    local candidate
+    for candidate in "${JEMALLOC_PATH:-}" /usr/local/lib/libjemalloc.so.2 /usr/lib64/libjemalloc.so.2 \
+        "/usr/lib/$(uname -m)-linux-gnu/libjemalloc.so.2"; do
+        if [ -n "$candidate" ] && [ -f "$candidate" ]; then
+            echo "$candidate"
+            return
+        fi
+    done
+}
+jemalloc="$(find_jemalloc)"
+if [ -n "$jemalloc" ]; then
+    say "jemalloc: preloading $jemalloc"
+    preload="$jemalloc${LD_PRELOAD:+:$LD_PRELOAD}"
+else
+    say "jemalloc: not found (JEMALLOC_PATH can name it), using the system's allocator"
+    preload="${LD_PRELOAD:-}"
+fi
+
+export R1_ZERO_SCRIPT_PID=$$
+LD_PRELOAD="$preload" "$VENV_DIR/bin/python" -m recipes.r1_zero.launch "$@" &
+launcher=$!
+trap 'kill -TERM "$launcher" 2>/dev/null || true' TERM HUP
+trap 'kill -INT "$launcher" 2>/dev/null || true' INT
+
+# wait returns early when a trapped signal arrives; the launcher then still has to end its processes.
+status=0
+while :; do
+    wait "$launcher" && status=0 || status=$?
+    kill -0 "$launcher" 2>/dev/null || break
+done
+if [ "$status" -eq 137 ] || [ "$status" -eq 139 ] || [ "$status" -eq 134 ]; then
+    say "error: the launcher (pid $launcher) was killed by signal $((status - 128)). Its processes end with it; run the same command again to go on from the last checkpoint"
+fi
+exit "$status"
