@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,13 +53,18 @@ def atomic_directory(target: Path) -> Iterator[Path]:
 
 
 def run_once(
-    output: Path, command: str, arguments: dict[str, Any], inputs: Iterable[Path], build: Callable[[Path], None]
+    output: Path,
+    command: str,
+    arguments: dict[str, Any],
+    inputs: Iterable[Path],
+    build: Callable[[Path], None],
+    needed_bytes: int = 0,
 ) -> bool:
     """Let ``build`` fill a new directory that becomes ``output``; False when ``output`` already is that result.
 
     It already is when its stamp names the same command, arguments (no paths among them) and input contents, and
     every file that the stamp lists is there with its size. A directory that this command did not make is never
-    replaced: ValueError.
+    replaced, and nothing is begun when the disk has less than ``needed_bytes`` free: ValueError.
     """
     digests = [[file.name, digest_file(file)] for file in inputs]  # names only: a copy elsewhere is the same input
     stamp = {"command": command, "arguments": arguments, "inputs": digests}
@@ -68,6 +74,13 @@ def run_once(
             raise ValueError(f"{output} exists and was not made by {command}; remove it or choose another output path")
         if all(old.get(key) == value for key, value in stamp.items()) and _outputs_complete(output, old):
             return False
+    _create_parent(output.absolute())
+    free_bytes = shutil.disk_usage(output.absolute().parent).free
+    if free_bytes < needed_bytes:
+        raise ValueError(
+            f"{output} needs {needed_bytes / 1e9:.1f} GB and its disk has {free_bytes / 1e9:.1f} GB free; "
+            "free some space or choose an output path on another disk"
+        )
     with atomic_directory(output) as building:
         build(building)
         write_json(building / STAMP_NAME, {**stamp, "outputs": _sizes(building)})
@@ -144,7 +157,9 @@ def say(message: str) -> None:
 def run_cli(parser: argparse.ArgumentParser, body: Callable[[argparse.Namespace], None], argv: list[str] | None) -> int:
     """Parse and run; a user's error is one message on standard error and exit status 1, never a traceback."""
     arguments = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a terminated command cleans up like an interrupted one
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if is_main_thread:  # a terminated command cleans up like an interrupted one
+        previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         body(arguments)
     except (ValueError, OSError) as error:
@@ -153,6 +168,9 @@ def run_cli(parser: argparse.ArgumentParser, body: Callable[[argparse.Namespace]
     except KeyboardInterrupt:
         sys.stderr.write(f"{parser.prog}: interrupted; no output was left behind\n")
         return 130
+    finally:
+        if is_main_thread:
+            signal.signal(signal.SIGTERM, previous)
     return 0
 
 

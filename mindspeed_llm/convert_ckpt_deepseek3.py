@@ -10,7 +10,7 @@ from mindspeed_llm.cli_io import hf_files, progress, run_cli, run_once, say
 from mindspeed_llm.hf_checkpoint import HFCheckpoint, check_against_config
 from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config, read_config_dict
 from mindspeed_llm.sharded_checkpoint import shard_layout, write_sharded
-from mindspeed_llm.weight_plan import Naming, hf_tensors, plan_problems
+from mindspeed_llm.weight_plan import Naming, hf_tensors, local_plan, plan_bytes, plan_problems
 
 
 def convert_to_sharded(load_dir: Path, save_dir: Path, layout: ParallelLayout, naming: Naming) -> bool:
@@ -35,9 +35,10 @@ def convert_to_sharded(load_dir: Path, save_dir: Path, layout: ParallelLayout, n
                 task = bar.add_task("HF to shards, files", total=layout.world_size)
                 write_sharded(source, config, layout, naming, building, lambda: bar.advance(task))
 
-        # A one-argument difference in layout is a different output, so the whole layout is part of the stamp.
+        plans = (local_plan(hf, layout, layout.coords(rank), naming) for rank in range(layout.world_size))
+        needed_bytes = sum(plan_bytes(plan) for plan in plans)
         arguments = {"layout": repr(layout), "naming": naming}
-        return run_once(save_dir, "convert_ckpt_deepseek3", arguments, hf_files(load_dir), build)
+        return run_once(save_dir, "convert_ckpt_deepseek3", arguments, hf_files(load_dir), build, needed_bytes)
 
 
 def main(argv: list[str] | None = None) -> int:

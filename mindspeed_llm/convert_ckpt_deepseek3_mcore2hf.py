@@ -14,7 +14,7 @@ from mindspeed_llm.convert_ckpt_deepseek3 import add_layout_flags, expert_naming
 from mindspeed_llm.hf_checkpoint import DEFAULT_SHARD_BYTES, write_hf_files
 from mindspeed_llm.hf_config import load_hf_config
 from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint, read_manifest, shard_layout
-from mindspeed_llm.weight_plan import Naming
+from mindspeed_llm.weight_plan import Naming, hf_bytes
 
 
 def convert_to_hf(
@@ -45,7 +45,7 @@ def convert_to_hf(
 
     inputs = [*source.files(), hf_config_dir / "config.json", *companion_files(hf_config_dir)]
     arguments = {"max_shard_bytes": max_shard_bytes, "layout": repr(source.layout), "naming": source.naming}
-    return run_once(save_dir, "convert_ckpt_deepseek3_mcore2hf", arguments, inputs, build)
+    return run_once(save_dir, "convert_ckpt_deepseek3_mcore2hf", arguments, inputs, build, hf_bytes(source.hf))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from mindspeed_llm.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, dequantize
 from mindspeed_llm.hf_checkpoint import DEFAULT_SHARD_BYTES, HFCheckpoint, check_against_config, write_hf_files
 from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config, read_config_dict
 from mindspeed_llm.sources import raise_problems
-from mindspeed_llm.weight_plan import hf_tensors
+from mindspeed_llm.weight_plan import hf_bytes, hf_tensors
 
 
 def cast_fp8_to_bf16(input_dir: Path, output_dir: Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> bool:
@@ -32,7 +32,7 @@ def cast_fp8_to_bf16(input_dir: Path, output_dir: Path, max_shard_bytes: int = D
             write_hf_files(_plain_tensors(source, hf), building, input_dir, max_shard_bytes)
 
         arguments = {"max_shard_bytes": max_shard_bytes}
-        return run_once(output_dir, "fp8_cast_bf16", arguments, hf_files(input_dir), build)
+        return run_once(output_dir, "fp8_cast_bf16", arguments, hf_files(input_dir), build, hf_bytes(hf))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from mindspeed_llm.cli_io import atomic_directory, copy_companions, write_json
@@ -148,7 +148,10 @@ class ShardedWriter:
         """Close the current shard; nothing when it is empty."""
         if not self._shard:
             return
-        save_file(self._shard, self._temporary(len(self._shards)), metadata={"format": "pt"})
+        try:
+            save_file(self._shard, self._temporary(len(self._shards)), metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"cannot write {self._temporary(len(self._shards))}: {error}") from error
         self._shards.append(list(self._shard))
         self._shard, self._shard_bytes = {}, 0
 

@@ -37,9 +37,17 @@ def hf_view(local: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def fill(local: torch.Tensor, tensor: LocalTensor, source: WeightSource) -> None:
-    """Copy every piece of ``tensor`` from ``source`` into ``local`` (shape ``tensor.shape``), casting to its dtype."""
+    """Copy every piece of ``tensor`` from ``source`` into ``local`` (shape ``tensor.shape``), casting to its dtype.
+
+    ValueError for FP8 weights: they mean nothing without their scales.
+    """
     for piece in tensor.pieces:
-        hf_view(local, piece).copy_(source.read(piece.hf_name, piece.hf_slice))
+        fragment = source.read(piece.hf_name, piece.hf_slice)
+        if fragment.dtype.itemsize == 1:
+            raise ValueError(
+                f"{piece.hf_name} is stored as {fragment.dtype}; run python -m mindspeed_llm.fp8_cast_bf16 first"
+            )
+        hf_view(local, piece).copy_(fragment)
 
 
 def raise_problems(subject: str, problems: list[str], advice: str) -> None:

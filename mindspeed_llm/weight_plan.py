@@ -202,6 +202,11 @@ def plan_elements(plan: Iterable[LocalTensor]) -> int:
     return sum(tensor.num_elements for tensor in plan)
 
 
+def hf_bytes(hf: HFModelConfig) -> int:
+    """Bytes of the plain checkpoint."""
+    return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in hf_tensors(hf).values())
+
+
 def slice_shape(extent: Slice) -> tuple[int, ...]:
     """Shape of a slice."""
     return tuple(stop - start for start, stop in extent)
