@@ -18,8 +18,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from recipes.r1_zero.launcher import network
 from third_party import jemalloc
-from tools import network
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 1024**3
@@ -61,7 +61,7 @@ class Options:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.doctor", description=__doc__)
     parser.add_argument("--output-dir", type=Path, default=ROOT / "outputs", help="where a run would write")
-    parser.add_argument("--ports", type=int, nargs="*", default=[6379, 8265, 29500], help="ports that must be free")
+    parser.add_argument("--ports", type=int, nargs="*", default=[6766, 6767], help="ports that must be free")
     parser.add_argument(
         "--master-addr", default=os.environ.get("MASTER_ADDR"), help="the head node (default: MASTER_ADDR)"
     )
@@ -189,16 +189,17 @@ def _jemalloc() -> Iterator[Finding]:
 
 
 def _network(options: Options) -> Iterator[Finding]:
-    found = network.interfaces()
-    chosen = network.choose(found, options.master_addr, options.socket_ifname)
-    names = ", ".join(f"{item.name} {item.address}" for item in found) or "none"
-    if options.socket_ifname and chosen is None:
-        yield Finding("interfaces", names, f"SOCKET_IFNAME={options.socket_ifname} is not one of them", is_fatal=True)
-    else:
-        yield Finding("interfaces", f"{names}; a run would use {chosen.name if chosen else 'none'}")
+    addresses = network.own_addresses()
+    names = ", ".join(f"{name} {address}" for address, name in addresses.items()) or "none"
+    try:
+        chosen = network.address_towards(options.master_addr, options.socket_ifname)
+    except ValueError as error:
+        yield Finding("interfaces", names, str(error), is_fatal=True)
+        return
+    yield Finding("interfaces", f"{names}; a run would use {addresses.get(chosen, 'none')}")
     for port in options.ports:
-        problem = network.port_problem(port)
-        yield Finding(f"port {port}", problem or "free", "end what listens there, or choose another" if problem else "")
+        problem = network.port_problem("port", chosen, port)
+        yield Finding(f"port {port}", "in use" if problem else "free", problem or "")
 
 
 def cann_version() -> str | None:

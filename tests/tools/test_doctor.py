@@ -1,4 +1,4 @@
-"""The doctor sees what is there, names what is wrong, and picks the interface that leads to the master."""
+"""The doctor sees what is there and names what is wrong, with what to do."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import doctor, network
-from tools.network import Interface
-
-LOOPBACK = Interface("lo", "127.0.0.1", 0)
-BRIDGE = Interface("docker0", "172.17.0.1", 10_000)
-SLOW, FAST = Interface("eth0", "10.0.0.5", 1_000), Interface("eth1", "10.1.0.5", 25_000)
+from tools import doctor
 
 
 def options(tmp_path: Path, ports: tuple[int, ...] = (), ifname: str | None = None) -> doctor.Options:
@@ -33,8 +28,9 @@ def test_a_port_in_use_and_a_missing_interface_are_told(tmp_path: Path) -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        findings = {f.name: f for f in doctor.examine(options(tmp_path, (port,), "eth77"))}
-    assert "in use" in findings[f"port {port}"].value and findings[f"port {port}"].remedy
+        findings = {f.name: f for f in doctor.examine(options(tmp_path, (port,)))}
+    assert findings[f"port {port}"].value == "in use" and "set port to a free port" in findings[f"port {port}"].remedy
+    findings = {f.name: f for f in doctor.examine(options(tmp_path, ifname="eth77"))}
     assert findings["interfaces"].is_fatal and "eth77" in findings["interfaces"].remedy
 
 
@@ -45,23 +41,6 @@ def test_another_version_than_the_pinned_one_is_told(monkeypatch: pytest.MonkeyP
     assert not findings["torch"].remedy
     assert "pinned is" in findings["ray"].remedy and not findings["ray"].is_fatal
     assert findings["transformers"].is_fatal
-
-
-@pytest.mark.parametrize(
-    ("found", "master", "asked", "expected"),
-    [
-        ([LOOPBACK, BRIDGE, SLOW, FAST], None, None, FAST),
-        ([LOOPBACK, BRIDGE, SLOW, FAST], None, "eth0", SLOW),
-        ([LOOPBACK, BRIDGE, SLOW, FAST], "127.0.0.1", None, LOOPBACK),
-        ([LOOPBACK, SLOW], None, "ib0", None),
-        ([LOOPBACK], None, None, LOOPBACK),
-        ([], None, None, None),
-    ],
-)
-def test_choice_of_interface(
-    found: list[Interface], master: str | None, asked: str | None, expected: Interface | None
-) -> None:
-    assert network.choose(found, master, asked) == expected
 
 
 def test_command_prints_a_report_and_says_whether_a_run_would_start(tmp_path: Path) -> None:
