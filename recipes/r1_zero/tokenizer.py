@@ -78,3 +78,9 @@ def _without_whole_tokens(texts: Iterable[str]) -> Iterable[str]:
         for whole in (*SPECIAL_TOKENS, *WHOLE_TOKENS):
             pieces = [part for piece in pieces for part in piece.split(whole)]
         yield from (piece for piece in pieces if piece)
+
+
+def chat_text(messages: Iterable[dict[str, str]]) -> str:
+    """What the chat template gives for system and user messages, with the assistant's turn begun."""
+    marks = {"system": "", "user": USER}
+    return BOS + "".join(marks[message["role"]] + message["content"] for message in messages) + ASSISTANT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -160,7 +161,7 @@ def test_arithmetic_set_is_right_different_and_repeatable() -> None:
     assert rows == arithmetic.make_set(3000, seed=42)
     assert rows != arithmetic.make_set(3000, seed=43)
     assert len({row["problem"] for row in rows}) == 3000
-    functions = {"+": sum, "largest": max, "smallest": min}
+    functions: dict[str, Callable[[list[int]], int]] = {"+": sum, "largest": max, "smallest": min}
     for row in rows:
         numbers = [int(word) for word in re.findall(r"\d+", row["problem"])]
         word = next(word for word in functions if f" {word} " in row["problem"])

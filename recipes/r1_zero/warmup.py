@@ -1,0 +1,189 @@
+"""Supervised warm-up of the tiny model on the noisy corpus, by the same training engine as the GRPO update."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from mindspeed_llm.cli_io import say
+from recipes.r1_zero.corpus import examples, training_rows
+from recipes.r1_zero.tokenizer import EOS, chat_text
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+PEAK_LR, MIN_LR, LR_WARMUP_STEPS = 4e-3, 4e-4, 20
+LONGEST_TEXT = 512  # tokens; a longer prompt says little to so small a model, and costs the most
+REPORT_EVERY = 50
+TIMEOUT_MINUTES = 10
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """One warm-up: ``hf_dir`` has config and tokenizer, ``out_dir`` receives the BF16 checkpoint."""
+
+    hf_dir: Path
+    train_parquet: Path
+    out_dir: Path
+    seed: int
+    num_steps: int
+    batch_size: int
+    num_processes: int
+
+
+@dataclass(frozen=True)
+class PackedTexts:
+    """Texts packed into T tokens. ``is_learned_T`` marks tokens whose *next* token is part of a response."""
+
+    input_ids_T: torch.Tensor
+    position_ids_T: torch.Tensor
+    labels_T: torch.Tensor
+    is_learned_T: torch.Tensor
+    sequences: PackedSeqParams
+
+
+def run_warmup(warmup: Warmup) -> None:
+    """Train on ``num_processes`` gloo processes of one thread each, which makes the result the same on any machine."""
+    with tempfile.TemporaryDirectory(prefix="warmup_") as rendezvous:
+        mp.spawn(_run_rank, args=(warmup, rendezvous), nprocs=warmup.num_processes, join=True, daemon=True)
+
+
+def _run_rank(rank: int, warmup: Warmup, rendezvous: str) -> None:
+    from datetime import timedelta
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}/store",
+        rank=rank,
+        world_size=warmup.num_processes,
+        timeout=timedelta(minutes=TIMEOUT_MINUTES),
+    )
+    try:
+        train(warmup)
+    finally:
+        dist.destroy_process_group()
+
+
+def train(warmup: Warmup) -> None:
+    """The warm-up on this rank of an initialised process group: pure data parallelism, fp32."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.ops import reference_ops
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+    from mindspeed_llm.hf_checkpoint import save_hf_checkpoint
+    from mindspeed_llm.hf_config import load_hf_config
+    from mindspeed_llm.model import build_model
+    from mindspeed_llm.weights import export_weights
+
+    groups, ops = parallel_state.initialize_model_parallel(), reference_ops()
+    hf = load_hf_config(warmup.hf_dir)
+    model = build_model(
+        hf,
+        groups,
+        ops,
+        params_dtype=torch.float32,
+        calculate_per_token_loss=True,
+        moe_router_bias_update_rate=1e-3,
+    )
+    model.init_weights(warmup.seed)
+    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model, groups)
+    optimizer_config = OptimizerConfig(lr=PEAK_LR, min_lr=MIN_LR, weight_decay=0.0, adam_beta2=0.95)
+    optimizer = get_megatron_optimizer(optimizer_config, ddp, groups, ops)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        max_lr=PEAK_LR,
+        min_lr=MIN_LR,
+        lr_warmup_steps=min(LR_WARMUP_STEPS, warmup.num_steps - 1),
+        lr_decay_steps=warmup.num_steps,
+        lr_decay_style="cosine",
+    )
+    begun = time.monotonic()
+    for step, (mine, num_learned) in enumerate(islice(batches(warmup, groups.rank), warmup.num_steps), start=1):
+        optimizer.zero_grad()
+        logits_TV = ddp(mine.input_ids_T, mine.position_ids_T, mine.sequences)
+        loss_T = vocab_parallel_cross_entropy(logits_TV, mine.labels_T, groups.tp)
+        loss = (loss_T * mine.is_learned_T).sum() / num_learned
+        loss.backward()
+        finalize_model_grads(ddp, groups)
+        optimizer.step()
+        scheduler.step()
+        if step % REPORT_EVERY == 0 or step == warmup.num_steps:
+            total = loss.detach().clone()
+            dist.all_reduce(total, group=groups.dp)
+            if groups.rank == 0:
+                say(f"warm-up step {step}/{warmup.num_steps}, loss {total:.3f}, {time.monotonic() - begun:.0f} s")
+    weights = export_weights(model, hf, groups.layout, groups, dtype=torch.bfloat16)
+    save_hf_checkpoint(weights, warmup.out_dir, warmup.hf_dir, is_writer=groups.rank == 0)
+    parallel_state.destroy_model_parallel()
+
+
+def batches(warmup: Warmup, rank: int) -> Iterator[tuple[PackedTexts, int]]:
+    """This rank's share of every batch, and the number of learned tokens in the whole batch."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(warmup.hf_dir / "tokenizer.json"))
+    rows = training_rows(warmup.train_parquet)
+    texts = _token_lists(rows, warmup.seed, tokenizer)
+    while True:
+        batch = list(islice(texts, warmup.batch_size))
+        num_learned = sum(len(response) for _, response in batch)
+        yield pack(batch[rank :: warmup.num_processes]), num_learned
+
+
+def _token_lists(rows: Sequence[dict[str, Any]], seed: int, tokenizer: Any) -> Iterator[tuple[list[int], list[int]]]:
+    """(prompt, response) token ids without end; texts above ``LONGEST_TEXT`` are left out."""
+    end = tokenizer.token_to_id(EOS)
+    prompts: dict[str, list[int]] = {}
+    found_short = False
+    for position, example in enumerate(examples(rows, seed)):
+        text = chat_text(example.messages)
+        if text not in prompts:
+            prompts[text] = tokenizer.encode(text, add_special_tokens=False).ids
+        response = [*tokenizer.encode(example.response, add_special_tokens=False).ids, end]
+        if len(prompts[text]) + len(response) <= LONGEST_TEXT:
+            found_short = True
+            yield prompts[text], response
+        elif not found_short and position >= len(rows):
+            raise ValueError(f"no problem of {len(rows)} fits into {LONGEST_TEXT} tokens: give shorter ones")
+
+
+def pack(texts: Sequence[tuple[list[int], list[int]]]) -> PackedTexts:
+    """Lay texts one after another; a text's last token has no next one and is not learned from."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ids: list[int] = []
+    labels: list[int] = []
+    positions: list[int] = []
+    learned: list[float] = []
+    ends = [0]
+    for prompt, response in texts:
+        text = [*prompt, *response]
+        ids += text
+        labels += [*text[1:], 0]
+        positions += range(len(text))
+        learned += [0.0] * (len(prompt) - 1) + [1.0] * len(response) + [0.0]
+        ends.append(len(ids))
+    longest = max(end - start for start, end in pairwise(ends))
+    return PackedTexts(
+        torch.tensor(ids),
+        torch.tensor(positions),
+        torch.tensor(labels),
+        torch.tensor(learned),
+        PackedSeqParams(torch.tensor(ends, dtype=torch.int32), longest),
+    )
