@@ -41,7 +41,7 @@ def quantize_fp8_blockwise(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch
     # A subnormal scale would lose the block's precision or underflow to 0; such a block is zero for every purpose.
     is_zero = peak / FP8_MAX < torch.finfo(torch.float32).tiny
     scale = torch.where(is_zero, torch.ones_like(peak), peak / FP8_MAX)
-    scaled = (blocks / scale[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX)
+    scaled = (blocks / scale[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX)
     rows, columns = weight_OI.shape
     padded = scaled.reshape(scaled.shape[0] * BLOCK, scaled.shape[2] * BLOCK)
     return padded[:rows, :columns].to(FP8_DTYPE).contiguous(), scale.contiguous()
@@ -63,5 +63,7 @@ def dequantize(weight_OI: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dt
 def _blocks(weight_OI: torch.Tensor) -> torch.Tensor:
     """View as [row blocks, 128, column blocks, 128], zero-padded to whole blocks."""
     rows, columns = weight_OI.shape
-    padded = torch.nn.functional.pad(weight_OI, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    padded = weight_OI
+    if rows % BLOCK or columns % BLOCK:
+        padded = torch.nn.functional.pad(weight_OI, (0, -columns % BLOCK, 0, -rows % BLOCK))
     return padded.reshape(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
