@@ -105,7 +105,8 @@ if is_current; then
 fi
 check_venv_dir
 if command -v flock >/dev/null 2>&1; then
-    exec 9>"$VENV_DIR.lock"
+    # The folder itself is the lock: it survives --clear, and leaves no file behind.
+    exec 9<"$VENV_DIR"
     flock 9
     if is_current; then
         say "$VENV_DIR was made by another run"

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,13 @@ def test_environment_is_made_once_and_again_when_a_pin_changes(repo: Path) -> No
         assert "is up to date" in setup(repo, layer).stderr
     (repo / "requirements/base.txt").write_text("# another pin\n", encoding="utf-8")
     assert "installing the base layer" in setup(repo, "base").stderr
+
+
+def test_two_at_once_make_one_environment(repo: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: setup(repo), range(2)))
+    assert [done.returncode for done in both] == [0, 0]
+    assert sorted("made by another run" in done.stderr for done in both) == [False, True]
 
 
 def test_a_failed_install_is_not_taken_for_a_finished_one(repo: Path) -> None:
