@@ -1,0 +1,175 @@
+"""The engine's configuration: typed, checked as a whole, never changed afterwards. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.transformers_utils.config import DeepseekV3Config
+
+DTYPES = ("float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model and how it is run."""
+
+    model: str
+    tokenizer: str
+    skip_tokenizer_init: bool
+    dtype: str  # resolved, one of DTYPES
+    seed: int
+    max_model_len: int  # tokens of a sequence, prompt and output together
+    hf: DeepseekV3Config
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int
+    gpu_memory_utilization: float
+    num_gpu_blocks_override: int | None
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What a step may hold."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The layout: world rank = tp + TP * (dp + DP * instance)."""
+
+    tensor_parallel_size: int
+    data_parallel_size: int
+    enable_expert_parallel: bool
+    rank: int
+    world_size: int
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tensor_parallel_size
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.tensor_parallel_size % self.data_parallel_size
+
+    @property
+    def replica(self) -> int:
+        """Which of the world's sets of TP ranks this one belongs to: replicas get different prompts."""
+        return self.rank // self.tensor_parallel_size
+
+    @property
+    def ranks_per_instance(self) -> int:
+        return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def expert_parallel_size(self) -> int:
+        return self.ranks_per_instance if self.enable_expert_parallel else 1
+
+    @property
+    def steps_in_lockstep(self) -> bool:
+        """Whether DP replicas share experts, so that each must take part in every step of the others."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    """Everything an engine is built from."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    parallel: ParallelConfig
+    load_format: str
+    rollout_ops: str
+    device: str | None
+    enable_sleep_mode: bool
+
+    def problems(self) -> list[str]:
+        """Every problem of this configuration, empty when it can run."""
+        return [
+            *_model_problems(self.model, self.load_format),
+            *_cache_problems(self.cache, self.model.max_model_len),
+            *_scheduler_problems(self.scheduler, self.model.max_model_len),
+            *_parallel_problems(self.parallel, self.model.hf),
+        ]
+
+
+def _model_problems(model: ModelConfig, load_format: str) -> list[str]:
+    problems = []
+    if model.dtype not in DTYPES:
+        problems.append(f"dtype={model.dtype!r} is unknown, expected auto or one of {', '.join(DTYPES)}")
+    if load_format not in LOAD_FORMATS:
+        problems.append(f"load_format={load_format!r} is unknown, expected one of {', '.join(LOAD_FORMATS)}")
+    if model.max_model_len < 2:
+        problems.append(f"max_model_len={model.max_model_len} leaves no room for a prompt and a new token")
+    if model.max_model_len > model.hf.max_position_embeddings:
+        problems.append(
+            f"max_model_len={model.max_model_len} exceeds the model's max_position_embeddings="
+            f"{model.hf.max_position_embeddings}; lower max_model_len"
+        )
+    if model.hf.n_routed_experts % model.hf.n_group:
+        problems.append(f"n_routed_experts={model.hf.n_routed_experts} does not divide by n_group={model.hf.n_group}")
+    return problems
+
+
+def _cache_problems(cache: CacheConfig, max_model_len: int) -> list[str]:
+    problems = []
+    if cache.block_size < 1:
+        problems.append(f"block_size={cache.block_size} must be at least 1")
+    if not 0 < cache.gpu_memory_utilization <= 1:
+        problems.append(f"gpu_memory_utilization={cache.gpu_memory_utilization} must be in (0, 1]")
+    blocks = cache.num_gpu_blocks_override
+    if blocks is not None and cache.block_size >= 1 and blocks * cache.block_size < max_model_len:
+        problems.append(
+            f"num_gpu_blocks_override={blocks} of block_size={cache.block_size} holds {blocks * cache.block_size} tokens, "
+            f"less than one sequence of max_model_len={max_model_len}"
+        )
+    return problems
+
+
+def _scheduler_problems(scheduler: SchedulerConfig, max_model_len: int) -> list[str]:
+    problems = []
+    if scheduler.max_num_seqs < 1:
+        problems.append(f"max_num_seqs={scheduler.max_num_seqs} must be at least 1")
+    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+        problems.append(
+            f"max_num_batched_tokens={scheduler.max_num_batched_tokens} is less than max_num_seqs="
+            f"{scheduler.max_num_seqs}: a decode step of all sequences would not fit"
+        )
+    if not scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens < max_model_len:
+        problems.append(
+            f"max_num_batched_tokens={scheduler.max_num_batched_tokens} is less than max_model_len={max_model_len}: "
+            "raise it or enable_chunked_prefill"
+        )
+    return problems
+
+
+def _parallel_problems(parallel: ParallelConfig, hf: DeepseekV3Config) -> list[str]:
+    tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
+    if tp < 1 or dp < 1:
+        return [f"tensor_parallel_size={tp} and data_parallel_size={dp} must be at least 1"]
+    problems = []
+    if parallel.world_size % (tp * dp):
+        problems.append(
+            f"world size {parallel.world_size} is not a multiple of tensor_parallel_size={tp} x data_parallel_size={dp}"
+        )
+    sliced = {"num_attention_heads": hf.num_attention_heads, "vocab_size": hf.vocab_size}
+    sliced["intermediate_size"] = hf.intermediate_size
+    sliced["moe_intermediate_size"] = hf.moe_intermediate_size  # shared experts, and routed ones without expert parallel
+    problems += [
+        f"{name}={size} does not divide by tensor_parallel_size={tp}" for name, size in sliced.items() if size % tp
+    ]
+    if hf.n_routed_experts % parallel.expert_parallel_size:
+        problems.append(
+            f"n_routed_experts={hf.n_routed_experts} does not divide by the {parallel.expert_parallel_size} ranks of "
+            f"expert parallel (tensor_parallel_size={tp} x data_parallel_size={dp})"
+        )
+    return problems

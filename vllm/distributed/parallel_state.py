@@ -1,0 +1,93 @@
+"""The process groups of one engine, built once into one object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vllm.config import ParallelConfig
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class GroupCoordinator:
+    """A group of ranks and this rank's place in it; `group` is None when the group has one rank and nothing is sent."""
+
+    rank_in_group: int
+    world_size: int
+    group: dist.ProcessGroup | None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over the group, in place."""
+        if self.group is not None and x.numel() > 0:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[G, *x.shape] of the group's tensors, which all have the same shape."""
+        if self.group is None:
+            return x[None]
+        gathered = x.new_empty(self.world_size, *x.shape)
+        if x.numel() > 0:
+            dist.all_gather_into_tensor(gathered.view(-1), x.contiguous().view(-1), group=self.group)
+        return gathered
+
+    def destroy(self) -> None:
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """TP: ranks that share every request. DP: ranks of the same place in the replicas of an instance. EP: ranks that share experts."""
+
+    config: ParallelConfig
+    tp: GroupCoordinator
+    dp: GroupCoordinator
+    ep: GroupCoordinator  # all TP x DP ranks with expert parallel, else one rank
+
+    def exchange_step(self, num_tokens: int, has_unfinished: bool, device: torch.device) -> tuple[list[int], bool]:
+        """(tokens of every DP replica in this step, whether any of them has work left); one small all-gather."""
+        if not self.config.steps_in_lockstep:
+            return [num_tokens], has_unfinished
+        mine = torch.tensor([num_tokens, int(has_unfinished)], dtype=torch.int64, device=device)
+        everyone = self.dp.all_gather(mine).tolist()
+        return [tokens for tokens, _ in everyone], any(flag for _, flag in everyone)
+
+    def destroy(self) -> None:
+        """Give the groups back; every rank calls it."""
+        for coordinator in (self.tp, self.dp, self.ep):
+            coordinator.destroy()
+
+
+def init_model_parallel(config: ParallelConfig) -> ParallelState:
+    """Build this engine's groups; collective over the whole world, every rank makes every group in the same order."""
+    if config.world_size == 1:
+        alone = GroupCoordinator(0, 1, None)
+        return ParallelState(config, alone, alone, alone)
+    tp_size, dp_size, span = config.tensor_parallel_size, config.data_parallel_size, config.ranks_per_instance
+    starts = range(0, config.world_size, span)
+    # NPU-ADAPTATION(dp-groups-from-world): DP groups come from the launcher's own world, not from a second rendezvous with ports of
+    # its own (VLLM_DP_MASTER_PORT), which hosts with several network cards get wrong; drop when DP engines outlive their launcher.
+    dp = [[first + tp + tp_size * d for d in range(dp_size)] for first in starts for tp in range(tp_size)]
+    # NPU-ADAPTATION END
+    tp = [list(range(first, first + tp_size)) for first in range(0, config.world_size, tp_size)]
+    ep = [list(range(first, first + span)) for first in starts] if config.enable_expert_parallel else []
+    return ParallelState(config, _coordinator(tp, config.rank), _coordinator(dp, config.rank), _coordinator(ep, config.rank))
+
+
+def _coordinator(groups: list[list[int]], rank: int) -> GroupCoordinator:
+    """Make all `groups`; return this rank's."""
+    mine = GroupCoordinator(0, 1, None)
+    for ranks in groups:
+        if len(ranks) == 1:
+            continue
+        group = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)
+        if rank in ranks:
+            mine = GroupCoordinator(ranks.index(rank), len(ranks), group)
+    return mine

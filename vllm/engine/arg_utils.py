@@ -1,0 +1,86 @@
+"""EngineArgs: what a caller may say, turned into a checked configuration."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.transformers_utils.config import load_config
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """Arguments of an engine under vLLM's names. None means: derived from the model, the environment or the device."""
+
+    model: str
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    dtype: str = "auto"
+    seed: int = 0
+    tensor_parallel_size: int = 1
+    data_parallel_size: int | None = None  # None: environment VLLM_DP_SIZE, else 1
+    enable_expert_parallel: bool = False
+    distributed_executor_backend: str = "external_launcher"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
+    num_gpu_blocks_override: int | None = None
+    block_size: int = 16
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = False
+    enable_sleep_mode: bool = True
+    enforce_eager: bool = True
+    load_format: str = "auto"
+    rollout_ops: str = "vllm.ops.reference:rollout_ops"
+    device: str | None = None
+
+    def create_engine_config(self, rank: int, world_size: int) -> VllmConfig:
+        """The configuration of one process; ValueError listing every problem."""
+        hf = load_config(self.model)
+        max_model_len = hf.max_position_embeddings if self.max_model_len is None else self.max_model_len
+        problems, dp_size = self._data_parallel_size()
+        batched_tokens = self.max_num_batched_tokens
+        if batched_tokens is None:
+            batched_tokens = max(2048, self.max_num_seqs, 0 if self.enable_chunked_prefill else max_model_len)
+        config = VllmConfig(
+            model=ModelConfig(
+                model=self.model,
+                tokenizer=self.tokenizer or self.model,
+                skip_tokenizer_init=self.skip_tokenizer_init,
+                dtype=hf.dtype if self.dtype == "auto" else self.dtype,
+                seed=self.seed,
+                max_model_len=max_model_len,
+                hf=hf,
+            ),
+            cache=CacheConfig(
+                self.block_size, self.gpu_memory_utilization, self.num_gpu_blocks_override, self.enable_prefix_caching
+            ),
+            scheduler=SchedulerConfig(self.max_num_seqs, batched_tokens, self.enable_chunked_prefill),
+            parallel=ParallelConfig(self.tensor_parallel_size, dp_size, self.enable_expert_parallel, rank, world_size),
+            load_format=self.load_format,
+            rollout_ops=self.rollout_ops,
+            device=self.device,
+            enable_sleep_mode=self.enable_sleep_mode,
+        )
+        if self.distributed_executor_backend != "external_launcher":
+            problems.append(
+                f"distributed_executor_backend={self.distributed_executor_backend!r}: only 'external_launcher' is supported; "
+                "start one process per device (torchrun, Ray) and build an LLM in each"
+            )
+        if not self.enforce_eager:
+            problems.append("enforce_eager=False: graph capture is not available; leave it True")
+        problems += config.problems()
+        if problems:
+            raise ValueError("the engine cannot be built:\n" + "\n".join(f"  - {p}" for p in problems))
+        return config
+
+    def _data_parallel_size(self) -> tuple[list[str], int]:
+        """(problems, size), from the argument or else the environment."""
+        if self.data_parallel_size is not None:
+            return [], self.data_parallel_size
+        text = os.environ.get("VLLM_DP_SIZE", "1")
+        if not text.isdecimal() or int(text) < 1:
+            return [f"VLLM_DP_SIZE={text!r} in the environment must be a positive integer"], 1
+        return [], int(text)

@@ -1,0 +1,150 @@
+"""LLM: the engine as a Python object, one per process under an external launcher."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vllm.distributed.parallel_state import init_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.inputs import PromptType
+from vllm.ops.contract import resolve
+from vllm.outputs import RequestOutput
+from vllm.platforms import resolve_platform
+from vllm.sampling_params import SamplingParams
+from vllm.transformers_utils.tokenizer import get_tokenizer
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.output_processor import PromptGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+SLEEP_TAGS = ("weights", "kv_cache")
+
+
+class LLM:
+    """Generates for a Hugging Face model directory; arguments are those of `EngineArgs`.
+
+    With several processes, torch.distributed is initialised by the caller and every process builds an LLM with the same arguments:
+    rank = tp + TP * (dp + DP * instance). The TP ranks of a replica call `generate` with the same prompts, replicas with
+    different ones; replicas that share experts (enable_expert_parallel) all call it, with an empty list if they have none.
+    """
+
+    def __init__(self, model: str, **engine_args: Any) -> None:
+        args = EngineArgs(model, **engine_args)
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.config = args.create_engine_config(rank, world_size)
+        platform, ops = resolve_platform(self.config.device), resolve(self.config.rollout_ops)
+        problems = platform.config_problems(self.config.cache.block_size, self.config.model.dtype)
+        if problems:
+            raise ValueError("the engine cannot be built:\n" + "\n".join(f"  - {p}" for p in problems))
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        if not self.config.model.skip_tokenizer_init:
+            self.tokenizer = get_tokenizer(self.config.model.tokenizer)
+        logger.info("rollout ops on %s: %s", platform.name, ops.names)
+        self.parallel = init_model_parallel(self.config.parallel)
+        self.core = EngineCore(self.config, self.parallel, platform, ops, platform.device(_local_rank(rank)))
+        self.engine = LLMEngine(self.config, self.core)
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """One RequestOutput per prompt, in order; every sample runs to its end.
+
+        ValueError lists all prompts that cannot be run (index, length, limit); RuntimeError while the engine sleeps.
+        use_tqdm is accepted for vLLM's callers; progress is the caller's business.
+        """
+        prompt_list = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        param_list = [params] * len(prompt_list) if isinstance(params, SamplingParams) else list(params)
+        if len(param_list) != len(prompt_list):
+            raise ValueError(f"{len(prompt_list)} prompts came with {len(param_list)} sampling_params, expected as many")
+        groups = [
+            self._group(index, prompt, p) for index, (prompt, p) in enumerate(zip(prompt_list, param_list, strict=True))
+        ]
+        self.engine.generate(groups)
+        return [group.output(self._decoder(group.params)) for group in groups]
+
+    def sleep(self, level: int = 1) -> None:
+        """Free weights and KV cache. Level 1 keeps the weights on the host; level 2 drops them, new ones must be loaded."""
+        if not self.config.enable_sleep_mode:
+            raise RuntimeError("sleep: the engine was built with enable_sleep_mode=False")
+        if level not in (1, 2):
+            raise ValueError(f"sleep level {level} is unknown, expected 1 (keep weights on the host) or 2 (drop them)")
+        self.core.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Bring back "weights" (empty buffers after level 2) and "kv_cache" (the same block count); None means both."""
+        wanted = list(SLEEP_TAGS if tags is None else tags)
+        unknown = [tag for tag in wanted if tag not in SLEEP_TAGS]
+        if unknown:
+            raise ValueError(f"wake_up tags {unknown} are unknown, expected some of {list(SLEEP_TAGS)}")
+        self.core.wake_up(wanted)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take (hf_name, full tensor) pairs, all of the model or a part, in any order; returns the names taken.
+
+        ValueError for an unknown name or a wrong shape; multi-token-prediction layers are skipped. Cached prefixes are forgotten.
+        """
+        return self.core.load_weights(weights)
+
+    def check_weights_loaded(self) -> None:
+        """ValueError naming every weight that has not come since a level-2 sleep; call it after the last load_weights."""
+        self.core.worker.check_weights_loaded()
+
+    def get_memory_report(self) -> dict[str, int]:
+        """Bytes held by weights, host copies and KV cache, the number of KV blocks, and the device's free and total bytes."""
+        return self.core.worker.memory_report()
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer; ValueError with skip_tokenizer_init."""
+        if self.tokenizer is None:
+            raise ValueError("no tokenizer: the engine was built with skip_tokenizer_init=True")
+        return self.tokenizer
+
+    def shutdown(self) -> None:
+        """Give memory and process groups back; every rank calls it, and nothing else afterwards."""
+        self.core.sleep(level=2)
+        self.parallel.destroy()
+
+    def _group(self, index: int, prompt: PromptType, params: SamplingParams) -> PromptGroup:
+        text: str | None = None
+        if isinstance(prompt, str):
+            text = prompt
+        elif "prompt_token_ids" in prompt:
+            tokens = [int(token) for token in prompt["prompt_token_ids"]]
+        elif "prompt" in prompt:
+            text = prompt["prompt"]
+        else:
+            raise ValueError(f"prompt {index} has keys {list(prompt)}, expected 'prompt' or 'prompt_token_ids'")
+        if text is not None:
+            if self.tokenizer is None:
+                raise ValueError(f"prompt {index} is text, but the engine has no tokenizer (skip_tokenizer_init=True)")
+            tokens = self.tokenizer.encode(text)
+        return PromptGroup(str(index), text, tokens, params, self.config.model.hf.eos_token_ids)
+
+    def _decoder(self, params: SamplingParams) -> Any:
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return None
+        return lambda ids: tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+
+
+def _local_rank(rank: int) -> int:
+    """This process's device: the launcher's LOCAL_RANK, else by rank over the visible devices."""
+    import os
+
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    return rank % max(1, torch.cuda.device_count())

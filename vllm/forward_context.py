@@ -1,0 +1,22 @@
+"""What every layer of a model needs to know of the step being run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vllm.ops.contract import DecodeMetadata, PrefillMetadata
+
+
+@dataclass
+class ForwardContext:
+    """One step of T packed tokens of this rank: the decode tokens first, then the new tokens of each prefilling sequence."""
+
+    num_tokens: int
+    num_decode_tokens: int
+    positions_T: Tensor  # int64
+    slots_T: Tensor  # int64, where each token's latent goes in the KV cache
+    decode: DecodeMetadata | None  # None when there are no decode tokens
+    prefill: PrefillMetadata | None
+    dp_token_counts: list[int]  # T of every DP replica that shares experts with this one; [T] without

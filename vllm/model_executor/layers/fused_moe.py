@@ -1,0 +1,125 @@
+"""A DeepSeek-V3 mixture of experts over the ranks of an engine.
+
+With expert parallel, the experts are split over all TP x DP ranks: every rank gathers the tokens of all DP replicas, runs its own
+experts on all of them, and one all-reduce over the EP group sums the contributions; each replica keeps its own rows. Without,
+every expert is split over TP along its width and replicas have nothing to do with each other.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm.distributed.parallel_state import ParallelState
+from vllm.forward_context import ForwardContext
+from vllm.model_executor.layers.linear import (
+    ALONE,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    empty_parameter,
+    local_slice,
+)
+from vllm.model_executor.model_loader.weight_target import WeightTarget
+from vllm.ops.contract import RolloutOps
+from vllm.transformers_utils.config import DeepseekV3Config
+
+
+class DeepseekMLP(nn.Module):
+    """down(silu(gate x) * up x), its width split over TP."""
+
+    def __init__(self, hidden: int, width: int, parallel: ParallelState, ops: RolloutOps) -> None:
+        super().__init__()
+        self.ops = ops
+        self.gate_up_proj = ColumnParallelLinear(hidden, [width, width], parallel.tp)
+        self.down_proj = RowParallelLinear(width, hidden, parallel.tp)
+
+    def forward(self, x_TH: Tensor, reduce: bool = True) -> Tensor:
+        return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x_TH)), reduce)
+
+    def targets(self, prefix: str) -> dict[str, WeightTarget]:
+        gate_up = self.gate_up_proj.targets(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
+        return gate_up | self.down_proj.targets(f"{prefix}.down_proj.weight")
+
+
+class FusedMoE(nn.Module):
+    """Router, routed experts of this rank, and shared experts."""
+
+    def __init__(self, hf: DeepseekV3Config, parallel: ParallelState, ops: RolloutOps) -> None:
+        super().__init__()
+        self.hf, self.parallel, self.ops = hf, parallel, ops
+        self.is_expert_parallel = parallel.config.enable_expert_parallel
+        self.width_group = ALONE if self.is_expert_parallel else parallel.tp
+        self.num_local_experts = hf.n_routed_experts // parallel.ep.world_size
+        self.first_expert = parallel.ep.rank_in_group * self.num_local_experts
+        width = hf.moe_intermediate_size // self.width_group.world_size
+        # The router is computed in fp32; its weight is kept so, because every step needs it.
+        self.gate = empty_parameter(hf.n_routed_experts, hf.hidden_size, dtype=torch.float32)
+        self.e_score_correction_bias = empty_parameter(hf.n_routed_experts, dtype=torch.float32)
+        self.w13 = empty_parameter(self.num_local_experts, 2 * width, hf.hidden_size)
+        self.w2 = empty_parameter(self.num_local_experts, hf.hidden_size, width)
+        self.shared_experts = None
+        if hf.n_shared_experts:
+            shared_width = hf.moe_intermediate_size * hf.n_shared_experts
+            self.shared_experts = DeepseekMLP(hf.hidden_size, shared_width, parallel, ops)
+
+    def forward(self, x_TH: Tensor, context: ForwardContext) -> Tensor:
+        """[T, H] -> [T, H]. In lock-step every rank calls it, with T = 0 when it has nothing to do."""
+        if not self.parallel.config.steps_in_lockstep:
+            out_TH = self._routed(x_TH)
+            self._add_shared(out_TH, x_TH)
+            group = self.parallel.ep if self.is_expert_parallel else self.parallel.tp
+            return group.all_reduce(out_TH)
+        longest, dp_rank = max(context.dp_token_counts), self.parallel.config.dp_rank
+        padded_SH = F.pad(x_TH, (0, 0, 0, longest - len(x_TH)))
+        out_GSH = self._routed(self.parallel.dp.all_gather(padded_SH).flatten(0, 1)).view(-1, *padded_SH.shape)
+        own_TH = out_GSH[dp_rank, : len(x_TH)]
+        self._add_shared(own_TH, x_TH)  # the TP ranks' partial sums ride on the all-reduce of the experts
+        self.parallel.ep.all_reduce(out_GSH)
+        return own_TH
+
+    def _routed(self, x_TH: Tensor) -> Tensor:
+        hf = self.hf
+        weights_TK, ids_TK = self.ops.topk_router(
+            F.linear(x_TH.float(), self.gate),
+            self.e_score_correction_bias,
+            hf.num_experts_per_tok,
+            hf.n_group,
+            hf.topk_group,
+            hf.norm_topk_prob,
+            hf.routed_scaling_factor,
+        )
+        return self.ops.fused_experts(x_TH, self.w13, self.w2, weights_TK, ids_TK, self.first_expert)
+
+    def _add_shared(self, out_TH: Tensor, x_TH: Tensor) -> None:
+        if self.shared_experts is not None and len(x_TH) > 0:
+            out_TH += self.shared_experts(x_TH, reduce=False)
+
+    def targets(self, prefix: str) -> dict[str, WeightTarget]:
+        hf, everything = self.hf, (slice(None),)
+        result = {
+            f"{prefix}.gate.weight": WeightTarget(tuple(self.gate.shape), self.gate, everything, everything),
+            f"{prefix}.gate.e_score_correction_bias": WeightTarget(
+                (hf.n_routed_experts,), self.e_score_correction_bias, everything, everything
+            ),
+        }
+        for expert in range(hf.n_routed_experts):
+            result |= self._expert_targets(f"{prefix}.experts.{expert}", expert - self.first_expert)
+        if self.shared_experts is not None:
+            result |= self.shared_experts.targets(f"{prefix}.shared_experts")
+        return result
+
+    def _expert_targets(self, prefix: str, local: int) -> dict[str, WeightTarget]:
+        hidden, full_width = self.hf.hidden_size, self.hf.moe_intermediate_size
+        up_shape, down_shape = (full_width, hidden), (hidden, full_width)
+        names = [f"{prefix}.{kind}_proj.weight" for kind in ("gate", "up", "down")]
+        if not 0 <= local < self.num_local_experts:
+            shapes = (up_shape, up_shape, down_shape)
+            return {name: WeightTarget(shape) for name, shape in zip(names, shapes, strict=True)}
+        width = self.w2.shape[2]
+        part = local_slice(full_width, self.width_group)
+        return {
+            names[0]: WeightTarget(up_shape, self.w13, (local, slice(0, width)), (part,)),
+            names[1]: WeightTarget(up_shape, self.w13, (local, slice(width, 2 * width)), (part,)),
+            names[2]: WeightTarget(down_shape, self.w2, (local,), (slice(None), part)),
+        }

@@ -1,0 +1,110 @@
+"""Linear layers and embeddings that hold this rank's slice and say which slice it is. Weights are [out, in]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.model_executor.model_loader.weight_target import WeightTarget
+
+ALONE = GroupCoordinator(0, 1, None)
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """A parameter to be loaded, without gradient, on the default device."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+def local_slice(size: int, tp: GroupCoordinator) -> slice:
+    """This rank's part of a dimension of `size`."""
+    part = size // tp.world_size
+    return slice(tp.rank_in_group * part, (tp.rank_in_group + 1) * part)
+
+
+class ColumnParallelLinear(nn.Module):
+    """Output rows split over TP (over nobody with tp=ALONE); several matrices of the same input may share one product."""
+
+    def __init__(self, in_size: int, out_sizes: Sequence[int], tp: GroupCoordinator = ALONE) -> None:
+        super().__init__()
+        self.in_size, self.out_sizes, self.tp = in_size, list(out_sizes), tp
+        self.weight = empty_parameter(sum(out_sizes) // tp.world_size, in_size)
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        """[T, in] -> [T, sum(out) / TP], the matrices' outputs one after the other."""
+        return F.linear(x_TI, self.weight)
+
+    def targets(self, *names: str) -> dict[str, WeightTarget]:
+        """Targets of the matrices, in the order of out_sizes."""
+        result, row = {}, 0
+        for name, size in zip(names, self.out_sizes, strict=True):
+            local = size // self.tp.world_size
+            source = (local_slice(size, self.tp),)
+            result[name] = WeightTarget((size, self.in_size), self.weight, (slice(row, row + local),), source)
+            row += local
+        return result
+
+
+class RowParallelLinear(nn.Module):
+    """Input columns split over TP; the partial outputs are summed over TP unless the caller does it."""
+
+    def __init__(self, in_size: int, out_size: int, tp: GroupCoordinator) -> None:
+        super().__init__()
+        self.in_size, self.out_size, self.tp = in_size, out_size, tp
+        self.weight = empty_parameter(out_size, in_size // tp.world_size)
+
+    def forward(self, x_TI: Tensor, reduce: bool = True) -> Tensor:
+        """[T, in / TP] -> [T, out]."""
+        out = F.linear(x_TI, self.weight)
+        return self.tp.all_reduce(out) if reduce else out
+
+    def targets(self, name: str) -> dict[str, WeightTarget]:
+        columns = (slice(None), local_slice(self.in_size, self.tp))
+        return {name: WeightTarget((self.out_size, self.in_size), self.weight, (slice(None), slice(None)), columns)}
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of the vocabulary split over TP."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: GroupCoordinator) -> None:
+        super().__init__()
+        self.vocab_size, self.hidden_size, self.tp = vocab_size, hidden_size, tp
+        self.weight = empty_parameter(vocab_size // tp.world_size, hidden_size)
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        """[T] -> [T, H]."""
+        if self.tp.world_size == 1:
+            return F.embedding(ids_T, self.weight)
+        local_ids = ids_T - self.tp.rank_in_group * len(self.weight)
+        is_elsewhere = (local_ids < 0) | (local_ids >= len(self.weight))
+        embedded = F.embedding(local_ids.masked_fill(is_elsewhere, 0), self.weight)
+        return self.tp.all_reduce(embedded.masked_fill_(is_elsewhere[:, None], 0.0))
+
+    def targets(self, name: str) -> dict[str, WeightTarget]:
+        rows = (local_slice(self.vocab_size, self.tp),)
+        return {name: WeightTarget((self.vocab_size, self.hidden_size), self.weight, (slice(None),), rows)}
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    """The output matrix, split like the embedding; its logits are gathered."""
+
+    def forward(self, x_BH: Tensor) -> Tensor:
+        """[B, H] -> fp32 logits [B, V], the same on every TP rank."""
+        logits = F.linear(x_BH, self.weight).float()
+        if self.tp.world_size == 1:
+            return logits
+        return self.tp.all_gather(logits).permute(1, 0, 2).reshape(len(x_BH), self.vocab_size)
+
+
+class Norm(nn.Module):
+    """The weight of an RMS norm, the same on every rank."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size)
+
+    def targets(self, name: str) -> dict[str, WeightTarget]:
+        return {name: WeightTarget(tuple(self.weight.shape), self.weight, (slice(None),), (slice(None),))}

@@ -1,0 +1,91 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 sec. 2.1) over a paged latent cache.
+
+Letters: T tokens, H hidden, N heads of this rank, P nope and R rope channels of a query head, L KV latent, V value channels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vllm.distributed.parallel_state import ParallelState
+from vllm.forward_context import ForwardContext
+from vllm.model_executor.layers.linear import ColumnParallelLinear, Norm, RowParallelLinear, empty_parameter, local_slice
+from vllm.model_executor.layers.rotary_embedding import softmax_scale
+from vllm.model_executor.model_loader.weight_target import WeightTarget
+from vllm.ops.contract import KVCache, RolloutOps
+from vllm.transformers_utils.config import DeepseekV3Config
+
+
+class MultiHeadLatentAttention(nn.Module):
+    """Prefill expands the latents into keys and values; decode stays in latent space: q W_UK against the cache, then W_UV.
+
+    W_UK and W_UV are views of kv_b_proj's weight, so new weights need no refresh.
+    """
+
+    def __init__(self, hf: DeepseekV3Config, parallel: ParallelState, ops: RolloutOps) -> None:
+        super().__init__()
+        self.hf, self.ops, self.tp = hf, ops, parallel.tp
+        self.scale = softmax_scale(hf.rope, hf.qk_nope_head_dim + hf.qk_rope_head_dim)
+        self.num_heads = hf.num_attention_heads // parallel.tp.world_size
+        query_rows = hf.num_attention_heads * (hf.qk_nope_head_dim + hf.qk_rope_head_dim)
+        kv_a_rows = hf.kv_lora_rank + hf.qk_rope_head_dim
+        if hf.q_lora_rank is None:
+            self.qkv_a_proj = ColumnParallelLinear(hf.hidden_size, [kv_a_rows])
+            self.q_proj = ColumnParallelLinear(hf.hidden_size, [query_rows], parallel.tp)
+        else:
+            self.qkv_a_proj = ColumnParallelLinear(hf.hidden_size, [hf.q_lora_rank, kv_a_rows])
+            self.q_a_layernorm = Norm(hf.q_lora_rank)
+            self.q_proj = ColumnParallelLinear(hf.q_lora_rank, [query_rows], parallel.tp)
+        self.kv_a_layernorm = Norm(hf.kv_lora_rank)
+        self.kv_b_NCL = empty_parameter(self.num_heads, hf.qk_nope_head_dim + hf.v_head_dim, hf.kv_lora_rank)
+        self.o_proj = RowParallelLinear(hf.num_attention_heads * hf.v_head_dim, hf.hidden_size, parallel.tp)
+
+    def forward(self, x_TH: Tensor, cos_TR: Tensor, sin_TR: Tensor, cache: KVCache, context: ForwardContext) -> Tensor:
+        """[T, H] -> [T, H]; writes the tokens' latents to the cache."""
+        hf, ops = self.hf, self.ops
+        query_T, latent_TL, k_rope_TR = self._project(x_TH)
+        q_TNC = query_T.view(len(x_TH), self.num_heads, -1)
+        q_nope_TNP = q_TNC[..., : hf.qk_nope_head_dim]
+        q_rope_TNR = ops.rotary_interleaved(q_TNC[..., hf.qk_nope_head_dim :], cos_TR, sin_TR)
+        k_rope_TR = ops.rotary_interleaved(k_rope_TR[:, None], cos_TR, sin_TR)[:, 0]
+        ops.write_kv(cache, latent_TL, k_rope_TR, context.slots_T)
+        split, parts = context.num_decode_tokens, []
+        if context.decode is not None:
+            w_uk_NPL = self.kv_b_NCL[:, : hf.qk_nope_head_dim]
+            w_uv_NLV = self.kv_b_NCL[:, hf.qk_nope_head_dim :].transpose(1, 2)
+            q_latent_BNL = torch.bmm(q_nope_TNP[:split].transpose(0, 1), w_uk_NPL).transpose(0, 1)
+            out_BNL = ops.mla_decode(q_latent_BNL, q_rope_TNR[:split], cache, context.decode, self.scale)
+            parts.append(torch.bmm(out_BNL.transpose(0, 1), w_uv_NLV).transpose(0, 1))
+        if context.prefill is not None:
+            prefill = (q_nope_TNP[split:], q_rope_TNR[split:], self.kv_b_NCL, cache, context.prefill, self.scale)
+            parts.append(ops.mla_prefill(*prefill))
+        out_TNV = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.o_proj(out_TNV.reshape(len(x_TH), -1))
+
+    def _project(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(queries [T, N * (P + R)], normed latents [T, L], keys' rope channels [T, R])."""
+        hf, eps = self.hf, self.hf.rms_norm_eps
+        down_T = self.qkv_a_proj(x_TH)
+        if hf.q_lora_rank is None:
+            query_T, kv_T = self.q_proj(x_TH), down_T
+        else:
+            q_T, kv_T = down_T[:, : hf.q_lora_rank], down_T[:, hf.q_lora_rank :]
+            query_T = self.q_proj(self.ops.rms_norm(q_T, self.q_a_layernorm.weight, eps))
+        latent_TL = self.ops.rms_norm(kv_T[:, : hf.kv_lora_rank], self.kv_a_layernorm.weight, eps)
+        return query_T, latent_TL, kv_T[:, hf.kv_lora_rank :]
+
+    def targets(self, prefix: str) -> dict[str, WeightTarget]:
+        kv_a, rows = f"{prefix}.kv_a_proj_with_mqa.weight", self.hf.num_attention_heads * self.kv_b_NCL.shape[1]
+        if self.hf.q_lora_rank is None:
+            result = self.qkv_a_proj.targets(kv_a) | self.q_proj.targets(f"{prefix}.q_proj.weight")
+        else:
+            result = self.qkv_a_proj.targets(f"{prefix}.q_a_proj.weight", kv_a)
+            result |= self.q_a_layernorm.targets(f"{prefix}.q_a_layernorm.weight")
+            result |= self.q_proj.targets(f"{prefix}.q_b_proj.weight")
+        kv_b_flat = nn.Parameter(self.kv_b_NCL.data.view(-1, self.hf.kv_lora_rank), requires_grad=False)
+        result[f"{prefix}.kv_b_proj.weight"] = WeightTarget(
+            (rows, self.hf.kv_lora_rank), kv_b_flat, (slice(None),), (local_slice(rows, self.tp),)
+        )
+        result |= self.kv_a_layernorm.targets(f"{prefix}.kv_a_layernorm.weight")
+        return result | self.o_proj.targets(f"{prefix}.o_proj.weight")

@@ -1,0 +1,18 @@
+"""What the scheduler tells the model runner to do in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.v1.request import Request
+
+
+@dataclass
+class SchedulerOutput:
+    """One step: request i computes its next num_tokens[i] tokens. Requests keep their order between steps."""
+
+    requests: list[Request]
+    num_tokens: list[int]
+    new_block_ids: list[list[int] | None]  # per request: blocks added in this step; None: use request.block_ids, it is (re)admitted
+    removed: list[Request]  # finished, aborted or preempted since the last step: their rows are free
+    total_num_tokens: int

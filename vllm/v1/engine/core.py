@@ -1,0 +1,102 @@
+"""The engine's step: schedule, run, take the samples in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import ParallelState
+from vllm.ops.contract import RolloutOps
+from vllm.platforms import Platform
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+from vllm.v1.worker.worker import Worker
+
+
+class EngineCore:
+    """Scheduler and worker of one rank."""
+
+    def __init__(
+        self, config: VllmConfig, parallel: ParallelState, platform: Platform, ops: RolloutOps, device: torch.device
+    ) -> None:
+        self.parallel, self.platform, self.device = parallel, platform, device
+        self.worker = Worker(config, parallel, platform, ops, device)
+        kv = KVCacheManager(self.worker.num_gpu_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
+        self.scheduler = Scheduler(config.scheduler, kv)
+        self.num_steps = 0
+
+    def step(self) -> tuple[list[Request], bool]:
+        """(requests that finished, whether any replica sharing experts with this one has work left or had before this step).
+
+        In lock-step every replica calls it until the flag is False everywhere: one without work lends its experts.
+        """
+        step = self.scheduler.schedule()
+        counts, is_anyone_busy = self.parallel.exchange_step(
+            step.total_num_tokens, self.scheduler.has_unfinished, self.device
+        )
+        if not is_anyone_busy:
+            self._drop_rows(step)
+            return [], False
+        output = self.worker.execute(step, counts)
+        self.num_steps += 1
+        if output.top is not None:
+            self._record_top(step, output.top)
+        return self.scheduler.update_from_output(step, output.token_ids.tolist(), output.logprobs), True
+
+    def sleep(self, level: int) -> None:
+        """Free weights (level 1: kept on the host, level 2: dropped) and KV cache."""
+        self._require_idle("sleep")
+        self.worker.sleep_weights(level)
+        self.worker.free_kv_cache()
+        self.scheduler.kv.reset_prefix_cache()
+        self.platform.empty_cache()
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Restore what `tags` names: "weights", "kv_cache"."""
+        if "weights" in tags:
+            self.worker.wake_weights()
+        if "kv_cache" in tags and not self.worker.is_kv_cache_awake:
+            self.worker.allocate_kv_cache()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take new weights; cached prefixes of the old ones are forgotten."""
+        self._require_idle("load_weights")
+        self.scheduler.kv.reset_prefix_cache()
+        return self.worker.load_weights(weights)
+
+    def require_ready(self) -> None:
+        """RuntimeError when the engine cannot generate, saying what to call."""
+        worker = self.worker
+        if not worker.are_weights_awake or not worker.is_kv_cache_awake:
+            asleep = [
+                tag
+                for tag, is_awake in (("weights", worker.are_weights_awake), ("kv_cache", worker.is_kv_cache_awake))
+                if not is_awake
+            ]
+            raise RuntimeError(f"generate while the engine sleeps: call wake_up(tags={asleep}) first")
+        if worker.names_to_load:
+            raise RuntimeError(
+                f"generate with {len(worker.names_to_load)} weights never loaded after a level-2 sleep, e.g. "
+                f"{min(worker.names_to_load)}: call load_weights first"
+            )
+
+    def _require_idle(self, action: str) -> None:
+        if self.scheduler.has_unfinished:
+            raise RuntimeError(f"{action} while requests are running: finish generate first")
+
+    def _drop_rows(self, step: SchedulerOutput) -> None:
+        self.worker.runner.batch.update(step)
+
+    @staticmethod
+    def _record_top(step: SchedulerOutput, top: list[tuple[int, list[int], list[float]]]) -> None:
+        entries = iter(top)
+        for request, num_new in zip(step.requests, step.num_tokens, strict=True):
+            if request.num_computed_tokens + num_new == len(request.token_ids):
+                rank, ids, logprobs = next(entries)
+                count = request.num_top_logprobs
+                request.output_top.append((rank, ids[:count], logprobs[:count]))

@@ -1,0 +1,101 @@
+"""The engine's state of one sample of one prompt."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class RequestStatus(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # waiting again, its blocks given up, to be recomputed
+    FINISHED = "finished"
+
+
+class Request:
+    """One sequence: its tokens, how many of them are in the KV cache, and the blocks that hold them."""
+
+    __slots__ = (
+        "block_hashes",
+        "block_ids",
+        "finish_reason",
+        "max_tokens",
+        "min_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_registered_blocks",
+        "num_top_logprobs",
+        "output_logprobs",
+        "output_top",
+        "request_id",
+        "seed",
+        "status",
+        "stop_ids",
+        "stop_reason",
+        "temperature",
+        "token_ids",
+        "top_k",
+        "top_p",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        *,
+        max_tokens: int,
+        seed: int = 0,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_tokens: int = 0,
+        stop_ids: frozenset[int] = frozenset(),
+        num_top_logprobs: int = 0,
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids = list(prompt_token_ids)  # prompt, then output
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.max_tokens = max_tokens  # already cut so that prompt and output fit max_model_len
+        self.min_tokens = min_tokens
+        self.stop_ids = stop_ids  # tokens that end the sample, EOS included unless ignored
+        self.seed = seed  # uint64
+        self.temperature = temperature
+        self.top_k = top_k
+        self.top_p = top_p
+        self.num_top_logprobs = num_top_logprobs
+        self.status = RequestStatus.WAITING
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0  # of the first admission, found in the prefix cache
+        self.num_preemptions = 0
+        self.block_ids: list[int] = []
+        self.block_hashes: list[int] = []  # content hashes of leading full blocks, as far as they were needed
+        self.num_registered_blocks = 0  # leading blocks that the pool can find by content
+        self.output_logprobs: list[float] = []
+        self.output_top: list[tuple[int, list[int], list[float]]] = []  # per token: its rank, top ids, top log-probs
+        self.finish_reason: str | None = None
+        self.stop_reason: int | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def append(self, token: int, logprob: float) -> bool:
+        """Take a sampled token; True when it ends the request."""
+        self.token_ids.append(token)
+        self.output_logprobs.append(logprob)
+        num_output = len(self.output_logprobs)
+        if token in self.stop_ids and num_output >= self.min_tokens:
+            self.finish_reason, self.stop_reason = "stop", token
+            return True
+        if num_output >= self.max_tokens:
+            self.finish_reason = "length"
+            return True
+        return False

@@ -1,0 +1,73 @@
+"""From the batch's sampling settings to sampled tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.ops.contract import RolloutOps, SampledTokens, SamplingBatch
+from vllm.v1.sample.rng import row_keys, vocab_keys
+from vllm.v1.worker.input_batch import InputBatch
+
+
+@dataclass
+class SamplerOutput:
+    """One step's samples on the host, B rows."""
+
+    token_ids: np.ndarray  # int64 [B]
+    logprobs: list[float]
+    top: list[tuple[int, list[int], list[float]]] | None  # per row: rank of the sampled token, most likely ids, their log-probs
+
+
+class Sampler:
+    """Samples rows of an InputBatch from their logits."""
+
+    def __init__(self, vocab_size: int, ops: RolloutOps, device: torch.device) -> None:
+        self.vocab_size, self.ops, self.device = vocab_size, ops, device
+        self.vocab_keys_W = torch.from_numpy(vocab_keys(vocab_size)).to(device)
+
+    def __call__(self, logits_BW: Tensor, batch: InputBatch, rows: np.ndarray) -> SamplerOutput:
+        """logits fp32 [B, W] of the batch's `rows` [B]; the next token of each."""
+        sampled = self.ops.sample(logits_BW, self._settings(batch, rows))
+        return SamplerOutput(sampled.token_ids_B.cpu().numpy(), sampled.logprobs_B.tolist(), _top(sampled))
+
+    def _settings(self, batch: InputBatch, rows: np.ndarray) -> SamplingBatch:
+        temperature, top_k, top_p = batch.temperature[rows], batch.top_k[rows], batch.top_p[rows]
+        positions = batch.num_tokens[rows] - batch.num_prompt[rows]
+        limited_k = np.where((top_k > 0) & (top_k < self.vocab_size), top_k, self.vocab_size)
+        has_top_k, has_top_p = bool((limited_k < self.vocab_size).any()), bool((top_p < 1).any())
+        has_random = bool((temperature > 0).any())
+        return SamplingBatch(
+            temperature_B=self._send(temperature),
+            keys_B2=self._send(row_keys(batch.seed[rows], positions)),
+            vocab_keys_W=self.vocab_keys_W,
+            top_k_B=self._send(limited_k) if has_top_k else None,
+            top_p_B=self._send(top_p) if has_top_p else None,
+            banned_BW=self._banned(batch, rows, positions),
+            has_greedy=bool((temperature == 0).any()),
+            has_random=has_random,
+            num_top_logprobs=int(batch.num_top_logprobs[rows].max()),
+        )
+
+    def _banned(self, batch: InputBatch, rows: np.ndarray, positions: np.ndarray) -> Tensor | None:
+        """Stop tokens of the rows that have not reached min_tokens - 1 output tokens yet."""
+        early = np.flatnonzero(positions + 1 < batch.min_tokens[rows])
+        if len(early) == 0:
+            return None
+        banned = np.zeros((len(rows), self.vocab_size), dtype=np.bool_)
+        for index in early:
+            banned[index, list(batch.stop_ids[int(rows[index])])] = True
+        return self._send(banned)
+
+    def _send(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _top(sampled: SampledTokens) -> list[tuple[int, list[int], list[float]]] | None:
+    if sampled.ranks_B is None or sampled.top_ids_BK is None or sampled.top_logprobs_BK is None:
+        return None
+    columns = sampled.ranks_B.tolist(), sampled.top_ids_BK.tolist(), sampled.top_logprobs_BK.tolist()
+    return list(zip(*columns, strict=True))

@@ -1,0 +1,80 @@
+"""The running requests as rows of host arrays, so that a step is prepared with a few vector operations."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+
+class InputBatch:
+    """One row per running request, from admission until it finishes or is preempted."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        max_blocks = -(-max_model_len // block_size)
+        self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int64)
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_computed = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
+        self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self.top_k = np.zeros(max_num_seqs, dtype=np.int64)  # 0 = no limit
+        self.top_p = np.ones(max_num_seqs, dtype=np.float32)
+        self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
+        self.num_top_logprobs = np.zeros(max_num_seqs, dtype=np.int64)
+        self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.stop_ids: dict[int, frozenset[int]] = {}  # of the rows with min_tokens
+        self.row_of: dict[str, int] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def update(self, step: SchedulerOutput) -> np.ndarray:
+        """Bring the rows up to date with a scheduled step; returns int64 [requests of the step] their rows."""
+        for request in step.removed:
+            self._remove(request)
+        row_of = self.row_of
+        rows = []
+        for request, new_blocks in zip(step.requests, step.new_block_ids, strict=True):
+            if new_blocks is None:
+                self._add(request)
+            elif new_blocks:
+                self._append_blocks(row_of[request.request_id], new_blocks)
+            rows.append(row_of[request.request_id])
+        return np.array(rows, dtype=np.int64)
+
+    def append_tokens(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
+        """Record the tokens sampled for `rows`."""
+        self.token_ids[rows, np.minimum(self.num_tokens[rows], self.token_ids.shape[1] - 1)] = token_ids
+        self.num_tokens[rows] += 1
+
+    def _add(self, request: Request) -> None:
+        row = self._free_rows.pop()
+        self.row_of[request.request_id] = row
+        self.token_ids[row, : len(request.token_ids)] = request.token_ids
+        self.num_tokens[row] = len(request.token_ids)
+        self.num_computed[row] = request.num_computed_tokens
+        self.num_prompt[row] = request.num_prompt_tokens
+        self.num_blocks[row] = 0
+        self._append_blocks(row, request.block_ids)
+        self.temperature[row] = request.temperature
+        self.top_k[row] = max(request.top_k, 0)
+        self.top_p[row] = request.top_p
+        self.seed[row] = request.seed
+        self.num_top_logprobs[row] = request.num_top_logprobs
+        self.min_tokens[row] = request.min_tokens
+        if request.min_tokens > 0:
+            self.stop_ids[row] = request.stop_ids
+
+    def _append_blocks(self, row: int, blocks: list[int]) -> None:
+        start = self.num_blocks[row]
+        self.block_table[row, start : start + len(blocks)] = blocks
+        self.num_blocks[row] = start + len(blocks)
+
+    def _remove(self, request: Request) -> None:
+        row = self.row_of.pop(request.request_id, None)
+        if row is not None:  # None: dropped before it ever ran
+            self.stop_ids.pop(row, None)
+            self.min_tokens[row] = 0
+            self._free_rows.append(row)

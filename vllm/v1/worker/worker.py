@@ -1,0 +1,160 @@
+"""One rank's device state: weights, KV cache, and their life between training and generation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import ParallelState
+from vllm.model_executor.model_loader.loader import iterate_checkpoint, iterate_dummy
+from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM
+from vllm.ops.contract import KVCache, RolloutOps
+from vllm.platforms import Platform
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.sample.sampler import SamplerOutput
+from vllm.v1.worker.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Builds the model, sizes the KV cache once, and frees or restores both on demand."""
+
+    def __init__(
+        self, config: VllmConfig, parallel: ParallelState, platform: Platform, ops: RolloutOps, device: torch.device
+    ) -> None:
+        self.config, self.platform, self.ops, self.device = config, platform, ops, device
+        self.dtype = getattr(torch, config.model.dtype)
+        self.model = self._build_model(parallel)
+        self.names_to_load: set[str] = set(self.model.weight_targets)
+        self._host_weights: list[Tensor] | None = None  # level-1 sleep keeps the weights here
+        self.are_weights_awake = True
+        self._load_initial_weights()
+        self.kv_caches: list[KVCache] = []
+        self.num_gpu_blocks = self._count_blocks()
+        self.allocate_kv_cache()
+        self.runner = ModelRunner(config, self.model, ops, device)
+
+    @property
+    def is_kv_cache_awake(self) -> bool:
+        return bool(self.kv_caches)
+
+    def execute(self, step: SchedulerOutput, dp_token_counts: list[int]) -> SamplerOutput:
+        """Run one scheduled step."""
+        return self.runner.execute(step, dp_token_counts, self.kv_caches)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take (hf_name, full tensor) pairs; RuntimeError while the weights sleep."""
+        if not self.are_weights_awake:
+            raise RuntimeError('load_weights while the weights sleep: call wake_up(tags=["weights"]) first')
+        loaded = self.model.load_weights(weights)
+        self.names_to_load -= loaded
+        return loaded
+
+    def sleep_weights(self, level: int) -> None:
+        """Free the weights' storage; level 1 keeps a copy on the host, level 2 does not."""
+        if not self.are_weights_awake:
+            return
+        if level == 1:
+            self._host_weights = [p.data.to("cpu", copy=True) for p in self.model.parameters()]
+        else:
+            self.names_to_load = set(self.model.weight_targets)
+        for parameter in self.model.parameters():
+            parameter.untyped_storage().resize_(0)
+        self.are_weights_awake = False
+
+    def wake_weights(self) -> None:
+        """Give the weights storage again: filled from the host after level 1, else to be filled by load_weights."""
+        if self.are_weights_awake:
+            return
+        for parameter in self.model.parameters():
+            parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
+        if self._host_weights is not None:
+            for parameter, kept in zip(self.model.parameters(), self._host_weights, strict=True):
+                parameter.data.copy_(kept)
+            self._host_weights = None
+        self.are_weights_awake = True
+
+    def allocate_kv_cache(self) -> None:
+        """Allocate the caches of all layers, always with the block count found at start."""
+        # NPU-ADAPTATION(kv-blocks-fixed): the scheduler's block count is set once; sizing the cache anew after a sleep finds other free
+        # memory, and blocks the scheduler believes in would lie outside of it; drop when never: it is right on every device.
+        hf, block_size = self.config.model.hf, self.config.cache.block_size
+        shape = (self.num_gpu_blocks, block_size, hf.kv_lora_rank, hf.qk_rope_head_dim)
+        self.kv_caches = [
+            self.ops.new_kv_cache(*shape, self.dtype, self.device) for _ in range(hf.num_hidden_layers)
+        ]
+        # NPU-ADAPTATION END
+
+    def free_kv_cache(self) -> None:
+        self.kv_caches = []
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes held by weights, offloaded weights and KV cache, and the block count."""
+        weights = sum(p.untyped_storage().nbytes() for p in self.model.parameters())
+        kv_cache = sum(t.untyped_storage().nbytes() for cache in self.kv_caches for t in cache)
+        memory = self.platform.memory(self.device)
+        return {
+            "weights_bytes": weights,
+            "host_weights_bytes": sum(t.nbytes for t in self._host_weights or []),
+            "kv_cache_bytes": kv_cache,
+            "num_gpu_blocks": self.num_gpu_blocks,
+            "device_free_bytes": memory.free_bytes,
+            "device_total_bytes": memory.total_bytes,
+        }
+
+    def _build_model(self, parallel: ParallelState) -> DeepseekV3ForCausalLM:
+        default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with self.device:
+                return DeepseekV3ForCausalLM(
+                    self.config.model.hf, self.config.model.max_model_len, parallel, self.ops, self.device
+                )
+        finally:
+            torch.set_default_dtype(default_dtype)
+
+    def _load_initial_weights(self) -> None:
+        targets = self.model.weight_targets
+        if self.config.load_format == "dummy":
+            self.model.load_weights(iterate_dummy(targets, self.config.model.seed))
+            self.names_to_load = set()  # what belongs to other ranks only is not even made
+            return
+
+        def is_wanted(name: str) -> bool:
+            return name not in targets or targets[name].parameter is not None
+
+        elsewhere = {name for name, target in targets.items() if target.parameter is None}
+        self.load_weights(iterate_checkpoint(self.config.model.model, is_wanted))
+        self.names_to_load -= elsewhere
+        self.check_weights_loaded()
+
+    def check_weights_loaded(self) -> None:
+        """ValueError naming the weights that nobody has loaded since the model was made or put to level-2 sleep."""
+        if self.names_to_load:
+            missing = sorted(self.names_to_load)
+            shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+            raise ValueError(f"{len(missing)} weights were not loaded: {shown}")
+
+    def _count_blocks(self) -> int:
+        cache, model = self.config.cache, self.config.model
+        if cache.num_gpu_blocks_override is not None:
+            return cache.num_gpu_blocks_override
+        hf, scheduler = model.hf, self.config.scheduler
+        token_bytes = (hf.kv_lora_rank + hf.qk_rope_head_dim) * self.dtype.itemsize * hf.num_hidden_layers
+        affordable = self.platform.kv_cache_budget_bytes(self.device, cache.gpu_memory_utilization) // (
+            token_bytes * cache.block_size
+        )
+        blocks_per_seq = -(-model.max_model_len // cache.block_size)
+        if affordable < blocks_per_seq:
+            raise ValueError(
+                f"gpu_memory_utilization={cache.gpu_memory_utilization} leaves room for {affordable} KV blocks, but one sequence "
+                f"of max_model_len={model.max_model_len} needs {blocks_per_seq}; raise it or lower max_model_len"
+            )
+        blocks = min(affordable, scheduler.max_num_seqs * blocks_per_seq)
+        logger.info("KV cache: %d blocks of %d tokens (%d affordable)", blocks, cache.block_size, affordable)
+        return blocks
