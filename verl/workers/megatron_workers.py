@@ -16,18 +16,19 @@ from megatron.core.ops import TrainOps, resolve
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
-from mindspeed_llm.hf_config import HFModelConfig, load_hf_config
+from mindspeed_llm.hf_config import load_hf_config
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weights import HFCheckpoint, ShardedCheckpoint, load_weights
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.trainer.config import PPOTrainerConfig
 from verl.utils.checkpoint import MegatronCheckpointManager
-from verl.utils.device import dist_backend, get_torch_device
+from verl.utils.device import dist_backend, get_torch_device, ops_providers, resolve_device
 from verl.utils.megatron.frozen import HostResidentModel
 from verl.workers.actor import MegatronPPOActor
-from verl.workers.config import ActorRolloutRefConfig, McoreEngineConfig
+from verl.workers.config import McoreEngineConfig
 from verl.workers.rollout import get_rollout_class
 from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
 
@@ -41,21 +42,17 @@ class ActorRolloutRefWorker(Worker):
     """The process of one device.
 
     Args:
-        config: the ``actor_rollout_ref`` tree.
+        config: the whole tree of the run.
         role: ``actor_rollout_ref``, or ``actor_rollout`` when no reference policy is needed.
-        device: ``cpu``, ``cuda`` or ``npu``.
-        train_ops, rollout_ops: ``module:function`` providers of the two engines' op tables.
     """
 
-    def __init__(
-        self, config: ActorRolloutRefConfig, role: str, *, device: str, train_ops: str, rollout_ops: str
-    ) -> None:
+    def __init__(self, config: PPOTrainerConfig, role: str) -> None:
         super().__init__()
-        self.config = config
+        self.config = config.actor_rollout_ref
         self.role = role
-        self.device_type = device
-        self.train_ops_provider = train_ops
-        self.rollout_ops_provider = rollout_ops
+        self.device_type = resolve_device(config.trainer.device)
+        self.train_ops_provider, self.rollout_ops_provider = ops_providers(config.trainer, self.device_type)
+        self.total_training_steps = config.trainer.total_training_steps or 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> dict[str, float]:
@@ -63,10 +60,10 @@ class ActorRolloutRefWorker(Worker):
         start = time.perf_counter()
         ops = resolve(self.train_ops_provider)
         self.device = _init_device(self.device_type)
+        self.hf_config = load_hf_config(self.config.model.path)
         self.groups = self._init_groups()
         if self.rank == 0:
             logger.info("training ops: %s", ", ".join(f"{name}={kind}" for name, kind in ops.names.items()))
-        self.hf_config = load_hf_config(self.config.model.path)
         self._build_actor(ops)
         self.ref = self._build_ref(ops) if self.role.endswith("ref") else None
         self._build_rollout()
@@ -158,7 +155,7 @@ class ActorRolloutRefWorker(Worker):
             dist.init_process_group(
                 dist_backend(self.device_type), rank=self.rank, world_size=self.world_size, timeout=timeout
             )
-        layout = self.config.actor.megatron.layout(self.world_size)
+        layout = self.config.actor.megatron.layout(self.world_size, self.hf_config.num_hidden_layers)
         groups = initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor_model_parallel_size,
             pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
@@ -180,18 +177,18 @@ class ActorRolloutRefWorker(Worker):
             ops,
             params_dtype=_DTYPES[engine.dtype],
             calculate_per_token_loss=True,
-            **self.config.model.recompute_fields(),
-            **engine.transformer_overrides(),
+            **engine.transformer_fields(
+                self.config.model.gradient_checkpointing_kwargs, self.config.model.enable_gradient_checkpointing
+            ),
         ).to(self.device)
-        if not self.config.actor.load_weight:
+        if not (self.config.actor.load_weight and engine.load_weight):
             model.init_weights(engine.seed)
             return model
         plan = local_plan(self.hf_config, self.groups.layout, self.groups.coords, naming="core")
         if engine.use_dist_checkpointing:
-            source = ShardedCheckpoint(engine.dist_checkpointing_path, self.hf_config)
+            load_weights(model, plan, ShardedCheckpoint(str(engine.dist_checkpointing_path)))
         else:
-            source = HFCheckpoint(self.config.model.path)
-        load_weights(model, plan, source)
+            load_weights(model, plan, HFCheckpoint(self.config.model.path))
         return model
 
     def _build_actor(self, ops: TrainOps) -> None:
@@ -208,6 +205,7 @@ class ActorRolloutRefWorker(Worker):
             weight_decay=optim.weight_decay,
             adam_beta1=optim.betas[0],
             adam_beta2=optim.betas[1],
+            adam_eps=optim.adam_eps,
             clip_grad=optim.clip_grad,
             use_distributed_optimizer=config.megatron.use_distributed_optimizer,
         )
@@ -216,7 +214,8 @@ class ActorRolloutRefWorker(Worker):
             self.optimizer,
             max_lr=optim.lr,
             min_lr=optim.min_lr,
-            lr_warmup_steps=optim.lr_warmup_steps,
+            init_lr=optim.lr_warmup_init,
+            lr_warmup_steps=optim.warmup_steps(self.total_training_steps),
             lr_decay_steps=optim.lr_decay_steps,
             lr_decay_style=optim.lr_decay_style,
         )
@@ -245,8 +244,6 @@ class ActorRolloutRefWorker(Worker):
         self.rollout = rollout_class(
             config,
             self.config.model.path,
-            eos_token_id=self.hf_config.eos_token_id,
-            pad_token_id=self.hf_config.eos_token_id,
             rollout_ops=self.rollout_ops_provider,
             device=self.device,
         )

@@ -46,6 +46,7 @@ class TransformerConfig(ModelParallelConfig):
     moe_router_norm_topk_prob: bool = True  # sigmoid scores only: weights of a token are made to sum to 1
     moe_router_enable_expert_bias: bool = False
     moe_router_bias_update_rate: float = 1e-3
+    moe_router_force_load_balancing: bool = False  # benchmarks with random weights: the gate decides nothing
     moe_router_dtype: str = "fp32"
     moe_aux_loss_coeff: float = 0.0
 

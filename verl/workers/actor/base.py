@@ -13,8 +13,10 @@ class BasePPOActor(ABC):
     """A policy that scores given responses and learns from them."""
 
     @abstractmethod
-    def compute_log_prob(self, data: DataProto) -> Tensor:
-        """Log-probability of every response token, fp32 [B, R], zero where ``response_mask`` is 0."""
+    def compute_log_prob(
+        self, data: DataProto, *, micro_batch_size: int | None = None, max_token_len: int | None = None
+    ) -> Tensor | None:
+        """Log-probs of the response tokens, fp32 [B, R], zero where ``response_mask`` is; None off the last stage."""
 
     @abstractmethod
     def update_policy(self, data: DataProto) -> dict[str, float]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -21,7 +21,7 @@ from verl.utils.megatron.packed_batch import PackedMicroBatch, pack_micro_batch,
 from verl.workers.actor.base import BasePPOActor
 from verl.workers.actor.micro_batching import split_rows
 from verl.workers.actor.policy_loss import LossInputs, PolicyLoss, UpdateMetrics
-from verl.workers.config import McoreActorConfig
+from verl.workers.config import ActorConfig
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class MegatronPPOActor(BasePPOActor):
 
     def __init__(
         self,
-        config: McoreActorConfig,
+        config: ActorConfig,
         tf_config: TransformerConfig,
         groups: ProcessGroups,
         actor_module: DistributedDataParallel | GPTModel,
@@ -126,6 +126,8 @@ class MegatronPPOActor(BasePPOActor):
             micro_batch_size=self.config.ppo_micro_batch_size_per_gpu,
             max_token_len=self.config.ppo_max_token_len_per_gpu if self.config.use_dynamic_bsz else None,
         )
+        assert isinstance(self.actor_module, DistributedDataParallel)
+        finalize_model_grads(self.actor_module, self.groups)
         has_stepped, grad_norm, _ = self.actor_optimizer.step()
         if has_stepped and self.scheduler is not None:
             self.scheduler.step(1)

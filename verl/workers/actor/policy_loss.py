@@ -12,7 +12,7 @@ from megatron.core.parallel_state import ProcessGroups
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import kl_penalty, policy_loss_per_token, token_loss_weights
 from verl.utils.megatron.packed_batch import PackedMicroBatch
-from verl.workers.config import McoreActorConfig
+from verl.workers.config import ActorConfig
 
 _SUMS = (
     "tokens",
@@ -50,7 +50,7 @@ class LossInputs:
     rollout_log_probs: Tensor | None
 
     @classmethod
-    def from_batch(cls, data: DataProto, config: McoreActorConfig, groups: ProcessGroups) -> LossInputs:
+    def from_batch(cls, data: DataProto, config: ActorConfig, groups: ProcessGroups) -> LossInputs:
         """Reads a mini-batch; the denominators are summed over the data-parallel group."""
         batch = data.batch
         mask = batch["response_mask"].float()
@@ -76,7 +76,7 @@ class PolicyLoss:
     data-parallel ranks is verl's ``agg_loss`` of the mini-batch, however it was packed.
     """
 
-    def __init__(self, config: McoreActorConfig, inputs: LossInputs) -> None:
+    def __init__(self, config: ActorConfig, inputs: LossInputs) -> None:
         self.config = config
         self.inputs = inputs
 
@@ -90,9 +90,8 @@ class PolicyLoss:
             old_S,
             log_probs_S,
             inputs.advantages[at],
-            clip_ratio=config.clip_ratio,
-            clip_ratio_low=config.clip_ratio_low,
-            clip_ratio_high=config.clip_ratio_high,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
             clip_ratio_c=config.clip_ratio_c,
         )
         loss = (weights_S * pg_S).sum()

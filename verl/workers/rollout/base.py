@@ -6,9 +6,11 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
+from verl.workers.config import RolloutConfig
 
 _ROLLOUT_REGISTRY = {
     ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout",
@@ -16,7 +18,10 @@ _ROLLOUT_REGISTRY = {
 
 
 class BaseRollout(ABC):
-    """Generates responses with weights that the trainer streams in; holds device memory only between resume and release."""
+    """Generates with weights that the trainer streams in; holds device memory only between resume and release."""
+
+    @abstractmethod
+    def __init__(self, config: RolloutConfig, model_path: str, *, rollout_ops: str, device: torch.device) -> None: ...
 
     @abstractmethod
     def resume(self, tags: list[str]) -> None:

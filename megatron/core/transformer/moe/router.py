@@ -40,6 +40,8 @@ class TopKRouter(nn.Module):
     def forward(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         config = self.config
         logits_TE = F.linear(x_TH.float(), self.weight.float())
+        if config.moe_router_force_load_balancing:
+            logits_TE = _balanced_logits(logits_TE, config.moe_router_topk)
         probs_TK, indices_TK = self.topk_router(
             logits_TE,
             topk=config.moe_router_topk,
@@ -65,3 +67,12 @@ class TopKRouter(nn.Module):
             self.local_tokens_per_expert.zero_()
             if self.expert_bias is not None:
                 self.expert_bias.zero_()
+
+
+def _balanced_logits(logits_TE: torch.Tensor, topk: int) -> torch.Tensor:
+    """Logits that send token t to experts t*K .. t*K + K-1 (modulo E): every expert gets the same load."""
+    num_tokens, num_experts = logits_TE.shape
+    first_T = torch.arange(num_tokens, device=logits_TE.device) * topk
+    chosen_TK = (first_T[:, None] + torch.arange(topk, device=logits_TE.device)) % num_experts
+    far_apart = torch.full_like(logits_TE, -15.0).scatter(1, chosen_TK, 15.0)
+    return far_apart + 0.0 * logits_TE  # the gate still gets a gradient, as it would have

@@ -12,7 +12,7 @@ from torch import Tensor
 from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.base import BaseRollout
-from vllm import LLM, RequestOutput, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 
 logger = logging.getLogger(__name__)
 
@@ -20,20 +20,8 @@ logger = logging.getLogger(__name__)
 class vLLMRollout(BaseRollout):
     """One data-parallel replica's share of the rollout; tensor-parallel ranks of a replica get the same rows."""
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        model_path: str,
-        *,
-        eos_token_id: int,
-        pad_token_id: int,
-        rollout_ops: str,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, config: RolloutConfig, model_path: str, *, rollout_ops: str, device: torch.device) -> None:
         self.config = config
-        self.eos_token_id = eos_token_id
-        self.pad_token_id = pad_token_id
-        self.device = device
         world_size = torch.distributed.get_world_size()
         self.inference_engine = LLM(
             model=model_path,
@@ -44,7 +32,7 @@ class vLLMRollout(BaseRollout):
             data_parallel_size=world_size // config.tensor_model_parallel_size,
             enable_expert_parallel=config.enable_expert_parallel,
             distributed_executor_backend="external_launcher",
-            max_model_len=config.max_model_len or config.prompt_length + config.response_length,
+            max_model_len=config.context_length,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             gpu_memory_utilization=config.gpu_memory_utilization,
@@ -56,7 +44,7 @@ class vLLMRollout(BaseRollout):
             enforce_eager=config.enforce_eager,
             load_format="dummy",
             rollout_ops=rollout_ops,
-            device=device,
+            device=device.type,
         )
         self.release()
 
@@ -66,8 +54,8 @@ class vLLMRollout(BaseRollout):
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See ``BaseRollout``; an HF tensor that the stream left out is an error."""
-        loaded = self.inference_engine.load_weights(weights)
-        self.inference_engine.check_weights_loaded(loaded)
+        self.inference_engine.load_weights(weights)
+        self.inference_engine.check_weights_loaded()
 
     def release(self) -> None:
         """See ``BaseRollout``."""
@@ -78,15 +66,15 @@ class vLLMRollout(BaseRollout):
 
         Args:
             prompts: ``input_ids``/``attention_mask``/``position_ids`` [B, P] left-padded; ``raw_prompt_ids`` (lists of
-                ints) and ``sampling_seeds`` (ints) in ``non_tensor_batch``; ``validate`` and ``do_sample`` in
-                ``meta_info``.
+                ints) and ``sampling_seeds`` (ints) in ``non_tensor_batch``; ``eos_token_id``, ``pad_token_id`` and
+                optionally ``validate`` and ``do_sample`` in ``meta_info``.
 
         Returns:
             verl's rollout batch: prompts, responses, input_ids, attention_mask, position_ids, response_mask and
             rollout_log_probs (fp32 [B, R], zero on padding).
         """
         seeds = prompts.non_tensor_batch["sampling_seeds"]
-        requests = [{"prompt_token_ids": list(ids)} for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
+        requests = [TokensPrompt(prompt_token_ids=list(ids)) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
         params = [self._sampling_params(prompts.meta_info, int(seed)) for seed in seeds]
         outputs = self.inference_engine.generate(requests, params, use_tqdm=False)
         return self._to_batch(prompts, outputs)
@@ -102,7 +90,7 @@ class vLLMRollout(BaseRollout):
             top_k=chosen.top_k if do_sample else -1,
             top_p=chosen.top_p if do_sample else 1.0,
             max_tokens=config.response_length,
-            stop_token_ids=[self.eos_token_id],
+            stop_token_ids=[int(meta_info["eos_token_id"])],
             ignore_eos=config.ignore_eos,
             seed=seed,
             logprobs=0,
@@ -110,9 +98,9 @@ class vLLMRollout(BaseRollout):
         )
 
     def _to_batch(self, prompts: DataProto, outputs: list[RequestOutput]) -> DataProto:
-        length = self.config.response_length
+        length, pad = self.config.response_length, int(prompts.meta_info["pad_token_id"])
         completions = [output.outputs[0] for output in outputs]
-        responses = _right_padded([c.token_ids for c in completions], length, self.pad_token_id, torch.int64)
+        responses = _right_padded([c.token_ids for c in completions], length, pad, torch.int64)
         log_probs = _right_padded([c.sampled_logprobs for c in completions], length, 0.0, torch.float32)
         lengths = torch.tensor([len(c.token_ids) for c in completions])
         response_mask = (torch.arange(length) < lengths[:, None]).long()

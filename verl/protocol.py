@@ -1,0 +1,412 @@
+"""DataProto: the batch that travels between the controller and the workers (tensors, row-wise objects, settings)."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from verl.protocol_storage import as_rows, from_plain, pack_tensor, to_plain, unpack_tensor
+
+__all__ = [
+    "DataProto",
+    "DataProtoItem",
+    "collate_fn",
+    "pad_dataproto_to_divisor",
+    "union_numpy_dict",
+    "union_tensor_dict",
+    "unpad_dataproto",
+]
+
+# What a worker reports about a call, as opposed to what the batch is: `concat` must not drop it with a part.
+_REPORT_KEYS = ("metrics", "timing")
+
+
+@dataclass(eq=False)
+class DataProtoItem:
+    """One row: tensors without the batch dimension, plain objects, and the batch's settings."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class DataProto:
+    """A batch of B rows (upstream: ``verl.protocol.DataProto``).
+
+    Attributes:
+        batch: tensors whose first dimension is B, or None when there are none.
+        non_tensor_batch: arrays whose first dimension is B, usually of dtype object.
+        meta_info: settings and reports of the whole batch; never split, shared by the parts of ``chunk``.
+
+    ``DataProto()`` has length 0. Pickling copies exactly the rows that are there, to host memory.
+    """
+
+    batch: TensorDict = None  # type: ignore[assignment]  # upstream's annotation; None only when there are no tensors
+    non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.check_consistency()
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Tensor] | None = None,
+        non_tensors: Mapping[str, Sequence | np.ndarray] | None = None,
+        meta_info: dict[str, Any] | None = None,
+    ) -> DataProto:
+        """Builds a batch; ValueError names the keys when the row counts differ."""
+        tensors = dict(tensors or {})
+        arrays = {key: as_rows(values) for key, values in (non_tensors or {}).items()}
+        _require_equal_lengths(tensors, arrays)
+        batch: Any = None
+        if tensors:
+            num_rows = next(iter(tensors.values())).shape[0]
+            batch = TensorDict(tensors, batch_size=[num_rows])
+        return cls(batch=batch, non_tensor_batch=arrays, meta_info=dict(meta_info or {}))
+
+    @classmethod
+    def from_single_dict(
+        cls, data: Mapping[str, Tensor | np.ndarray], meta_info: dict[str, Any] | None = None
+    ) -> DataProto:
+        """Sorts the values of one dict into tensors and arrays; any other type is a ValueError."""
+        tensors = {key: value for key, value in data.items() if isinstance(value, Tensor)}
+        arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
+        wrong = [f"{key} ({type(data[key]).__name__})" for key in data if key not in tensors and key not in arrays]
+        if wrong:
+            raise ValueError(f"expected torch.Tensor or numpy.ndarray, got: {', '.join(wrong)}")
+        return cls.from_dict(tensors, arrays, meta_info)
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return int(self.batch.batch_size[0])
+        return next((len(array) for array in self.non_tensor_batch.values()), 0)
+
+    def __getitem__(self, item: int | np.integer | slice | Sequence | np.ndarray | Tensor) -> Any:
+        """An int gives a ``DataProtoItem``; a slice, indices or a boolean mask give a ``DataProto``."""
+        if isinstance(item, slice):
+            return self.slice(item.start, item.stop, item.step)
+        if isinstance(item, int | np.integer):
+            row = int(item)
+            return DataProtoItem(
+                batch=None if self.batch is None else self.batch[row],
+                non_tensor_batch={key: array[row] for key, array in self.non_tensor_batch.items()},
+                meta_info=self.meta_info,
+            )
+        return self.select_idxs(item)
+
+    def check_consistency(self) -> None:
+        """ValueError when a field has the wrong type or another number of rows."""
+        for key, array in self.non_tensor_batch.items():
+            if not isinstance(array, np.ndarray):
+                raise ValueError(f"non_tensor_batch[{key!r}] is a {type(array).__name__}, expected numpy.ndarray")
+        if self.batch is not None and len(self.batch.batch_size) != 1:
+            raise ValueError(f"batch has batch_size {tuple(self.batch.batch_size)}, expected one dimension")
+        _require_equal_lengths(_tensors(self.batch), self.non_tensor_batch)
+
+    def to(self, device: torch.device | str) -> DataProto:
+        """Moves the tensors in place."""
+        if self.batch is not None:
+            self.batch = self.batch.to(device)
+        return self
+
+    # Choosing columns
+
+    def select(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+    ) -> DataProto:
+        """The named columns (None: all of them), sharing memory; an unknown key is a ValueError."""
+        tensor_keys = list(_tensors(self.batch) if batch_keys is None else batch_keys)
+        array_keys = list(self.non_tensor_batch if non_tensor_batch_keys is None else non_tensor_batch_keys)
+        meta_keys = list(self.meta_info if meta_info_keys is None else meta_info_keys)
+        self._require_keys(tensor_keys, array_keys, meta_keys)
+        chosen: Any = self.batch.select(*tensor_keys) if self.batch is not None and tensor_keys else None
+        return DataProto(
+            batch=chosen,
+            non_tensor_batch={key: self.non_tensor_batch[key] for key in array_keys},
+            meta_info={key: self.meta_info[key] for key in meta_keys},
+        )
+
+    def pop(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+    ) -> DataProto:
+        """Moves the named columns (None: none) out of this batch into a new one."""
+        tensor_keys, array_keys = list(batch_keys or ()), list(non_tensor_batch_keys or ())
+        meta_keys = list(meta_info_keys or ())
+        popped = self.select(tensor_keys, array_keys, meta_keys)
+        if self.batch is not None and tensor_keys:
+            remaining: Any = self.batch.exclude(*tensor_keys)
+            self.batch = remaining if _tensors(remaining) else None  # type: ignore[assignment]
+        for key in array_keys:
+            del self.non_tensor_batch[key]
+        for key in meta_keys:
+            del self.meta_info[key]
+        return popped
+
+    def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
+        """Renames tensor columns in place."""
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
+        if len(old) != len(new):
+            raise ValueError(f"rename needs as many new keys as old ones, got {old} and {new}")
+        self._require_keys(old, [], [])
+        columns = _tensors(self.batch)
+        renamed = {dict(zip(old, new, strict=True)).get(key, key): value for key, value in columns.items()}
+        if len(renamed) != len(columns):
+            raise ValueError(f"renaming {old} to {new} would overwrite a column of {sorted(columns)}")
+        if self.batch is not None:
+            self.batch = TensorDict(renamed, batch_size=self.batch.batch_size)
+        return self
+
+    def union(self, other: DataProto) -> DataProto:
+        """Adds the columns of ``other`` in place; a key in both is a ValueError unless the values are equal."""
+        if self._has_rows() and other._has_rows() and len(self) != len(other):
+            raise ValueError(f"union of batches of {len(self)} and {len(other)} rows")
+        batch: Any = union_tensor_dict(self.batch, other.batch)
+        arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
+        meta_info = _union(self.meta_info, other.meta_info, "meta_info")
+        self.batch, self.non_tensor_batch, self.meta_info = batch, arrays, meta_info
+        return self
+
+    # Choosing rows
+
+    def select_idxs(self, idxs: Sequence | np.ndarray | Tensor) -> DataProto:
+        """Copies the rows of ``idxs``: int indices in the given order, or a boolean mask [B]."""
+        rows = idxs.detach().cpu().numpy() if isinstance(idxs, Tensor) else np.asarray(idxs)
+        if rows.size == 0:
+            rows = rows.astype(np.int64)
+        if rows.dtype == np.bool_:
+            if rows.shape != (len(self),):
+                raise ValueError(f"mask of shape {rows.shape} for a batch of {len(self)} rows")
+            rows = np.flatnonzero(rows)
+        index = torch.tensor(rows)
+        return self._map_rows(lambda tensor: tensor[index.to(tensor.device)], lambda array: array[rows])
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
+        """Rows ``start:end:step`` as views."""
+        rows = slice(start, end, step)
+        if step is not None and step < 0:
+            return self.select_idxs(np.arange(len(self))[rows])
+        return self._map_rows(lambda tensor: tensor[rows], lambda array: array[rows])
+
+    def reorder(self, indices: Sequence | np.ndarray | Tensor) -> None:
+        """Permutes the rows in place."""
+        ordered = self.select_idxs(indices)
+        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Every row ``repeat_times`` times: a a b b when interleaved, a b a b otherwise."""
+        rows = np.arange(len(self))
+        return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """``chunks`` equal parts as views; ValueError when the rows do not divide."""
+        if chunks < 1 or len(self) % chunks:
+            raise ValueError(
+                f"a batch of {len(self)} rows does not split into {chunks} equal chunks; "
+                f"use a multiple of {chunks} rows or pad with pad_dataproto_to_divisor"
+            )
+        size = len(self) // chunks
+        return [self.slice(i * size, (i + 1) * size) for i in range(chunks)]
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Parts of ``split_size`` rows as views; the last may be shorter."""
+        if split_size < 1:
+            raise ValueError(f"split_size is {split_size}, expected at least 1")
+        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
+
+    @staticmethod
+    def concat(data: Sequence[DataProto]) -> DataProto:
+        """Rows of all parts, in order; parts without rows are skipped, different columns are a ValueError.
+
+        ``meta_info`` is that of the first part with rows; ``metrics`` and ``timing`` are the first non-empty ones
+        of any part.
+        """
+        parts = [part for part in data if len(part)] or list(data[:1])
+        if not parts:
+            return DataProto()
+        meta_info = dict(parts[0].meta_info)
+        for key in _REPORT_KEYS:
+            report = next((part.meta_info[key] for part in data if part.meta_info.get(key)), None)
+            if report is not None:
+                meta_info[key] = report
+        first = parts[0]
+        for i, part in enumerate(parts):
+            if part._columns() != first._columns():
+                raise ValueError(f"concat: part 0 has columns {first._columns()}, part {i} has {part._columns()}")
+        batch = None
+        if first.batch is not None:
+            tensors = [_tensors(part.batch) for part in parts]
+            columns = {key: torch.cat([columns[key] for columns in tensors]) for key in tensors[0]}
+            batch = TensorDict(columns, batch_size=[sum(len(part) for part in parts)])
+        arrays = {key: np.concatenate([part.non_tensor_batch[key] for part in parts]) for key in first.non_tensor_batch}
+        return DataProto(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
+
+    # Leaving the process
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A view pickles its whole storage; raw bytes of the rows also let Ray keep them out of band.
+        return {
+            "tensors": {key: pack_tensor(tensor) for key, tensor in _tensors(self.batch).items()},
+            "num_rows": len(self),
+            "non_tensor_batch": self.non_tensor_batch,
+            "meta_info": self.meta_info,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tensors = {key: unpack_tensor(*packed) for key, packed in state["tensors"].items()}
+        batch: Any = TensorDict(tensors, batch_size=[state["num_rows"]]) if tensors else None
+        self.batch = batch
+        self.non_tensor_batch = state["non_tensor_batch"]
+        self.meta_info = state["meta_info"]
+
+    def save_to_disk(self, filepath: str) -> None:
+        """Writes the batch atomically, in a form that ``torch.load(weights_only=True)`` reads.
+
+        Raises:
+            ValueError: an object is no tensor, array, number, string, None, or list/tuple/dict of these.
+        """
+        content = {
+            "batch": {key: tensor.clone() for key, tensor in _tensors(self.batch).items()},
+            "non_tensor_batch": {key: to_plain(array, key) for key, array in self.non_tensor_batch.items()},
+            "meta_info": {key: to_plain(value, key) for key, value in self.meta_info.items()},
+        }
+        temporary = f"{filepath}.tmp{os.getpid()}"
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, filepath)
+
+    @staticmethod
+    def load_from_disk(filepath: str) -> DataProto:
+        """Reads what ``save_to_disk`` wrote, to the CPU."""
+        content = torch.load(filepath, map_location="cpu", weights_only=True)
+        return DataProto.from_dict(
+            tensors=content["batch"],
+            non_tensors={key: from_plain(value) for key, value in content["non_tensor_batch"].items()},
+            meta_info={key: from_plain(value) for key, value in content["meta_info"].items()},
+        )
+
+    def _columns(self) -> list[str]:
+        return sorted(_tensors(self.batch)) + sorted(self.non_tensor_batch)
+
+    def _has_rows(self) -> bool:
+        return self.batch is not None or bool(self.non_tensor_batch)
+
+    def _map_rows(
+        self, of_tensor: Callable[[Tensor], Tensor], of_array: Callable[[np.ndarray], np.ndarray]
+    ) -> DataProto:
+        tensors = {key: of_tensor(tensor) for key, tensor in _tensors(self.batch).items()}
+        arrays = {key: of_array(array) for key, array in self.non_tensor_batch.items()}
+        return DataProto.from_dict(tensors, arrays, self.meta_info)
+
+    def _require_keys(self, batch_keys: list[str], array_keys: list[str], meta_keys: list[str]) -> None:
+        named = (
+            ("batch", batch_keys, list(_tensors(self.batch))),
+            ("non_tensor_batch", array_keys, list(self.non_tensor_batch)),
+            ("meta_info", meta_keys, list(self.meta_info)),
+        )
+        problems = [
+            f"{place} has no {missing}, only {sorted(present)}"
+            for place, keys, present in named
+            if (missing := [key for key in keys if key not in present])
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> Any:
+    """Columns of both; ValueError when a key has two different tensors."""
+    if tensor_dict1 is None or tensor_dict2 is None:
+        return tensor_dict2 if tensor_dict1 is None else tensor_dict1
+    columns = _union(_tensors(tensor_dict1), _tensors(tensor_dict2), "batch")
+    return TensorDict(columns, batch_size=tensor_dict1.batch_size)
+
+
+def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Columns of both; ValueError when a key has two different arrays."""
+    return _union(tensor_dict1, tensor_dict2, "non_tensor_batch")
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Appends copies of the first rows until ``size_divisor`` divides the length; returns (batch, rows added)."""
+    if len(data) == 0:
+        raise ValueError(f"an empty batch cannot be padded to a multiple of {size_divisor}")
+    pad_size = -len(data) % size_divisor
+    if pad_size == 0:
+        return data, 0
+    return data.select_idxs(np.arange(len(data) + pad_size) % len(data)), pad_size
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Drops the last ``pad_size`` rows."""
+    return data.slice(0, len(data) - pad_size) if pad_size else data
+
+
+def collate_fn(x: list[DataProtoItem]) -> DataProto:
+    """Stacks rows of one batch back into a batch, with the settings of the first."""
+    first = x[0]
+    rows = [_tensors(item.batch) for item in x]
+    return DataProto.from_dict(
+        tensors={key: torch.stack([row[key] for row in rows]) for key in rows[0]},
+        non_tensors={key: [item.non_tensor_batch[key] for item in x] for key in first.non_tensor_batch},
+        meta_info=first.meta_info,
+    )
+
+
+def _tensors(batch: TensorDict | None) -> dict[str, Tensor]:
+    return {} if batch is None else {str(key): batch.get(key) for key in batch.keys()}  # noqa: SIM118
+
+
+def _require_equal_lengths(tensors: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray]) -> None:
+    columns: dict[str, Any] = {**tensors, **arrays}
+    scalars = [key for key, column in columns.items() if not column.shape]
+    if scalars:
+        raise ValueError(f"columns without a batch dimension: {scalars}")
+    lengths = {key: int(column.shape[0]) for key, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"columns of one batch have different numbers of rows: {lengths}")
+
+
+def _union(left: dict[str, Any], right: dict[str, Any], place: str) -> dict[str, Any]:
+    conflicts = [key for key in right if key in left and not _equal(left[key], right[key])]
+    if conflicts:
+        raise ValueError(f"union: {place} has different values for {conflicts}; pop or rename them first")
+    return {**left, **right}
+
+
+def _equal(left: Any, right: Any) -> bool:
+    """Deep equality in which NaN equals itself."""
+    if left is right:
+        return True
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        same_form = left.shape == right.shape and left.dtype == right.dtype and left.device == right.device
+        return same_form and bool(((left == right) | ((left != left) & (right != right))).all())
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        same_form = left.shape == right.shape and left.dtype == right.dtype
+        return same_form and all(_equal(a, b) for a, b in zip(left.flat, right.flat, strict=True))
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(_equal(a, b) for a, b in zip(left, right, strict=True))
+    if isinstance(left, float | np.floating) and math.isnan(left):
+        return math.isnan(right)
+    return bool(left == right)

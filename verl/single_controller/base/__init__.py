@@ -1,0 +1,21 @@
+"""The call contract between the controller and its workers, without a launcher."""
+
+from verl.single_controller.base.worker import Worker
+from verl.single_controller.base.worker_group import (
+    ClassWithInitArgs,
+    ResourcePool,
+    WorkerDiedError,
+    WorkerError,
+    WorkerGroup,
+    WorkerTimeoutError,
+)
+
+__all__ = [
+    "ClassWithInitArgs",
+    "ResourcePool",
+    "Worker",
+    "WorkerDiedError",
+    "WorkerError",
+    "WorkerGroup",
+    "WorkerTimeoutError",
+]

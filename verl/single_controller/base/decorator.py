@@ -1,0 +1,174 @@
+"""`@register`: how the arguments of a group call reach the ranks and how their outputs come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from verl.protocol import DataProto
+
+if TYPE_CHECKING:
+    from verl.single_controller.base.worker import Worker
+    from verl.single_controller.base.worker_group import WorkerGroup
+
+MAGIC_ATTR = "_verl_registration"
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+RankCall = tuple[tuple, dict[str, Any]]
+
+
+class Dispatch(Enum):
+    """Named ways to spread a call over the ranks."""
+
+    ONE_TO_ALL = auto()  # every rank gets the same arguments; a list of outputs comes back
+    ALL_TO_ALL = auto()  # every argument is a list with one entry per rank; a list of outputs comes back
+    DP_COMPUTE = auto()  # as ALL_TO_ALL (upstream's name where every rank is one data-parallel replica)
+    DP_COMPUTE_PROTO = auto()  # every rank gets one equal part of each DataProto; outputs are concatenated
+
+
+class Execute(Enum):
+    """Which ranks run the call."""
+
+    ALL = auto()
+    RANK_ZERO = auto()
+
+
+def _keep_all(group: WorkerGroup) -> list[bool]:
+    return [True] * group.world_size
+
+
+@dataclass(frozen=True)
+class DispatchFns:
+    """One way to spread a call.
+
+    Attributes:
+        dispatch: (group, *args, **kwargs) -> one (args, kwargs) per rank.
+        collect: (group, outputs per rank) -> the output of the call.
+        kept: group -> whether the output of each rank is wanted; others are not sent at all and are None.
+    """
+
+    dispatch: Callable[..., list[RankCall]]
+    collect: Callable[[WorkerGroup, list[Any]], Any]
+    kept: Callable[[WorkerGroup], list[bool]] = _keep_all
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What ``@register`` remembers about a method."""
+
+    fns: DispatchFns
+    is_rank_zero: bool
+    blocking: bool
+
+
+def register(
+    dispatch_mode: Dispatch | DispatchFns = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+) -> Callable[[Method], Method]:
+    """Makes a worker's method callable on its group; with ``blocking=False`` the call returns a ``PendingCall``."""
+    fns = DISPATCH_MODE_FN_REGISTRY[dispatch_mode] if isinstance(dispatch_mode, Dispatch) else dispatch_mode
+    registration = Registration(fns, execute_mode is Execute.RANK_ZERO, blocking)
+
+    def mark(method: Method) -> Method:
+        setattr(method, MAGIC_ATTR, registration)
+        return method
+
+    return mark
+
+
+def registered_methods(worker_cls: type[Worker]) -> dict[str, Registration]:
+    """The methods of ``worker_cls`` marked with ``@register``, inherited ones included."""
+    methods = {name: getattr(worker_cls, name, None) for name in dir(worker_cls)}
+    return {name: getattr(method, MAGIC_ATTR) for name, method in methods.items() if hasattr(method, MAGIC_ATTR)}
+
+
+def dispatch_one_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[RankCall]:
+    """The same arguments for every rank; a DataProto is stored once."""
+    shared_args = tuple(_shared(group, value) for value in args)
+    shared_kwargs = {key: _shared(group, value) for key, value in kwargs.items()}
+    return [(shared_args, shared_kwargs)] * group.world_size
+
+
+def dispatch_all_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[RankCall]:
+    """Entry r of every argument for rank r."""
+    named = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
+    for name, value in named.items():
+        if not isinstance(value, list | tuple) or len(value) != group.world_size:
+            raise ValueError(f"{name} must be a list of {group.world_size} entries, one per rank, got {value!r:.200}")
+    ranks = range(group.world_size)
+    return [(tuple(arg[r] for arg in args), {key: value[r] for key, value in kwargs.items()}) for r in ranks]
+
+
+def collect_all_to_all(group: WorkerGroup, outputs: list[Any]) -> list[Any]:
+    """The outputs by rank."""
+    return outputs
+
+
+def dispatch_nd_compute_dataproto(
+    dp_ranks: tuple[int, ...], dp_size: int, group: WorkerGroup, *args: Any, **kwargs: Any
+) -> list[RankCall]:
+    """Part ``dp_ranks[r]`` of every DataProto for rank r, each part stored once; other arguments as they are.
+
+    Raises:
+        ValueError: the rows do not split into ``dp_size`` equal parts.
+    """
+    spread_args = [_parts(group, value, dp_size) for value in args]
+    spread_kwargs = {key: _parts(group, value, dp_size) for key, value in kwargs.items()}
+    return [
+        (tuple(parts[dp] for parts in spread_args), {key: parts[dp] for key, parts in spread_kwargs.items()})
+        for dp in dp_ranks
+    ]
+
+
+def collect_nd_compute_dataproto(dp_ranks: tuple[int, ...], is_collect: tuple[bool, ...], outputs: list[Any]) -> Any:
+    """Outputs of the collecting ranks in dp order, concatenated when they are DataProtos."""
+    order = sorted((dp, rank) for rank, dp in enumerate(dp_ranks) if is_collect[rank])
+    collected = [outputs[rank] for _, rank in order]
+    return DataProto.concat(collected) if all(isinstance(output, DataProto) for output in collected) else collected
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchFns:
+    """Splits over the data-parallel axis of a mesh that the workers registered under ``mesh_name``."""
+
+    def dispatch(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[RankCall]:
+        mesh = group.mesh(mesh_name)
+        try:
+            return dispatch_nd_compute_dataproto(mesh.dp_ranks, mesh.dp_size, group, *args, **kwargs)
+        except ValueError as error:
+            raise ValueError(f"mesh {mesh_name!r} of group {group.name!r} (dp size {mesh.dp_size}): {error}") from error
+
+    def collect(group: WorkerGroup, outputs: list[Any]) -> Any:
+        mesh = group.mesh(mesh_name)
+        return collect_nd_compute_dataproto(mesh.dp_ranks, mesh.is_collect, outputs)
+
+    return DispatchFns(dispatch, collect, kept=lambda group: list(group.mesh(mesh_name).is_collect))
+
+
+def _dispatch_dp_compute_proto(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[RankCall]:
+    return dispatch_nd_compute_dataproto(tuple(range(group.world_size)), group.world_size, group, *args, **kwargs)
+
+
+def _collect_dp_compute_proto(group: WorkerGroup, outputs: list[Any]) -> Any:
+    return collect_nd_compute_dataproto(tuple(range(len(outputs))), (True,) * len(outputs), outputs)
+
+
+def _shared(group: WorkerGroup, value: Any) -> Any:
+    return group.put(value) if isinstance(value, DataProto) else value
+
+
+def _parts(group: WorkerGroup, value: Any, dp_size: int) -> list[Any]:
+    if not isinstance(value, DataProto):
+        return [value] * dp_size
+    return [group.put(part) for part in value.chunk(dp_size)]
+
+
+_ALL_TO_ALL = DispatchFns(dispatch_all_to_all, collect_all_to_all)
+DISPATCH_MODE_FN_REGISTRY: dict[Dispatch, DispatchFns] = {
+    Dispatch.ONE_TO_ALL: DispatchFns(dispatch_one_to_all, collect_all_to_all),
+    Dispatch.ALL_TO_ALL: _ALL_TO_ALL,
+    Dispatch.DP_COMPUTE: _ALL_TO_ALL,
+    Dispatch.DP_COMPUTE_PROTO: DispatchFns(_dispatch_dp_compute_proto, _collect_dp_compute_proto),
+}

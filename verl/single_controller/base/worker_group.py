@@ -1,0 +1,160 @@
+"""What a group of workers offers to the dispatch functions, and how its failures look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from verl.single_controller.base.decorator import Registration, registered_methods
+from verl.single_controller.base.worker import Worker
+
+
+class WorkerError(RuntimeError):
+    """A worker's method raised; the message holds its rank and traceback."""
+
+
+class WorkerDiedError(RuntimeError):
+    """A worker's process is gone."""
+
+
+class WorkerTimeoutError(RuntimeError):
+    """A call took longer than allowed; the message names the ranks that had not answered."""
+
+
+class ResourcePool:
+    """How many worker processes run on each node, e.g. ``[8, 8]`` for two nodes of eight devices."""
+
+    def __init__(self, process_on_nodes: list[int]) -> None:
+        if not process_on_nodes or any(count < 1 for count in process_on_nodes):
+            raise ValueError(f"process_on_nodes={process_on_nodes}, expected at least one node with one process")
+        self.process_on_nodes = list(process_on_nodes)
+
+    @property
+    def world_size(self) -> int:
+        """Processes on all nodes."""
+        return sum(self.process_on_nodes)
+
+
+class ClassWithInitArgs:
+    """A worker class and the arguments every rank builds it with."""
+
+    def __init__(self, cls: type[Worker], *args: Any, **kwargs: Any) -> None:
+        self.cls = cls
+        self.args = args
+        self.kwargs = kwargs
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Who takes and who returns which part of a batch: one entry per rank."""
+
+    dp_ranks: tuple[int, ...]
+    is_collect: tuple[bool, ...]
+
+    @property
+    def dp_size(self) -> int:
+        """Number of parts a batch is split into."""
+        return max(self.dp_ranks) + 1
+
+    def problems(self) -> list[str]:
+        """Parts without exactly one collecting rank."""
+        found = []
+        for dp in range(self.dp_size):
+            ranks = [rank for rank, part in enumerate(self.dp_ranks) if part == dp and self.is_collect[rank]]
+            if len(ranks) != 1:
+                found.append(f"dp rank {dp} is collected from ranks {ranks}, expected exactly one")
+        return found
+
+
+class WorkerGroup:
+    """Calls that look like a method call and run on every rank: ``group.update_actor(batch)``.
+
+    Every method of the worker class marked ``@register`` is callable here. A launcher subclasses this and provides
+    ``put`` and ``run``.
+    """
+
+    def __init__(self, name: str, worker_cls: type[Worker], world_size: int, timeout_s: float | None = None) -> None:
+        self.name = name
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self._methods = registered_methods(worker_cls)
+        self._meshes: dict[str, Mesh] = {}
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        methods = self.__dict__.get("_methods", {})
+        if name not in methods:
+            raise AttributeError(f"{type(self).__name__} has no method {name!r}; registered: {sorted(methods)}")
+        return partial(self.call, name)
+
+    def put(self, value: Any) -> Any:
+        """Stores ``value`` once for all ranks; what comes back stands for it as an argument."""
+        return value
+
+    def run(
+        self,
+        method: str,
+        per_rank: list[tuple[tuple, dict[str, Any]]],
+        *,
+        ranks: list[int],
+        keep: list[bool],
+        timeout_s: float | None,
+    ) -> PendingCall:
+        """Starts ``method`` on ``ranks`` with one (args, kwargs) each; outputs that are not kept come back as None."""
+        raise TypeError(f"{type(self).__name__} is started by a launcher, which overrides run()")
+
+    def call(self, method: str, /, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        """Calls a registered method; ``timeout_s`` (default: the group's, None = for ever) is not passed on to it.
+
+        Raises:
+            ValueError: the batch does not split over the mesh.
+            WorkerError, WorkerDiedError, WorkerTimeoutError: the group is shut down then.
+        """
+        registration: Registration = self._methods[method]
+        per_rank = registration.fns.dispatch(self, *args, **kwargs)
+        keep = registration.fns.kept(self)
+        ranks = [0] if registration.is_rank_zero else list(range(self.world_size))
+        pending = self.run(
+            method,
+            [per_rank[rank] for rank in ranks],
+            ranks=ranks,
+            keep=[keep[rank] for rank in ranks],
+            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+        )
+        pending.finish = (
+            (lambda outputs: outputs[0]) if registration.is_rank_zero else partial(registration.fns.collect, self)
+        )
+        return pending.get() if registration.blocking else pending
+
+    def mesh(self, mesh_name: str) -> Mesh:
+        """The table of ``mesh_name``, asked from the workers once."""
+        if mesh_name not in self._meshes:
+            answers = []
+            for method in ("_query_dispatch_info", "_query_collect_info"):
+                ranks = list(range(self.world_size))
+                call = self.run(
+                    method,
+                    [((mesh_name,), {})] * self.world_size,
+                    ranks=ranks,
+                    keep=[True] * self.world_size,
+                    timeout_s=self.timeout_s,
+                )
+                answers.append(tuple(call.get()))
+            mesh = Mesh(*answers)
+            if problems := mesh.problems():
+                raise ValueError(f"mesh {mesh_name!r} of group {self.name!r}: {'; '.join(problems)}")
+            self._meshes[mesh_name] = mesh
+        return self._meshes[mesh_name]
+
+
+class PendingCall:
+    """A call under way; ``get`` waits for it and returns the collected output."""
+
+    def __init__(self, wait: Callable[[], list[Any]]) -> None:
+        self._wait = wait
+        self.finish: Callable[[list[Any]], Any] = lambda outputs: outputs
+
+    def get(self) -> Any:
+        """The collected output; raises what the call raised."""
+        return self.finish(self._wait())

@@ -1,0 +1,22 @@
+"""The typed configuration tree of a run; imports neither torch nor ray."""
+
+from verl.trainer.config.algorithm import AlgoConfig, KLControlConfig
+from verl.trainer.config.config import ActorRolloutRefConfig, PPOTrainerConfig
+from verl.trainer.config.data import DataConfig
+from verl.trainer.config.load import ConfigError, load_config, typed_config
+from verl.trainer.config.trainer import TrainerConfig
+from verl.trainer.config.validate import config_warnings, validate_config
+
+__all__ = [
+    "ActorRolloutRefConfig",
+    "AlgoConfig",
+    "ConfigError",
+    "DataConfig",
+    "KLControlConfig",
+    "PPOTrainerConfig",
+    "TrainerConfig",
+    "config_warnings",
+    "load_config",
+    "typed_config",
+    "validate_config",
+]

@@ -1,0 +1,43 @@
+"""Knobs of advantage estimation and KL control."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+ADV_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+
+@dataclass(frozen=True)
+class KLControlConfig:
+    """The coefficient of the KL penalty in the reward; "adaptive" steers it towards ``target_kl``."""
+
+    type: str = "fixed"
+    kl_coef: float = 0.001
+    horizon: int = 10000
+    target_kl: float = 0.1
+
+
+@dataclass(frozen=True)
+class AlgoConfig:
+    """The advantage estimator and its constants."""
+
+    adv_estimator: str = "grpo"
+    gamma: float = 1.0
+    lam: float = 1.0
+    norm_adv_by_std_in_grpo: bool = True
+    use_kl_in_reward: bool = False
+    kl_penalty: str = "kl"
+    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+
+    def problems(self, where: str) -> list[str]:
+        """Every value that cannot work, one sentence each."""
+        found = []
+        if self.adv_estimator not in ADV_ESTIMATORS:
+            found.append(
+                f"{where}.adv_estimator is {self.adv_estimator!r}; expected one of {', '.join(ADV_ESTIMATORS)}"
+            )
+        if self.kl_ctrl.type not in ("fixed", "adaptive"):
+            found.append(f"{where}.kl_ctrl.type is {self.kl_ctrl.type!r}; expected fixed or adaptive")
+        if self.lam != 1.0:
+            found.append(f"{where}.lam is {self.lam}; no estimator here uses it, leave it 1.0")
+        return found

@@ -1,0 +1,47 @@
+"""The root of the configuration tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from verl.trainer.config.algorithm import AlgoConfig
+from verl.trainer.config.data import DataConfig
+from verl.trainer.config.trainer import RayConfig, TrainerConfig
+from verl.workers.config import (
+    ActorConfig,
+    CustomRewardFunctionConfig,
+    HFModelConfig,
+    RefConfig,
+    RewardModelConfig,
+    RolloutConfig,
+)
+
+
+@dataclass(frozen=True)
+class ActorRolloutRefConfig:
+    """The three roles of one worker process; ``nccl_timeout`` is seconds for any collective."""
+
+    hybrid_engine: bool = True
+    nccl_timeout: int = 600
+    model: HFModelConfig = field(default_factory=HFModelConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+
+
+@dataclass(frozen=True)
+class PPOTrainerConfig:
+    """Everything about one run; workers receive this whole tree and never change it."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
+    algorithm: AlgoConfig = field(default_factory=AlgoConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    ray_kwargs: RayConfig = field(default_factory=RayConfig)
+
+    @property
+    def use_reference_policy(self) -> bool:
+        """True when some loss or reward needs log-probs of the reference weights."""
+        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward

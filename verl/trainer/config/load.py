@@ -1,0 +1,166 @@
+"""From YAML files and command-line overrides to one typed, frozen tree, with every mistake in one message."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.trainer.config.accepted import FIXED_KEYS, fixed_key_problems
+from verl.trainer.config.config import PPOTrainerConfig
+
+CONFIG_DIR = Path(__file__).resolve().parent
+DEFAULT_CONFIG_NAME = "ppo_megatron_trainer"
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message lists every problem."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        count = len(self.problems)
+        head = f"{count} problem{'s' if count > 1 else ''} in the configuration:"
+        super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
+
+
+def load_config(
+    overrides: Sequence[str] = (),
+    *,
+    config_name: str = DEFAULT_CONFIG_NAME,
+    config_dir: str | Path | None = None,
+) -> PPOTrainerConfig:
+    """Compose ``config_name`` with ``key=value`` overrides and return the typed tree.
+
+    ``config_dir`` is the folder of a recipe's own YAML files; verl's are always on the search path. Raises
+    ConfigError with every unknown key (the nearest known one beside it) and every value of a wrong type.
+    """
+    return typed_config(compose_config(overrides, config_name=config_name, config_dir=config_dir))
+
+
+def compose_config(
+    overrides: Sequence[str] = (), *, config_name: str = DEFAULT_CONFIG_NAME, config_dir: str | Path | None = None
+) -> DictConfig:
+    """The Hydra composition, not yet typed."""
+    directory = Path(config_dir).resolve() if config_dir else CONFIG_DIR
+    if not (directory / f"{config_name}.yaml").is_file():
+        known = sorted(path.stem for path in directory.glob("*.yaml"))
+        raise ConfigError([f"no config {config_name!r} in {directory}; there are {', '.join(known) or 'none'}"])
+    search_path = f"hydra.searchpath=[file://{CONFIG_DIR}]"
+    try:
+        forced = [_force(override) for override in overrides]
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(version_base=None, config_dir=str(directory)):
+            return compose(config_name=config_name, overrides=[search_path, *forced])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([str(error).strip().replace("\n", " ")]) from error
+
+
+def typed_config(composed: DictConfig) -> PPOTrainerConfig:
+    """Check every key and value of ``composed`` against the schema and build the frozen dataclasses."""
+    try:
+        raw: Any = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError([str(error).strip().replace("\n", " ")]) from error
+    assert isinstance(raw, dict)
+    flat = dict(_leaves(raw))
+    known = known_keys()
+    problems = [_unknown(key, known) for key in flat if not _is_known(key, known) and key not in FIXED_KEYS]
+    problems += fixed_key_problems(flat)
+    _inherit_reference_engine(raw)
+    schema = OmegaConf.structured(PPOTrainerConfig)
+    _unlock(schema)
+    for key, value in _schema_leaves(raw, known):
+        try:
+            OmegaConf.update(schema, key, value)
+        except OmegaConfBaseException as error:
+            problems.append(f"{key} is {value!r}; {str(error).splitlines()[0]}")
+    if problems:
+        raise ConfigError(problems)
+    config = OmegaConf.to_object(schema)
+    assert isinstance(config, PPOTrainerConfig)
+    return config
+
+
+def known_keys(cls: type = PPOTrainerConfig, prefix: str = "") -> dict[str, bool]:
+    """Every dotted leaf key of the schema; the value says whether free-form keys may stand below it."""
+    keys: dict[str, bool] = {}
+    for field in dataclasses.fields(cls):
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        name = f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(default):
+            keys.update(known_keys(type(default), f"{name}."))
+        else:
+            keys[name] = isinstance(default, dict)
+    return keys
+
+
+def to_yaml(config: PPOTrainerConfig) -> str:
+    """The whole tree as YAML, for --print-config and for the record beside a run's outputs."""
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+
+
+def _force(override: str) -> str:
+    """``key=value`` may name a key that the YAML leaves at its default: unknown keys are our own check's business."""
+    parsed = OverridesParser.create().parse_override(override)
+    return override if parsed.is_delete() or override.startswith("+") else f"++{override}"
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):  # an empty section says nothing
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _schema_leaves(tree: dict[str, Any], known: dict[str, bool], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of ``tree`` that the schema knows; a free-form dict counts as one leaf."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if name in known:
+            yield name, value
+        elif isinstance(value, dict):
+            yield from _schema_leaves(value, known, f"{name}.")
+
+
+def _is_known(key: str, known: dict[str, bool]) -> bool:
+    if key in known or any(name.startswith(f"{key}.") for name in known):
+        return True
+    parents = key.split(".")
+    return any(known.get(".".join(parents[:depth]), False) for depth in range(1, len(parents)))
+
+
+def _unknown(key: str, known: dict[str, bool]) -> str:
+    candidates = [*known, *FIXED_KEYS]
+    near = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0)
+    last = key.rsplit(".", 1)[-1]
+    same_leaf = [name for name in candidates if name.rsplit(".", 1)[-1] == last]
+    if same_leaf:
+        near = difflib.get_close_matches(key, same_leaf, n=1, cutoff=0.0)
+    return f"unknown key {key}; the nearest known key is {near[0]}"
+
+
+def _unlock(node: DictConfig) -> None:
+    """Frozen dataclasses become read-only nodes; this copy of the schema is the one place that is written."""
+    OmegaConf.set_readonly(node, False)
+    for key in node:
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none():
+            _unlock(child)
+
+
+def _inherit_reference_engine(raw: dict[str, Any]) -> None:
+    """``ref.megatron`` is the actor's with the given keys replaced."""
+    models = raw.get("actor_rollout_ref", {})
+    actor = models.get("actor", {}).get("megatron", {})
+    ref = models.setdefault("ref", {})
+    ref["megatron"] = {**actor, **(ref.get("megatron") or {})}

@@ -1,0 +1,77 @@
+"""Knobs of the run itself: size, duration, device, outputs, Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """``*_freq`` count steps, -1 is never; ``train_ops``/``rollout_ops`` are "module:function", absent = by device."""
+
+    project_name: str = "r1_zero"
+    experiment_name: str = "grpo"
+    nnodes: int = 1
+    n_gpus_per_node: int = 8
+    device: str = "auto"
+    train_ops: str | None = None
+    rollout_ops: str | None = None
+    total_epochs: int = 1
+    total_training_steps: int | None = None
+    logger: list[str] = field(default_factory=lambda: ["console", "tensorboard"])
+    save_freq: int = -1
+    test_freq: int = -1
+    val_before_train: bool = True
+    resume_mode: str = "auto"
+    resume_from_path: str | None = None
+    default_local_dir: str = "checkpoints"
+    max_actor_ckpt_to_keep: int | None = None
+    log_val_generations: int = 0
+    balance_batch: bool = True
+    worker_timeout_s: float | None = None
+    report_dir: str = "outputs"
+    export_hf: bool = True
+
+    @property
+    def world_size(self) -> int:
+        """Devices of the run, one worker process each."""
+        return self.nnodes * self.n_gpus_per_node
+
+    def problems(self, where: str) -> list[str]:
+        """Every value that cannot work, one sentence each."""
+        found = []
+        if self.device not in ("auto", "cpu", "cuda", "npu"):
+            found.append(f"{where}.device is {self.device!r}; expected auto, cpu, cuda or npu")
+        if self.nnodes < 1 or self.n_gpus_per_node < 1:
+            found.append(
+                f"{where}.nnodes {self.nnodes} x n_gpus_per_node {self.n_gpus_per_node} must be at least 1 x 1"
+            )
+        for name in self.logger:
+            if name not in ("console", "tensorboard", "file"):
+                found.append(f"{where}.logger names {name!r}; expected console, tensorboard or file")
+        if self.resume_mode not in ("auto", "disable", "resume_path"):
+            found.append(f"{where}.resume_mode is {self.resume_mode!r}; expected auto, disable or resume_path")
+        if self.resume_mode == "resume_path" and not self.resume_from_path:
+            found.append(f"{where}.resume_mode is resume_path but {where}.resume_from_path is empty")
+        if self.max_actor_ckpt_to_keep is not None and self.max_actor_ckpt_to_keep < 1:
+            found.append(f"{where}.max_actor_ckpt_to_keep is {self.max_actor_ckpt_to_keep}; it must be at least 1")
+        for key in ("save_freq", "test_freq"):
+            if getattr(self, key) == 0:
+                found.append(f"{where}.{key} is 0; use -1 for never")
+        return found
+
+
+@dataclass(frozen=True)
+class RayInitConfig:
+    """How the driver reaches Ray: absent ``address`` = the RAY_ADDRESS variable, else a cluster of this process."""
+
+    address: str | None = None
+    num_cpus: int | None = None
+
+
+@dataclass(frozen=True)
+class RayConfig:
+    """Ray's own settings; ``num_cpus_per_worker`` is what one worker process reserves."""
+
+    ray_init: RayInitConfig = field(default_factory=RayInitConfig)
+    num_cpus_per_worker: float = 1.0

@@ -1,0 +1,174 @@
+"""Does this run add up? Every problem of a typed config at once, before any process starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from verl.trainer.config.config import PPOTrainerConfig
+
+
+def validate_config(config: PPOTrainerConfig) -> list[str]:
+    """Every reason why ``config`` cannot run, one sentence each; empty when it can."""
+    models = config.actor_rollout_ref
+    found = [
+        *config.data.problems("data"),
+        *models.model.problems("actor_rollout_ref.model"),
+        *models.actor.problems("actor_rollout_ref.actor"),
+        *models.rollout.problems("actor_rollout_ref.rollout"),
+        *config.algorithm.problems("algorithm"),
+        *config.reward_model.problems("reward_model"),
+        *config.trainer.problems("trainer"),
+    ]
+    if not models.hybrid_engine:
+        found.append("actor_rollout_ref.hybrid_engine is False; actor and rollout always share their processes here")
+    model_dims, dim_problems = _model_dims(config)
+    found += dim_problems
+    layout_problems = _layout_problems(config, model_dims)
+    found += layout_problems
+    if not layout_problems and not any("must be at least 1" in problem for problem in found):
+        found += _batch_problems(config)
+    return found
+
+
+def config_warnings(config: PPOTrainerConfig) -> list[str]:
+    """What runs but deserves a line before the run starts."""
+    models = config.actor_rollout_ref
+    found = models.rollout.warnings("actor_rollout_ref.rollout")
+    needs_old = models.actor.needs_old_log_prob(config.data.train_batch_size)
+    if models.actor.recompute_old_log_prob.lower() == "false" and needs_old:
+        found.append(
+            "actor_rollout_ref.actor.recompute_old_log_prob is False, but the run makes several updates per batch, so "
+            "old log-probs are computed all the same"
+        )
+    if models.rollout.n == 1 and config.algorithm.adv_estimator in ("grpo", "rloo"):
+        found.append(
+            f"actor_rollout_ref.rollout.n is 1: {config.algorithm.adv_estimator} compares the samples of a prompt, and "
+            "a group of one has nothing to compare with"
+        )
+    return found
+
+
+def _model_dims(config: PPOTrainerConfig) -> tuple[dict[str, int], list[str]]:
+    """Dimensions that must divide, read from the model directory when it is there."""
+    path = Path(config.actor_rollout_ref.model.path).expanduser() / "config.json"
+    if not path.is_file():
+        return {}, []  # preflight reports a missing model; a plan needs no weights on this machine
+    try:
+        hf = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        return {}, [f"{path} is not JSON: {error}"]
+    names = {
+        "num_layers": "num_hidden_layers",
+        "num_experts": "n_routed_experts",
+        "num_attention_heads": "num_attention_heads",
+        "vocab_size": "vocab_size",
+    }
+    dims = {ours: int(hf[theirs]) for ours, theirs in names.items() if hf.get(theirs) is not None}
+    found = []
+    positions = hf.get("max_position_embeddings")
+    rollout = config.actor_rollout_ref.rollout
+    if positions is not None and rollout.context_length > positions:
+        found.append(
+            f"prompt plus response reach {rollout.context_length} tokens; {path} allows max_position_embeddings "
+            f"{positions}"
+        )
+    return dims, found
+
+
+def _layout_problems(config: PPOTrainerConfig, dims: dict[str, int]) -> list[str]:
+    models, world = config.actor_rollout_ref, config.trainer.world_size
+    engine, where = models.actor.megatron, "actor_rollout_ref.actor.megatron"
+    try:
+        layout = engine.layout(world, dims.get("num_layers"))
+    except (TypeError, ValueError) as error:
+        return [f"{where}: {error}"]
+    found = [f"{where}: {problem}" for problem in layout.problems(**dims)]
+    ref = models.ref.megatron
+    for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_parallel"):
+        if getattr(ref, key) != getattr(engine, key):
+            found.append(
+                f"actor_rollout_ref.ref.megatron.{key} is {getattr(ref, key)} and the actor's {getattr(engine, key)}; "
+                "the reference lives in the actor's processes and needs the same layout"
+            )
+    rollout_tp = models.rollout.tensor_model_parallel_size
+    if rollout_tp < 1 or world % rollout_tp:
+        return [
+            *found,
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size is {rollout_tp}; it must divide the "
+            f"{world} devices of trainer.nnodes x trainer.n_gpus_per_node",
+        ]
+    heads, experts = dims.get("num_attention_heads"), dims.get("num_experts")
+    if heads is not None and heads % rollout_tp:
+        found.append(f"{heads} attention heads do not divide over rollout.tensor_model_parallel_size {rollout_tp}")
+    if experts is not None and models.rollout.enable_expert_parallel and experts % world:
+        found.append(
+            f"{experts} experts do not divide over the {world} rollout ranks; set "
+            "actor_rollout_ref.rollout.enable_expert_parallel=False or change the number of devices"
+        )
+    data_parallel = models.rollout.data_parallel_size
+    if data_parallel not in (None, world // rollout_tp):
+        found.append(
+            f"actor_rollout_ref.rollout.data_parallel_size is {data_parallel}; it follows from "
+            f"{world} devices / TP {rollout_tp} = {world // rollout_tp}: leave it empty"
+        )
+    return found
+
+
+def _batch_problems(config: PPOTrainerConfig) -> list[str]:
+    """Prompts, samples and micro-batches against the data-parallel sizes, with the nearest value that works."""
+    models, world = config.actor_rollout_ref, config.trainer.world_size
+    actor, n = models.actor, models.rollout.n
+    batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
+    dp = _data_parallel(config)
+    rollout_dp = world // models.rollout.tensor_model_parallel_size
+    found = []
+    if mini > batch:
+        found.append(f"actor_rollout_ref.actor.ppo_mini_batch_size {mini} is above data.train_batch_size {batch}")
+    elif batch % mini:
+        found.append(
+            f"data.train_batch_size {batch} is not a multiple of ppo_mini_batch_size {mini}; "
+            f"nearest: {_nearest_multiple(batch, mini)}"
+        )
+    if batch * n % rollout_dp:
+        found.append(
+            f"data.train_batch_size {batch} x rollout.n {n} = {batch * n} samples do not divide over the {rollout_dp} "
+            f"rollout replicas; nearest number of samples: {_nearest_multiple(batch * n, rollout_dp)}"
+        )
+    if mini * n % dp:
+        return [
+            *found,
+            f"ppo_mini_batch_size {mini} x rollout.n {n} = {mini * n} samples do not divide over data parallelism "
+            f"{dp}; nearest number of samples: {_nearest_multiple(mini * n, dp)}",
+        ]
+    local = mini * n // dp
+    micro = actor.ppo_micro_batch_size_per_gpu
+    if not actor.use_dynamic_bsz and micro and local % micro:
+        found.append(
+            f"{local} samples per rank and mini-batch (ppo_mini_batch_size x n / DP) are not a multiple of "
+            f"ppo_micro_batch_size_per_gpu {micro}; nearest: {_nearest_divisor(local, micro)}"
+        )
+    longest = models.rollout.context_length
+    if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:
+        found.append(
+            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu {actor.ppo_max_token_len_per_gpu} is below the "
+            f"{longest} tokens of one sequence"
+        )
+    return found
+
+
+def _data_parallel(config: PPOTrainerConfig) -> int:
+    engine = config.actor_rollout_ref.actor.megatron
+    model_parallel = (
+        engine.tensor_model_parallel_size * engine.pipeline_model_parallel_size * engine.context_parallel_size
+    )
+    return config.trainer.world_size // model_parallel
+
+
+def _nearest_multiple(value: int, step: int) -> str:
+    below = value // step * step
+    return f"{below} or {below + step}" if below else str(below + step)
+
+
+def _nearest_divisor(value: int, wanted: int) -> int:
+    return min((size for size in range(1, value + 1) if value % size == 0), key=lambda size: abs(size - wanted))

@@ -1,0 +1,104 @@
+"""The driver: ``python -m verl.trainer.main_ppo [--config-dir DIR] [--config-name NAME] key=value ...``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from verl.trainer.config import ConfigError, PPOTrainerConfig, config_warnings, load_config, validate_config
+
+logger = logging.getLogger("verl.trainer.main_ppo")
+
+EXIT_BAD_INPUT = 2
+EXIT_WORKER_DIED = 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Checks everything, then trains; 0 done, 2 bad input (nothing was started), 3 a worker died."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+    try:
+        config = load_config(args.overrides, config_name=args.config_name, config_dir=args.config_dir)
+        _raise_problems(validate_config(config))
+        if args.check == "config":
+            return 0
+        from verl.trainer.preflight import preflight_problems
+
+        _raise_problems(preflight_problems(config))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return EXIT_BAD_INPUT
+    for warning in config_warnings(config):
+        logger.warning(warning)
+    return 0 if args.check else run_ppo(config)
+
+
+def run_ppo(config: PPOTrainerConfig) -> int:
+    """Joins or starts Ray, trains, and ends every worker process whatever happens."""
+    import ray
+
+    from verl.single_controller.ray import WorkerDiedError, WorkerError
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.utils.tokenizer import hf_tokenizer
+    from verl.workers.megatron_workers import ActorRolloutRefWorker
+    from verl.workers.reward_manager import get_reward_manager_cls
+
+    tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
+    _init_ray(config)
+    manager_class = get_reward_manager_cls(config.reward_model.reward_manager)
+    reward_fn = manager_class(tokenizer, config.reward_model, config.custom_reward_function)
+    trainer: RayPPOTrainer | None = None
+    try:
+        trainer = RayPPOTrainer(config, tokenizer, ActorRolloutRefWorker, reward_fn)
+        trainer.init_workers()
+        trainer.fit()
+    except (WorkerDiedError, WorkerError) as error:
+        step = trainer.global_step if trainer is not None else 0
+        logger.error("training stopped in step %d: %s", step, error)
+        logger.error("the same command continues from the newest checkpoint in %s", config.trainer.default_local_dir)
+        return EXIT_WORKER_DIED
+    except ValueError as error:
+        logger.error("%s", error)
+        return EXIT_BAD_INPUT
+    finally:
+        if trainer is not None:
+            trainer.shutdown()
+        reward_fn.close()
+        ray.shutdown()
+    return 0
+
+
+def _init_ray(config: PPOTrainerConfig) -> None:
+    import ray
+
+    address = config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")
+    if address:
+        ray.init(address=address, log_to_driver=True)
+    else:
+        ray.init(num_cpus=config.ray_kwargs.ray_init.num_cpus, include_dashboard=False)
+
+
+def _raise_problems(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError(problems)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m verl.trainer.main_ppo", description=__doc__)
+    parser.add_argument("--config-name", default="ppo_megatron_trainer", help="YAML file without its ending")
+    parser.add_argument("--config-dir", default=None, help="directory of the YAML file; default: verl/trainer/config")
+    parser.add_argument(
+        "--check",
+        choices=("config", "all"),
+        default=None,
+        help="only check the config, or config and files; start nothing",
+    )
+    parser.add_argument("overrides", nargs="*", help="key=value, with verl's key names")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

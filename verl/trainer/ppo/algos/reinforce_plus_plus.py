@@ -1,0 +1,44 @@
+"""REINFORCE++ (arXiv 2501.03262): whitened over the batch, plainly or with a group baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from verl.trainer.ppo.algos.groups import group_ids, group_sums
+from verl.trainer.ppo.algos.registry import AdvantageEstimator, register_adv_est
+
+
+@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS)
+@torch.no_grad()
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0, **_unused: object
+) -> tuple[Tensor, Tensor]:
+    """Returns G_t = r_t + gamma G_{t+1} on every response token, whitened over all of them. Shapes as in GRPO."""
+    returns = torch.zeros_like(token_level_rewards)
+    running = token_level_rewards.new_zeros(token_level_rewards.shape[0])
+    for t in reversed(range(token_level_rewards.shape[1])):
+        running = (token_level_rewards[:, t] + gamma * running) * response_mask[:, t]
+        returns[:, t] = running
+    return _whitened(returns, response_mask), returns
+
+
+@register_adv_est(AdvantageEstimator.REINFORCE_PLUS_PLUS_BASELINE)
+@torch.no_grad()
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[object], **_unused: object
+) -> tuple[Tensor, Tensor]:
+    """r - mean_group on every response token, then whitened over all response tokens. Shapes as in GRPO."""
+    scores_B = token_level_rewards.sum(-1)
+    sums_B, sizes_B = group_sums(scores_B, group_ids(index))
+    advantages = _whitened((scores_B - sums_B / sizes_B)[:, None] * response_mask, response_mask)
+    return advantages, advantages
+
+
+def _whitened(values: Tensor, mask: Tensor) -> Tensor:
+    count = mask.sum().clamp(min=2)
+    mean = (values * mask).sum() / count
+    variance = ((values - mean).square() * mask).sum() / (count - 1)
+    return (values - mean) * torch.rsqrt(variance + 1e-8) * mask

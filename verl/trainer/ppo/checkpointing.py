@@ -1,0 +1,93 @@
+"""Where a run's checkpoints are, which one is the newest complete, and which may go."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing import is_complete
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest_checkpointed_iteration.txt"
+_TRAINER_STATE = "data.json"
+_STEP = re.compile(r"global_step_(\d+)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One ``global_step_N`` directory: ``actor/`` by the workers, ``data.json`` by the trainer."""
+
+    directory: Path
+
+    @property
+    def step(self) -> int:
+        """The global step after which it was taken."""
+        match = _STEP.fullmatch(self.directory.name)
+        assert match is not None, self.directory
+        return int(match.group(1))
+
+    @property
+    def actor(self) -> Path:
+        """What the workers write; exists only when complete."""
+        return self.directory / "actor"
+
+    @property
+    def is_complete(self) -> bool:
+        """True when both parts are whole."""
+        return (self.directory / _TRAINER_STATE).is_file() and is_complete(self.actor)
+
+    def write_state(self, state: dict[str, Any]) -> None:
+        """The trainer's part, before the workers'."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        write_text(self.directory / _TRAINER_STATE, json.dumps(state))
+
+    def read_state(self) -> dict[str, Any]:
+        """What ``write_state`` wrote."""
+        return json.loads((self.directory / _TRAINER_STATE).read_text())
+
+
+def checkpoint_at(root: str, step: int) -> Checkpoint:
+    """The checkpoint of ``step``, whether it exists or not."""
+    return Checkpoint(Path(root) / f"global_step_{step}")
+
+
+def checkpoints(root: str) -> list[Checkpoint]:
+    """Every checkpoint directory under ``root``, complete or not, oldest first."""
+    found = [Checkpoint(path) for path in Path(root).glob("global_step_*") if _STEP.fullmatch(path.name)]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def find_latest_ckpt_path(root: str) -> Checkpoint | None:
+    """The newest complete checkpoint; incomplete ones are named in the log and passed over."""
+    for checkpoint in reversed(checkpoints(root)):
+        if checkpoint.is_complete:
+            return checkpoint
+        logger.warning("%s is incomplete and not used", checkpoint.directory)
+    return None
+
+
+def publish(root: str, checkpoint: Checkpoint, max_to_keep: int | None) -> None:
+    """Points ``latest`` at a complete checkpoint, then removes what is older than the newest ``max_to_keep``."""
+    write_text(Path(root) / LATEST, str(checkpoint.step))
+    if max_to_keep is None:
+        return
+    older = [other for other in checkpoints(root) if other.step < checkpoint.step]
+    for other in older[: max(0, len(older) - (max_to_keep - 1))]:
+        shutil.rmtree(other.directory)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces ``path`` as a whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(temporary, path)

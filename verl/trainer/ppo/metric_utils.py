@@ -1,0 +1,108 @@
+"""Metrics of a batch under verl's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.protocol import DataProto
+
+
+@contextmanager
+def marked_timer(name: str, timing: dict[str, float]) -> Iterator[None]:
+    """Adds the seconds spent inside to ``timing[name]``."""
+    start = perf_counter()
+    try:
+        yield
+    finally:
+        timing[name] = timing.get(name, 0.0) + perf_counter() - start
+
+
+def compute_data_metrics(batch: DataProto) -> dict[str, float]:
+    """Scores, rewards, advantages, returns (over response tokens) and lengths of a batch with advantages."""
+    tensors = batch.batch
+    mask = tensors["response_mask"].bool()
+    response_lengths = mask.sum(-1).float()
+    prompt_lengths = tensors["attention_mask"].sum(-1).float() - response_lengths
+    limit = tensors["responses"].shape[-1]
+    metrics = {
+        **_spread("critic/score", tensors["token_level_scores"].sum(-1)),
+        **_spread("critic/rewards", tensors["token_level_rewards"].sum(-1)),
+        **_spread("critic/advantages", tensors["advantages"][mask]),
+        **_spread("critic/returns", tensors["returns"][mask]),
+        **_spread("response_length", response_lengths),
+        **_spread("prompt_length", prompt_lengths),
+    }
+    reasons = batch.non_tensor_batch.get("finish_reason")
+    is_cut = np.array([reason == "length" for reason in reasons]) if reasons is not None else None
+    clipped = (response_lengths == limit).float().mean() if is_cut is None else is_cut.mean()
+    metrics["response_length/clip_ratio"] = float(clipped)
+    return metrics
+
+
+def compute_timing_metrics(batch: DataProto, timing: Mapping[str, float]) -> dict[str, float]:
+    """``timing_s/*`` and, where a token count makes sense, ``timing_per_token_ms/*``."""
+    num_response = float(batch.batch["response_mask"].sum())
+    num_all = float(batch.batch["attention_mask"].sum())
+    counts = {"gen": num_response, "old_log_prob": num_all, "ref": num_all, "adv": num_all, "update_actor": num_all}
+    metrics = {f"timing_s/{name}": seconds for name, seconds in timing.items()}
+    for name, count in counts.items():
+        if name in timing:
+            metrics[f"timing_per_token_ms/{name}"] = timing[name] * 1000 / max(count, 1.0)
+    return metrics
+
+
+def compute_throughout_metrics(batch: DataProto, timing: Mapping[str, float], n_devices: int) -> dict[str, float]:
+    """Tokens of the step, its seconds, tokens per second and device (a device is one process: a die on Atlas A3)."""
+    num_tokens = float(batch.batch["attention_mask"].sum())
+    return {
+        "perf/total_num_tokens": num_tokens,
+        "perf/time_per_step": timing["step"],
+        "perf/throughput": num_tokens / (timing["step"] * n_devices),
+    }
+
+
+def compute_reward_metrics(parts: Mapping[str, np.ndarray], prefix: str) -> dict[str, float]:
+    """The mean of every component of the reward."""
+    return {f"{prefix}/{name}": float(values.mean()) for name, values in parts.items()}
+
+
+def compute_rollout_mismatch(log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, float]:
+    """How far training and rollout probabilities of the sampled tokens are apart; all tensors [B, R]."""
+    mask = response_mask.bool()
+    ours, theirs = log_probs[mask].double().exp(), rollout_log_probs[mask].double().exp()
+    difference = (ours - theirs).abs()
+    correlation = torch.corrcoef(torch.stack([ours, theirs]))[0, 1] if ours.numel() > 1 else torch.tensor(1.0)
+    return {
+        "training/rollout_probs_diff_max": float(difference.max()),
+        "training/rollout_probs_diff_mean": float(difference.mean()),
+        "training/rollout_actor_probs_pearson_corr": float(torch.nan_to_num(correlation, nan=1.0)),
+    }
+
+
+def process_validation_metrics(
+    data_sources: np.ndarray, parts: Mapping[str, np.ndarray], response_lengths: Tensor, n: int
+) -> dict[str, float]:
+    """``val/*`` over all problems and ``val-core/<data_source>/reward/mean@n`` for each source."""
+    metrics = compute_reward_metrics(parts, "val")
+    metrics["val/response_length"] = float(response_lengths.float().mean())
+    for source in sorted(set(data_sources)):
+        chosen = data_sources == source
+        metrics[f"val-core/{source}/reward/mean@{n}"] = float(parts["score"][chosen].mean())
+        if "accuracy" in parts:
+            metrics[f"val-core/{source}/acc/mean@{n}"] = float(parts["accuracy"][chosen].mean())
+    return metrics
+
+
+def _spread(name: str, values: Tensor) -> dict[str, float]:
+    values = values.float()
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }

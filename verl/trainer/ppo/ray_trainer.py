@@ -1,0 +1,326 @@
+"""The single controller: one GRPO step, and the loop with validation and checkpoints around it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.trainer.config import PPOTrainerConfig
+from verl.trainer.config.data import file_list
+from verl.trainer.ppo import checkpointing
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_kl_controller, kl_penalty
+from verl.trainer.ppo.metric_utils import (
+    compute_data_metrics,
+    compute_reward_metrics,
+    compute_rollout_mismatch,
+    compute_throughout_metrics,
+    compute_timing_metrics,
+    marked_timer,
+    process_validation_metrics,
+)
+from verl.trainer.ppo.seeds import sampling_seeds
+from verl.utils.dataset import ResumableLoader, RLHFDataset, collate_fn
+from verl.utils.device import resolve_device
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+from verl.utils.tracking import Tracking
+from verl.workers.reward_manager import NaiveRewardManager
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_VALIDATION_STREAM = -1  # sampling stream of validation: the same noise at every step, so that scores compare
+
+
+def apply_kl_penalty(data: DataProto, kl_coef: float, kind: str) -> tuple[DataProto, float]:
+    """token_level_rewards = scores - kl_coef * KL per token; also the mean KL over response tokens."""
+    mask = data.batch["response_mask"].float()
+    kl = kl_penalty(data.batch["old_log_probs"], data.batch["ref_log_prob"], kind) * mask
+    data.batch["token_level_rewards"] = data.batch["token_level_scores"] - kl_coef * kl
+    return data, float(kl.sum() / mask.sum().clamp(min=1))
+
+
+def compute_advantage(data: DataProto, config: PPOTrainerConfig) -> DataProto:
+    """Adds ``advantages`` and ``returns`` [B, R]; a pure function of the rewards and the prompt groups."""
+    algorithm = config.algorithm
+    estimate = get_adv_estimator_fn(algorithm.adv_estimator)
+    advantages, returns = estimate(
+        token_level_rewards=data.batch["token_level_rewards"],
+        response_mask=data.batch["response_mask"].float(),
+        index=data.non_tensor_batch["uid"],
+        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+        gamma=algorithm.gamma,
+    )
+    data.batch["advantages"], data.batch["returns"] = advantages, returns
+    return data
+
+
+class RayPPOTrainer:
+    """Drives one worker group through training.
+
+    Args:
+        config: the whole tree; ``trainer.total_training_steps`` may be absent, then it follows from the epochs.
+        worker_class: what runs in every worker process.
+    """
+
+    def __init__(
+        self,
+        config: PPOTrainerConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        worker_class: type,
+        reward_fn: NaiveRewardManager,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.worker_class = worker_class
+        self.reward_fn = reward_fn
+        self.train_dataset = _dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples)
+        self.val_dataset = _dataset(config, tokenizer, config.data.val_files, config.data.val_max_samples)
+        data = config.data
+        self.train_loader = ResumableLoader(
+            self.train_dataset, data.train_batch_size, shuffle=data.shuffle, seed=data.seed or 0
+        )
+        per_epochs = len(self.train_loader) * config.trainer.total_epochs
+        self.total_training_steps = config.trainer.total_training_steps or per_epochs
+        self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
+        self.global_step = 0
+        self.workers: Any = None
+        self._carried_timing: dict[str, float] = {}
+
+    def init_workers(self) -> None:
+        """Starts one process per device and builds the models in it."""
+        trainer = self.config.trainer
+        pool = RayResourcePool(process_on_nodes=[trainer.n_gpus_per_node] * trainer.nnodes)
+        role = "actor_rollout_ref" if self.config.use_reference_policy else "actor_rollout"
+        self.workers = RayWorkerGroup(
+            pool,
+            RayClassWithInitArgs(self.worker_class, config=self.config, role=role),
+            name_prefix=role,
+            device_name=resolve_device(trainer.device),
+            num_cpus_per_worker=self.config.ray_kwargs.num_cpus_per_worker,
+            timeout_s=trainer.worker_timeout_s,
+        )
+        self.workers.init_model()
+
+    def fit(self) -> None:
+        """Resumes, validates, trains to ``total_training_steps``, saving and validating on the way."""
+        self._load_checkpoint()
+        trainer = self.config.trainer
+        self.tracking = Tracking(trainer.report_dir, trainer.logger, first_step=self._first_logged_step())
+        if self.global_step == 0 and trainer.val_before_train:
+            self.tracking.log(self._validate(), step=0)
+        batches = iter(self.train_loader)
+        while self.global_step < self.total_training_steps:
+            self.global_step += 1
+            metrics = self._train_step(self._next_prompts(batches))
+            is_last = self.global_step == self.total_training_steps
+            if is_last or (trainer.test_freq > 0 and self.global_step % trainer.test_freq == 0):
+                metrics |= self._validate()
+            self.tracking.log(metrics | self._take_carried_timing(), step=self.global_step)
+            if is_last or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0):
+                self._save_checkpoint()
+        self.tracking.close()
+        if trainer.export_hf:
+            path = str(Path(trainer.report_dir) / "export_hf")
+            self.workers.export_hf(path)
+            logger.info("the trained model is in %s", path)
+
+    def shutdown(self) -> None:
+        """Ends every worker process."""
+        if self.workers is not None:
+            self.workers.shutdown()
+
+    def _train_step(self, prompts: DataProto) -> dict[str, float]:
+        """One GRPO step: generate, score, log-probs, advantages, update."""
+        timing: dict[str, float] = {}
+        metrics: dict[str, float] = {
+            "training/global_step": self.global_step,
+            "training/epoch": self.train_loader.epoch,
+        }
+        actor = self.config.actor_rollout_ref.actor
+        with marked_timer("step", timing):
+            with marked_timer("gen", timing):
+                batch = prompts.union(self._generate(prompts, timing))
+            batch = self._balance_batch(batch)
+            batch.meta_info |= self._update_info()
+            scoring = self.reward_fn.start(batch)  # runs in its own processes while log-probs are computed
+            if actor.needs_old_log_prob(self.config.data.train_batch_size):
+                with marked_timer("old_log_prob", timing):
+                    batch = batch.union(self.workers.compute_log_prob(batch))
+                metrics |= compute_rollout_mismatch(
+                    batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], batch.batch["response_mask"]
+                )
+            if self.config.use_reference_policy:
+                with marked_timer("ref", timing):
+                    batch = batch.union(self.workers.compute_ref_log_prob(batch))
+            with marked_timer("reward", timing):
+                scores = scoring.result()
+                batch.batch["token_level_scores"] = scores.token_level_scores
+                metrics |= compute_reward_metrics(scores.parts, "reward")
+            with marked_timer("adv", timing):
+                metrics |= self._apply_kl(batch)
+                batch = compute_advantage(batch, self.config)
+            with marked_timer("update_actor", timing):
+                metrics |= self.workers.update_actor(batch).meta_info["metrics"]
+        metrics |= compute_data_metrics(batch) | compute_timing_metrics(batch, timing)
+        return metrics | compute_throughout_metrics(batch, timing, self.config.trainer.world_size)
+
+    def _next_prompts(self, batches: Iterator[dict[str, Any]]) -> DataProto:
+        """The next prompts, each repeated n times, one uid per prompt, a sampling seed per row."""
+        batch = DataProto.from_single_dict(next(batches))
+        uids = [f"{self.global_step}-{i}" for i in range(len(batch))]
+        batch.non_tensor_batch["uid"] = np.array(uids, dtype=object)
+        batch = batch.repeat(self.config.actor_rollout_ref.rollout.n, interleave=True)
+        seed = self.config.actor_rollout_ref.rollout.seed
+        batch.non_tensor_batch["sampling_seeds"] = sampling_seeds(seed, self.global_step, 0, len(batch))
+        return batch
+
+    def _generate(self, prompts: DataProto, timing: dict[str, float], **meta_info: Any) -> DataProto:
+        """Responses to ``prompts``, whose own prompt tensors are taken out of it (they come back in the result)."""
+        request = prompts.pop(
+            batch_keys=["input_ids", "attention_mask", "position_ids"],
+            non_tensor_batch_keys=["raw_prompt_ids", "sampling_seeds"],
+        )
+        request.meta_info |= meta_info | {
+            "eos_token_id": self.tokenizer.eos_token_id,
+            "pad_token_id": self.tokenizer.pad_token_id,
+        }
+        rollout_dp = self.config.trainer.world_size // self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        request, num_pad = pad_dataproto_to_divisor(request, rollout_dp)
+        output = unpad_dataproto(self.workers.generate_sequences(request), num_pad)
+        timing |= output.meta_info.pop("timing")
+        return output
+
+    def _balance_batch(self, batch: DataProto) -> DataProto:
+        """Reorders rows so that every data-parallel rank gets about the same number of tokens."""
+        megatron, world = self.config.actor_rollout_ref.actor.megatron, self.config.trainer.world_size
+        dp = world // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
+        if not self.config.trainer.balance_batch or dp == 1:
+            return batch
+        lengths = batch.batch["attention_mask"].sum(-1).tolist()
+        partitions = get_seqlen_balanced_partitions(lengths, dp, equal_size=True)
+        batch.reorder(torch.tensor([row for rows in partitions for row in rows]))
+        return batch
+
+    def _update_info(self) -> dict[str, Any]:
+        rollout = self.config.actor_rollout_ref.rollout
+        return {"temperature": rollout.temperature, "rollout_n": rollout.n, "global_step": self.global_step}
+
+    def _apply_kl(self, batch: DataProto) -> dict[str, float]:
+        if not self.config.algorithm.use_kl_in_reward:
+            batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+            return {}
+        _, kl = apply_kl_penalty(batch, self.kl_ctrl.value, self.config.algorithm.kl_penalty)
+        used = self.kl_ctrl.value
+        self.kl_ctrl.update(kl, n_steps=len(batch))
+        return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": used}
+
+    def _validate(self) -> dict[str, float]:
+        """Mean scores over the validation problems; transcripts go to ``val_generations/step_N.jsonl``."""
+        timing: dict[str, float] = {}
+        config = self.config
+        n, rows_seen = config.actor_rollout_ref.rollout.val_kwargs.n, 0
+        batch_size = config.data.val_batch_size or len(self.val_dataset)
+        outputs, pending = [], []
+        with marked_timer("testing", timing):
+            for first in range(0, len(self.val_dataset), batch_size):
+                rows = range(first, min(first + batch_size, len(self.val_dataset)))
+                prompts = DataProto.from_single_dict(collate_fn([self.val_dataset[i] for i in rows]))
+                prompts = prompts.repeat(n, interleave=True)
+                seeds = sampling_seeds(
+                    config.actor_rollout_ref.rollout.seed, _VALIDATION_STREAM, rows_seen, len(prompts)
+                )
+                prompts.non_tensor_batch["sampling_seeds"] = seeds
+                rows_seen += len(prompts)
+                batch = prompts.union(self._generate(prompts, {}, validate=True))
+                outputs.append(batch)
+                pending.append(self.reward_fn.start(batch))
+            scores = [item.result() for item in pending]
+        parts = {name: np.concatenate([s.parts[name] for s in scores]) for name in scores[0].parts}
+        self._write_generations(outputs, [text for s in scores for text in s.responses], parts)
+        sources = np.concatenate([batch.non_tensor_batch["data_source"] for batch in outputs])
+        lengths = torch.cat([batch.batch["response_mask"].sum(-1) for batch in outputs])
+        metrics = process_validation_metrics(sources, parts, lengths, n)
+        return metrics | {"timing_s/testing": timing["testing"]}
+
+    def _write_generations(self, outputs: list[DataProto], responses: list[str], parts: dict[str, np.ndarray]) -> None:
+        limit = self.config.trainer.log_val_generations
+        if not limit:
+            return
+        prompts = [text for batch in outputs for text in batch.non_tensor_batch["prompt_text"]]
+        truths = [str(m["ground_truth"]) for batch in outputs for m in batch.non_tensor_batch["reward_model"]]
+        lines = []
+        for row in range(min(limit, len(responses))):
+            record = {
+                "step": self.global_step,
+                "prompt": prompts[row],
+                "response": responses[row],
+                "ground_truth": truths[row],
+                **{name: float(values[row]) for name, values in parts.items()},
+            }
+            lines.append(json.dumps(record, ensure_ascii=False))
+        directory = Path(self.config.trainer.report_dir) / "val_generations"
+        directory.mkdir(parents=True, exist_ok=True)
+        checkpointing.write_text(directory / f"step_{self.global_step}.jsonl", "\n".join(lines) + "\n")
+
+    def _save_checkpoint(self) -> None:
+        """Trainer state, then the workers' part, then ``latest``: what ``latest`` names is always whole."""
+        timing: dict[str, float] = {}
+        root = self.config.trainer.default_local_dir
+        checkpoint = checkpointing.checkpoint_at(root, self.global_step)
+        with marked_timer("save_checkpoint", timing):
+            checkpoint.write_state({"loader": self.train_loader.state_dict(), "kl_coef": self.kl_ctrl.value})
+            self.workers.save_checkpoint(str(checkpoint.actor.absolute()), global_step=self.global_step)
+            checkpointing.publish(root, checkpoint, self.config.trainer.max_actor_ckpt_to_keep)
+        self._carried_timing = {"timing_s/save_checkpoint": timing["save_checkpoint"]}
+
+    def _load_checkpoint(self) -> None:
+        """Continues from the newest complete checkpoint, or the one asked for; says which, or that there is none."""
+        trainer = self.config.trainer
+        if trainer.resume_mode == "disable":
+            return
+        if trainer.resume_mode == "resume_path":
+            checkpoint = checkpointing.Checkpoint(Path(str(trainer.resume_from_path)))
+            if not checkpoint.is_complete:
+                raise ValueError(f"trainer.resume_from_path: {checkpoint.directory} is not a complete checkpoint")
+        else:
+            found = checkpointing.find_latest_ckpt_path(trainer.default_local_dir)
+            if found is None:
+                logger.info("no checkpoint in %s: starting from the model's weights", trainer.default_local_dir)
+                return
+            checkpoint = found
+        state = checkpoint.read_state()
+        self.train_loader.load_state_dict(state["loader"])
+        self.kl_ctrl.value = state["kl_coef"]
+        self.workers.load_checkpoint(str(checkpoint.actor.absolute()))
+        self.global_step = checkpoint.step
+        logger.info("resumed after step %d from %s", self.global_step, checkpoint.directory)
+
+    def _first_logged_step(self) -> int:
+        return self.global_step + 1 if self.global_step else 0
+
+    def _take_carried_timing(self) -> dict[str, float]:
+        """Seconds of the last save, which happened after its own step had been logged."""
+        taken, self._carried_timing = self._carried_timing, {}
+        return taken
+
+
+def _dataset(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, files: Any, max_samples: int) -> RLHFDataset:
+    data = config.data
+    return RLHFDataset(
+        file_list(files),
+        tokenizer,
+        prompt_key=data.prompt_key,
+        max_prompt_length=data.max_prompt_length,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        max_samples=max_samples,
+    )

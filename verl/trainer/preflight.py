@@ -1,0 +1,85 @@
+"""What must be there before a run starts: weights, data, a reward function, a place to write."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from mindspeed_llm.weights import HFCheckpoint, ShardedCheckpoint
+from verl.trainer.config import PPOTrainerConfig
+from verl.trainer.config.data import file_list
+from verl.utils.dataset.parquet import schema_problems
+from verl.utils.import_utils import load_extern_type
+
+
+def preflight_problems(config: PPOTrainerConfig) -> list[str]:
+    """Everything on this machine's disks that would stop the run, one sentence each; starts nothing."""
+    return [
+        *_weight_problems(config),
+        *_data_problems(config),
+        *_reward_problems(config),
+        *_output_problems(config),
+    ]
+
+
+def _weight_problems(config: PPOTrainerConfig) -> Iterator[str]:
+    models = config.actor_rollout_ref
+    path = Path(models.model.path).expanduser()
+    if not (path / "config.json").is_file():
+        yield f"actor_rollout_ref.model.path: {path} has no config.json; it must be a Hugging Face model directory"
+        return
+    if models.actor.load_weight and not models.actor.megatron.use_dist_checkpointing:
+        try:
+            HFCheckpoint(path)
+        except ValueError as error:
+            yield f"actor_rollout_ref.model.path: {error}"
+    engine = models.actor.megatron
+    if engine.use_dist_checkpointing and models.actor.load_weight:
+        try:
+            ShardedCheckpoint(str(engine.dist_checkpointing_path))
+        except ValueError as error:
+            yield f"actor_rollout_ref.actor.megatron.dist_checkpointing_path: {error}"
+
+
+def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
+    for key, files in (("train_files", config.data.train_files), ("val_files", config.data.val_files)):
+        for file in file_list(files):
+            for problem in schema_problems(file, config.data.prompt_key):
+                yield f"data.{key}: {problem}"
+
+
+def _reward_problems(config: PPOTrainerConfig) -> Iterator[str]:
+    function = config.custom_reward_function
+    if function.path is None:
+        yield "custom_reward_function.path is empty; give the Python file of a reward function"
+        return
+    try:
+        load_extern_type(function.path, function.name)
+    except (ValueError, ImportError, SyntaxError) as error:
+        yield f"custom_reward_function: {error}"
+
+
+def _output_problems(config: PPOTrainerConfig) -> Iterator[str]:
+    for key in ("default_local_dir", "report_dir"):
+        path = Path(getattr(config.trainer, key)).expanduser()
+        problem = writable_problem(path)
+        if problem:
+            yield f"trainer.{key}: {problem}"
+
+
+def writable_problem(path: Path) -> str | None:
+    """Why files cannot be written under ``path`` (which is created later); None when they can."""
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        return f"{existing} is a file, so {path} cannot be a directory"
+    try:
+        descriptor, name = tempfile.mkstemp(dir=existing)
+    except OSError as error:
+        return f"{existing} is not writable ({error.strerror}); choose another directory"
+    os.close(descriptor)
+    os.unlink(name)
+    return None

@@ -1,0 +1,6 @@
+"""Prompts from parquet files."""
+
+from verl.utils.dataset.loader import ResumableLoader
+from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+
+__all__ = ["RLHFDataset", "ResumableLoader", "collate_fn"]

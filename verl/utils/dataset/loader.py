@@ -1,0 +1,61 @@
+"""Batches in a seeded order that can be left and taken up again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+
+
+class ResumableLoader:
+    """Endless batches; the order of an epoch depends on (seed, epoch) alone, a last incomplete batch is left out.
+
+    The state is two integers, so that a resumed run sees the batches an uninterrupted one would have seen.
+    """
+
+    def __init__(self, dataset: RLHFDataset, batch_size: int, *, shuffle: bool, seed: int) -> None:
+        if batch_size > len(dataset):
+            raise ValueError(
+                f"data.train_batch_size is {batch_size}, but only {len(dataset)} prompts can be used; lower it"
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.batch_index = 0
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return len(self.dataset) // self.batch_size
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while True:
+            order = self._order()
+            while self.batch_index < len(self):
+                first = self.batch_index * self.batch_size
+                self.batch_index += 1
+                yield collate_fn([self.dataset[i] for i in order[first : first + self.batch_size]])
+            self.epoch, self.batch_index = self.epoch + 1, 0
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(len(self.dataset)))
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        return torch.randperm(len(self.dataset), generator=generator).tolist()
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the next batch comes from, and what must not change for it to mean the same."""
+        return {"epoch": self.epoch, "batch_index": self.batch_index, "num_rows": len(self.dataset), "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continues after the batch at which ``state_dict`` was taken; ValueError when the data is another."""
+        for key, ours in (("num_rows", len(self.dataset)), ("seed", self.seed)):
+            if state[key] != ours:
+                raise ValueError(
+                    f"the checkpoint's data had {key} {state[key]}, this run's has {ours}; resume with the same"
+                )
+        self.epoch, self.batch_index = state["epoch"], state["batch_index"]

@@ -1,0 +1,54 @@
+"""The row schema of verl's RL parquet files, and files that do not have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+def schema_problems(path: str, prompt_key: str = "prompt") -> list[str]:
+    """Everything that keeps ``path`` from being a file of prompts, one sentence each; reads the footer only."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        return [f"{path} does not exist; make it with recipes/r1_zero/json_to_parquet.py"]
+    try:
+        metadata = pq.read_metadata(file)
+        schema = metadata.schema.to_arrow_schema()
+    except (pa.ArrowInvalid, OSError) as error:
+        return [f"{path} is not a readable parquet file: {str(error).splitlines()[0]}"]
+    expected = (
+        ("data_source", "a string", pa.types.is_string),
+        (prompt_key, "a list of {role, content}", _is_chat),
+        ("reward_model", "a struct with ground_truth", lambda kind: _has_fields(kind, "ground_truth")),
+    )
+    problems = []
+    for name, what, matches in expected:
+        index = schema.get_field_index(name)
+        if index < 0:
+            problems.append(f"{path} has no column {name!r} ({what}); it has {', '.join(schema.names)}")
+        elif not matches(schema.field(index).type):
+            problems.append(f"{path}: column {name!r} is {schema.field(index).type}; expected {what}")
+    if not metadata.num_rows:
+        problems.append(f"{path} has no rows")
+    return problems
+
+
+def read_rows(paths: Sequence[str], prompt_key: str) -> list[dict[str, Any]]:
+    """All rows of all files, in order; ValueError with every schema problem of every file."""
+    problems = [problem for path in paths for problem in schema_problems(path, prompt_key)]
+    if problems:
+        raise ValueError("\n".join(problems))
+    return [row for path in paths for row in pq.read_table(Path(path).expanduser()).to_pylist()]
+
+
+def _is_chat(kind: pa.DataType) -> bool:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return is_list and _has_fields(kind.value_type, "role", "content")
+
+
+def _has_fields(kind: pa.DataType, *names: str) -> bool:
+    return pa.types.is_struct(kind) and all(kind.get_field_index(name) >= 0 for name in names)

@@ -1,0 +1,95 @@
+"""Prompts of an RL run: chat rows in parquet files to token ids."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.utils.dataset.parquet import read_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+class RLHFDataset:
+    """Rows with their prompt tokenised through the chat template.
+
+    Args:
+        data_files: parquet files in verl's row schema.
+        max_prompt_length: tokens; a longer prompt is dropped (counted in ``num_filtered``) or, without
+            ``filter_overlong_prompts``, a ValueError that names its row.
+        max_samples: use only so many rows from the start; -1 is all.
+    """
+
+    def __init__(
+        self,
+        data_files: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        prompt_key: str = "prompt",
+        max_prompt_length: int,
+        filter_overlong_prompts: bool = False,
+        max_samples: int = -1,
+    ) -> None:
+        self.pad_token_id = tokenizer.pad_token_id
+        self.max_prompt_length = max_prompt_length
+        rows = read_rows(data_files, prompt_key)
+        if max_samples >= 0:
+            rows = rows[:max_samples]
+        chat = tokenizer.apply_chat_template
+        texts = [str(chat(row[prompt_key], add_generation_prompt=True, tokenize=False)) for row in rows]
+        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        too_long = [index for index, tokens in enumerate(ids) if len(tokens) > max_prompt_length]
+        if too_long and not filter_overlong_prompts:
+            raise ValueError(
+                f"{len(too_long)} prompts of {', '.join(data_files)} are longer than data.max_prompt_length "
+                f"{max_prompt_length} tokens, the first in row {too_long[0]} ({len(ids[too_long[0]])} tokens); "
+                "raise it, or set data.filter_overlong_prompts=True"
+            )
+        dropped = set(too_long)
+        self.num_filtered = len(dropped)
+        self._rows = [(row, texts[index], ids[index]) for index, row in enumerate(rows) if index not in dropped]
+        if not self._rows:
+            raise ValueError(f"no prompt of {', '.join(data_files)} has at most {max_prompt_length} tokens")
+        if dropped:
+            logger.info("%d of %d prompts are over %d tokens", len(dropped), len(rows), max_prompt_length)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """``input_ids``/``attention_mask``/``position_ids`` int64 [P] left-padded, ``raw_prompt_ids`` and the row."""
+        row, text, tokens = self._rows[index]
+        num_pad = self.max_prompt_length - len(tokens)
+        mask = torch.tensor([0] * num_pad + [1] * len(tokens))
+        return {
+            "input_ids": torch.tensor([self.pad_token_id] * num_pad + list(tokens)),
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(0) - 1).clamp(min=0),
+            "raw_prompt_ids": list(tokens),
+            "prompt_text": text,
+            "data_source": row["data_source"],
+            "reward_model": row["reward_model"],
+            "extra_info": row.get("extra_info") or {},
+            "index": index,
+        }
+
+
+def collate_fn(items: Sequence[dict[str, Any]]) -> dict[str, Tensor | np.ndarray]:
+    """Tensors are stacked, anything else becomes an object array [B]; for ``DataProto.from_single_dict``."""
+    batch: dict[str, Tensor | np.ndarray] = {}
+    for key, first in items[0].items():
+        if isinstance(first, Tensor):
+            batch[key] = torch.stack([item[key] for item in items])
+        else:
+            column = np.empty(len(items), dtype=object)
+            column[:] = [item[key] for item in items]
+            batch[key] = column
+    return batch

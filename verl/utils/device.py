@@ -1,0 +1,43 @@
+"""Which device a run uses and what comes with it; nothing is imported that the device does not need."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from types import ModuleType
+
+import torch
+
+from verl.trainer.config import TrainerConfig
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+_TRAIN_OPS = {"npu": "mindspeed.ops:train_ops"}
+_ROLLOUT_OPS = {"npu": "vllm_ascend.ops:rollout_ops"}
+
+
+def resolve_device(name: str) -> str:
+    """``auto`` to the accelerator this machine has (npu, then cuda, then cpu); other names as they are."""
+    if name != "auto":
+        return name
+    has_npu = any(entry.startswith("davinci") and entry[7:].isdigit() for entry in os.listdir("/dev"))
+    if has_npu and importlib.util.find_spec("torch_npu") is not None:
+        return "npu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def dist_backend(device: str) -> str:
+    """torch.distributed's backend on ``device``."""
+    return _BACKENDS[device]
+
+
+def get_torch_device(device: str) -> ModuleType | None:
+    """``torch.cuda`` or ``torch.npu``; None on the CPU, which has no memory of its own to ask about."""
+    return None if device == "cpu" else getattr(torch, device)
+
+
+def ops_providers(trainer: TrainerConfig, device: str) -> tuple[str, str]:
+    """``module:function`` providers of the training and the rollout op tables for ``device``."""
+    return (
+        trainer.train_ops or _TRAIN_OPS.get(device, "megatron.core.ops.reference:reference_ops"),
+        trainer.rollout_ops or _ROLLOUT_OPS.get(device, "vllm.ops.reference:rollout_ops"),
+    )

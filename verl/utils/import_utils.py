@@ -1,0 +1,22 @@
+"""Loading a user's function from a file."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+
+def load_extern_type(file_path: str, type_name: str) -> Any:
+    """The object ``type_name`` of the Python file ``file_path``; ValueError says what is missing."""
+    path = Path(file_path).expanduser()
+    if not path.is_file():
+        raise ValueError(f"{file_path} does not exist; custom code is given as the path of a Python file")
+    spec = importlib.util.spec_from_file_location(f"_extern_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, type_name):
+        defined = ", ".join(name for name in vars(module) if not name.startswith("_"))
+        raise ValueError(f"{file_path} defines no {type_name!r}; it defines {defined}")
+    return getattr(module, type_name)

@@ -1,0 +1,105 @@
+"""Where the numbers of a run go: one console line a step, metrics.jsonl, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# (metric, how it is shown) of the console line; the rest is in the files.
+_CONSOLE = (
+    ("val/score", "val {:.3f}"),
+    ("critic/score/mean", "score {:.3f}"),
+    ("reward/format", "format {:.2f}"),
+    ("reward/accuracy", "accuracy {:.2f}"),
+    ("response_length/mean", "len {:.1f}"),
+    ("actor/entropy", "entropy {:.3f}"),
+    ("actor/kl_loss", "kl {:.2e}"),
+    ("actor/grad_norm", "grad {:.3f}"),
+    ("training/rollout_probs_diff_max", "probs_diff_max {:.1e}"),
+    ("perf/throughput", "{:.0f} tok/s/device"),
+    ("perf/cpu_memory_used_gb", "host {:.2f} GB"),
+    ("perf/max_memory_allocated_gb", "device {:.2f} GB"),
+)
+_PHASES = (
+    "gen",
+    "update_weights",
+    "reward",
+    "old_log_prob",
+    "ref",
+    "update_actor",
+    "save_checkpoint",
+    "testing",
+    "step",
+)
+
+
+class Tracking:
+    """Writes metrics under verl's names.
+
+    Args:
+        directory: gets ``metrics.jsonl`` (one object a step, in order, each step once) and ``tensorboard/``.
+        backends: some of console, tensorboard and file; metrics.jsonl is always written.
+        first_step: the step after the checkpoint that is resumed; what the files have of it and later is cut off,
+            because those steps will be run again.
+    """
+
+    def __init__(self, directory: str, backends: Sequence[str], first_step: int) -> None:
+        self._path = Path(directory) / "metrics.jsonl"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._is_on_console = "console" in backends
+        cut_back(self._path, first_step)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._writer: Any = None
+        if "tensorboard" in backends:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=first_step)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """One step's metrics; on disk when this returns."""
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if self._writer is not None:
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+        if self._is_on_console:
+            print(console_line(metrics, step), flush=True)
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def console_line(metrics: Mapping[str, float], step: int) -> str:
+    """The metrics a person watches, on one line."""
+    parts = [f"step {step}"] + [text.format(metrics[name]) for name, text in _CONSOLE if name in metrics]
+    phases = [f"{phase} {metrics[f'timing_s/{phase}']:.1f}" for phase in _PHASES if f"timing_s/{phase}" in metrics]
+    return " | ".join(parts + ([f"s: {' '.join(phases)}"] if phases else []))
+
+
+def cut_back(path: Path, first_step: int) -> None:
+    """Drops what ``path`` has of ``first_step`` and later, and a half-written last line; atomic."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            break  # a crash in the middle of a line: it is the last one
+        if record["step"] >= first_step:
+            break
+        kept.append(line + "\n")
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", encoding="utf-8") as out:
+        out.writelines(kept)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(temporary, path)

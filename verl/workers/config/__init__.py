@@ -1,0 +1,22 @@
+"""Typed knobs of the workers, with verl's key names; imports neither torch nor ray."""
+
+from verl.workers.config.actor import ActorConfig, CheckpointConfig, RefConfig
+from verl.workers.config.engine import McoreEngineConfig
+from verl.workers.config.model import GradientCheckpointingConfig, HFModelConfig
+from verl.workers.config.optimizer import McoreOptimizerConfig
+from verl.workers.config.reward_model import CustomRewardFunctionConfig, RewardModelConfig
+from verl.workers.config.rollout import RolloutConfig, SamplingConfig
+
+__all__ = [
+    "ActorConfig",
+    "CheckpointConfig",
+    "CustomRewardFunctionConfig",
+    "GradientCheckpointingConfig",
+    "HFModelConfig",
+    "McoreEngineConfig",
+    "McoreOptimizerConfig",
+    "RefConfig",
+    "RewardModelConfig",
+    "RolloutConfig",
+    "SamplingConfig",
+]

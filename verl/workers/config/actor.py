@@ -1,0 +1,105 @@
+"""Knobs of the actor's update and of the reference's log-probs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from verl.workers.config.engine import McoreEngineConfig
+from verl.workers.config.optimizer import McoreOptimizerConfig
+
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What a training checkpoint holds."""
+
+    save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    async_save: bool = False
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    """Which registered policy loss the actor uses."""
+
+    loss_mode: str = "vanilla"
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    """One PPO/GRPO update; batch sizes count prompts (``ppo_mini_batch_size``) and samples (micro)."""
+
+    strategy: str = "megatron"
+    ppo_mini_batch_size: int = 256
+    ppo_micro_batch_size_per_gpu: int | None = None
+    use_dynamic_bsz: bool = False
+    ppo_max_token_len_per_gpu: int = 16384
+    clip_ratio: float = 0.2
+    clip_ratio_low: float | None = None
+    clip_ratio_high: float | None = None
+    clip_ratio_c: float = 3.0
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    loss_agg_mode: str = "token-mean"
+    entropy_coeff: float = 0.0
+    use_kl_loss: bool = False
+    kl_loss_coef: float = 0.001
+    kl_loss_type: str = "low_var_kl"
+    ppo_epochs: int = 1
+    shuffle: bool = False
+    data_loader_seed: int = 1
+    recompute_old_log_prob: str = "auto"
+    load_weight: bool = True
+    optim: McoreOptimizerConfig = field(default_factory=McoreOptimizerConfig)
+    megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    @property
+    def clip_low(self) -> float:
+        """Lower clip range; absent means ``clip_ratio``."""
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def clip_high(self) -> float:
+        """Upper clip range; absent means ``clip_ratio``."""
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+    def needs_old_log_prob(self, train_batch_size: int) -> bool:
+        """False when one update per batch makes the ratio exactly 1, so that log_prob.detach() is the old one."""
+        one_update = self.ppo_epochs == 1 and self.ppo_mini_batch_size == train_batch_size
+        return self.recompute_old_log_prob.lower() == "true" or not one_update
+
+    def problems(self, where: str) -> list[str]:
+        """Every value that cannot work, one sentence each."""
+        found = [*self.megatron.problems(f"{where}.megatron"), *self.optim.problems(f"{where}.optim")]
+        choices = (
+            ("strategy", self.strategy, ("megatron",)),
+            ("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES),
+            ("kl_loss_type", self.kl_loss_type, KL_TYPES),
+            ("recompute_old_log_prob", self.recompute_old_log_prob.lower(), ("auto", "true", "false")),
+        )
+        for key, value, allowed in choices:
+            if value not in allowed:
+                found.append(f"{where}.{key} is {value!r}; expected one of {', '.join(allowed)}")
+        if self.ppo_epochs < 1:
+            found.append(f"{where}.ppo_epochs is {self.ppo_epochs}; it must be at least 1")
+        if self.checkpoint.async_save:
+            found.append(f"{where}.checkpoint.async_save is True; checkpoints are written synchronously here")
+        if not self.use_dynamic_bsz and not self.ppo_micro_batch_size_per_gpu:
+            found.append(
+                f"{where}.ppo_micro_batch_size_per_gpu is empty; give it (samples per micro-batch) or set "
+                f"{where}.use_dynamic_bsz=True with ppo_max_token_len_per_gpu"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class RefConfig:
+    """Log-probs under the reference weights; ``megatron`` starts as a copy of the actor's."""
+
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    log_prob_use_dynamic_bsz: bool = False
+    log_prob_max_token_len_per_gpu: int = 16384
+    load_weight: bool = True
+    megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)

@@ -1,0 +1,42 @@
+"""Knobs of the actor's optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class McoreOptimizerConfig:
+    """AdamW with fp32 master weights; ``lr_warmup_steps`` -1 means "use ``lr_warmup_steps_ratio``"."""
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    adam_eps: float = 1e-8
+    lr_warmup_steps: int = -1
+    lr_warmup_steps_ratio: float = 0.0
+    lr_warmup_init: float = 0.0
+    lr_decay_style: str = "constant"
+    lr_decay_steps: int | None = None
+
+    def warmup_steps(self, total_training_steps: int) -> int:
+        """Optimizer steps of linear warm-up in a run of ``total_training_steps``."""
+        if self.lr_warmup_steps >= 0:
+            return self.lr_warmup_steps
+        return int(self.lr_warmup_steps_ratio * total_training_steps)
+
+    def problems(self, where: str) -> list[str]:
+        """Every value that cannot work, one sentence each."""
+        found = []
+        if self.lr_decay_style not in ("constant", "linear", "cosine"):
+            found.append(f"{where}.lr_decay_style is {self.lr_decay_style!r}; expected constant, linear or cosine")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            found.append(f"{where}.betas is {list(self.betas)}; expected two numbers in [0, 1)")
+        for key, value in (("lr", self.lr), ("min_lr", self.min_lr), ("weight_decay", self.weight_decay)):
+            if value < 0:
+                found.append(f"{where}.{key} is {value}; it must not be negative")
+        if self.min_lr > self.lr:
+            found.append(f"{where}.min_lr {self.min_lr} is above lr {self.lr}")
+        return found

@@ -1,0 +1,101 @@
+"""Knobs of generation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How validation samples; ``do_sample`` False means greedy, whatever the temperature."""
+
+    temperature: float = 0.0
+    top_k: int = -1
+    top_p: float = 1.0
+    do_sample: bool = False
+    n: int = 1
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """The rollout engine and how it samples for training; lengths are tokens."""
+
+    name: str = "vllm"
+    mode: str = "sync"
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    do_sample: bool = True
+    n: int = 1
+    prompt_length: int = 512
+    response_length: int = 512
+    dtype: str = "bfloat16"
+    gpu_memory_utilization: float = 0.5
+    ignore_eos: bool = False
+    enforce_eager: bool = False
+    free_cache_engine: bool = True
+    load_format: str = "dummy"
+    tensor_model_parallel_size: int = 1
+    data_parallel_size: int | None = None
+    enable_expert_parallel: bool = True
+    max_num_seqs: int = 1024
+    max_num_batched_tokens: int = 8192
+    max_model_len: int | None = None
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = False
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    log_prob_use_dynamic_bsz: bool = False
+    log_prob_max_token_len_per_gpu: int = 16384
+    update_weights_bucket_megabytes: int = 512
+    calculate_log_probs: bool = True
+    seed: int = 0
+    val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that one sequence may reach."""
+        return self.max_model_len or self.prompt_length + self.response_length
+
+    def problems(self, where: str) -> list[str]:
+        """Every value that cannot work, one sentence each."""
+        found = []
+        choices = (
+            ("name", self.name, ("vllm",)),
+            ("mode", self.mode, ("sync",)),
+            ("dtype", self.dtype, ("bfloat16", "float32")),
+            ("load_format", self.load_format.removesuffix("_megatron"), ("dummy", "auto")),
+        )
+        for key, value, allowed in choices:
+            if value not in allowed:
+                found.append(f"{where}.{key} is {value!r}; expected one of {', '.join(allowed)}")
+        for key, size in (("n", self.n), ("val_kwargs.n", self.val_kwargs.n), ("max_num_seqs", self.max_num_seqs)):
+            if size < 1:
+                found.append(f"{where}.{key} is {size}; it must be at least 1")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            found.append(f"{where}.gpu_memory_utilization is {self.gpu_memory_utilization}; expected (0, 1]")
+        if self.temperature <= 0:
+            found.append(f"{where}.temperature is {self.temperature}; training samples need a temperature above 0")
+        if not 0 < self.top_p <= 1 or not 0 < self.val_kwargs.top_p <= 1:
+            found.append(f"{where}: top_p must lie in (0, 1]")
+        if self.max_model_len is not None and self.max_model_len < self.prompt_length + self.response_length:
+            found.append(
+                f"{where}.max_model_len {self.max_model_len} is below prompt_length {self.prompt_length} + "
+                f"response_length {self.response_length}"
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.prompt_length:
+            found.append(
+                f"{where}.max_num_batched_tokens {self.max_num_batched_tokens} is below prompt_length "
+                f"{self.prompt_length} and enable_chunked_prefill is False"
+            )
+        return found
+
+    def warnings(self, where: str) -> list[str]:
+        """Settings that run but bias training."""
+        if self.top_p != 1.0 or self.top_k not in (-1, 0):
+            return [
+                f"{where}: top_p {self.top_p} / top_k {self.top_k} cut the sampling distribution, while log-probs are "
+                "those of the whole vocabulary; the policy gradient is then slightly off-policy"
+            ]
+        return []
