@@ -19,7 +19,7 @@ class WorkerDiedError(RuntimeError):
     """A worker's process is gone."""
 
 
-class WorkerTimeoutError(RuntimeError):
+class WorkerTimeoutError(WorkerError):
     """A call took longer than allowed; the message names the ranks that had not answered."""
 
 
@@ -113,18 +113,19 @@ class WorkerGroup:
         """
         registration: Registration = self._methods[method]
         per_rank = registration.fns.dispatch(self, *args, **kwargs)
-        keep = registration.fns.kept(self)
+        keep = [True] if registration.is_rank_zero else registration.fns.kept(self)
         ranks = [0] if registration.is_rank_zero else list(range(self.world_size))
         pending = self.run(
             method,
             [per_rank[rank] for rank in ranks],
             ranks=ranks,
-            keep=[keep[rank] for rank in ranks],
+            keep=keep,
             timeout_s=self.timeout_s if timeout_s is None else timeout_s,
         )
-        pending.finish = (
-            (lambda outputs: outputs[0]) if registration.is_rank_zero else partial(registration.fns.collect, self)
-        )
+        if registration.is_rank_zero:
+            pending.finish = lambda outputs: outputs[0]
+        else:
+            pending.finish = partial(registration.fns.collect, self)
         return pending.get() if registration.blocking else pending
 
     def mesh(self, mesh_name: str) -> Mesh:

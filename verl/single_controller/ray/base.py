@@ -1,0 +1,210 @@
+"""RayWorkerGroup: one actor per device, called as one object, ended as one when any of them fails."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import ray
+import ray.cloudpickle
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from verl.single_controller.base.worker_group import (
+    PendingCall,
+    WorkerDiedError,
+    WorkerError,
+    WorkerGroup,
+    WorkerTimeoutError,
+)
+from verl.single_controller.ray.process import CallFailure, ProcessAddress, WorkerProcess
+from verl.single_controller.ray.resources import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    Slot,
+    actor_resources,
+    rank_environment,
+)
+
+logger = logging.getLogger(__name__)
+
+# When one rank dies its peers' collectives fail too, sometimes before Ray reports the death: how long to look for it.
+_DEATH_GRACE_S = 3.0
+_KILL_TIMEOUT_S = 10.0
+
+
+class RayWorkerGroup(WorkerGroup):
+    """The workers of a resource pool, started when it is built.
+
+    Args:
+        resource_pool: processes per node.
+        ray_cls_with_init: the worker class and its arguments.
+        device_name: ``cpu``, ``npu`` or ``cuda``: which Ray resource each process takes one of.
+        num_cpus_per_worker: Ray CPUs each process takes; may be a fraction.
+        timeout_s: limit of every call in seconds; None waits as long as all processes live.
+        start_timeout_s: limit for the resources, and again for building the workers.
+
+    Raises:
+        ValueError: the cluster lacks the resources.
+        WorkerError, WorkerDiedError, WorkerTimeoutError: a worker could not be built; nothing is left behind.
+    """
+
+    def __init__(
+        self,
+        resource_pool: RayResourcePool,
+        ray_cls_with_init: RayClassWithInitArgs,
+        device_name: str = "cpu",
+        num_cpus_per_worker: float = 1,
+        timeout_s: float | None = None,
+        start_timeout_s: float = 600,
+    ) -> None:
+        super().__init__(ray_cls_with_init.cls.__name__, ray_cls_with_init.cls, resource_pool.world_size, timeout_s)
+        self.resource_pool = resource_pool
+        self._actors: list[Any] = []
+        self._addresses: list[ProcessAddress | None] = [None] * self.world_size
+        slots = resource_pool.reserve(device_name, num_cpus_per_worker, start_timeout_s)
+        try:
+            self._actors = [_new_actor(slot, device_name, num_cpus_per_worker) for slot in slots]
+            self._start_workers(ray_cls_with_init, start_timeout_s)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def master_address(self) -> str:
+        """Node of rank 0."""
+        return self._master_addr
+
+    @property
+    def master_port(self) -> str:
+        """Port of rank 0's rendezvous: the driver's MASTER_PORT, else one that was free on its node."""
+        return self._master_port
+
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [address.pid for address in self._addresses if address is not None]
+
+    def put(self, value: Any) -> ray.ObjectRef:
+        """Stores ``value`` once in the object store."""
+        return ray.put(value)
+
+    def run(
+        self,
+        method: str,
+        per_rank: list[tuple[tuple, dict[str, Any]]],
+        *,
+        ranks: list[int],
+        keep: list[bool],
+        timeout_s: float | None,
+    ) -> PendingCall:
+        """See ``WorkerGroup.run``."""
+        if not self._actors:
+            raise WorkerError(f"group {self.name!r} is shut down, {method} cannot run")
+        refs = {
+            self._actors[rank].call.remote(method, kept, *args, **kwargs): rank
+            for rank, (args, kwargs), kept in zip(ranks, per_rank, keep, strict=True)
+        }
+        return PendingCall(partial(self._wait, method, refs, timeout_s))
+
+    def shutdown(self) -> None:
+        """Kills every process, waits until Ray says they are gone, and gives the resources back."""
+        actors, self._actors = self._actors, []
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+        pending = [actor.address.remote() for actor in actors]
+        _, alive = ray.wait(pending, num_returns=len(pending), timeout=_KILL_TIMEOUT_S) if pending else ([], [])
+        if alive:
+            logger.warning(
+                "%d processes of %s were still there %.0f s after the kill", len(alive), self.name, _KILL_TIMEOUT_S
+            )
+        self.resource_pool.release()
+
+    def __enter__(self) -> RayWorkerGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _start_workers(self, ray_cls_with_init: RayClassWithInitArgs, timeout_s: float) -> None:
+        refs = {actor.address.remote(): rank for rank, actor in enumerate(self._actors)}
+        self._addresses = list(self._wait("start of the process", refs, timeout_s))
+        first: ProcessAddress = self._addresses[0]  # type: ignore[assignment]
+        self._master_addr = first.node_ip
+        self._master_port = os.environ.get("MASTER_PORT") or str(first.free_port)
+        env = {"MASTER_ADDR": self._master_addr, "MASTER_PORT": self._master_port}
+        init = ray_cls_with_init
+        blob = ray.put(ray.cloudpickle.dumps((init.cls, init.args, init.kwargs)))
+        refs = {actor.start.remote(env, blob): rank for rank, actor in enumerate(self._actors)}
+        self._wait("__init__", refs, timeout_s)
+        logger.info(
+            "%s: %d workers, rendezvous %s:%s", self.name, self.world_size, self._master_addr, self._master_port
+        )
+
+    def _wait(self, method: str, refs: dict[ray.ObjectRef, int], timeout_s: float | None) -> list[Any]:
+        """Outputs in rank order. Consumes answers as they come; unblocked by the last one or by the first failure."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        outputs: dict[int, Any] = {}
+        pending = list(refs)
+        while pending:
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready, pending = ray.wait(pending, num_returns=1, timeout=remaining)
+            if not ready:
+                silent = [self._where(refs[ref]) for ref in pending]
+                raise self._failed(
+                    WorkerTimeoutError(f"{self.name}.{method}: no answer after {timeout_s} s from {silent}")
+                )
+            rank = refs[ready[0]]
+            try:
+                output = ray.get(ready[0])
+            except RayActorError as error:
+                raise self._failed(self._died(rank, method, error)) from error
+            if isinstance(output, CallFailure):
+                raise self._failed(self._find_death(method) or self._raised(rank, method, output))
+            outputs[rank] = output
+        return [outputs[rank] for rank in sorted(outputs)]
+
+    def _find_death(self, method: str) -> WorkerDiedError | None:
+        """A dead rank, looked for until the grace is over: it is the cause when its peers raise."""
+        deadline = time.monotonic() + _DEATH_GRACE_S
+        probes = {actor.address.remote(): rank for rank, actor in enumerate(self._actors)}
+        pending = list(probes)
+        while pending and (remaining := deadline - time.monotonic()) > 0:
+            ready, pending = ray.wait(pending, num_returns=1, timeout=remaining)
+            for ref in ready:
+                try:
+                    ray.get(ref)
+                except RayActorError as error:
+                    return self._died(probes[ref], method, error)
+        return None
+
+    def _failed(self, error: WorkerDiedError | WorkerError) -> WorkerDiedError | WorkerError:
+        logger.error("%s: ending all %d workers: %s", self.name, self.world_size, str(error).splitlines()[0])
+        self.shutdown()
+        return error
+
+    def _died(self, rank: int, method: str, cause: RayActorError) -> WorkerDiedError:
+        reason = " ".join(str(cause).split())
+        return WorkerDiedError(f"{self.name}: {self._where(rank)} died during {method}: {reason}")
+
+    def _raised(self, rank: int, method: str, failure: CallFailure) -> WorkerError:
+        where = self._where(rank)
+        return WorkerError(f"{self.name}.{method} failed on {where}: {failure.summary}\n{failure.traceback}")
+
+    def _where(self, rank: int) -> str:
+        address = self._addresses[rank]
+        return f"rank {rank}" if address is None else f"rank {rank} (pid {address.pid} on {address.node_ip})"
+
+
+def _new_actor(slot: Slot, device_name: str, num_cpus: float) -> Any:
+    remote_class = ray.remote(max_restarts=0, max_task_retries=0)(WorkerProcess)
+    return remote_class.options(
+        **actor_resources(device_name, num_cpus),
+        runtime_env={"env_vars": rank_environment(slot, device_name)},
+        scheduling_strategy=PlacementGroupSchedulingStrategy(slot.placement, slot.local_rank),
+    ).remote()

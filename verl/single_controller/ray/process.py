@@ -1,0 +1,62 @@
+"""The Ray actor around one worker: it builds the worker, calls it, and turns exceptions into answers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.cloudpickle
+
+
+@dataclass(frozen=True)
+class ProcessAddress:
+    """Where a worker process runs, and a TCP port that was free on its node when it was asked."""
+
+    node_ip: str
+    pid: int
+    free_port: int
+
+
+@dataclass(frozen=True)
+class CallFailure:
+    """An exception as text: exceptions of foreign types need not survive pickling."""
+
+    summary: str
+    traceback: str
+
+
+class WorkerProcess:
+    """Runs one worker. The environment of the rank is set by Ray before the interpreter starts."""
+
+    def address(self) -> ProcessAddress:
+        """Where this process is; also the question that a dead process does not answer."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        return ProcessAddress(ray.util.get_node_ip_address(), os.getpid(), port)
+
+    def start(self, env: dict[str, str], pickled_worker: bytes) -> CallFailure | None:
+        """Sets what is known only once all processes run, then builds the worker from (cls, args, kwargs)."""
+        os.environ.update(env)
+        try:
+            cls, args, kwargs = ray.cloudpickle.loads(pickled_worker)
+            self.worker = cls(*args, **kwargs)
+        except Exception as error:
+            return _failure(error)
+        return None
+
+    def call(self, method: str, keep: bool, /, *args: Any, **kwargs: Any) -> Any:
+        """The output of the worker's method if it is wanted, None if not, a ``CallFailure`` if it raised."""
+        try:
+            output = getattr(self.worker, method)(*args, **kwargs)
+        except Exception as error:
+            return _failure(error)
+        return output if keep else None
+
+
+def _failure(error: Exception) -> CallFailure:
+    return CallFailure(f"{type(error).__name__}: {error}", traceback.format_exc())
