@@ -106,7 +106,7 @@ def run_overrides(settings: Settings) -> list[str]:
 
 def _quoted(value: object) -> str:
     """A value as Hydra's override grammar takes it: paths may hold characters that it would read as syntax."""
-    if isinstance(value, Path):
+    if isinstance(value, Path) and not re.fullmatch(r"[\w./@+-]+", str(value)):
         text = str(value).replace("\\", "\\\\").replace("'", "\\'")
         return f"'{text}'"
     return str(value)
@@ -209,7 +209,7 @@ def has_shards(directory: Path) -> bool:
 def driver_stage(job: Job) -> Stage:
     """Stage 6: the controller of the training, in a process of its own."""
     directory, name = config_place(job.settings)
-    command = (job.python, "-m", "verl.trainer.main_ppo", "--config-path", str(directory), "--config-name", name)
+    command = (job.python, "-m", "verl.trainer.main_ppo", "--config-dir", str(directory), "--config-name", name)
     return Stage("main_ppo", "GRPO", (*command, *run_overrides(job.settings)))
 
 

@@ -1,0 +1,167 @@
+"""``report.html``: the run on one page that needs nothing beside it; everything a model wrote is escaped."""
+
+from __future__ import annotations
+
+import html
+import json
+from typing import Any
+
+from tools.report.curves import CHARTS, as_svg
+from tools.report.run_data import RunData
+
+MAX_TRANSCRIPTS = 12
+MAX_CHARS = 2000
+
+STYLE = """
+:root { --ink: #1f2937; --muted: #6b7280; --line: #e5e7eb; --card: #ffffff; --page: #f8fafc; --bar: #2563eb; }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.55 system-ui, sans-serif; }
+main { max-width: 1080px; margin: 0 auto; padding: 32px 20px 64px; }
+h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 40px 0 12px; }
+.muted { color: var(--muted); } .small { font-size: 13px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px; margin-top: 20px; }
+.tile, .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px; }
+.tile b { display: block; font-size: 22px; font-variant-numeric: tabular-nums; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 12px; }
+.charts svg { width: 100%; height: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+td, th { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+.wide { width: 60%; }
+.bar { background: var(--bar); height: 10px; border-radius: 3px; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 6px 0 0; font: 13px/1.5 ui-monospace, monospace; }
+.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 16px; margin-top: 10px; }
+.badge { display: inline-block; border-radius: 9px; padding: 0 8px; font-size: 12px; }
+.badge { background: #fee2e2; color: #991b1b; }
+.badge.good { background: #dcfce7; color: #166534; }
+@media (max-width: 700px) { .pair, .charts { grid-template-columns: 1fr; } }
+"""
+
+
+def render(run: RunData) -> str:
+    """The whole page."""
+    body = "".join([_head(run), _curves(run), _phases(run), _transcripts(run), _data(run), _last_step(run)])
+    name = html.escape(run.run_dir.name)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{name}: training report</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n"
+    )
+
+
+def _head(run: RunData) -> str:
+    scores = [value for _, value in run.series("val/score")]
+    tiles = []
+    if scores:
+        tiles.append(("validation score", f"{scores[0]:.2f} → {scores[-1]:.2f}"))
+    steps = int(run.metrics[-1]["step"])
+    tiles.append(("training steps", str(steps)))
+    tiles.append(("time in the loop", duration(run.seconds())))
+    for title, metric, form in (
+        ("last training score", "critic/score/mean", "{:.2f}"),
+        ("tokens per s and device", "perf/throughput", "{:,.0f}"),
+        ("mean response length", "response_length/mean", "{:.1f}"),
+    ):
+        value = run.last(metric)
+        if value is not None:
+            tiles.append((title, form.format(value)))
+    gaps = [value for _, value in run.series("training/rollout_probs_diff_max")]
+    if gaps:
+        tiles.append(("largest trainer/rollout gap", f"{max(gaps):.1e}"))
+    cells = "".join(f'<div class="tile"><span class="muted small">{t}</span><b>{v}</b></div>' for t, v in tiles)
+    where = html.escape(str(run.run_dir))
+    return f'<h1>GRPO run</h1><div class="muted">{where}</div><div class="tiles">{cells}</div>'
+
+
+def _curves(run: RunData) -> str:
+    figures = "".join(f'<div class="card">{as_svg(run, chart)}</div>' for chart in CHARTS)
+    return f'<h2>Curves</h2><div class="charts">{figures}</div>'
+
+
+def _phases(run: RunData) -> str:
+    phases = run.phases()
+    if not phases:
+        return ""
+    longest = max(*phases.values(), 1e-9)
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{seconds:.2f} s</td>"
+        f'<td class="wide"><div class="bar" style="width:{100 * seconds / longest:.1f}%"></div></td></tr>'
+        for name, seconds in phases.items()
+    )
+    step = [value for _, value in run.series("timing_s/step")]
+    note = f"a step takes {sum(step) / len(step):.2f} s on average; " if step else ""
+    return (
+        f'<h2>Time per phase</h2><div class="card"><div class="muted small">{note}mean over the steps that had the '
+        f"phase; reward runs beside the log-probs</div><table>{rows}</table></div>"
+    )
+
+
+def _transcripts(run: RunData) -> str:
+    """Answers to the same problems at the first and at the last validation."""
+    if not run.generations:
+        return ""
+    first, last = min(run.generations), max(run.generations)
+    before = {row.get("prompt"): row for row in run.generations[first]}
+    cards = []
+    for row in run.generations[last][:MAX_TRANSCRIPTS]:
+        sides = _answer(f"step {last}", row)
+        if first != last and row.get("prompt") in before:
+            sides = _answer(f"step {first}", before[row["prompt"]]) + sides
+        cards.append(
+            f'<div class="card" style="margin-top:12px"><div><b>{_question(row)}</b> '
+            f'<span class="muted small">truth: {_text(row.get("ground_truth"))}</span></div>'
+            f'<div class="pair">{sides}</div></div>'
+        )
+    return f"<h2>Transcripts</h2>{''.join(cards)}"
+
+
+def _answer(label: str, row: dict[str, Any]) -> str:
+    known = {"step", "prompt", "response", "ground_truth"}
+    badges = "".join(
+        f' <span class="badge{" good" if value >= 0.99 else ""}">{html.escape(name)} {value:.2f}</span>'
+        for name, value in row.items()
+        if name not in known and isinstance(value, (int, float))
+    )
+    return f'<div><span class="muted small">{label}</span>{badges}<pre>{_text(row.get("response"))}</pre></div>'
+
+
+def _question(row: dict[str, Any]) -> str:
+    """The user's part of the prompt: what stands between DeepSeek's user and assistant marks, when they are there."""
+    prompt = str(row.get("prompt", ""))
+    return _text(prompt.rsplit("<｜User｜>", 1)[-1].removesuffix("<｜Assistant｜>"))
+
+
+def _text(value: object) -> str:
+    text = str(value)
+    return html.escape(text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + " …")
+
+
+def _data(run: RunData) -> str:
+    report = run.data_report
+    if report is None:
+        return ""
+    skipped = "".join(f"<li>row {int(e['index'])}: {_text(e['reason'])}</li>" for e in report.get("skipped", []))
+    counts = (
+        f"{report.get('rows_read')} rows read, {len(report.get('skipped', []))} skipped, "
+        f"{len(report.get('duplicates', []))} duplicates removed, "
+        f"{len(report.get('over_long', []))} over-long filtered, "
+        f"{report.get('train_rows')} for training, {report.get('test_rows')} held out"
+    )
+    source = _text(report.get("json_path"))
+    return f'<h2>Data</h2><div class="card">{source}: {html.escape(counts)}<ul>{skipped}</ul></div>'
+
+
+def _last_step(run: RunData) -> str:
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(json.dumps(value))}</td></tr>"
+        for name, value in sorted(run.metrics[-1].items())
+    )
+    return f'<h2>Last step</h2><details class="card"><summary>all metrics</summary><table>{rows}</table></details>'
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

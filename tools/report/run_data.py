@@ -1,0 +1,75 @@
+"""Reads a run directory: metrics, validation transcripts, the data report."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run reports: ``metrics`` has one dict per logged step, in order, each with its ``step``."""
+
+    run_dir: Path
+    metrics: list[dict[str, float]]
+    generations: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # step -> transcripts
+    data_report: dict[str, Any] | None = None
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of every step that logged ``name``."""
+        return [(int(row["step"]), row[name]) for row in self.metrics if name in row]
+
+    def last(self, name: str) -> float | None:
+        """The newest value of ``name``, None when it was never logged."""
+        found = self.series(name)
+        return found[-1][1] if found else None
+
+    def phases(self) -> dict[str, float]:
+        """Mean seconds of each phase over the training steps that had it, longest first, the whole step left out."""
+        names = {name for row in self.metrics for name in row if name.startswith("timing_s/")}
+        means = {}
+        for name in names - {"timing_s/step"}:
+            values = [value for _, value in self.series(name)]
+            means[name.removeprefix("timing_s/")] = sum(values) / len(values)
+        return dict(sorted(means.items(), key=lambda item: -item[1]))
+
+    def seconds(self) -> float:
+        """Seconds of all steps, validations and saves."""
+        parts = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
+        return sum(row.get(name, 0.0) for row in self.metrics for name in parts)
+
+
+def read_run(run_dir: Path) -> RunData:
+    """Read ``run_dir``; ValueError when it has no metrics. A half-written last line is left out."""
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"--run-dir {run_dir}: no metrics.jsonl there; give a run's OUTPUT_DIR (trainer.report_dir)")
+    metrics = _records(path)
+    if not metrics:
+        raise ValueError(f"{path}: no step is logged yet; run the report after the first step")
+    generations = {}
+    for file in (run_dir / "val_generations").glob("step_*.jsonl"):
+        match = _STEP_FILE.fullmatch(file.name)
+        if match:
+            generations[int(match[1])] = _records(file)
+    report = run_dir / "data" / "data_report.json"
+    data_report = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else None
+    return RunData(run_dir, metrics, dict(sorted(generations.items())), data_report)
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = []
+    for position, line in enumerate(lines):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if position == len(lines) - 1:
+                break  # a crash in the middle of a write
+            raise ValueError(f"{path}, line {position + 1} is not JSON: {error}") from error
+    return found

@@ -1,0 +1,45 @@
+"""The closing summary of a run on the console: what was reached and where it lies."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from tools.report.page import duration
+from tools.report.run_data import RunData
+
+PLACES = (
+    ("report.html", "the run on one page"),
+    ("rewards.png", "reward curve"),
+    ("val_score.png", "validation curve"),
+    ("response_len.png", "response lengths"),
+    ("metrics.jsonl", "every metric of every step"),
+    ("tensorboard", "the same for TensorBoard"),
+    ("checkpoints", "training checkpoints"),
+    ("export_hf", "the trained model as Hugging Face safetensors"),
+    ("logs", "output of every stage, Ray's logs"),
+)
+
+
+def closing_summary(run: RunData) -> RenderableType:
+    """A panel with the scores and the places that exist."""
+    facts = Table.grid(padding=(0, 2))
+    scores = run.series("val/score")
+    if scores:
+        (first_step, first), (last_step, last) = scores[0], scores[-1]
+        facts.add_row("validation score", f"{first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})")
+        facts.add_row("last validations", ", ".join(f"{value:.3f}" for _, value in scores[-3:]))
+    score = run.series("critic/score/mean")
+    if score:
+        facts.add_row("training score", f"{score[0][1]:.3f} -> {score[-1][1]:.3f}")
+    facts.add_row("steps", f"{int(run.metrics[-1]['step'])} in {duration(run.seconds())}")
+    gaps = [value for _, value in run.series("training/rollout_probs_diff_max")]
+    if gaps:
+        facts.add_row("trainer/rollout gap", f"at most {max(gaps):.1e} (probabilities of the sampled tokens)")
+    places = Table.grid(padding=(0, 2))
+    for name, meaning in PLACES:
+        if (run.run_dir / name).exists():
+            places.add_row(name, Text(meaning, style="dim"))
+    return Panel(Group(facts, Text(f"\n{run.run_dir}"), places), title="Result", expand=False)
