@@ -1,0 +1,82 @@
+"""Every layout gives the tokens and log-probs of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parallel.launcher import run_ranks
+from tests.vllm.tiny import write_checkpoint
+
+Result = list[tuple[list[int], list[float]]]
+# Replicas get shares of different sizes, and in a second batch all but the first get nothing.
+NUM_PROMPTS = 10
+
+
+def settings() -> tuple[list[Any], list[Any]]:
+    """Prompts and sampling parameters, both different for each prompt."""
+    from tests.vllm.test_parity import as_inputs, make_prompts
+    from vllm import SamplingParams
+
+    prompts = as_inputs(make_prompts(NUM_PROMPTS, 20, seed=8))
+    params = [
+        SamplingParams(max_tokens=3 + 5 * i % 17, ignore_eos=True, seed=i, temperature=0.0 if i % 3 == 0 else 0.9, n=1 + i % 2)
+        for i in range(NUM_PROMPTS)
+    ]
+    return prompts, params
+
+
+def run_engines(path: str, layouts: list[tuple[dict[str, Any], list[list[int]]]]) -> list[list[Result]]:
+    """For each (LLM arguments, prompts of each replica): (tokens, log-probs) of every sample of this replica's prompts."""
+    from vllm import LLM
+
+    results = []
+    for llm_args, shares in layouts:
+        llm = LLM(path, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=24, **llm_args)
+        prompts, params = settings()
+        replica = llm.config.parallel.replica
+        mine = shares[replica]
+        outputs = llm.generate([prompts[i] for i in mine], [params[i] for i in mine])
+        assert len(llm.generate(prompts[:1] if replica == 0 else [])) == (replica == 0)
+        llm.shutdown()
+        results.append([[(s.token_ids, s.sampled_logprobs) for s in o.outputs] for o in outputs])
+    return results
+
+
+ALL = list(range(NUM_PROMPTS))
+SHARES = [[0, 3], [i for i in ALL if i not in (0, 3)]]
+EXPERTS = {"enable_expert_parallel": True}
+LAYOUTS: dict[int, list[tuple[dict[str, Any], list[list[int]]]]] = {
+    2: [
+        ({"tensor_parallel_size": 2}, [ALL]),
+        ({"tensor_parallel_size": 2} | EXPERTS, [ALL]),
+        ({"data_parallel_size": 2} | EXPERTS, SHARES),
+    ],
+    4: [
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2} | EXPERTS, SHARES),
+        ({"tensor_parallel_size": 2}, SHARES),  # two engines that know nothing of each other
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: str) -> list[Result]:
+    return run_engines(checkpoint, [({}, [ALL])])[0]
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_layouts_equal_one_process(world_size: int, checkpoint: str, alone: list[Result]) -> None:
+    layouts = LAYOUTS[world_size]
+    for rank, results in enumerate(run_ranks(run_engines, world_size, checkpoint, layouts, timeout_s=150)):
+        for (llm_args, shares), result in zip(layouts, results, strict=True):
+            for index, samples in zip(shares[rank // llm_args.get("tensor_parallel_size", 1)], result, strict=True):
+                for (tokens, logprobs), (expected_tokens, expected_logprobs) in zip(samples, alone[index], strict=True):
+                    assert tokens == expected_tokens, (llm_args, rank, index)
+                    assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
