@@ -68,7 +68,8 @@ class Launch:
         except RunFailed as error:
             self._complain(str(error))
             if self.place.is_head:
-                self.console.print(checks.resume_hint(Path(self.job.config.trainer.default_local_dir)), style="yellow")
+                hint = checks.resume_hint(Path(self.job.config.trainer.default_local_dir))
+                self.console.print(hint, style="yellow", highlight=False, markup=False, soft_wrap=True)
         except Stopped as error:
             status = 128 + int(str(error))
             self._complain(f"stopped by {signal.Signals(int(str(error))).name}")

@@ -20,12 +20,11 @@ SCORE, FORMAT, ACCURACY = "#2563eb", "#d97706", "#059669"
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a figure; ``band`` names the metrics of a lower and an upper edge."""
+    """One line of a figure."""
 
     metric: str
     label: str
     colour: str
-    band: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,8 @@ CHARTS = (
     Chart(
         "response_len.png",
         "Response length",
-        "tokens; band: shortest to longest",
-        (Curve("response_length/mean", "mean", SCORE, ("response_length/min", "response_length/max")),),
+        "tokens, mean of a step",
+        (Curve("response_length/mean", "mean", SCORE),),
     ),
     Chart(
         "val_score.png",
@@ -105,11 +104,6 @@ def draw(run: RunData, chart: Chart) -> Figure:
 
 def _draw_curve(axes: Axes, run: RunData, curve: Curve, has_markers: bool) -> None:
     steps, values = zip(*run.series(curve.metric), strict=True)
-    if curve.band is not None:
-        lower, upper = (dict(run.series(name)) for name in curve.band)
-        known = [step for step in steps if step in lower and step in upper]
-        low, high = [lower[step] for step in known], [upper[step] for step in known]
-        axes.fill_between(known, low, high, color=curve.colour, alpha=0.12, linewidth=0)
     marker = "o" if has_markers or len(steps) == 1 else ""
     axes.plot(steps, values, color=curve.colour, linewidth=2.0, marker=marker, markersize=5, solid_capstyle="round")
 

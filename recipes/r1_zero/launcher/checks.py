@@ -11,6 +11,7 @@ from recipes.r1_zero.json_to_parquet import read_rows
 from recipes.r1_zero.launcher import network
 from recipes.r1_zero.launcher.job import Job, has_shards, model_dir
 from recipes.r1_zero.launcher.settings import Place, Settings
+from recipes.r1_zero.make_base_model import HF_CONFIG
 
 LEAST_FREE_BYTES = 2**30
 
@@ -21,6 +22,8 @@ def problems(job: Job, place: Place) -> list[str]:
 
     settings = job.settings
     found = validate_config(job.config)
+    if settings.model_path is None:
+        found += tiny_model_problems(job)
     found += writable_problems("OUTPUT_DIR", settings.output_dir)
     if settings.dist_ckpt_path is not None and not has_shards(settings.dist_ckpt_path):
         found += writable_problems("DIST_CKPT_PATH", settings.dist_ckpt_path)
@@ -78,6 +81,22 @@ def input_problems(job: Job) -> list[str]:
     if settings.model_path is not None:
         found += model_problems(job, settings.model_path)
     return found
+
+
+def tiny_model_problems(job: Job) -> list[str]:
+    """Where the layout does not fit the model that is made when MODEL_PATH is not given."""
+    models, world = job.config.actor_rollout_ref, job.config.trainer.world_size
+    num_layers, num_experts = HF_CONFIG["num_hidden_layers"], HF_CONFIG["n_routed_experts"]
+    try:
+        layout = models.actor.megatron.layout(world, num_layers)
+    except ValueError:
+        return []  # the config's own check has said so
+    with_model = layout.problems(num_layers, num_experts, HF_CONFIG["num_attention_heads"], HF_CONFIG["vocab_size"])
+    found = [problem for problem in with_model if problem not in layout.problems()]
+    if models.rollout.enable_expert_parallel and num_experts % world:
+        found.append(f"{num_experts} experts do not divide over {world} rollout ranks")
+    where = f"without MODEL_PATH the model is the tiny one ({num_layers} layers, {num_experts} experts)"
+    return [f"{where}: {problem}; set MODEL_PATH, or change the layout" for problem in found]
 
 
 def model_problems(job: Job, path: Path) -> list[str]:

@@ -37,10 +37,10 @@ class NodeHello:
 class Channel:
     """One connection: ``receive`` gives the next message that is no sign of life; ``lost`` says why it ended."""
 
-    def __init__(self, connection: socket.socket, lost_timeout_s: float) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._connection.settimeout(lost_timeout_s)
-        self._lost_timeout_s = lost_timeout_s
+        self._connection.settimeout(HANDSHAKE_S)
+        self._lost_timeout_s = HANDSHAKE_S
         self._reader = connection.makefile("rb")
         self._write_lock = threading.Lock()
         self._closed = threading.Event()
@@ -66,8 +66,10 @@ class Channel:
             raise ValueError("sent something that is no message")
         return message
 
-    def start(self) -> None:
+    def start(self, lost_timeout_s: float) -> None:
         """Begin the signs of life and the reading, each in a thread that ends with the connection."""
+        self._lost_timeout_s = lost_timeout_s
+        self._connection.settimeout(lost_timeout_s)
         threading.Thread(target=self._ping, daemon=True).start()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -175,8 +177,7 @@ class Head:
 
     def _welcome(self, connection: socket.socket) -> None:
         """Take one connection through the handshake; strangers are dropped without a word."""
-        connection.settimeout(HANDSHAKE_S)
-        channel = Channel(connection, HANDSHAKE_S)
+        channel = Channel(connection)
         nonce = secrets.token_hex(16)
         channel.send({"kind": "hello", "nonce": nonce})
         try:
@@ -199,9 +200,8 @@ class Head:
                     self._refused.append(f"node {hello.name()} was refused: {refusal}")
                     self._changed.notify_all()
             return
-        connection.settimeout(self._lost_timeout_s)
         channel.send({"kind": "welcome"})
-        channel.start()
+        channel.start(self._lost_timeout_s)
         with self._changed:
             self._nodes[hello.address] = (hello, channel)
             self._changed.notify_all()
@@ -221,7 +221,7 @@ def join_head(
             last = f"could not be reached ({error.strerror or error})"
             time.sleep(0.5)
             continue
-        channel = Channel(connection, HANDSHAKE_S)
+        channel = Channel(connection)
         try:
             nonce = str(channel.read_line()["nonce"])
             channel.send({"kind": "join", "proof": _proof(token, nonce), **asdict(hello)})
@@ -233,7 +233,6 @@ def join_head(
             continue
         if answer.get("kind") == "refused":
             raise ValueError(f"{where} refused this node {hello.name()}: {answer.get('reason')}")
-        connection.settimeout(lost_timeout_s)
-        channel.start()
+        channel.start(lost_timeout_s)
         return channel
     raise ValueError(f"{where} {last} within {timeout_s:g} s: is the script running there, with this MASTER_ADDR?")

@@ -1,0 +1,322 @@
+"""The launcher: settings, checks that refuse, plans for many nodes, meetings, processes that all end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+from recipes.r1_zero import launch
+from recipes.r1_zero.launcher import checks, cluster, network
+from recipes.r1_zero.launcher.job import Job, RayPorts, ray_command, resolve_config, stages
+from recipes.r1_zero.launcher.processes import OwnProcesses
+from recipes.r1_zero.launcher.rendezvous import Head, NodeHello, join_head
+from recipes.r1_zero.launcher.settings import ROOT, Place, Settings, find_place, read_settings
+
+TOKEN = "0123456789abcdef"
+
+
+def job_of(tmp_path: Path, environment: Mapping[str, str] | None = None, *overrides: str) -> Job:
+    settings = read_settings(overrides, {"OUTPUT_DIR": str(tmp_path / "out"), **(environment or {})}, has_npus=False)
+    return Job(settings, resolve_config(settings))
+
+
+def launch_with(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str], *arguments: str) -> int:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return launch.main(arguments)
+
+
+def test_every_bad_variable_is_named_at_once() -> None:
+    environment = {"NNODES": "two", "RAY_PORT": "80", "SEED": "-1", "JOIN_TIMEOUT_S": "0"}
+    with pytest.raises(ValueError, match="NNODES") as caught:
+        read_settings(["--fast"], environment, has_npus=False)
+    for name in ("RAY_PORT", "SEED", "JOIN_TIMEOUT_S", "--fast"):
+        assert name in str(caught.value)
+
+
+def test_the_config_follows_the_machine_and_overrides_win(tmp_path: Path) -> None:
+    assert read_settings([], {}, has_npus=False).config_name == "r1_zero_tiny"
+    assert read_settings([], {}, has_npus=True).config_name == "r1_ascend_671b_256die"
+    job = job_of(tmp_path, {"STEPS": "3", "SEED": "7"}, "actor_rollout_ref.rollout.n=4", "data.seed=9")
+    assert job.config.trainer.total_training_steps == 3
+    assert job.config.actor_rollout_ref.rollout.n == 4
+    assert job.config.data.seed == 9
+    assert job.config.actor_rollout_ref.actor.megatron.seed == 7
+
+
+def test_a_path_with_syntax_characters_survives(tmp_path: Path) -> None:
+    folder = tmp_path / "a b,c={d}'e"
+    job = job_of(folder)
+    assert job.config.trainer.report_dir == str(folder / "out")
+
+
+def test_place_by_address_and_rank() -> None:
+    own = network.address_towards(None, None)
+    assert find_place(Settings("c", Path("/o")), 1).is_head
+    assert find_place(Settings("c", Path("/o"), master_addr=own, node_rank=0), 2).is_head
+    with pytest.raises(ValueError, match="MASTER_ADDR is not set"):
+        find_place(Settings("c", Path("/o")), 2)
+    with pytest.raises(ValueError, match="NODE_RANK is 1"):
+        find_place(Settings("c", Path("/o"), master_addr=own, node_rank=1), 2)
+    with pytest.raises(ValueError, match="SOCKET_IFNAME"):
+        find_place(Settings("c", Path("/o"), socket_ifname="nothing0"), 1)
+    other = find_place(Settings("c", Path("/o"), master_addr="192.0.2.77"), 2)
+    assert not other.is_head
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["actor_rollout_ref.rollout.nn=4"], "nearest known key is actor_rollout_ref.rollout.n"),
+        (["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2", "trainer.n_gpus_per_node=3"], "multiple"),
+        (["actor_rollout_ref.actor.megatron.num_layer_list=[2,2]"], "num_layer_list"),
+    ],
+)
+def test_bad_configs_are_refused_before_anything_starts(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    expected: str,
+) -> None:
+    status = launch_with(monkeypatch, {"OUTPUT_DIR": str(tmp_path / "out")}, *arguments)
+    message = capsys.readouterr().out
+    assert status == launch.BAD_INPUT
+    assert expected in message
+    assert "Nothing was started" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_inputs_are_all_in_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("not a directory")
+    own = network.address_towards(None, None)
+    with socket.create_server((own, 0)) as taken:
+        environment = {
+            "OUTPUT_DIR": str(blocker / "out"),
+            "RAY_PORT": str(taken.getsockname()[1]),
+            "JSON_PATH": str(tmp_path / "missing.json"),
+            "MODEL_PATH": str(tmp_path),
+        }
+        status = launch_with(monkeypatch, environment)
+    message = capsys.readouterr().out
+    assert status == launch.BAD_INPUT
+    for expected in ("OUTPUT_DIR", "is not a directory", "RAY_PORT", "missing.json: no such file", "no config.json"):
+        assert expected in message
+
+
+def test_read_only_disk_is_refused() -> None:
+    found = checks.writable_problems("OUTPUT_DIR", Path("/proc/outputs"))
+    assert len(found) == 1
+    assert "cannot write" in found[0]
+
+
+def test_plan_of_sixteen_nodes_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = {
+        "CONFIG_NAME": "cann_true_weight_671b_256die",
+        "MASTER_ADDR": "192.0.2.77",
+        "OUTPUT_DIR": str(tmp_path / "out"),
+        "RAY_AUTH_TOKEN": "very-secret",
+    }
+    assert launch_with(monkeypatch, environment, "--print-plan", "actor_rollout_ref.rollout.n=8") == 0
+    plan = capsys.readouterr().out
+    assert "16 x 16 npu devices" in plan
+    assert "training: TP4 PP8 DP8 EP32, layers per stage 7,7,8,8,8,8,8,7" in plan
+    assert "rollout:  TP2 DP128 EP256" in plan
+    assert "--target-expert-parallel-size 8 --moe-tp-extend-ep" in plan
+    assert plan.count("ray start --block") == plan.count("ray start --block --disable-usage-stats") + 0 == 16
+    assert plan.count("--head") == 1
+    assert plan.count("HCCL_CONNECT_TIMEOUT=600") == 16
+    assert "tensor_model_parallel_size: 4" in plan
+    assert "very-secret" not in plan
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "stage_layers"),
+    [
+        ("r1_ascend_671b_256die", (6, 8, 8, 8, 8, 8, 8, 7)),
+        ("cann_true_weight_671b_256die", (7, 7, 8, 8, 8, 8, 8, 7)),
+        ("cann_random_init_671b_256die", (7, 7, 8, 8, 8, 8, 8, 7)),
+    ],
+)
+def test_named_layouts_fit_deepseek_v3(tmp_path: Path, name: str, stage_layers: tuple[int, ...]) -> None:
+    from verl.trainer.config import validate_config
+
+    job = job_of(tmp_path, {"CONFIG_NAME": name})
+    assert validate_config(job.config) == []
+    engine = job.config.actor_rollout_ref.actor.megatron
+    layout = engine.layout(256, 61)
+    assert layout.num_layer_list == stage_layers
+    assert layout.problems(num_layers=61, num_experts=256, num_attention_heads=128, vocab_size=129280) == []
+    assert layout.expert_model_parallel_size == 32
+
+
+def test_stages_say_why_they_are_left_out(tmp_path: Path) -> None:
+    names = [stage.name for stage in stages(job_of(tmp_path)) if stage.why_not is None]
+    assert names == ["problems", "data", "base_model", "fp8_to_bf16", "sharding"]
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    shards = tmp_path / "shards" / "iter_0000001" / "mp_rank_00"
+    shards.mkdir(parents=True)
+    environment = {"MODEL_PATH": str(model), "JSON_PATH": str(tmp_path / "x.json")}
+    environment["DIST_CKPT_PATH"] = str(tmp_path / "shards")
+    left_out = {stage.name: stage.why_not for stage in stages(job_of(tmp_path, environment)) if stage.why_not}
+    assert set(left_out) == {"base_model", "fp8_to_bf16", "sharding"}
+
+
+def test_ray_is_ours_alone(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    head = ray_command(job, Place(True, "10.0.0.1", "10.0.0.1", "eth0"), "/tmp/x", RayPorts(1, 2, 3))
+    worker = ray_command(job, Place(False, "10.0.0.2", "10.0.0.1", "eth0"), "/tmp/x", RayPorts(1, 2, 3))
+    assert "--block" in head
+    assert head[head.index("--dashboard-host") + 1] == "127.0.0.1"
+    assert worker[worker.index("--address") + 1] == "10.0.0.1:6766"
+    assert "--head" not in worker
+
+
+def test_token_is_made_once_and_private(tmp_path: Path) -> None:
+    tokens = [cluster.shared_token(tmp_path, None) for _ in range(2)]
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0]) == 64
+    assert (tmp_path / ".ray_auth_token").stat().st_mode & 0o077 == 0
+    assert cluster.shared_token(tmp_path, "given") == "given"
+
+
+def test_output_dir_belongs_to_one_run(tmp_path: Path) -> None:
+    with (
+        launch.only_run(tmp_path / "out"),
+        pytest.raises(ValueError, match=f"pid {os.getpid()}"),
+        launch.only_run(tmp_path / "out"),
+    ):
+        raise AssertionError("two runs hold the lock")
+
+
+def free_port() -> int:
+    return network.free_ports(1)[0]
+
+
+def test_nodes_meet_and_the_last_word_arrives() -> None:
+    port = free_port()
+    head = Head("127.0.0.1", port, TOKEN, "d", lost_timeout_s=5.0)
+    try:
+        channels = [
+            join_head("127.0.0.1", port, TOKEN, NodeHello(f"10.0.0.{rank}", rank, "d"), 5.0, 5.0) for rank in (1, 2)
+        ]
+        assert head.wait_for(2, 5.0)
+        assert [hello.node_rank for hello in head.nodes()] == [1, 2]
+        assert head.problem() is None
+        head.tell_all({"kind": "done", "status": 0})
+        assert [channel.receive(5.0) for channel in channels] == [{"kind": "done", "status": 0}] * 2
+        channels[1].close()
+        deadline = time.monotonic() + 5.0
+        while head.problem() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert "10.0.0.2 (node 2) went away" in str(head.problem())
+        channels[0].close()
+    finally:
+        head.close()
+
+
+def test_a_silent_node_is_lost() -> None:
+    port = free_port()
+    head = Head("127.0.0.1", port, TOKEN, "d", lost_timeout_s=1.5)
+    listener = threading.Event()
+    try:
+        channel = join_head("127.0.0.1", port, TOKEN, NodeHello("10.0.0.9", None, "d"), 5.0, 30.0)
+        channel._closed.set()  # as if its machine had stopped: the connection stays, nothing is sent
+        deadline = time.monotonic() + 8.0
+        while head.problem() is None and time.monotonic() < deadline:
+            listener.wait(0.05)
+        assert "no sign of life for 1.5 s" in str(head.problem())
+        channel.close()
+    finally:
+        head.close()
+
+
+def test_strangers_and_other_configs_are_kept_out() -> None:
+    port = free_port()
+    head = Head("127.0.0.1", port, TOKEN, "d", lost_timeout_s=5.0)
+    try:
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with pytest.raises(ValueError, match="token is not the head's"):
+            join_head("127.0.0.1", port, "wrong", NodeHello("10.0.0.5", 1, "d"), 5.0, 5.0)
+        assert head.problem() is None  # somebody without the token cannot end the run
+        with pytest.raises(ValueError, match="configuration is not the head's"):
+            join_head("127.0.0.1", port, TOKEN, NodeHello("10.0.0.6", 2, "other"), 5.0, 5.0)
+        assert not head.wait_for(1, 2.0)
+        assert "10.0.0.6 (node 2) was refused" in str(head.problem())
+    finally:
+        head.close()
+
+
+def test_a_head_that_never_answers_is_named() -> None:
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match=r"the head 127\.0\.0\.1:\d+ could not be reached"):
+        join_head("127.0.0.1", free_port(), TOKEN, NodeHello("10.0.0.2", 1, "d"), 1.0, 5.0)
+    assert time.monotonic() - begun < 5.0
+
+
+def test_all_own_processes_end_and_no_other(tmp_path: Path) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    script = (
+        "import subprocess, sys, time, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True);"
+        "print('up', flush=True); time.sleep(60)"
+    )
+    processes = OwnProcesses()
+    try:
+        child = processes.start([sys.executable, "-c", script], dict(os.environ), subprocess.PIPE, tmp_path)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"up\n"
+        ours = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
+        assert len(ours) == 2
+        assert processes.end_all(grace_s=0.5) == []
+        assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in ours)
+        assert stranger.poll() is None
+        child.stdout.close()
+    finally:
+        processes.end_all(grace_s=0.1)
+        stranger.kill()
+        stranger.wait()
+
+
+def test_children_end_with_a_killed_launcher(tmp_path: Path) -> None:
+    """As when the launcher is killed with SIGKILL: its child gets SIGTERM from the kernel."""
+    script = (
+        "import os, sys, time, subprocess; from pathlib import Path;"
+        "from recipes.r1_zero.launcher.processes import OwnProcesses;"
+        "child = OwnProcesses().start([sys.executable, '-c', 'import time; time.sleep(60)'], dict(os.environ), "
+        "subprocess.DEVNULL, Path('.'));"
+        "time.sleep(0.5); print(child.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    _, alive = psutil.wait_procs([child], timeout=5)
+    assert not alive
+
+
+def test_scripts_parse_and_help_needs_nothing() -> None:
+    for name in ("ray_start_grpo_npu.sh", "npu_env.sh"):
+        subprocess.run(["bash", "-n", str(ROOT / "recipes" / "r1_zero" / name)], check=True)
+    assert launch.main(["--help"]) == 0
