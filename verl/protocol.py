@@ -50,7 +50,7 @@ class DataProto:
     ``DataProto()`` has length 0. Pickling copies exactly the rows that are there, to host memory.
     """
 
-    batch: TensorDict = None  # type: ignore[assignment]  # upstream's annotation; None only when there are no tensors
+    batch: Any = None  # TensorDict | None, untyped so that readers need not exclude None
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
@@ -68,7 +68,7 @@ class DataProto:
         tensors = dict(tensors or {})
         arrays = {key: as_rows(values) for key, values in (non_tensors or {}).items()}
         _require_equal_lengths(tensors, arrays)
-        batch: Any = None
+        batch = None
         if tensors:
             num_rows = next(iter(tensors.values())).shape[0]
             batch = TensorDict(tensors, batch_size=[num_rows])
@@ -132,9 +132,8 @@ class DataProto:
         array_keys = list(self.non_tensor_batch if non_tensor_batch_keys is None else non_tensor_batch_keys)
         meta_keys = list(self.meta_info if meta_info_keys is None else meta_info_keys)
         self._require_keys(tensor_keys, array_keys, meta_keys)
-        chosen: Any = self.batch.select(*tensor_keys) if self.batch is not None and tensor_keys else None
         return DataProto(
-            batch=chosen,
+            batch=self.batch.select(*tensor_keys) if self.batch is not None and tensor_keys else None,
             non_tensor_batch={key: self.non_tensor_batch[key] for key in array_keys},
             meta_info={key: self.meta_info[key] for key in meta_keys},
         )
@@ -150,8 +149,8 @@ class DataProto:
         meta_keys = list(meta_info_keys or ())
         popped = self.select(tensor_keys, array_keys, meta_keys)
         if self.batch is not None and tensor_keys:
-            remaining: Any = self.batch.exclude(*tensor_keys)
-            self.batch = remaining if _tensors(remaining) else None  # type: ignore[assignment]
+            remaining = self.batch.exclude(*tensor_keys)
+            self.batch = remaining if _tensors(remaining) else None
         for key in array_keys:
             del self.non_tensor_batch[key]
         for key in meta_keys:
@@ -177,7 +176,7 @@ class DataProto:
         """Adds the columns of ``other`` in place; a key in both is a ValueError unless the values are equal."""
         if self._has_rows() and other._has_rows() and len(self) != len(other):
             raise ValueError(f"union of batches of {len(self)} and {len(other)} rows")
-        batch: Any = union_tensor_dict(self.batch, other.batch)
+        batch = union_tensor_dict(self.batch, other.batch)
         arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
         meta_info = _union(self.meta_info, other.meta_info, "meta_info")
         self.batch, self.non_tensor_batch, self.meta_info = batch, arrays, meta_info
@@ -194,7 +193,7 @@ class DataProto:
             if rows.shape != (len(self),):
                 raise ValueError(f"mask of shape {rows.shape} for a batch of {len(self)} rows")
             rows = np.flatnonzero(rows)
-        index = torch.tensor(rows)
+        index = torch.from_numpy(np.ascontiguousarray(rows))
         return self._map_rows(lambda tensor: tensor[index.to(tensor.device)], lambda array: array[rows])
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
@@ -270,9 +269,9 @@ class DataProto:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         tensors = {key: unpack_tensor(*packed) for key, packed in state["tensors"].items()}
-        batch: Any = TensorDict(tensors, batch_size=[state["num_rows"]]) if tensors else None
-        self.batch = batch
-        self.non_tensor_batch = state["non_tensor_batch"]
+        self.batch = TensorDict(tensors, batch_size=[state["num_rows"]]) if tensors else None
+        arrays = state["non_tensor_batch"]  # Ray hands out read-only memory of its store
+        self.non_tensor_batch = {key: array if array.flags.writeable else array.copy() for key, array in arrays.items()}
         self.meta_info = state["meta_info"]
 
     def save_to_disk(self, filepath: str) -> None:
@@ -331,7 +330,7 @@ class DataProto:
             raise ValueError("; ".join(problems))
 
 
-def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> Any:
+def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
     """Columns of both; ValueError when a key has two different tensors."""
     if tensor_dict1 is None or tensor_dict2 is None:
         return tensor_dict2 if tensor_dict1 is None else tensor_dict1

@@ -34,10 +34,10 @@ def unpack_tensor(dtype: torch.dtype, shape: tuple[int, ...], raw: np.ndarray) -
 
 def to_plain(value: Any, key: str) -> Any:
     """``value`` in types ``torch.load(weights_only=True)`` accepts; ValueError names ``key`` when there are none."""
+    if isinstance(value, np.generic):  # before float: np.float64 is one
+        return value.item()
     if value is None or isinstance(value, bool | int | float | str | Tensor):
         return value
-    if isinstance(value, np.generic):
-        return value.item()
     if isinstance(value, np.ndarray):
         rows = [to_plain(row, key) for row in value.flat]
         return {"__ndarray__": rows, "dtype": value.dtype.str, "shape": list(value.shape)}

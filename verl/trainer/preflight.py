@@ -30,6 +30,8 @@ def _weight_problems(config: PPOTrainerConfig) -> Iterator[str]:
     if not (path / "config.json").is_file():
         yield f"actor_rollout_ref.model.path: {path} has no config.json; it must be a Hugging Face model directory"
         return
+    if not (path / "tokenizer_config.json").is_file():
+        yield f"actor_rollout_ref.model.path: {path} has no tokenizer_config.json; copy the model's tokenizer files there"
     if models.actor.load_weight and not models.actor.megatron.use_dist_checkpointing:
         try:
             HFCheckpoint(path)
@@ -57,8 +59,8 @@ def _reward_problems(config: PPOTrainerConfig) -> Iterator[str]:
         return
     try:
         load_extern_type(function.path, function.name)
-    except (ValueError, ImportError, SyntaxError) as error:
-        yield f"custom_reward_function: {error}"
+    except Exception as error:  # a process edge: the user's file runs here, and may raise anything
+        yield f"custom_reward_function: {type(error).__name__}: {error}"
 
 
 def _output_problems(config: PPOTrainerConfig) -> Iterator[str]:

@@ -43,6 +43,7 @@ class RayWorkerGroup(WorkerGroup):
     Args:
         resource_pool: processes per node.
         ray_cls_with_init: the worker class and its arguments.
+        name_prefix: name of the group in messages; default: the class.
         device_name: ``cpu``, ``npu`` or ``cuda``: which Ray resource each process takes one of.
         num_cpus_per_worker: Ray CPUs each process takes; may be a fraction.
         timeout_s: limit of every call in seconds; None waits as long as all processes live.
@@ -57,12 +58,14 @@ class RayWorkerGroup(WorkerGroup):
         self,
         resource_pool: RayResourcePool,
         ray_cls_with_init: RayClassWithInitArgs,
+        name_prefix: str | None = None,
         device_name: str = "cpu",
         num_cpus_per_worker: float = 1,
         timeout_s: float | None = None,
         start_timeout_s: float = 600,
     ) -> None:
-        super().__init__(ray_cls_with_init.cls.__name__, ray_cls_with_init.cls, resource_pool.world_size, timeout_s)
+        cls = ray_cls_with_init.cls
+        super().__init__(name_prefix or cls.__name__, cls, resource_pool.world_size, timeout_s)
         self.resource_pool = resource_pool
         self._actors: list[Any] = []
         self._addresses: list[ProcessAddress | None] = [None] * self.world_size

@@ -40,7 +40,7 @@ class RayResourcePool(ResourcePool):
             if not group.wait(timeout_s):
                 self.release()
                 raise ValueError(
-                    f"no room for process_on_nodes={self.process_on_nodes} with {bundle} per process after {timeout_s} s; "
+                    f"no room for process_on_nodes={self.process_on_nodes}, {bundle} per process, after {timeout_s} s; "
                     f"Ray has {ray.cluster_resources()} and of these free {ray.available_resources()}"
                 )
         ordered = sorted(self._groups, key=_node_ip)

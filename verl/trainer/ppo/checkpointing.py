@@ -74,13 +74,16 @@ def find_latest_ckpt_path(root: str) -> Checkpoint | None:
 
 
 def publish(root: str, checkpoint: Checkpoint, max_to_keep: int | None) -> None:
-    """Points ``latest`` at a complete checkpoint, then removes what is older than the newest ``max_to_keep``."""
+    """Points ``latest`` at a complete checkpoint, then removes older ones: all but ``max_to_keep`` - 1, and broken ones."""
     write_text(Path(root) / LATEST, str(checkpoint.step))
     if max_to_keep is None:
         return
     older = [other for other in checkpoints(root) if other.step < checkpoint.step]
-    for other in older[: max(0, len(older) - (max_to_keep - 1))]:
-        shutil.rmtree(other.directory)
+    whole = [other for other in older if other.is_complete]
+    kept = whole[max(0, len(whole) - (max_to_keep - 1)) :]
+    for other in older:
+        if other not in kept:
+            shutil.rmtree(other.directory)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -104,7 +104,6 @@ class RayPPOTrainer:
         self.workers = RayWorkerGroup(
             pool,
             RayClassWithInitArgs(self.worker_class, config=self.config, role=role),
-            name_prefix=role,
             device_name=resolve_device(trainer.device),
             num_cpus_per_worker=self.config.ray_kwargs.num_cpus_per_worker,
             timeout_s=trainer.worker_timeout_s,

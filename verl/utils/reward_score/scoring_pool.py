@@ -115,7 +115,7 @@ class ScoringPool:
             try:
                 worker = worker or _Worker(self._command)
                 result = worker.score(job, self._timeout_s)
-            except RuntimeError as error:  # the grader itself cannot start: the caller must hear of it
+            except (RuntimeError, OSError) as error:  # the grader itself cannot start: the caller must hear of it
                 future.set_exception(error)
                 continue
             if not result.is_graded and not worker.is_usable:

@@ -14,6 +14,7 @@ from verl.utils.import_utils import load_extern_type
 
 _PR_SET_PDEATHSIG = 1
 _MAX_ADDRESS_SPACE = 16 << 30  # an answer that asks for more memory than this gets a MemoryError, not the machine
+_MAX_PRINTED = 64 << 20  # what the function prints lands in a temporary file; beyond this the process is ended
 
 
 def main() -> None:
@@ -21,6 +22,8 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_ADDRESS_SPACE, _MAX_ADDRESS_SPACE))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_PRINTED, _MAX_PRINTED))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     replies = _claim_stdout()
     path, name, kwargs = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     function = load_extern_type(path, name)

@@ -1,0 +1,141 @@
+"""One whole GRPO step of the worker, at several layouts, against one process: same tokens, loss, norm and weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
+from tests.parallel.launcher import run_ranks
+from verl.protocol import DataProto
+from verl.trainer.config import load_config, validate_config
+from verl.workers.megatron_workers import ActorRolloutRefWorker
+
+NUM_PROMPTS, NUM_SAMPLES, PROMPT_LENGTH = 8, 2, 10
+VOCAB_SIZE = int(tiny_hf_config()["vocab_size"])
+ENGINE = "actor_rollout_ref.actor.megatron"
+LAYOUTS = {
+    "tp2_pp2_ep2": (
+        4,
+        [
+            f"{ENGINE}.tensor_model_parallel_size=2",
+            f"{ENGINE}.pipeline_model_parallel_size=2",
+            f"{ENGINE}.num_layer_list=[2,1]",
+            f"{ENGINE}.expert_model_parallel_size=2",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        ],
+    ),
+    "dp2_ep2": (2, [f"{ENGINE}.expert_model_parallel_size=2"]),
+}
+
+
+def config_overrides(model_dir: str, world_size: int) -> list[str]:
+    return [
+        "trainer.device=cpu",
+        f"trainer.n_gpus_per_node={world_size}",
+        f"actor_rollout_ref.model.path={model_dir}",
+        f"data.max_prompt_length={PROMPT_LENGTH}",
+        "data.max_response_length=8",
+        f"data.train_batch_size={NUM_PROMPTS}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={NUM_PROMPTS}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        f"{ENGINE}.dtype=float32",
+        f"{ENGINE}.param_offload=True",
+        f"{ENGINE}.grad_offload=True",
+        f"{ENGINE}.optimizer_offload=True",
+        f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.enforce_eager=True",
+        "actor_rollout_ref.rollout.max_num_seqs=8",
+        "actor_rollout_ref.rollout.num_gpu_blocks_override=64",
+    ]
+
+
+def prompts() -> DataProto:
+    generator = torch.Generator().manual_seed(3)
+    num_rows = NUM_PROMPTS * NUM_SAMPLES
+    lengths = torch.randint(3, PROMPT_LENGTH + 1, (num_rows,), generator=generator)
+    mask = (torch.arange(PROMPT_LENGTH) >= PROMPT_LENGTH - lengths[:, None]).long()
+    ids = torch.randint(2, VOCAB_SIZE, mask.shape, generator=generator) * mask
+    raw = np.empty(num_rows, dtype=object)
+    raw[:] = [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
+    tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    return DataProto.from_dict(
+        tensors=tensors,
+        non_tensors={"raw_prompt_ids": raw, "sampling_seeds": np.arange(num_rows).astype(object)},
+        meta_info={"eos_token_id": 1, "pad_token_id": 1},
+    )
+
+
+def grpo_step(model_dir: str, out_dir: str, overrides: list[str]) -> dict[str, Any] | None:
+    """Runs in every rank; returns what the collecting rank of data-parallel rank 0 saw."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    config = load_config(config_overrides(model_dir, world_size) + overrides)
+    assert validate_config(config) == []
+    worker = ActorRolloutRefWorker(config, "actor_rollout_ref")
+    worker.init_model()
+
+    rollout_tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    mine = prompts().chunk(world_size // rollout_tp)[rank // rollout_tp]
+    generated: list[Any] = [None] * world_size
+    dist.all_gather_object(generated, worker.generate_sequences(mine))
+    batch = DataProto.concat(generated[::rollout_tp])
+    batch.meta_info = {"temperature": 1.0, "rollout_n": NUM_SAMPLES, "global_step": 1}
+    generator = torch.Generator().manual_seed(5)
+    batch.batch["advantages"] = torch.randn(len(batch), 1, generator=generator) * batch.batch["response_mask"]
+    # Any reference but the actor itself, so that the KL term counts.
+    batch.batch["ref_log_prob"] = batch.batch["rollout_log_probs"] * 1.1
+
+    groups = worker.groups
+    metrics = worker.update_actor(batch.chunk(groups.dp.size())[groups.coords.dp]).meta_info["metrics"]
+    worker.export_hf(out_dir)
+    is_collected = groups.coords.dp == 0 and groups.coords.tp == 0 and groups.is_last_stage
+    return {"responses": batch.batch["responses"], "metrics": metrics} if is_collected else None
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    write_tiny_checkpoint(path, tiny_hf_config(), seed=1, dtype=torch.float32)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def one_process(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    out_dir = tmp_path_factory.mktemp("one") / "hf"
+    (result,) = run_ranks(grpo_step, 1, model_dir, str(out_dir), [])
+    return result, out_dir
+
+
+def exported(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_equals_one_process(
+    name: str, model_dir: str, one_process: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    world_size, overrides = LAYOUTS[name]
+    expected, expected_dir = one_process
+    results = run_ranks(grpo_step, world_size, model_dir, str(tmp_path / "hf"), overrides)
+    (result,) = [r for r in results if r is not None]
+    assert torch.equal(result["responses"], expected["responses"])
+    for metric in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy"):
+        assert result["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-4), metric
+    assert result["metrics"]["training/rollout_probs_diff_max"] <= 1e-4
+    ours, theirs = exported(tmp_path / "hf"), exported(expected_dir)
+    assert ours.keys() == theirs.keys()
+    before = exported(Path(model_dir))
+    for tensor_name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[tensor_name], rtol=1e-4, atol=1e-4, msg=tensor_name)
+    assert any(not torch.equal(tensor, before[tensor_name]) for tensor_name, tensor in ours.items())

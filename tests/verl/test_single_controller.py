@@ -1,0 +1,243 @@
+"""Worker groups on a real local Ray: what calls bring back, and how fast a failure ends the group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from verl.protocol import DataProto
+from verl.single_controller.base import Worker, WorkerDiedError, WorkerError, WorkerTimeoutError
+from verl.single_controller.base.decorator import (
+    Dispatch,
+    Execute,
+    dispatch_all_to_all,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
+from verl.single_controller.base.worker_group import Mesh, WorkerGroup
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.single_controller.ray.resources import Slot, actor_resources, rank_environment
+
+
+def worker_class() -> type[Worker]:
+    """Built in a function so that it is pickled by value: actors cannot import test modules."""
+
+    class MeshWorker(Worker):
+        def __init__(self, greeting: str, tp: int = 1) -> None:
+            super().__init__()
+            self.greeting = greeting
+            self.tp = tp
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def init_model(self) -> None:
+            # Parts run against the rank order, so that a collection by rank would be noticed.
+            dp_size = self.world_size // self.tp
+            self._register_dispatch_collect_info("train", dp_size - 1 - self.rank // self.tp, self.rank % self.tp == 0)
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def environment(self, names: list[str]) -> dict[str, str | None]:
+            return {name: os.environ.get(name) for name in names}
+
+        @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
+        def double(self, data: DataProto, offset: int = 0) -> DataProto:
+            data.batch["x"].mul_(2).add_(offset)  # in place: what arrives must be writable
+            rows = np.array([f"{self.greeting}{self.rank}"] * len(data), dtype=object)
+            return DataProto.from_dict({"y": data.batch["x"]}, {"by": rows}, {"metrics": {"rank": self.rank}})
+
+        @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+        def add_rank(self, number: int) -> int:
+            return number + self.rank
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+        def who(self) -> int:
+            return self.rank
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+        def later(self, number: int) -> int:
+            return number
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def fail(self, rank: int) -> None:
+            if self.rank == rank:
+                raise KeyError("no such layer")
+            time.sleep(300)
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def all_reduce_forever(self) -> None:
+            import torch.distributed as dist
+
+            dist.init_process_group("gloo", rank=self.rank, world_size=self.world_size)
+            while True:
+                dist.all_reduce(torch.ones(1))
+                time.sleep(0.05)
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def sleep(self) -> None:
+            time.sleep(300)
+
+    return MeshWorker
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_enable_worker_prestart", "0")
+        patch.setenv("VLLM_PASSED_ON", "yes")
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        yield
+        ray.shutdown()
+
+
+def new_group(world_size: int, tp: int = 1) -> RayWorkerGroup:
+    pool = RayResourcePool(process_on_nodes=[world_size])
+    init = RayClassWithInitArgs(worker_class(), "hello", tp=tp)
+    return RayWorkerGroup(pool, init, device_name="cpu", num_cpus_per_worker=0.25)
+
+
+def assert_gone(pids: list[int], timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while alive := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"still running: {alive}"
+        time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_calls_over_a_2x2_mesh(local_ray: None) -> None:
+    with new_group(4, tp=2) as group:
+        group.init_model()
+        data = DataProto.from_dict({"x": torch.arange(6.0)}, {"uid": list("abcdef")})
+        output = group.double(data, offset=1)
+        assert output.batch["y"].tolist() == [1, 3, 5, 7, 9, 11]
+        assert output.non_tensor_batch["by"].tolist() == ["hello2"] * 3 + ["hello0"] * 3
+        assert output.meta_info["metrics"] == {"rank": 2} and data.batch["x"].tolist() == [0, 1, 2, 3, 4, 5]
+        with pytest.raises(ValueError, match="mesh 'train'.*dp size 2.*5 rows does not split into 2"):
+            group.double(data[:5])
+        assert group.add_rank([10, 20, 30, 40]) == [10, 21, 32, 43]
+        assert group.who() == 0
+        pending = group.later(7)
+        assert pending.get() == [7] * 4
+        check_environment(group)
+        with pytest.raises(AttributeError, match="no method 'doubel'"):
+            group.doubel(data)
+        pids = group.pids()
+    assert len(set(pids)) == 4
+    assert_gone(pids)
+    with pytest.raises(WorkerError, match="shut down"):
+        group.who()
+
+
+def check_environment(group: RayWorkerGroup) -> None:
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "VLLM_PASSED_ON"]
+    for rank, seen in enumerate(group.environment(names)):
+        expected = [str(rank), "4", str(rank), group.master_address, group.master_port, "1", "yes"]
+        assert seen == dict(zip(names, expected, strict=True))
+
+
+def test_an_exception_names_rank_and_traceback_and_ends_the_group(local_ray: None) -> None:
+    group = new_group(2)
+    pids = group.pids()
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=rf"rank 1 \(pid {pids[1]} on .*KeyError: 'no such layer'") as caught:
+        group.fail(1)
+    assert time.monotonic() - start < 10 and "in fail" in str(caught.value)
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize("method", ["all_reduce_forever", "sleep"])
+def test_kill_9_is_noticed_within_seconds(local_ray: None, method: str) -> None:
+    group = new_group(2)
+    pids = group.pids()
+    killed_at: list[float] = []
+
+    def kill() -> None:
+        killed_at.append(time.monotonic())
+        os.kill(pids[1], signal.SIGKILL)
+
+    timer = threading.Timer(4, kill)
+    timer.start()
+    with pytest.raises(WorkerDiedError, match=rf"rank 1 \(pid {pids[1]} on .*\) died during {method}"):
+        getattr(group, method)()
+    timer.join(timeout=10)
+    assert time.monotonic() - killed_at[0] < 10
+    assert_gone(pids)
+
+
+def test_a_timeout_names_the_silent_ranks(local_ray: None) -> None:
+    group = new_group(2)
+    pids = group.pids()
+    with pytest.raises(WorkerTimeoutError, match=r"no answer after 0.5 s from .*rank 0.*rank 1"):
+        group.call("sleep", timeout_s=0.5)
+    assert_gone(pids)
+
+
+def test_a_worker_that_cannot_be_built_leaves_nothing_behind(local_ray: None) -> None:
+    init = RayClassWithInitArgs(worker_class())  # greeting is missing
+    with pytest.raises(WorkerError, match="__init__ failed on rank .*greeting"):
+        RayWorkerGroup(RayResourcePool([1]), init, num_cpus_per_worker=0.25)
+    deadline = time.monotonic() + 10
+    while ray.available_resources().get("CPU") != 2.0:
+        assert time.monotonic() < deadline, ray.available_resources()
+        time.sleep(0.1)
+
+
+def test_missing_resources_are_named(local_ray: None) -> None:
+    with pytest.raises(ValueError, match=r"process_on_nodes=\[1\].*'NPU': 1"):
+        RayResourcePool([1]).reserve("npu", num_cpus=1, timeout_s=0.5)
+    with pytest.raises(ValueError, match="device_name='tpu'"):
+        RayResourcePool([1]).reserve("tpu", num_cpus=1, timeout_s=0.5)
+    with pytest.raises(ValueError, match=r"process_on_nodes=\[0\]"):
+        RayResourcePool([0])
+
+
+def test_devices_take_one_resource_and_stay_visible() -> None:
+    assert actor_resources("npu", 2) == {"num_cpus": 2, "num_gpus": 0, "resources": {"NPU": 1}}
+    assert actor_resources("cuda", 2) == {"num_cpus": 2, "num_gpus": 1, "resources": {}}
+    slot = Slot(rank=9, local_rank=1, world_size=16, placement=None)  # type: ignore[arg-type]
+    env = rank_environment(slot, "npu", {"HCCL_IF_BASE_PORT": "1", "HOME": "/x"})
+    assert env["HCCL_IF_BASE_PORT"] == "1" and "HOME" not in env and "OMP_NUM_THREADS" not in env
+    assert env["RANK"] == "9" and env["RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"] == "1"
+
+
+def test_all_to_all_wants_one_entry_per_rank() -> None:
+    group = WorkerGroup("g", worker_class(), world_size=2)
+    assert dispatch_all_to_all(group, [1, 2], key=[3, 4]) == [((1,), {"key": 3}), ((2,), {"key": 4})]
+    with pytest.raises(ValueError, match="argument 0 must be a list of 2"):
+        dispatch_all_to_all(group, [1])
+
+
+def test_a_mesh_has_one_collecting_rank_per_part() -> None:
+    assert not Mesh((0, 0, 1, 1), (True, False, False, True)).problems()
+    assert Mesh((0, 0, 1, 1), (True, True, False, False)).problems() == [
+        "dp rank 0 is collected from ranks [0, 1], expected exactly one",
+        "dp rank 1 is collected from ranks [], expected exactly one",
+    ]
+
+
+def test_a_worker_reads_its_place_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> Worker:
+        return worker_class()("hi")  # type: ignore[call-arg]
+
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="RANK=''"):
+        build()
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    worker = build()
+    assert (worker.rank, worker.world_size) == (1, 2)
+    with pytest.raises(ValueError, match=r"no mesh 'train', only \[\]"):
+        worker._query_dispatch_info("train")
