@@ -31,7 +31,7 @@ def _weight_problems(config: PPOTrainerConfig) -> Iterator[str]:
         yield f"actor_rollout_ref.model.path: {path} has no config.json; it must be a Hugging Face model directory"
         return
     if not (path / "tokenizer_config.json").is_file():
-        yield f"actor_rollout_ref.model.path: {path} has no tokenizer_config.json; copy the model's tokenizer files there"
+        yield f"actor_rollout_ref.model.path: {path} has no tokenizer_config.json; copy the tokenizer there"
     if models.actor.load_weight and not models.actor.megatron.use_dist_checkpointing:
         try:
             HFCheckpoint(path)

@@ -74,7 +74,7 @@ def find_latest_ckpt_path(root: str) -> Checkpoint | None:
 
 
 def publish(root: str, checkpoint: Checkpoint, max_to_keep: int | None) -> None:
-    """Points ``latest`` at a complete checkpoint, then removes older ones: all but ``max_to_keep`` - 1, and broken ones."""
+    """Points ``latest`` at a complete checkpoint, then removes older ones beyond ``max_to_keep`` and broken ones."""
     write_text(Path(root) / LATEST, str(checkpoint.step))
     if max_to_keep is None:
         return

@@ -1,0 +1,161 @@
+"""Advantages, losses and KL estimates against formulas written out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from verl.trainer.config import KLControlConfig
+from verl.trainer.ppo.core_algos import (
+    agg_loss,
+    get_adv_estimator_fn,
+    get_kl_controller,
+    kl_penalty,
+    policy_loss_per_token,
+    register_adv_est,
+    token_loss_weights,
+)
+from verl.workers.config.actor import LOSS_AGG_MODES
+
+GROUPS = ["a", "a", "b", "a", "b", "c"]
+SCORES = [1.0, 0.0, 0.33, 0.67, 0.33, 0.5]
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    """token_level_rewards and response_mask [6, 4]: the score stands on the last token of each response."""
+    lengths = torch.tensor([4, 2, 3, 1, 4, 2])
+    mask = (torch.arange(4)[None] < lengths[:, None]).float()
+    rewards = torch.zeros(6, 4)
+    rewards[torch.arange(6), lengths - 1] = torch.tensor(SCORES)
+    return rewards, mask
+
+
+def _groups_of(scores: list[float]) -> dict[str, list[float]]:
+    return {g: [s for s, other in zip(scores, GROUPS, strict=True) if other == g] for g in set(GROUPS)}
+
+
+def test_grpo_is_the_score_whitened_in_its_group() -> None:
+    rewards, mask = _batch()
+    advantages, returns = get_adv_estimator_fn("grpo")(rewards, mask, GROUPS)
+    for row, group in enumerate(GROUPS):
+        members = _groups_of(SCORES)[group]
+        mean = sum(members) / len(members) if len(members) > 1 else 0.0
+        variance = sum((s - mean) ** 2 for s in members) / (len(members) - 1) if len(members) > 1 else 1.0
+        expected = (SCORES[row] - mean) / (math.sqrt(variance) + 1e-6)
+        assert torch.allclose(advantages[row], expected * mask[row], atol=1e-5)
+    assert torch.equal(advantages, returns)
+    assert advantages[2].abs().max() == 0  # equal scores in a group teach nothing
+
+
+def test_dr_grpo_only_centres() -> None:
+    rewards, mask = _batch()
+    advantages, _ = get_adv_estimator_fn("grpo")(rewards, mask, GROUPS, norm_adv_by_std_in_grpo=False)
+    mean = sum(_groups_of(SCORES)["a"]) / 3
+    assert torch.allclose(advantages[0], torch.full((4,), 1.0 - mean), atol=1e-6)
+
+
+def test_rloo_compares_with_the_others() -> None:
+    rewards, mask = _batch()
+    advantages, _ = get_adv_estimator_fn("rloo")(rewards, mask, GROUPS)
+    assert torch.allclose(advantages[0], torch.full((4,), 1.0 - (0.0 + 0.67) / 2))
+    assert torch.allclose(advantages[5], 0.5 * mask[5])
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_reinforce_plus_plus_is_white_over_all_response_tokens(name: str) -> None:
+    rewards, mask = _batch()
+    advantages, _ = get_adv_estimator_fn(name)(
+        token_level_rewards=rewards, response_mask=mask, index=GROUPS, norm_adv_by_std_in_grpo=True, gamma=1.0
+    )
+    chosen = advantages[mask.bool()]
+    assert chosen.mean().abs() < 1e-6
+    assert chosen.std() == pytest.approx(1.0, abs=1e-4)
+    assert (advantages * (1 - mask)).abs().max() == 0
+
+
+def test_discounted_returns() -> None:
+    rewards, mask = _batch()
+    _, returns = get_adv_estimator_fn("reinforce_plus_plus")(rewards, mask, gamma=0.5)
+    assert torch.allclose(returns[0], torch.tensor([0.125, 0.25, 0.5, 1.0]))
+
+
+def test_unknown_and_doubly_registered_estimators_are_errors() -> None:
+    with pytest.raises(ValueError, match="known: grpo"):
+        get_adv_estimator_fn("absent")
+    with pytest.raises(ValueError, match="registered already"):
+        register_adv_est("grpo")(lambda **_: (torch.zeros(1), torch.zeros(1)))
+
+
+def test_dual_clip_loss_of_every_case() -> None:
+    ratio = torch.tensor([1.0, 1.5, 0.5, 1.5, 0.5, 5.0])
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
+    loss, is_clipped, is_bounded, approx_kl = policy_loss_per_token(
+        torch.zeros(6), ratio.log(), advantages, clip_low=0.2, clip_high=0.3, clip_ratio_c=3.0
+    )
+    assert torch.allclose(loss, torch.tensor([-1.0, -1.3, -0.5, 1.5, 0.8, 3.0]), atol=1e-6)
+    assert is_clipped.tolist() == [False, True, False, False, True, False]
+    assert is_bounded.tolist() == [False] * 5 + [True]
+    assert torch.allclose(approx_kl, -ratio.log())
+
+
+def test_on_policy_gradient_is_the_policy_gradient() -> None:
+    log_prob = torch.tensor([-0.5, -2.0], requires_grad=True)
+    advantages = torch.tensor([2.0, -1.0])
+    loss, *_ = policy_loss_per_token(
+        log_prob.detach(), log_prob, advantages, clip_low=0.2, clip_high=0.2, clip_ratio_c=3.0
+    )
+    loss.sum().backward()
+    assert log_prob.grad is not None
+    assert torch.allclose(log_prob.grad, -advantages)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_weights_of_parts_add_up_to_the_loss_of_the_whole(mode: str) -> None:
+    _, mask = _batch()
+    mask[3] = 0  # a response that is empty, e.g. a padded row
+    loss = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    whole = agg_loss(loss, mask, mode)
+    num_tokens, num_sequences = float(mask.sum()), float((mask.sum(-1) > 0).sum())
+    parts = [
+        (token_loss_weights(mask[rows], mode, num_tokens=num_tokens, num_sequences=num_sequences) * loss[rows]).sum()
+        for rows in (slice(0, 1), slice(1, 4), slice(4, 6))
+    ]
+    assert torch.allclose(torch.stack(parts).sum(), whole, atol=1e-6)
+
+
+def test_aggregation_modes_by_hand() -> None:
+    loss = torch.tensor([[1.0, 2.0, 3.0], [4.0, 100.0, 100.0]])
+    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
+    expected = {
+        "token-mean": 10 / 4,
+        "seq-mean-token-sum": (6 + 4) / 2,
+        "seq-mean-token-mean": (2 + 4) / 2,
+        "seq-mean-token-sum-norm": 10 / 3,
+    }
+    for mode, value in expected.items():
+        assert agg_loss(loss, mask, mode).item() == pytest.approx(value)
+
+
+def test_kl_estimates() -> None:
+    ours, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
+    d = ours - reference
+    assert torch.equal(kl_penalty(ours, reference, "kl"), d)
+    assert torch.equal(kl_penalty(ours, reference, "abs"), d.abs())
+    assert torch.allclose(kl_penalty(ours, reference, "mse"), d * d / 2)
+    assert torch.allclose(kl_penalty(ours, reference, "low_var_kl"), torch.exp(-d) + d - 1)
+    assert kl_penalty(ours, ours, "low_var_kl").abs().max() == 0
+    assert kl_penalty(torch.tensor([-1000.0]), torch.tensor([0.0]), "low_var_kl").isfinite().all()
+    with pytest.raises(ValueError, match="not known"):
+        kl_penalty(ours, reference, "absent")
+
+
+def test_adaptive_controller_raises_the_coefficient_when_kl_is_too_high() -> None:
+    control = get_kl_controller(KLControlConfig(type="adaptive", kl_coef=0.1, target_kl=0.1, horizon=100))
+    control.update(current_kl=1.0, n_steps=10)
+    assert control.value == pytest.approx(0.1 * (1 + 0.2 * 0.1))
+    fixed = get_kl_controller(KLControlConfig(kl_coef=0.1))
+    fixed.update(current_kl=1.0, n_steps=10)
+    assert fixed.value == 0.1

@@ -1,0 +1,194 @@
+"""The configuration tree: typed, checked as a whole, helpful about mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from verl.trainer.config import ConfigError, load_config, typed_config, validate_config
+from verl.trainer.config.load import to_yaml
+from verl.trainer.config.validate import config_warnings
+
+RUNNABLE = (
+    "data.train_batch_size=16",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+    "actor_rollout_ref.rollout.n=4",
+    "trainer.n_gpus_per_node=2",
+)
+R1_ASCEND = (
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=8",
+    "actor_rollout_ref.actor.megatron.expert_model_parallel_size=32",
+    "actor_rollout_ref.actor.megatron.swap_optimizer=True",
+    "+actor_rollout_ref.actor.megatron.override_transformer_config.multi_head_latent_attention=True",
+    "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_token_dispatcher_type=alltoall",
+    "+actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_first_pipeline_stage=6",
+    "+actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=7",
+    "+actor_rollout_ref.actor.megatron.override_transformer_config.pipeline_num_transformer_layers="
+    "[[6],[8],[8],[8],[8],[8],[8],[7]]",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "algorithm.kl_ctrl.kl_coef=0.0",
+    "trainer.critic_warmup=0",
+    "trainer.nnodes=16",
+    "trainer.n_gpus_per_node=16",
+    "data.train_batch_size=512",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=512",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.n=16",
+)
+
+
+def test_defaults_follow_the_keys_they_derive_from() -> None:
+    config = load_config(
+        [
+            "data.max_prompt_length=100",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
+            "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4",
+            "actor_rollout_ref.ref.megatron.param_offload=True",
+        ]
+    )
+    models = config.actor_rollout_ref
+    assert models.rollout.prompt_length == 100
+    assert models.ref.log_prob_micro_batch_size_per_gpu == models.rollout.log_prob_micro_batch_size_per_gpu == 3
+    assert models.ref.megatron.expert_model_parallel_size == 4
+    assert models.ref.megatron.param_offload and not models.actor.megatron.param_offload
+
+
+def test_all_mistakes_come_in_one_message_with_the_nearest_key() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(
+            [
+                "actor_rollout_ref.rolout.n=16",
+                "trainer.n_gpu_per_node=3",
+                "data.train_batch_size=many",
+                "trainer.critic_warmup=3",
+                "rollout.temperature=1",
+            ]
+        )
+    text = str(caught.value)
+    assert len(caught.value.problems) == 5
+    assert "actor_rollout_ref.rolout.n; the nearest known key is actor_rollout_ref.rollout.n" in text
+    assert "trainer.n_gpu_per_node; the nearest known key is trainer.n_gpus_per_node" in text
+    assert "rollout.temperature; the nearest known key is actor_rollout_ref.rollout.temperature" in text
+    assert "data.train_batch_size is 'many'" in text
+    assert "trainer.critic_warmup is 3; expected 0" in text
+
+
+def test_malformed_override_and_unknown_config_name_are_config_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        load_config(["actor_rollout_ref.rollout.n"])
+    with pytest.raises(ConfigError, match="no config 'absent'"):
+        load_config(config_name="absent", config_dir=tmp_path)
+
+
+def test_recipe_yaml_builds_on_the_base_config(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - ppo_megatron_trainer\n  - _self_\ndata:\n  seed: 7\n")
+    config = load_config(["data.seed=9"], config_name="mine", config_dir=tmp_path)
+    assert config.data.seed == 9
+    assert config.trainer.default_local_dir == "checkpoints/r1_zero/grpo"
+
+
+def test_config_is_frozen_and_its_yaml_loads_back_to_the_same() -> None:
+    config = load_config(RUNNABLE)
+    with pytest.raises(FrozenInstanceError):
+        config.data.train_batch_size = 1  # type: ignore[misc]
+    assert typed_config(DictConfig(OmegaConf.create(to_yaml(config)))) == config
+
+
+def test_upstream_keys_of_the_ascend_script_are_accepted_and_make_its_layout() -> None:
+    config = load_config(R1_ASCEND)
+    assert validate_config(config) == []
+    layout = config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size, 61)
+    assert layout.num_layer_list == (6, 8, 8, 8, 8, 8, 8, 7)
+    assert layout.data_parallel_size == 32
+
+
+def test_layers_per_stage_from_first_and_last_from_text_and_from_a_list() -> None:
+    prefix = "actor_rollout_ref.actor.megatron"
+    uneven = load_config(
+        [
+            f"{prefix}.pipeline_model_parallel_size=4",
+            f"+{prefix}.override_transformer_config.num_layers_in_first_pipeline_stage=1",
+            f"+{prefix}.override_transformer_config.num_layers_in_last_pipeline_stage=2",
+        ]
+    ).actor_rollout_ref.actor.megatron
+    assert uneven.layer_counts(9) == (1, 3, 3, 2)
+    for given in ("[7,7,8]", "'7,7,8'"):
+        engine = load_config([f"{prefix}.num_layer_list={given}"]).actor_rollout_ref.actor.megatron
+        assert engine.layer_counts() == (7, 7, 8)
+
+
+def test_tensor_parallel_ranks_join_the_experts_only_when_asked() -> None:
+    prefix = "actor_rollout_ref.actor.megatron"
+    keys = [f"{prefix}.tensor_model_parallel_size=4", f"{prefix}.expert_model_parallel_size=8"]
+    assert load_config(keys).actor_rollout_ref.actor.megatron.expert_parallel == 8
+    joined = load_config([*keys, f"{prefix}.moe_tp_extend_ep=True"]).actor_rollout_ref.actor.megatron
+    assert joined.expert_parallel == 32
+
+
+def test_every_arithmetic_problem_at_once() -> None:
+    config = load_config(
+        [
+            *RUNNABLE,
+            "actor_rollout_ref.actor.ppo_mini_batch_size=6",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=5",
+            "actor_rollout_ref.rollout.temperature=0",
+            "algorithm.adv_estimator=gae",
+            "actor_rollout_ref.model.trust_remote_code=True",
+        ]
+    )
+    text = "\n".join(validate_config(config))
+    assert "train_batch_size 16 is not a multiple of ppo_mini_batch_size 6; nearest: 12 or 18" in text
+    assert "12 samples per rank and mini-batch" in text
+    assert "temperature is 0" in text
+    assert "adv_estimator is 'gae'" in text
+    assert "trust_remote_code" in text
+
+
+def test_layout_is_checked_against_the_models_dimensions(tmp_path: Path) -> None:
+    dims = {"num_hidden_layers": 3, "n_routed_experts": 6, "num_attention_heads": 4, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps({**dims, "max_position_embeddings": 64}))
+    config = load_config(
+        [
+            *RUNNABLE,
+            f"actor_rollout_ref.model.path={tmp_path}",
+            "trainer.n_gpus_per_node=8",
+            "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+            "actor_rollout_ref.actor.megatron.expert_model_parallel_size=4",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=8",
+        ]
+    )
+    text = "\n".join(validate_config(config))
+    assert "3 layers do not divide over pipeline_model_parallel_size 2" in text
+    assert "6 experts do not divide over expert_model_parallel_size 4" in text
+    assert "4 attention heads do not divide over rollout.tensor_model_parallel_size 8" in text
+    assert "6 experts do not divide over the 8 rollout ranks" in text
+    assert "max_position_embeddings 64" in text
+
+
+def test_old_log_probs_are_skipped_only_when_provably_on_policy() -> None:
+    actor = load_config(RUNNABLE).actor_rollout_ref.actor
+    assert not actor.needs_old_log_prob(train_batch_size=16)
+    assert actor.needs_old_log_prob(train_batch_size=32)
+    forced = load_config([*RUNNABLE, "actor_rollout_ref.actor.recompute_old_log_prob=True"]).actor_rollout_ref.actor
+    assert forced.needs_old_log_prob(train_batch_size=16)
+    epochs = load_config([*RUNNABLE, "actor_rollout_ref.actor.ppo_epochs=2"]).actor_rollout_ref.actor
+    assert epochs.needs_old_log_prob(train_batch_size=16)
+
+
+def test_warnings_for_cut_distributions_and_groups_of_one() -> None:
+    config = load_config([*RUNNABLE, "actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.n=1"])
+    text = "\n".join(config_warnings(config))
+    assert "top_p 0.9" in text and "rollout.n is 1" in text
+
+
+def test_config_modules_import_neither_torch_nor_ray() -> None:
+    code = "import sys, verl.trainer.config; print([m for m in ('torch', 'ray') if m in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout.strip() == "[]"

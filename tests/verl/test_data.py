@@ -1,0 +1,123 @@
+"""Parquet files of prompts to batches, and batches in an order that can be resumed."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recipes.r1_zero.tokenizer import write_tokenizer
+from verl.protocol import DataProto
+from verl.utils.dataset import ResumableLoader, RLHFDataset, collate_fn
+from verl.utils.dataset.parquet import schema_problems
+from verl.utils.tokenizer import hf_tokenizer
+
+
+def _row(index: int, question: str) -> dict[str, Any]:
+    return {
+        "data_source": "sums",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "math",
+        "reward_model": {"ground_truth": str(index), "style": "rule"},
+        "extra_info": {"split": "train", "index": index},
+    }
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """(parquet file of 11 prompts, the last one long; directory of a tokenizer)."""
+    root = tmp_path_factory.mktemp("data")
+    rows = [_row(i, f"What is {i} + {i}?") for i in range(10)] + [_row(10, "What is 1 + " * 40)]
+    path = root / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    write_tokenizer([f"What is {i} + {i}?" for i in range(50)], root / "tokenizer", 320, 512)
+    return str(path), str(root / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def dataset(files: tuple[str, str]) -> RLHFDataset:
+    path, tokenizer = files
+    return RLHFDataset([path], hf_tokenizer(tokenizer), max_prompt_length=40, filter_overlong_prompts=True)
+
+
+def test_prompts_are_left_padded_and_decode_to_the_chat_text(dataset: RLHFDataset, files: tuple[str, str]) -> None:
+    item = dataset[3]
+    length = len(item["raw_prompt_ids"])
+    assert item["input_ids"].shape == (40,)
+    assert item["input_ids"][-length:].tolist() == item["raw_prompt_ids"]
+    assert item["attention_mask"].tolist() == [0] * (40 - length) + [1] * length
+    assert item["position_ids"][-length:].tolist() == list(range(length))
+    text = str(hf_tokenizer(files[1]).decode(item["raw_prompt_ids"]))
+    assert text == item["prompt_text"]
+    assert text.endswith("<｜User｜>What is 3 + 3?<｜Assistant｜>")
+
+
+def test_long_prompts_are_dropped_or_named(dataset: RLHFDataset, files: tuple[str, str]) -> None:
+    assert len(dataset) == 10
+    assert dataset.num_filtered == 1
+    path, tokenizer = files
+    with pytest.raises(ValueError, match="the first in row 10"):
+        RLHFDataset([path], hf_tokenizer(tokenizer), max_prompt_length=40)
+    with pytest.raises(ValueError, match="no prompt"):
+        RLHFDataset([path], hf_tokenizer(tokenizer), max_prompt_length=2, filter_overlong_prompts=True)
+
+
+def test_batches_become_dataprotos(dataset: RLHFDataset) -> None:
+    batch = DataProto.from_single_dict(collate_fn([dataset[i] for i in range(3)]))
+    assert batch.batch["input_ids"].shape == (3, 40)
+    assert [model["ground_truth"] for model in batch.non_tensor_batch["reward_model"]] == ["0", "1", "2"]
+
+
+def _indices(batch: dict[str, Any]) -> list[int]:
+    return list(batch["index"])
+
+
+def test_an_epoch_has_every_prompt_at_most_once_and_epochs_differ(dataset: RLHFDataset) -> None:
+    loader = ResumableLoader(dataset, 3, shuffle=True, seed=1)
+    batches = [_indices(batch) for batch in islice(iter(loader), 2 * len(loader))]
+    first, second = list(chain(*batches[:3])), list(chain(*batches[3:]))
+    assert len(set(first)) == len(set(second)) == 9
+    assert first != second
+    assert batches == [_indices(batch) for batch in islice(iter(ResumableLoader(dataset, 3, shuffle=True, seed=1)), 6)]
+    plain = ResumableLoader(dataset, 3, shuffle=False, seed=1)
+    assert _indices(next(iter(plain))) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("stop_after", [1, 3, 4])
+def test_a_resumed_loader_goes_on_as_if_never_stopped(dataset: RLHFDataset, stop_after: int) -> None:
+    whole = ResumableLoader(dataset, 3, shuffle=True, seed=5)
+    expected = [_indices(batch) for batch in islice(iter(whole), 8)]
+    left = ResumableLoader(dataset, 3, shuffle=True, seed=5)
+    list(islice(iter(left), stop_after))
+    resumed = ResumableLoader(dataset, 3, shuffle=True, seed=5)
+    resumed.load_state_dict(left.state_dict())
+    assert [_indices(batch) for batch in islice(iter(resumed), 8 - stop_after)] == expected[stop_after:]
+
+
+def test_resuming_with_other_data_is_an_error(dataset: RLHFDataset) -> None:
+    state = ResumableLoader(dataset, 3, shuffle=True, seed=5).state_dict()
+    with pytest.raises(ValueError, match="seed 5, this run's has 6"):
+        ResumableLoader(dataset, 3, shuffle=True, seed=6).load_state_dict(state)
+    with pytest.raises(ValueError, match="only 10 prompts"):
+        ResumableLoader(dataset, 11, shuffle=True, seed=5)
+
+
+def test_schema_problems_name_the_file_the_column_and_what_was_expected(tmp_path: Path) -> None:
+    path = tmp_path / "bad.parquet"
+    table = pa.table({"data_source": [1], "prompt": ["text"], "other": [1]})
+    pq.write_table(table, path)
+    problems = "\n".join(schema_problems(str(path)))
+    assert f"{path}: column 'data_source' is int64; expected a string" in problems
+    assert "column 'prompt' is string; expected a list of {role, content}" in problems
+    assert "no column 'reward_model'" in problems
+    empty = tmp_path / "empty.parquet"
+    pq.write_table(pa.Table.from_pylist([_row(0, "q")]).slice(0, 0), empty)
+    assert schema_problems(str(empty)) == [f"{empty} has no rows"]
+    text = tmp_path / "text.parquet"
+    text.write_text("not parquet")
+    assert "is not a readable parquet file" in schema_problems(str(text))[0]
+    assert "does not exist" in schema_problems(str(tmp_path / "absent.parquet"))[0]

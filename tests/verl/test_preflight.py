@@ -1,0 +1,104 @@
+"""What is missing on the disks is one screen of sentences and a non-zero exit, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from verl.trainer.config import PPOTrainerConfig, load_config
+from verl.trainer.main_ppo import EXIT_BAD_INPUT, main
+from verl.trainer.preflight import preflight_problems, writable_problem
+
+FUNCTION = str(Path(__file__).with_name("rewards_for_tests.py"))
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, Any]:
+    """Overrides of a run that lacks nothing: a model directory, a parquet file, a reward function, a place to write."""
+    model = tmp_path / "model"
+    model.mkdir()
+    dims = {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 1, "vocab_size": 8}
+    (model / "config.json").write_text(json.dumps(dims))
+    (model / "tokenizer_config.json").write_text("{}")
+    save_file({"lm_head.weight": torch.zeros(64, 64)}, str(model / "model-00001-of-00001.safetensors"))
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    row = {"data_source": "s", "prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": "1"}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "data.parquet")
+    return {
+        "actor_rollout_ref.model.path": str(model),
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 1,
+        "data.train_files": str(tmp_path / "data.parquet"),
+        "data.val_files": str(tmp_path / "data.parquet"),
+        "custom_reward_function.path": FUNCTION,
+        "trainer.default_local_dir": str(tmp_path / "checkpoints"),
+        "trainer.report_dir": str(tmp_path / "report"),
+        "trainer.n_gpus_per_node": 1,
+    }
+
+
+def _config(keys: dict[str, Any]) -> PPOTrainerConfig:
+    return load_config([f"{key}={value}" for key, value in keys.items()])
+
+
+def test_a_complete_run_has_no_problems(keys: dict[str, Any]) -> None:
+    assert preflight_problems(_config(keys)) == []
+
+
+def test_a_truncated_and_a_missing_shard_are_named(keys: dict[str, Any]) -> None:
+    shard = Path(keys["actor_rollout_ref.model.path"]) / "model-00001-of-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert shard.name in "\n".join(preflight_problems(_config(keys)))
+    shard.unlink()
+    assert shard.name in "\n".join(preflight_problems(_config(keys)))
+
+
+def test_everything_that_is_missing_is_listed_together(keys: dict[str, Any], tmp_path: Path) -> None:
+    broken = tmp_path / "reward.py"
+    broken.write_text("raise NameError('oops')\n")
+    (tmp_path / "file").write_text("")
+    keys |= {
+        "actor_rollout_ref.model.path": tmp_path / "nowhere",
+        "data.val_files": tmp_path / "absent.parquet",
+        "custom_reward_function.path": broken,
+        "trainer.report_dir": tmp_path / "file" / "below",
+    }
+    text = "\n".join(preflight_problems(_config(keys)))
+    assert "has no config.json" in text
+    assert "data.val_files" in text and "absent.parquet does not exist" in text
+    assert "custom_reward_function: NameError: oops" in text
+    assert "trainer.report_dir" in text and "is a file" in text
+    assert not (tmp_path / "checkpoints").exists(), "looking leaves no traces"
+
+
+def test_a_reward_function_that_the_file_does_not_define(keys: dict[str, Any]) -> None:
+    keys["custom_reward_function.name"] = "absent"
+    assert "defines no 'absent'; it defines" in preflight_problems(_config(keys))[0]
+
+
+def test_a_directory_of_the_kernel_is_not_writable() -> None:
+    assert writable_problem(Path("/proc/run")) is not None
+
+
+def test_bad_input_ends_the_command_with_one_screen(keys: dict[str, Any], capsys: pytest.CaptureFixture) -> None:
+    assert main([*(f"{key}={value}" for key, value in keys.items()), "--check", "all"]) == 0
+    assert main(["trainer.n_gpu_per_node=3"]) == EXIT_BAD_INPUT
+    shown = capsys.readouterr().err
+    assert "nearest known key is trainer.n_gpus_per_node" in shown
+    assert "Traceback" not in shown
+    assert main([f"actor_rollout_ref.model.path={keys['data.train_files']}.not"]) == EXIT_BAD_INPUT
+
+
+def test_help_does_not_load_torch() -> None:
+    code = "import sys, verl.trainer.main_ppo as m; print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout.strip() == "False"

@@ -1,0 +1,132 @@
+"""No answer can hang, crash or take over the run: graders are processes with a limit each."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from verl.protocol import DataProto
+from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool
+from verl.workers.config import CustomRewardFunctionConfig, RewardModelConfig
+from verl.workers.reward_manager import get_reward_manager_cls
+
+FUNCTION = str(Path(__file__).with_name("rewards_for_tests.py"))
+TIMEOUT_S = 1.0
+
+
+@pytest.fixture
+def pool() -> Iterator[ScoringPool]:
+    pool = ScoringPool(FUNCTION, "compute_score", num_workers=2, timeout_s=TIMEOUT_S)
+    yield pool
+    pool.close()
+
+
+def _job(answer: str, truth: str = "42") -> ScoringJob:
+    return ScoringJob("test", answer, truth, {})
+
+
+def _graders() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "scoring_worker" in " ".join(child.cmdline())]
+
+
+@pytest.mark.timeout(60)
+def test_bad_answers_are_ungraded_in_time_and_good_ones_keep_their_order(pool: ScoringPool) -> None:
+    [future] = pool.submit([_job("warm-up")])
+    future.result()
+    answers = ["42", "hang", "41", "die", "42", "raise", "sleep", "print", "memory", "float"]
+    start = time.monotonic()
+    results = [future.result() for future in pool.submit([_job(answer) for answer in answers])]
+    seconds = time.monotonic() - start
+    is_graded = [result.is_graded for result in results]
+    assert is_graded == [True, False, True, False, True, False, False, True, False, True]
+    assert [result.parts["score"] for result in results] == [1.0, 0, 0, 0, 1.0, 0, 0, 0, 0, 0.25]
+    assert results[0].parts == {"score": 1.0, "accuracy": 1.0}
+    assert seconds < 2 * TIMEOUT_S + 12, "two answers run into the limit, and killed processes are replaced"
+
+
+@pytest.mark.timeout(60)
+def test_equal_answers_are_graded_once(pool: ScoringPool) -> None:
+    first, again, other = pool.submit([_job("pid"), _job("pid"), _job("pid", truth="43")])
+    assert first is again
+    assert first is not other
+    assert pool.submit([_job("pid")])[0] is first
+
+
+@pytest.mark.timeout(60)
+def test_huge_answers_pass_through(pool: ScoringPool) -> None:
+    huge = "7" * 3_000_000
+    [future] = pool.submit([_job(huge, truth=huge)])
+    assert future.result().parts["score"] == 1.0
+
+
+@pytest.mark.timeout(60)
+def test_no_process_is_left_after_close() -> None:
+    before = {process.pid for process in _graders()}
+    pool = ScoringPool(FUNCTION, "compute_score", num_workers=2, timeout_s=TIMEOUT_S)
+    futures = pool.submit([_job(str(i)) for i in range(4)])
+    [future.result() for future in futures]
+    started = [process for process in _graders() if process.pid not in before]
+    assert started
+    pool.close()
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in started)
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_grader_is_replaced(pool: ScoringPool) -> None:
+    for future in pool.submit([_job(str(i)) for i in range(8)]):
+        future.result()
+    for process in _graders():
+        os.kill(process.pid, 9)
+    results = [future.result() for future in pool.submit([_job(str(i)) for i in range(42, 50)])]
+    assert sum(result.is_graded for result in results) >= 6, "at most the answers that met a dead process are lost"
+
+
+@pytest.mark.timeout(60)
+def test_a_function_that_cannot_be_loaded_is_an_error_not_a_score_of_zero() -> None:
+    pool = ScoringPool(FUNCTION, "absent", num_workers=1, timeout_s=TIMEOUT_S)
+    [future] = pool.submit([_job("42")])
+    with pytest.raises(RuntimeError, match="absent"):
+        future.result()
+    pool.close()
+
+
+class _Words:
+    """A tokenizer of two words, of which the manager needs only batch_decode."""
+
+    def batch_decode(self, tokens: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        return ["".join("42" if token == 1 else "x" for token in row) for row in tokens]
+
+
+@pytest.mark.timeout(60)
+def test_manager_puts_the_score_on_the_last_response_token() -> None:
+    manager = get_reward_manager_cls("naive")(
+        _Words(),
+        RewardModelConfig(num_workers=1, timeout_s=5.0),
+        CustomRewardFunctionConfig(path=FUNCTION, reward_kwargs={"bonus": 0.5}),
+    )
+    responses = torch.tensor([[1, 0, 0], [2, 2, 0], [0, 0, 0]])
+    mask = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0]])
+    columns: dict[str, list] = {
+        "data_source": ["s"] * 3,
+        "reward_model": [{"ground_truth": "42", "style": "rule"}] * 3,
+        "extra_info": [{"index": 0}] * 3,
+    }
+    batch = DataProto.from_dict({"responses": responses, "response_mask": mask}, columns)
+    scores = manager.start(batch).result()
+    manager.close()
+    assert torch.allclose(scores.token_level_scores, torch.tensor([[1.5, 0, 0], [0, 0.5, 0], [0.5, 0, 0]]))
+    assert np.array_equal(scores.parts["accuracy"], [1.0, 0.0, 0.0])
+    assert np.array_equal(scores.parts["ungraded"], [0.0, 0.0, 0.0])
+    assert scores.responses == ["42", "xx", ""]
+
+
+def test_unknown_manager_is_an_error() -> None:
+    with pytest.raises(ValueError, match="known: naive"):
+        get_reward_manager_cls("absent")
