@@ -32,7 +32,14 @@ LAYOUTS = {
             "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
         ],
     ),
-    "dp2_ep2": (2, [f"{ENGINE}.expert_model_parallel_size=2"]),
+    "dp2_ep2_swap": (
+        2,
+        [
+            f"{ENGINE}.expert_model_parallel_size=2",
+            f"{ENGINE}.swap_optimizer=True",
+            f"{ENGINE}.optimizer_offload=False",
+        ],
+    ),
 }
 
 

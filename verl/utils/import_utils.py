@@ -1,10 +1,20 @@
-"""Loading a user's function from a file."""
+"""Loading what a config names: a function of a package, or a user's function in a file."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
 from typing import Any
+
+
+def load_provider(provider: str) -> Any:
+    """The object that ``module:name`` names: how optional packages are reached without importing them from here."""
+    module_name, _, name = provider.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"provider {provider!r} cannot be loaded: {error}; expected 'module:name'") from error
 
 
 def load_extern_type(file_path: str, type_name: str) -> Any:

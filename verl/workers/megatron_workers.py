@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops import TrainOps, resolve
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
 from mindspeed_llm.hf_config import load_hf_config
@@ -26,6 +26,7 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.trainer.config import PPOTrainerConfig
 from verl.utils.checkpoint import MegatronCheckpointManager
 from verl.utils.device import dist_backend, get_torch_device, ops_providers, resolve_device
+from verl.utils.import_utils import load_provider
 from verl.utils.megatron.frozen import HostResidentModel
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import McoreEngineConfig
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TRAIN, _ROLLOUT = "train", "rollout"
+_HOST_ALLOCATOR_STATS = "third_party.jemalloc:memory_stats"  # None unless jemalloc serves this process
 
 
 class ActorRolloutRefWorker(Worker):
@@ -209,7 +211,8 @@ class ActorRolloutRefWorker(Worker):
             clip_grad=optim.clip_grad,
             use_distributed_optimizer=config.megatron.use_distributed_optimizer,
         )
-        self.optimizer = get_megatron_optimizer(optimizer_config, self.actor_module, self.groups, ops)
+        make_optimizer = load_provider(config.megatron.optimizer_provider)
+        self.optimizer = make_optimizer(optimizer_config, self.actor_module, self.groups, ops)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             max_lr=optim.lr,
@@ -267,6 +270,9 @@ class ActorRolloutRefWorker(Worker):
 
     def _memory_metrics(self) -> dict[str, float]:
         metrics = {"perf/cpu_memory_used_gb": _resident_bytes() / 2**30}
+        allocator = load_provider(_HOST_ALLOCATOR_STATS)()
+        for name, num_bytes in (allocator or {}).items():
+            metrics[f"perf/jemalloc_{name}_gb"] = num_bytes / 2**30
         accelerator = get_torch_device(self.device_type)
         if accelerator is not None:
             metrics["perf/max_memory_allocated_gb"] = accelerator.max_memory_allocated() / 2**30

@@ -7,6 +7,7 @@ import logging
 import os
 import queue
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,9 +37,9 @@ class ScoringJob:
     extra_info: dict[str, Any]
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        """What the result depends on."""
-        return (self.data_source, self.solution_str, self.ground_truth)
+    def key(self) -> tuple[str, str, str, str]:
+        """What the result depends on; the samples of one prompt share their ``extra_info``."""
+        return (self.data_source, self.solution_str, self.ground_truth, json.dumps(self.extra_info, sort_keys=True))
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,9 @@ class ScoringPool:
             json.dumps(kwargs or {}),
         ]
         self._timeout_s = timeout_s
+        self._closed_read, self._closed_write = os.pipe()  # readable, for every waiting thread, once the pool closes
         self._jobs: queue.Queue[tuple[ScoringJob, Future[ScoringResult]] | None] = queue.Queue()
-        self._cache: OrderedDict[tuple[str, str, str], Future[ScoringResult]] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, str, str, str], Future[ScoringResult]] = OrderedDict()
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_workers)]
         for thread in self._threads:
             thread.start()
@@ -94,7 +96,8 @@ class ScoringPool:
         return futures
 
     def close(self) -> None:
-        """Ends every process; answers that are still waiting are cancelled."""
+        """Ends every process at once; answers that are waiting or being graded are cancelled."""
+        os.write(self._closed_write, b"x")
         while True:
             try:
                 entry = self._jobs.get_nowait()
@@ -106,6 +109,8 @@ class ScoringPool:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join()
+        os.close(self._closed_read)
+        os.close(self._closed_write)
 
     def _serve(self) -> None:
         """Consumes jobs for one process until it reads None; waits for a reply no longer than the limit."""
@@ -113,12 +118,18 @@ class ScoringPool:
         while (entry := self._jobs.get()) is not None:
             job, future = entry
             try:
-                worker = worker or _Worker(self._command)
+                worker = worker or _Worker(self._command, self._closed_read)
                 result = worker.score(job, self._timeout_s)
-            except (RuntimeError, OSError) as error:  # the grader itself cannot start: the caller must hear of it
+            except _PoolClosed:
+                future.cancel()
+                continue
+            except Exception as error:  # a thread's edge: whoever waits for the answer must hear of it
+                if worker is not None:
+                    worker.kill()
+                    worker = None
                 future.set_exception(error)
                 continue
-            if not result.is_graded and not worker.is_usable:
+            if not worker.is_usable:
                 worker.kill()
                 worker = None
             future.set_result(result)
@@ -126,27 +137,44 @@ class ScoringPool:
             worker.kill()
 
 
-class _Worker:
-    """A scoring process and the line protocol to it."""
+class _PoolClosed(Exception):
+    """The pool was closed while an answer was being graded."""
 
-    def __init__(self, command: list[str]) -> None:
+
+class _Worker:
+    """A scoring process, leader of a group of its own, and the line protocol to it."""
+
+    def __init__(self, command: list[str], closed: int) -> None:
+        self._closed = closed
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
+        search_path = filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}
         environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=environment,
+            start_new_session=True,
         )
         self._buffer = b""
         self.is_usable = True
-        if self._read_line(_START_LIMIT_S) is None:
+        try:
+            is_ready = bool(self._read_line(_START_LIMIT_S))
+        except _PoolClosed:
             self.kill()
-            raise RuntimeError(f"the reward function cannot be loaded: {' '.join(command[3:5])}\n{self._last_words()}")
+            raise
+        if not is_ready:
+            last_words = self._last_words()
+            self.kill()
+            raise RuntimeError(f"the reward function cannot be loaded: {' '.join(command[3:5])}\n{last_words}")
 
     def score(self, job: ScoringJob, timeout_s: float) -> ScoringResult:
         """The result of one job; after a time-out or a crash ``is_usable`` is False."""
-        line = self._read_line(timeout_s) if self._write(job) else None
-        if line is None:
-            how = "died" if self._process.poll() is not None else f"took more than {timeout_s:g} s"
+        line = self._read_line(timeout_s) if self._write(job) else b""
+        if not line:
+            how = f"took more than {timeout_s:g} s" if line is None else "ended its process"
             logger.warning("grading %s; counted as ungraded: %.120r", how, job.solution_str)
             self.is_usable = False
             return UNGRADED
@@ -157,12 +185,11 @@ class _Worker:
         return ScoringResult(reply["parts"], True)
 
     def kill(self) -> None:
-        """Ends the process and waits for it."""
-        self._process.kill()
+        """Ends the process and whatever it started, and waits for it."""
+        os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                _close(stream)
+        for stream in (self._process.stdin, self._process.stdout, self._stderr):
+            _close(stream)
 
     def _write(self, job: ScoringJob) -> bool:
         assert self._process.stdin is not None
@@ -174,14 +201,21 @@ class _Worker:
         return True
 
     def _read_line(self, timeout_s: float) -> bytes | None:
-        """The next reply, None when the limit passes or the process ends first."""
+        """The next reply; empty when the process ends first, None when the limit passes first."""
         assert self._process.stdout is not None
         descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + timeout_s
+        poller = select.poll()  # select() refuses file numbers above 1023, which a large driver reaches
+        for watched in (descriptor, self._closed):
+            poller.register(watched, select.POLLIN)
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-            chunk = os.read(descriptor, 1 << 16) if ready else b""
-            if not chunk:
+            ready = dict(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
+            if self._closed in ready:
+                raise _PoolClosed
+            if not ready:
                 return None
+            chunk = os.read(descriptor, 1 << 16)
+            if not chunk:
+                return b""
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import resource
 import signal
+import stat
 import sys
 from typing import Any, TextIO
 
@@ -30,6 +32,7 @@ def main() -> None:
     _send(replies, {"ready": True})
     for line in sys.stdin:
         _send(replies, _score(function, json.loads(line), kwargs))
+        _drop_printed()
 
 
 def _claim_stdout() -> TextIO:
@@ -43,9 +46,23 @@ def _score(function: Any, job: dict[str, Any], kwargs: dict[str, Any]) -> dict[s
     try:
         result = function(job["data_source"], job["solution_str"], job["ground_truth"], job["extra_info"], **kwargs)
         parts = result if isinstance(result, dict) else {"score": result}
-        return {"parts": {key: float(value) for key, value in parts.items()}}
+        numbers = {str(key): float(value) for key, value in parts.items()}
+        sys.stdout.flush()  # printing beyond the limit is this answer's failure, not the next one's
+        if "score" not in numbers:
+            raise ValueError(f"the reward function returned {sorted(numbers)}, which has no 'score'")
+        wrong = [name for name, number in numbers.items() if not math.isfinite(number)]
+        if wrong:  # one NaN would make every advantage of its batch NaN
+            raise ValueError(f"the reward function returned numbers that are not finite: {wrong}")
+        return {"parts": numbers}
     except Exception as error:  # a process edge: any failure of the user's function is this sample's, reported by name
         return {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+
+
+def _drop_printed() -> None:
+    """Empties the file behind stdout and stderr, so that the limit is per answer and the disk does not fill."""
+    if stat.S_ISREG(os.fstat(2).st_mode):
+        os.ftruncate(2, 0)
+        os.lseek(2, 0, os.SEEK_SET)
 
 
 def _send(stream: TextIO, message: dict[str, Any]) -> None:

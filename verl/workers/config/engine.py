@@ -78,6 +78,13 @@ class McoreEngineConfig:
         """Expert groups of the layout: with ``moe_tp_extend_ep`` the TP ranks join them."""
         return self.expert_model_parallel_size * (self.tensor_model_parallel_size if self.moe_tp_extend_ep else 1)
 
+    @property
+    def optimizer_provider(self) -> str:
+        """``module:function`` that makes the optimizer."""
+        if self.swap_optimizer:
+            return "mindspeed.core.optimizer.swap_optimizer:get_swap_optimizer"
+        return "megatron.core.optimizer:get_megatron_optimizer"
+
     def layer_counts(self, num_layers: int | None = None) -> tuple[int, ...] | None:
         """Layers of every stage from ``num_layer_list`` or upstream's overrides; None means an even split."""
         overrides = self.override_transformer_config
