@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.collectives import all_gather_in_place, reduce_scatter_in_place
 from megatron.core.distributed.offload import OffloadableTensor
+from megatron.core.tensor_parallel.collectives import all_gather_in_place, reduce_scatter_in_place
 
 # Every parameter starts at a multiple of this many elements, so that device ops meet aligned addresses.
 ALIGNMENT = 64

@@ -34,6 +34,16 @@ def reduce_scatter(
     return out, _reduce_scatter(out, x.contiguous(), group=group, async_op=async_op)
 
 
+def reduce_scatter_in_place(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum ``flat`` over ``group`` into ``shard``, this rank's part of it; the other parts become garbage."""
+    _reduce_scatter(shard, flat, group=group)
+
+
+def all_gather_in_place(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill every other rank's part of ``flat`` from its owner; ``shard`` is this rank's part of ``flat``."""
+    _all_gather(flat, shard, group=group)
+
+
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
     """Reduce x over ``group`` in place."""
     if group.size() > 1:
