@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Inherited by every process that a test starts, however deep and whoever adopts it, so the leftovers can be found.
 TAG_NAME = "R1_ZERO_TEST_SESSION"
 TAG_VALUE = uuid.uuid4().hex
-# Python's own helpers: they end by themselves with the process that started them.
+# Python's own helpers: they end by themselves with the process that started them. Ranks forked by the server of
+# tests/parallel/launcher.py carry its command line too, so only this process's own children count as helpers.
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
@@ -54,7 +55,8 @@ def _tagged_processes() -> list[tuple[psutil.Process, str]]:
             if process.pid == os.getpid() or process.environ().get(TAG_NAME) != TAG_VALUE:
                 continue
             command = " ".join(process.cmdline())
-            if process.status() != psutil.STATUS_ZOMBIE and not any(helper in command for helper in HELPERS):
+            is_helper = process.ppid() == os.getpid() and any(helper in command for helper in HELPERS)
+            if process.status() != psutil.STATUS_ZOMBIE and not is_helper:
                 found.append((process, command[:200]))
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # ended meanwhile, or somebody else's
