@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 WRONG_ANSWERS = 0.45  # part of the responses whose answer is not the problem's
-BROKEN_FORMS = 0.40  # part of the responses that miss the asked form
+BROKEN_FORMS = 0.45  # part of the responses that miss the asked form
 LONGEST_SOLUTION = 48  # characters; a longer solution is not read out as the thought
 
 WELL_FORMED = "<think>{thought}</think><answer>\\boxed{{{answer}}}</answer>"
@@ -32,6 +32,12 @@ class Example:
 
     messages: list[dict[str, str]]
     response: str
+
+
+def corpus_settings() -> dict[str, Any]:
+    """Everything that shapes the corpus beside rows and seed, so that a change of it makes a model stale."""
+    forms = {"well_formed": WELL_FORMED, "broken": list(BROKEN), "broken_part": BROKEN_FORMS}
+    return {**forms, "wrong_part": WRONG_ANSWERS, "longest_solution": LONGEST_SOLUTION}
 
 
 def training_rows(parquet: Path) -> list[dict[str, Any]]:

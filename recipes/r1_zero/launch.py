@@ -155,7 +155,9 @@ class Launch:
         log = self.job.settings.log_dir / f"{stage.name}.log"
         self.console.print(f"$ {stage.shown()}", style="dim", highlight=False, markup=False, soft_wrap=True)
         output = Console(soft_wrap=True, markup=False, highlight=False)
-        pid, status = run_streaming(self.processes, stage.command, self.environment, log, output, self._check)
+        # The driver hands settings on to the workers of all nodes; interfaces are each node's own, from its Ray.
+        environment = {name: value for name, value in self.environment.items() if not name.endswith("_SOCKET_IFNAME")}
+        pid, status = run_streaming(self.processes, stage.command, environment, log, output, self._check)
         if status != 0:
             raise RunFailed(
                 f"the driver (verl.trainer.main_ppo, pid {pid}) {how_it_ended(status)}; its output is in {log}, "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_llm.cli_io import run_cli, run_once, say
-from recipes.r1_zero.corpus import examples, training_rows
+from recipes.r1_zero.corpus import corpus_settings, examples, training_rows
 from recipes.r1_zero.stamp import write_text_atomically
 from recipes.r1_zero.tokenizer import write_tokenizer
 
@@ -87,7 +87,8 @@ def make_base_model(
         with tempfile.TemporaryDirectory(prefix="base_model_") as scratch:
             _build(train_parquet, Path(scratch), building, settings)
 
-    return run_once(output_dir, "make_base_model", {**settings, "config": HF_CONFIG}, [train_parquet], build)
+    arguments = {**settings, "config": HF_CONFIG, "corpus": corpus_settings()}
+    return run_once(output_dir, "make_base_model", arguments, [train_parquet], build)
 
 
 def _build(train_parquet: Path, scratch: Path, building: Path, settings: dict[str, int]) -> None:
@@ -111,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--train-parquet", type=Path, required=True, help="train.parquet of json_to_parquet.py")
     parser.add_argument("--output-dir", type=Path, required=True, help="directory to make")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--num-steps", type=int, default=350, help="optimizer steps of the warm-up")
+    parser.add_argument("--num-steps", type=int, default=300, help="optimizer steps of the warm-up")
     parser.add_argument("--batch-size", type=int, default=128, help="texts per step")
     parser.add_argument("--num-processes", type=int, default=2, help="data-parallel processes; part of the result")
 

@@ -266,6 +266,7 @@ def run_variables(job: Job, place: Place, environment: Mapping[str, str]) -> dic
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]),
         "RAY_ADDRESS": f"{place.master_addr}:{settings.ray_port}",
         "RAY_AUTH_MODE": "token",
+        "RAY_COLOR_PREFIX": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_enable_worker_prestart": "0",
