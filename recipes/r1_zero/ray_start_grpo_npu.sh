@@ -11,7 +11,15 @@ export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
 say() { echo "[r1_zero] $*" >&2; }
 
-bash tools/setup_env.sh
+if [ "${SETUP:-yes}" = no ]; then
+    if [ ! -x "$VENV_DIR/bin/python" ]; then
+        say "error: SETUP=no, but VENV_DIR=$VENV_DIR has no bin/python: name an environment that has what requirements/ lists, or unset SETUP"
+        exit 2
+    fi
+    say "SETUP=no: using $VENV_DIR as it is"
+else
+    bash tools/setup_env.sh
+fi
 
 if compgen -G "/dev/davinci[0-9]*" >/dev/null; then
     toolkit="${ASCEND_TOOLKIT_ENV:-/usr/local/Ascend/ascend-toolkit/set_env.sh}"

@@ -35,6 +35,8 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "JOIN_TIMEOUT_S": ("300", "how long the head waits for every node"),
     "HEAD_TIMEOUT_S": ("300", "how long a node waits for the head"),
     "LOST_TIMEOUT_S": ("20", "a node that is silent for so long has gone away"),
+    "VENV_DIR": (".venv in the repository", "virtual environment, made when it is not there"),
+    "SETUP": ("yes", "no takes VENV_DIR as it is and installs nothing, for example in a container image"),
     "RAY_AUTH_TOKEN": ("a file in OUTPUT_DIR", "Ray's token; set the same one on all nodes if they share no disk"),
 }  # fmt: skip
 
