@@ -129,8 +129,8 @@ def _cache_problems(cache: CacheConfig, max_model_len: int) -> list[str]:
     blocks = cache.num_gpu_blocks_override
     if blocks is not None and cache.block_size >= 1 and blocks * cache.block_size < max_model_len:
         problems.append(
-            f"num_gpu_blocks_override={blocks} of block_size={cache.block_size} holds {blocks * cache.block_size} tokens, "
-            f"less than one sequence of max_model_len={max_model_len}"
+            f"num_gpu_blocks_override={blocks} of block_size={cache.block_size} holds "
+            f"{blocks * cache.block_size} tokens, less than one sequence of max_model_len={max_model_len}"
         )
     return problems
 
@@ -163,7 +163,9 @@ def _parallel_problems(parallel: ParallelConfig, hf: DeepseekV3Config) -> list[s
         )
     sliced = {"num_attention_heads": hf.num_attention_heads, "vocab_size": hf.vocab_size}
     sliced["intermediate_size"] = hf.intermediate_size
-    sliced["moe_intermediate_size"] = hf.moe_intermediate_size  # shared experts, and routed ones without expert parallel
+    sliced["moe_intermediate_size"] = (
+        hf.moe_intermediate_size
+    )  # shared experts, and routed ones without expert parallel
     problems += [
         f"{name}={size} does not divide by tensor_parallel_size={tp}" for name, size in sliced.items() if size % tp
     ]

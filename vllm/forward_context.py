@@ -11,7 +11,9 @@ from vllm.ops.contract import DecodeMetadata, PrefillMetadata
 
 @dataclass
 class ForwardContext:
-    """One step of T packed tokens of this rank: the decode tokens first, then the new tokens of each prefilling sequence."""
+    """One step of T packed tokens of this rank: the decode tokens first, then the new tokens of each prefilling
+    sequence.
+    """
 
     num_tokens: int
     num_decode_tokens: int

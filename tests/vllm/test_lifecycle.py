@@ -102,8 +102,22 @@ def test_broken_checkpoints_name_the_file(tmp_path: Path) -> None:
 def test_every_config_problem_comes_at_once(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path)
     with pytest.raises(ValueError, match="cannot be built") as error:
-        build(path, tensor_parallel_size=3, dtype="fp32", max_model_len=10_000, block_size=0, distributed_executor_backend="ray")
-    for part in ("world size 1", "num_attention_heads=4", "dtype='fp32'", "max_model_len=10000", "block_size=0", "'ray'"):
+        build(
+            path,
+            tensor_parallel_size=3,
+            dtype="fp32",
+            max_model_len=10_000,
+            block_size=0,
+            distributed_executor_backend="ray",
+        )
+    for part in (
+        "world size 1",
+        "num_attention_heads=4",
+        "dtype='fp32'",
+        "max_model_len=10000",
+        "block_size=0",
+        "'ray'",
+    ):
         assert part in str(error.value), part
     with pytest.raises(ValueError, match="num_gpu_blocks_override=2"):
         build(path, num_gpu_blocks_override=2)

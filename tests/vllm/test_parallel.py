@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,19 +21,25 @@ def settings() -> tuple[list[Any], list[Any]]:
 
     prompts = as_inputs(make_prompts(NUM_PROMPTS, 20, seed=8))
     params = [
-        SamplingParams(max_tokens=3 + 5 * i % 17, ignore_eos=True, seed=i, temperature=0.0 if i % 3 == 0 else 0.9, n=1 + i % 2)
+        SamplingParams(
+            max_tokens=3 + 5 * i % 17, ignore_eos=True, seed=i, temperature=0.0 if i % 3 == 0 else 0.9, n=1 + i % 2
+        )
         for i in range(NUM_PROMPTS)
     ]
     return prompts, params
 
 
 def run_engines(path: str, layouts: list[tuple[dict[str, Any], list[list[int]]]]) -> list[list[Result]]:
-    """For each (LLM arguments, prompts of each replica): (tokens, log-probs) of every sample of this replica's prompts."""
+    """For each (LLM arguments, prompts of each replica): (tokens, log-probs) of every sample of this replica's
+    prompts.
+    """
     from vllm import LLM
 
     results = []
     for llm_args, shares in layouts:
-        llm = LLM(path, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=24, **llm_args)
+        llm = LLM(
+            path, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=24, **llm_args
+        )
         prompts, params = settings()
         replica = llm.config.parallel.replica
         mine = shares[replica]

@@ -50,7 +50,10 @@ def test_logprobs_of_every_position_equal_transformers(variant: str, tmp_path: P
 
 
 def test_greedy_tokens_of_64_prompts_equal_transformers(tmp_path: Path) -> None:
-    """Requests enter and leave a batch of 16; a differing token is accepted only where transformers' top two are within 1e-4."""
+    """Requests enter and leave a batch of 16.
+
+    A differing token is accepted only where transformers' top two are within 1e-4.
+    """
     path = write_checkpoint(tmp_path)
     llm = LLM(path, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=16, max_num_batched_tokens=96)
     prompts = make_prompts(64, 40, seed=1)
@@ -99,7 +102,9 @@ def test_preemption_gives_the_same_tokens(tmp_path: Path) -> None:
     prompts = as_inputs(make_prompts(16, 30, seed=4))
     params = SamplingParams(max_tokens=40, ignore_eos=True, seed=5)
     roomy = LLM(path, skip_tokenizer_init=True, max_model_len=80, max_num_seqs=16)
-    tight = LLM(path, skip_tokenizer_init=True, max_model_len=80, max_num_seqs=16, block_size=4, num_gpu_blocks_override=40)
+    tight = LLM(
+        path, skip_tokenizer_init=True, max_model_len=80, max_num_seqs=16, block_size=4, num_gpu_blocks_override=40
+    )
     assert_same(tight.generate(prompts, params), roomy.generate(prompts, params))
     assert tight.core.scheduler.num_preemptions > 0
     assert roomy.core.scheduler.num_preemptions == 0
@@ -111,7 +116,9 @@ def test_prefix_caching_shares_prompts_and_changes_nothing(tmp_path: Path) -> No
     prompts = as_inputs([shared + p for p in make_prompts(6, 20, seed=7)])
     params = SamplingParams(n=4, max_tokens=12, ignore_eos=True, seed=11)
     plain = LLM(path, skip_tokenizer_init=True, max_model_len=80, max_num_seqs=8)
-    cached = LLM(path, skip_tokenizer_init=True, max_model_len=80, max_num_seqs=8, block_size=4, enable_prefix_caching=True)
+    cached = LLM(
+        path, skip_tokenizer_init=True, max_model_len=80, max_num_seqs=8, block_size=4, enable_prefix_caching=True
+    )
     expected = plain.generate(prompts, params)
     first = cached.generate(prompts, params)
     assert_same(first, expected)

@@ -106,7 +106,9 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 def test_a_seeded_request_does_not_depend_on_its_batch(llm: LLM) -> None:
     prompts = as_inputs(make_prompts(10, 15, seed=3))
-    params = [SamplingParams(max_tokens=20, seed=i, top_k=40 if i % 2 else 0, top_p=0.95, ignore_eos=True) for i in range(10)]
+    params = [
+        SamplingParams(max_tokens=20, seed=i, top_k=40 if i % 2 else 0, top_p=0.95, ignore_eos=True) for i in range(10)
+    ]
     together = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
     alone = [llm.generate(prompt, p)[0].outputs[0].token_ids for prompt, p in zip(prompts, params, strict=True)]
     backwards = [o.outputs[0].token_ids for o in llm.generate(prompts[::-1], params[::-1])][::-1]
@@ -137,7 +139,9 @@ def test_stop_tokens_min_tokens_and_eos(llm: LLM) -> None:
     free = llm.generate(prompt, SamplingParams(max_tokens=30, seed=9, ignore_eos=True))[0].outputs[0]
     stop = free.token_ids[7]
     cut = free.token_ids.index(stop) + 1
-    stopped = llm.generate(prompt, SamplingParams(max_tokens=30, seed=9, ignore_eos=True, stop_token_ids=[stop]))[0].outputs[0]
+    stopped = llm.generate(prompt, SamplingParams(max_tokens=30, seed=9, ignore_eos=True, stop_token_ids=[stop]))[
+        0
+    ].outputs[0]
     assert stopped.token_ids == free.token_ids[:cut]
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
     late = SamplingParams(max_tokens=30, seed=9, ignore_eos=True, stop_token_ids=[stop], min_tokens=cut + 3)

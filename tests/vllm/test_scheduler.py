@@ -16,7 +16,12 @@ from vllm.v1.request import Request
 
 
 def make_scheduler(
-    num_blocks: int = 64, block_size: int = 4, max_num_seqs: int = 8, budget: int = 32, chunked: bool = True, prefix: bool = False
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    budget: int = 32,
+    chunked: bool = True,
+    prefix: bool = False,
 ) -> Scheduler:
     kv = KVCacheManager(num_blocks, block_size, prefix)
     return Scheduler(SchedulerConfig(max_num_seqs, budget, chunked), kv)
@@ -76,7 +81,11 @@ def test_random_traffic_leaks_nothing_and_finishes_everything(seed: int, prefix:
     assert sorted(r.request_id for r in done) == sorted(r.request_id for r in everyone)
     assert scheduler.kv.pool.num_free_blocks == scheduler.kv.pool.num_blocks
     for request in done:
-        ended = request.token_ids[-1] == 7 if request.finish_reason == "stop" else request.num_output_tokens == request.max_tokens
+        ended = (
+            request.token_ids[-1] == 7
+            if request.finish_reason == "stop"
+            else request.num_output_tokens == request.max_tokens
+        )
         assert ended, request.finish_reason
 
 

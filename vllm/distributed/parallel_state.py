@@ -44,7 +44,10 @@ class GroupCoordinator:
 
 @dataclass(frozen=True)
 class ParallelState:
-    """TP: ranks that share every request. DP: ranks of the same place in the replicas of an instance. EP: ranks that share experts."""
+    """TP: ranks that share every request. DP: ranks of the same place in the replicas of an instance.
+
+    EP: ranks that share experts.
+    """
 
     config: ParallelConfig
     tp: GroupCoordinator
@@ -72,13 +75,16 @@ def init_model_parallel(config: ParallelConfig) -> ParallelState:
         return ParallelState(config, alone, alone, alone)
     tp_size, dp_size, span = config.tensor_parallel_size, config.data_parallel_size, config.ranks_per_instance
     starts = range(0, config.world_size, span)
-    # NPU-ADAPTATION(dp-groups-from-world): DP groups come from the launcher's own world, not from a second rendezvous with ports of
-    # its own (VLLM_DP_MASTER_PORT), which hosts with several network cards get wrong; drop when DP engines outlive their launcher.
+    # NPU-ADAPTATION(dp-groups-from-world): DP groups come from the launcher's own world, not from a second rendezvous
+    # with ports of its own (VLLM_DP_MASTER_PORT), which hosts with several network cards get wrong; drop when DP
+    # engines outlive their launcher.
     dp = [[first + tp + tp_size * d for d in range(dp_size)] for first in starts for tp in range(tp_size)]
     # NPU-ADAPTATION END
     tp = [list(range(first, first + tp_size)) for first in range(0, config.world_size, tp_size)]
     ep = [list(range(first, first + span)) for first in starts] if config.enable_expert_parallel else []
-    return ParallelState(config, _coordinator(tp, config.rank), _coordinator(dp, config.rank), _coordinator(ep, config.rank))
+    return ParallelState(
+        config, _coordinator(tp, config.rank), _coordinator(dp, config.rank), _coordinator(ep, config.rank)
+    )
 
 
 def _coordinator(groups: list[list[int]], rank: int) -> GroupCoordinator:

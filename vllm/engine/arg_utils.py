@@ -66,8 +66,8 @@ class EngineArgs:
         )
         if self.distributed_executor_backend != "external_launcher":
             problems.append(
-                f"distributed_executor_backend={self.distributed_executor_backend!r}: only 'external_launcher' is supported; "
-                "start one process per device (torchrun, Ray) and build an LLM in each"
+                f"distributed_executor_backend={self.distributed_executor_backend!r}: only 'external_launcher' is "
+                "supported; start one process per device (torchrun, Ray) and build an LLM in each"
             )
         if not self.enforce_eager:
             problems.append("enforce_eager=False: graph capture is not available; leave it True")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +34,10 @@ SLEEP_TAGS = ("weights", "kv_cache")
 class LLM:
     """Generates for a Hugging Face model directory; arguments are those of `EngineArgs`.
 
-    With several processes, torch.distributed is initialised by the caller and every process builds an LLM with the same arguments:
-    rank = tp + TP * (dp + DP * instance). The TP ranks of a replica call `generate` with the same prompts, replicas with
-    different ones; replicas that share experts (enable_expert_parallel) all call it, with an empty list if they have none.
+    With several processes, torch.distributed is initialised by the caller and every process builds an LLM with the same
+    arguments: rank = tp + TP * (dp + DP * instance). The TP ranks of a replica call `generate` with the same prompts,
+    replicas with different ones; replicas that share experts (enable_expert_parallel) all call it, with an empty list
+    if they have none.
     """
 
     def __init__(self, model: str, **engine_args: Any) -> None:
@@ -69,7 +71,9 @@ class LLM:
         params = sampling_params if sampling_params is not None else SamplingParams()
         param_list = [params] * len(prompt_list) if isinstance(params, SamplingParams) else list(params)
         if len(param_list) != len(prompt_list):
-            raise ValueError(f"{len(prompt_list)} prompts came with {len(param_list)} sampling_params, expected as many")
+            raise ValueError(
+                f"{len(prompt_list)} prompts came with {len(param_list)} sampling_params, expected as many"
+            )
         groups = [
             self._group(index, prompt, p) for index, (prompt, p) in enumerate(zip(prompt_list, param_list, strict=True))
         ]
@@ -77,7 +81,10 @@ class LLM:
         return [group.output(self._decoder(group.params)) for group in groups]
 
     def sleep(self, level: int = 1) -> None:
-        """Free weights and KV cache. Level 1 keeps the weights on the host; level 2 drops them, new ones must be loaded."""
+        """Free weights and KV cache. Level 1 keeps the weights on the host.
+
+        Level 2 drops them, new ones must be loaded.
+        """
         if not self.config.enable_sleep_mode:
             raise RuntimeError("sleep: the engine was built with enable_sleep_mode=False")
         if level not in (1, 2):
@@ -95,16 +102,22 @@ class LLM:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take (hf_name, full tensor) pairs, all of the model or a part, in any order; returns the names taken.
 
-        ValueError for an unknown name or a wrong shape; multi-token-prediction layers are skipped. Cached prefixes are forgotten.
+        ValueError for an unknown name or a wrong shape; multi-token-prediction layers are skipped. Cached prefixes are
+        forgotten.
         """
         return self.core.load_weights(weights)
 
     def check_weights_loaded(self) -> None:
-        """ValueError naming every weight that has not come since a level-2 sleep; call it after the last load_weights."""
+        """ValueError naming every weight that has not come since a level-2 sleep.
+
+        Call it after the last load_weights.
+        """
         self.core.worker.check_weights_loaded()
 
     def get_memory_report(self) -> dict[str, int]:
-        """Bytes held by weights, host copies and KV cache, the number of KV blocks, and the device's free and total bytes."""
+        """Bytes held by weights, host copies and KV cache, the number of KV blocks, and the device's free and total
+        bytes.
+        """
         return self.core.worker.memory_report()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -119,18 +132,15 @@ class LLM:
         self.parallel.destroy()
 
     def _group(self, index: int, prompt: PromptType, params: SamplingParams) -> PromptGroup:
-        text: str | None = None
-        if isinstance(prompt, str):
-            text = prompt
-        elif "prompt_token_ids" in prompt:
-            tokens = [int(token) for token in prompt["prompt_token_ids"]]
-        elif "prompt" in prompt:
-            text = prompt["prompt"]
+        fields: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
+        text: str | None = fields.get("prompt")
+        if "prompt_token_ids" in fields:
+            tokens = [int(token) for token in fields["prompt_token_ids"]]
+        elif text is None:
+            raise ValueError(f"prompt {index} has keys {list(fields)}, expected 'prompt' or 'prompt_token_ids'")
+        elif self.tokenizer is None:
+            raise ValueError(f"prompt {index} is text, but the engine has no tokenizer (skip_tokenizer_init=True)")
         else:
-            raise ValueError(f"prompt {index} has keys {list(prompt)}, expected 'prompt' or 'prompt_token_ids'")
-        if text is not None:
-            if self.tokenizer is None:
-                raise ValueError(f"prompt {index} is text, but the engine has no tokenizer (skip_tokenizer_init=True)")
             tokens = self.tokenizer.encode(text)
         return PromptGroup(str(index), text, tokens, params, self.config.model.hf.eos_token_ids)
 
@@ -143,8 +153,6 @@ class LLM:
 
 def _local_rank(rank: int) -> int:
     """This process's device: the launcher's LOCAL_RANK, else by rank over the visible devices."""
-    import os
-
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
     return rank % max(1, torch.cuda.device_count())

@@ -1,7 +1,7 @@
 """The device ops the rollout engine calls: one table of callables whose plain-torch reference is the specification.
 
-Letters: T tokens, B sequences, H hidden, N heads of this rank, P / R channels of a query head without / with position, L KV latent,
-V value channels of a head, E experts, K experts per token, F expert width, W vocabulary.
+Letters: T tokens, B sequences, H hidden, N heads of this rank, P / R channels of a query head without / with position,
+L KV latent, V value channels of a head, E experts, K experts per token, F expert width, W vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class DecodeMetadata:
     seq_lens: Tensor  # int32 [B], the same on the device
     block_tables: Tensor  # int32 [B, max_blocks], entries past a sequence's last block hold any valid block id
     block_size: int
-    scratch: dict[str, Any] = field(default_factory=dict)  # an op may keep what it derives from this for the other layers
+    scratch: dict[str, Any] = field(
+        default_factory=dict
+    )  # an op may keep what it derives from this for the other layers
 
 
 @dataclass
@@ -52,7 +54,9 @@ class SamplingBatch:
     vocab_keys_W: Tensor  # int32, noise keys of the vocabulary
     top_k_B: Tensor | None  # int64 in [1, W], None when no row limits it
     top_p_B: Tensor | None  # fp32 in (0, 1], None when no row limits it
-    banned_BW: Tensor | None  # bool, tokens that must not be drawn (stop tokens before min_tokens); None when there are none
+    banned_BW: (
+        Tensor | None
+    )  # bool, tokens that must not be drawn (stop tokens before min_tokens); None when there are none
     has_greedy: bool
     has_random: bool
     num_top_logprobs: int = 0  # how many of the most likely tokens to report besides the sampled one
@@ -63,7 +67,8 @@ class SampledTokens:
     """Result of `RolloutOps.sample` for B rows."""
 
     token_ids_B: Tensor  # int64
-    logprobs_B: Tensor  # fp32: log_softmax(logits / temperature) of the token, before top-k and top-p; temperature 1 when greedy
+    # fp32: log_softmax(logits / temperature) of the token, before top-k and top-p; temperature 1 when greedy
+    logprobs_B: Tensor
     ranks_B: Tensor | None = None  # int64, 1 = the most likely; only with num_top_logprobs > 0
     top_ids_BK: Tensor | None = None  # int64
     top_logprobs_BK: Tensor | None = None  # fp32
@@ -77,31 +82,37 @@ class RolloutOps:
         One layer's cache, finite everywhere (masked positions are multiplied by zero, so garbage must not be NaN).
         Reference: one tensor [num_blocks, block_size, L+R], latent then rope channels.
     rms_norm(x_TH, weight_H, eps) -> [T, H]
-        x / sqrt(mean(x^2) + eps) * weight, the mean in fp32. x may be a strided slice of columns. 1e-6 (fp32), 1e-2 (bf16).
+        x / sqrt(mean(x^2) + eps) * weight, the mean in fp32. x may be a strided slice of columns. 1e-6 (fp32), 1e-2
+        (bf16).
     rotary_interleaved(x_TNR, cos_TR, sin_TR) -> [T, N, R]
         Pairs (x[2i], x[2i+1]) turned by angle i; the output holds all first members, then all second members:
-        out[i] = x[2i] cos[i] - x[2i+1] sin[i]; out[R/2+i] = x[2i+1] cos[i] + x[2i] sin[i]. cos and sin (fp32) repeat their first
-        half in the second. x may be strided. 1e-6 (fp32).
+        out[i] = x[2i] cos[i] - x[2i+1] sin[i]; out[R/2+i] = x[2i+1] cos[i] + x[2i] sin[i]. cos and sin (fp32) repeat
+        their first half in the second. x may be strided. 1e-6 (fp32).
     write_kv(cache, latent_TL, rope_TR, slots_T) -> None
         Token t goes to slot slots_T[t] = block * block_size + offset (int64), in place.
     mla_decode(q_latent_BNL, q_rope_BNR, cache, meta: DecodeMetadata, scale) -> out_BNL
-        Absorbed form: softmax(scale * (q_latent . latent_s + q_rope . rope_s)) weighted sum of latent_s over the sequence. 1e-5 (fp32).
+        Absorbed form: softmax(scale * (q_latent . latent_s + q_rope . rope_s)) weighted sum of latent_s over the
+        sequence. 1e-5 (fp32).
     mla_prefill(q_nope_TNP, q_rope_TNR, kv_b_NCL, cache, meta: PrefillMetadata, scale) -> out_TNV
-        Causal attention of packed new tokens over each sequence's whole cached context (the new tokens have been written before).
-        kv_b_NCL, C = P + V, expands a latent into the keys (first P) and values of each head. 1e-5 (fp32).
-    topk_router(logits_TE fp32, bias_E fp32, top_k, num_groups, topk_groups, normalize, scaling) -> (weights_TK fp32, ids_TK int64)
-        DeepSeek-V3 routing (arXiv:2412.19437 eq. 12-16): scores = sigmoid(logits); scores + bias only select: the groups with the
-        largest sum of their two best, then the top_k experts of those groups. weights = scores of the chosen, divided by their sum
-        (+1e-20) if normalize, times scaling. The order of the K choices is free.
+        Causal attention of packed new tokens over each sequence's whole cached context (the new tokens have been
+        written before). kv_b_NCL, C = P + V, expands a latent into the keys (first P) and values of each head. 1e-5
+        (fp32).
+    topk_router(logits_TE fp32, bias_E fp32, top_k, num_groups, topk_groups, normalize, scaling) -> (weights_TK fp32,
+    ids_TK int64)
+        DeepSeek-V3 routing (arXiv:2412.19437 eq. 12-16): scores = sigmoid(logits); scores + bias only select: the
+        groups with the largest sum of their two best, then the top_k experts of those groups. weights = scores of the
+        chosen, divided by their sum (+1e-20) if normalize, times scaling. The order of the K choices is free.
     fused_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, first_expert) -> [T, H]
         sum_k weights[t,k] * w2[e] silu_and_mul(w13[e] x[t]) over the chosen experts that this rank holds,
-        e = ids[t,k] - first_expert in [0, E). w13 holds gate rows then up rows. The other ranks' experts add nothing. T may be 0.
+        e = ids[t,k] - first_expert in [0, E). w13 holds gate rows then up rows. Both are
+        transposed views: the memory of w13 is [E, H, 2F], that of w2 [E, F, H], as grouped products want it. The other
+        ranks' experts add nothing. T may be 0.
     silu_and_mul(x_T2F) -> [T, F]
         silu(x[:, :F]) * x[:, F:].
     sample(logits_BW fp32, batch: SamplingBatch) -> SampledTokens
-        Greedy rows: argmax. Others: a draw from softmax(logits / temperature) after top-k, then top-p (the smallest set of most
-        likely tokens that reaches top_p), by the exponential race of vllm/v1/sample/rng.py, so a row's draw depends on its logits
-        and keys alone.
+        Greedy rows: argmax. Others: a draw from softmax(logits / temperature) after top-k, then top-p (the smallest set
+        of most likely tokens that reaches top_p), by the exponential race of vllm/v1/sample/rng.py, so a row's draw
+        depends on its logits and keys alone.
     names: native or reference, for each entry; logged once at start.
     """
 

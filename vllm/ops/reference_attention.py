@@ -1,7 +1,9 @@
-"""Reference MLA attention over a paged latent cache: gather each sequence's pages, padded, then batched matrix products.
+"""Reference MLA attention over a paged latent cache: gather each sequence's pages, padded, then batched matrix
+products.
 
-Sequences of a step are handled together when their lengths are alike and in groups of like lengths otherwise, so that padding
-costs at most about twice the real work. S is the padded context length of a group, Q its padded query length, D = L + R.
+Sequences of a step are handled together when their lengths are alike and in groups of like lengths otherwise, so that
+padding costs at most about twice the real work. S is the padded context length of a group, Q its padded query length, D
+= L + R.
 """
 
 from __future__ import annotations
@@ -28,14 +30,18 @@ class _DecodeGroup:
 
 @dataclass
 class _PrefillGroup:
-    tokens: Tensor  # int64 [b * Q] index of each padded query among the step's new tokens (padding repeats the last one)
+    tokens: (
+        Tensor  # int64 [b * Q] index of each padded query among the step's new tokens (padding repeats the last one)
+    )
     keep: Tensor | None  # int64 indices into b * Q of the real queries, None = all
     blocks: Tensor  # [b, n]
     mask: Tensor  # [b, 1, Q, S] 0 or -inf
 
 
 def split_by_cost(costs: np.ndarray) -> list[np.ndarray]:
-    """Indices in groups whose padded total (count * max) stays within MAX_PADDING_RATIO of the real one, or like powers of 2."""
+    """Indices in groups whose padded total (count * max) stays within MAX_PADDING_RATIO of the real one, or like
+    powers of 2.
+    """
     if len(costs) * int(costs.max()) <= MAX_PADDING_RATIO * int(costs.sum()):
         return [np.arange(len(costs))]
     exponents = np.ceil(np.log2(np.maximum(costs, 1))).astype(np.int64)
@@ -65,9 +71,7 @@ def _plan_decode(meta: DecodeMetadata, pages: Tensor) -> list[_DecodeGroup]:
     return groups
 
 
-def mla_decode(
-    q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float
-) -> Tensor:
+def mla_decode(q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
     (pages,) = cache
     groups = meta.scratch.get("groups")
     if groups is None:
@@ -122,7 +126,7 @@ def mla_prefill(
     q_TND = torch.cat((q_nope_TNP, q_rope_TNR), dim=-1)
     out_TNV = q_TND.new_empty(len(q_TND), heads, value)
     for group in groups:
-        count, width = group.blocks.shape
+        count = len(group.blocks)
         flat = pages.view(pages.shape[0], -1)
         kv_bSD = flat.index_select(0, group.blocks.reshape(-1)).view(count, -1, pages.shape[-1])
         expanded = F.linear(kv_bSD[..., :latent], kv_b_NCL.reshape(-1, latent)).view(count, kv_bSD.shape[1], heads, -1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -54,15 +56,19 @@ def fused_experts(
     x_SH = x_TH.index_select(0, tokens_S)
     gate_up_S2F = x_SH.new_empty(len(x_SH), w13_E2FH.shape[1])
     y_SH = torch.empty_like(x_SH)
-    segments = [
-        (e, slice(start - bounds[0], stop - bounds[0]))
-        for e, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
-        if stop > start
-    ]
-    for e, rows in segments:
-        torch.mm(x_SH[rows], w13_E2FH[e].t(), out=gate_up_S2F[rows])
-    hidden_SF = silu_and_mul(gate_up_S2F)
-    for e, rows in segments:
-        torch.mm(hidden_SF[rows], w2_EHF[e].t(), out=y_SH[rows])
+    counts = [stop - start for start, stop in itertools.pairwise(bounds)]
+    _segment_products(x_SH, w13_E2FH, counts, gate_up_S2F)
+    _segment_products(silu_and_mul(gate_up_S2F), w2_EHF, counts, y_SH)
     y_SH.mul_(weights_TK.reshape(-1).index_select(0, order_S)[:, None].to(y_SH.dtype))
     return out_TH.index_add_(0, tokens_S, y_SH)
+
+
+def _segment_products(x_SI: Tensor, weights_EOI: Tensor, counts: list[int], out_SO: Tensor) -> None:
+    """Rows of x come in one segment per expert, of `counts` rows.
+
+    Each is multiplied with its expert's matrix into `out_SO`.
+    """
+    segments = zip(x_SI.split(counts), weights_EOI.transpose(1, 2).unbind(), out_SO.split(counts), strict=True)
+    for x_sI, weight_IO, out_sO in segments:
+        if len(x_sI) > 0:
+            torch.mm(x_sI, weight_IO, out=out_sO)

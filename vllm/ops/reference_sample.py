@@ -43,7 +43,10 @@ def _draw(scaled_BW: Tensor, probs_BW: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def keep_only_top(probs_BW: Tensor, top_k_B: Tensor | None, top_p_B: Tensor | None) -> None:
-    """Set to 0, in place, what top-k and then top-p leave out of unnormalised probabilities; the best token always stays."""
+    """Set to 0, in place, what top-k and then top-p leave out of unnormalised probabilities.
+
+    The best token always stays.
+    """
     sorted_BW, order_BW = probs_BW.sort(dim=-1, descending=True, stable=True)
     dropped_BW = torch.zeros_like(sorted_BW, dtype=torch.bool)
     if top_k_B is not None:

@@ -16,7 +16,10 @@ BUILTIN_PLATFORMS = {
 
 
 def resolve_platform(device: str | None) -> Platform:
-    """The platform called `device` ("cpu", "cuda", "npu" or "module:Class"); None takes cuda when there is one, else cpu."""
+    """The platform called `device` ("cpu", "cuda", "npu" or "module:Class").
+
+    None takes cuda when there is one, else cpu.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     provider = BUILTIN_PLATFORMS.get(device, device)

@@ -35,7 +35,9 @@ class Platform(ABC):
 
     @abstractmethod
     def kv_cache_budget_bytes(self, device: torch.device, utilization: float) -> int:
-        """Bytes the KV cache may take when the engine may use `utilization` of the device and the weights are already on it."""
+        """Bytes the KV cache may take when the engine may use `utilization` of the device and the weights are already
+        on it.
+        """
 
     def empty_cache(self) -> None:  # noqa: B027 - a host has no allocator cache to give back
         """Give the allocator's unused blocks back to the device."""

@@ -1,8 +1,8 @@
 """A DeepSeek-V3 mixture of experts over the ranks of an engine.
 
-With expert parallel, the experts are split over all TP x DP ranks: every rank gathers the tokens of all DP replicas, runs its own
-experts on all of them, and one all-reduce over the EP group sums the contributions; each replica keeps its own rows. Without,
-every expert is split over TP along its width and replicas have nothing to do with each other.
+With expert parallel, the experts are split over all TP x DP ranks: every rank gathers the tokens of all DP replicas,
+runs its own experts on all of them, and one all-reduce over the EP group sums the contributions; each replica keeps its
+own rows. Without, every expert is split over TP along its width and replicas have nothing to do with each other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from vllm.model_executor.layers.linear import (
     ALONE,
     ColumnParallelLinear,
     RowParallelLinear,
+    empty_matrix,
     empty_parameter,
     local_slice,
 )
@@ -56,8 +57,8 @@ class FusedMoE(nn.Module):
         # The router is computed in fp32; its weight is kept so, because every step needs it.
         self.gate = empty_parameter(hf.n_routed_experts, hf.hidden_size, dtype=torch.float32)
         self.e_score_correction_bias = empty_parameter(hf.n_routed_experts, dtype=torch.float32)
-        self.w13 = empty_parameter(self.num_local_experts, 2 * width, hf.hidden_size)
-        self.w2 = empty_parameter(self.num_local_experts, hf.hidden_size, width)
+        self.w13 = empty_matrix(self.num_local_experts, 2 * width, hf.hidden_size)
+        self.w2 = empty_matrix(self.num_local_experts, hf.hidden_size, width)
         self.shared_experts = None
         if hf.n_shared_experts:
             shared_width = hf.moe_intermediate_size * hf.n_shared_experts

@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434 sec. 2.1) over a paged latent cache.
 
-Letters: T tokens, H hidden, N heads of this rank, P nope and R rope channels of a query head, L KV latent, V value channels.
+Letters: T tokens, H hidden, N heads of this rank, P nope and R rope channels of a query head, L KV latent, V value
+channels.
 """
 
 from __future__ import annotations
@@ -10,7 +11,13 @@ from torch import Tensor, nn
 
 from vllm.distributed.parallel_state import ParallelState
 from vllm.forward_context import ForwardContext
-from vllm.model_executor.layers.linear import ColumnParallelLinear, Norm, RowParallelLinear, empty_parameter, local_slice
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    Norm,
+    RowParallelLinear,
+    empty_parameter,
+    local_slice,
+)
 from vllm.model_executor.layers.rotary_embedding import softmax_scale
 from vllm.model_executor.model_loader.weight_target import WeightTarget
 from vllm.ops.contract import KVCache, RolloutOps
@@ -18,7 +25,8 @@ from vllm.transformers_utils.config import DeepseekV3Config
 
 
 class MultiHeadLatentAttention(nn.Module):
-    """Prefill expands the latents into keys and values; decode stays in latent space: q W_UK against the cache, then W_UV.
+    """Prefill expands the latents into keys and values; decode stays in latent space: q W_UK against the cache, then
+    W_UV.
 
     W_UK and W_UV are views of kv_b_proj's weight, so new weights need no refresh.
     """

@@ -58,7 +58,7 @@ def _inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
         return dim * math.log(wavelengths) / (2 * math.log(rope.rope_theta))
 
     low = max(math.floor(dim_of(rope.beta_fast)), 0)
-    high = min(math.ceil(dim_of(rope.beta_slow)), dim - 1)
+    high: float = min(math.ceil(dim_of(rope.beta_slow)), dim - 1)
     if low == high:
         high += 0.001  # a step instead of a ramp, without dividing by zero
     slow = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)

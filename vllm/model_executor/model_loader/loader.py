@@ -34,7 +34,10 @@ def checkpoint_files(model_dir: str) -> list[Path]:
 
 
 def iterate_checkpoint(model_dir: str, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    """Every wanted tensor of the checkpoint on the host, one in memory at a time; ValueError names a file that cannot be read."""
+    """Every wanted tensor of the checkpoint on the host, one in memory at a time.
+
+    ValueError names a file that cannot be read.
+    """
     for file in checkpoint_files(model_dir):
         try:
             with safe_open(str(file), framework="pt", device="cpu") as shard:
@@ -46,7 +49,9 @@ def iterate_checkpoint(model_dir: str, is_wanted: Callable[[str], bool]) -> Iter
 
 
 def iterate_dummy(targets: dict[str, WeightTarget], seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Random values for every tensor, drawn per name, so that every layout gets the same model: norms 1, biases 0, else normal."""
+    """Random values for every tensor, drawn per name, so that every layout gets the same model: norms 1, biases 0,
+    else normal.
+    """
     for name, target in targets.items():
         if len(target.hf_shape) == 1:
             yield name, torch.ones(target.hf_shape) if name.endswith("norm.weight") else torch.zeros(target.hf_shape)

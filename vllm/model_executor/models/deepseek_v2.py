@@ -1,4 +1,7 @@
-"""DeepSeek-V3: latent attention, first layers dense, then mixtures of experts; numerics as transformers' DeepseekV3ForCausalLM."""
+"""DeepSeek-V3: latent attention, first layers dense, then mixtures of experts.
+
+Numerics as transformers' DeepseekV3ForCausalLM.
+"""
 
 from __future__ import annotations
 

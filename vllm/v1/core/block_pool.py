@@ -8,10 +8,11 @@ BlockHash = int
 
 
 class BlockPool:
-    """Blocks 0..num_blocks-1. A block is free when nobody refers to it; a free block keeps its content until it is reused.
+    """Blocks 0..num_blocks-1. A block is free when nobody refers to it; a free block keeps its content until it is
+    reused.
 
-    Free blocks are handed out least recently freed first. A full block can be registered under the hash of its tokens and of all
-    tokens before it; `find` then gives it to a sequence with the same prefix.
+    Free blocks are handed out least recently freed first. A full block can be registered under the hash of its tokens
+    and of all tokens before it; `find` then gives it to a sequence with the same prefix.
     """
 
     def __init__(self, num_blocks: int) -> None:

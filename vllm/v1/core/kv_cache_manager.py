@@ -18,7 +18,10 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
 
     def take_cached_prefix(self, request: Request) -> None:
-        """Give a request without blocks those that already hold its leading full blocks; at least one token stays to be computed."""
+        """Give a request without blocks those that already hold its leading full blocks.
+
+        At least one token stays to be computed.
+        """
         assert not request.block_ids and request.num_computed_tokens == 0, request.request_id
         if not self.enable_prefix_caching:
             return
@@ -35,7 +38,9 @@ class KVCacheManager:
         request.num_computed_tokens = len(blocks) * self.block_size
 
     def allocate_slots(self, request: Request, num_new_tokens: int) -> list[int] | None:
-        """Blocks added so that `num_new_tokens` more tokens fit (maybe none, []), or None, and nothing changed, when too few are free."""
+        """Blocks added so that `num_new_tokens` more tokens fit (maybe none, []), or None, and nothing changed, when
+        too few are free.
+        """
         end = request.num_computed_tokens + num_new_tokens
         missing = -(-end // self.block_size) - len(request.block_ids)
         if missing <= 0:
@@ -61,8 +66,8 @@ class KVCacheManager:
         self.pool.forget_contents()
 
     def _register_full_blocks(self, request: Request, num_full: int) -> None:
-        # The step that computes these tokens writes them to the cache before any sequence of the step attends, so a request
-        # admitted later in the same step may already share them.
+        # The step that computes these tokens writes them to the cache before any sequence of the step attends, so a
+        # request admitted later in the same step may already share them.
         if num_full > request.num_registered_blocks:
             hashes = self._hashes(request, num_full)
             for index in range(request.num_registered_blocks, num_full):
@@ -70,7 +75,10 @@ class KVCacheManager:
             request.num_registered_blocks = num_full
 
     def _hashes(self, request: Request, count: int) -> list[int]:
-        """Content hashes of the first `count` blocks, each over its tokens and the hash before it; kept on the request."""
+        """Content hashes of the first `count` blocks, each over its tokens and the hash before it.
+
+        Kept on the request.
+        """
         hashes = request.block_hashes
         while len(hashes) < count:
             start = len(hashes) * self.block_size

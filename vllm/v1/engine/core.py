@@ -31,7 +31,8 @@ class EngineCore:
         self.num_steps = 0
 
     def step(self) -> tuple[list[Request], bool]:
-        """(requests that finished, whether any replica sharing experts with this one has work left or had before this step).
+        """(requests that finished, whether any replica sharing experts with this one has work left or had before this
+        step).
 
         In lock-step every replica calls it until the flag is False everywhere: one without work lends its experts.
         """

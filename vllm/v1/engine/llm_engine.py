@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from vllm.config import VllmConfig
-from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.output_processor import PromptGroup
 from vllm.v1.request import Request
@@ -18,7 +17,10 @@ class LLMEngine:
         self._num_prompts = 0  # over the engine's life: names requests, and seeds those without a seed
 
     def generate(self, groups: list[PromptGroup]) -> None:
-        """Run every group's samples to their end; fills `samples`. ValueError, before anything runs, lists every bad prompt."""
+        """Run every group's samples to their end; fills `samples`.
+
+        ValueError, before anything runs, lists every bad prompt.
+        """
         self.core.require_ready()
         problems = [p for index, group in enumerate(groups) for p in self._problems(index, group)]
         if problems:
@@ -28,8 +30,8 @@ class LLMEngine:
         is_anyone_busy = True
         try:
             while is_anyone_busy if self.config.parallel.steps_in_lockstep else self.core.scheduler.has_unfinished:
-                # In lock-step a replica consumes its own requests, then empty steps; it leaves with all others at the first exchange in
-                # which nobody has work.
+                # In lock-step a replica consumes its own requests, then empty steps; it leaves with all others at the
+                # first exchange in which nobody has work.
                 _, is_anyone_busy = self.core.step()
         except BaseException:
             self.core.scheduler.abort_all()
@@ -43,8 +45,8 @@ class LLMEngine:
         problems = []
         if len(tokens) > limit:
             problems.append(
-                f"prompt {index} has {len(tokens)} tokens, the limit is {limit} (max_model_len={limit + 1} less one new token); "
-                "shorten it or raise max_model_len"
+                f"prompt {index} has {len(tokens)} tokens, the limit is {limit} (max_model_len={limit + 1} less one "
+                "new token); shorten it or raise max_model_len"
             )
         if min(tokens) < 0 or max(tokens) >= vocab_size:
             outside = next(t for t in tokens if not 0 <= t < vocab_size)
@@ -64,7 +66,9 @@ class LLMEngine:
             seed = derive_seed(self.config.model.seed, self.config.parallel.replica, self._num_prompts)
         group.request_id = str(self._num_prompts)
         self._num_prompts += 1
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(group.eos_token_ids))
+        stop_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else frozenset(group.eos_token_ids)
+        )
         for index in range(params.n):
             request = Request(
                 f"{group.request_id}_{index}",

@@ -19,7 +19,9 @@ class SamplerOutput:
 
     token_ids: np.ndarray  # int64 [B]
     logprobs: list[float]
-    top: list[tuple[int, list[int], list[float]]] | None  # per row: rank of the sampled token, most likely ids, their log-probs
+    top: (
+        list[tuple[int, list[int], list[float]]] | None
+    )  # per row: rank of the sampled token, most likely ids, their log-probs
 
 
 class Sampler:

@@ -23,7 +23,9 @@ class PreparedStep:
 
     ids_T: Tensor
     context: ForwardContext
-    sampled_T: Tensor | None  # int64 rows of the hidden states to sample from, in the step's order; None = all, in order
+    sampled_T: (
+        Tensor | None
+    )  # int64 rows of the hidden states to sample from, in the step's order; None = all, in order
     sampled_rows: np.ndarray  # batch rows they belong to
 
 
@@ -57,7 +59,9 @@ class ModelRunner:
             order, num_decode = None, len(rows)
             token_rows, positions = rows, computed
             sampled = computed + 1 == batch.num_tokens[rows]
-            sampled_T, sampled_rows = (None, rows) if sampled.all() else (self._send(np.flatnonzero(sampled)), rows[sampled])
+            sampled_T, sampled_rows = (
+                (None, rows) if sampled.all() else (self._send(np.flatnonzero(sampled)), rows[sampled])
+            )
         else:
             order = np.concatenate((np.flatnonzero(num_new == 1), np.flatnonzero(num_new > 1)))
             num_decode = int((num_new == 1).sum())

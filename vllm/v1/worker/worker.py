@@ -81,13 +81,12 @@ class Worker:
 
     def allocate_kv_cache(self) -> None:
         """Allocate the caches of all layers, always with the block count found at start."""
-        # NPU-ADAPTATION(kv-blocks-fixed): the scheduler's block count is set once; sizing the cache anew after a sleep finds other free
-        # memory, and blocks the scheduler believes in would lie outside of it; drop when never: it is right on every device.
+        # NPU-ADAPTATION(kv-blocks-fixed): the scheduler's block count is set once; sizing the cache anew after a sleep
+        # finds other free memory, and blocks the scheduler believes in would lie outside of it; drop when never: it is
+        # right on every device.
         hf, block_size = self.config.model.hf, self.config.cache.block_size
         shape = (self.num_gpu_blocks, block_size, hf.kv_lora_rank, hf.qk_rope_head_dim)
-        self.kv_caches = [
-            self.ops.new_kv_cache(*shape, self.dtype, self.device) for _ in range(hf.num_hidden_layers)
-        ]
+        self.kv_caches = [self.ops.new_kv_cache(*shape, self.dtype, self.device) for _ in range(hf.num_hidden_layers)]
         # NPU-ADAPTATION END
 
     def free_kv_cache(self) -> None:
@@ -152,8 +151,9 @@ class Worker:
         blocks_per_seq = -(-model.max_model_len // cache.block_size)
         if affordable < blocks_per_seq:
             raise ValueError(
-                f"gpu_memory_utilization={cache.gpu_memory_utilization} leaves room for {affordable} KV blocks, but one sequence "
-                f"of max_model_len={model.max_model_len} needs {blocks_per_seq}; raise it or lower max_model_len"
+                f"gpu_memory_utilization={cache.gpu_memory_utilization} leaves room for {affordable} KV blocks, "
+                f"but one sequence of max_model_len={model.max_model_len} needs {blocks_per_seq}; raise it or lower "
+                "max_model_len"
             )
         blocks = min(affordable, scheduler.max_num_seqs * blocks_per_seq)
         logger.info("KV cache: %d blocks of %d tokens (%d affordable)", blocks, cache.block_size, affordable)

@@ -13,9 +13,9 @@ from vllm.v1.request import Request, RequestStatus
 class Scheduler:
     """First come, first served under a token budget per step.
 
-    Running requests go first, then waiting ones are admitted. Prefill and decode are the same thing: a request computes the tokens
-    it has but the cache has not, at most the budget (a chunk). When a running request gets no block, the one admitted last gives
-    all of its blocks back and waits at the front to be recomputed with the tokens it has.
+    Running requests go first, then waiting ones are admitted. Prefill and decode are the same thing: a request computes
+    the tokens it has but the cache has not, at most the budget (a chunk). When a running request gets no block, the one
+    admitted last gives all of its blocks back and waits at the front to be recomputed with the tokens it has.
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
@@ -96,10 +96,11 @@ class Scheduler:
         self._removed.append(request)
 
     def update_from_output(self, step: SchedulerOutput, token_ids: list[int], logprobs: list[float]) -> list[Request]:
-        """Count the step as computed and hand out its samples; returns the requests that finished, their blocks given back.
+        """Count the step as computed and hand out its samples; returns the requests that finished, their blocks given
+        back.
 
-        token_ids and logprobs (floats, natural log) hold one entry for each request of the step that has no uncomputed token left,
-        in the step's order.
+        token_ids and logprobs (floats, natural log) hold one entry for each request of the step that has no uncomputed
+        token left, in the step's order.
         """
         finished: list[Request] = []
         samples = iter(zip(token_ids, logprobs, strict=True))
