@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--train-parquet", type=Path, required=True, help="train.parquet of json_to_parquet.py")
     parser.add_argument("--output-dir", type=Path, required=True, help="directory to make")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--num-steps", type=int, default=300, help="optimizer steps of the warm-up")
+    parser.add_argument("--num-steps", type=int, default=350, help="optimizer steps of the warm-up")
     parser.add_argument("--batch-size", type=int, default=128, help="texts per step")
     parser.add_argument("--num-processes", type=int, default=2, help="data-parallel processes; part of the result")
 

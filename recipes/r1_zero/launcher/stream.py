@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -29,22 +30,26 @@ def run_streaming(
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     process = processes.start(command, environment, subprocess.PIPE, ROOT)
-    reader = threading.Thread(target=_copy_lines, args=(process, log_path, console), daemon=True)
+    is_muted = threading.Event()
+    reader = threading.Thread(target=_copy_lines, args=(process, log_path, console, is_muted), daemon=True)
     reader.start()
-    while True:
-        try:
-            status = process.wait(timeout=POLL_S)
-            break
-        except subprocess.TimeoutExpired:
+    try:
+        while process.poll() is None:
             check()
+            time.sleep(POLL_S)
+        status = process.returncode
+    except BaseException:
+        is_muted.set()  # what a command says while it is being ended is for the log alone: the reason stands last
+        raise
     reader.join(timeout=5.0)  # a grandchild may hold the pipe open; what it still says is not worth waiting for
     return process.pid, status
 
 
-def _copy_lines(process: subprocess.Popen[bytes], log_path: Path, console: Console) -> None:
+def _copy_lines(process: subprocess.Popen[bytes], log_path: Path, console: Console, is_muted: threading.Event) -> None:
     assert process.stdout is not None
     with log_path.open("ab") as log:
         for line in process.stdout:
             log.write(line)
             log.flush()
-            console.print(line.decode(errors="replace").rstrip("\n"))
+            if not is_muted.is_set():
+                console.print(line.decode(errors="replace").rstrip("\n"))
