@@ -6,6 +6,7 @@ from typing import Any
 
 # dotted key -> (accepted values, why nothing else is possible). Accepted keys are checked and then dropped.
 FIXED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "data.reward_fn_key": (("data_source",), "the column that every reward function is given"),
     "data.return_raw_chat": ((True, False), "raw prompts are never sent to the workers"),
     "data.trust_remote_code": ((False,), "model directories are never executed"),
     "actor_rollout_ref.model.use_remove_padding": ((True, False), "training always works on packed tokens"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from verl.workers.config.actor import KL_TYPES
+
 ADV_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
@@ -38,6 +40,12 @@ class AlgoConfig:
             )
         if self.kl_ctrl.type not in ("fixed", "adaptive"):
             found.append(f"{where}.kl_ctrl.type is {self.kl_ctrl.type!r}; expected fixed or adaptive")
+        if self.kl_penalty not in KL_TYPES:
+            found.append(f"{where}.kl_penalty is {self.kl_penalty!r}; expected one of {', '.join(KL_TYPES)}")
+        if self.kl_ctrl.type == "adaptive" and (self.kl_ctrl.target_kl <= 0 or self.kl_ctrl.horizon <= 0):
+            found.append(
+                f"{where}.kl_ctrl.target_kl {self.kl_ctrl.target_kl} and horizon {self.kl_ctrl.horizon} must be above 0"
+            )
         if self.lam != 1.0:
             found.append(f"{where}.lam is {self.lam}; no estimator here uses it, leave it 1.0")
         return found

@@ -13,7 +13,6 @@ class DataConfig:
     train_files: Any = "~/data/rlhf/train.parquet"
     val_files: Any = "~/data/rlhf/test.parquet"
     prompt_key: str = "prompt"
-    reward_fn_key: str = "data_source"
     max_prompt_length: int = 512
     max_response_length: int = 512
     train_batch_size: int = 1024
@@ -38,6 +37,10 @@ class DataConfig:
             size = getattr(self, key)
             if size is not None and size < 1:
                 found.append(f"{where}.{key} is {size}; it must be at least 1")
+        for key in ("train_max_samples", "val_max_samples"):
+            limit = getattr(self, key)
+            if limit != -1 and limit < 1:
+                found.append(f"{where}.{key} is {limit}; give a number of rows, or -1 for all")
         return found
 
 

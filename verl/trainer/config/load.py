@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.trainer.config.accepted import FIXED_KEYS, fixed_key_problems
@@ -20,6 +21,18 @@ from verl.trainer.config.config import PPOTrainerConfig
 
 CONFIG_DIR = Path(__file__).resolve().parent
 DEFAULT_CONFIG_NAME = "ppo_megatron_trainer"
+# A leading ~ is expanded once, here, so that every reader of the tree means the same file.
+_PATH_KEYS = (
+    "data.train_files",
+    "data.val_files",
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.actor.megatron.dist_checkpointing_path",
+    "actor_rollout_ref.ref.megatron.dist_checkpointing_path",
+    "custom_reward_function.path",
+    "trainer.default_local_dir",
+    "trainer.report_dir",
+    "trainer.resume_from_path",
+)
 
 
 class ConfigError(ValueError):
@@ -71,9 +84,10 @@ def typed_config(composed: DictConfig) -> PPOTrainerConfig:
     except OmegaConfBaseException as error:
         raise ConfigError([str(error).strip().replace("\n", " ")]) from error
     assert isinstance(raw, dict)
-    flat = dict(_leaves(raw))
     known = known_keys()
-    problems = [_unknown(key, known) for key in flat if not _is_known(key, known) and key not in FIXED_KEYS]
+    problems = list(_drop_non_sections(raw, known))
+    flat = dict(_leaves(raw))
+    problems += [_unknown(key, known) for key in flat if not _is_known(key, known) and key not in FIXED_KEYS]
     problems += fixed_key_problems(flat)
     _inherit_reference_engine(raw)
     schema = OmegaConf.structured(PPOTrainerConfig)
@@ -85,6 +99,8 @@ def typed_config(composed: DictConfig) -> PPOTrainerConfig:
             problems.append(f"{key} is {value!r}; {str(error).splitlines()[0]}")
     if problems:
         raise ConfigError(problems)
+    for key in _PATH_KEYS:
+        OmegaConf.update(schema, key, _expand_home(OmegaConf.select(schema, key)))
     config = OmegaConf.to_object(schema)
     assert isinstance(config, PPOTrainerConfig)
     return config
@@ -110,6 +126,7 @@ def to_yaml(config: PPOTrainerConfig) -> str:
 
 def _force(override: str) -> str:
     """``key=value`` may name a key that the YAML leaves at its default: unknown keys are our own check's business."""
+    override = override.replace("=~/", f"={Path.home()}/", 1)  # which shells leave and Hydra's grammar does not have
     parsed = OverridesParser.create().parse_override(override)
     return override if parsed.is_delete() or override.startswith("+") else f"++{override}"
 
@@ -120,6 +137,25 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _drop_non_sections(tree: dict[str, Any], known: dict[str, bool], prefix: str = "") -> Iterator[str]:
+    """Takes values out of ``tree`` that stand where a section belongs; a sentence for each that is not empty."""
+    for key, value in list(tree.items()):
+        name = f"{prefix}{key}"
+        inside = [leaf for leaf in known if leaf.startswith(f"{name}.")]
+        if inside and isinstance(value, dict):
+            yield from _drop_non_sections(value, known, f"{name}.")
+        elif inside:
+            del tree[key]
+            if value is not None:
+                yield f"{name} is {value!r}; expected a section, with keys like {inside[0]}"
+
+
+def _expand_home(value: Any) -> Any:
+    if isinstance(value, ListConfig):
+        return [_expand_home(path) for path in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def _schema_leaves(tree: dict[str, Any], known: dict[str, bool], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -82,8 +82,9 @@ class ActorConfig:
         for key, value, allowed in choices:
             if value not in allowed:
                 found.append(f"{where}.{key} is {value!r}; expected one of {', '.join(allowed)}")
-        if self.ppo_epochs < 1:
-            found.append(f"{where}.ppo_epochs is {self.ppo_epochs}; it must be at least 1")
+        for key, count in (("ppo_epochs", self.ppo_epochs), ("ppo_mini_batch_size", self.ppo_mini_batch_size)):
+            if count < 1:
+                found.append(f"{where}.{key} is {count}; it must be at least 1")
         if self.checkpoint.async_save:
             found.append(f"{where}.checkpoint.async_save is True; checkpoints are written synchronously here")
         if not self.use_dynamic_bsz and not self.ppo_micro_batch_size_per_gpu:

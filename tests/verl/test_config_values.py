@@ -1,0 +1,114 @@
+"""Values that would stop a run only later: every one is told from the config alone. The recipe's configs have none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from verl.trainer.config import ConfigError, PPOTrainerConfig, load_config, validate_config
+
+RECIPE_CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "r1_zero" / "config"
+LARGE = ("r1_ascend_671b_256die", "cann_true_weight_671b_256die", "cann_random_init_671b_256die")
+
+
+def _recipe(name: str, *overrides: str) -> PPOTrainerConfig:
+    given = ["actor_rollout_ref.actor.megatron.dist_checkpointing_path=/checkpoint", *overrides]
+    return load_config(given, config_name=name, config_dir=RECIPE_CONFIGS)
+
+
+def test_every_config_of_the_recipe_is_tested() -> None:
+    assert {path.stem for path in RECIPE_CONFIGS.glob("*.yaml")} == {*LARGE, "r1_zero_tiny"}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_recipe_for_256_dies_divides_over_16_nodes_of_16(name: str) -> None:
+    config = _recipe(name)
+    assert validate_config(config) == []
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (16, 16)
+    layout = config.actor_rollout_ref.actor.megatron.layout(256, 61)
+    dims = {"num_layers": 61, "num_experts": 256, "num_attention_heads": 128, "vocab_size": 129280}
+    assert layout.problems(**dims) == []
+    assert layout.expert_model_parallel_size == 32
+    assert layout.data_parallel_size == (32 if name.startswith("r1") else 8)
+    assert (
+        config.actor_rollout_ref.ref.megatron.num_layer_list == config.actor_rollout_ref.actor.megatron.num_layer_list
+    )
+
+
+def test_recipe_for_one_machine_validates_and_is_on_policy() -> None:
+    config = _recipe("r1_zero_tiny")
+    assert validate_config(config) == []
+    assert not config.actor_rollout_ref.actor.needs_old_log_prob(config.data.train_batch_size)
+
+
+def test_recipe_on_half_the_nodes_says_what_no_longer_divides() -> None:
+    problems = "\n".join(validate_config(_recipe("r1_ascend_671b_256die", "trainer.nnodes=3")))
+    assert "world size 48 is not a multiple of expert TP 1 x EP 32 x PP 8 = 256" in problems
+
+
+@pytest.mark.parametrize("override", ["trainer=5", "actor_rollout_ref=text", "actor_rollout_ref.actor.megatron=[1]"])
+def test_a_value_where_a_section_belongs_is_named(override: str) -> None:
+    with pytest.raises(ConfigError, match=f"{override.split('=')[0]} is .*; expected a section, with keys like"):
+        load_config([override])
+
+
+def test_an_empty_section_means_its_defaults() -> None:
+    empty = ["actor_rollout_ref.actor=null", "algorithm.kl_ctrl=null"]
+    config, plain = load_config(empty), load_config()
+    assert (config.actor_rollout_ref.actor, config.algorithm) == (plain.actor_rollout_ref.actor, plain.algorithm)
+
+
+def test_home_is_expanded_wherever_a_path_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    config = load_config(
+        [
+            "data.train_files=['~/a.parquet',/b.parquet]",
+            "actor_rollout_ref.model.path=~/model",
+            "trainer.default_local_dir=~/checkpoints",
+            "custom_reward_function.path=~/reward.py",
+        ]
+    )
+    assert config.data.train_files == ["/home/someone/a.parquet", "/b.parquet"]
+    assert config.actor_rollout_ref.model.path == "/home/someone/model"
+    assert config.trainer.default_local_dir == "/home/someone/checkpoints"
+    assert config.custom_reward_function.path == "/home/someone/reward.py"
+    assert config.data.val_files == "/home/someone/data/rlhf/test.parquet", "defaults are expanded too"
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=0", "ppo_mini_batch_size is 0; it must be at least 1"),
+        ("actor_rollout_ref.rollout.n=0", "rollout.n is 0; it must be at least 1"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=0", "rollout.tensor_model_parallel_size is 0"),
+        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=0", "tensor_model_parallel_size is 0"),
+        ("actor_rollout_ref.actor.megatron.num_layer_list=[a,b]", "are not a list of whole numbers"),
+        ("trainer.nnodes=0", "must be at least 1 x 1"),
+        ("trainer.logger=[wandb]", "expected console, tensorboard or file"),
+        ("data.train_max_samples=0", "train_max_samples is 0"),
+        ("data.val_batch_size=0", "val_batch_size is 0; it must be at least 1"),
+        ("algorithm.kl_penalty=k9", "kl_penalty is 'k9'; expected one of kl"),
+        ("algorithm.kl_ctrl={type:adaptive,horizon:0}", "horizon 0 must be above 0"),
+        ("algorithm.lam=0.9", "lam is 0.9"),
+        ("reward_model.timeout_s=0", "timeout_s is 0"),
+    ],
+)
+def test_a_bad_value_is_told_and_breaks_nothing_else(override: str, told: str) -> None:
+    config = load_config(["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", override])
+    assert told in "\n".join(validate_config(config))
+
+
+def test_another_reward_column_is_refused_not_ignored() -> None:
+    assert load_config(["data.reward_fn_key=data_source"])
+    with pytest.raises(ConfigError, match="data.reward_fn_key is 'source'; expected 'data_source'"):
+        load_config(["data.reward_fn_key=source"])
+
+
+def test_no_sample_is_lost_between_batches_and_replicas() -> None:
+    config = _recipe(
+        "r1_zero_tiny", "trainer.n_gpus_per_node=3", "actor_rollout_ref.actor.megatron.expert_model_parallel_size=1"
+    )
+    text = "\n".join(validate_config(config))
+    assert "64 x rollout.n 8 = 512 samples do not divide over the 3 rollout replicas" in text
+    assert "nearest number of samples: 510 or 513" in text
