@@ -76,6 +76,18 @@ def test_reinforce_plus_plus_is_white_over_all_response_tokens(name: str) -> Non
     assert (advantages * (1 - mask)).abs().max() == 0
 
 
+def test_reinforce_plus_plus_baseline_keeps_the_reward_of_a_group_of_one() -> None:
+    rewards, mask = torch.tensor([[1.0], [0.0], [1.0], [0.0]]), torch.ones(4, 1)
+    advantages, _ = get_adv_estimator_fn("reinforce_plus_plus_baseline")(rewards, mask, index=["a", "b", "c", "d"])
+    expected = (rewards - 0.5) / math.sqrt(1 / 3)
+    assert torch.allclose(advantages, expected, atol=1e-5)
+
+
+def test_one_token_is_whitened_to_zero() -> None:
+    advantages, _ = get_adv_estimator_fn("reinforce_plus_plus")(torch.ones(1, 1), torch.ones(1, 1))
+    assert advantages.item() == 0.0
+
+
 def test_discounted_returns() -> None:
     rewards, mask = _batch()
     _, returns = get_adv_estimator_fn("reinforce_plus_plus")(rewards, mask, gamma=0.5)

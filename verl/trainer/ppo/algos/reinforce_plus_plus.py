@@ -30,15 +30,19 @@ def compute_reinforce_plus_plus_outcome_advantage(
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: Sequence[object], **_unused: object
 ) -> tuple[Tensor, Tensor]:
-    """r - mean_group on every response token, then whitened over all response tokens. Shapes as in GRPO."""
+    """r - mean_group on every response token, then whitened over all response tokens. Shapes as in GRPO.
+
+    A group of one keeps its reward, as upstream: less its own mean it would never teach anything.
+    """
     scores_B = token_level_rewards.sum(-1)
     sums_B, sizes_B = group_sums(scores_B, group_ids(index))
-    advantages = _whitened((scores_B - sums_B / sizes_B)[:, None] * response_mask, response_mask)
+    means_B = torch.where(sizes_B == 1, torch.zeros_like(sums_B), sums_B / sizes_B)
+    advantages = _whitened((scores_B - means_B)[:, None] * response_mask, response_mask)
     return advantages, advantages
 
 
 def _whitened(values: Tensor, mask: Tensor) -> Tensor:
-    count = mask.sum().clamp(min=2)
-    mean = (values * mask).sum() / count
-    variance = ((values - mean).square() * mask).sum() / (count - 1)
+    count = mask.sum()
+    mean = (values * mask).sum() / count.clamp(min=1)
+    variance = ((values - mean).square() * mask).sum() / (count - 1).clamp(min=1)
     return (values - mean) * torch.rsqrt(variance + 1e-8) * mask
