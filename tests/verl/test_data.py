@@ -102,8 +102,18 @@ def test_resuming_with_other_data_is_an_error(dataset: RLHFDataset) -> None:
     state = ResumableLoader(dataset, 3, shuffle=True, seed=5).state_dict()
     with pytest.raises(ValueError, match="seed 5, this run's has 6"):
         ResumableLoader(dataset, 3, shuffle=True, seed=6).load_state_dict(state)
+    with pytest.raises(ValueError, match="batch_size 3, this run's has 2"):
+        ResumableLoader(dataset, 2, shuffle=True, seed=5).load_state_dict(state)
     with pytest.raises(ValueError, match="only 10 prompts"):
         ResumableLoader(dataset, 11, shuffle=True, seed=5)
+
+
+def test_text_columns_may_be_large_strings_or_categories(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist([_row(0, "q")])
+    for kind in (pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
+        changed = table.set_column(0, "data_source", table.column("data_source").cast(kind))
+        pq.write_table(changed, tmp_path / "data.parquet")
+        assert schema_problems(str(tmp_path / "data.parquet")) == []
 
 
 def test_schema_problems_name_the_file_the_column_and_what_was_expected(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 class ResumableLoader:
     """Endless batches; the order of an epoch depends on (seed, epoch) alone, a last incomplete batch is left out.
 
-    The state is two integers, so that a resumed run sees the batches an uninterrupted one would have seen.
+    The state is a few integers, so that a resumed run sees the batches an uninterrupted one would have seen.
     """
 
     def __init__(self, dataset: RLHFDataset, batch_size: int, *, shuffle: bool, seed: int) -> None:
@@ -49,13 +49,22 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, int]:
         """Where the next batch comes from, and what must not change for it to mean the same."""
-        return {"epoch": self.epoch, "batch_index": self.batch_index, "num_rows": len(self.dataset), "seed": self.seed}
+        return {"epoch": self.epoch, "batch_index": self.batch_index, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continues after the batch at which ``state_dict`` was taken; ValueError when the data is another."""
-        for key, ours in (("num_rows", len(self.dataset)), ("seed", self.seed)):
+        for key, ours in self._identity().items():
             if state[key] != ours:
                 raise ValueError(
                     f"the checkpoint's data had {key} {state[key]}, this run's has {ours}; resume with the same"
                 )
         self.epoch, self.batch_index = state["epoch"], state["batch_index"]
+
+    def _identity(self) -> dict[str, int]:
+        """What the meaning of ``batch_index`` depends on."""
+        return {
+            "num_rows": len(self.dataset),
+            "batch_size": self.batch_size,
+            "shuffle": int(self.shuffle),
+            "seed": self.seed,
+        }

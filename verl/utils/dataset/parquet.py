@@ -21,7 +21,7 @@ def schema_problems(path: str, prompt_key: str = "prompt") -> list[str]:
     except (pa.ArrowInvalid, OSError) as error:
         return [f"{path} is not a readable parquet file: {str(error).splitlines()[0]}"]
     expected = (
-        ("data_source", "a string", pa.types.is_string),
+        ("data_source", "a string", _is_text),
         (prompt_key, "a list of {role, content}", _is_chat),
         ("reward_model", "a struct with ground_truth", lambda kind: _has_fields(kind, "ground_truth")),
     )
@@ -43,6 +43,11 @@ def read_rows(paths: Sequence[str], prompt_key: str) -> list[dict[str, Any]]:
     if problems:
         raise ValueError("\n".join(problems))
     return [row for path in paths for row in pq.read_table(Path(path).expanduser()).to_pylist()]
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    value = kind.value_type if pa.types.is_dictionary(kind) else kind  # pandas writes categories as dictionaries
+    return pa.types.is_string(value) or pa.types.is_large_string(value)
 
 
 def _is_chat(kind: pa.DataType) -> bool:
