@@ -11,9 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
-from safetensors.torch import save_file
 
+from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from verl.trainer.config import PPOTrainerConfig, load_config
 from verl.trainer.main_ppo import EXIT_BAD_INPUT, main
 from verl.trainer.preflight import preflight_problems, writable_problem
@@ -25,13 +24,8 @@ FUNCTION = str(Path(__file__).with_name("rewards_for_tests.py"))
 def keys(tmp_path: Path) -> dict[str, Any]:
     """Overrides of a run that lacks nothing: a model directory, a parquet file, a reward function, a place to write."""
     model = tmp_path / "model"
-    model.mkdir()
-    dims = {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 1, "vocab_size": 8}
-    (model / "config.json").write_text(json.dumps(dims))
+    write_tiny_checkpoint(model, tiny_hf_config(num_hidden_layers=2))
     (model / "tokenizer_config.json").write_text("{}")
-    save_file({"lm_head.weight": torch.zeros(64, 64)}, str(model / "model-00001-of-00001.safetensors"))
-    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
     row = {"data_source": "s", "prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": "1"}}
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "data.parquet")
     return {
@@ -55,11 +49,39 @@ def test_a_complete_run_has_no_problems(keys: dict[str, Any]) -> None:
 
 
 def test_a_truncated_and_a_missing_shard_are_named(keys: dict[str, Any]) -> None:
-    shard = Path(keys["actor_rollout_ref.model.path"]) / "model-00001-of-00001.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-100])
-    assert shard.name in "\n".join(preflight_problems(_config(keys)))
-    shard.unlink()
-    assert shard.name in "\n".join(preflight_problems(_config(keys)))
+    model = Path(keys["actor_rollout_ref.model.path"])
+    first, second = sorted(model.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-100])
+    second.unlink()
+    [problem] = preflight_problems(_config(keys))
+    assert f"{first.name} is truncated" in problem
+    assert f"{second.name} is missing" in problem
+
+
+def test_weights_of_another_model_and_another_kind_of_model_are_named(keys: dict[str, Any]) -> None:
+    config_file = Path(keys["actor_rollout_ref.model.path"]) / "config.json"
+    config_file.write_text(json.dumps(tiny_hf_config(num_hidden_layers=2, intermediate_size=256)))
+    [problem] = preflight_problems(_config(keys))
+    assert "mlp.up_proj.weight has shape (128, 64); config.json makes it (256, 64)" in problem
+    config_file.write_text(json.dumps({"model_type": "llama"}))
+    [problem] = preflight_problems(_config(keys))
+    assert "model_type is 'llama'; supported: " in problem
+
+
+def test_weights_that_are_not_loaded_need_not_be_there(keys: dict[str, Any]) -> None:
+    for shard in Path(keys["actor_rollout_ref.model.path"]).glob("*.safetensors*"):
+        shard.unlink()
+    assert preflight_problems(_config(keys))
+    keys["actor_rollout_ref.actor.megatron.load_weight"] = False
+    assert preflight_problems(_config(keys)) == []
+
+
+def test_a_sharded_checkpoint_that_is_not_there_is_named(keys: dict[str, Any], tmp_path: Path) -> None:
+    keys["actor_rollout_ref.actor.megatron.use_dist_checkpointing"] = True
+    keys["actor_rollout_ref.actor.megatron.dist_checkpointing_path"] = tmp_path / "shards"
+    [problem] = preflight_problems(_config(keys))
+    assert problem.startswith("actor_rollout_ref.actor.megatron.dist_checkpointing_path: ")
+    assert str(tmp_path / "shards") in problem
 
 
 def test_everything_that_is_missing_is_listed_together(keys: dict[str, Any], tmp_path: Path) -> None:
@@ -71,11 +93,16 @@ def test_everything_that_is_missing_is_listed_together(keys: dict[str, Any], tmp
         "data.val_files": tmp_path / "absent.parquet",
         "custom_reward_function.path": broken,
         "trainer.report_dir": tmp_path / "file" / "below",
+        "reward_model.reward_manager": "absent",
     }
+    pq.write_table(pa.table({"data_source": [1]}), tmp_path / "data.parquet")
     text = "\n".join(preflight_problems(_config(keys)))
     assert "has no config.json" in text
     assert "data.val_files" in text and "absent.parquet does not exist" in text
+    assert f"data.train_files: {tmp_path / 'data.parquet'}: column 'data_source' is int64; expected a string" in text
+    assert "no column 'prompt' (a list of {role, content})" in text
     assert "custom_reward_function: NameError: oops" in text
+    assert "reward_manager is 'absent'; known: naive" in text
     assert "trainer.report_dir" in text and "is a file" in text
     assert not (tmp_path / "checkpoints").exists(), "looking leaves no traces"
 
@@ -83,6 +110,23 @@ def test_everything_that_is_missing_is_listed_together(keys: dict[str, Any], tmp
 def test_a_reward_function_that_the_file_does_not_define(keys: dict[str, Any]) -> None:
     keys["custom_reward_function.name"] = "absent"
     assert "defines no 'absent'; it defines" in preflight_problems(_config(keys))[0]
+
+
+def test_a_reward_file_may_define_dataclasses_and_must_name_a_function(keys: dict[str, Any], tmp_path: Path) -> None:
+    lines = [
+        "from __future__ import annotations",
+        "from dataclasses import dataclass",
+        "@dataclass",
+        "class Parts:",
+        "    accuracy: float",
+        "LIMIT = 3",
+        "def compute_score(*args): return Parts(1.0).accuracy",
+    ]
+    (tmp_path / "reward.py").write_text("\n".join(lines))
+    keys["custom_reward_function.path"] = tmp_path / "reward.py"
+    assert preflight_problems(_config(keys)) == []
+    keys["custom_reward_function.name"] = "LIMIT"
+    assert "LIMIT of" in preflight_problems(_config(keys))[0]
 
 
 def test_a_directory_of_the_kernel_is_not_writable() -> None:

@@ -7,11 +7,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mindspeed_llm.weights import HFCheckpoint, ShardedCheckpoint
+from mindspeed_llm.hf_checkpoint import HFCheckpoint, check_against_config
+from mindspeed_llm.hf_config import load_hf_config
+from mindspeed_llm.weights import ShardedCheckpoint
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
 from verl.utils.dataset.parquet import schema_problems
 from verl.utils.import_utils import load_extern_type
+from verl.workers.reward_manager import get_reward_manager_cls
 
 
 def preflight_problems(config: PPOTrainerConfig) -> list[str]:
@@ -32,17 +35,20 @@ def _weight_problems(config: PPOTrainerConfig) -> Iterator[str]:
         return
     if not (path / "tokenizer_config.json").is_file():
         yield f"actor_rollout_ref.model.path: {path} has no tokenizer_config.json; copy the tokenizer there"
-    if models.actor.load_weight and not models.actor.megatron.use_dist_checkpointing:
-        try:
-            HFCheckpoint(path)
-        except ValueError as error:
-            yield f"actor_rollout_ref.model.path: {error}"
     engine = models.actor.megatron
-    if engine.use_dist_checkpointing and models.actor.load_weight:
-        try:
+    key = "model.path"
+    try:
+        hf = load_hf_config(path)
+        if not (models.actor.load_weight and engine.load_weight):
+            return
+        if engine.use_dist_checkpointing:
+            key = "actor.megatron.dist_checkpointing_path"
             ShardedCheckpoint(str(engine.dist_checkpointing_path))
-        except ValueError as error:
-            yield f"actor_rollout_ref.actor.megatron.dist_checkpointing_path: {error}"
+        else:
+            with HFCheckpoint(path) as source:
+                check_against_config(source, hf)
+    except ValueError as error:
+        yield f"actor_rollout_ref.{key}: {error}"
 
 
 def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
@@ -53,12 +59,19 @@ def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
 
 
 def _reward_problems(config: PPOTrainerConfig) -> Iterator[str]:
+    try:
+        get_reward_manager_cls(config.reward_model.reward_manager)
+    except ValueError as error:
+        yield str(error)
     function = config.custom_reward_function
     if function.path is None:
         yield "custom_reward_function.path is empty; give the Python file of a reward function"
         return
     try:
-        load_extern_type(function.path, function.name)
+        loaded = load_extern_type(function.path, function.name)
+        if not callable(loaded):
+            kind = type(loaded).__name__
+            yield f"custom_reward_function: {function.name} of {function.path} is a {kind}; expected a function"
     except Exception as error:  # a process edge: the user's file runs here, and may raise anything
         yield f"custom_reward_function: {type(error).__name__}: {error}"
 
@@ -74,7 +87,7 @@ def _output_problems(config: PPOTrainerConfig) -> Iterator[str]:
 def writable_problem(path: Path) -> str | None:
     """Why files cannot be written under ``path`` (which is created later); None when they can."""
     existing = path.absolute()
-    while not existing.exists():
+    while not os.path.exists(existing):  # unlike Path.exists, False where looking is not permitted
         existing = existing.parent
     if not existing.is_dir():
         return f"{existing} is a file, so {path} cannot be a directory"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,11 @@ def load_extern_type(file_path: str, type_name: str) -> Any:
     path = Path(file_path).expanduser()
     if not path.is_file():
         raise ValueError(f"{file_path} does not exist; custom code is given as the path of a Python file")
-    spec = importlib.util.spec_from_file_location(f"_extern_{path.stem}", path)
+    digest = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:8]
+    spec = importlib.util.spec_from_file_location(f"_extern_{path.stem}_{digest}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # dataclasses look their own module up by its name
     spec.loader.exec_module(module)
     if not hasattr(module, type_name):
         defined = ", ".join(name for name in vars(module) if not name.startswith("_"))
