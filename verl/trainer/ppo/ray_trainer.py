@@ -152,7 +152,8 @@ class RayPPOTrainer:
             batch = self._balance_batch(batch)
             batch.meta_info |= self._update_info()
             scoring = self.reward_fn.start(batch)  # runs in its own processes while log-probs are computed
-            if actor.needs_old_log_prob(self.config.data.train_batch_size):
+            needs_old = actor.needs_old_log_prob(self.config.data.train_batch_size)
+            if needs_old or self.config.algorithm.use_kl_in_reward:
                 with marked_timer("old_log_prob", timing):
                     batch = batch.union(self.workers.compute_log_prob(batch))
                 metrics |= compute_rollout_mismatch(
