@@ -1,7 +1,7 @@
 """Runs one function on N gloo processes, and ends them all whatever happens.
 
-The processes are forked from one server that has torch imported: importing it anew takes each of them seconds. The server
-starts with the first call and ends with the process that made it.
+The processes are forked from one server that has torch imported: importing it anew takes each of them seconds. The
+server starts with the first call and ends with the process that made it.
 """
 
 from __future__ import annotations
