@@ -61,6 +61,6 @@ class MegatronCheckpointManager:
     def export_hf(self, path: str) -> None:
         """Collective. Writes the current weights as a Hugging Face directory that ``transformers`` loads."""
         stream = export_weights(self.model, self.hf_config, self.groups.layout, self.groups)
-        save_hf_checkpoint(stream, path, self.hf_dir)
+        save_hf_checkpoint(stream, path, self.hf_dir, is_writer=self.groups.rank == 0)
         if self.groups.layout.world_size > 1:
             torch.distributed.barrier()
