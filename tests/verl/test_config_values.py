@@ -92,11 +92,29 @@ def test_home_is_expanded_wherever_a_path_stands(monkeypatch: pytest.MonkeyPatch
         ("algorithm.kl_ctrl={type:adaptive,horizon:0}", "horizon 0 must be above 0"),
         ("algorithm.lam=0.9", "lam is 0.9"),
         ("reward_model.timeout_s=0", "timeout_s is 0"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_init=1", "lr_warmup_init 1.0 is above lr"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "give trainer.total_training_steps"),
+        ("actor_rollout_ref.actor.optim.lr_decay_style=cosine", "give trainer.total_training_steps"),
+        (
+            "actor_rollout_ref.actor.optim={lr_decay_style:linear,lr_warmup_steps:5,lr_decay_steps:5}",
+            "decays over 5 steps; that must be more than the 5 of warm-up",
+        ),
     ],
 )
 def test_a_bad_value_is_told_and_breaks_nothing_else(override: str, told: str) -> None:
     config = load_config(["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", override])
     assert told in "\n".join(validate_config(config))
+
+
+def test_a_schedule_follows_the_length_of_the_run() -> None:
+    optim = ["lr_decay_style=cosine", "lr_warmup_steps_ratio=0.1"]
+    given = [f"actor_rollout_ref.actor.optim.{override}" for override in optim]
+    config = load_config(
+        [*given, "trainer.total_training_steps=50", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
+    )
+    assert not any("optim" in problem for problem in validate_config(config))
+    schedule = config.actor_rollout_ref.actor.optim
+    assert (schedule.warmup_steps(50), schedule.decay_steps(50)) == (5, 50)
 
 
 def test_another_reward_column_is_refused_not_ignored() -> None:

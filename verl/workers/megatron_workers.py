@@ -219,7 +219,7 @@ class ActorRolloutRefWorker(Worker):
             min_lr=optim.min_lr,
             init_lr=optim.lr_warmup_init,
             lr_warmup_steps=optim.warmup_steps(self.total_training_steps),
-            lr_decay_steps=optim.lr_decay_steps,
+            lr_decay_steps=optim.decay_steps(self.total_training_steps),
             lr_decay_style=optim.lr_decay_style,
         )
         self.actor = MegatronPPOActor(

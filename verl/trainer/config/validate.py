@@ -15,6 +15,7 @@ def validate_config(config: PPOTrainerConfig) -> list[str]:
         *config.data.problems("data"),
         *models.model.problems("actor_rollout_ref.model"),
         *models.actor.problems("actor_rollout_ref.actor"),
+        *models.actor.optim.schedule_problems("actor_rollout_ref.actor.optim", config.trainer.total_training_steps),
         *models.rollout.problems("actor_rollout_ref.rollout"),
         *config.algorithm.problems("algorithm"),
         *config.reward_model.problems("reward_model"),

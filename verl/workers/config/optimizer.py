@@ -27,6 +27,25 @@ class McoreOptimizerConfig:
             return self.lr_warmup_steps
         return int(self.lr_warmup_steps_ratio * total_training_steps)
 
+    def decay_steps(self, total_training_steps: int) -> int | None:
+        """Optimizer steps after which the rate is ``min_lr``; absent means the whole run."""
+        return self.lr_decay_steps or total_training_steps or None
+
+    def schedule_problems(self, where: str, total_training_steps: int | None) -> list[str]:
+        """What is wrong between the schedule and the length of the run, one sentence each."""
+        needs_total = (self.lr_warmup_steps < 0 and self.lr_warmup_steps_ratio > 0) or (
+            self.lr_decay_style != "constant" and self.lr_decay_steps is None
+        )
+        if needs_total and total_training_steps is None:
+            return [
+                f"{where}: lr_warmup_steps_ratio {self.lr_warmup_steps_ratio} and lr_decay_style {self.lr_decay_style} "
+                "follow the length of the run; give trainer.total_training_steps, or lr_warmup_steps and lr_decay_steps"
+            ]
+        warmup, decay = self.warmup_steps(total_training_steps or 0), self.decay_steps(total_training_steps or 0)
+        if self.lr_decay_style != "constant" and decay is not None and decay <= warmup:
+            return [f"{where}: the rate decays over {decay} steps; that must be more than the {warmup} of warm-up"]
+        return []
+
     def problems(self, where: str) -> list[str]:
         """Every value that cannot work, one sentence each."""
         found = []
@@ -34,9 +53,15 @@ class McoreOptimizerConfig:
             found.append(f"{where}.lr_decay_style is {self.lr_decay_style!r}; expected constant, linear or cosine")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             found.append(f"{where}.betas is {list(self.betas)}; expected two numbers in [0, 1)")
-        for key, value in (("lr", self.lr), ("min_lr", self.min_lr), ("weight_decay", self.weight_decay)):
+        for key, value in (
+            ("lr", self.lr),
+            ("min_lr", self.min_lr),
+            ("lr_warmup_init", self.lr_warmup_init),
+            ("weight_decay", self.weight_decay),
+        ):
             if value < 0:
                 found.append(f"{where}.{key} is {value}; it must not be negative")
-        if self.min_lr > self.lr:
-            found.append(f"{where}.min_lr {self.min_lr} is above lr {self.lr}")
+        for key, value in (("min_lr", self.min_lr), ("lr_warmup_init", self.lr_warmup_init)):
+            if value > self.lr:
+                found.append(f"{where}.{key} {value} is above lr {self.lr}")
         return found
