@@ -1,0 +1,1 @@
+"""The RL system: one controller, one worker process per device."""

@@ -1,0 +1,1 @@
+"""One driver that calls methods on all workers."""

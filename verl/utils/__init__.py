@@ -1,0 +1,1 @@
+"""What trainer and workers share."""

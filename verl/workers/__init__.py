@@ -1,0 +1,1 @@
+"""What runs on the devices: actor, reference, rollout; and the reward managers."""

@@ -1,0 +1,1 @@
+"""PPO-style training: the loop, its algorithms, checkpoints and metrics."""

@@ -1,0 +1,1 @@
+"""Grading answers outside the driver."""
