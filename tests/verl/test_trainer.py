@@ -1,0 +1,131 @@
+"""The training loop on a real Ray with the smallest policy: it learns, survives kills, and resumes to the same run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from tests.verl.bandit import RIGHT_DIGIT, bandit_config, run_bandit, write_inputs
+from verl.single_controller.base import WorkerDiedError
+
+WAIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    write_inputs(tmp_path)
+    return tmp_path
+
+
+def _metrics(root: Path) -> list[dict[str, Any]]:
+    """What must be equal between runs: all but clocks."""
+    lines = (root / "metrics.jsonl").read_text().splitlines()
+    clocks = ("timing", "perf/time_per_step", "perf/throughput")
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(clocks)} for line in lines]
+
+
+def _wait_until(is_true: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not is_true():
+        assert time.monotonic() < deadline, f"not within {WAIT_S} s: {what}"
+        time.sleep(0.02)
+
+
+def _workers() -> list[int]:
+    """Ray processes of this test's workers: those that hold a rank."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.environ().get("RANK", "") and process.name().startswith("ray::WorkerPro"):
+                found.append(process.pid)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def _has_step(root: Path, step: int) -> bool:
+    file = root / "metrics.jsonl"
+    return file.is_file() and f'"step": {step},' in file.read_text()
+
+
+@pytest.mark.timeout(240)
+def test_a_run_whose_worker_was_killed_resumes_to_the_metrics_of_an_undisturbed_one(
+    local_ray: None, root: Path, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = tmp_path_factory.mktemp("whole")
+    write_inputs(whole)
+    run_bandit(bandit_config(whole))
+    expected = _metrics(whole)
+    assert [record["step"] for record in expected] == list(range(7))
+    scores = [record["val/score"] for record in expected if "val/score" in record]
+    assert len(scores) == 3 and scores[-1] > scores[0]
+    assert (whole / "export_hf" / "best_digit").read_text() == str(RIGHT_DIGIT)
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == [
+        "global_step_4",
+        "global_step_6",
+        "latest_checkpointed_iteration.txt",
+    ]
+    shown = json.loads((whole / "val_generations" / "step_6.jsonl").read_text().splitlines()[0])
+    assert shown["ground_truth"] == str(RIGHT_DIGIT) and {"prompt", "response", "score"} <= shown.keys()
+
+    killed_at: list[float] = []
+
+    def kill_one_worker() -> None:
+        _wait_until(lambda: _has_step(root, 3), "step 3")
+        killed_at.append(time.monotonic())
+        os.kill(_workers()[-1], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_one_worker)
+    killer.start()
+    with pytest.raises(WorkerDiedError, match=r"rank \d \(pid \d+ on .*\) died during"):
+        run_bandit(bandit_config(root, "trainer.total_training_steps=1000"))
+    killer.join(timeout=WAIT_S)
+    assert time.monotonic() - killed_at[0] < 30
+    with caplog.at_level(logging.INFO):
+        run_bandit(bandit_config(root))
+    assert "resumed after step" in caplog.text
+    assert _metrics(root) == expected
+
+
+@pytest.mark.slow  # tests/system has it for the whole job; this is the bare command, with a Ray of its own
+@pytest.mark.timeout(200)
+def test_workers_graders_and_ray_end_with_a_killed_driver(root: Path) -> None:
+    command = [sys.executable, "-m", "tests.verl.bandit", str(root), "trainer.total_training_steps=100000"]
+    with (root / "log").open("w") as log:
+        driver = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        _wait_until(lambda: _has_step(root, 2) or driver.poll() is not None, "step 2")
+        assert driver.poll() is None, (root / "log").read_text()
+        family = psutil.Process(driver.pid).children(recursive=True)
+        # Ray's two node agents hold nothing of the run and end by themselves some minutes after their raylet.
+        agents = [process for process in family if process.name().endswith("Agent")]
+        watched = [process for process in family if process not in agents]
+        assert any("scoring_worker" in " ".join(process.cmdline()) for process in watched)
+    finally:
+        driver.kill()
+        driver.wait()
+    _, alive = psutil.wait_procs(watched, timeout=30)
+    for agent in agents:
+        if agent.is_running():
+            agent.kill()
+    assert not alive, [process.name() for process in alive]
