@@ -19,6 +19,7 @@ from rich.table import Table
 
 from recipes.r1_zero.launcher import checks, cluster, plan
 from recipes.r1_zero.launcher.child import end_with_parent
+from recipes.r1_zero.launcher.earlier import set_aside_other_training, training_identity
 from recipes.r1_zero.launcher.job import (
     Job,
     Stage,
@@ -82,10 +83,23 @@ class Launch:
             self._gather_nodes()
         for stage in stages(self.job):
             self._run_stage(stage)
+        self._keep_trainings_apart()
         self._start_ray()
         self._run_driver()
         self._run_stage(report_stage(self.job))
         return 0
+
+    def _keep_trainings_apart(self) -> None:
+        """Checkpoints of another seed, data set or model must not be gone on from."""
+        from verl.trainer.config.data import file_list
+
+        settings = self.job.settings
+        files = [Path(name).expanduser() for name in file_list(self.job.config.data.train_files)]
+        identity = training_identity(settings.seed, files, Path(self.job.config.actor_rollout_ref.model.path))
+        moved_to = set_aside_other_training(settings.output_dir, identity)
+        if moved_to is not None:
+            text = f"OUTPUT_DIR held a training with another seed, data set or model: its results are now in {moved_to}"
+            self.console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
     def _gather_nodes(self) -> None:
         """Wait for the launchers of all other nodes before anything costly begins."""

@@ -17,6 +17,7 @@ import pytest
 
 from recipes.r1_zero import launch
 from recipes.r1_zero.launcher import checks, cluster, network
+from recipes.r1_zero.launcher.earlier import set_aside_other_training, training_identity
 from recipes.r1_zero.launcher.job import Job, RayPorts, ray_command, resolve_config, stages
 from recipes.r1_zero.launcher.processes import OwnProcesses
 from recipes.r1_zero.launcher.rendezvous import Head, NodeHello, join_head
@@ -205,6 +206,24 @@ def test_output_dir_belongs_to_one_run(tmp_path: Path) -> None:
         launch.only_run(tmp_path / "out"),
     ):
         raise AssertionError("two runs hold the lock")
+
+
+def test_another_training_is_set_aside_and_the_same_one_is_not(tmp_path: Path) -> None:
+    model, out, rows = tmp_path / "model", tmp_path / "out", tmp_path / "train.parquet"
+    (out / "checkpoints" / "global_step_3").mkdir(parents=True)
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    rows.write_text("rows")
+    first = training_identity(1, [rows], model)
+    assert set_aside_other_training(out, first) is None
+    assert set_aside_other_training(out, training_identity(1, [rows], model)) is None
+    assert (out / "checkpoints").is_dir()
+    rows.write_text("other rows")
+    moved_to = set_aside_other_training(out, training_identity(1, [rows], model))
+    assert moved_to == out / "earlier_runs" / "1"
+    assert (moved_to / "checkpoints" / "global_step_3").is_dir()
+    assert not (out / "checkpoints").exists()
+    assert training_identity(2, [rows], model) != training_identity(1, [rows], model)
 
 
 def free_port() -> int:

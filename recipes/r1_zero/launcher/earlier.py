@@ -1,0 +1,58 @@
+"""Keeps two trainings apart that share an OUTPUT_DIR: another seed, data set or base model is another training."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from recipes.r1_zero.stamp import digest_of, write_text_atomically
+
+RUN_FILE = "run.json"
+EARLIER = "earlier_runs"
+OUTPUTS = (
+    "checkpoints",
+    "metrics.jsonl",
+    "tensorboard",
+    "val_generations",
+    "export_hf",
+    "report.html",
+    "rewards.png",
+    "response_len.png",
+    "val_score.png",
+)
+
+
+def training_identity(seed: int, train_files: Iterable[Path], model_dir: Path) -> str:
+    """Stands for what a training starts from; paths do not count, and neither do knobs that one may turn on resuming.
+
+    Of the weights only the sizes are read (hundreds of GB); a model that the recipe made itself has a stamp that says
+    from what.
+    """
+    shards = {path.name: path.stat().st_size for path in sorted(model_dir.glob("*.safetensors"))}
+    made_from = model_dir.parent / "base_model_fp8" / ".stamp.json"
+    described = [path for path in (model_dir / "config.json", made_from) if path.is_file()]
+    return digest_of({"seed": seed, "shards": shards}, [*train_files, *described])
+
+
+def set_aside_other_training(output_dir: Path, identity: str) -> Path | None:
+    """Move the results of another training into ``earlier_runs/N`` and note this one; None when nothing was moved."""
+    run_file = output_dir / RUN_FILE
+    known = json.loads(run_file.read_text(encoding="utf-8"))["identity"] if run_file.is_file() else identity
+    target = None
+    if known != identity:
+        present = [output_dir / name for name in OUTPUTS if (output_dir / name).exists()]
+        if present:
+            target = _next_folder(output_dir / EARLIER)
+            for path in present:
+                os.replace(path, target / path.name)
+    write_text_atomically(run_file, json.dumps({"identity": identity}) + "\n")
+    return target
+
+
+def _next_folder(parent: Path) -> Path:
+    numbers = [int(path.name) for path in parent.glob("*") if path.name.isdigit()]
+    folder = parent / str(max(numbers, default=0) + 1)
+    folder.mkdir(parents=True)
+    return folder
