@@ -1,0 +1,78 @@
+"""The one small training job that the system tests run: its inputs, its command, its results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.system.command import Command, newest_step, read_metrics, without_measurements
+
+STEPS = 4
+# Steps that take about a second: the order of things and their results matter here, not what is learned.
+SMALL = (
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "actor_rollout_ref.rollout.n=4",
+    "data.max_response_length=32",
+    "actor_rollout_ref.rollout.max_num_seqs=32",
+    "actor_rollout_ref.rollout.num_gpu_blocks_override=512",
+    "data.val_max_samples=16",
+    "trainer.test_freq=2",
+    "trainer.save_freq=1",
+)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What jobs start from: problems as JSON, and the base model in its published form (FP8)."""
+
+    json_path: Path
+    model_path: Path
+
+    def environment(self, output_dir: Path, **more: object) -> dict[str, object]:
+        """The variables of a run on these inputs."""
+        given = {"JSON_PATH": self.json_path, "MODEL_PATH": self.model_path, "OUTPUT_DIR": output_dir, "SEED": 42}
+        return {**given, **more}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of the small job in a folder; every run is the same command but for the folder."""
+
+    prepared: Prepared
+    folder: Path
+    steps: int = STEPS
+
+    @property
+    def output_dir(self) -> Path:
+        """Where its run lies."""
+        return self.folder / "run"
+
+    @property
+    def newest_step(self) -> int:
+        """The step that ``latest`` names; 0 when there is no checkpoint yet."""
+        return newest_step(self.output_dir)
+
+    def command(self, name: str) -> Command:
+        """Start it, or start it again; what it says goes to ``<name>.log``."""
+        environment = self.prepared.environment(self.output_dir, STEPS=self.steps)
+        return Command(self.folder / f"{name}.log", environment, SMALL)
+
+    def finish(self) -> None:
+        """Run it to its end, which must be a good one."""
+        with self.command("finish") as command:
+            assert command.wait() == 0, command.tail()
+            assert command.left_behind() == []
+
+    def weights(self) -> dict[str, bytes]:
+        """The exported files, by name."""
+        return {path.name: path.read_bytes() for path in sorted((self.output_dir / "export_hf").glob("*"))}
+
+
+def assert_same_result(job: Job, reference: Job) -> None:
+    """Every step once, every metric that is no measurement equal, the exported weights bit-equal."""
+    mine, expected = read_metrics(job.output_dir), read_metrics(reference.output_dir)
+    assert [step["step"] for step in mine] == [*range(job.steps + 1)]
+    assert without_measurements(mine) == without_measurements(expected)
+    assert job.weights() == reference.weights()
+    assert any(name.endswith(".safetensors") for name in job.weights())

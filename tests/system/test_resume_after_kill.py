@@ -1,0 +1,116 @@
+"""Bar 6: a worker, or the driver, killed at any step: named within 30 s, nothing left, resumed to the same result."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.system.command import Command
+from tests.system.jobs import Job, Prepared, assert_same_result
+
+NOTICE_S = 30.0  # issue: "a clear message naming what died within 30 s, no process left"
+
+pytestmark = pytest.mark.timeout(1200)  # several runs of the whole job in one test; each wait has its own limit
+
+Wait = Callable[[Command, Job, int], None]  # returns in the middle of a step
+
+
+def kill_and_expect_the_end(command: Command, victim: psutil.Process) -> str:
+    """SIGKILL ``victim``; the command must fail in time and leave nothing; returns what it said from then on."""
+    said_before = len(command.text())
+    victim.send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    assert command.wait(timeout_s=NOTICE_S) != 0
+    print(f"pid {victim.pid} killed, the command ended {time.monotonic() - killed:.1f} s later")
+    assert command.left_behind() == []
+    return command.text()[said_before:]
+
+
+def in_step(command: Command, job: Job, step: int, delay_s: float = 0.3) -> None:
+    """Wait until ``step`` has been under way for a moment: the checkpoint before it is published, workers compute."""
+    command.wait_for(lambda: job.newest_step == step - 1, f"checkpoint {step - 1}")
+    time.sleep(delay_s)
+
+
+def in_save(command: Command, job: Job, step: int) -> None:
+    """Wait until the checkpoint of ``step`` is being written: the trainer's part is there, the workers' is not."""
+    state = job.output_dir / "checkpoints" / f"global_step_{step}" / "data.json"
+    command.wait_for(state.is_file, f"checkpoint {step} being written")
+
+
+def kill_worker(command: Command, job: Job, wait: Wait, step: int) -> None:
+    """Kill rank 1 in ``step``; it must be named with its rank, process and node."""
+    victim = command.wait_for(lambda: command.worker(rank=1), "worker 1")
+    wait(command, job, step)
+    message = kill_and_expect_the_end(command, victim)
+    assert re.search(rf"rank 1 \(pid {victim.pid} on \d+\.\d+\.\d+\.\d+\) died during \w+", message), message
+    assert "run the same command again to go on from" in message
+
+
+def kill_driver(command: Command, job: Job, wait: Wait, step: int) -> None:
+    """Kill the driver in ``step``; the launcher must name it."""
+    victim = command.wait_for(command.driver, "driver")
+    wait(command, job, step)
+    message = kill_and_expect_the_end(command, victim)
+    assert f"the driver (verl.trainer.main_ppo, pid {victim.pid}) was killed by SIGKILL" in message, message
+    assert "run the same command again to go on from" in message
+
+
+def kill_named(command: Command, job: Job, name: str, step: int, expected: str) -> None:
+    """Kill the process whose command line holds ``name``; the output must hold ``expected`` afterwards."""
+    victim = command.wait_for(lambda: command.find(name), name)
+    in_step(command, job, step)
+    message = kill_and_expect_the_end(command, victim)
+    assert expected.format(pid=victim.pid) in message, message
+
+
+def test_killed_worker_then_killed_driver_then_the_same_result(
+    prepared: Prepared, uninterrupted: Job, tmp_path: Path
+) -> None:
+    """One job, struck twice: a worker within step 2, the driver while checkpoint 3 is being written."""
+    job = Job(prepared, tmp_path)
+    with job.command("first") as command:
+        kill_worker(command, job, in_step, step=2)
+    assert job.newest_step == 1
+    with job.command("second") as command:
+        kill_driver(command, job, in_save, step=3)
+        assert "resumed after step 1" in command.text()
+    job.finish()
+    assert_same_result(job, uninterrupted)
+
+
+@pytest.mark.slow
+def test_struck_anywhere_the_job_still_ends_the_same(prepared: Prepared, uninterrupted: Job, tmp_path: Path) -> None:
+    """Every kind of process of a run is killed once, at different moments, each time in the same job."""
+    job = Job(prepared, tmp_path)
+    with job.command("before_any_checkpoint") as command:
+        victim = command.wait_for(lambda: command.worker(rank=0), "worker 0")
+        message = kill_and_expect_the_end(command, victim)
+        assert f"pid {victim.pid}" in message
+        assert "no checkpoint was written yet" in message
+    with job.command("worker_in_save") as command:
+        kill_worker(command, job, in_save, step=1)
+    with job.command("driver") as command:
+        kill_driver(command, job, in_step, step=2)
+    with job.command("raylet") as command:
+        kill_named(command, job, "raylet/raylet", 2, "raylet")
+    with job.command("gcs") as command:
+        kill_named(command, job, "gcs/gcs_server", 3, "gcs_server")
+    with job.command("launcher") as command:
+        kill_named(command, job, "recipes.r1_zero.launch", 3, "the launcher (pid {pid}) was killed by signal 9")
+    job.finish()
+    assert_same_result(job, uninterrupted)
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_run(prepared: Prepared, uninterrupted: Job, tmp_path: Path) -> None:
+    """Bar 1's last sentence, on the small job: nothing is left to chance."""
+    job = Job(prepared, tmp_path)
+    job.finish()
+    assert_same_result(job, uninterrupted)
