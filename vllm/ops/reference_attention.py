@@ -121,24 +121,49 @@ def mla_prefill(
     groups = meta.scratch.get("groups")
     if groups is None:
         groups = meta.scratch["groups"] = _plan_prefill(meta, pages)
-    nope, heads, latent = q_nope_TNP.shape[-1], q_nope_TNP.shape[1], kv_b_NCL.shape[-1]
-    value = kv_b_NCL.shape[1] - nope
-    q_TND = torch.cat((q_nope_TNP, q_rope_TNR), dim=-1)
-    out_TNV = q_TND.new_empty(len(q_TND), heads, value)
+    heads, nope = q_nope_TNP.shape[1:]
+    expanded, latent = kv_b_NCL.shape[1:]
+    out_TNV = q_nope_TNP.new_empty(len(q_nope_TNP), heads, expanded - nope)
     for group in groups:
-        count = len(group.blocks)
         flat = pages.view(pages.shape[0], -1)
-        kv_bSD = flat.index_select(0, group.blocks.reshape(-1)).view(count, -1, pages.shape[-1])
-        expanded = F.linear(kv_bSD[..., :latent], kv_b_NCL.reshape(-1, latent)).view(count, kv_bSD.shape[1], heads, -1)
-        k_rope = kv_bSD[:, :, None, latent:].expand(-1, -1, heads, -1)
-        k_bNSD = torch.cat((expanded[..., :nope], k_rope), dim=-1).transpose(1, 2)
-        v_bNSV = expanded[..., nope:].transpose(1, 2)
-        q_bNQD = q_TND.index_select(0, group.tokens).view(count, -1, heads, q_TND.shape[-1]).transpose(1, 2)
-        scores = torch.matmul(q_bNQD, k_bNSD.transpose(2, 3)).mul_(scale).add_(group.mask)
-        weights = scores.softmax(dim=-1, dtype=torch.float32).to(pages.dtype)
-        out = torch.matmul(weights, v_bNSV).transpose(1, 2).reshape(-1, heads, value)
+        kv_bSD = flat.index_select(0, group.blocks.reshape(-1)).view(len(group.blocks), -1, pages.shape[-1])
+        # Few queries: products in latent space cost less than expanding the context for them.
+        num_queries = len(group.tokens) // len(group.blocks)
+        is_absorbed = num_queries * (2 * latent - expanded) <= latent * expanded
+        attend = _prefill_absorbed if is_absorbed else _prefill_expanded
+        out = attend(q_nope_TNP[group.tokens], q_rope_TNR[group.tokens], kv_b_NCL, kv_bSD, group.mask, scale)
         if group.keep is None:
             out_TNV[group.tokens] = out
         else:
             out_TNV[group.tokens[group.keep]] = out[group.keep]
     return out_TNV
+
+
+def _prefill_absorbed(
+    q_nope: Tensor, q_rope: Tensor, kv_b_NCL: Tensor, kv_bSD: Tensor, mask: Tensor, scale: float
+) -> Tensor:
+    """[b * Q, N, V] from queries [b * Q, N, P] and [b * Q, N, R]; every (query, head) is a row against the latents."""
+    count, nope, heads = len(kv_bSD), q_nope.shape[-1], q_nope.shape[1]
+    q_latent = torch.bmm(q_nope.transpose(0, 1), kv_b_NCL[:, :nope]).transpose(0, 1)
+    q_bMD = torch.cat((q_latent, q_rope), dim=-1).mul_(scale).view(count, -1, kv_bSD.shape[-1])
+    scores_bQNS = torch.bmm(q_bMD, kv_bSD.transpose(1, 2)).view(count, -1, heads, kv_bSD.shape[1])
+    scores_bQNS += mask.transpose(1, 2)
+    weights = scores_bQNS.softmax(dim=-1, dtype=torch.float32).to(kv_bSD.dtype).view(count, -1, kv_bSD.shape[1])
+    out = torch.bmm(weights, kv_bSD[..., : kv_b_NCL.shape[-1]]).view(-1, heads, kv_b_NCL.shape[-1])
+    return torch.bmm(out.transpose(0, 1), kv_b_NCL[:, nope:].transpose(1, 2)).transpose(0, 1)
+
+
+def _prefill_expanded(
+    q_nope: Tensor, q_rope: Tensor, kv_b_NCL: Tensor, kv_bSD: Tensor, mask: Tensor, scale: float
+) -> Tensor:
+    """The same through each head's keys and values."""
+    (count, width, _), (heads, nope) = kv_bSD.shape, q_nope.shape[1:]
+    latent = kv_b_NCL.shape[-1]
+    expanded = F.linear(kv_bSD[..., :latent], kv_b_NCL.reshape(-1, latent)).view(count, width, heads, -1)
+    k_rope = kv_bSD[:, :, None, latent:].expand(-1, -1, heads, -1)
+    k_bNSD = torch.cat((expanded[..., :nope], k_rope), dim=-1).transpose(1, 2)
+    q_bNQD = torch.cat((q_nope, q_rope), dim=-1).view(count, -1, heads, k_bNSD.shape[-1]).transpose(1, 2)
+    scores = torch.matmul(q_bNQD, k_bNSD.transpose(2, 3)).mul_(scale).add_(mask)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(kv_bSD.dtype)
+    out_bNQV = torch.matmul(weights, expanded[..., nope:].transpose(1, 2))
+    return out_bNQV.transpose(1, 2).reshape(-1, heads, out_bNQV.shape[-1])

@@ -1,0 +1,112 @@
+"""The reference ops against the formulas of the contract, written plainly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from vllm.ops.contract import DecodeMetadata, PrefillMetadata, resolve
+from vllm.ops.reference import rollout_ops
+
+N, P, R, L, V, BLOCK = 3, 10, 6, 12, 8, 4
+OPS = rollout_ops()
+
+
+def make_cache(seq_lens: list[int], seed: int = 0) -> tuple[tuple[Tensor, ...], Tensor, list[Tensor]]:
+    """(cache, block tables, each sequence's [len, L + R] latents), blocks scattered."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [-(-n // BLOCK) for n in seq_lens]
+    ids = torch.randperm(sum(counts) + 3, generator=generator)
+    cache = OPS.new_kv_cache(len(ids), BLOCK, L, R, torch.float32, torch.device("cpu"))
+    tables = torch.zeros(len(seq_lens), max(counts), dtype=torch.int32)
+    latents, used = [], 0
+    for i, (length, count) in enumerate(zip(seq_lens, counts, strict=True)):
+        tables[i, :count] = ids[used : used + count]
+        used += count
+        latent = torch.randn(length, L + R, generator=generator)
+        positions = torch.arange(length)
+        slots = tables[i].long()[positions // BLOCK] * BLOCK + positions % BLOCK
+        OPS.write_kv(cache, latent[:, :L], latent[:, L:], slots)
+        latents.append(latent)
+    return cache, tables, latents
+
+
+@pytest.mark.parametrize("seq_lens", [[1, 5, 8, 3], [2, 90, 7, 33, 1, 88]])
+def test_decode_attends_to_each_sequence_alone(seq_lens: list[int]) -> None:
+    cache, tables, latents = make_cache(seq_lens)
+    q = torch.randn(len(seq_lens), N, L + R)
+    lens = np.array(seq_lens)
+    meta = DecodeMetadata(lens, torch.tensor(seq_lens, dtype=torch.int32), tables, BLOCK)
+    for _ in range(2):  # the second layer of a step reuses the plan
+        out = OPS.mla_decode(q[..., :L], q[..., L:], cache, meta, 0.3)
+        for i, latent in enumerate(latents):
+            expected = (q[i] @ latent.T * 0.3).softmax(-1) @ latent[:, :L]
+            torch.testing.assert_close(out[i], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lens", [[(4, 4), (3, 9), (2, 2)], [(2, 70), (60, 60), (2, 3), (30, 95)]])
+def test_prefill_is_causal_over_context_and_new_tokens(lens: list[tuple[int, int]]) -> None:
+    """(new, total) lengths; long chunks go through expanded keys and values, short ones stay in latent space."""
+    query_lens, seq_lens = np.array(lens).T
+    cache, tables, latents = make_cache(seq_lens.tolist())
+    cu_query_lens = np.concatenate(([0], query_lens.cumsum()))
+    cu, totals = torch.from_numpy(cu_query_lens).int(), torch.from_numpy(seq_lens).int()
+    meta = PrefillMetadata(query_lens, seq_lens, cu, totals, tables, BLOCK)
+    q, kv_b = torch.randn(int(query_lens.sum()), N, P + R), torch.randn(N, P + V, L)
+    out = OPS.mla_prefill(q[..., :P], q[..., P:], kv_b, cache, meta, 0.2)
+    for i, latent in enumerate(latents):
+        expanded = torch.einsum("sl,ncl->snc", latent[:, :L], kv_b)
+        keys = torch.cat((expanded[..., :P], latent[:, None, L:].expand(-1, N, -1)), -1)
+        rows = slice(int(cu_query_lens[i]), int(cu_query_lens[i + 1]))
+        scores = torch.einsum("qnd,snd->nqs", q[rows], keys) * 0.2
+        position = torch.arange(seq_lens[i] - query_lens[i], seq_lens[i])[:, None]
+        scores.masked_fill_(torch.arange(seq_lens[i]) > position, float("-inf"))
+        expected = torch.einsum("nqs,snv->qnv", scores.softmax(-1), expanded[..., P:])
+        torch.testing.assert_close(out[rows], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_rotary_turns_pairs_and_sorts_them() -> None:
+    angles = torch.rand(5, R // 2)
+    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+    wide = torch.randn(5, N, R + 3)
+    for x in (wide[..., 3:], wide[..., :R].contiguous()):  # an odd offset, too
+        out = OPS.rotary_interleaved(x, cos, sin)
+        for i in range(R // 2):
+            c, s = angles[:, None, i].cos(), angles[:, None, i].sin()
+            torch.testing.assert_close(out[..., i], x[..., 2 * i] * c - x[..., 2 * i + 1] * s)
+            torch.testing.assert_close(out[..., R // 2 + i], x[..., 2 * i + 1] * c + x[..., 2 * i] * s)
+
+
+@pytest.mark.parametrize("first", [0, 2, 4])
+def test_experts_add_only_what_this_rank_holds(first: int) -> None:
+    hidden, width, local = 7, 5, 3
+    x, weights, ids = torch.randn(9, hidden), torch.rand(9, 2), torch.stack([torch.randperm(7)[:2] for _ in range(9)])
+    w13, w2 = torch.randn(local, 2 * width, hidden), torch.randn(local, hidden, width)
+    expected = torch.zeros_like(x)
+    for t in range(9):
+        for k in range(2):
+            e = int(ids[t, k]) - first
+            if 0 <= e < local:
+                gate, up = (w13[e] @ x[t]).chunk(2)
+                expected[t] += weights[t, k] * (w2[e] @ (torch.nn.functional.silu(gate) * up))
+    torch.testing.assert_close(OPS.fused_experts(x, w13, w2, weights, ids, first), expected, atol=1e-4, rtol=1e-4)
+    assert OPS.fused_experts(x[:0], w13, w2, weights[:0], ids[:0], first).shape == (0, hidden)
+
+
+def test_router_bias_selects_but_does_not_weigh() -> None:
+    logits = torch.zeros(1, 8)
+    bias = torch.tensor([0.0, 0.0, 5.0, 4.0, 9.0, -9.0, 0.0, 0.0])
+    weights, ids = OPS.topk_router(logits, bias, 2, 4, 1, True, 2.5)
+    assert sorted(ids[0].tolist()) == [2, 3]  # the group's two best sum to 9 + 1, group 2's to 0 + 1
+    torch.testing.assert_close(weights, torch.full((1, 2), 1.25))
+
+
+def test_a_table_must_name_its_entries() -> None:
+    with pytest.raises(ValueError, match="names of an op table"):
+        replace(OPS, names={"rms_norm": "native"})
+    with pytest.raises(ValueError, match="module:function"):
+        resolve("vllm.ops.reference")
