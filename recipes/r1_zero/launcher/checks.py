@@ -9,7 +9,7 @@ from pathlib import Path
 
 from recipes.r1_zero.json_to_parquet import read_rows
 from recipes.r1_zero.launcher import network
-from recipes.r1_zero.launcher.job import Job, has_shards, model_dir
+from recipes.r1_zero.launcher.job import Job, has_shards, model_dir, stages
 from recipes.r1_zero.launcher.settings import Place, Settings
 from recipes.r1_zero.make_base_model import HF_CONFIG
 
@@ -80,7 +80,23 @@ def input_problems(job: Job) -> list[str]:
             found.append(str(error).replace("--json_path", "JSON_PATH", 1))
     if settings.model_path is not None:
         found += model_problems(job, settings.model_path)
-    return found
+    return found + parquet_problems(job)
+
+
+def parquet_problems(job: Job) -> list[str]:
+    """Faults of the parquet files that the user names; those that the data stage makes are not there yet."""
+    from verl.trainer.config.data import file_list
+
+    data, folder = job.config.data, job.settings.data_dir
+    is_made = any(stage.name == "data" and stage.why_not is None for stage in stages(job))
+    made = {str(folder / "train.parquet"), str(folder / "test.parquet")} if is_made else set()
+    named = {"data.train_files": data.train_files, "data.val_files": data.val_files}
+    given = [(key, path) for key, files in named.items() for path in file_list(files) if path not in made]
+    if not given:
+        return []
+    from verl.utils.dataset.parquet import schema_problems
+
+    return [f"{key}: {problem}" for key, path in given for problem in schema_problems(path, data.prompt_key)]
 
 
 def tiny_model_problems(job: Job) -> list[str]:

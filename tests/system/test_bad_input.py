@@ -1,0 +1,144 @@
+"""Bar 7: bad input, through the user's command: one screen that names it, exit status 2, nothing started or written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recipes.r1_zero.launcher import network
+from recipes.r1_zero.launcher.settings import ROOT
+from tests.system.command import Command
+from tests.system.jobs import SMALL, Prepared
+
+SCREEN_LINES = 25
+BAD_INPUT = 2
+
+
+def refused(folder: Path, environment: Mapping[str, object], arguments: Sequence[str] = SMALL) -> str:
+    """Run the command, which must refuse; returns its message."""
+    output_dir = Path(str(environment["OUTPUT_DIR"]))
+    with Command(folder / "said.log", environment, arguments) as command:
+        assert command.wait() == BAD_INPUT, command.tail()
+        assert command.left_behind() == []
+        message = command.text()
+    assert len(message.splitlines()) < SCREEN_LINES, message
+    assert "error: " in message
+    assert "Nothing was started." in message
+    assert "Traceback" not in message
+    assert not output_dir.exists()
+    return message
+
+
+def model_copy(prepared: Prepared, folder: Path) -> tuple[Path, list[Path]]:
+    """A copy of the base model to spoil, and its shards."""
+    shutil.copytree(prepared.model_path, folder / "model")
+    return folder / "model", sorted((folder / "model").glob("*.safetensors"))
+
+
+def test_unknown_key(prepared: Prepared, tmp_path: Path) -> None:
+    """The nearest known name is offered; several at once are all named."""
+    arguments = ["actor_rollout_ref.rollout.temprature=0.5", "trainer.save_frequ=3"]
+    message = refused(tmp_path, prepared.environment(tmp_path / "run"), arguments)
+    for expected in ("rollout.temprature", "actor_rollout_ref.rollout.temperature", "trainer.save_freq"):
+        assert expected in message
+
+
+def test_layout_that_does_not_divide(prepared: Prepared, tmp_path: Path) -> None:
+    """Every fault of the layout is in the one message."""
+    arguments = [
+        "trainer.n_gpus_per_node=3",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "data.train_batch_size=7",
+    ]
+    message = refused(tmp_path, prepared.environment(tmp_path / "run"), arguments)
+    lines = [line for line in message.splitlines() if "- " in line]
+    assert len(lines) >= 3, message
+    for expected in ("pipeline", "rollout.tensor_model_parallel_size", "data.train_batch_size"):
+        assert expected in message
+
+
+def test_missing_shard(prepared: Prepared, tmp_path: Path) -> None:
+    """The file is named."""
+    model, shards = model_copy(prepared, tmp_path)
+    shards[1].unlink()
+    message = refused(tmp_path, prepared.environment(tmp_path / "run", MODEL_PATH=model))
+    assert shards[1].name in message
+    assert str(model) in message
+
+
+def test_truncated_shard(prepared: Prepared, tmp_path: Path) -> None:
+    """As a download that broke off leaves it: the file is named."""
+    model, shards = model_copy(prepared, tmp_path)
+    with shards[0].open("r+b") as file:
+        file.truncate(shards[0].stat().st_size - 100)
+    message = refused(tmp_path, prepared.environment(tmp_path / "run", MODEL_PATH=model))
+    assert shards[0].name in message
+
+
+def test_wrong_parquet_schema(prepared: Prepared, tmp_path: Path) -> None:
+    """Both files are looked at, and every missing column is named."""
+    wrong = tmp_path / "wrong.parquet"
+    pq.write_table(pa.table({"prompt": ["a text, not a chat"], "data_source": ["x"]}), wrong)
+    arguments = [*SMALL, f"data.train_files={wrong}", f"data.val_files={tmp_path / 'absent.parquet'}"]
+    message = refused(tmp_path, prepared.environment(tmp_path / "run"), arguments)
+    for expected in (
+        "data.train_files",
+        "column 'prompt' is string",
+        "no column 'reward_model'",
+        "absent.parquet does",
+    ):
+        assert expected in message
+
+
+def test_json_that_is_no_list_of_problems(prepared: Prepared, tmp_path: Path) -> None:
+    """The file and the form it should have are named."""
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text(json.dumps({"problem": "1 + 1", "answer": "2"}))
+    message = refused(tmp_path, prepared.environment(tmp_path / "run", JSON_PATH=wrong))
+    assert f"JSON_PATH {wrong}: holds a dict; expected a JSON list" in message
+
+
+def test_port_in_use(prepared: Prepared, tmp_path: Path) -> None:
+    """The port and, where it can be seen, the process that holds it are named."""
+    with socket.create_server((network.address_towards(None, None), 0)) as taken:
+        port = taken.getsockname()[1]
+        message = refused(tmp_path, prepared.environment(tmp_path / "run", RAY_PORT=port))
+    assert f"RAY_PORT {port} cannot be used" in message
+    assert "set RAY_PORT to a free port" in message
+
+
+def test_output_below_a_file(prepared: Prepared, tmp_path: Path) -> None:
+    """Somewhere that no folder can be made."""
+    (tmp_path / "file").write_text("not a folder")
+    message = refused(tmp_path, prepared.environment(tmp_path / "file" / "run"))
+    assert f"OUTPUT_DIR {tmp_path / 'file' / 'run'}: {tmp_path / 'file'} is not a directory" in message
+
+
+@pytest.mark.parametrize("variables", [{"NNODES": "two", "RAY_PORT": "80"}])
+def test_bad_variables(prepared: Prepared, tmp_path: Path, variables: Mapping[str, str]) -> None:
+    """Every one is named."""
+    message = refused(tmp_path, prepared.environment(tmp_path / "run", **variables))
+    for name in variables:
+        assert f"{name}=" in message
+
+
+def test_the_driver_alone_refuses_as_well(prepared: Prepared, tmp_path: Path) -> None:
+    """``python -m verl.trainer.main_ppo`` is a command of its own; it checks before it starts Ray."""
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", f"actor_rollout_ref.model.path={prepared.model_path}"]
+    command += [f"data.train_files={tmp_path / 'absent.parquet'}", f"trainer.report_dir={tmp_path / 'run'}"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == BAD_INPUT, ended.stderr[-3000:]
+    assert "absent.parquet" in ended.stderr
+    assert len(ended.stderr.splitlines()) < SCREEN_LINES
+    assert not (tmp_path / "run").exists()
