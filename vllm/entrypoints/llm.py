@@ -40,8 +40,56 @@ class LLM:
     if they have none.
     """
 
-    def __init__(self, model: str, **engine_args: Any) -> None:
-        args = EngineArgs(model, **engine_args)
+    def __init__(
+        self,
+        model: str,
+        *,
+        tokenizer: str | None = None,
+        skip_tokenizer_init: bool = False,
+        dtype: str = "auto",
+        seed: int = 0,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int | None = None,
+        enable_expert_parallel: bool = False,
+        distributed_executor_backend: str = "external_launcher",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        num_gpu_blocks_override: int | None = None,
+        block_size: int = 16,
+        enable_chunked_prefill: bool = True,
+        enable_prefix_caching: bool = False,
+        enable_sleep_mode: bool = True,
+        enforce_eager: bool = True,
+        load_format: str = "auto",
+        rollout_ops: str = "vllm.ops.reference:rollout_ops",
+        device: str | None = None,
+    ) -> None:
+        args = EngineArgs(
+            model=model,
+            tokenizer=tokenizer,
+            skip_tokenizer_init=skip_tokenizer_init,
+            dtype=dtype,
+            seed=seed,
+            tensor_parallel_size=tensor_parallel_size,
+            data_parallel_size=data_parallel_size,
+            enable_expert_parallel=enable_expert_parallel,
+            distributed_executor_backend=distributed_executor_backend,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            gpu_memory_utilization=gpu_memory_utilization,
+            num_gpu_blocks_override=num_gpu_blocks_override,
+            block_size=block_size,
+            enable_chunked_prefill=enable_chunked_prefill,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_sleep_mode=enable_sleep_mode,
+            enforce_eager=enforce_eager,
+            load_format=load_format,
+            rollout_ops=rollout_ops,
+            device=device,
+        )
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.config = args.create_engine_config(rank, world_size)
         platform, ops = resolve_platform(self.config.device), resolve(self.config.rollout_ops)

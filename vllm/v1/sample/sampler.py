@@ -55,8 +55,8 @@ class Sampler:
         )
 
     def _banned(self, batch: InputBatch, rows: np.ndarray, positions: np.ndarray) -> Tensor | None:
-        """Stop tokens of the rows that have not reached min_tokens - 1 output tokens yet."""
-        early = np.flatnonzero(positions + 1 < batch.min_tokens[rows])
+        """Stop tokens of the rows that have fewer than min_tokens output tokens."""
+        early = np.flatnonzero(positions < batch.min_tokens[rows])
         if len(early) == 0:
             return None
         banned = np.zeros((len(rows), self.vocab_size), dtype=np.bool_)
