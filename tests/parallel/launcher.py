@@ -6,8 +6,10 @@ server starts with the first call and ends with the process that made it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+_PR_SET_PDEATHSIG = 1
 # Imported once, in the server. All of it is without side effects, threads and process groups included.
 PRELOADED = ["torch", "torch.distributed", "torch.distributed.checkpoint", "megatron.core.models.gpt.gpt_model"]
 
@@ -69,6 +72,7 @@ def _wait(ranks: list[Any], tmp: Path, deadline: float) -> None:
 def _run_rank(
     fn: Callable[..., Any], rank: int, world_size: int, tmp: str, timeout_s: float, args: tuple[Any, ...]
 ) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ranks end with the server, also of a killed pytest
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
