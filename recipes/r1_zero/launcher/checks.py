@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from recipes.r1_zero.json_to_parquet import read_rows
 from recipes.r1_zero.launcher import network
-from recipes.r1_zero.launcher.job import Job, has_shards, model_dir, stages
+from recipes.r1_zero.launcher.job import Job, has_shards, is_fp8, model_dir, stages
 from recipes.r1_zero.launcher.settings import Place, Settings
 from recipes.r1_zero.make_base_model import HF_CONFIG
 
@@ -22,8 +23,7 @@ def problems(job: Job, place: Place) -> list[str]:
 
     settings = job.settings
     found = validate_config(job.config)
-    if settings.model_path is None:
-        found += tiny_model_problems(job)
+    found += layout_problems(job)
     found += writable_problems("OUTPUT_DIR", settings.output_dir)
     if settings.dist_ckpt_path is not None and not has_shards(settings.dist_ckpt_path):
         found += writable_problems("DIST_CKPT_PATH", settings.dist_ckpt_path)
@@ -99,20 +99,29 @@ def parquet_problems(job: Job) -> list[str]:
     return [f"{key}: {problem}" for key, path in given for problem in schema_problems(path, data.prompt_key)]
 
 
-def tiny_model_problems(job: Job) -> list[str]:
-    """Where the layout does not fit the model that is made when MODEL_PATH is not given."""
+def layout_problems(job: Job) -> list[str]:
+    """Where the layout does not fit a model whose BF16 form is yet to be made: the tiny one, or a quantised one."""
+    path = job.settings.model_path
+    if path is None:
+        dims, where, advice = HF_CONFIG, "without MODEL_PATH the model is the tiny one", "set MODEL_PATH, or change"
+    elif is_fp8(path):
+        dims = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        where, advice = f"MODEL_PATH {path}", "change"
+    else:
+        return []  # the config's own check has read this one
+    wanted = ("num_hidden_layers", "n_routed_experts", "num_attention_heads", "vocab_size")
+    num_layers, num_experts, num_heads, vocab_size = (dims.get(name) for name in wanted)
     models, world = job.config.actor_rollout_ref, job.config.trainer.world_size
-    num_layers, num_experts = HF_CONFIG["num_hidden_layers"], HF_CONFIG["n_routed_experts"]
     try:
         layout = models.actor.megatron.layout(world, num_layers)
     except ValueError:
         return []  # the config's own check has said so
-    with_model = layout.problems(num_layers, num_experts, HF_CONFIG["num_attention_heads"], HF_CONFIG["vocab_size"])
+    with_model = layout.problems(num_layers, num_experts, num_heads, vocab_size)
     found = [problem for problem in with_model if problem not in layout.problems()]
-    if models.rollout.enable_expert_parallel and num_experts % world:
+    if models.rollout.enable_expert_parallel and num_experts and num_experts % world:
         found.append(f"{num_experts} experts do not divide over {world} rollout ranks")
-    where = f"without MODEL_PATH the model is the tiny one ({num_layers} layers, {num_experts} experts)"
-    return [f"{where}: {problem}; set MODEL_PATH, or change the layout" for problem in found]
+    size = f"({num_layers} layers, {num_experts} experts)"
+    return [f"{where} {size}: {problem}; {advice} the layout" for problem in found]
 
 
 def model_problems(job: Job, path: Path) -> list[str]:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import psutil
+
 from recipes.r1_zero.launcher import network
 from recipes.r1_zero.launcher.job import Job, RayPorts, ray_command
 from recipes.r1_zero.launcher.processes import OwnProcesses, how_it_ended
@@ -19,6 +21,7 @@ from recipes.r1_zero.launcher.settings import ROOT, Place
 
 START_TIMEOUT_S = 90.0
 LOG_TAIL_LINES = 15
+TEMP_PREFIX = "r1z_"
 
 
 class RayNode:
@@ -27,7 +30,8 @@ class RayNode:
     def __init__(self, job: Job, place: Place, processes: OwnProcesses, environment: Mapping[str, str]) -> None:
         self._place, self._port = place, job.settings.ray_port
         # Ray's sockets lie below it and may be 107 characters long, so it cannot be in OUTPUT_DIR.
-        self._temp_dir = Path(tempfile.mkdtemp(prefix="r1z_"))
+        _remove_leftovers(Path(tempfile.gettempdir()))
+        self._temp_dir = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}_"))
         self._kept_logs = job.settings.log_dir / f"ray_{place.own_addr}"
         self.log_path = job.settings.log_dir / f"ray_start_{place.own_addr}.log"
         client, dashboard, agent = network.free_ports(3, avoid=(job.settings.ray_port, job.settings.control_port))
@@ -69,6 +73,14 @@ class RayNode:
                 (session / "logs").resolve(), self._kept_logs, ignore=_sockets, ignore_dangling_symlinks=True
             )
         shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Temporary folders of launchers that were killed: theirs by name, of this user, and no such process any more."""
+    for path in parent.glob(f"{TEMP_PREFIX}*_*"):
+        pid = path.name.removeprefix(TEMP_PREFIX).split("_")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)) and path.stat().st_uid == os.getuid():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _sockets(folder: str, names: list[str]) -> list[str]:
