@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -56,13 +58,24 @@ def test_layout_that_does_not_divide(prepared: Prepared, tmp_path: Path) -> None
         "trainer.n_gpus_per_node=3",
         "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        "data.train_batch_size=7",
     ]
     message = refused(tmp_path, prepared.environment(tmp_path / "run"), arguments)
-    lines = [line for line in message.splitlines() if "- " in line]
-    assert len(lines) >= 3, message
-    for expected in ("pipeline", "rollout.tensor_model_parallel_size", "data.train_batch_size"):
-        assert expected in message
+    assert "world size 3 is not a multiple of TP 1 x PP 2 x CP 1 = 2" in message
+    assert "world size 3 is not a multiple of expert TP 1 x EP 2 x PP 2 = 4" in message
+    assert "rollout.tensor_model_parallel_size is 2; it must divide the 3 devices" in message
+
+
+def test_layout_that_does_not_fit_the_model(prepared: Prepared, tmp_path: Path) -> None:
+    """The model is still in its FP8 form, so its layers and experts are read from there."""
+    arguments = [
+        "trainer.n_gpus_per_node=6",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.num_layer_list=[2,2]",
+        "actor_rollout_ref.actor.megatron.expert_model_parallel_size=3",
+    ]
+    message = refused(tmp_path, prepared.environment(tmp_path / "run"), arguments)
+    assert message.count(f"MODEL_PATH {prepared.model_path} (3 layers, 8 experts): ") >= 3
+    assert "8 experts do not divide over 6 rollout ranks" in message
 
 
 def test_missing_shard(prepared: Prepared, tmp_path: Path) -> None:
@@ -132,13 +145,16 @@ def test_bad_variables(prepared: Prepared, tmp_path: Path, variables: Mapping[st
 
 def test_the_driver_alone_refuses_as_well(prepared: Prepared, tmp_path: Path) -> None:
     """``python -m verl.trainer.main_ppo`` is a command of its own; it checks before it starts Ray."""
-    import subprocess
-    import sys
-
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", f"actor_rollout_ref.model.path={prepared.model_path}"]
-    command += [f"data.train_files={tmp_path / 'absent.parquet'}", f"trainer.report_dir={tmp_path / 'run'}"]
+    overrides = {
+        "actor_rollout_ref.model.path": prepared.model_path,
+        "actor_rollout_ref.actor.use_dynamic_bsz": True,
+        "data.train_files": tmp_path / "absent.parquet",
+        "trainer.default_local_dir": tmp_path / "run" / "checkpoints",
+        "trainer.report_dir": tmp_path / "run",
+    }
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{key}={value}" for key, value in overrides.items())]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert ended.returncode == BAD_INPUT, ended.stderr[-3000:]
-    assert "absent.parquet" in ended.stderr
+    assert f"data.train_files: {tmp_path / 'absent.parquet'} does not exist" in ended.stderr
     assert len(ended.stderr.splitlines()) < SCREEN_LINES
     assert not (tmp_path / "run").exists()
