@@ -207,7 +207,7 @@ def test_missing_resources_are_named(local_ray: None) -> None:
 def test_devices_take_one_resource_and_stay_visible() -> None:
     assert actor_resources("npu", 2) == {"num_cpus": 2, "num_gpus": 0, "resources": {"NPU": 1}}
     assert actor_resources("cuda", 2) == {"num_cpus": 2, "num_gpus": 1, "resources": {}}
-    slot = Slot(rank=9, local_rank=1, world_size=16, placement=None)  # type: ignore[arg-type]
+    slot = Slot(rank=9, local_rank=1, world_size=16, placement=None, bundle_index=0)  # type: ignore[arg-type]
     env = rank_environment(slot, "npu", {"HCCL_IF_BASE_PORT": "1", "HOME": "/x"})
     assert env["HCCL_IF_BASE_PORT"] == "1" and "HOME" not in env and "OMP_NUM_THREADS" not in env
     assert env["RANK"] == "9" and env["RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"] == "1"

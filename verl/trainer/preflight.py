@@ -12,6 +12,7 @@ from mindspeed_llm.hf_config import load_hf_config
 from mindspeed_llm.weights import ShardedCheckpoint
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
+from verl.trainer.ppo.checkpointing import checkpoints
 from verl.utils.dataset.parquet import schema_problems
 from verl.utils.import_utils import load_extern_type
 from verl.workers.reward_manager import get_reward_manager_cls
@@ -82,6 +83,12 @@ def _output_problems(config: PPOTrainerConfig) -> Iterator[str]:
         problem = writable_problem(path)
         if problem:
             yield f"trainer.{key}: {problem}"
+    root = config.trainer.default_local_dir
+    if config.trainer.resume_mode == "disable" and (earlier := checkpoints(root)):
+        yield (
+            f"trainer.resume_mode is disable, but {root} holds {len(earlier)} checkpoints of an earlier run, which "
+            "a later resume would take for this run's; remove them or choose another trainer.default_local_dir"
+        )
 
 
 def writable_problem(path: Path) -> str | None:

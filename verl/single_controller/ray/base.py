@@ -209,5 +209,5 @@ def _new_actor(slot: Slot, device_name: str, num_cpus: float) -> Any:
     return remote_class.options(
         **actor_resources(device_name, num_cpus),
         runtime_env={"env_vars": rank_environment(slot, device_name)},
-        scheduling_strategy=PlacementGroupSchedulingStrategy(slot.placement, slot.local_rank),
+        scheduling_strategy=PlacementGroupSchedulingStrategy(slot.placement, slot.bundle_index),
     ).remote()

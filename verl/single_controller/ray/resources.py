@@ -21,11 +21,11 @@ _PASSED_ON = ("VLLM_", "HCCL_", "ASCEND_", "NCCL_", "GLOO_")
 
 
 class RayResourcePool(ResourcePool):
-    """Reserves, per node, one bundle for each process; the bundles of an entry are on one node."""
+    """Reserves one bundle per node with room for all of the node's processes; no two entries share a node."""
 
     def __init__(self, process_on_nodes: list[int]) -> None:
         super().__init__(process_on_nodes)
-        self._groups: list[PlacementGroup] = []
+        self._group: PlacementGroup | None = None
 
     def reserve(self, device_name: str, num_cpus: float, timeout_s: float) -> list[Slot]:
         """One slot per rank, nodes ordered by address.
@@ -34,24 +34,25 @@ class RayResourcePool(ResourcePool):
             ValueError: unknown device, or the cluster does not have the resources within ``timeout_s`` seconds.
         """
         bundle = _bundle(device_name, num_cpus)
-        for count in self.process_on_nodes:
-            self._groups.append(placement_group([bundle] * count, strategy="STRICT_PACK"))
-        for group in self._groups:
-            if not group.wait(timeout_s):
-                self.release()
-                raise ValueError(
-                    f"no room for process_on_nodes={self.process_on_nodes}, {bundle} per process, after {timeout_s} s; "
-                    f"Ray has {ray.cluster_resources()} and of these free {ray.available_resources()}"
-                )
-        ordered = sorted(self._groups, key=_node_ip)
-        local = [(group, index) for group in ordered for index in range(group.bundle_count)]
-        return [Slot(rank, index, len(local), group) for rank, (group, index) in enumerate(local)]
+        bundles = [{name: amount * count for name, amount in bundle.items()} for count in self.process_on_nodes]
+        # Without SPREAD a roomy CPU node would take the processes of two.
+        self._group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
+        if not self._group.wait(timeout_s):
+            self.release()
+            raise ValueError(
+                f"no room for process_on_nodes={self.process_on_nodes}, {bundle} per process, after {timeout_s} s; "
+                f"Ray has {ray.cluster_resources()} and of these free {ray.available_resources()}"
+            )
+        addresses = _bundle_addresses(self._group)
+        nodes = sorted(range(len(bundles)), key=lambda node: (addresses[node], node))
+        local = [(node, index) for node in nodes for index in range(self.process_on_nodes[node])]
+        return [Slot(rank, index, len(local), self._group, node) for rank, (node, index) in enumerate(local)]
 
     def release(self) -> None:
         """Gives the bundles back."""
-        for group in self._groups:
-            remove_placement_group(group)
-        self._groups = []
+        if self._group is not None:
+            remove_placement_group(self._group)
+        self._group = None
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -66,6 +67,7 @@ class Slot:
     local_rank: int
     world_size: int
     placement: PlacementGroup
+    bundle_index: int
 
 
 def actor_resources(device_name: str, num_cpus: float) -> dict[str, object]:
@@ -97,6 +99,8 @@ def _bundle(device_name: str, num_cpus: float) -> dict[str, float]:
     return {"CPU": num_cpus} | ({resource: 1} if resource else {})
 
 
-def _node_ip(group: PlacementGroup) -> str:
-    node_id = placement_group_table(group)["bundles_to_node_id"][0]
-    return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id)
+def _bundle_addresses(group: PlacementGroup) -> list[str]:
+    """Address of the node that each bundle is on."""
+    address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    placed = placement_group_table(group)["bundles_to_node_id"]
+    return [address_of[placed[index]] for index in range(group.bundle_count)]

@@ -77,6 +77,7 @@ class ActorConfig:
             ("strategy", self.strategy, ("megatron",)),
             ("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES),
             ("kl_loss_type", self.kl_loss_type, KL_TYPES),
+            ("policy_loss.loss_mode", self.policy_loss.loss_mode, ("vanilla",)),
             ("recompute_old_log_prob", self.recompute_old_log_prob.lower(), ("auto", "true", "false")),
         )
         for key, value, allowed in choices:
