@@ -10,8 +10,8 @@ from dataclasses import dataclass
 class SamplingParams:
     """Sampling of one request, under vLLM's names.
 
-    temperature 0 is greedy. top_k 0 or -1 and top_p 1 do not limit. max_tokens None goes to max_model_len. Before
-    `min_tokens` neither EOS nor stop tokens are drawn. `seed` makes the result independent of the batch, of n and of
+    temperature 0 is greedy. top_k 0 or -1 and top_p 1 do not limit. max_tokens None goes to max_model_len. Neither
+    EOS nor stop tokens are among the first `min_tokens`. `seed` makes the result independent of the batch, of n and of
     the layout; sample i of n is seeded by derive_seed(seed, i), sample 0 by the seed itself. `logprobs` k adds the k
     most likely tokens of each position to the sampled one, whose log-prob is always returned.
     """

@@ -114,7 +114,7 @@ def write_checkpoint(path: Path, seed: int = 0, shards: int = 2, **overrides: An
     (path / "config.json").write_text(json.dumps(config))
     weights = random_weights(config, seed)
     names = list(weights)
-    index = {}
+    index: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         part = {name: weights[name] for name in names[shard::shards]}
