@@ -6,15 +6,15 @@ server starts with the first call and ends with the process that made it.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
-import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-_PR_SET_PDEATHSIG = 1
 # Imported once, in the server. All of it is without side effects, threads and process groups included.
 PRELOADED = ["torch", "torch.distributed", "torch.distributed.checkpoint", "megatron.core.models.gpt.gpt_model"]
 
@@ -72,7 +71,7 @@ def _wait(ranks: list[Any], tmp: Path, deadline: float) -> None:
 def _run_rank(
     fn: Callable[..., Any], rank: int, world_size: int, tmp: str, timeout_s: float, args: tuple[Any, ...]
 ) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # ranks end with the server, also of a killed pytest
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
@@ -90,3 +89,11 @@ def _run_rank(
     except BaseException:
         (Path(tmp) / f"error-{rank}.txt").write_text(traceback.format_exc())
         raise SystemExit(1) from None
+
+
+def _end_with_parent() -> None:
+    """Wait until the caller of ``run_ranks`` is gone, killed included; the server would wait for this rank for ever."""
+    parent = mp.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
