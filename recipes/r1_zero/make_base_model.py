@@ -76,10 +76,10 @@ def make_base_model(
     """Make the model in ``output_dir``; False when it is there already from the same rows and settings."""
     if not train_parquet.is_file():
         raise ValueError(f"--train-parquet {train_parquet}: no such file; make it with json_to_parquet.py")
-    if num_steps < 1 or num_processes < 1 or batch_size % num_processes:
+    if num_steps < 1 or num_processes < 1 or batch_size < num_processes:
         raise ValueError(
             f"--num-steps {num_steps}, --batch-size {batch_size}, --num-processes {num_processes}: expected at least 1 "
-            "each, and a batch that divides over the processes"
+            "each, and a text for every process"
         )
     settings = {"seed": seed, "num_steps": num_steps, "batch_size": batch_size, "num_processes": num_processes}
 
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output-dir", type=Path, required=True, help="directory to make")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--num-steps", type=int, default=350, help="optimizer steps of the warm-up")
-    parser.add_argument("--batch-size", type=int, default=128, help="texts per step")
+    parser.add_argument("--batch-size", type=int, default=128, help="texts per step, at most")
     parser.add_argument("--num-processes", type=int, default=2, help="data-parallel processes; part of the result")
 
     def body(args: argparse.Namespace) -> None:

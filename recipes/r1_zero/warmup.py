@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PEAK_LR, MIN_LR, LR_WARMUP_STEPS = 4e-3, 4e-4, 20
 LONGEST_TEXT = 512  # tokens; a longer prompt says little to so small a model, and costs the most
+MAX_BATCH_TOKENS = 4096  # fewer texts a step where they are long: the warm-up takes the same time on any data
 REPORT_EVERY = 50
 TIMEOUT_MINUTES = 10
 
@@ -140,8 +141,14 @@ def batches(warmup: Warmup, rank: int) -> Iterator[tuple[PackedTexts, int]]:
     tokenizer = Tokenizer.from_file(str(warmup.hf_dir / "tokenizer.json"))
     rows = training_rows(warmup.train_parquet)
     texts = _token_lists(rows, warmup.seed, tokenizer)
+    waiting = next(texts)
     while True:
-        batch = list(islice(texts, warmup.batch_size))
+        batch, num_tokens = [waiting], _length(waiting)
+        for waiting in texts:
+            num_tokens += _length(waiting)
+            if len(batch) == warmup.batch_size or num_tokens > MAX_BATCH_TOKENS:
+                break
+            batch.append(waiting)
         num_learned = sum(len(response) for _, response in batch)
         yield pack(batch[rank :: warmup.num_processes]), num_learned
 
@@ -161,6 +168,10 @@ def _token_lists(rows: Sequence[dict[str, Any]], seed: int, tokenizer: Any) -> I
             yield prompts[text], response
         elif not found_short and position >= len(rows):
             raise ValueError(f"no problem of {len(rows)} fits into {LONGEST_TEXT} tokens: give shorter ones")
+
+
+def _length(text: tuple[list[int], list[int]]) -> int:
+    return len(text[0]) + len(text[1])
 
 
 def pack(texts: Sequence[tuple[list[int], list[int]]]) -> PackedTexts:

@@ -21,7 +21,7 @@ from recipes.r1_zero.launcher.earlier import set_aside_other_training, training_
 from recipes.r1_zero.launcher.job import Job, RayPorts, ray_command, resolve_config, stages
 from recipes.r1_zero.launcher.processes import OwnProcesses
 from recipes.r1_zero.launcher.rendezvous import Head, NodeHello, join_head
-from recipes.r1_zero.launcher.settings import ROOT, Place, Settings, find_place, read_settings
+from recipes.r1_zero.launcher.settings import ROOT, VARIABLES, Place, Settings, find_place, read_settings
 
 TOKEN = "0123456789abcdef"
 
@@ -339,3 +339,9 @@ def test_scripts_parse_and_help_needs_nothing() -> None:
     for name in ("ray_start_grpo_npu.sh", "npu_env.sh"):
         subprocess.run(["bash", "-n", str(ROOT / "recipes" / "r1_zero" / name)], check=True)
     assert launch.main(["--help"]) == 0
+
+
+def test_the_readme_lists_every_variable() -> None:
+    readme = (ROOT / "recipes" / "r1_zero" / "README.md").read_text(encoding="utf-8")
+    for name, (default, meaning) in VARIABLES.items():
+        assert f"| `{name}` | {default} | {meaning} |" in readme
