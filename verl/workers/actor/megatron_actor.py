@@ -92,6 +92,8 @@ class MegatronPPOActor(BasePPOActor):
         metrics = UpdateMetrics(self.groups)
         for mini_batch in self.make_minibatch_iterator(data):
             self._update_minibatch(mini_batch, metrics)
+        if self.scheduler is not None:
+            self.scheduler.step(1)  # one per training step, as upstream, however many mini-batches it has
         return metrics.result() if self.is_last_stage else {}
 
     def make_minibatch_iterator(self, data: DataProto) -> Iterator[DataProto]:
@@ -129,8 +131,6 @@ class MegatronPPOActor(BasePPOActor):
         assert isinstance(self.actor_module, DistributedDataParallel)
         finalize_model_grads(self.actor_module, self.groups)
         has_stepped, grad_norm, _ = self.actor_optimizer.step()
-        if has_stepped and self.scheduler is not None:
-            self.scheduler.step(1)
         metrics.add(outputs, grad_norm, self.actor_optimizer.param_groups[0]["lr"], has_stepped)
 
     def forward_backward_batch(
