@@ -60,6 +60,7 @@ class Launch:
         self.head: Head | None = None
         self.ray: cluster.RayNode | None = None
         self.started = time.monotonic()
+        self.is_training = False
 
     def run(self) -> int:
         """Do this node's part; returns the exit status. Whatever happens, nothing that was started stays."""
@@ -68,7 +69,7 @@ class Launch:
             status = self._run_head() if self.place.is_head else self._run_worker()
         except RunFailed as error:
             self._complain(str(error))
-            if self.place.is_head:
+            if self.is_training:
                 hint = checks.resume_hint(Path(self.job.config.trainer.default_local_dir))
                 self.console.print(hint, style="yellow", highlight=False, markup=False, soft_wrap=True)
         except Stopped as error:
@@ -164,6 +165,7 @@ class Launch:
         self._run_stage(Stage("ray_nodes", "Ray nodes", ray_nodes_command(self.job, self.place, addresses)))
 
     def _run_driver(self) -> None:
+        self.is_training = True
         stage = driver_stage(self.job)
         self.console.rule(f"[bold]{stage.title}[/bold] ({self._elapsed()})")
         log = self.job.settings.log_dir / f"{stage.name}.log"

@@ -28,7 +28,7 @@ def problems(job: Job, place: Place) -> list[str]:
     if settings.dist_ckpt_path is not None and not has_shards(settings.dist_ckpt_path):
         found += writable_problems("DIST_CKPT_PATH", settings.dist_ckpt_path)
     if place.is_head:
-        found += port_problems(settings, place, job.nnodes)
+        found += port_problems(settings, job.nnodes)
         found += input_problems(job)
     return found
 
@@ -53,14 +53,14 @@ def writable_problems(name: str, path: Path) -> list[str]:
     return []
 
 
-def port_problems(settings: Settings, place: Place, nnodes: int) -> list[str]:
+def port_problems(settings: Settings, nnodes: int) -> list[str]:
     """Ports of the head that somebody else uses, or that two of our own settings share."""
     ports = {"RAY_PORT": settings.ray_port}
     if nnodes > 1:
         ports["CONTROL_PORT"] = settings.control_port
     if settings.master_port is not None:
         ports["MASTER_PORT"] = settings.master_port
-    found = [problem for name, port in ports.items() if (problem := network.port_problem(name, place.own_addr, port))]
+    found = [problem for name, port in ports.items() if (problem := network.port_problem(name, port))]
     names: dict[int, str] = {}
     for name, port in ports.items():
         if port in names:

@@ -49,15 +49,15 @@ def address_towards(peer: str | None, interface: str | None) -> str:
             return outward[0] if outward else "127.0.0.1"
 
 
-def port_problem(name: str, address: str, port: int) -> str | None:
-    """Why one cannot listen on ``address:port``, naming who holds it when that can be seen; None when one can."""
+def port_problem(name: str, port: int) -> str | None:
+    """Why one cannot listen on ``port``, naming who holds it when that can be seen; None when one can."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((address, port))
+            probe.bind(("", port))  # all addresses, as Ray does: a listener on any of them is in the way
         except OSError as error:
             holder = _holder(port)
-            return f"{name} {port} cannot be used on {address}: {error.strerror}{holder}; set {name} to a free port"
+            return f"{name} {port} cannot be used on this machine: {error.strerror}{holder}; set {name} to a free port"
     return None
 
 
