@@ -34,9 +34,11 @@ from recipes.r1_zero.launcher.processes import OwnProcesses, how_it_ended
 from recipes.r1_zero.launcher.rendezvous import Channel, Head, NodeHello, join_head
 from recipes.r1_zero.launcher.settings import VARIABLES, Place, Settings, find_place, has_npu_devices, read_settings
 from recipes.r1_zero.launcher.stream import POLL_S, run_streaming
+from verl.trainer.main_ppo import EXIT_WORKER_DIED
 
 SCRIPT_PID = "R1_ZERO_SCRIPT_PID"  # set by ray_start_grpo_npu.sh: its own process id
 BAD_INPUT = 2
+CAUSE_S = 2.0
 
 
 class RunFailed(Exception):
@@ -175,10 +177,19 @@ class Launch:
         environment = {name: value for name, value in self.environment.items() if not name.endswith("_SOCKET_IFNAME")}
         pid, status = run_streaming(self.processes, stage.command, environment, log, output, self._check)
         if status != 0:
+            self._look_for_the_cause()
+            why = " because a worker died or failed, which the lines above name" if status == EXIT_WORKER_DIED else ""
             raise RunFailed(
-                f"the driver (verl.trainer.main_ppo, pid {pid}) {how_it_ended(status)}; its output is in {log}, "
+                f"the driver (verl.trainer.main_ppo, pid {pid}) {how_it_ended(status)}{why}; its output is in {log}, "
                 f"Ray's logs will be in {self.job.settings.log_dir}"
             )
+
+    def _look_for_the_cause(self) -> None:
+        """Raise when a node or Ray has ended too: the driver, which ends with them, may be noticed a moment earlier."""
+        deadline = time.monotonic() + CAUSE_S
+        while time.monotonic() < deadline:
+            self._check()
+            time.sleep(POLL_S)
 
     def _check(self) -> None:
         """Raise when a node has gone away or Ray has ended; called while a command runs."""

@@ -99,9 +99,9 @@ def test_struck_anywhere_the_job_still_ends_the_same(prepared: Prepared, uninter
     with job.command("driver") as command:
         kill_driver(command, job, in_step, step=2)
     with job.command("raylet") as command:
-        kill_named(command, job, "raylet/raylet", 2, "raylet")
+        kill_named(command, job, "raylet/raylet", 2, "error: Ray on this node")
     with job.command("gcs") as command:
-        kill_named(command, job, "gcs/gcs_server", 3, "gcs_server")
+        kill_named(command, job, "gcs/gcs_server", 3, "error: Ray on this node")
     with job.command("launcher") as command:
         kill_named(command, job, "recipes.r1_zero.launch", 3, "the launcher (pid {pid}) was killed by signal 9")
     job.finish()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.command import Command, read_metrics, without_measurements
+from tests.system.command import Command, newest_step, read_metrics, without_measurements
 from tests.system.jobs import SMALL, Job, Prepared
 
 HEAD, WORKER = "10.79.0.1", "10.79.0.2"
@@ -113,7 +113,7 @@ def test_a_node_that_goes_away_ends_both(hosts: Hosts, prepared: Prepared, tmp_p
         hosts.start(prepared, tmp_path, rank=0, steps=1000) as head,
         hosts.start(prepared, tmp_path, rank=1, steps=1000) as worker,
     ):
-        head.wait_for(lambda: "\nstep 1 " in head.text(), "the end of step 1")
+        head.wait_for(lambda: newest_step(tmp_path / "run"), "the first checkpoint")
         gone = time.monotonic()
         if how == "killed":
             worker.end()
@@ -137,7 +137,7 @@ def test_a_part_that_dies_ends_both(hosts: Hosts, prepared: Prepared, tmp_path: 
         hosts.start(prepared, tmp_path, rank=0, steps=1000) as head,
         hosts.start(prepared, tmp_path, rank=1, steps=1000) as worker,
     ):
-        head.wait_for(lambda: "\nstep 1 " in head.text(), "the end of step 1")
+        head.wait_for(lambda: newest_step(tmp_path / "run"), "the first checkpoint")
         victim = (head, worker)[rank].find(name)
         assert victim is not None
         victim.kill()

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from functools import partial
+from textwrap import shorten
 from types import TracebackType
 from typing import Any
 
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 # When one rank dies its peers' collectives fail too, sometimes before Ray reports the death: how long to look for it.
 _DEATH_GRACE_S = 3.0
 _KILL_TIMEOUT_S = 10.0
+_REASON_CHARS = 400
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -192,7 +194,7 @@ class RayWorkerGroup(WorkerGroup):
         return error
 
     def _died(self, rank: int, method: str, cause: RayActorError) -> WorkerDiedError:
-        reason = " ".join(str(cause).split())
+        reason = shorten(str(cause), width=_REASON_CHARS, placeholder=" ...")  # Ray goes on to guess at causes
         return WorkerDiedError(f"{self.name}: {self._where(rank)} died during {method}: {reason}")
 
     def _raised(self, rank: int, method: str, failure: CallFailure) -> WorkerError:
