@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,9 @@ from torch import Tensor
 from vllm.config import ParallelConfig
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+# torch 2.13 warns about the old name, 2.5 has only that one.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class GroupCoordinator:
             return x[None]
         gathered = x.new_empty(self.world_size, *x.shape)
         if x.numel() > 0:
-            dist.all_gather_into_tensor(gathered.view(-1), x.contiguous().view(-1), group=self.group)
+            _all_gather(gathered.view(-1), x.contiguous().view(-1), group=self.group)
         return gathered
 
     def destroy(self) -> None:
