@@ -16,13 +16,14 @@ from typing import Any
 
 import psutil
 
+from recipes.r1_zero.launcher import child
 from recipes.r1_zero.launcher.network import free_ports
 from recipes.r1_zero.launcher.settings import ROOT, VARIABLES
 
 SCRIPT = ROOT / "recipes" / "r1_zero" / "ray_start_grpo_npu.sh"
 TAG_NAME = "R1_ZERO_TEST_COMMAND"
 # Machines that run tests may be busy, so only what an issue promises has a tight limit; this one is a safety net.
-PATIENCE_S = 240.0
+PATIENCE_S = 400.0
 POLL_S = 0.02
 
 
@@ -44,7 +45,8 @@ class Command:
         output.parent.mkdir(parents=True, exist_ok=True)
         with output.open("wb") as stream:
             self._process = subprocess.Popen(
-                [*prefix, "bash", str(SCRIPT), *arguments],
+                # child.py: a pytest that is killed takes the command with it
+                [sys.executable, child.__file__, str(os.getpid()), *prefix, "bash", str(SCRIPT), *arguments],
                 env=_clean_environment()
                 | {name: str(value) for name, value in environment.items()}
                 | {TAG_NAME: self.tag},
