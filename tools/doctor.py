@@ -198,7 +198,7 @@ def _network(options: Options) -> Iterator[Finding]:
         return
     yield Finding("interfaces", f"{names}; a run would use {addresses.get(chosen, 'none')}")
     for port in options.ports:
-        problem = network.port_problem("port", chosen, port)
+        problem = network.port_problem("port", port)
         yield Finding(f"port {port}", "in use" if problem else "free", problem or "")
 
 
