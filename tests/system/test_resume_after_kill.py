@@ -14,6 +14,7 @@ import pytest
 from tests.system.command import Command
 from tests.system.jobs import Job, Prepared, assert_same_result
 
+LAUNCHER = "-m recipes.r1_zero.launch"
 NOTICE_S = 30.0  # issue: "a clear message naming what died within 30 s, no process left"
 
 pytestmark = pytest.mark.timeout(1200)  # several runs of the whole job in one test; each wait has its own limit
@@ -21,15 +22,25 @@ pytestmark = pytest.mark.timeout(1200)  # several runs of the whole job in one t
 Wait = Callable[[Command, Job, int], None]  # returns in the middle of a step
 
 
-def kill_and_expect_the_end(command: Command, victim: psutil.Process) -> str:
-    """SIGKILL ``victim``; the command must fail in time and leave nothing; returns what it said from then on."""
+def kill_and_expect_the_end(command: Command, job: Job, victim: psutil.Process, ends_behind: bool = False) -> str:
+    """SIGKILL ``victim``; the command must fail in time, say how to resume and leave nothing; returns what it said.
+
+    ``ends_behind``: the launcher itself is the victim, so what it started may end a moment after the command.
+    """
     said_before = len(command.text())
     victim.send_signal(signal.SIGKILL)
     killed = time.monotonic()
     assert command.wait(timeout_s=NOTICE_S) != 0
     print(f"pid {victim.pid} killed, the command ended {time.monotonic() - killed:.1f} s later")
+    while ends_behind and command.left_behind() and time.monotonic() < killed + NOTICE_S:
+        time.sleep(0.1)
+    print(f"everything of it was gone after {time.monotonic() - killed:.1f} s")
     assert command.left_behind() == []
-    return command.text()[said_before:]
+    message = command.text()[said_before:]
+    newest = job.newest_step
+    hint = f"to go on from {job.output_dir}/checkpoints/global_step_{newest}" if newest else "no checkpoint was written"
+    assert hint in message or "run the same command again to go on from the last checkpoint" in message, message
+    return message
 
 
 def in_step(command: Command, job: Job, step: int, delay_s: float = 0.3) -> None:
@@ -48,25 +59,23 @@ def kill_worker(command: Command, job: Job, wait: Wait, step: int) -> None:
     """Kill rank 1 in ``step``; it must be named with its rank, process and node."""
     victim = command.wait_for(lambda: command.worker(rank=1), "worker 1")
     wait(command, job, step)
-    message = kill_and_expect_the_end(command, victim)
+    message = kill_and_expect_the_end(command, job, victim)
     assert re.search(rf"rank 1 \(pid {victim.pid} on \d+\.\d+\.\d+\.\d+\) died during \w+", message), message
-    assert "run the same command again to go on from" in message
 
 
 def kill_driver(command: Command, job: Job, wait: Wait, step: int) -> None:
     """Kill the driver in ``step``; the launcher must name it."""
     victim = command.wait_for(command.driver, "driver")
     wait(command, job, step)
-    message = kill_and_expect_the_end(command, victim)
+    message = kill_and_expect_the_end(command, job, victim)
     assert f"the driver (verl.trainer.main_ppo, pid {victim.pid}) was killed by SIGKILL" in message, message
-    assert "run the same command again to go on from" in message
 
 
-def kill_named(command: Command, job: Job, name: str, step: int, expected: str) -> None:
+def kill_named(command: Command, job: Job, wait: Wait, step: int, name: str, expected: str) -> None:
     """Kill the process whose command line holds ``name``; the output must hold ``expected`` afterwards."""
     victim = command.wait_for(lambda: command.find(name), name)
-    in_step(command, job, step)
-    message = kill_and_expect_the_end(command, victim)
+    wait(command, job, step)
+    message = kill_and_expect_the_end(command, job, victim, ends_behind=name == LAUNCHER)
     assert expected.format(pid=victim.pid) in message, message
 
 
@@ -91,19 +100,18 @@ def test_struck_anywhere_the_job_still_ends_the_same(prepared: Prepared, uninter
     job = Job(prepared, tmp_path)
     with job.command("before_any_checkpoint") as command:
         victim = command.wait_for(lambda: command.worker(rank=0), "worker 0")
-        message = kill_and_expect_the_end(command, victim)
+        message = kill_and_expect_the_end(command, job, victim)
         assert re.search(rf"rank 0 died during start of the process: .* pid: {victim.pid} .* ip: \d+", message), message
-        assert "no checkpoint was written yet" in message
     with job.command("worker_in_save") as command:
         kill_worker(command, job, in_save, step=1)
     with job.command("driver") as command:
         kill_driver(command, job, in_step, step=2)
     with job.command("raylet") as command:
-        kill_named(command, job, "raylet/raylet", 2, "error: Ray on this node")
+        kill_named(command, job, in_step, 3, "raylet/raylet", "error: Ray on this node")
     with job.command("gcs") as command:
-        kill_named(command, job, "gcs/gcs_server", 3, "error: Ray on this node")
+        kill_named(command, job, in_step, 4, "gcs/gcs_server", "error: Ray on this node")
     with job.command("launcher") as command:
-        kill_named(command, job, "recipes.r1_zero.launch", 3, "the launcher (pid {pid}) was killed by signal 9")
+        kill_named(command, job, in_save, 4, LAUNCHER, "the launcher (pid {pid}) was killed")
     job.finish()
     assert_same_result(job, uninterrupted)
 
