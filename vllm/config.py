@@ -53,10 +53,6 @@ class ParallelConfig:
     world_size: int
 
     @property
-    def tp_rank(self) -> int:
-        return self.rank % self.tensor_parallel_size
-
-    @property
     def dp_rank(self) -> int:
         return self.rank // self.tensor_parallel_size % self.data_parallel_size
 

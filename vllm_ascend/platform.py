@@ -6,7 +6,6 @@ import torch
 
 from vllm.platforms.interface import DeviceMemory, Platform
 
-ACTIVATION_FRACTION = 0.1  # of the allowed memory, left for activations and communication buffers
 # Page sizes of the paged attention kernel.
 BLOCK_STEP, MAX_BLOCK = 16, 512
 
@@ -31,12 +30,6 @@ class NPUPlatform(Platform):
         free, total = torch_npu.npu.mem_get_info(device)
         cached = torch_npu.npu.memory_reserved(device) - torch_npu.npu.memory_allocated(device)
         return DeviceMemory(free + cached, total)
-
-    def kv_cache_budget_bytes(self, device: torch.device, utilization: float) -> int:
-        memory = self.memory(device)
-        allowed = int(memory.total_bytes * utilization)
-        used = memory.total_bytes - memory.free_bytes
-        return max(0, allowed - used - int(allowed * ACTIVATION_FRACTION))
 
     def empty_cache(self) -> None:
         import torch_npu

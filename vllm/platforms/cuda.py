@@ -6,8 +6,6 @@ import torch
 
 from vllm.platforms.interface import DeviceMemory, Platform
 
-ACTIVATION_FRACTION = 0.1  # of the allowed memory, left for activations and communication buffers
-
 
 class CudaPlatform(Platform):
     """torch.cuda with the reference ops, nccl between processes."""
@@ -26,12 +24,6 @@ class CudaPlatform(Platform):
         free, total = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return DeviceMemory(free + cached, total)
-
-    def kv_cache_budget_bytes(self, device: torch.device, utilization: float) -> int:
-        memory = self.memory(device)
-        allowed = int(memory.total_bytes * utilization)
-        used = memory.total_bytes - memory.free_bytes
-        return max(0, allowed - used - int(allowed * ACTIVATION_FRACTION))
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()

@@ -8,6 +8,8 @@ from typing import ClassVar
 
 import torch
 
+ACTIVATION_FRACTION = 0.1  # of the allowed memory, left for activations and communication buffers
+
 
 @dataclass(frozen=True)
 class DeviceMemory:
@@ -33,11 +35,14 @@ class Platform(ABC):
     def memory(self, device: torch.device) -> DeviceMemory:
         """What `device` has free, cached blocks of torch's allocator not counted as used."""
 
-    @abstractmethod
     def kv_cache_budget_bytes(self, device: torch.device, utilization: float) -> int:
         """Bytes the KV cache may take when the engine may use `utilization` of the device and the weights are already
         on it.
         """
+        memory = self.memory(device)
+        allowed = int(memory.total_bytes * utilization)
+        used = memory.total_bytes - memory.free_bytes
+        return max(0, allowed - used - int(allowed * ACTIVATION_FRACTION))
 
     def empty_cache(self) -> None:  # noqa: B027 - a host has no allocator cache to give back
         """Give the allocator's unused blocks back to the device."""

@@ -56,9 +56,6 @@ class BlockPool:
             if self._ref_counts[block] == 0:
                 self._free[block] = None
 
-    def is_free(self, block: int) -> bool:
-        return self._ref_counts[block] == 0
-
     def find(self, block_hash: BlockHash) -> int | None:
         """The block with this content, if one is left."""
         return self._block_of.get(block_hash)
