@@ -31,8 +31,20 @@ def dist_backend(device: str) -> str:
 
 
 def get_torch_device(device: str) -> ModuleType | None:
-    """``torch.cuda`` or ``torch.npu``; None on the CPU, which has no memory of its own to ask about."""
-    return None if device == "cpu" else getattr(torch, device)
+    """``torch.cuda`` or ``torch.npu``; None on the CPU, which has no memory of its own to ask about.
+
+    Raises:
+        ValueError: this torch has no such device.
+    """
+    if device == "cpu":
+        return None
+    module: ModuleType | None = getattr(torch, device, None)
+    if module is None:
+        raise ValueError(
+            f"trainer.device={device}, but torch {torch.__version__} has no torch.{device}; install torch_npu beside "
+            "it (requirements/npu.txt) and leave TORCH_DEVICE_BACKEND_AUTOLOAD unset: torch loads the plug-in itself"
+        )
+    return module
 
 
 def ops_providers(trainer: TrainerConfig, device: str) -> tuple[str, str]:

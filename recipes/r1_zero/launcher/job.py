@@ -221,7 +221,7 @@ def report_stage(job: Job) -> Stage:
 def ray_command(job: Job, place: Place, temp_dir: str, ports: RayPorts) -> tuple[str, ...]:
     """``ray start`` of one node, in the foreground, so that it lives and ends with this launcher."""
     settings = job.settings
-    command = [str(Path(job.python).parent / "ray"), "start", "--block", "--disable-usage-stats"]
+    command = [job.python, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     command += ["--node-ip-address", place.own_addr, "--temp-dir", temp_dir]
     if place.is_head:
         command += ["--head", "--port", str(settings.ray_port), "--dashboard-host", "127.0.0.1"]
