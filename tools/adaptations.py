@@ -39,8 +39,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.adaptations", description=__doc__)
     parser.add_argument("--check", action="store_true", help=f"fail when {OUTPUT} or a mark is not in order")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository (default: this one)")
+    parser.add_argument(
+        "--prove",
+        nargs="*",
+        metavar="ID",
+        help="delete each marked block (or those of the IDs) in a copy of the tree and see its test fail there",
+    )
     args = parser.parse_args()
     try:
+        if args.prove is not None:
+            sys.exit(0 if _show_proofs(args.root, args.prove) else 1)
         print(run(args.root, check=args.check))
     except ValueError as error:
         sys.exit(f"error: {error}")
@@ -48,8 +56,11 @@ def main() -> None:
 
 def run(root: Path, check: bool) -> str:
     """Write the list, or with ``check`` compare it; returns the line to show. ValueError names every problem."""
+    from tools import removals  # it stands on this module
+
     found, problems = collect(root)
-    text = render(found)
+    problems += removals.registry_problems(root, found)
+    text = render(found, {name: proof.test for name, proof in removals.read_registry(root)[0].items()})
     path = root / OUTPUT
     if check and not problems and (not path.exists() or path.read_text(encoding="utf-8") != text):
         problems.append(f"{OUTPUT} is not what the marks say: run `python -m tools.adaptations` and commit it")
@@ -66,7 +77,7 @@ def collect(root: Path) -> tuple[list[Adaptation], list[str]]:
     """Every mark of the tree, in order of path and line, and what is wrong with them."""
     found: list[Adaptation] = []
     problems: list[str] = []
-    for path in sorted(_files(root)):
+    for path in filter(_may_carry_marks, listed_files(root)):
         lines = (root / path).read_text(encoding="utf-8", errors="replace").splitlines()
         marks, wrong = parse(path, lines)
         found += marks
@@ -101,10 +112,11 @@ def parse(path: str, lines: list[str]) -> tuple[list[Adaptation], list[str]]:
     return found, problems
 
 
-def render(found: Iterable[Adaptation]) -> str:
-    """The generated document."""
+def render(found: Iterable[Adaptation], proving_tests: dict[str, str]) -> str:
+    """The generated document; `proving_tests` by id."""
     rows = [
-        f"| `{a.id}` | `{a.path}` | {a.what} | {a.drop_when} |" for a in sorted(found, key=lambda a: (a.path, a.line))
+        f"| `{a.id}` | `{a.path}` | {a.what} | {a.drop_when} | `{proving_tests.get(a.id, 'none')}` |"
+        for a in sorted(found, key=lambda a: (a.path, a.line))
     ]
     return "\n".join(
         [
@@ -113,9 +125,12 @@ def render(found: Iterable[Adaptation]) -> str:
             "Every place where shared code bends for the hardware. Written by `python -m tools.adaptations` from the",
             f"`{WORD}` marks in the sources; CI checks that it is up to date. Do not edit.",
             "",
-            "| id | file | what the hardware needs | drop when |",
-            "|---|---|---|---|",
-            *(rows or ["| | | none yet | |"]),
+            "The test in the last column passes, and fails when the marked block is deleted:",
+            "`python -m tools.adaptations --prove [ID ...]` shows it on a copy of the tree.",
+            "",
+            "| id | file | what the hardware needs | drop when | proved by |",
+            "|---|---|---|---|---|",
+            *(rows or ["| | | none yet | | |"]),
             "",
         ]
     )
@@ -134,8 +149,23 @@ def _continuation(lines: list[str]) -> Iterator[str]:
         yield comment["text"].strip()
 
 
-def _files(root: Path) -> list[str]:
-    """Files that may carry marks: tracked or new in git, or every one when the tree came without git."""
+def _show_proofs(root: Path, ids: list[str]) -> bool:
+    """Print the verdicts as they come; whether none of them is bad."""
+    from tools import removals
+
+    words = {True: "proven", False: "NOT PROVEN", None: "SKIPPED"}
+    verdicts = []
+    for verdict in removals.prove(root, ids):
+        verdicts.append(verdict)
+        print(f"{words[verdict.is_proven]:<10}  {verdict.id:<22} {verdict.path}")
+        print(f"{'':12}{verdict.test}\n{'':12}{verdict.why}", flush=True)
+    counts = [f"{sum(v.is_proven is value for v in verdicts)} {word.lower()}" for value, word in words.items()]
+    print(f"{len(verdicts)} adaptation(s): {', '.join(counts)}")
+    return all(verdict.is_proven is not False for verdict in verdicts)
+
+
+def listed_files(root: Path) -> list[str]:
+    """The tree's files: tracked or new in git, or every one that is not hidden when the tree came without git."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=root, capture_output=True, text=True
     )
@@ -143,7 +173,7 @@ def _files(root: Path) -> list[str]:
         names = set(listing.stdout.splitlines())
     else:
         names = {p.relative_to(root).as_posix() for p in root.rglob("*") if not any(x.startswith(".") for x in p.parts)}
-    return [name for name in names if _may_carry_marks(name) and (root / name).is_file()]
+    return sorted(name for name in names if (root / name).is_file())
 
 
 def _may_carry_marks(name: str) -> bool:

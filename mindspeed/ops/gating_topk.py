@@ -59,9 +59,11 @@ def _choose(
     import torch_npu
 
     has_groups = num_groups is not None and group_topk is not None
+    bias = None if expert_bias is None else expert_bias.to(logits_TE.dtype)
     # NPU-ADAPTATION(gating-bias): CANN 8.2's kernel does not start without a bias;
     # drop when CANN 8.5 is the oldest supported.
-    bias = torch.zeros_like(logits_TE[0]) if expert_bias is None else expert_bias.to(logits_TE.dtype)
+    if bias is None:
+        bias = torch.zeros_like(logits_TE[0])
     _, indices_TK, _ = torch_npu.npu_moe_gating_top_k(
         logits_TE,
         topk,

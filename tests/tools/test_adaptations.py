@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import adaptations
+from tools import adaptations, removals
 
 MARK = "# " + adaptations.WORD  # assembled, so that this file carries no mark of its own
 
@@ -15,6 +15,12 @@ def plant(root: Path, name: str, text: str) -> None:
     path = root / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text.replace("@", MARK), encoding="utf-8")
+
+
+def register(root: Path, *ids: str) -> None:
+    plant(root, "tests/test_a.py", "def test_a():\n    pass\n")
+    entries = [f'"{name}" = {{ test = "tests/test_a.py::test_a", env = "main" }}\n' for name in ids]
+    plant(root, str(removals.REGISTRY), "".join(entries))
 
 
 @pytest.fixture
@@ -29,15 +35,20 @@ def test_marks_are_listed_with_reason_and_condition(tree: Path) -> None:
         "a/x.py",
         "def f():\n    @(kv-blocks): the pool must not move;\n    # drop when sleep frees memory.\n    g()\n",
     )
+    register(tree, "kv-blocks", "no-jit")
     plant(tree, "b/y.sh", "@(no-jit): compilation stalls; drop when CANN 9\nexport A=1\nexport B=1\n@ END\n")
     assert "2 adaptation(s)" in adaptations.run(tree, check=False)
     written = (tree / adaptations.OUTPUT).read_text(encoding="utf-8")
-    assert "| `kv-blocks` | `a/x.py` | the pool must not move | sleep frees memory |" in written
-    assert "| `no-jit` | `b/y.sh` | compilation stalls | CANN 9 |" in written
+    assert (
+        "| `kv-blocks` | `a/x.py` | the pool must not move | sleep frees memory | `tests/test_a.py::test_a` |"
+        in written
+    )
+    assert "| `no-jit` | `b/y.sh` | compilation stalls | CANN 9 | `tests/test_a.py::test_a` |" in written
     assert "in order" in adaptations.run(tree, check=True)
 
 
 def test_moving_a_mark_inside_its_file_needs_no_new_list(tree: Path) -> None:
+    register(tree, "one")
     plant(tree, "x.py", "@(one): a; drop when b\ny = 1\n")
     adaptations.run(tree, check=False)
     plant(tree, "x.py", "z = 0\n\n@(one): a; drop when b\ny = 1\n")
@@ -61,8 +72,15 @@ def test_a_wrong_mark_is_named_with_its_place(tree: Path, source: str, complaint
         adaptations.run(tree, check=True)
 
 
+def test_a_mark_without_a_proving_test_is_an_error(tree: Path) -> None:
+    plant(tree, "x.py", "@(one): a; drop when b\ny = 1\n")
+    with pytest.raises(ValueError, match=r"x\.py:1: 'one' has no entry"):
+        adaptations.run(tree, check=False)
+
+
 def test_a_stale_list_is_an_error(tree: Path) -> None:
     adaptations.run(tree, check=False)
+    register(tree, "new")
     plant(tree, "x.py", "@(new): a; drop when b\ny = 1\n")
     with pytest.raises(ValueError, match="run `python -m tools.adaptations`"):
         adaptations.run(tree, check=True)

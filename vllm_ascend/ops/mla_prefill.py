@@ -41,7 +41,7 @@ class MlaPrefill:
         expanded_SNC = F.linear(latent_SL, kv_b_NCL.flatten(0, 1)).unflatten(-1, (heads, -1))
         q_TND = torch.cat((q_nope_TNP, q_rope_TNR), dim=-1)
         k_SND = torch.cat((expanded_SNC[..., :nope], rope_SR.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
-        v_SNV = expanded_SNC[..., nope:]
+        v_SND = v_SNV = expanded_SNC[..., nope:]
         # NPU-ADAPTATION(prefill-pad-value): the packed kernel wants one head size for q, k and v, and MLA has 192
         # and 128; drop when the oldest CANN that we support takes them as they are.
         v_SND = F.pad(v_SNV, (0, q_TND.shape[-1] - v_SNV.shape[-1]))

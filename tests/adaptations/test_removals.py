@@ -1,0 +1,146 @@
+"""Every hardware adaptation has a test that fails without it."""
+
+from __future__ import annotations
+
+import subprocess
+import textwrap
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tools import adaptations, removals
+
+ROOT = adaptations.ROOT
+FOUND, PROBLEMS = adaptations.collect(ROOT)
+MARK = "# " + adaptations.WORD  # assembled, so that this file carries no mark of its own
+
+
+def test_marks_registry_and_document_agree() -> None:
+    assert not PROBLEMS
+    assert not removals.registry_problems(ROOT, FOUND)
+    adaptations.run(ROOT, check=True)
+    document = (ROOT / adaptations.OUTPUT).read_text(encoding="utf-8")
+    for mark in FOUND:
+        assert f"| `{mark.id}` | `{mark.path}` |" in document
+
+
+def test_git_grep_finds_the_same_marks() -> None:
+    grep = subprocess.run(
+        ["git", "grep", "--untracked", "-hoE", rf"^ *{MARK}\([a-z0-9-]+\)"], cwd=ROOT, capture_output=True, text=True
+    )
+    if grep.returncode not in (0, 1) or not (ROOT / ".git").exists():
+        pytest.skip("the tree came without git")
+    assert sorted(line.split("(")[1].rstrip(")") for line in grep.stdout.splitlines()) == sorted(a.id for a in FOUND)
+
+
+@pytest.fixture(scope="module")
+def verdicts(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[removals.Verdict]]]:
+    """The proofs of the selected ids, all started at once, run two at a time."""
+    registry, _ = removals.read_registry(ROOT)
+    items = (item for item in request.session.items if isinstance(item, pytest.Function))
+    selected = {item.callspec.params["mark"] for item in items if item.name.startswith("test_fails_without[")}
+    pool = ThreadPoolExecutor(removals.AT_ONCE)
+    marks = [mark for mark in FOUND if mark in selected and mark.id in registry]
+    yield {mark.id: pool.submit(removals.prove_one, ROOT, mark, registry[mark.id]) for mark in marks}
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.timeout(3600)  # of a test alone: the queue before it counts too, and every proof has its own limit
+@pytest.mark.parametrize("mark", FOUND, ids=[mark.id for mark in FOUND])
+def test_fails_without(mark: adaptations.Adaptation, verdicts: dict[str, Future[removals.Verdict]]) -> None:
+    assert mark.id in verdicts, f"no entry in {removals.REGISTRY}"
+    verdict = verdicts[mark.id].result()
+    if verdict.is_proven is None:
+        pytest.skip(verdict.why)
+    assert verdict.is_proven, f"{verdict.test}: {verdict.why}"
+
+
+def plant(root: Path, source: str, test: str, env: str = "main") -> None:
+    """A tree of one marked file and the test that is to prove it."""
+    files = {"pad.py": source.replace("@", MARK), "tests/test_pad.py": "from pad import width\n\n\n" + test}
+    files[str(removals.REGISTRY)] = f'"pad" = {{ test = "tests/test_pad.py::test_width", env = "{env}" }}\n'
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+
+
+GOOD = (
+    "def width(n: int) -> int:\n    @(pad): even sizes only; drop when odd ones work.\n    n += n % 2\n    return n\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "test", "is_proven", "why"),
+    [
+        (GOOD, "def test_width():\n    assert width(3) == 4\n", True, "assert"),
+        (GOOD, "def test_width():\n    assert width(4) == 4\n", False, "passes without the block"),
+        (GOOD, "def test_width():\n    assert width(4) == 3\n", False, "on the untouched tree"),
+        (
+            "def width(n: int) -> int:\n    @(pad): even; drop when odd.\n    m = n + n % 2\n    return m\n",
+            "def test_width():\n    assert width(3) == 4\n",
+            False,
+            "does not run at all",
+        ),
+        (
+            "@(pad): even; drop when odd.\ndef width(n: int) -> int:\n    return n + n % 2\n",
+            "def test_width():\n    assert width(3) == 4\n",
+            False,
+            "did not fail but end in: error",
+        ),
+        (
+            "def width(n: int) -> int:\n    @(pad): even; drop when odd.\n    return n + n % 2\n",
+            "def test_width():\n    assert width(3) == 4\n",
+            False,
+            "does not parse",
+        ),
+    ],
+    ids=["good", "needless", "broken before", "missing name", "not importable", "not parsable"],
+)
+def test_verdicts(source: str, test: str, is_proven: bool, why: str, tmp_path: Path) -> None:
+    plant(tmp_path, source, test)
+    before = (tmp_path / "pad.py").read_text(encoding="utf-8")
+    [verdict] = removals.prove(tmp_path)
+    assert (verdict.is_proven, verdict.id) == (is_proven, "pad")
+    assert why in verdict.why
+    assert (tmp_path / "pad.py").read_text(encoding="utf-8") == before
+
+
+def test_without_a_simulator_the_proof_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    plant(tmp_path, GOOD, "def test_width():\n    assert width(3) == 4\n", env="npu")
+    [verdict] = removals.prove(tmp_path)
+    assert verdict.is_proven is None and "tests/npu/env.sh" in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "left"),
+    [
+        ("a.py", "x = 0\n@(pad): a;\n# drop when b.\nif x:\n    x = (\n        2\n    )\ny = 1\n", "x = 0\ny = 1\n"),
+        ("a.py", "@(pad): a; drop when b.\n@property\ndef f():\n    pass\n\n\ny = 1\n", "\n\ny = 1\n"),
+        ("a.py", "@(pad): a; drop when b.\nx = 1\n\nx = 2\n@ END\ny = 1\n", "y = 1\n"),
+        ("a.sh", "@(pad): a; drop when b.\nexport A=1 \\\n  B=2\nexport C=3\n", "export C=3\n"),
+        ("a.yaml", "a:\n  @(pad): a; drop when b.\n  b: 1\n  c: 2\n  @ END\n  d: 3\n", "a:\n  d: 3\n"),
+    ],
+)
+def test_the_block_is_what_the_mark_covers(name: str, source: str, left: str) -> None:
+    lines = source.replace("@(", MARK + "(").replace("@ END", MARK + " END")
+    [mark], problems = adaptations.parse(name, lines.splitlines())
+    assert not problems
+    kept = [line for line in removals.without_block(lines, mark).splitlines(keepends=True) if "#" not in line]
+    assert "".join(kept) == left
+
+
+def test_registry_mistakes_are_named(tmp_path: Path) -> None:
+    plant(tmp_path, GOOD, "def test_width():\n    assert width(3) == 4\n")
+    registry = tmp_path / removals.REGISTRY
+    registry.write_text(
+        textwrap.dedent("""\
+        "gone" = { test = "tests/test_pad.py::test_width", env = "main" }
+        "renamed" = { test = "tests/test_pad.py::test_other", env = "main" }
+        "odd" = { test = "tests/test_pad.py::test_width", env = "gpu" }
+        """)
+    )
+    problems = "\n".join(removals.registry_problems(tmp_path, adaptations.collect(tmp_path)[0]))
+    for expected in ("'pad' has no entry", '"gone" is not the id', "test_other, which is not there", '"odd" must be'):
+        assert expected in problems

@@ -1,0 +1,261 @@
+"""Proves that each hardware adaptation is needed: a named test passes, and fails without the marked block.
+
+Works on copies, the tree itself is never touched. `python -m tools.adaptations --prove [ID ...]` is the command,
+tests/adaptations/test_removals.py holds it in CI.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.adaptations import COMMENT, ROOT, Adaptation, collect, listed_files
+
+REGISTRY = Path("tests/adaptations/removals.toml")
+SIMULATOR_ENV = Path("tests/npu/env.sh")
+ENVS = ("main", "npu")
+TIMEOUT_S = 240.0
+AT_ONCE = 2  # proofs side by side: tests start processes of their own
+# A test that fails for one of these shows that the code does not run without the block, not that the hardware needs it.
+BROKEN_CODE = re.compile(r"\b(NameError|UnboundLocalError|ImportError|ModuleNotFoundError|SyntaxError)\b")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the registry names for one id."""
+
+    test: str  # pytest's node id
+    env: str  # one of ENVS
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one proof; `is_proven` None: it could not run here, and `why` says what is missing."""
+
+    id: str
+    path: str
+    test: str
+    is_proven: bool | None
+    why: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One pytest run: its exit code, and the message of its first failure or error."""
+
+    exit_code: int
+    kind: str  # "passed", "failure", "error", "skipped", "timeout" or "nothing"
+    message: str
+
+
+def read_registry(root: Path) -> tuple[dict[str, Proof], list[str]]:
+    """The proving tests by id, and what is wrong with the registry itself."""
+    path = root / REGISTRY
+    if not path.exists():
+        return {}, []
+    proofs: dict[str, Proof] = {}
+    problems: list[str] = []
+    for name, entry in tomllib.loads(path.read_text(encoding="utf-8")).items():
+        if not isinstance(entry, dict) or set(entry) != {"test", "env"} or entry["env"] not in ENVS:
+            problems.append(
+                f'{REGISTRY}: "{name}" must be {{ test = "tests/...py::test_name", env = "main" or "npu" }}'
+            )
+            continue
+        proofs[name] = Proof(entry["test"], entry["env"])
+        file, _, function = entry["test"].partition("::")
+        function = function.partition("[")[0]
+        source = (root / file).read_text(encoding="utf-8") if (root / file).is_file() else ""
+        if not function or f"def {function}(" not in source:
+            problems.append(f'{REGISTRY}: "{name}" names {entry["test"]}, which is not there')
+    return proofs, problems
+
+
+def registry_problems(root: Path, found: Iterable[Adaptation]) -> list[str]:
+    """Ids without a proving test, entries without an id, and malformed entries."""
+    proofs, problems = read_registry(root)
+    marked = {adaptation.id: adaptation for adaptation in found}
+    problems += [
+        f"{mark.path}:{mark.line}: '{name}' has no entry in {REGISTRY}: name the test that fails without the block"
+        for name, mark in marked.items()
+        if name not in proofs and not any(f'"{name}"' in problem for problem in problems)
+    ]
+    problems += [f'{REGISTRY}: "{name}" is not the id of any mark' for name in proofs if name not in marked]
+    return problems
+
+
+def without_block(source: str, adaptation: Adaptation) -> str:
+    """The file without what the mark covers; the mark itself stays. ValueError when it covers nothing that can go.
+
+    With an END the block is what lies between the mark's comment and the END. Without one it is the statement after the
+    comment: Python's own idea of its extent, or one line (and its continuations) in other files.
+    """
+    lines = source.splitlines(keepends=True)
+    where = f"{adaptation.path}:{adaptation.line}"
+    first = next((n for n in range(adaptation.line, len(lines)) if not COMMENT.match(lines[n])), len(lines))
+    if adaptation.end_line is not None:
+        last = adaptation.end_line - 1
+    elif adaptation.path.endswith(".py"):
+        last = _statement_end(source, first, where)
+    else:
+        last = first + 1
+        while last < len(lines) and lines[last - 1].rstrip().endswith("\\"):
+            last += 1
+    if not "".join(lines[first:last]).strip():
+        raise ValueError(f"{where}: the mark covers no line")
+    shorter = "".join(lines[:first] + lines[last:])
+    if adaptation.path.endswith(".py"):
+        try:
+            compile(shorter, adaptation.path, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            raise ValueError(f"{where}: without the block the file does not parse: {error}") from None
+    return shorter
+
+
+def _statement_end(source: str, first: int, where: str) -> int:
+    """The line number of the end of the statement that starts at index `first` of the lines."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.stmt):
+            decorators = getattr(node, "decorator_list", [])
+            start = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+            if start == first + 1 and node.end_lineno is not None:
+                return node.end_lineno
+    raise ValueError(f"{where}: no statement starts on the line after the mark's comment; close the block with END")
+
+
+def prove(root: Path = ROOT, ids: Iterable[str] = ()) -> Iterator[Verdict]:
+    """A verdict for each id (all without `ids`), in order, as soon as it is there.
+
+    ValueError lists what is wrong with the marks or the registry.
+    """
+    found, problems = collect(root)
+    problems += registry_problems(root, found)
+    wanted = set(ids) or {adaptation.id for adaptation in found}
+    problems += [f"'{name}' is not the id of any mark" for name in wanted - {a.id for a in found}]
+    if problems:
+        raise ValueError("\n  ".join(["marks and proofs do not agree:", *problems]))
+    proofs, _ = read_registry(root)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield from pool.map(lambda a: prove_one(root, a, proofs[a.id]), [a for a in found if a.id in wanted])
+
+
+def prove_one(root: Path, adaptation: Adaptation, proof: Proof) -> Verdict:
+    """Run the test on an untouched copy (it must pass), then without the block (it must fail, for a good reason)."""
+
+    def verdict(is_proven: bool | None, why: str) -> Verdict:
+        return Verdict(adaptation.id, adaptation.path, proof.test, is_proven, why)
+
+    environment, lacking = environment_of(root, proof.env)
+    if lacking:
+        return verdict(None, lacking)
+    try:
+        shorter = without_block((root / adaptation.path).read_text(encoding="utf-8"), adaptation)
+    except ValueError as error:
+        return verdict(False, str(error))
+    with _copy(root) as copy:
+        before = _run_test(root, copy, proof.test, environment)
+        if before.kind != "passed":
+            is_missing_here = before.kind == "skipped" and proof.env == "npu"
+            why = f"on the untouched tree the test did not pass ({before.kind}): {before.message}"
+            return verdict(None if is_missing_here else False, why)
+        (copy / adaptation.path).write_text(shorter, encoding="utf-8")
+        after = _run_test(root, copy, proof.test, environment)
+    if after.kind == "passed":
+        return verdict(False, "the test passes without the block")
+    if after.kind != "failure":
+        return verdict(False, f"without the block the test did not fail but end in: {after.kind}: {after.message}")
+    if BROKEN_CODE.search(after.message):
+        return verdict(False, f"without the block the code does not run at all, which proves nothing: {after.message}")
+    return verdict(True, after.message)
+
+
+def environment_of(root: Path, env: str) -> tuple[dict[str, str], str]:
+    """The variables to run a test with, PYTHON among them, or what this machine lacks for it."""
+    base = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    base |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    if env == "main":
+        return base | {"PYTHON": sys.executable, "PYTHONPATH": str(root)}, ""
+    if not (root / SIMULATOR_ENV).is_file():
+        return {}, f"the simulator's environment is not there: {SIMULATOR_ENV} is missing"
+    sourced = subprocess.run(
+        ["bash", "-c", f"source {SIMULATOR_ENV} >&2 && env -0"], cwd=root, env=base, capture_output=True, text=True
+    )
+    if sourced.returncode != 0:
+        return {}, f"no simulator here: {_last_line(sourced.stderr)}"
+    variables = dict(item.partition("=")[::2] for item in sourced.stdout.split("\0") if "=" in item)
+    python = variables.get("NPU_PYTHON", "")
+    if not python or not shutil.which(python):
+        return {}, f"no simulator here: {SIMULATOR_ENV} names no Python (NPU_PYTHON={python!r})"
+    return variables | {"PYTHON": python}, ""
+
+
+@contextmanager
+def _copy(root: Path) -> Iterator[Path]:
+    """A copy of the tree's tracked and new files, without git, gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="removal-") as folder:
+        copy = Path(folder) / "tree"
+        for name in listed_files(root):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, copy / name)
+        yield copy
+
+
+def _run_test(root: Path, copy: Path, test: str, environment: dict[str, str]) -> Outcome:
+    """Run one test in a copy, importing from that copy alone, and end everything it started."""
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    moved = [str(copy), *(p.replace(str(root), str(copy), 1) for p in paths if p and p != str(root))]
+    report = copy / "report.xml"
+    report.unlink(missing_ok=True)
+    command = [environment["PYTHON"], "-m", "pytest", "-p", "no:cacheprovider", "-m", "", f"--junitxml={report}", test]
+    variables = environment | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(moved))}
+    process = subprocess.Popen(
+        command, cwd=copy, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        _end_group(process)
+        return Outcome(-1, "timeout", f"still running after {TIMEOUT_S:.0f} s")
+    return _outcome(process.returncode, report, output)
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    """End a test's session: what it started shares its process group."""
+    os.killpg(process.pid, 9)
+    process.communicate()
+
+
+def _outcome(exit_code: int, report: Path, output: str) -> Outcome:
+    if exit_code not in (0, 1) or not report.exists():
+        return Outcome(exit_code, "error", f"pytest ended with {exit_code}: {_last_line(output)}")
+    results = [result for case in ElementTree.parse(report).iter("testcase") for result in case]
+    for kind in ("error", "failure", "skipped"):
+        for result in results:
+            if result.tag == kind:
+                return Outcome(exit_code, kind, _reason(result))
+    return Outcome(exit_code, "passed" if exit_code == 0 else "error", _last_line(output))
+
+
+def _reason(result: ElementTree.Element) -> str:
+    """The failure in one line; the last exception's of a report that carries other processes' tracebacks."""
+    message = result.get("message") or ""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed)\b", line)]
+    return (raised or lines or ["no message"])[-1 if raised else 0][:240]
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"
