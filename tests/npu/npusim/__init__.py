@@ -1,0 +1,49 @@
+"""An Ascend device that is not there: the real torch_npu on a fake CANN, its arithmetic done by CPU kernels.
+
+`import torch` loads it by itself in an environment made by tests/npu/env.sh, through torch's plug-in entry points.
+"""
+
+from collections import Counter
+
+_is_loaded = False
+
+
+def autoload() -> None:
+    """Called by `import torch`: loads the fake libraries, torch_npu, the CPU kernels and every reference."""
+    global _is_loaded
+    if _is_loaded:
+        return
+    _is_loaded = True
+    import ctypes
+
+    import torch
+
+    from npusim.build import LOAD_ORDER, library_dir
+
+    libraries = library_dir()
+    for name in LOAD_ORDER:  # by path, so that an older LD_LIBRARY_PATH cannot bring in an older build
+        ctypes.CDLL(str(libraries / f"{name}.so"), mode=ctypes.RTLD_GLOBAL)
+    import torch_npu
+
+    torch.ops.load_library(str(libraries / "libnpusim.so"))
+    torch.ops.npusim.install()
+    from npusim import aten_overrides, references
+
+    aten_overrides.install()
+    references.load_all()
+    assert torch_npu is not None
+
+
+def calls() -> Counter[str]:
+    """How often each op ran on the device since the last `reset_calls`: `aten::mm`, `npu_rms_norm`, ..."""
+    import torch
+
+    lines = (line.rsplit(" ", 1) for line in torch.ops.npusim.calls().splitlines())
+    return Counter({name: int(times) for name, times in lines})
+
+
+def reset_calls() -> None:
+    """Starts `calls` again from nothing."""
+    import torch
+
+    torch.ops.npusim.reset_calls()

@@ -1,0 +1,164 @@
+// Graph capture of the fake libascendcl.so (aclmdlRI*): a graph is the list of tasks that were issued while a stream
+// was capturing; running it runs them again, in order, on the same memory. A task group is a part of that list whose
+// tasks an update replaces by the same ops with other arguments.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "simulator.h"
+
+namespace npusim {
+namespace {
+
+using Tasks = std::vector<npusim_task>;
+
+void undo(Tasks& tasks) {
+    for (auto task = tasks.rbegin(); task != tasks.rend(); ++task)
+        if (task->undo) task->undo(task->state);
+}
+void drop(Tasks& tasks) {
+    for (npusim_task& task : tasks) task.drop(task.state);
+    tasks.clear();
+}
+
+}  // namespace
+
+// A run of tasks; a group's are between the begin and the end of the group.
+struct Section {
+    Tasks tasks;
+    bool is_group = false;
+};
+
+struct Graph {
+    std::vector<std::unique_ptr<Section>> sections;
+    Section* add_section(bool is_group) {
+        sections.push_back(std::make_unique<Section>());
+        sections.back()->is_group = is_group;
+        return sections.back().get();
+    }
+    ~Graph() {
+        for (auto& section : sections) drop(section->tasks);
+    }
+};
+
+namespace {
+
+// The process captures one graph at a time: all work of the process goes into it, whatever its stream.
+std::mutex mutex;
+Graph* captured = nullptr;    // between CaptureBegin and CaptureEnd
+Stream* capture_stream = nullptr;
+Section* updated = nullptr;   // between UpdateBegin and UpdateEnd
+Tasks replacements;           // the tasks of the update
+std::atomic<bool> recording{false};
+std::atomic<uint32_t> next_graph_id{0};
+
+Tasks& current_tasks() { return updated ? replacements : captured->sections.back()->tasks; }
+
+}  // namespace
+
+bool capturing() { return recording.load(); }
+
+}  // namespace npusim
+
+using namespace npusim;
+
+extern "C" {
+
+int npusim_is_capturing() { return capturing(); }
+int npusim_record(npusim_task task) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!captured && !updated) return fail(107029, "'%s' cannot be recorded: no stream is being captured", task.name);
+    current_tasks().push_back(task);
+    return ACL_SUCCESS;
+}
+
+aclError aclmdlRICaptureBegin(aclrtStream stream, aclmdlRICaptureMode) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (captured) return fail(107032, "the simulator captures one graph at a time");
+    captured = new Graph;
+    captured->add_section(false);
+    capture_stream = static_cast<Stream*>(stream);
+    capture_stream->capturing = captured;
+    recording = true;
+    return ACL_SUCCESS;
+}
+aclError aclmdlRICaptureEnd(aclrtStream stream, aclmdlRI* graph) {
+    std::unique_lock<std::mutex> lock(mutex);
+    if (!captured || capture_stream != stream) return fail(107029, "the stream is not being captured");
+    Graph* finished = captured;
+    captured = nullptr;
+    capture_stream->capturing = nullptr;
+    recording = false;
+    lock.unlock();  // undoing calls back into the executor
+    for (auto section = finished->sections.rbegin(); section != finished->sections.rend(); ++section) undo((*section)->tasks);
+    *graph = finished;
+    return ACL_SUCCESS;
+}
+aclError aclmdlRICaptureGetInfo(aclrtStream stream, aclmdlRICaptureStatus* status, aclmdlRI* graph) {
+    Graph* of_stream = stream ? static_cast<Stream*>(stream)->capturing : nullptr;
+    *status = of_stream ? ACL_MODEL_RI_CAPTURE_STATUS_ACTIVE : ACL_MODEL_RI_CAPTURE_STATUS_NONE;
+    if (graph) *graph = of_stream;
+    return ACL_SUCCESS;
+}
+aclError aclmdlRICaptureThreadExchangeMode(aclmdlRICaptureMode*) { return ACL_SUCCESS; }
+aclError aclmdlRIGetId(aclmdlRI, uint32_t* id) {
+    *id = next_graph_id++;
+    return ACL_SUCCESS;
+}
+aclError aclmdlRIExecuteAsync(aclmdlRI graph, aclrtStream) {
+    for (auto& section : static_cast<Graph*>(graph)->sections)
+        for (npusim_task& task : section->tasks)
+            if (int code = task.run(task.state)) return code;
+    return ACL_SUCCESS;
+}
+aclError aclmdlRIDestroy(aclmdlRI graph) {
+    delete static_cast<Graph*>(graph);
+    return ACL_SUCCESS;
+}
+
+// ---- task groups
+aclError aclmdlRICaptureTaskGrpBegin(aclrtStream) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!captured) return fail(107029, "a task group begins outside a capture");
+    if (captured->sections.back()->is_group) return fail(107032, "a task group begins inside another");
+    captured->add_section(true);
+    return ACL_SUCCESS;
+}
+aclError aclmdlRICaptureTaskGrpEnd(aclrtStream, aclrtTaskGrp* handle) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!captured || !captured->sections.back()->is_group) return fail(107029, "a task group ends that has not begun");
+    *handle = reinterpret_cast<aclrtTaskGrp>(captured->sections.back().get());
+    captured->add_section(false);
+    return ACL_SUCCESS;
+}
+aclError aclmdlRICaptureTaskUpdateBegin(aclrtStream, aclrtTaskGrp handle) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (captured || updated) return fail(107032, "an update begins inside a capture or another update");
+    updated = reinterpret_cast<Section*>(handle);
+    recording = true;
+    return ACL_SUCCESS;
+}
+aclError aclmdlRICaptureTaskUpdateEnd(aclrtStream) {
+    std::unique_lock<std::mutex> lock(mutex);
+    if (!updated) return fail(107029, "an update ends that has not begun");
+    Section* section = updated;
+    Tasks fresh;
+    fresh.swap(replacements);
+    updated = nullptr;
+    recording = false;
+    lock.unlock();
+    undo(fresh);
+    const bool same_ops = std::equal(fresh.begin(), fresh.end(), section->tasks.begin(), section->tasks.end(),
+                                     [](const npusim_task& a, const npusim_task& b) { return !strcmp(a.name, b.name); });
+    if (same_ops) fresh.swap(section->tasks);
+    const size_t recorded = same_ops ? fresh.size() : section->tasks.size(), given = fresh.size();
+    drop(fresh);
+    if (same_ops) return ACL_SUCCESS;
+    return fail(207019, "an update may only repeat the ops of its task group with other arguments: the group has %zu, "
+                "the update %zu, or their names differ", recorded, given);
+}
+
+}  // extern "C"

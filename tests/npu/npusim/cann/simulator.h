@@ -1,0 +1,57 @@
+// What the files of the fake CANN runtime share: settings, errors, streams, and the seam for graph capture.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "acl/acl.h"
+
+namespace npusim {
+
+// One physical device as the process sees it: index in `visible` is the logical device of this process.
+struct Settings {
+    std::vector<int> visible;     // ASCEND_RT_VISIBLE_DEVICES over FAKE_NPU_COUNT physical devices
+    std::string visible_problem;  // why `visible` is empty although devices were asked for
+    size_t device_bytes;          // FAKE_NPU_MEM_GB (may be a fraction)
+    std::string soc;              // FAKE_NPU_SOC
+};
+const Settings& settings();
+
+// Keeps the text for aclGetRecentErrMsg, which torch_npu appends to its exception, and returns the code.
+aclError fail(aclError code, const char* format, ...) __attribute__((format(printf, 2, 3)));
+
+int current_device();  // the calling thread's device, or the last one that any thread set
+
+struct Graph;
+struct Stream {
+    int id;
+    int device;
+    Graph* capturing = nullptr;  // the graph that this stream records into, or that an update replaces tasks of
+};
+
+bool capturing();  // is any stream of this process recording?
+
+}  // namespace npusim
+
+// The executor and the Python references reach the runtime through these C symbols.
+extern "C" {
+
+// A piece of device work as a graph keeps it. The device does nothing while a graph is captured, but the simulator has
+// to run each piece once to learn its output shapes: `undo` takes that back when the capture ends.
+struct npusim_task {
+    int (*run)(void* state);    // does the work again; 0, or an error code after npusim_set_error
+    void (*undo)(void* state);  // may be null
+    void (*drop)(void* state);
+    void* state;
+    const char* name;  // outlives the task
+};
+
+int npusim_is_capturing();
+int npusim_record(npusim_task task);  // the graph owns the state from then on
+void npusim_set_error(const char* message);
+const char* npusim_current_op(const char* replacement);  // sets this thread's op (may be null), returns the one before
+// Is [pointer, pointer + bytes) inside memory that is allocated and mapped now?
+int npusim_is_live(const void* pointer, size_t bytes);
+}
