@@ -1,22 +1,22 @@
 # HCCL, allocator and engine settings for Ascend NPUs: sourced by ray_start_grpo_npu.sh on machines that have some, and
 # read by --print-plan. A variable that is already set keeps its value. One line each: export NAME="${NAME:-value}".
 
-# Collectives: how long to wait for a peer to connect and to answer (s), and the ports that the host side uses.
+# Collectives: how long to wait for a peer to connect and to answer (s). Ports of the host side: chosen by the system,
+# so that two jobs on a node do not meet; HCCL_IF_BASE_PORT would then not be read.
 export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-600}"
 export HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-600}"
-export HCCL_IF_BASE_PORT="${HCCL_IF_BASE_PORT:-64247}"
 export HCCL_HOST_SOCKET_PORT_RANGE="${HCCL_HOST_SOCKET_PORT_RANGE:-auto}"
 # Expand collectives on the vector cores, which decoding's small messages need; buffer per group in MB.
 export HCCL_OP_EXPANSION_MODE="${HCCL_OP_EXPANSION_MODE:-AIV}"
 export HCCL_BUFFSIZE="${HCCL_BUFFSIZE:-300}"
 
-# Memory: segments that grow, so that sleep and wake do not fragment; large host blocks returned to the system.
+# Memory: segments that grow, so that sleep and wake do not fragment; large host blocks returned to the system (read by
+# glibc's allocator, where jemalloc is not preloaded).
 export PYTORCH_NPU_ALLOC_CONF="${PYTORCH_NPU_ALLOC_CONF:-expandable_segments:True}"
 export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-512768}"
 
-# Launching: two-level task queue, one hardware queue (order of communication and computation), no debug modes.
+# Launching: two-level task queue, no debug modes; logs of errors only, to files.
 export TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE:-2}"
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 export ASCEND_LAUNCH_BLOCKING="${ASCEND_LAUNCH_BLOCKING:-0}"
 export ASCEND_GLOBAL_EVENT_ENABLE="${ASCEND_GLOBAL_EVENT_ENABLE:-0}"
 export ASCEND_GLOBAL_LOG_LEVEL="${ASCEND_GLOBAL_LOG_LEVEL:-3}"

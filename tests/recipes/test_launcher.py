@@ -138,7 +138,7 @@ def test_plan_of_sixteen_nodes_starts_nothing(
     assert "training: TP4 PP8 DP8 EP32, layers per stage 7,7,8,8,8,8,8,7" in plan
     assert "rollout:  TP2 DP128 EP256" in plan
     assert "--target-expert-parallel-size 8 --moe-tp-extend-ep" in plan
-    assert plan.count("ray start --block") == plan.count("ray start --block --disable-usage-stats") + 0 == 16
+    assert plan.count("-m ray.scripts.scripts start --block") == 16
     assert plan.count("--head") == 1
     assert plan.count("HCCL_CONNECT_TIMEOUT=600") == 16
     assert "tensor_model_parallel_size: 4" in plan

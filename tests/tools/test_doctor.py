@@ -9,15 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from tools import doctor
+from mindspeed_llm.hf_config import parse_hf_config
+from recipes.r1_zero.launcher.settings import CONFIG_DIR
+from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3
+from tests.mindspeed_llm.tiny import tiny_hf_config
+from tools.doctor import ascend, host, links
+from tools.doctor.examine import examine
+from tools.doctor.finding import GIB, Finding, Options
+from tools.doctor.needs import needs_of
+from tools.doctor.tested import load_table, needs_of_config
+from verl.trainer.config import load_config
 
 
-def options(tmp_path: Path, ports: tuple[int, ...] = (), ifname: str | None = None) -> doctor.Options:
-    return doctor.Options(tmp_path / "not" / "there" / "yet", ports, None, ifname)
+def options(tmp_path: Path, ports: tuple[int, ...] = (), ifname: str | None = None) -> Options:
+    return Options(tmp_path / "not" / "there" / "yet", ports, None, ifname)
 
 
 def test_this_machine_can_run(tmp_path: Path) -> None:
-    findings = doctor.examine(options(tmp_path))
+    findings = examine(options(tmp_path))
     assert not [finding for finding in findings if finding.is_fatal]
     names = {finding.name for finding in findings}
     assert {"python", "torch", "ray", "NPUs", "cores", "host memory", "disk", "jemalloc", "interfaces"} <= names
@@ -28,16 +37,16 @@ def test_a_port_in_use_and_a_missing_interface_are_told(tmp_path: Path) -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        findings = {f.name: f for f in doctor.examine(options(tmp_path, (port,)))}
+        findings = {f.name: f for f in examine(options(tmp_path, (port,)))}
     assert findings[f"port {port}"].value == "in use" and "set port to a free port" in findings[f"port {port}"].remedy
-    findings = {f.name: f for f in doctor.examine(options(tmp_path, ifname="eth77"))}
+    findings = {f.name: f for f in examine(options(tmp_path, ifname="eth77"))}
     assert findings["interfaces"].is_fatal and "eth77" in findings["interfaces"].remedy
 
 
 def test_another_version_than_the_pinned_one_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     versions = {"torch": "2.13.0+cpu", "ray": "1.0", "transformers": None, "tensordict": "0.15.3"}
-    monkeypatch.setattr(doctor, "version_of", versions.get)
-    findings = {f.name: f for f in doctor.examine(options(tmp_path))}
+    monkeypatch.setattr(host, "version_of", versions.get)
+    findings = {f.name: f for f in examine(options(tmp_path))}
     assert not findings["torch"].remedy
     assert "pinned is" in findings["ray"].remedy and not findings["ray"].is_fatal
     assert findings["transformers"].is_fatal
@@ -50,3 +59,92 @@ def test_command_prints_a_report_and_says_whether_a_run_would_start(tmp_path: Pa
     assert "Ready for a run" in done.stdout
     bad = subprocess.run([*command, "--socket-ifname", "eth77"], capture_output=True, text=True, timeout=60)
     assert bad.returncode == 1 and "would not start" in bad.stdout
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with two dies, a driver, CANN and the vendor's two tools, as the doctor sees one."""
+    for name in ("davinci0", "davinci1"):
+        (tmp_path / "dev" / name).mkdir(parents=True)
+    info = tmp_path / "cann" / "aarch64-linux" / "ascend_toolkit_install.info"
+    info.parent.mkdir(parents=True)
+    info.write_text("package_name=Ascend-cann-toolkit\nversion=9.2.0\n", encoding="utf-8")
+    (tmp_path / "version.info").write_text("Version=26.2.0\n", encoding="utf-8")
+    monkeypatch.setattr(ascend, "DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(ascend, "DRIVER_VERSION_FILE", tmp_path / "version.info")
+    monkeypatch.setattr(ascend, "version_of", {"torch-npu": "2.13.0", "torch": "2.13.0+cpu"}.get)
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "cann"))
+    monkeypatch.setenv("HCCL_HOST_SOCKET_PORT_RANGE", "auto")
+    tool(tmp_path, "npu-smi", "exit 0")
+    tool(tmp_path, "hccn_tool", "echo 'link status: UP'")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    return tmp_path
+
+
+def tool(folder: Path, name: str, script: str) -> None:
+    path = folder / "bin" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    path.chmod(0o755)
+
+
+def found_on_the_node() -> dict[str, Finding]:
+    return {finding.name: finding for finding in ascend.findings()}
+
+
+def test_a_node_in_order_has_nothing_to_do(node: Path) -> None:
+    found = found_on_the_node()
+    assert not [finding for finding in found.values() if finding.remedy]
+    assert found["HCCL links"].value == "2 of 2 up" and found["CANN"].value == "9.2.0"
+
+
+def test_each_ascend_fault_is_named_with_its_remedy(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool(node, "hccn_tool", 'if [ "$2" = 1 ]; then echo "link status: DOWN"; else echo "link status: UP"; fi')
+    tool(node, "npu-smi", "exit 3")
+    (node / "version.info").write_text("Version=24.1.rc3\n", encoding="utf-8")
+    info = node / "cann" / "aarch64-linux" / "ascend_toolkit_install.info"
+    info.write_text("version=8.2.RC1\n", encoding="utf-8")
+    found = found_on_the_node()
+    assert found["HCCL links"].is_fatal and found["HCCL links"].value == "die 1: DOWN"
+    assert found["npu-smi"].is_fatal and "3" in found["npu-smi"].value
+    assert "older than 26.2" in found["driver"].remedy
+    assert "belongs to CANN 9.2" in found["CANN"].remedy
+    monkeypatch.setattr(ascend, "version_of", {"torch-npu": "2.13.0", "torch": "2.9.0"}.get)
+    assert found_on_the_node()["torch_npu"].is_fatal
+    monkeypatch.setattr(ascend, "version_of", {"torch-npu": "2.9.0"}.get)
+    assert "not among the tested" in found_on_the_node()["torch_npu"].remedy
+
+
+def test_hccl_ports_that_are_taken_or_cannot_be_read_are_told() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = links.hccl_ports({"HCCL_HOST_SOCKET_PORT_RANGE": f"{port}"})
+    assert found.is_fatal and str(port) in found.value and "auto" in found.remedy
+    assert links.hccl_ports({"HCCL_HOST_SOCKET_PORT_RANGE": "sixty"}).is_fatal
+    assert "auto" in links.hccl_ports({"HCCL_HOST_SOCKET_PORT_RANGE": "auto"}).value
+
+
+def test_the_table_has_what_the_big_configs_need() -> None:
+    """Memory with a quarter on top, disk with two checkpoints: the figures of tested.toml, computed again."""
+    hf = parse_hf_config(tiny_hf_config(**DEEPSEEK_V3))
+    for row in load_table()[1][1:]:
+        config = load_config([], config_name=row.config, config_dir=CONFIG_DIR)
+        needs = needs_of(config, hf)
+        assert row.memory_gib * 0.97 < needs.host_bytes * 1.25 / GIB <= row.memory_gib
+        checkpoints = 2 * needs.checkpoint_bytes if config.trainer.save_freq > 0 else 0
+        assert (needs.input_bytes + checkpoints) / GIB <= row.disk_gib
+
+
+def test_every_config_of_the_recipe_has_a_row_and_others_are_refused() -> None:
+    for path in CONFIG_DIR.glob("*.yaml"):
+        assert needs_of_config(path.stem).memory_gib
+    with pytest.raises(ValueError, match="r1_zero_tiny"):
+        needs_of_config("nothing")
+
+
+def test_the_first_stack_is_the_pinned_one() -> None:
+    stack = load_table()[0][0]
+    assert stack.torch == host.pinned(host.ROOT / "requirements/base.txt")["torch"]
+    assert stack.torch_npu == host.pinned(host.ROOT / "requirements/npu.txt")["torch-npu"]

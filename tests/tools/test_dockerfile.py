@@ -1,0 +1,59 @@
+"""The image is made from what the repository pins, and from nothing that floats."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tools.doctor.tested import load_table
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = ROOT / "Dockerfile.vllm_ascend.mindspeed.deepseekV3"
+
+
+def instructions() -> str:
+    """Without comments, continued lines joined."""
+    lines = [line for line in DOCKERFILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    return re.sub(r"\\\n\s*", " ", "\n".join(lines))
+
+
+def test_python_packages_come_from_the_pinned_requirements_only() -> None:
+    installs = re.findall(r"-m pip install ([^\n]*)", instructions())
+    assert len(installs) == 1
+    words = installs[0].split()
+    files = [words[i + 1] for i, word in enumerate(words) if word in ("-r", "-c")]
+    assert files == ["requirements/constraints.txt", "requirements/base.txt", "requirements/npu.txt"]
+    assert [word for word in words if not word.startswith("-") and word not in files] == []
+    for name in files:
+        for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
+            assert not line.strip() or line.startswith("#") or "==" in line, f"{name}: {line} is not pinned"
+
+
+def test_the_image_has_the_cann_that_the_pinned_torch_npu_belongs_to() -> None:
+    (tag,) = re.findall(r"ARG CANN_IMAGE=\S+:(\S+)", instructions())
+    stack = load_table()[0][0]
+    assert tag.startswith(f"{stack.cann}.") and "-a3-" in tag
+
+
+def test_what_is_copied_is_there() -> None:
+    for source in re.findall(r"^COPY (\S+) ", instructions(), re.MULTILINE):
+        assert (ROOT / source).exists(), source
+
+
+def test_device_settings_live_in_one_file() -> None:
+    """HCCL, CANN and allocator variables are exported by npu_env.sh and by nothing else that a run starts."""
+    setting = re.compile(r"^\s*(?:export|ENV)\s+(?:HCCL_|ASCEND_|PYTORCH_NPU|TASK_QUEUE|MALLOC_)", re.MULTILINE)
+    home = ROOT / "recipes" / "r1_zero" / "npu_env.sh"
+    assert setting.search(home.read_text(encoding="utf-8"))
+    for path in [DOCKERFILE, *(ROOT / "recipes").rglob("*.sh"), *(ROOT / "tools").rglob("*.sh")]:
+        if path != home:
+            assert not setting.search(path.read_text(encoding="utf-8")), path
+
+
+def test_no_variable_is_set_that_nothing_reads() -> None:
+    """Upstream's scripts export these; neither this tree nor torch_npu, CANN or glibc reads them in such a run."""
+    dead = ("CUDA_DEVICE_MAX_CONNECTIONS", "HCCL_IF_BASE_PORT=", "VLLM_ENABLE_FIX_ROUTE", "VLLM_ENABLE_MC2")
+    dead += ("VLLM_ASCEND_ACL_OP_INIT_MODE", "LCAL_COMM_ID")
+    for path in [DOCKERFILE, *(ROOT / "recipes").rglob("*.sh"), *(ROOT / "recipes").rglob("*.yaml")]:
+        text = path.read_text(encoding="utf-8")
+        assert not [name for name in dead if name in text], path

@@ -1,0 +1,93 @@
+"""The host: Python, packages, cores, memory, disk, allocator."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from third_party import jemalloc
+from tools.doctor.finding import GIB, ROOT, Finding
+from tools.doctor.tested import JobNeeds
+
+
+def python() -> Iterator[Finding]:
+    """The interpreter."""
+    is_old = sys.version_info < (3, 11)
+    remedy = "install Python 3.11 or newer and run tools/setup_env.sh" if is_old else ""
+    yield Finding("python", f"{platform.python_version()} ({sys.executable})", remedy, is_fatal=is_old)
+
+
+def packages() -> Iterator[Finding]:
+    """What requirements/base.txt pins."""
+    pins = pinned(ROOT / "requirements/base.txt")
+    for name in ("torch", "ray", "transformers", "tensordict"):
+        version = version_of(name)
+        if version is None:
+            yield Finding(name, "not installed", "run tools/setup_env.sh", is_fatal=True)
+        elif version.split("+")[0] != pins[name]:
+            yield Finding(name, version, f"pinned is {pins[name]}: run tools/setup_env.sh")
+        else:
+            yield Finding(name, version)
+
+
+def memory(needs: JobNeeds) -> Iterator[Finding]:
+    """Cores, memory and shared memory."""
+    yield Finding("cores", f"{os.cpu_count()} ({platform.machine()})")
+    found = psutil.virtual_memory()
+    is_small = found.available < needs.memory_gib * GIB
+    yield Finding(
+        "host memory",
+        f"{found.available / GIB:.0f} of {found.total / GIB:.0f} GiB free",
+        f"{needs.config} wants {needs.memory_gib} GiB free on every node: end something else" if is_small else "",
+    )
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free
+        remedy = "Ray keeps objects there: start the container with --shm-size=8g or more" if free < 2 * GIB else ""
+        yield Finding("shared memory", f"{free / GIB:.1f} GiB free in {shared}", remedy)
+
+
+def disk(output_dir: Path, needs: JobNeeds) -> Iterator[Finding]:
+    """Where the run would write."""
+    folder = output_dir.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not os.access(folder, os.W_OK):
+        yield Finding("disk", f"{folder} is not writable", "name another place with OUTPUT_DIR", is_fatal=True)
+        return
+    free = shutil.disk_usage(folder).free
+    is_small = free < needs.disk_gib * GIB
+    remedy = f"{needs.config} wants {needs.disk_gib} GiB: make room, or name another disk with OUTPUT_DIR"
+    yield Finding("disk", f"{free / GIB:.0f} GiB free at {folder}", remedy if is_small else "")
+
+
+def allocator() -> Iterator[Finding]:
+    """jemalloc."""
+    library = jemalloc.find_library()
+    if library is None:
+        remedy = "optional: keeps host memory from fragmenting (Debian: libjemalloc2, openEuler: jemalloc)"
+        yield Finding("jemalloc", "not installed", remedy)
+    else:
+        yield Finding("jemalloc", f"{library}{' (serves this process)' if jemalloc.is_loaded() else ''}")
+
+
+def version_of(package: str) -> str | None:
+    """The installed version, without importing the package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def pinned(requirements: Path) -> dict[str, str]:
+    """Package -> version of the exact pins in a requirements file."""
+    text = requirements.read_text(encoding="utf-8")
+    return dict(re.findall(r"^([\w-]+)(?:\[\w+\])?==([\w.]+)", text, re.MULTILINE))

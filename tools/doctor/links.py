@@ -1,0 +1,91 @@
+"""The network: interfaces and ports of the run, and the dies' own links and HCCL's ports."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+
+from recipes.r1_zero.launcher import network
+from tools.doctor.finding import Finding, Options
+
+HCCL_DEFAULT_PORT = 60000  # HCCL's own, without HCCL_HOST_SOCKET_PORT_RANGE and HCCL_IF_BASE_PORT
+HCCL_NUM_PORTS = 32
+HCCN_TOOL = "/usr/local/Ascend/driver/tools/hccn_tool"
+TOOL_TIMEOUT_S = 20
+
+
+def interfaces(options: Options) -> Iterator[Finding]:
+    """Which address a run would use, and whether its ports are free."""
+    addresses = network.own_addresses()
+    names = ", ".join(f"{name} {address}" for address, name in addresses.items()) or "none"
+    try:
+        chosen = network.address_towards(options.master_addr, options.socket_ifname)
+    except ValueError as error:
+        yield Finding("interfaces", names, str(error), is_fatal=True)
+        return
+    yield Finding("interfaces", f"{names}; a run would use {addresses.get(chosen, 'none')}")
+    for port in options.ports:
+        problem = network.port_problem("port", port)
+        yield Finding(f"port {port}", "in use" if problem else "free", problem or "")
+
+
+def hccl_ports(environment: Mapping[str, str] = os.environ) -> Finding:
+    """The host's ports that HCCL listens on, as its environment says."""
+    wanted = environment.get("HCCL_HOST_SOCKET_PORT_RANGE", "")
+    if wanted == "auto":
+        return Finding("HCCL ports", "chosen by the system (HCCL_HOST_SOCKET_PORT_RANGE=auto)")
+    try:
+        ports = _port_list(wanted) if wanted else _from_base(environment.get("HCCL_IF_BASE_PORT"))
+    except ValueError:
+        remedy = "set HCCL_HOST_SOCKET_PORT_RANGE=auto, or ranges such as 60000-60050,60150-60160"
+        return Finding("HCCL ports", f"HCCL_HOST_SOCKET_PORT_RANGE={wanted!r} cannot be read", remedy, is_fatal=True)
+    taken = [port for port in ports if network.port_problem("port", port)]
+    shown = f"{ports[0]} to {ports[-1]}"
+    if not taken:
+        return Finding("HCCL ports", f"{shown}, free")
+    remedy = "set HCCL_HOST_SOCKET_PORT_RANGE=auto (recipes/r1_zero/npu_env.sh does), or end what holds them"
+    return Finding("HCCL ports", f"{shown}; in use: {', '.join(map(str, taken))}", remedy, is_fatal=True)
+
+
+def die_links(dies: Sequence[int], tool: str | None = None) -> Finding:
+    """Whether every die's own network port is up, as hccn_tool says."""
+    tool = tool or shutil.which("hccn_tool") or (HCCN_TOOL if os.path.exists(HCCN_TOOL) else None)
+    if tool is None:
+        remedy = f"mount the driver's tools into the container ({HCCN_TOOL}), then run this again"
+        return Finding("HCCL links", "hccn_tool not found", remedy)
+    states = {die: _link_state(tool, die) for die in dies}
+    down = [f"die {die}: {state}" for die, state in states.items() if state != "UP"]
+    if not down:
+        return Finding("HCCL links", f"{len(states)} of {len(states)} up")
+    remedy = "dies across nodes cannot talk: check cable and switch port, then `hccn_tool -i <die> -link -g`"
+    return Finding("HCCL links", "; ".join(down), remedy, is_fatal=True)
+
+
+def _link_state(tool: str, die: int) -> str:
+    try:
+        command = [tool, "-i", str(die), "-link", "-g"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"hccn_tool hangs for {TOOL_TIMEOUT_S} s"
+    except OSError as error:
+        return f"hccn_tool does not start ({error.strerror})"
+    found = re.search(r"link status:\s*(\w+)", done.stdout)
+    return found[1].upper() if found else f"no link status (exit code {done.returncode})"
+
+
+def _from_base(base: str | None) -> list[int]:
+    first = int(base) if base else HCCL_DEFAULT_PORT
+    return list(range(first, first + HCCL_NUM_PORTS))
+
+
+def _port_list(text: str) -> list[int]:
+    ports: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        ports += range(int(first), int(last or first) + 1)
+    if not ports:
+        raise ValueError(text)
+    return ports

@@ -1,0 +1,48 @@
+"""What a run keeps on its nodes' hosts and disks, from its config and the dimensions of its model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mindspeed_llm.hf_config import HFModelConfig
+from mindspeed_llm.weight_plan import hf_bytes, hf_tensors, local_plan
+from verl.trainer.config import PPOTrainerConfig
+
+MASTER_AND_MOMENTS = 12  # bytes of a parameter: fp32 master weight and both Adam moments
+WEIGHT = 2  # bytes of a bfloat16 parameter
+FP8_OF_BF16 = 0.52  # DeepSeek's published files: one byte an element, scales of 128 x 128 blocks, some tensors BF16
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes: on the fullest node's host between the phases of a step, and on the run's shared disk."""
+
+    host_bytes: int
+    input_bytes: int  # published weights, BF16 weights, shards
+    checkpoint_bytes: int  # one training checkpoint
+
+
+def needs_of(config: PPOTrainerConfig, hf: HFModelConfig) -> Needs:
+    """Plans every rank; seconds for 671B on 256 dies."""
+    engine, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
+    layout = engine.layout(trainer.world_size, hf.num_hidden_layers)
+    bytes_of_rank, shards = [], {}
+    for rank in range(trainer.world_size):
+        coords = layout.coords(rank)
+        tensors = [tensor for tensor in local_plan(hf, layout, coords, naming="core") if not tensor.is_buffer]
+        expert = sum(tensor.num_elements for tensor in tensors if tensor.is_expert)
+        dense = sum(tensor.num_elements for tensor in tensors) - expert
+        copies = engine.param_offload + config.actor_rollout_ref.actor.use_kl_loss
+        state = 0.0
+        if engine.swap_optimizer or engine.optimizer_offload:
+            state = MASTER_AND_MOMENTS * (dense / layout.data_parallel_size + expert / layout.expert_data_parallel_size)
+        bytes_of_rank.append(copies * WEIGHT * (dense + expert) + state)
+        shards[coords.tp, coords.pp, coords.ep] = WEIGHT * (dense + expert)
+    per_node = trainer.n_gpus_per_node
+    host = max(sum(bytes_of_rank[first : first + per_node]) for first in range(0, trainer.world_size, per_node))
+    inputs = 0.0
+    if engine.load_weight:
+        inputs = hf_bytes(hf) * (1 + FP8_OF_BF16) + (sum(shards.values()) if engine.use_dist_checkpointing else 0)
+    num_params = sum(math.prod(shape) for shape, _ in hf_tensors(hf).values())
+    return Needs(int(host), int(inputs), num_params * (WEIGHT + MASTER_AND_MOMENTS))

@@ -1,0 +1,44 @@
+"""The table of what is known to work, as ``tested.toml`` has it."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+TABLE = Path(__file__).with_name("tested.toml")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Versions that go together; ``cann`` and ``driver`` are the beginnings of version numbers."""
+
+    torch: str
+    torch_npu: str
+    cann: str
+    driver: str
+    evidence: str
+
+
+@dataclass(frozen=True)
+class JobNeeds:
+    """What one config needs: free memory on every node, free disk where the run writes."""
+
+    config: str
+    memory_gib: int
+    disk_gib: int
+    evidence: str
+
+
+def load_table(path: Path = TABLE) -> tuple[list[Stack], list[JobNeeds]]:
+    """Both parts of the table."""
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    return [Stack(**row) for row in table["stack"]], [JobNeeds(**row) for row in table["job"]]
+
+
+def needs_of_config(name: str) -> JobNeeds:
+    """The row of a config; ValueError that names the rows there are."""
+    rows = {row.config: row for row in load_table()[1]}
+    if name not in rows:
+        raise ValueError(f"no needs are known for config {name!r}; known: {', '.join(rows)} ({TABLE.name})")
+    return rows[name]
