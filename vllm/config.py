@@ -43,6 +43,19 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class CompilationConfig:
+    """Decode steps as recorded graphs."""
+
+    enforce_eager: bool  # no graphs
+    cudagraph_capture_sizes: tuple[int, ...]  # sequences of a step, ascending; larger steps run eagerly
+
+
+def default_capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Powers of two below `max_num_seqs`, and `max_num_seqs`: padding never doubles a step."""
+    return (*(2**i for i in range((max_num_seqs - 1).bit_length())), max_num_seqs)
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """The layout: world rank = tp + TP * (dp + DP * instance)."""
 
@@ -51,6 +64,7 @@ class ParallelConfig:
     enable_expert_parallel: bool
     rank: int
     world_size: int
+    rebalance_interval: int = 0  # steps between two rounds of moving requests between DP replicas; 0 = never
 
     @property
     def dp_rank(self) -> int:
@@ -70,6 +84,11 @@ class ParallelConfig:
         return self.ranks_per_instance if self.enable_expert_parallel else 1
 
     @property
+    def rebalance_steps(self) -> int:
+        """Steps between two rounds of moving requests, 0 when there are none: an only replica has none to give to."""
+        return self.rebalance_interval if self.data_parallel_size > 1 else 0
+
+    @property
     def steps_in_lockstep(self) -> bool:
         """Whether DP replicas share experts, so that each must take part in every step of the others."""
         return self.enable_expert_parallel and self.data_parallel_size > 1
@@ -82,6 +101,7 @@ class VllmConfig:
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
+    compilation: CompilationConfig
     parallel: ParallelConfig
     load_format: str
     rollout_ops: str
@@ -94,6 +114,7 @@ class VllmConfig:
             *_model_problems(self.model, self.load_format),
             *_cache_problems(self.cache, self.model.max_model_len),
             *_scheduler_problems(self.scheduler, self.model.max_model_len),
+            *_compilation_problems(self.compilation, self.scheduler.max_num_seqs),
             *_parallel_problems(self.parallel, self.model.hf),
         ]
 
@@ -148,11 +169,23 @@ def _scheduler_problems(scheduler: SchedulerConfig, max_model_len: int) -> list[
     return problems
 
 
+def _compilation_problems(compilation: CompilationConfig, max_num_seqs: int) -> list[str]:
+    sizes = compilation.cudagraph_capture_sizes
+    if compilation.enforce_eager or (sizes and min(sizes) >= 1 and max(sizes) <= max_num_seqs):
+        return []
+    return [
+        f"cudagraph_capture_sizes={list(sizes)} must be numbers of sequences from 1 to max_num_seqs={max_num_seqs}; "
+        "leave it out for powers of two"
+    ]
+
+
 def _parallel_problems(parallel: ParallelConfig, hf: DeepseekV3Config) -> list[str]:
     tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
     if tp < 1 or dp < 1:
         return [f"tensor_parallel_size={tp} and data_parallel_size={dp} must be at least 1"]
     problems = []
+    if parallel.rebalance_interval < 0:
+        problems.append(f"rebalance_interval={parallel.rebalance_interval} must be a number of steps, or 0 for never")
     if parallel.world_size % (tp * dp):
         problems.append(
             f"world size {parallel.world_size} is not a multiple of tensor_parallel_size={tp} x data_parallel_size={dp}"

@@ -2,27 +2,60 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+from typing import TYPE_CHECKING
+
 import torch
 
-from vllm.platforms.interface import DeviceMemory, Platform
+from vllm.platforms.interface import DeviceMemory, GraphPool, Platform, table_problems
+from vllm_ascend.ops.mla_decode import BLOCK_STEP, MAX_BLOCK, head_problem
 
-# Page sizes of the paged attention kernel.
-BLOCK_STEP, MAX_BLOCK = 16, 512
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.ops.contract import RolloutOps
+
+VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 
 
 class NPUPlatform(Platform):
-    """torch_npu with the Ascend ops, hccl between processes."""
+    """torch_npu with the Ascend ops, hccl between processes. float32 is for debugging: it decodes without the paged
+    kernel.
+    """
 
     name = "npu"
     dist_backend = "hccl"
     rollout_ops = "vllm_ascend.ops:rollout_ops"
-    supported_dtypes = ("bfloat16", "float16")
+    supported_dtypes = ("bfloat16", "float16", "float32")
 
     def device(self, local_rank: int) -> torch.device:
+        """See ``Platform.device``; ValueError when there is no torch_npu or no such device."""
+        count = self.num_devices()
+        if local_rank >= count:
+            raise ValueError(
+                f"device=npu: this process is number {local_rank} of its host, but {count} devices are visible "
+                f"({_visible()}); start one process per device or show it more of them (npu-smi info lists all)"
+            )
         import torch_npu
 
         torch_npu.npu.set_device(local_rank)
         return torch.device("npu", local_rank)
+
+    def num_devices(self) -> int:
+        """How many devices ASCEND_RT_VISIBLE_DEVICES lets this process see; ValueError when none."""
+        if importlib.util.find_spec("torch_npu") is None:
+            raise ValueError(
+                "device=npu: torch_npu is not installed; install requirements/npu.txt beside CANN, or set device=cpu"
+            )
+        import torch_npu
+
+        count: int = torch_npu.npu.device_count()
+        if count == 0:
+            raise ValueError(
+                f"device=npu: no Ascend device is visible ({_visible()}); check npu-smi info, that the container was "
+                "given /dev/davinci*, and that CANN's set_env.sh was sourced"
+            )
+        return count
 
     def memory(self, device: torch.device) -> DeviceMemory:
         import torch_npu
@@ -41,11 +74,27 @@ class NPUPlatform(Platform):
 
         torch_npu.npu.synchronize()
 
-    def config_problems(self, block_size: int, dtype: str) -> list[str]:
-        problems = super().config_problems(block_size, dtype)
+    def graph_pool(self) -> GraphPool:
+        from vllm_ascend.compilation.acl_graph import AclGraphPool
+
+        return AclGraphPool()
+
+    def graph_problems(self, ops: RolloutOps) -> list[str]:
+        return table_problems(ops)
+
+    def config_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
+        problems = super().config_problems(config, ops)
+        block_size = config.cache.block_size
         if block_size % BLOCK_STEP or not BLOCK_STEP <= block_size <= MAX_BLOCK:
             problems.append(
                 f"block_size={block_size} is not supported on npu; use a multiple of {BLOCK_STEP} "
                 f"up to {MAX_BLOCK}, best 128"
             )
-        return problems
+        heads = config.model.hf.num_attention_heads // config.parallel.tensor_parallel_size
+        problem = head_problem(heads, config.model.hf, config.model.dtype)
+        return problems if problem is None else [*problems, problem]
+
+
+def _visible() -> str:
+    value = os.environ.get(VISIBLE_DEVICES)
+    return f"{VISIBLE_DEVICES} is not set" if value is None else f"{VISIBLE_DEVICES}={value!r}"

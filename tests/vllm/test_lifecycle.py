@@ -49,6 +49,17 @@ def test_sleep_and_wake_cycles_keep_outputs_and_free_memory(tmp_path: Path) -> N
         assert tokens_of(llm) == expected
 
 
+def test_the_block_count_never_changes(tmp_path: Path) -> None:
+    llm = build(write_checkpoint(tmp_path), device="tests.vllm.recording_platform:ShrinkingPlatform", block_size=4)
+    expected, num_blocks = tokens_of(llm), llm.core.scheduler.kv.pool.num_blocks
+    for _ in range(5):
+        llm.sleep(1)
+        llm.wake_up()
+        assert llm.get_memory_report()["num_gpu_blocks"] == num_blocks
+        assert all(len(pages) == num_blocks for (pages,) in llm.core.worker.kv_caches)
+        assert tokens_of(llm) == expected
+
+
 def test_new_weights_change_the_outputs_to_those_of_their_checkpoint(tmp_path: Path) -> None:
     llm = build(write_checkpoint(tmp_path / "old"), enable_prefix_caching=True, block_size=4)
     old = tokens_of(llm)

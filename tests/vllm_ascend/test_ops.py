@@ -32,15 +32,13 @@ def test_the_table_is_complete_and_found_by_its_provider() -> None:
     assert resolve("vllm_ascend.ops:rollout_ops").names["sample"] == "reference"
 
 
-def test_the_platform_is_found_and_says_what_it_cannot_do() -> None:
+def test_the_platform_is_found() -> None:
     platform = resolve_platform("npu")
     assert (platform.name, platform.dist_backend, platform.rollout_ops) == (
         "npu",
         "hccl",
         "vllm_ascend.ops:rollout_ops",
     )
-    assert platform.config_problems(128, "bfloat16") == []
-    assert len(platform.config_problems(24, "float32")) == 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

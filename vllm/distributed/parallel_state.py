@@ -48,6 +48,15 @@ class GroupCoordinator:
 
 
 @dataclass(frozen=True)
+class StepExchange:
+    """What the DP replicas that share experts tell each other before a step; one replica's own values without."""
+
+    token_counts: list[int]  # of every replica
+    is_anyone_busy: bool  # whether any has work left
+    is_decode_everywhere: bool  # whether no replica prefills in this step
+
+
+@dataclass(frozen=True)
 class ParallelState:
     """TP: ranks that share every request. DP: ranks of the same place in the replicas of an instance.
 
@@ -59,13 +68,15 @@ class ParallelState:
     dp: GroupCoordinator
     ep: GroupCoordinator  # all TP x DP ranks with expert parallel, else one rank
 
-    def exchange_step(self, num_tokens: int, has_unfinished: bool, device: torch.device) -> tuple[list[int], bool]:
-        """(tokens of every DP replica in this step, whether any of them has work left); one small all-gather."""
+    def exchange_step(
+        self, num_tokens: int, has_unfinished: bool, is_decode_only: bool, device: torch.device
+    ) -> StepExchange:
+        """Tell the other replicas about this one's next step and hear of theirs; one small all-gather."""
         if not self.config.steps_in_lockstep:
-            return [num_tokens], has_unfinished
-        mine = torch.tensor([num_tokens, int(has_unfinished)], dtype=torch.int64, device=device)
-        everyone = self.dp.all_gather(mine).tolist()
-        return [tokens for tokens, _ in everyone], any(flag for _, flag in everyone)
+            return StepExchange([num_tokens], has_unfinished, is_decode_only)
+        mine = torch.tensor([num_tokens, has_unfinished, is_decode_only], dtype=torch.int64, device=device)
+        counts, unfinished, decode_only = self.dp.all_gather(mine).T.tolist()
+        return StepExchange(counts, any(unfinished), all(decode_only))
 
     def destroy(self) -> None:
         """Give the groups back; every rank calls it."""

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    CompilationConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+    default_capture_sizes,
+)
 from vllm.transformers_utils.config import load_config
 
 
@@ -21,6 +30,7 @@ class EngineArgs:
     tensor_parallel_size: int = 1
     data_parallel_size: int | None = None  # None: environment VLLM_DP_SIZE, else 1
     enable_expert_parallel: bool = False
+    rebalance_interval: int = 0  # steps between two rounds of moving requests between DP replicas; 0: never
     distributed_executor_backend: str = "external_launcher"
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -32,6 +42,7 @@ class EngineArgs:
     enable_prefix_caching: bool = False
     enable_sleep_mode: bool = True
     enforce_eager: bool = True
+    cudagraph_capture_sizes: Sequence[int] | None = None  # None: powers of two up to max_num_seqs
     load_format: str = "auto"
     rollout_ops: str = "vllm.ops.reference:rollout_ops"
     device: str | None = None
@@ -58,7 +69,15 @@ class EngineArgs:
                 self.block_size, self.gpu_memory_utilization, self.num_gpu_blocks_override, self.enable_prefix_caching
             ),
             scheduler=SchedulerConfig(self.max_num_seqs, batched_tokens, self.enable_chunked_prefill),
-            parallel=ParallelConfig(self.tensor_parallel_size, dp_size, self.enable_expert_parallel, rank, world_size),
+            compilation=CompilationConfig(self.enforce_eager, self._capture_sizes()),
+            parallel=ParallelConfig(
+                self.tensor_parallel_size,
+                dp_size,
+                self.enable_expert_parallel,
+                rank,
+                world_size,
+                self.rebalance_interval,
+            ),
             load_format=self.load_format,
             rollout_ops=self.rollout_ops,
             device=self.device,
@@ -69,12 +88,15 @@ class EngineArgs:
                 f"distributed_executor_backend={self.distributed_executor_backend!r}: only 'external_launcher' is "
                 "supported; start one process per device (torchrun, Ray) and build an LLM in each"
             )
-        if not self.enforce_eager:
-            problems.append("enforce_eager=False: graph capture is not available; leave it True")
         problems += config.problems()
         if problems:
             raise ValueError("the engine cannot be built:\n" + "\n".join(f"  - {p}" for p in problems))
         return config
+
+    def _capture_sizes(self) -> tuple[int, ...]:
+        if self.cudagraph_capture_sizes is None:
+            return default_capture_sizes(self.max_num_seqs)
+        return tuple(sorted(set(self.cudagraph_capture_sizes)))
 
     def _data_parallel_size(self) -> tuple[list[str], int]:
         """(problems, size), from the argument or else the environment."""

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import PromptType
 from vllm.ops.contract import resolve
 from vllm.outputs import RequestOutput
-from vllm.platforms import resolve_platform
+from vllm.platforms import Platform, resolve_platform
 from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.tokenizer import get_tokenizer
 from vllm.v1.engine.core import EngineCore
@@ -36,8 +35,8 @@ class LLM:
 
     With several processes, torch.distributed is initialised by the caller and every process builds an LLM with the same
     arguments: rank = tp + TP * (dp + DP * instance). The TP ranks of a replica call `generate` with the same prompts,
-    replicas with different ones; replicas that share experts (enable_expert_parallel) all call it, with an empty list
-    if they have none.
+    replicas with different ones; replicas that share experts (enable_expert_parallel) or move requests between them
+    (rebalance_interval) all call it, with an empty list if they have none.
     """
 
     def __init__(
@@ -51,6 +50,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         data_parallel_size: int | None = None,
         enable_expert_parallel: bool = False,
+        rebalance_interval: int = 0,
         distributed_executor_backend: str = "external_launcher",
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
@@ -62,6 +62,7 @@ class LLM:
         enable_prefix_caching: bool = False,
         enable_sleep_mode: bool = True,
         enforce_eager: bool = True,
+        cudagraph_capture_sizes: Sequence[int] | None = None,
         load_format: str = "auto",
         rollout_ops: str = "vllm.ops.reference:rollout_ops",
         device: str | None = None,
@@ -75,6 +76,7 @@ class LLM:
             tensor_parallel_size=tensor_parallel_size,
             data_parallel_size=data_parallel_size,
             enable_expert_parallel=enable_expert_parallel,
+            rebalance_interval=rebalance_interval,
             distributed_executor_backend=distributed_executor_backend,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -86,6 +88,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             enable_sleep_mode=enable_sleep_mode,
             enforce_eager=enforce_eager,
+            cudagraph_capture_sizes=cudagraph_capture_sizes,
             load_format=load_format,
             rollout_ops=rollout_ops,
             device=device,
@@ -93,7 +96,7 @@ class LLM:
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.config = args.create_engine_config(rank, world_size)
         platform, ops = resolve_platform(self.config.device), resolve(self.config.rollout_ops)
-        problems = platform.config_problems(self.config.cache.block_size, self.config.model.dtype)
+        problems = platform.config_problems(self.config, ops)
         if problems:
             raise ValueError("the engine cannot be built:\n" + "\n".join(f"  - {p}" for p in problems))
         self.tokenizer: PreTrainedTokenizerBase | None = None
@@ -101,7 +104,7 @@ class LLM:
             self.tokenizer = get_tokenizer(self.config.model.tokenizer)
         logger.info("rollout ops on %s: %s", platform.name, ops.names)
         self.parallel = init_model_parallel(self.config.parallel)
-        self.core = EngineCore(self.config, self.parallel, platform, ops, platform.device(_local_rank(rank)))
+        self.core = EngineCore(self.config, self.parallel, platform, ops, platform.device(_local_rank(rank, platform)))
         self.engine = LLMEngine(self.config, self.core)
 
     def generate(
@@ -199,8 +202,8 @@ class LLM:
         return lambda ids: tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
 
 
-def _local_rank(rank: int) -> int:
+def _local_rank(rank: int, platform: Platform) -> int:
     """This process's device: the launcher's LOCAL_RANK, else by rank over the visible devices."""
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
-    return rank % max(1, torch.cuda.device_count())
+    return rank % max(1, platform.num_devices())

@@ -30,6 +30,10 @@ class DecodeMetadata:
     scratch: dict[str, Any] = field(
         default_factory=dict
     )  # an op may keep what it derives from this for the other layers
+    # A list while the step is recorded as a graph, else None. The same metadata then serves every replay with new
+    # contents: an op whose recorded work holds a host value appends a call that renews it from seq_lens_host, and all
+    # of them are called before each replay.
+    before_replay: list[Callable[[], None]] | None = None
 
 
 @dataclass
@@ -127,9 +131,12 @@ class RolloutOps:
     silu_and_mul: Callable[[Tensor], Tensor]
     sample: Callable[[Tensor, SamplingBatch], SampledTokens]
     names: dict[str, str]
+    # Entries of a decode step's model that read the device or shape their work by host values: a step with them cannot
+    # be recorded as a device graph.
+    not_recordable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        entries = {f.name for f in fields(self)} - {"names"}
+        entries = {f.name for f in fields(self)} - {"names", "not_recordable"}
         if set(self.names) != entries:
             raise ValueError(
                 f"names of an op table must say native or reference for each of {sorted(entries)}, got {self.names}"

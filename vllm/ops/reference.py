@@ -47,7 +47,7 @@ def write_kv(cache: KVCache, latent_TL: Tensor, rope_TR: Tensor, slots_T: Tensor
 
 def rollout_ops() -> RolloutOps:
     """The reference table."""
-    entries = {field.name for field in fields(RolloutOps)} - {"names"}
+    entries = {field.name for field in fields(RolloutOps)} - {"names", "not_recordable"}
     return RolloutOps(
         new_kv_cache=new_kv_cache,
         rms_norm=rms_norm,
@@ -59,5 +59,6 @@ def rollout_ops() -> RolloutOps:
         fused_experts=fused_experts,
         silu_and_mul=silu_and_mul,
         sample=sample,
+        not_recordable=("mla_decode", "fused_experts"),
         names=dict.fromkeys(entries, "reference"),
     )

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
-from vllm.platforms.interface import DeviceMemory, Platform
+import torch
+from torch import Tensor
+
+from vllm.ops.contract import RolloutOps
+from vllm.platforms.interface import DeviceMemory, GraphPool, Platform, RecordedGraph, table_problems
+
+
+class CudaGraphPool(GraphPool):
+    """Graphs in one private pool of torch's allocator."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], Tensor]) -> RecordedGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = run()
+        return RecordedGraph(output, graph.replay, graph.reset)
 
 
 class CudaPlatform(Platform):
@@ -20,6 +37,9 @@ class CudaPlatform(Platform):
         torch.cuda.set_device(device)
         return device
 
+    def num_devices(self) -> int:
+        return torch.cuda.device_count()
+
     def memory(self, device: torch.device) -> DeviceMemory:
         free, total = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -30,3 +50,9 @@ class CudaPlatform(Platform):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
+
+    def graph_pool(self) -> GraphPool:
+        return CudaGraphPool()
+
+    def graph_problems(self, ops: RolloutOps) -> list[str]:
+        return table_problems(ops)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import Tensor
 
-ACTIVATION_FRACTION = 0.1  # of the allowed memory, left for activations and communication buffers
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.ops.contract import RolloutOps
+
+ACTIVATION_FRACTION = 0.1  # of the allowed memory, left for activations, graphs and communication buffers
 
 
 @dataclass(frozen=True)
@@ -17,6 +23,27 @@ class DeviceMemory:
 
     free_bytes: int
     total_bytes: int
+
+
+@dataclass(frozen=True)
+class RecordedGraph:
+    """Device work recorded once: every replay runs it again on the memory that it was recorded with."""
+
+    output: Tensor  # of the recorded call; a replay writes it anew
+    replay: Callable[[], None]
+    release: Callable[[], None]  # forget the work and give its memory back to the pool
+
+
+class GraphPool(ABC):
+    """Records device work. Its graphs share memory, so one ends before the next begins."""
+
+    @abstractmethod
+    def capture(self, run: Callable[[], Tensor]) -> RecordedGraph:
+        """Record the device work of `run`, which has run before (kernels, workspaces and communicators exist).
+
+        Recording does not run it: the output holds nothing before the first replay. `run` may neither read the device
+        nor make tensors that outlive the graph.
+        """
 
 
 class Platform(ABC):
@@ -30,6 +57,10 @@ class Platform(ABC):
     @abstractmethod
     def device(self, local_rank: int) -> torch.device:
         """Make device `local_rank` of this host the current one and return it."""
+
+    def num_devices(self) -> int:
+        """How many devices of this host the process may use."""
+        return 1
 
     @abstractmethod
     def memory(self, device: torch.device) -> DeviceMemory:
@@ -50,8 +81,32 @@ class Platform(ABC):
     def synchronize(self) -> None:  # noqa: B027 - a host has no queue
         """Wait for the work queued on the current device."""
 
-    def config_problems(self, block_size: int, dtype: str) -> list[str]:
-        """What of a configuration this device cannot do, one sentence each."""
-        if dtype not in self.supported_dtypes:
-            return [f"dtype={dtype} is not supported on {self.name}; use one of {', '.join(self.supported_dtypes)}"]
+    def graph_pool(self) -> GraphPool | None:
+        """A new pool for graphs, None when this kind of device records none."""
+        return None
+
+    def config_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
+        """What of a configuration this device cannot do with this op table, one sentence each; touches no device."""
+        problems = []
+        if config.model.dtype not in self.supported_dtypes:
+            problems.append(
+                f"dtype={config.model.dtype} is not supported on {self.name}; use one of "
+                f"{', '.join(self.supported_dtypes)}"
+            )
+        if not config.compilation.enforce_eager:
+            problems += self.graph_problems(ops)
+        return problems
+
+    def graph_problems(self, ops: RolloutOps) -> list[str]:
+        """Why decode steps cannot be recorded as graphs here, one sentence each."""
+        return [f"enforce_eager=False: {self.name} records no graphs; set enforce_eager=True"]
+
+
+def table_problems(ops: RolloutOps) -> list[str]:
+    """`Platform.graph_problems` of a device that records graphs: what of the op table cannot be recorded."""
+    if not ops.not_recordable:
         return []
+    return [
+        f"enforce_eager=False: {', '.join(ops.not_recordable)} of the op table cannot be recorded as a graph; set "
+        "enforce_eager=True, or rollout_ops to a table written for the device"
+    ]

@@ -61,6 +61,11 @@ def npu_fusion_attention(
     gen_mask_parallel: bool = True,
     sync: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
+    if input_layout == "BNSD":
+        assert query.shape[1] == head_num and head_num % key.shape[1] == 0 and atten_mask is not None
+        scores = (query @ key.mT).mul(scale).masked_fill(atten_mask, float("-inf"))
+        attended = scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+        return attended, query, query, query, 0, 0, 0
     assert input_layout == "TND" and query.shape[1] == key.shape[1] == head_num
     assert query.shape[-1] == key.shape[-1] == value.shape[-1], "the packed kernel wants one head size"
     assert actual_seq_qlen is not None and actual_seq_kvlen is not None and actual_seq_qlen[-1] == len(query)

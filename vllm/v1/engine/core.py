@@ -37,13 +37,13 @@ class EngineCore:
         In lock-step every replica calls it until the flag is False everywhere: one without work lends its experts.
         """
         step = self.scheduler.schedule()
-        counts, is_anyone_busy = self.parallel.exchange_step(
-            step.total_num_tokens, self.scheduler.has_unfinished, self.device
+        exchange = self.parallel.exchange_step(
+            step.total_num_tokens, self.scheduler.has_unfinished, step.is_decode_only, self.device
         )
-        if not is_anyone_busy:
+        if not exchange.is_anyone_busy:
             self._drop_rows(step)
             return [], False
-        output = self.worker.execute(step, counts)
+        output = self.worker.execute(step, exchange)
         self.num_steps += 1
         if output.top is not None:
             self._record_top(step, output.top)
@@ -52,8 +52,7 @@ class EngineCore:
     def sleep(self, level: int) -> None:
         """Free weights (level 1: kept on the host, level 2: dropped) and KV cache."""
         self._require_idle("sleep")
-        self.worker.sleep_weights(level)
-        self.worker.free_kv_cache()
+        self.worker.sleep(level)
         self.scheduler.kv.reset_prefix_cache()
         self.platform.empty_cache()
 
@@ -61,8 +60,8 @@ class EngineCore:
         """Restore what `tags` names: "weights", "kv_cache"."""
         if "weights" in tags:
             self.worker.wake_weights()
-        if "kv_cache" in tags and not self.worker.is_kv_cache_awake:
-            self.worker.allocate_kv_cache()
+        if "kv_cache" in tags:
+            self.worker.wake_kv_cache()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take new weights; cached prefixes of the old ones are forgotten."""

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import ParallelState
+from vllm.distributed.parallel_state import ParallelState, StepExchange
 from vllm.model_executor.model_loader.loader import iterate_checkpoint, iterate_dummy
 from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM
 from vllm.ops.contract import KVCache, RolloutOps
 from vllm.platforms import Platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.sample.sampler import SamplerOutput
+from vllm.v1.worker.decode_graphs import DecodeGraphs
 from vllm.v1.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -35,17 +36,17 @@ class Worker:
         self.are_weights_awake = True
         self._load_initial_weights()
         self.kv_caches: list[KVCache] = []
-        self.num_gpu_blocks = self._count_blocks()
-        self.allocate_kv_cache()
-        self.runner = ModelRunner(config, self.model, ops, device)
+        self.is_kv_cache_awake = False
+        self.num_gpu_blocks = 0  # the scheduler's, found by the first wake_kv_cache
+        self.wake_kv_cache()
+        self.graphs: DecodeGraphs | None = None
+        if not config.compilation.enforce_eager:
+            self.graphs = DecodeGraphs(config, self.model, platform, device, scratch_block=self.num_gpu_blocks)
+        self.runner = ModelRunner(config, self.model, ops, self.graphs, device)
 
-    @property
-    def is_kv_cache_awake(self) -> bool:
-        return bool(self.kv_caches)
-
-    def execute(self, step: SchedulerOutput, dp_token_counts: list[int]) -> SamplerOutput:
+    def execute(self, step: SchedulerOutput, exchange: StepExchange) -> SamplerOutput:
         """Run one scheduled step."""
-        return self.runner.execute(step, dp_token_counts, self.kv_caches)
+        return self.runner.execute(step, exchange, self.kv_caches)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take (hf_name, full tensor) pairs; RuntimeError while the weights sleep."""
@@ -55,17 +56,22 @@ class Worker:
         self.names_to_load -= loaded
         return loaded
 
-    def sleep_weights(self, level: int) -> None:
-        """Free the weights' storage; level 1 keeps a copy on the host, level 2 does not."""
-        if not self.are_weights_awake:
-            return
-        if level == 1:
-            self._host_weights = [p.data.to("cpu", copy=True) for p in self.model.parameters()]
-        else:
-            self.names_to_load = set(self.model.weight_targets)
+    def sleep(self, level: int) -> None:
+        """Free weights and KV cache; level 1 keeps a copy of the weights on the host, level 2 does not."""
+        if self.graphs is not None:
+            self.graphs.drop()
+        if self.are_weights_awake:
+            if level == 1:
+                self._host_weights = [p.data.to("cpu", copy=True) for p in self.model.parameters()]
+            else:
+                self.names_to_load = set(self.model.weight_targets)
+        self.are_weights_awake = self.is_kv_cache_awake = False
+        # NPU-ADAPTATION(sleep-frees-storage): freed by hand, tensor by tensor: the memory pool that sleeps as a whole
+        # keeps device memory on runs over several nodes; drop when that pool gives all of its memory back there.
         for parameter in self.model.parameters():
             parameter.untyped_storage().resize_(0)
-        self.are_weights_awake = False
+        self.kv_caches = []
+        # NPU-ADAPTATION END
 
     def wake_weights(self) -> None:
         """Give the weights storage again: filled from the host after level 1, else to be filled by load_weights."""
@@ -79,18 +85,17 @@ class Worker:
             self._host_weights = None
         self.are_weights_awake = True
 
-    def allocate_kv_cache(self) -> None:
+    def wake_kv_cache(self) -> None:
         """Allocate the caches of all layers, always with the block count found at start."""
-        # NPU-ADAPTATION(kv-blocks-fixed): the scheduler's block count is set once; sizing the cache anew after a sleep
-        # finds other free memory, and blocks the scheduler believes in would lie outside of it; drop when never: it is
-        # right on every device.
-        hf, block_size = self.config.model.hf, self.config.cache.block_size
-        shape = (self.num_gpu_blocks, block_size, hf.kv_lora_rank, hf.qk_rope_head_dim)
+        if self.is_kv_cache_awake:
+            return
+        self.num_gpu_blocks = self._decide_blocks()
+        hf, cache = self.config.model.hf, self.config.cache
+        num_scratch_blocks = 0 if self.config.compilation.enforce_eager else 1  # the last, for the graphs' padding
+        num_blocks = self.num_gpu_blocks + num_scratch_blocks
+        shape = (num_blocks, cache.block_size, hf.kv_lora_rank, hf.qk_rope_head_dim)
         self.kv_caches = [self.ops.new_kv_cache(*shape, self.dtype, self.device) for _ in range(hf.num_hidden_layers)]
-        # NPU-ADAPTATION END
-
-    def free_kv_cache(self) -> None:
-        self.kv_caches = []
+        self.is_kv_cache_awake = True
 
     def memory_report(self) -> dict[str, int]:
         """Bytes held by weights, offloaded weights and KV cache, and the block count."""
@@ -138,6 +143,15 @@ class Worker:
             missing = sorted(self.names_to_load)
             shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
             raise ValueError(f"{len(missing)} weights were not loaded: {shown}")
+
+    def _decide_blocks(self) -> int:
+        # NPU-ADAPTATION(kv-blocks-fixed): the scheduler's block count is set once; sizing the cache anew after a sleep
+        # finds other free memory, and blocks the scheduler believes in would lie outside of it; drop when never: it is
+        # right on every device.
+        if self.num_gpu_blocks:
+            return self.num_gpu_blocks
+        # NPU-ADAPTATION END
+        return self._count_blocks()
 
     def _count_blocks(self) -> int:
         cache, model = self.config.cache, self.config.model

@@ -18,3 +18,8 @@ class SchedulerOutput:
     ]  # per request: blocks added in this step; None: use request.block_ids, it is (re)admitted
     removed: list[Request]  # finished, aborted or preempted since the last step: their rows are free
     total_num_tokens: int
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Whether every request brings exactly one token (also true of an empty step)."""
+        return self.total_num_tokens == len(self.requests)

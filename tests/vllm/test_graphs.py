@@ -1,0 +1,151 @@
+"""Decode steps as recorded graphs: padding, buffers, sizes, and their end before memory is freed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel.launcher import run_ranks
+from tests.vllm.recording_platform import DEVICE, RecordingPlatform
+from tests.vllm.test_parallel import ALL, EXPERTS, SHARES, run_engines
+from tests.vllm.test_parity import as_inputs, make_prompts
+from tests.vllm.tiny import TINY, random_weights, write_checkpoint
+from vllm import LLM, SamplingParams
+from vllm.config import default_capture_sizes
+
+GRAPHS = {"enforce_eager": False, "device": DEVICE}
+NUM_TOKENS = 10
+
+
+def build(path: str, **overrides: Any) -> LLM:
+    args = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 8, "block_size": 4} | overrides
+    return LLM(path, **args)
+
+
+def results_of(llm: LLM, count: int = 6) -> tuple[list[list[int]], torch.Tensor]:
+    """Tokens and log-probs [count, NUM_TOKENS] of `count` prompts."""
+    params = [SamplingParams(max_tokens=NUM_TOKENS, seed=i, ignore_eos=True) for i in range(count)]
+    samples = [o.outputs[0] for o in llm.generate(as_inputs(make_prompts(count, 20)), params)]
+    return [s.token_ids for s in samples], torch.tensor([s.sampled_logprobs for s in samples])
+
+
+def platform_of(llm: LLM) -> RecordingPlatform:
+    assert isinstance(llm.core.platform, RecordingPlatform)
+    return llm.core.platform
+
+
+def recorded_sizes(llm: LLM) -> list[int]:
+    assert llm.core.worker.graphs is not None
+    return llm.core.worker.graphs.recorded_sizes
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def test_graphs_give_the_tokens_and_logprobs_of_eager_steps(path: str) -> None:
+    eager, graphs = build(path), build(path, **GRAPHS)
+    for count in (8, 6, 3, 6):  # without padding, with it, a second size, the first one again
+        (tokens, logprobs), (expected_tokens, expected_logprobs) = results_of(graphs, count), results_of(eager, count)
+        assert tokens == expected_tokens
+        if count == 8:
+            assert torch.equal(logprobs, expected_logprobs)
+        torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=2e-6)
+    assert recorded_sizes(graphs) == [4, 8]
+
+
+def test_padding_writes_into_its_own_block_only(path: str) -> None:
+    eager, graphs = build(path), build(path, **GRAPHS)
+    results_of(eager, 5), results_of(graphs, 5)
+    num_blocks = eager.core.worker.num_gpu_blocks
+    assert graphs.core.worker.num_gpu_blocks == num_blocks
+    for (pages,), (recorded_pages,) in zip(eager.core.worker.kv_caches, graphs.core.worker.kv_caches, strict=True):
+        torch.testing.assert_close(recorded_pages[:num_blocks], pages, rtol=0, atol=1e-5)
+        assert len(recorded_pages) == num_blocks + 1
+        assert (recorded_pages[num_blocks, 0] != 0).any() and (recorded_pages[num_blocks, 1:] == 0).all()
+
+
+def test_a_size_is_recorded_once_and_replayed_from_its_second_step(path: str) -> None:
+    llm = build(path, **GRAPHS)
+    results_of(llm, 5)
+    results_of(llm, 7)  # size 8 again
+    (pool,) = platform_of(llm).pools
+    assert (pool.num_captures, pool.num_released) == (1, 0)
+    assert pool.num_replays == 2 * (NUM_TOKENS - 1) - 1  # the first token comes from the prefill
+
+
+def test_steps_beyond_the_largest_size_run_eagerly(path: str) -> None:
+    llm = build(path, cudagraph_capture_sizes=[4, 2, 4], **GRAPHS)
+    assert results_of(llm, 5)[0] == results_of(build(path), 5)[0]
+    assert platform_of(llm).pools == []
+    results_of(llm, 3)
+    assert recorded_sizes(llm) == [4]
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"), [(1, (1,)), (2, (1, 2)), (5, (1, 2, 4, 5)), (64, (1, 2, 4, 8, 16, 32, 64))]
+)
+def test_default_sizes(max_num_seqs: int, sizes: tuple[int, ...]) -> None:
+    assert default_capture_sizes(max_num_seqs) == sizes
+
+
+def test_sleep_drops_the_graphs_and_all_they_hold(path: str) -> None:
+    llm = build(path, **GRAPHS)
+    expected, _ = results_of(llm)
+    for level in (2, 1, 2):
+        pool, caches = platform_of(llm).pools[-1], [weakref.ref(cache[0]) for cache in llm.core.worker.kv_caches]
+        llm.sleep(level)
+        gc.collect()
+        assert recorded_sizes(llm) == [] and pool.num_released == pool.num_captures == 1
+        assert all(cache() is None for cache in caches)
+        llm.wake_up()
+        if level == 2:
+            llm.load_weights(random_weights(TINY).items())
+        assert results_of(llm)[0] == expected
+        assert recorded_sizes(llm) == [8] and platform_of(llm).pools[-1] is not pool
+
+
+def test_new_weights_need_no_new_graphs(path: str, tmp_path: Path) -> None:
+    llm = build(path, **GRAPHS)
+    results_of(llm)
+    llm.load_weights(random_weights(TINY, seed=1).items())
+    assert results_of(llm)[0] == results_of(build(write_checkpoint(tmp_path, seed=1)))[0]
+    assert platform_of(llm).pools[0].num_captures == 1
+
+
+def test_replicas_in_lockstep_run_the_same_sizes(path: str) -> None:
+    # Shares of 2 and 8 prompts, so that replicas pad differently and one is long without work.
+    layouts = [({"data_parallel_size": 2} | EXPERTS | GRAPHS, SHARES)]
+    expected = run_engines(path, [({}, [ALL])])[0]
+    for rank, (result,) in enumerate(run_ranks(run_engines, 2, path, layouts)):
+        for index, samples in zip(SHARES[rank], result, strict=True):
+            for (tokens, logprobs), (expected_tokens, expected_logprobs) in zip(samples, expected[index], strict=True):
+                assert tokens == expected_tokens, (rank, index)
+                assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
+
+
+def test_what_cannot_be_recorded_is_refused_before_anything_is_built(path: str) -> None:
+    with pytest.raises(ValueError, match="cpu records no graphs; set enforce_eager=True"):
+        build(path, enforce_eager=False, device="cpu")
+    with pytest.raises(ValueError, match="mla_decode, fused_experts of the op table"):
+        build(path, enforce_eager=False, device="cuda")
+    for sizes in ([], [0, 4], [16]):
+        with pytest.raises(ValueError, match=r"cudagraph_capture_sizes=.*max_num_seqs=8"):
+            build(path, cudagraph_capture_sizes=sizes, **GRAPHS)
+
+
+def test_every_problem_of_a_config_for_npu_comes_at_once(path: str, tmp_path: Path) -> None:
+    npu = {"device": "npu", "rollout_ops": "vllm_ascend.ops:rollout_ops"}
+    with pytest.raises(ValueError, match="block_size=24 is not supported on npu"):
+        build(path, block_size=24, **npu)
+    paged = write_checkpoint(tmp_path, kv_lora_rank=512, qk_rope_head_dim=64, num_attention_heads=6)
+    with pytest.raises(ValueError, match=r"block_size=24[\s\S]*leaves 6 heads to a rank"):
+        build(paged, block_size=24, dtype="bfloat16", **npu)
+    with pytest.raises(ValueError, match="of the op table cannot be recorded"):
+        build(path, block_size=16, device="npu", enforce_eager=False)

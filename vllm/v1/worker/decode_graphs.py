@@ -1,0 +1,141 @@
+"""Decode steps as recorded graphs: fixed input buffers, padded batch sizes, and what changes before a replay."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.config import VllmConfig
+from vllm.forward_context import ForwardContext
+from vllm.ops.contract import DecodeMetadata, KVCache
+from vllm.platforms import GraphPool, Platform, RecordedGraph
+from vllm.v1.worker.step_plan import StepPlan
+
+logger = logging.getLogger(__name__)
+
+Model = Callable[[Tensor, list[KVCache], ForwardContext], Tensor]
+
+
+@dataclass(frozen=True)
+class _DecodeGraph:
+    """The graph of one size and the calls that renew the host values it holds."""
+
+    graph: RecordedGraph
+    before_replay: list[Callable[[], None]]
+
+
+class DecodeGraphs:
+    """One graph for each batch size, all over the same input buffers and in one memory pool.
+
+    A step of B rows runs the smallest graph of at least B. The rows past B are padding: token 0 at position 0 of a
+    sequence of length 1 in `scratch_block`, which no request owns, so they read finite values and write nowhere else.
+
+    The first step of a size runs eagerly on the buffers and is recorded afterwards: so kernels, workspaces and
+    communicators exist when recording begins, and a rank runs the same number of collectives whether or not it still
+    had to record.
+
+    A graph holds the addresses of weights and KV cache. `drop` before they are freed; the next steps record anew.
+    """
+
+    def __init__(
+        self, config: VllmConfig, model: Model, platform: Platform, device: torch.device, scratch_block: int
+    ) -> None:
+        self.sizes = config.compilation.cudagraph_capture_sizes
+        self._model, self._platform, self._device = model, platform, device
+        self._num_replicas = config.parallel.data_parallel_size if config.parallel.steps_in_lockstep else 1
+        self._block_size = config.cache.block_size
+        self._scratch_block = scratch_block
+        self._pool: GraphPool | None = None
+        self._graphs: dict[int, _DecodeGraph] = {}
+        largest, width = self.sizes[-1], -(-config.model.max_model_len // self._block_size)
+        # Row i of every buffer is row i of the step, whatever its size: the graphs share them.
+        self._host_seq_lens_S = np.ones(largest, dtype=np.int64)
+        self._ids_S = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._positions_S = torch.zeros_like(self._ids_S)
+        self._slots_S = torch.zeros_like(self._ids_S)
+        self._seq_lens_S = torch.ones(largest, dtype=torch.int32, device=device)
+        self._tables_SW = torch.zeros(largest, width, dtype=torch.int32, device=device)
+
+    @property
+    def recorded_sizes(self) -> list[int]:
+        """The sizes that have a graph now."""
+        return sorted(self._graphs)
+
+    def size_for(self, num_rows: int) -> int | None:
+        """The size that a decode step of `num_rows` runs at; None for an empty step or one beyond all sizes."""
+        if not 0 < num_rows <= self.sizes[-1]:
+            return None
+        return self.sizes[bisect_left(self.sizes, num_rows)]
+
+    def run(self, plan: StepPlan, tables_BW: np.ndarray, size: int, caches: list[KVCache]) -> Tensor:
+        """Hidden states [B, H] of a decode step of B <= `size` rows with block tables int32 [B, W]; they hold until the
+        next call.
+
+        In lock-step every replica calls it with the same `size`, one without work with B = 0.
+        """
+        self._fill(plan, tables_BW, size)
+        recorded = self._graphs.get(size)
+        if recorded is None:
+            return self._run_and_record(size, caches)[: len(plan.token_ids_T)]
+        for renew in recorded.before_replay:
+            renew()
+        recorded.graph.replay()
+        return recorded.graph.output[: len(plan.token_ids_T)]
+
+    def drop(self) -> None:
+        """Forget all graphs, and with them every reference to weights, caches and pool memory."""
+        for recorded in self._graphs.values():
+            recorded.graph.release()
+        self._graphs.clear()
+        self._pool = None
+
+    def _run_and_record(self, size: int, caches: list[KVCache]) -> Tensor:
+        decode = DecodeMetadata(
+            self._host_seq_lens_S[:size], self._seq_lens_S[:size], self._tables_SW[:size], self._block_size
+        )
+        context = ForwardContext(
+            num_tokens=size,
+            num_decode_tokens=size,
+            positions_T=self._positions_S[:size],
+            slots_T=self._slots_S[:size],
+            decode=decode,
+            prefill=None,
+            dp_token_counts=[size] * self._num_replicas,
+        )
+
+        def forward() -> Tensor:
+            decode.scratch.clear()
+            return self._model(self._ids_S[:size], caches, context)
+
+        hidden_SH = forward()
+        before_replay: list[Callable[[], None]] = []
+        decode.before_replay = before_replay
+        if self._pool is None:
+            self._pool = self._platform.graph_pool()
+            assert self._pool is not None, self._platform.name
+        self._graphs[size] = _DecodeGraph(self._pool.capture(forward), before_replay)
+        logger.info("recorded a decode step of %d sequences", size)
+        return hidden_SH
+
+    def _fill(self, plan: StepPlan, tables_BW: np.ndarray, size: int) -> None:
+        padding = size - len(plan.token_ids_T)
+        scratch_slot = self._scratch_block * self._block_size
+        seq_lens = np.pad(plan.seq_lens_B, (0, padding), constant_values=1)
+        self._host_seq_lens_S[:size] = seq_lens
+        buffers = (self._ids_S, self._positions_S, self._slots_S, self._seq_lens_S)
+        values = (
+            np.pad(plan.token_ids_T, (0, padding)),
+            np.pad(plan.positions_T, (0, padding)),
+            np.pad(plan.slots_T, (0, padding), constant_values=scratch_slot),
+            seq_lens,
+        )
+        for buffer_S, value in zip(buffers, values, strict=True):
+            buffer_S[:size].copy_(torch.from_numpy(value))
+        tables = np.pad(tables_BW, ((0, padding), (0, 0)), constant_values=self._scratch_block)
+        self._tables_SW[:size].copy_(torch.from_numpy(tables))

@@ -1,0 +1,49 @@
+"""Decode steps as ACL graphs, and how an op's host arguments are renewed in a recorded graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from vllm.platforms import GraphPool, RecordedGraph
+
+
+class AclGraphPool(GraphPool):
+    """Graphs in one private pool of torch_npu's allocator."""
+
+    def __init__(self) -> None:
+        import torch_npu
+
+        self._pool = torch_npu.npu.graph_pool_handle()
+
+    def capture(self, run: Callable[[], Tensor]) -> RecordedGraph:
+        import torch_npu
+
+        graph = torch_npu.npu.NPUGraph()
+        with torch_npu.npu.graph(graph, pool=self._pool):
+            output = run()
+        return RecordedGraph(output, graph.replay, graph.reset)
+
+
+def record_renewable(launch: Callable[[], None], before_replay: list[Callable[[], None]]) -> None:
+    """Record the tasks of `launch` and append to `before_replay` the call that launches it again into their place.
+
+    `launch` must issue the same tasks on the same tensors every time; only values on the host may differ. CANN renews
+    tasks in stream order, so those of a graph are up to date when it is replayed on the same stream afterwards
+    (aclmdlRICaptureTaskUpdateBegin; driver 25.0.RC1 or newer).
+    """
+    import torch_npu
+
+    stream = torch_npu.npu.current_stream()
+    torch_npu.npu.graph_task_group_begin(stream)
+    launch()
+    handle = torch_npu.npu.graph_task_group_end(stream)
+
+    def renew() -> None:
+        stream = torch_npu.npu.current_stream()
+        torch_npu.npu.graph_task_update_begin(stream, handle)
+        launch()
+        torch_npu.npu.graph_task_update_end(stream)
+
+    before_replay.append(renew)
