@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes.r1_zero.arithmetic import make_set
+from recipes.r1_zero.json_to_parquet import main as json_to_parquet
+from recipes.r1_zero.make_base_model import make_base_model
 from tests.system.command import Command, newest_step, read_metrics, without_measurements
 
 STEPS = 4
@@ -33,6 +37,16 @@ class Prepared:
         """The variables of a run on these inputs."""
         given = {"JSON_PATH": self.json_path, "MODEL_PATH": self.model_path, "OUTPUT_DIR": output_dir, "SEED": 42}
         return {**given, **more}
+
+
+def prepare(folder: Path) -> Prepared:
+    """Inputs made by the functions behind the launcher's own stages, with very few warm-up steps."""
+    json_path = folder / "arithmetic.json"
+    json_path.write_text(json.dumps(make_set(num_problems=240)))
+    assert json_to_parquet(["--json_path", str(json_path), "--output_dir", str(folder / "data")]) == 0
+    train = folder / "data" / "train.parquet"
+    make_base_model(train, folder / "model", seed=42, num_steps=12, batch_size=32, num_processes=1)
+    return Prepared(json_path, folder / "model")
 
 
 @dataclass(frozen=True)

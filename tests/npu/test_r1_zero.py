@@ -1,0 +1,93 @@
+"""The user's command with ``trainer.device=npu``, on two fake dies, beside the same command on the CPU."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from megatron.core.ops.reference import reference_ops
+from mindspeed.ops import train_ops
+from tests.system.command import Command, read_metrics
+from tests.system.jobs import SMALL, Prepared, prepare
+from vllm.ops.reference import rollout_ops as reference_rollout_ops
+from vllm_ascend.ops import rollout_ops
+
+STEPS = 5
+TOLERANCE = 1e-3  # relative
+COMPARED = (
+    "actor/pg_loss",
+    "actor/kl_loss",
+    "actor/entropy",
+    "actor/grad_norm",
+    "critic/score/mean",
+    "critic/rewards/mean",
+    "critic/advantages/max",
+    "response_length/mean",
+)
+# What a GRPO step on the device must have run: forward and backward of every fused op, the optimizer, and decoding.
+KERNELS = {
+    "npu_rms_norm",
+    "npu_rms_norm_backward",
+    "npu_swiglu",
+    "npu_swiglu_backward",
+    "npu_rotary_mul",
+    "npu_rotary_mul_backward",
+    "npu_fusion_attention",
+    "npu_fusion_attention_grad",
+    "npu_grouped_matmul",
+    "npu_moe_token_permute",
+    "npu_moe_token_permute_grad",
+    "npu_moe_token_unpermute",
+    "npu_moe_token_unpermute_grad",
+    "npu_moe_gating_top_k",
+    "aten::_fused_adamw_",
+}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return prepare(tmp_path_factory.mktemp("prepared"))
+
+
+@pytest.mark.timeout(600)
+def test_five_grpo_steps_on_the_device_equal_the_cpus(prepared: Prepared, tmp_path: Path) -> None:
+    runs = {device: run_on(device, prepared, tmp_path) for device in ("cpu", "npu")}
+    cpu, npu = ({step["step"]: step for step in read_metrics(tmp_path / device)} for device in runs)
+    assert sorted(cpu) == sorted(npu) == [*range(STEPS + 1)]
+    apart = [
+        f"step {step}: {name} is {cpu[step][name]} on the CPU, {npu[step][name]} on the device"
+        for step in range(1, STEPS + 1)
+        for name in COMPARED
+        if not math.isclose(cpu[step][name], npu[step][name], rel_tol=TOLERANCE, abs_tol=1e-6)
+    ]
+    assert not apart, "\n".join(apart)
+    assert max(step["training/rollout_probs_diff_max"] for step in npu.values() if step["step"]) < 1e-4
+    assert_native(runs["npu"], tmp_path / "kernels")
+    assert (tmp_path / "npu" / "export_hf" / "config.json").is_file()
+
+
+def run_on(device: str, prepared: Prepared, folder: Path) -> str:
+    """The whole command to its good end; what it said."""
+    kernels = folder / "kernels"
+    kernels.mkdir(exist_ok=True)
+    environment = prepared.environment(folder / device, STEPS=STEPS, FAKE_NPU_COUNT=2, FAKE_NPU_CALLS_DIR=kernels)
+    changes = (f"trainer.device={device}", "trainer.save_freq=-1")
+    with Command(folder / f"{device}.log", environment, (*SMALL, *changes)) as command:
+        assert command.wait() == 0, command.tail(80)
+        assert command.left_behind() == []
+        return command.text()
+
+
+def assert_native(said: str, kernels: Path) -> None:
+    """The tables in use are Ascend's, printed once, and their kernels are what ran in every worker."""
+    for table, reference in ((train_ops(), reference_ops()), (rollout_ops(), reference_rollout_ops())):
+        assert set(table.names) == set(reference.names)
+        for name, kind in table.names.items():
+            assert f"{name}={kind}" in said or f"{name} {kind}" in " ".join(said.split()), f"{name} is not in the log"
+    workers = [set(path.read_text(encoding="utf-8").split()) for path in kernels.iterdir()]
+    trained = [ran for ran in workers if "aten::_fused_adamw_" in ran]
+    assert len(trained) == 2, f"{len(trained)} processes ran the optimizer's kernel"
+    for ran in trained:
+        assert not KERNELS - ran, f"never ran on the device: {sorted(KERNELS - ran)}"
