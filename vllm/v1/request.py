@@ -10,7 +10,7 @@ class RequestStatus(Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
-    PREEMPTED = "preempted"  # waiting again, its blocks given up, to be recomputed
+    PREEMPTED = "preempted"  # waiting again, its blocks given up, to be computed again
     FINISHED = "finished"
 
 
@@ -21,6 +21,7 @@ class Request:
         "block_hashes",
         "block_ids",
         "finish_reason",
+        "home",
         "max_tokens",
         "min_tokens",
         "num_cached_tokens",
@@ -76,6 +77,7 @@ class Request:
         self.num_registered_blocks = 0  # leading blocks that the pool can find by content
         self.output_logprobs: list[float] = []
         self.output_top: list[tuple[int, list[int], list[float]]] = []  # per token: its rank, top ids, top log-probs
+        self.home: tuple[int, int] | None = None  # (DP rank that was asked for it, its key there) once it has moved
         self.finish_reason: str | None = None
         self.stop_reason: int | None = None
 

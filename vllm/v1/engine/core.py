@@ -99,4 +99,5 @@ class EngineCore:
             if request.num_computed_tokens + num_new == len(request.token_ids):
                 rank, ids, logprobs = next(entries)
                 count = request.num_top_logprobs
-                request.output_top.append((rank, ids[:count], logprobs[:count]))
+                if count:  # else its neighbours', which may end before it
+                    request.output_top.append((rank, ids[:count], logprobs[:count]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from vllm.config import VllmConfig
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.output_processor import PromptGroup
+from vllm.v1.engine.rebalancer import Rebalancer
 from vllm.v1.request import Request
 from vllm.v1.sample.rng import derive_seed
 
@@ -14,6 +15,10 @@ class LLMEngine:
 
     def __init__(self, config: VllmConfig, core: EngineCore) -> None:
         self.config, self.core = config, core
+        padded_sizes = () if config.compilation.enforce_eager else config.compilation.cudagraph_capture_sizes
+        self.rebalancer = Rebalancer(
+            core.scheduler, core.parallel, core.device, config.parallel.rebalance_steps, padded_sizes
+        )
         self._num_prompts = 0  # over the engine's life: names requests, and seeds those without a seed
 
     def generate(self, groups: list[PromptGroup]) -> None:
@@ -27,15 +32,36 @@ class LLMEngine:
             raise ValueError("prompts cannot be run:\n" + "\n".join(f"  - {p}" for p in problems))
         for group in groups:
             self._add(group)
-        is_anyone_busy = True
         try:
-            while is_anyone_busy if self.config.parallel.steps_in_lockstep else self.core.scheduler.has_unfinished:
-                # In lock-step a replica consumes its own requests, then empty steps; it leaves with all others at the
-                # first exchange in which nobody has work.
-                _, is_anyone_busy = self.core.step()
+            self._run_to_the_end()
+            self.rebalancer.bring_home()
         except BaseException:
             self.core.scheduler.abort_all()
+            self.rebalancer.forget()
             raise
+
+    def _run_to_the_end(self) -> None:
+        """Step until no request is left: of this replica, or of all that it steps or rebalances with.
+
+        In lock-step a replica consumes its own requests, then empty steps; it leaves with all others at the first
+        exchange in which nobody has work. Else one that rebalances and has no work waits for the others' next round.
+        """
+        core, scheduler, parallel = self.core, self.core.scheduler, self.config.parallel
+        interval, num_steps, is_anyone_busy = self.rebalancer.interval, 0, True
+        while is_anyone_busy:
+            if parallel.steps_in_lockstep:
+                _, is_anyone_busy = core.step()
+            elif scheduler.has_unfinished:
+                core.step()
+                is_anyone_busy = scheduler.has_unfinished
+            else:
+                is_anyone_busy = False
+            num_steps += 1
+            # NPU-ADAPTATION(rollout-rebalance): a step takes as long as the fullest replica's, whose batch size the
+            # graphs and the expert exchange are padded to; drop when prompts are handed to replicas one by one as
+            # they become free.
+            if interval and (num_steps >= interval or not (is_anyone_busy or parallel.steps_in_lockstep)):
+                is_anyone_busy, num_steps = self.rebalancer.balance(), 0
 
     def _problems(self, index: int, group: PromptGroup) -> list[str]:
         tokens, limit = group.prompt_token_ids, self.config.model.max_model_len - 1

@@ -31,8 +31,21 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def add_request(self, request: Request) -> None:
-        """Queue a request behind all others."""
-        self.waiting.append(request)
+        """Queue a request behind all others; one that has run before, here or elsewhere, in front of them."""
+        if request.status is RequestStatus.WAITING:
+            self.waiting.append(request)
+        else:
+            self.waiting.appendleft(request)
+
+    def withdraw(self, request: Request) -> None:
+        """Take an unfinished request out, between two steps; it gives its blocks back."""
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self.kv.free(request)
+            request.status = RequestStatus.PREEMPTED
+            self._removed.append(request)
+        else:
+            self.waiting.remove(request)
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step; requests are counted as computed only by `update_from_output`."""

@@ -1,0 +1,251 @@
+"""Requests that move between replicas end as if they had stayed, all of them at home, and the steps are fewer."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.parallel.launcher import run_ranks
+from tests.vllm.test_scheduler import check_invariants, make_scheduler
+from tests.vllm.tiny import write_checkpoint
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.move_plan import Load, Move, plan_moves, target_load
+from vllm.v1.engine.request_codec import decode, encode
+from vllm.v1.request import Request, RequestStatus
+
+PLENTY = 10**6
+
+
+def loads_of(counts: list[int], free: int = PLENTY, need: int = 1) -> list[Load]:
+    return [Load(count, free, (need,) * count) for count in counts]
+
+
+def after(counts: list[int], moves: list[Move]) -> list[int]:
+    counts = list(counts)
+    for move in moves:
+        counts[move.source] -= 1
+        counts[move.destination] += 1
+    return counts
+
+
+@pytest.mark.parametrize("sizes", [(), (1, 2, 4, 8, 16, 32), (4, 24)])
+@pytest.mark.parametrize("seed", range(40))
+def test_a_plan_reaches_the_smallest_batch_with_the_fewest_moves(seed: int, sizes: tuple[int, ...]) -> None:
+    rng = random.Random(seed)
+    counts = [rng.choice([0, 1, rng.randint(0, 40)]) for _ in range(rng.randint(1, 9))]
+    moves = plan_moves(loads_of(counts), sizes)
+    target = target_load(counts, sizes)
+    assert max(after(counts, moves)) <= target <= max(counts) and sum(after(counts, moves)) == sum(counts)
+    assert len(moves) == sum(max(0, count - target) for count in counts)
+    assert len({(move.source, move.index) for move in moves}) == len(moves)
+    assert all(counts[move.source] > target > counts[move.destination] for move in moves)
+    padded = [next((size for size in sizes if size >= n), n) for n in (target, -(-sum(counts) // len(counts)))]
+    if moves:  # nothing below can be reached: the target pads to what an even spread pads to
+        assert padded[0] == padded[1] < max(counts)
+        assert plan_moves(loads_of(after(counts, moves)), sizes) == []
+
+
+def test_small_gains_and_full_receivers_move_nothing() -> None:
+    assert plan_moves(loads_of([40, 39, 38, 37])) == []
+    assert plan_moves(loads_of([8, 5, 5]), sizes=(4, 8)) == []  # padded to 8 all the same
+    assert plan_moves(loads_of([0, 0])) == plan_moves(loads_of([1, 0])) == []
+    assert plan_moves([Load(8, 0, (3,) * 8), Load(0, 2)]) == []
+    assert plan_moves([Load(8, 0, (9, 2, 2, 2)), Load(0, 4)]) == [Move(0, 1, 1), Move(0, 2, 1)]
+    assert plan_moves([Load(6, 0, (1,) * 6), Load(6, 0, (1,) * 6), Load(0, 99)]) == [
+        Move(0, 0, 2),
+        Move(1, 0, 2),
+        Move(0, 1, 2),
+        Move(1, 1, 2),
+    ]
+
+
+def test_a_request_survives_its_encoding() -> None:
+    first = Request(
+        "a",
+        [1, 2, 3],
+        max_tokens=9,
+        seed=2**64 - 5,
+        temperature=0.1,
+        top_k=-1,
+        top_p=1 / 3,
+        min_tokens=2,
+        stop_ids=frozenset({7, 5}),
+        num_top_logprobs=2,
+    )
+    first.home, first.status = (3, 12), RequestStatus.PREEMPTED
+    first.num_cached_tokens, first.num_preemptions = 2, 4
+    first.append(8, -0.1)
+    first.append(9, float("-inf"))
+    first.output_top = [(1, [8, 4], [-0.1, -2.5]), (7, [], [])]
+    second = Request("b", [0], max_tokens=1)
+    second.home = (0, 0)
+    second.append(4, -1.0)
+    words = np.concatenate([encode(first), encode(second)])
+    for request, copy in zip((first, second), decode(words), strict=True):
+        for name in set(Request.__slots__) - {"request_id", "block_hashes"}:
+            assert getattr(copy, name) == getattr(request, name), name
+    assert decode(np.empty(0, np.int64)) == []
+
+
+def token_of(request: Request) -> tuple[int, float]:
+    """What a model would draw: of the seed and the position alone."""
+    draw = random.Random(request.seed * 1000 + request.num_output_tokens)
+    return draw.randrange(50), -draw.random()
+
+
+def run_traffic(seeds: range) -> int:
+    """Random requests, steps and rounds, without a model; the number of moves."""
+    return sum(run_traffic_of(seed) for seed in seeds)
+
+
+def run_traffic_of(seed: int) -> int:
+    from vllm.config import ParallelConfig
+    from vllm.distributed.parallel_state import init_model_parallel
+    from vllm.v1.engine.rebalancer import Rebalancer
+
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    together, alone = random.Random(seed), random.Random(seed * 100 + rank)
+    parallel = init_model_parallel(ParallelConfig(1, size, False, rank, size))
+    scheduler = make_scheduler(num_blocks=together.choice([16, 40]), prefix=seed % 2 == 0)
+    sizes = together.choice([(), (1, 2, 4, 8, 16)])
+    rebalancer = Rebalancer(scheduler, parallel, torch.device("cpu"), together.choice([1, 5]), sizes)
+    for _ in range(3):
+        count = alone.choice([0, 1, alone.randint(10, 30)])
+        mine = [
+            Request(
+                str(i),
+                [alone.randrange(3) for _ in range(alone.randint(1, 20))],
+                max_tokens=alone.randint(1, 40),
+                stop_ids=frozenset({7}),
+                seed=alone.randrange(10**6),
+            )
+            for i in range(count)
+        ]
+        for request in mine:
+            scheduler.add_request(request)
+        while rebalancer.balance():
+            for _ in range(together.choice([0, 1, 2, 7])):
+                step_once(scheduler)
+        rebalancer.bring_home()
+        assert all(request.status is RequestStatus.FINISHED for request in mine)
+        assert scheduler.kv.pool.num_free_blocks == scheduler.kv.pool.num_blocks
+        for request in mine:
+            assert (request.output_token_ids, request.output_logprobs, request.finish_reason) == draw_alone(request)
+    parallel.destroy()
+    return rebalancer.num_moves
+
+
+def step_once(scheduler: Scheduler) -> None:
+    """A step without a model."""
+    if not scheduler.has_unfinished:
+        return
+    step = scheduler.schedule()
+    pairs = zip(step.requests, step.num_tokens, strict=True)
+    drawn = [token_of(r) for r, n in pairs if r.num_computed_tokens + n == len(r.token_ids)]
+    scheduler.update_from_output(step, [token for token, _ in drawn], [logprob for _, logprob in drawn])
+    check_invariants(scheduler, step)
+
+
+def draw_alone(request: Request) -> tuple[list[int], list[float], str | None]:
+    """The outcome of the same request where nothing moves."""
+    prompt = request.token_ids[: request.num_prompt_tokens]
+    again = Request("x", prompt, max_tokens=request.max_tokens, stop_ids=request.stop_ids, seed=request.seed)
+    while not again.append(*token_of(again)):
+        pass
+    return again.output_token_ids, again.output_logprobs, again.finish_reason
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_random_interleavings_lose_nothing(world_size: int) -> None:
+    assert min(run_ranks(run_traffic, world_size, range(12), timeout_s=100)) > 50
+
+
+NUM_PROMPTS = 8
+
+
+def generate(path: str, layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each layout, all prompts on the first replica, then some on each, then a sleep in between."""
+    from tests.vllm.test_parity import as_inputs, make_prompts
+    from vllm import LLM, SamplingParams
+
+    prompts = as_inputs(make_prompts(NUM_PROMPTS, 20, seed=4))
+    params = [
+        SamplingParams(
+            max_tokens=6 + 9 * (i % 4), ignore_eos=True, seed=i, temperature=0.8, n=1 + i % 2, logprobs=2 * (i % 2)
+        )
+        for i in range(NUM_PROMPTS)
+    ]
+    results = []
+    for layout in layouts:
+        llm = LLM(path, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=4, block_size=4, **layout)
+        replica = llm.config.parallel.replica
+        mine = slice(0, NUM_PROMPTS if replica == 0 else 0)
+        outputs = llm.generate(prompts[mine], params[mine])
+        num_steps, num_moves = llm.core.num_steps, llm.engine.rebalancer.num_moves
+        llm.sleep(1)
+        llm.wake_up()
+        again = llm.generate(prompts[mine][replica:], params[mine][replica:])
+        assert llm.core.scheduler.kv.pool.num_free_blocks == llm.core.scheduler.kv.pool.num_blocks
+        llm.shutdown()
+        results.append({"outputs": outputs, "again": again, "num_steps": num_steps, "num_moves": num_moves})
+    return results
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+EXPERTS = {"enable_expert_parallel": True}
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    2: [
+        {"data_parallel_size": 2} | EXPERTS,
+        {"data_parallel_size": 2},
+        {"data_parallel_size": 2, "num_gpu_blocks_override": 28},  # some wait, some are preempted
+    ],
+    4: [{"data_parallel_size": 2, "tensor_parallel_size": 2} | EXPERTS, {"data_parallel_size": 4}],
+}
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_a_skewed_load_gives_the_same_in_fewer_steps(world_size: int, checkpoint: str) -> None:
+    layouts = LAYOUTS[world_size]
+    both = [layout | {"rebalance_interval": interval} for layout in layouts for interval in (0, 4)]
+    ranks = run_ranks(generate, world_size, checkpoint, both, timeout_s=200)
+    for index, layout in enumerate(layouts):
+        stay, move = [[results[2 * index + i] for results in ranks] for i in (0, 1)]
+        assert all(result["num_moves"] == 0 for result in stay) and all(result["num_moves"] > 3 for result in move)
+        for alone, moved in zip(stay, move, strict=True):
+            assert_same(alone["outputs"], moved["outputs"])
+            assert_same(alone["again"], moved["again"])
+        assert max(r["num_steps"] for r in move) < 0.75 * max(r["num_steps"] for r in stay), layout
+
+
+def assert_same(expected: list[Any], found: list[Any]) -> None:
+    """Same requests in the same order, same tokens and reasons, log-probs equal but for rounding."""
+    assert [output.request_id for output in found] == [output.request_id for output in expected]
+    for one, other in zip(expected, found, strict=True):
+        assert other.prompt_token_ids == one.prompt_token_ids and other.num_cached_tokens == one.num_cached_tokens
+        for a, b in zip(one.outputs, other.outputs, strict=True):
+            assert (b.index, b.token_ids, b.finish_reason, b.stop_reason) == (
+                a.index,
+                a.token_ids,
+                a.finish_reason,
+                a.stop_reason,
+            )
+            assert b.sampled_logprobs == pytest.approx(a.sampled_logprobs, abs=1e-5)
+            assert (a.top_logprobs is None) == (b.top_logprobs is None)
+            for top_a, top_b in zip(a.top_logprobs or [], b.top_logprobs or [], strict=True):
+                assert {t: v.rank for t, v in top_a.items()} == {t: v.rank for t, v in top_b.items()}
+
+
+def test_a_negative_interval_is_refused(checkpoint: str, tmp_path: Path) -> None:
+    from vllm import LLM
+
+    with pytest.raises(ValueError, match="rebalance_interval=-1"):
+        LLM(checkpoint, skip_tokenizer_init=True, max_model_len=64, rebalance_interval=-1)
