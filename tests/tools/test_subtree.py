@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from tools.subtree import api, compare, manifest
+from tests.tools.subtree_repos import ROOT, commit, export, git, repository, state, tool, upstream, write
+from tools import adaptations
+from tools.subtree import api, compare, manifest, snapshot
 
 MINIMAL = 'name = "up"\nurl = "u"\nlicence = "MIT"\nsubtree = "ours"\nupstream_root = "pkg"\ntag = "v1"\n'
-
-
-def write(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 def test_every_manifest_is_valid_and_its_mirrored_modules_are_here() -> None:
@@ -50,17 +50,19 @@ def test_public_api_reads_signatures_without_importing(tmp_path: Path) -> None:
         "LIMIT": "value",
         "f": "(a, b=, *, c, d=, **rest)",
         "C": "class(x, y)",
-        "C.__init__": "(self)",
-        "C.run": "(self, *args)",
+        "C.__init__": "()",
+        "C.run": "(*args)",
     }
+    with pytest.raises(ValueError, match=r"n\.py:1: not Python.*conflict markers"):
+        api.public_api(write(tmp_path / "n.py", "<<<<<<< ours\n"))
 
 
 def test_diff_tells_same_differing_missing_and_own(tmp_path: Path) -> None:
     root, upstream = tmp_path / "repo", tmp_path / "checkout"
     write(root / "ours/core/a.py", "def same(x): ...\ndef changed(x, y): ...\ndef mine(): ...\n")
     write(root / "ours/extra.py", "")
-    write(upstream / "pkg/core/a.py", "def same(x): ...\ndef changed(x): ...\ndef theirs(): ...\n")
-    write(upstream / "pkg/b.py", "")
+    write(upstream / "core/a.py", "def same(x): ...\ndef changed(x): ...\ndef theirs(): ...\n")
+    write(upstream / "b.py", "")
     item = manifest.load("up", write(tmp_path / "m/up.toml", MINIMAL).parent)
     found = compare.diff(item, upstream, root)
     assert (found.missing, found.ours_only) == (("b.py",), ("extra.py",))
@@ -68,10 +70,116 @@ def test_diff_tells_same_differing_missing_and_own(tmp_path: Path) -> None:
     assert module.same == ("same",)
     assert module.differs == (("changed", "(x, y)", "(x)"),)
     assert (module.missing, module.ours_only) == (("theirs",), ("mine",))
-
-
-def test_diff_against_something_else_says_what_was_expected(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected a checkout of .* at v0.9.1"):
-        compare.diff(manifest.load("vllm"), tmp_path)
+    assert found.counts() == (1, 1, 1, 1)
     with pytest.raises(ValueError, match="only facts"):
         compare.diff(manifest.load("slime"), tmp_path)
+
+
+def test_a_new_pin_leaves_every_other_line(tmp_path: Path) -> None:
+    text = MINIMAL.replace("url", "# a comment\nurl") + 'commit = "abc"\nmirrored = [\n  "tag.py",\n]\n'
+    changed = manifest.with_pin(text, "v2", "def")
+    item = manifest.parse(changed, "up.toml")
+    assert (item.tag, item.commit, item.mirrored) == ("v2", "def", ("tag.py",))
+    assert [line for line in text.splitlines() if line not in changed.splitlines()] == ['tag = "v1"', 'commit = "abc"']
+    with pytest.raises(ValueError, match="no quote"):
+        manifest.with_pin(text, 'v"2', "")
+
+
+def test_every_recorded_api_is_of_the_pinned_version_and_in_order() -> None:
+    for item in manifest.load_all():
+        recorded = snapshot.load(item.name)
+        if recorded is None:
+            continue
+        assert recorded.pin == item.version
+        assert snapshot.parse(snapshot.render(item.name, recorded), item.name) == recorded
+        assert item.mirrors(recorded.modules) == list(recorded.modules), "an API of a module that is not mirrored"
+        same, *_ = snapshot.compare(item, recorded).counts()
+        assert same > 0
+
+
+def test_status_and_adaptations_agree_with_the_marks_in_the_sources() -> None:
+    marked = subprocess.run(
+        ["git", "grep", "--untracked", "-hoE", r"^\s*# " + adaptations.WORD + r"\([a-z0-9-]+\)"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    ids = sorted(line.split("(")[1].rstrip(")") for line in marked.stdout.splitlines())
+    assert ids == sorted(mark.id for mark in adaptations.collect(ROOT)[0])
+    listed = (ROOT / adaptations.OUTPUT).read_text(encoding="utf-8")
+    assert ids == sorted(re.findall(r"^\| `([a-z0-9-]+)` \|", listed, re.MULTILINE))
+    shown = tool(ROOT, "status") + tool(ROOT, "adaptations", "--check")
+    assert all(name in shown for name in [*ids, "core_v0.12.1", "v0.6.1"])
+
+
+def test_the_kinds_of_upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    up = repository(tmp_path / "up")
+    write(up / "pkg/a.py", "def f(x): ...\n")
+    commit(up, "one", "v1")
+    write(up / "pkg/a.py", "def f(x, y): ...\n")
+    newest = commit(up, "two", "v2")
+    root = tmp_path / "repo"
+    write(root / "ours/a.py", "def f(x): ...\n")
+    write(root / "third_party/up.toml", MINIMAL.replace('"u"', f'"file://{up}"') + 'mirrored = ["a.py"]\n')
+    with zipfile.ZipFile(tmp_path / "pkg-2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("pkg/a.py", "def f(x): ...\n")
+        wheel.writestr("pkg-2.dist-info/METADATA", "Name: pkg\nVersion: 2\n")
+    with tarfile.open(tmp_path / "pkg-2.tar.gz", "w:gz") as sdist:
+        sdist.add(up / "pkg", "pkg-2/pkg")
+    write(tmp_path / "site/pkg/a.py", "def f(x): ...\n")
+    write(tmp_path / "site/the_pkg-3.dist-info/METADATA", "Metadata-Version: 2.1\nName: the-pkg\nVersion: 3\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    same = {
+        "given": f"file://{up}",
+        "clone": str(up),
+        "wheel": str(tmp_path / "pkg-2-py3-none-any.whl"),
+        "package": "the-pkg",
+    }
+    assert "v1" in tool(root, "diff", "up")
+    for spec in same.values():
+        assert "differs\n" not in tool(root, "diff", "up", "--names", "--upstream", spec), spec
+    for spec in (str(up / "pkg" / ".."), str(tmp_path / "pkg-2.tar.gz")):
+        shown = tool(root, "diff", "up", "--names", "--text", "--tag", "v2", "--upstream", spec)
+        assert "a.py: f differs" in shown and "-def f(x, y): ..." in shown and "+def f(x): ..." in shown, spec
+    assert newest[:12] in tool(root, "diff", "up", "--tag", newest[:9])
+    assert "no 'v9': its newest tags are v2, v1" in tool(
+        root, "diff", "up", "--tag", "v9", "--upstream", str(up), code=1
+    )
+    assert "no folder 'pkg'" in tool(root, "diff", "up", "--upstream", str(tmp_path / "cache"), code=1)
+    assert "is no git url, folder, archive" in tool(root, "diff", "up", "--upstream", "no-such-package", code=1)
+    assert "wheel or sdist" in tool(root, "diff", "up", "--upstream", f"file://{tmp_path}/nothing", code=1)
+
+
+def test_import_records_the_api_and_rebase_of_our_own_code_only_reports(tmp_path: Path) -> None:
+    up = upstream(tmp_path / "up")
+    root = repository(tmp_path / "repo")
+    write(root / "pkg/helpers.py", "def kept(x): ...\n")
+    text = MINIMAL.replace('"ours"', '"pkg"') + 'mirrored = ["helpers.py", "old_name.py"]\n'
+    write(root / "third_party/up.toml", text)
+    commit(root, "ours")
+    tool(root, "import", "up", "--upstream", str(up))
+    recorded = snapshot.load("up", root)
+    assert recorded is not None and recorded.pin == "v1"
+    assert recorded.modules["helpers.py"] == {"kept": "(x)", "used_by_us": "(x)", "unused": "()"}
+    before = state(root)
+    shown = tool(root, "rebase", "up", "--tag", "v1.4", "--upstream", str(up), "--text")
+    for line in (
+        "renamed   old_name.py -> new_name.py",
+        "new       brand_new.py",
+        "deleted   helpers.py: used_by_us",
+        "changed   helpers.py: kept",
+        "+moved_3 = 333",
+        "our own code",
+    ):
+        assert line in shown, line
+    assert state(root) == before
+    shown = tool(root, "rebase", "up", "--tag", "v1.4", "--upstream", str(export(up, "v1.4", tmp_path / "plain")))
+    assert "deleted   helpers.py: used_by_us" in shown and "not by text" in shown
+    assert "has no old_name.py: correct 'mirrored'" in tool(
+        root, "import", "up", "--tag", "v1.4", "--upstream", str(up), code=1
+    )
+    write(root / "third_party/up.toml", text.replace("old_name", "new_name"))
+    tool(root, "import", "up", "--tag", "v1.4", "--upstream", str(up))
+    item = manifest.load("up", root / "third_party")
+    assert (item.tag, item.commit) == ("v1.4", git(up, "rev-parse", "v1.4"))

@@ -1,4 +1,7 @@
-"""`python -m tools.subtree list | status | diff NAME --upstream PATH`."""
+"""`python -m tools.subtree list | status | adaptations | diff | rebase | import`.
+
+Exit codes: 0 done, 1 refused or failed with nothing changed, 2 wrong arguments, 3 a merge waits for a person.
+"""
 
 from __future__ import annotations
 
@@ -7,63 +10,138 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from tools.subtree import compare, manifest
+from tools import adaptations
+from tools.subtree import compare, manifest, move, rebase, show, take, upstream
+from tools.subtree.git import Git
+
+CONFLICTS = 3
+UPSTREAM = "git url, local clone, folder, wheel or sdist, or name of an installed package (default: the manifest's url)"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.subtree", description="Our subtrees beside their upstreams.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="the upstreams, their pins and licences")
-    commands.add_parser("status", help="which of the mirrored modules are here")
-    differ = commands.add_parser("diff", help="one subtree against a checkout of its upstream")
-    differ.add_argument("name", help="the upstream's name, as `list` shows it")
-    differ.add_argument("--upstream", type=Path, required=True, help="a local checkout at the pinned version")
-    differ.add_argument("--names", action="store_true", help="show the public names that differ, module by module")
-    args = parser.parse_args()
-    console = Console()
+def main(words: list[str] | None = None) -> None:
+    args = _parser().parse_args(words)
+    console = Console(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 160)
     try:
-        if args.command == "list":
-            console.print(_list_table(manifest.load_all()))
-        elif args.command == "status":
-            console.print(_status_table(manifest.load_all()))
-        else:
-            _show_diff(console, compare.diff(manifest.load(args.name), args.upstream), args.names)
+        if (args.root / ".git").exists():
+            show.say(console, *move.recover(Git(args.root)))
+        code = args.run(console, args)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    sys.exit(code)
 
 
-def _list_table(manifests: list[manifest.Manifest]) -> Table:
-    table = Table("upstream", "version", "licence", "our folder", "url")
-    for item in manifests:
-        pin = f"{item.version} ({item.commit})" if item.tag and item.commit else item.version
-        table.add_row(item.name, pin, item.licence, item.subtree or "(facts only)", item.url)
-    return table
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.subtree", description="Our subtrees beside their upstreams.")
+    parser.add_argument("--root", type=Path, default=manifest.ROOT, help="the repository (default: this one)")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: object, text: str, takes_name: bool = False) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        if takes_name:
+            command.add_argument("name", help="the upstream's name, as `list` shows it")
+            command.add_argument("--upstream", help=UPSTREAM)
+        return command
+
+    add("list", _list, "the upstreams, their pins and licences")
+    status = add("status", _status, "what is mirrored, the API beside the recorded one, the adaptations")
+    status.add_argument("--names", action="store_true", help="show the public names that differ, module by module")
+    marks = add("adaptations", _adaptations, f"list the adaptations and write {adaptations.OUTPUT}")
+    marks.add_argument("--check", action="store_true", help="write nothing, fail when the file is not up to date")
+    diff = add("diff", _diff, "our folder against its upstream, by API and by text", takes_name=True)
+    diff.add_argument("--tag", help="another version than the pinned one, of a git upstream")
+    diff.add_argument("--names", action="store_true", help="show the public names that differ, module by module")
+    diff.add_argument("--text", action="store_true", help="a unified diff of each module that both have")
+    move_to = add("rebase", _rebase, "show what a version changes; merge it where we hold the files", takes_name=True)
+    move_to.add_argument("--tag", required=True, help="the upstream's new tag, branch or commit")
+    move_to.add_argument("--text", action="store_true", help="also show the upstream's own changes as unified diffs")
+    move_to.add_argument("--dry-run", action="store_true", help="merge, say what would happen, change nothing")
+    taker = add(
+        "import", _import, "record an upstream's API, or (--files) take its files as a subtree", takes_name=True
+    )
+    taker.add_argument("--tag", help="the version to record or take; it becomes the pin (default: the pinned one)")
+    taker.add_argument("--files", action="store_true", help="take the files, as one squash merge commit")
+    for option, text in (("url", "its git url"), ("licence", "its SPDX licence"), ("folder", "our folder")):
+        taker.add_argument(f"--{option}", help=f"for an upstream without a manifest: {text}")
+    taker.add_argument(
+        "--upstream-root", default="", help="... the folder of its checkout to take (default: all of it)"
+    )
+    return parser
 
 
-def _status_table(manifests: list[manifest.Manifest]) -> Table:
-    table = Table("upstream", "mirrored modules here", "not here yet")
-    for item in manifests:
-        present, absent = compare.status(item)
-        table.add_row(item.name, f"{len(present)} of {len(item.mirrored)}", "\n".join(absent))
-    return table
+def _list(console: Console, args: argparse.Namespace) -> int:
+    show.listing(console, _all(args))
+    return 0
 
 
-def _show_diff(console: Console, found: compare.SubtreeDiff, show_names: bool) -> None:
-    table = Table("module", "same", "differs", "missing", "ours only")
-    for item in found.shared:
-        counts = (item.same, item.differs, item.missing, item.ours_only)
-        table.add_row(item.module, *(str(len(names)) for names in counts))
-    console.print(table)
-    for item in found.shared if show_names else ():
-        for name, ours, theirs in item.differs:
-            console.print(f"{item.module}: {name}\n    ours     {ours}\n    upstream {theirs}", highlight=False)
-        for name in item.missing:
-            console.print(f"{item.module}: {name} is missing here", highlight=False)
-    console.print(f"{len(found.shared)} modules on both sides, {len(found.missing)} only upstream")
-    for module in found.ours_only:
-        console.print(f"ours only: {module}", highlight=False)
+def _status(console: Console, args: argparse.Namespace) -> int:
+    show.status(console, _all(args), args.root, args.names)
+    return 0
+
+
+def _adaptations(console: Console, args: argparse.Namespace) -> int:
+    show.adaptation_list(console, args.root, _all(args))
+    show.say(console, adaptations.run(args.root, check=args.check))
+    return 0
+
+
+def _diff(console: Console, args: argparse.Namespace) -> int:
+    item = manifest.load(args.name, args.root / manifest.FOLDER)
+    ours = compare.our_folder(item, args.root)
+    with upstream.checkout(item, args.upstream, args.tag or item.version) as found:
+        show.say(console, f"{ours.name}/ beside {found.what}; pinned: {item.version}")
+        different = compare.diff(item, found.folder, args.root)
+        show.difference(console, different, args.names)
+        for module in [shared.module for shared in different.shared] if args.text else []:
+            sides = [(folder / module).read_text(encoding="utf-8", errors="replace") for folder in (found.folder, ours)]
+            names = (f"upstream/{module}", f"{item.subtree}/{module}")
+            show.say(console, compare.text_diff(sides[0], sides[1], *names))
+    return 0
+
+
+def _rebase(console: Console, args: argparse.Namespace) -> int:
+    item = manifest.load(args.name, args.root / manifest.FOLDER)
+    outcome = rebase.rebase(args.root, args.name, args.tag, args.upstream, args.dry_run)
+    show.rebased(console, args.name, item.subtree, outcome, args.text, args.dry_run)
+    return CONFLICTS if outcome.conflicts or outcome.findings else 0
+
+
+def _import(console: Console, args: argparse.Namespace) -> int:
+    path = args.root / manifest.FOLDER / f"{args.name}.toml"
+    if not args.files:
+        item = manifest.load(args.name, path.parent)
+        done = take.record_api(args.root, item, args.tag, args.upstream)
+        show.say(
+            console,
+            f"{args.name} {done.pin}: {done.num_symbols} names of {done.num_modules} modules, from {done.what}",
+            f"Next: `python -m tools.subtree status --names`, then commit {' and '.join(done.paths)}.",
+        )
+        return 0
+    text = path.read_text(encoding="utf-8") if path.exists() else _new_manifest(args)
+    item = manifest.parse(manifest.with_pin(text, args.tag, "") if args.tag else text, str(path))
+    commit = take.take_files(args.root, item, text, item.version, args.upstream)
+    show.say(
+        console,
+        f"Done: commit {commit[:12]} holds {item.subtree}/ of {args.name} {item.version}, licence {item.licence}.",
+        *([f"Licence: {item.licence_note}"] if item.licence_note else []),
+        f"Next: mark what you change for hardware; `python -m tools.subtree rebase {args.name} --tag ...` keeps it.",
+    )
+    return 0
+
+
+def _new_manifest(args: argparse.Namespace) -> str:
+    missing = [f"--{option}" for option in ("tag", "licence") if not getattr(args, option)]
+    if not args.url and not args.upstream:
+        missing.append("--url")
+    if missing:
+        raise ValueError(f"there is no {manifest.FOLDER}/{args.name}.toml: to make one, also give {', '.join(missing)}")
+    url, folder = args.url or args.upstream, args.folder or args.name
+    return manifest.text_of(args.name, url, args.licence, folder, args.upstream_root)
+
+
+def _all(args: argparse.Namespace) -> list[manifest.Manifest]:
+    return manifest.load_all(args.root / manifest.FOLDER)
 
 
 if __name__ == "__main__":

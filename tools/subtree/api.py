@@ -3,32 +3,61 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
+
+VALUE = "value"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def public_api(path: Path) -> dict[str, str]:
-    """Name -> signature of what a file defines in public: functions, classes (fields in order), methods, constants.
+    """``api_of`` a file; ValueError when it is not Python (git's conflict markers, say)."""
+    return api_of(path.read_text(encoding="utf-8", errors="replace"), str(path))
 
-    Signatures are argument names with a ``=`` where there is a default: annotations and default values may differ
-    between two trees without breaking a caller.
+
+def api_of(text: str, name: str = "<text>") -> dict[str, str]:
+    """Name -> signature of what a module defines in public: functions, classes (fields in order), methods, constants.
+
+    Signatures are argument names with a ``=`` where there is a default, without ``self`` and ``cls``: annotations and
+    default values may differ between two trees without breaking a caller.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    try:
+        tree = ast.parse(text, name)
+    except SyntaxError as error:
+        raise ValueError(
+            f"{name}:{error.lineno}: not Python ({error.msg}): are git's conflict markers left?"
+        ) from error
     found: dict[str, str] = {}
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            _add(found, node.name, _signature(node.args))
+    for node in statements(tree.body):
+        if isinstance(node, Function):
+            _add(found, node.name, _signature(node, method=False))
         elif isinstance(node, ast.ClassDef):
             _add(found, node.name, _fields(node))
             for item in node.body if not node.name.startswith("_") else []:
-                if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
-                    _add(found, f"{node.name}.{item.name}", _signature(item.args))
-        elif isinstance(node, ast.Assign):
-            for target in node.targets:
-                if isinstance(target, ast.Name):
-                    _add(found, target.id, "value")
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            _add(found, node.target.id, "value")
+                if isinstance(item, Function):
+                    _add(found, f"{node.name}.{item.name}", _signature(item, method=True))
+        else:
+            for assigned in _assigned(node):
+                _add(found, assigned, VALUE)
     return found
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module body, those under a top-level ``if`` or ``try`` included."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If):
+            yield from statements(node.body + node.orelse)
+        elif isinstance(node, ast.Try):
+            handlers = [inner for handler in node.handlers for inner in handler.body]
+            yield from statements(node.body + handlers + node.orelse + node.finalbody)
+
+
+def _assigned(node: ast.stmt) -> Iterator[str]:
+    if isinstance(node, ast.Assign):
+        yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        yield node.target.id
 
 
 def _add(found: dict[str, str], name: str, signature: str) -> None:
@@ -37,10 +66,13 @@ def _add(found: dict[str, str], name: str, signature: str) -> None:
         found[name] = signature
 
 
-def _signature(args: ast.arguments) -> str:
+def _signature(function: Function, method: bool) -> str:
+    args = function.args
     positional = [*args.posonlyargs, *args.args]
     first_default = len(positional) - len(args.defaults)
     parts = [arg.arg + ("=" if index >= first_default else "") for index, arg in enumerate(positional)]
+    if method and parts and parts[0] in ("self", "cls"):
+        parts = parts[1:]
     if args.vararg:
         parts.append("*" + args.vararg.arg)
     elif args.kwonlyargs:

@@ -1,12 +1,16 @@
-"""Compares one of our subtrees with a checkout of its upstream, by module path and by public name."""
+"""Compares two sides of a subtree, by public name and by text."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.subtree.api import public_api
 from tools.subtree.manifest import ROOT, Manifest
+
+Api = Mapping[str, Mapping[str, str]]  # module path -> public name -> signature
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,15 @@ class SubtreeDiff:
     missing: tuple[str, ...]  # in the upstream only
     ours_only: tuple[str, ...]
 
+    def counts(self) -> tuple[int, int, int, int]:
+        """Names that are the same, differ, are missing, are ours only, in the shared modules."""
+        return (
+            sum(len(item.same) for item in self.shared),
+            sum(len(item.differs) for item in self.shared),
+            sum(len(item.missing) for item in self.shared),
+            sum(len(item.ours_only) for item in self.shared),
+        )
+
 
 def modules(folder: Path) -> dict[str, Path]:
     """Module path below ``folder`` ("core/parallel_state.py") -> file."""
@@ -37,37 +50,46 @@ def modules(folder: Path) -> dict[str, Path]:
 def status(manifest: Manifest, root: Path = ROOT) -> tuple[list[str], list[str]]:
     """(mirrored modules that we have, mirrored modules that are not there yet)."""
     ours = modules(root / manifest.subtree) if manifest.subtree else {}
-    present = [module for module in manifest.mirrored if module in ours]
-    return present, [module for module in manifest.mirrored if module not in ours]
+    return manifest.mirrors(ours), [module for module in manifest.mirrored_paths if module not in ours]
 
 
 def diff(manifest: Manifest, upstream: Path, root: Path = ROOT) -> SubtreeDiff:
-    """Compare our subtree with the upstream checked out at ``upstream``.
-
-    ValueError when the manifest mirrors nothing or ``upstream`` is no checkout of it.
-    """
-    if not manifest.subtree:
-        raise ValueError(f"{manifest.name} has no subtree here: only facts were taken from it")
-    theirs_root = upstream / manifest.upstream_root
-    if not theirs_root.is_dir():
-        raise ValueError(
-            f"{upstream} has no folder '{manifest.upstream_root}': expected a checkout of {manifest.url} "
-            f"at {manifest.version}"
-        )
-    ours, theirs = modules(root / manifest.subtree), modules(theirs_root)
-    shared = tuple(_module_diff(module, ours[module], theirs[module]) for module in ours if module in theirs)
+    """Compare our subtree with ``upstream``, the folder of its upstream that ours mirrors."""
+    ours, theirs = modules(our_folder(manifest, root)), modules(upstream)
+    both = [module for module in ours if module in theirs]
+    shared = tuple(module_diff(module, public_api(ours[module]), public_api(theirs[module])) for module in both)
     return SubtreeDiff(
         shared, tuple(module for module in theirs if module not in ours), tuple(m for m in ours if m not in theirs)
     )
 
 
-def _module_diff(module: str, ours: Path, theirs: Path) -> ModuleDiff:
-    mine, upstream = public_api(ours), public_api(theirs)
-    both = [name for name in mine if name in upstream]
+def against(ours: Api, theirs: Api) -> SubtreeDiff:
+    """Compare two APIs that are in memory."""
+    shared = tuple(module_diff(module, ours[module], theirs[module]) for module in ours if module in theirs)
+    return SubtreeDiff(shared, tuple(m for m in theirs if m not in ours), tuple(m for m in ours if m not in theirs))
+
+
+def module_diff(module: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> ModuleDiff:
+    both = [name for name in ours if name in theirs]
     return ModuleDiff(
         module,
-        same=tuple(name for name in both if mine[name] == upstream[name]),
-        differs=tuple((name, mine[name], upstream[name]) for name in both if mine[name] != upstream[name]),
-        missing=tuple(name for name in upstream if name not in mine),
-        ours_only=tuple(name for name in mine if name not in upstream),
+        same=tuple(name for name in both if ours[name] == theirs[name]),
+        differs=tuple((name, ours[name], theirs[name]) for name in both if ours[name] != theirs[name]),
+        missing=tuple(name for name in theirs if name not in ours),
+        ours_only=tuple(name for name in ours if name not in theirs),
     )
+
+
+def text_diff(old: str, new: str, old_name: str, new_name: str) -> str:
+    """A unified diff; empty when the texts are equal."""
+    lines: Iterable[str] = difflib.unified_diff(
+        old.splitlines(keepends=True), new.splitlines(keepends=True), old_name, new_name
+    )
+    return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
+
+
+def our_folder(manifest: Manifest, root: Path) -> Path:
+    """Our folder; ValueError when only facts were taken from the upstream."""
+    if not manifest.subtree:
+        raise ValueError(f"{manifest.name} has no subtree here: only facts were taken from it")
+    return root / manifest.subtree

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-MANIFESTS = ROOT / "third_party"
+FOLDER = "third_party"
+MANIFESTS = ROOT / FOLDER
 REQUIRED = ("name", "url", "licence", "subtree", "upstream_root")
-OPTIONAL = ("tag", "commit", "why", "mirrored", "recipes_pin")
+OPTIONAL = ("tag", "commit", "licence_note", "why", "mirrored", "recipes_pin")
+NAME = re.compile(r"[a-z0-9_]+")
 
 
 @dataclass(frozen=True)
@@ -20,17 +25,32 @@ class Manifest:
     name: str
     url: str
     licence: str  # SPDX identifier of the upstream
+    licence_note: str  # what to know before taking one of its files
     subtree: str  # our folder; "" when only facts were taken
-    upstream_root: str  # the folder of the upstream's checkout that our folder mirrors
+    upstream_root: str  # the folder of the upstream's checkout that our folder mirrors; "" = all of it
     tag: str
     commit: str
     why: str
     recipes_pin: str  # what the published Ascend recipes pin, when that is another version
-    mirrored: tuple[str, ...]  # module paths below the subtree whose path and public names are the upstream's
+    mirrored: tuple[str, ...]  # module paths below the subtree, or patterns, that have the upstream's path and names
 
     @property
     def version(self) -> str:
         return self.tag or self.commit
+
+    @property
+    def mirrored_paths(self) -> tuple[str, ...]:
+        """The mirrored modules that are named one by one."""
+        return tuple(module for module in self.mirrored if "*" not in module)
+
+    @property
+    def path(self) -> str:
+        """The manifest's file below the repository's root."""
+        return f"{FOLDER}/{self.name}.toml"
+
+    def mirrors(self, modules: Iterable[str]) -> list[str]:
+        """Those of ``modules`` that are mirrored; ``*`` in a pattern also crosses folders."""
+        return [module for module in modules if any(fnmatchcase(module, pattern) for pattern in self.mirrored)]
 
 
 def load_all(folder: Path = MANIFESTS) -> list[Manifest]:
@@ -39,7 +59,7 @@ def load_all(folder: Path = MANIFESTS) -> list[Manifest]:
     found: list[Manifest] = []
     for path in sorted(folder.glob("*.toml")):
         try:
-            found.append(_parse(path))
+            found.append(parse(path.read_text(encoding="utf-8"), str(path)))
         except ValueError as error:
             problems.append(str(error))
     if problems:
@@ -55,16 +75,41 @@ def load(name: str, folder: Path = MANIFESTS) -> Manifest:
     return manifests[name]
 
 
-def _parse(path: Path) -> Manifest:
+def parse(text: str, source: str) -> Manifest:
+    """The manifest that ``text`` says; ValueError names everything that is wrong with it, and ``source``."""
     try:
-        table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        table: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{source}: {error}") from error
     wrong = [f"missing key '{key}'" for key in REQUIRED if key not in table]
     wrong += [f"unknown key '{key}'" for key in table if key not in REQUIRED + OPTIONAL]
     if not table.get("tag") and not table.get("commit"):
         wrong.append("neither 'tag' nor 'commit': a manifest pins one version")
+    if "name" in table and not NAME.fullmatch(str(table["name"])):
+        wrong.append(f"name = '{table['name']}': expected lower-case letters, digits and _")
     if wrong:
-        raise ValueError(f"{path}: {'; '.join(wrong)}")
+        raise ValueError(f"{source}: {'; '.join(wrong)}")
     texts = {key: str(table.get(key, "")) for key in (*REQUIRED, *OPTIONAL) if key != "mirrored"}
     return Manifest(**texts, mirrored=tuple(table.get("mirrored", ())))
+
+
+def with_pin(text: str, tag: str, commit: str) -> str:
+    """A manifest's text with another pin; every other line stays as it is, comments too."""
+    lines = text.splitlines()
+    old = [index for index, line in enumerate(lines) if re.match(r"(tag|commit)\s*=", line)]
+    place = old[0] if old else len(lines)
+    kept = [line for index, line in enumerate(lines) if index not in old]
+    pin = [_line(key, value) for key, value in (("tag", tag), ("commit", commit)) if value]
+    return "\n".join([*kept[:place], *pin, *kept[place:]]) + "\n"
+
+
+def text_of(name: str, url: str, licence: str, subtree: str, upstream_root: str) -> str:
+    """A new manifest that mirrors every module of the upstream; its pin is added by ``with_pin``."""
+    values = {"name": name, "url": url, "licence": licence, "subtree": subtree, "upstream_root": upstream_root}
+    return "\n".join([*(_line(key, value) for key, value in values.items()), 'mirrored = ["*.py"]', ""])
+
+
+def _line(key: str, value: str) -> str:
+    if any(character in value for character in '"\\\n'):
+        raise ValueError(f"{key} = {value!r}: no quote, backslash or line break can be in a manifest")
+    return f'{key} = "{value}"'

@@ -1,0 +1,136 @@
+"""Puts a new version of a subtree into the repository: first as git objects, then in one move into the working tree."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from tools import adaptations
+from tools.subtree import move, upstream
+from tools.subtree.fork import Merge
+from tools.subtree.git import Git
+
+SUBMODULE = "160000"
+
+
+def require_clean(git: Git) -> None:
+    """ValueError when the working tree has changes, a merge waits, or git does not know who commits."""
+    if git.top() != git.folder.resolve():
+        raise ValueError(f"{git.folder} is not the top of its repository: run this in {git.top()}")
+    waiting = [name for name in ("MERGE_HEAD", "CHERRY_PICK_HEAD", "rebase-merge") if git.git_path(name).exists()]
+    if waiting:
+        raise ValueError(f"a merge is in progress ({waiting[0]}): finish it with `git commit`, or `git merge --abort`")
+    dirty = [line[3:] for line in git.fields("status", "--porcelain", "-z", "--untracked-files=no")]
+    if dirty:
+        shown = ", ".join(dirty[:5]) + (" ..." if len(dirty) > 5 else "")
+        raise ValueError(f"the tree has {len(dirty)} uncommitted change(s): {shown}; commit or `git stash` them first")
+    git.text("var", "GIT_COMMITTER_IDENT")
+
+
+def composed(git: Git, base: str, folder: str, tree: str, files: Mapping[str, str]) -> str:
+    """``base`` with ``folder`` replaced by ``tree`` ("" leaves it) and with text files written; a tree object."""
+    with tempfile.TemporaryDirectory(prefix="subtree-index-") as scratch:
+        index = Git(git.folder, Path(scratch) / "index")
+        index.run("read-tree", base)
+        if folder:
+            there = index.run("ls-files", "-z", "--", f"{folder}/").stdout
+            index.run("update-index", "-z", "--force-remove", "--stdin", stdin=there)
+            index.run("read-tree", f"--prefix={folder}/", tree)
+        for path, text in files.items():
+            index.run("update-index", "--add", "--cacheinfo", f"100644,{git.write_blob(text.encode())},{path}")
+        return index.text("write-tree")
+
+
+def with_adaptations(git: Git, tree: str) -> tuple[str, list[str]]:
+    """The tree with its list of adaptations brought up to date, and what is wrong with its marks."""
+    if git.tree_of(tree, adaptations.OUTPUT.parent.as_posix()) is None:
+        return tree, []
+    with tempfile.TemporaryDirectory(prefix="subtree-") as scratch:
+        root = upstream.export(git, tree, Path(scratch))
+        try:
+            adaptations.run(root, check=False)
+        except ValueError as error:
+            return tree, [str(error)]
+        text = (root / adaptations.OUTPUT).read_text(encoding="utf-8")
+    return composed(git, tree, "", "", {adaptations.OUTPUT.as_posix(): text}), []
+
+
+def move_in(
+    git: Git, stage: Path, tree: str, squash: str, message: str, waits: Merge | None, folder: str
+) -> str | None:
+    """Make ``tree`` the next commit, a merge of HEAD and ``squash``, and bring the working tree to it, in one move.
+
+    With ``waits`` nothing is committed: the merge is left in progress, with its conflicts in the index, as `git merge`
+    does, so that `git commit` finishes it and `git merge --abort` takes it back. Returns the commit, if one was made.
+    """
+    head = str(git.commit("HEAD"))
+    commit = None if waits else git.commit_tree(tree, [head, squash], message)
+    new, old = _changed(git, head, tree)
+    _refuse_to_overwrite(git.folder, new, old)
+    index_file = git.git_path("index")
+    shutil.copy2(index_file, stage / "index.old")
+    shutil.copy2(index_file, stage / "index.new")
+    _write_files(Git(git.folder, stage / "index.old"), old, stage / "old")
+    index = Git(git.folder, stage / "index.new")
+    index.run("read-tree", "-m", tree)
+    _write_files(index, new, stage / "new")
+    if waits:
+        _mark_conflicts(index, waits, folder)
+        texts = {"MERGE_MSG": message, "MERGE_MODE": "no-ff", "MERGE_HEAD": squash + "\n"}
+        for name, text in texts.items():
+            (stage / name).write_text(text, encoding="utf-8")
+    require_clean(git)  # nothing changed while this was prepared
+    subject = message.splitlines()[0]
+    move.start(git, stage, move.Plan(head, commit, squash, new, old, f"tools.subtree: {subject}"))
+    return commit
+
+
+def _changed(git: Git, head: str, tree: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Path -> blob of the files to write, and of those that are there now, where the two trees differ."""
+    fields = git.fields("diff-tree", "-r", "-z", "--no-renames", head, tree)
+    new, old = {}, {}
+    for facts, path in zip(fields[::2], fields[1::2], strict=True):
+        old_mode, new_mode, old_blob, new_blob, status = facts.removeprefix(":").split()
+        if status != "A" and old_mode != SUBMODULE:
+            old[path] = old_blob
+        if status != "D" and new_mode != SUBMODULE:
+            new[path] = new_blob
+    return new, old
+
+
+def _refuse_to_overwrite(root: Path, new: Mapping[str, str], old: Mapping[str, str]) -> None:
+    inside = {path for path in new if path not in old and os.path.lexists(root / path)}
+    blocked = {
+        parent.as_posix()
+        for path in new
+        for parent in list(Path(path).parents)[:-1]
+        if os.path.lexists(root / parent) and not (root / parent).is_dir() and parent.as_posix() not in old
+    }
+    # a file that takes the place of a folder of ours: what git does not know in there would be in the way
+    held = {p for p in inside if (root / p).is_dir() and all(_is_old(f, root, old) for f in (root / p).rglob("*"))}
+    if found := sorted((inside - held) | blocked):
+        raise ValueError(
+            f"files that git does not know are in the way: {', '.join(found[:5])}; move them elsewhere first"
+        )
+
+
+def _is_old(file: Path, root: Path, old: Mapping[str, str]) -> bool:
+    return file.is_dir() or file.relative_to(root).as_posix() in old
+
+
+def _write_files(index: Git, blobs: Mapping[str, str], target: Path) -> None:
+    """The files of an index at ``blobs``' paths, below ``target``, as a checkout would write them."""
+    target.mkdir()
+    listing = "".join(f"{path}\0" for path in blobs).encode(errors="surrogateescape")
+    index.run("checkout-index", "-q", "-z", "--stdin", f"--prefix={target}/", stdin=listing)
+
+
+def _mark_conflicts(index: Git, merge: Merge, folder: str) -> None:
+    paths = sorted({path for *_, path in merge.stages})
+    lines = [f"0 {'0' * 40}\t{folder}/{path}" for path in paths]
+    lines += [f"{mode} {blob} {number}\t{folder}/{path}" for mode, blob, number, path in merge.stages]
+    text = "".join(f"{line}\0" for line in lines)
+    index.run("update-index", "-z", "--index-info", stdin=text.encode(errors="surrogateescape"))

@@ -1,0 +1,146 @@
+"""A subtree that holds its upstream's files: what git's history says of it, and the three-way merge of a new version.
+
+The commits have the form of ``git subtree --squash``: a squash commit, whose tree is the upstream's folder and whose
+message ends with the trailers ``git-subtree-dir`` and ``git-subtree-split``, is merged into the branch. So plain
+``git subtree pull``, ``merge`` and ``split`` go on working, and what they made is understood here.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.subtree.git import MERGE_TREE, Git
+
+TRAILER = re.compile(r"^git-subtree-(dir|split|mainline): *(\S+) *$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Squash:
+    """The newest version of the upstream that was merged into a subtree."""
+
+    commit: str  # here; its tree is the upstream's folder
+    split: str  # the upstream's commit with that tree
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """What git could not decide about a file."""
+
+    path: str  # below the subtree
+    kind: str  # "contents", "modify/delete", "rename/delete", ...
+    said: str
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A merged subtree, as a tree object with git's conflict markers in it."""
+
+    tree: str
+    conflicts: tuple[Conflict, ...]
+    stages: tuple[tuple[str, str, str, str], ...]  # mode, blob, stage (1 base, 2 ours, 3 theirs), path
+
+
+def find_squash(git: Git, folder: str) -> Squash | None:
+    """The newest squash commit of ``folder`` that HEAD reaches; None when the folder holds no upstream's files."""
+    if git.commit("HEAD") is None:
+        return None
+    words = ("log", "--no-show-signature", "-z", "--fixed-strings", f"--grep=git-subtree-dir: {folder}")
+    for entry in git.fields(*words, "--format=%H%n%s%n%B", "HEAD"):
+        commit, subject, message = (entry + "\n\n").split("\n", 2)
+        trailers = dict(TRAILER.findall(message))
+        if trailers.get("dir", "").rstrip("/") != folder or "split" not in trailers:
+            continue
+        if "mainline" not in trailers:
+            return Squash(commit, trailers["split"])
+        if subject.startswith("Add "):  # added with its history; a rejoined split holds our changes and is no base
+            return Squash(trailers["split"], trailers["split"])
+    return None
+
+
+def split_commit(git: Git, commit: str, root: str) -> str:
+    """The commit of the upstream whose tree is its folder ``root``: itself, or what ``git subtree split`` makes.
+
+    A split has the same id wherever it is made. It needs the upstream's whole history.
+    """
+    if not root:
+        return commit
+    if git.tree_of(commit, root) is None:
+        raise ValueError(f"commit {commit[:12]} of {git.folder} has no folder '{root}'")
+    with tempfile.TemporaryDirectory(prefix="subtree-split-") as scratch:
+        clone = Git(Path(scratch) / "clone")
+        git.run("clone", "--quiet", "--no-checkout", "--shared", ".", str(clone.folder))
+        (clone.folder / root).mkdir(parents=True)
+        split = clone.text("subtree", "split", "-q", f"--prefix={root}", commit).splitlines()[-1]
+        git.run("fetch", "--quiet", "--no-tags", str(clone.folder), split)
+    return split
+
+
+def squash(git: Git, folder: str, tree: str, split: str, before: Squash | None) -> str:
+    """The squash commit of a new version; no branch moves."""
+    if before:
+        subject = f"Squashed '{folder}/' changes from {before.split[:9]}..{split[:9]}"
+    else:
+        subject = f"Squashed '{folder}/' content from commit {split[:9]}"
+    message = f"{subject}\n\ngit-subtree-dir: {folder}\ngit-subtree-split: {split}\n"
+    return git.commit_tree(tree, [before.commit] if before else [], message)
+
+
+def merge(git: Git, ours_tree: str, base: str, theirs: str, ours_name: str, theirs_name: str) -> Merge:
+    """Three-way merge of ``ours_tree`` and the commit ``theirs``, a child of the commit ``base``; touches no files.
+
+    Renames are followed. A file that one side deleted and the other changed stays, as a conflict. Conflict markers are
+    labelled with the two names.
+    """
+    if git.version() < MERGE_TREE:
+        raise ValueError(
+            f"git {'.'.join(map(str, MERGE_TREE))} or newer is needed to merge, this is {git.text('version')}"
+        )
+    ours = git.commit_tree(ours_tree, [base], f"{ours_name} before the merge\n")
+    done = git.run("merge-tree", "--write-tree", "--messages", "-z", ours, theirs, ok=(0, 1))
+    head, _, messages = done.stdout.decode(errors="surrogateescape").partition("\0\0")
+    tree, *entries = head.split("\0")
+    stages = tuple(_stage(entry) for entry in entries)
+    conflicts = tuple(_conflicts(messages)) if done.returncode else ()
+    labels = {ours: ours_name, theirs: theirs_name}
+    return Merge(_relabelled(git, tree, {path for *_, path in stages}, labels), conflicts, stages)
+
+
+def _stage(entry: str) -> tuple[str, str, str, str]:
+    facts, path = entry.split("\t", 1)
+    mode, oid, number = facts.split()
+    return mode, oid, number, path
+
+
+def _conflicts(messages: str) -> list[Conflict]:
+    """The conflicts among merge-tree's messages: number of paths, the paths, kind, text."""
+    fields, found = messages.split("\0"), []
+    while len(fields) > 3 and fields[0].isdigit():
+        count = int(fields[0])
+        paths, kind, said = fields[1 : 1 + count], fields[1 + count], fields[2 + count]
+        fields = fields[3 + count :]
+        if kind.startswith("CONFLICT"):
+            found.append(Conflict(paths[0], kind.removeprefix("CONFLICT").strip(" ()"), said.strip()))
+    return found
+
+
+def _relabelled(git: Git, tree: str, paths: set[str], labels: dict[str, str]) -> str:
+    """The same tree with names for commit ids on the conflict markers of ``paths``."""
+    files = git.files(tree)
+    changed = []
+    for path in sorted(paths & files.keys()):
+        entry = files[path]
+        content = before = git.blobs([entry.oid])[entry.oid]
+        for oid, name in labels.items():
+            content = re.sub(rb"^([<>]{7,}) " + oid.encode(), rb"\1 " + name.encode(), content, flags=re.MULTILINE)
+        if content != before:
+            changed.append(f"{entry.mode} {git.write_blob(content)}\t{path}")
+    if not changed:
+        return tree
+    with tempfile.TemporaryDirectory(prefix="subtree-index-") as scratch:
+        index = Git(git.folder, Path(scratch) / "index")
+        index.run("read-tree", tree)
+        index.run("update-index", "-z", "--index-info", stdin="".join(f"{line}\0" for line in changed).encode())
+        return index.text("write-tree")

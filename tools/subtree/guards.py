@@ -1,0 +1,162 @@
+"""What a text merge cannot see: a line of ours that is gone, a marked block that is cut, a call of what was deleted.
+
+Each check returns sentences for people; a merge with any of them is staged, not committed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+
+from tools import adaptations
+from tools.subtree.api import statements
+
+Texts = Mapping[str, str]  # path -> content
+
+
+def lost_lines(base: Texts, ours: Texts, merged: Texts) -> list[str]:
+    """Lines that ours had added to the base and that are nowhere in the merged files."""
+    added = _lines(ours) - _lines(base)
+    gone = added - _lines(merged)
+    places = {line: path for path, text in ours.items() for line in text.splitlines()}
+    return [f"{places[line]}: this line of ours is not in the merged files: {line.strip()}" for line in gone]
+
+
+def cut_blocks(ours: Texts, merged: Texts) -> list[str]:
+    """Marked adaptations of ours that are not whole in the merged files."""
+    everything = [merged_text.splitlines() for merged_text in merged.values()]
+    found = []
+    for path, text in ours.items():
+        lines = text.splitlines()
+        for mark in adaptations.parse(path, lines)[0]:
+            block = lines[mark.line - 1 : mark.end_line or _end_of_statement(lines, mark.line)]
+            if not any(_contains(other, block) for other in everything):
+                found.append(f"{path}:{mark.line}: the adaptation '{mark.id}' is not whole any more")
+    return found
+
+
+def broken_names(before: Texts, after: Texts) -> list[str]:
+    """Imports and calls of our own modules that the tree before could serve and the tree after cannot.
+
+    Seen: ``from m import f``, ``import m``, ``m.f`` of an imported module, and a name that its own module defined.
+    A deleted method is seen only through a class that is gone: who calls ``x.method()`` is not known from the text.
+    """
+    old, new = _definitions(before), _definitions(after)
+    found = []
+    for path, text in after.items():
+        if not path.endswith(".py"):
+            continue
+        for line, module, name in _uses(path, text, old):
+            if _serves(old, module, name) and not _serves(new, module, name):
+                what = f"'{name}' of {module}" if name else f"the module {module}"
+                found.append(f"{path}:{line}: uses {what}, which is gone")
+    return found
+
+
+def _lines(texts: Texts) -> Counter[str]:
+    return Counter(line for text in texts.values() for line in text.splitlines() if line.strip())
+
+
+def _contains(lines: list[str], block: list[str]) -> bool:
+    starts = (index for index, line in enumerate(lines) if line == block[0])
+    return any(lines[index : index + len(block)] == block for index in starts)
+
+
+def _end_of_statement(lines: list[str], mark_line: int) -> int:
+    """The number of the last line that a mark without END covers: its comment and the line after."""
+    end = mark_line
+    while end < len(lines) and lines[end].lstrip().startswith("#"):
+        end += 1
+    return min(end + 1, len(lines))
+
+
+def _module_name(path: str) -> str:
+    parts = list(PurePosixPath(path).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _serves(modules: Mapping[str, set[str]], module: str, name: str | None) -> bool:
+    """Whether a module is there and has the name; one that cannot be read counts as having every name."""
+    if module not in modules:
+        return False
+    return name is None or bool({name, "*"} & modules[module]) or f"{module}.{name}" in modules
+
+
+def _definitions(texts: Texts) -> dict[str, set[str]]:
+    """Dotted module -> the names that its top level binds. A folder counts as a module too."""
+    found: dict[str, set[str]] = {}
+    for path, text in texts.items():
+        if not path.endswith(".py"):
+            continue
+        tree = _parsed(text)
+        module = _module_name(path)
+        found[module] = set(_bound(tree)) if tree else {"*"}
+        for parent in PurePosixPath(path).parents:
+            if parent.parts:
+                found.setdefault(".".join(parent.parts), set())
+    return found
+
+
+def _bound(tree: ast.Module) -> Iterator[str]:
+    for node in statements(tree.body):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
+        else:
+            yield from (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+
+
+def _uses(path: str, text: str, modules: Mapping[str, set[str]]) -> list[tuple[int, str, str | None]]:
+    """(line, module, name or None) for each use of a module of ours in a file."""
+    tree = _parsed(text)
+    if tree is None:
+        return []
+    here = _module_name(path)
+    package = here if path.endswith("__init__.py") else here.rpartition(".")[0]
+    uses: list[tuple[int, str, str | None]] = []
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            module = _absolute(node, package)
+            uses += [(node.lineno, module, alias.name) for alias in node.names if alias.name != "*"]
+            aliases |= {alias.asname or alias.name: f"{module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            uses += [(node.lineno, alias.name, None) for alias in node.names]
+            aliases |= {alias.asname or alias.name: alias.name for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and aliases.get(dotted := _dotted(node.value)) in modules:
+            uses.append((node.lineno, aliases[dotted], node.attr))
+    bound = set(_bound(tree)) | {arg.arg for arg in ast.walk(tree) if isinstance(arg, ast.arg)}
+    bound |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in bound:
+            uses.append((node.lineno, here, node.id))
+    return uses
+
+
+def _dotted(node: ast.expr) -> str:
+    """ "a.b" of a chain of names; "" of anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := _dotted(node.value)):
+        return f"{base}.{node.attr}"
+    return ""
+
+
+def _absolute(node: ast.ImportFrom, package: str) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = package.split(".")
+    base = parts[: len(parts) - node.level + 1]
+    return ".".join([*base, node.module] if node.module else base)
+
+
+def _parsed(text: str) -> ast.Module | None:
+    """None for a file that is not Python (conflict markers): git has already told of it."""
+    try:
+        return ast.parse(text)
+    except SyntaxError:
+        return None

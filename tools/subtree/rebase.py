@@ -1,0 +1,142 @@
+"""Moves a subtree to a new version of its upstream: a three-way merge where it holds the upstream's files."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tools.subtree import changes, compose, fork, guards, manifest, move, snapshot, upstream
+from tools.subtree.changes import Changes
+from tools.subtree.git import Git
+from tools.subtree.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rebase found and did."""
+
+    changes: Changes
+    old: str  # versions, for people
+    new: str
+    is_fork: bool
+    conflicts: tuple[fork.Conflict, ...] = ()  # paths are the repository's
+    findings: tuple[str, ...] = ()  # what a merge of text cannot see: why it was not committed
+    notes: tuple[str, ...] = ()
+    commit: str | None = None  # made; None when nothing was, or when the merge waits for a person
+    is_waiting: bool = False  # the merge is in the working tree, not committed
+
+
+@dataclass(frozen=True)
+class _Versions:
+    """The commits of one rebase."""
+
+    before: fork.Squash
+    commit: str  # the upstream's own, at the new tag
+    split: str  # with the mirrored folder as its tree
+
+
+def rebase(root: Path, name: str, tag: str, spec: str | None, dry_run: bool = False) -> Outcome:
+    """Show what ``tag`` changes in what we mirror; in a fork, merge it as one commit or leave the conflicts staged.
+
+    ValueError, and nothing changed, when the tree is not clean or the upstream has no such version.
+    """
+    item = manifest.load(name, root / manifest.FOLDER)
+    git = Git(root)
+    before = fork.find_squash(git, item.subtree) if item.subtree else None
+    if before is None:
+        return _report(root, item, tag, spec)
+    compose.require_clean(git)
+    versions = _versions(git, item, tag, spec, before)
+    found = changes.between(git, f"{before.commit}^{{tree}}", f"{versions.split}^{{tree}}", item)
+    outcome = Outcome(found, f"{item.version} ({before.split[:9]})", f"{tag} ({versions.split[:9]})", True)
+    if versions.split == before.split:
+        return replace(outcome, notes=(f"{name} holds {tag} already",))
+    with move.stage(git) as folder:
+        return _merge(git, item, tag, versions, outcome, None if dry_run else folder)
+
+
+def _versions(git: Git, item: Manifest, tag: str, spec: str | None, before: fork.Squash) -> _Versions:
+    source = upstream.repository(item, spec)
+    if source is None:
+        raise ValueError(
+            f"{spec} is no git repository: {item.subtree}/ holds its upstream's files, and needs its commits"
+        )
+    commit = upstream.resolve(source, tag, spec or item.url)
+    split = fork.split_commit(source, commit, item.upstream_root)
+    git.run("fetch", "--quiet", "--no-tags", str(source.folder.resolve()), split)
+    return _Versions(before, commit, split)
+
+
+def _merge(git: Git, item: Manifest, tag: str, versions: _Versions, outcome: Outcome, stage: Path | None) -> Outcome:
+    """Merge in git's object store, look at the result, and move it in; ``stage`` None only looks."""
+    before, split = versions.before, versions.split
+    ours = git.tree_of("HEAD", item.subtree)
+    if ours is None:
+        raise ValueError(
+            f"the folder '{item.subtree}' is not in the last commit: `import {item.name} --files` takes it"
+        )
+    squash = fork.squash(git, item.subtree, f"{split}^{{tree}}", split, before)
+    merged = fork.merge(git, ours, before.commit, squash, "ours", f"{item.name} {tag}")
+    files = {
+        item.path: manifest.with_pin(git.text("show", f"HEAD:{item.path}"), tag, versions.commit),
+        snapshot.path_of(item.name): recorded_api(git, item, f"{split}^{{tree}}", tag),
+    }
+    tree = compose.composed(git, "HEAD", item.subtree, merged.tree, files)
+    findings = _findings(git, item, (f"{before.commit}^{{tree}}", ours, merged.tree), tree)
+    if not merged.conflicts:
+        tree, wrong_marks = compose.with_adaptations(git, tree)
+        findings += wrong_marks
+    conflicts = tuple(replace(c, path=f"{item.subtree}/{c.path}") for c in merged.conflicts)
+    outcome = replace(outcome, conflicts=conflicts, findings=tuple(findings), notes=_notes(item, outcome.changes))
+    if stage is None:
+        return outcome
+    waits = merged if conflicts or findings else None
+    message = f"Rebase {item.name} onto {tag}\n\n{item.subtree}/ held {item.version} ({before.split[:9]}).\n"
+    commit = compose.move_in(git, stage, tree, squash, message, waits, item.subtree)
+    return replace(outcome, commit=commit, is_waiting=commit is None)
+
+
+def recorded_api(git: Git, item: Manifest, tree: str, tag: str) -> str:
+    """The text of the API snapshot of a tree that holds the mirrored folder."""
+    with tempfile.TemporaryDirectory(prefix="subtree-") as scratch:
+        recorded = snapshot.record(item, upstream.export(git, tree, Path(scratch)), tag)
+    return snapshot.render(item.name, recorded)
+
+
+def _findings(git: Git, item: Manifest, folder_trees: tuple[str, str, str], tree: str) -> list[str]:
+    base, ours, merged = (changes.texts(git, oid, suffix="") for oid in folder_trees)
+    own = guards.lost_lines(base, ours, merged) + guards.cut_blocks(ours, merged)
+    broken = guards.broken_names(changes.texts(git, "HEAD"), changes.texts(git, tree))
+    return [f"{item.subtree}/{line}" for line in own] + broken
+
+
+def _notes(item: Manifest, found: Changes) -> tuple[str, ...]:
+    moved = [f"{old} is {new} now" for old, new in found.renamed if old in item.mirrored_paths]
+    gone = [f"{module} is gone" for module in found.deleted if module in item.mirrored_paths]
+    return tuple(f"{what}: correct 'mirrored' in {item.path}" for what in moved + gone)
+
+
+def _report(root: Path, item: Manifest, tag: str, spec: str | None) -> Outcome:
+    """What the new version changes for a folder whose code is our own: nothing to merge."""
+    source = upstream.repository(item, spec)
+    if source is not None:
+        old, new = (_folder_tree(source, item, version, spec) for version in (item.version, tag))
+        return Outcome(changes.between(source, old, new, item), item.version, tag, False)
+    recorded = snapshot.load(item.name, root)
+    if recorded is None:
+        raise ValueError(
+            f"{snapshot.path_of(item.name)} is not there and {spec} has one version only: "
+            f"record the pinned one first with `python -m tools.subtree import {item.name} --upstream ...`"
+        )
+    with upstream.checkout(item, spec, tag) as found:
+        api = snapshot.record(item, found.folder, tag).modules
+        note = f"{found.what}: compared with the recorded API of {recorded.pin} only, not by text"
+    return Outcome(changes.from_snapshot(recorded.modules, api), item.version, tag, False, notes=(note,))
+
+
+def _folder_tree(source: Git, item: Manifest, version: str, spec: str | None) -> str:
+    tree = source.tree_of(upstream.resolve(source, version, spec or item.url), item.upstream_root)
+    if tree is None:
+        raise ValueError(f"{spec or item.url} has no folder '{item.upstream_root}' at {version}")
+    return tree

@@ -1,0 +1,162 @@
+"""What the commands of the subtree tool print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tools import adaptations
+from tools.subtree import compare, fork, snapshot
+from tools.subtree.changes import Changes
+from tools.subtree.compare import ModuleDiff, SubtreeDiff
+from tools.subtree.git import Git
+from tools.subtree.manifest import Manifest
+from tools.subtree.rebase import Outcome
+
+COLUMNS = ("same", "differs", "missing", "ours only")
+
+
+def listing(console: Console, manifests: list[Manifest]) -> None:
+    table = Table("upstream", "version", "licence", "our folder", "url")
+    for item in manifests:
+        pin = f"{item.version} ({item.commit[:8]})" if item.tag and item.commit else item.version
+        table.add_row(item.name, pin, item.licence, item.subtree or "(facts only)", item.url)
+    console.print(table)
+
+
+def status(console: Console, manifests: list[Manifest], root: Path, names: bool) -> None:
+    """Every subtree: its pin, its mirrored modules, its API beside the recorded one, its adaptations."""
+    table = Table("upstream", "pin", "holds", "mirrored here", "not yet", *COLUMNS, "adaptations")
+    marks = [mark.path for mark in adaptations.collect(root)[0]]
+    notes, details = [], []
+    for item in manifests:
+        if not item.subtree:
+            table.add_row(item.name, item.version, "facts only", *[""] * 7)
+            continue
+        present, absent = compare.status(item, root)
+        recorded = snapshot.load(item.name, root)
+        counts = ["-"] * 4
+        if recorded:
+            found = snapshot.compare(item, recorded, root)
+            counts = [str(number) for number in found.counts()]
+            details += [(item.name, module) for module in found.shared]
+            unrecorded = [module for module in present if module not in recorded.modules]
+            notes += [f"{item.name}: no recorded API of {', '.join(unrecorded)}"] if unrecorded else []
+            if recorded.pin != item.version:
+                notes.append(
+                    f"{item.name}: the API was recorded at {recorded.pin}: `import {item.name}` records it anew"
+                )
+        elif item.mirrored:
+            notes.append(f"{item.name}: no API recorded yet: `import {item.name} --upstream ...` records it")
+        num_marks = sum(path.startswith(item.subtree + "/") for path in marks)
+        table.add_row(
+            item.name,
+            item.version,
+            holds(item, root),
+            str(len(present)),
+            "\n".join(absent) or "0",
+            *counts,
+            str(num_marks),
+        )
+    console.print(table)
+    num_elsewhere = len(marks) - sum(any(p.startswith(f"{m.subtree}/") for m in manifests if m.subtree) for p in marks)
+    say(console, *notes, *([f"{num_elsewhere} adaptation(s) outside of the subtrees"] if num_elsewhere else []))
+    for name, module in details if names else ():
+        module_names(console, module, f"{name}: ")
+
+
+def holds(item: Manifest, root: Path) -> str:
+    """Whether a subtree is our own code or the upstream's files."""
+    try:
+        squash = fork.find_squash(Git(root), item.subtree)
+    except ValueError:  # a tree without git
+        return "our code"
+    return f"upstream's files of {squash.split[:9]}" if squash else "our code"
+
+
+def adaptation_list(console: Console, root: Path, manifests: list[Manifest]) -> None:
+    found, _ = adaptations.collect(root)
+    folders = [item.subtree for item in manifests if item.subtree]
+    table = Table("subtree", "id", "where", "what the hardware needs", "drop when")
+    for mark in sorted(found, key=lambda mark: (mark.path, mark.line)):
+        folder = next((folder for folder in folders if mark.path.startswith(folder + "/")), "")
+        table.add_row(folder, mark.id, f"{mark.path}:{mark.line}", escape(mark.what), escape(mark.drop_when))
+    console.print(table)
+
+
+def difference(console: Console, found: SubtreeDiff, names: bool) -> None:
+    table = Table("module", *COLUMNS)
+    for item in found.shared:
+        counts = (item.same, item.differs, item.missing, item.ours_only)
+        table.add_row(item.module, *(str(len(kind)) for kind in counts))
+    table.add_section()
+    table.add_row("all", *map(str, found.counts()))
+    console.print(table)
+    for item in found.shared if names else ():
+        module_names(console, item)
+    say(console, f"{len(found.shared)} modules on both sides, {len(found.missing)} only upstream")
+    say(console, *(f"ours only: {module}" for module in found.ours_only))
+
+
+def module_names(console: Console, item: ModuleDiff, before: str = "") -> None:
+    where = f"{before}{item.module}"
+    for name, ours, theirs in item.differs:
+        say(console, f"{where}: {name} differs", f"    ours     {ours}", f"    upstream {theirs}")
+    say(console, *(f"{where}: {name} is missing here" for name in item.missing))
+    say(console, *(f"{where}: {name} is ours only" for name in item.ours_only))
+
+
+def changed(console: Console, found: Changes, text: bool) -> None:
+    """What a new version changes in what we mirror."""
+    say(console, *(f"renamed   {old} -> {new}" for old, new in found.renamed))
+    say(console, *(f"deleted   {module}" for module in found.deleted))
+    say(console, *(f"new       {module}" for module in found.added))
+    for item in found.api:
+        say(console, *(f"deleted   {item.module}: {name}" for name in item.ours_only))
+        say(console, *(f"added     {item.module}: {name}" for name in item.missing))
+        for name, old, new in item.differs:
+            say(console, f"changed   {item.module}: {name}", f"    from {old}", f"    to   {new}")
+    if found.texts and not text:
+        say(console, f"{len(found.texts)} mirrored module(s) with another text: --text shows it")
+    if found.is_empty():
+        say(console, "nothing changes in what we mirror")
+    for diff in found.texts.values() if text else ():
+        console.out(diff, highlight=False)
+
+
+def rebased(console: Console, name: str, folder: str, outcome: Outcome, text: bool, dry_run: bool) -> None:
+    """The outcome of a rebase and what to do next."""
+    say(console, f"{name}: {outcome.old} -> {outcome.new}")
+    changed(console, outcome.changes, text)
+    say(console, *(f"note: {note}" for note in outcome.notes))
+    say(console, *(f"CONFLICT ({item.kind}) {item.path}: {item.said}" for item in outcome.conflicts))
+    say(console, *(f"LOOK AT {finding}" for finding in outcome.findings))
+    if not outcome.is_fork:
+        say(
+            console,
+            f"{folder or name}: our own code, so there is nothing to merge and nothing was changed.",
+            f"Next: port what you want, then `python -m tools.subtree import {name} --tag ...` records pin and API.",
+        )
+    elif outcome.commit:
+        say(console, f"Done: commit {outcome.commit[:12]} holds it all. `git reset --keep HEAD~1` takes it back.")
+    elif outcome.is_waiting:
+        say(
+            console,
+            "Nothing is committed: the merge waits in the working tree, with the new pin.",
+            "Next: settle each line above, `python -m tools.subtree adaptations`, `git add` the files, `git commit`.",
+            "`git merge --abort` takes all of it back.",
+        )
+    elif dry_run:
+        num = len(outcome.conflicts) + len(outcome.findings)
+        say(
+            console,
+            f"Dry run, nothing was changed: {f'{num} thing(s) to settle' if num else 'it would merge cleanly'}.",
+        )
+
+
+def say(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.out(line, highlight=False)
