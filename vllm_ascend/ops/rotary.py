@@ -33,4 +33,5 @@ def rotary_interleaved(x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
 def _per_channel(angles_TR: Tensor) -> Tensor:
     """[T, R] whose halves are equal -> [1, T, 1, R] with each angle beside itself, for the pairs."""
     half = angles_TR.shape[-1] // 2
-    return angles_TR[:, :half].repeat_interleave(2, dim=-1)[None, :, None, :]
+    once_TR = angles_TR[:, :half]
+    return torch.stack((once_TR, once_TR), dim=-1).flatten(1)[None, :, None, :]
