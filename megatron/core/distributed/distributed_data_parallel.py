@@ -70,6 +70,11 @@ class DistributedDataParallel(nn.Module):
                 _report_non_finite(buffer, self.groups.rank)
             buffer.sync_grads(self.grad_scale)
 
+    def start_param_sync(self) -> None:
+        """Make all parameters current after every rank has updated its shards; collective over dp and edp."""
+        for buffer in self.param_and_grad_buffers:
+            buffer.gather_params()
+
     def offload_params(self) -> None:
         """Move the parameters to the host and free their device storage."""
         for buffer in self.param_and_grad_buffers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,13 +27,6 @@ class ShardState:
     master: OffloadableTensor
     exp_avg: OffloadableTensor
     exp_avg_sq: OffloadableTensor
-
-    @staticmethod
-    def of(buffer: ParamAndGradBuffer) -> ShardState:
-        """Master weights equal to the parameters, moments zero."""
-        master = buffer.param_shard.to(torch.float32, copy=True)
-        zeros = (OffloadableTensor(torch.zeros_like(master)) for _ in range(2))
-        return ShardState(buffer, OffloadableTensor(master), *zeros)
 
     @property
     def tensors(self) -> dict[str, OffloadableTensor]:
@@ -60,7 +54,7 @@ class DistributedOptimizer:
             {"lr": config.lr, "weight_decay": config.weight_decay},
             {"lr": config.lr, "weight_decay": 0.0},
         ]
-        self.shards = [ShardState.of(buffer) for buffer in model.param_and_grad_buffers]
+        self.shards = [self._new_state(buffer) for buffer in model.param_and_grad_buffers]
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float, int | None]:
@@ -85,10 +79,8 @@ class DistributedOptimizer:
             grads = [state.buffer.grad_shard for state in self.shards]
             clip_grad_by_total_norm_fp32(grads, self.config.clip_grad, grad_norm)
         self.num_steps += 1
-        for state in self.shards:
-            self._update_shard(state)
-            state.buffer.param_shard.copy_(state.master.tensor)
-            state.buffer.gather_params()
+        self._update_shards()
+        self.model.start_param_sync()
         return True, grad_norm, None
 
     def zero_grad(self) -> None:
@@ -164,25 +156,49 @@ class DistributedOptimizer:
             start, end = buffer.in_shard(buffer.tp_duplicates if self.groups.coords.tp else (0, 0))
             counted += [part for part in (grads[:start], grads[end:]) if part.numel()]
         if not counted:
-            return torch.zeros((), device=self.shards[0].master.tensor.device)
+            return torch.zeros((), device=self.shards[0].buffer.params.tensor.device)
         return local_square_sum(counted)
 
-    def _update_shard(self, state: ShardState) -> None:
-        buffer = state.buffer
+    def _new_state(self, buffer: ParamAndGradBuffer) -> ShardState:
+        """Master weights equal to the parameters, moments zero."""
+        master = buffer.param_shard.to(torch.float32, copy=True)
+        zeros = (OffloadableTensor(torch.zeros_like(master)) for _ in range(2))
+        return ShardState(buffer, OffloadableTensor(master), *zeros)
+
+    def _update_shards(self) -> None:
+        """One AdamW step on every shard's state, and the parameters of the shard from its master weights."""
+        for state in self.shards:
+            for part, group in self._parts(state.buffer):
+                tensors = (item.tensor[part] for item in (state.master, state.exp_avg, state.exp_avg_sq))
+                self._adamw(*tensors, grads=state.buffer.grad_shard[part], group=group)
+            state.buffer.param_shard.copy_(state.master.tensor)
+
+    def _parts(self, buffer: ParamAndGradBuffer) -> Iterator[tuple[slice, dict[str, float]]]:
+        """The decayed and the undecayed elements of the buffer's shard, those that there are, with their group."""
         first_undecayed = buffer.decayed[1]
         spans = ((0, first_undecayed), (first_undecayed, buffer.numel))
         for span, group in zip(spans, self.param_groups, strict=True):
-            part = slice(*buffer.in_shard(span))
-            if part.start == part.stop:
-                continue
-            self.ops.adamw_step(
-                state.master.tensor[part],
-                buffer.grad_shard[part].float(),
-                state.exp_avg.tensor[part],
-                state.exp_avg_sq.tensor[part],
-                step=self.num_steps,
-                lr=group["lr"],
-                betas=(self.config.adam_beta1, self.config.adam_beta2),
-                eps=self.config.adam_eps,
-                weight_decay=group["weight_decay"],
-            )
+            start, stop = buffer.in_shard(span)
+            if start < stop:
+                yield slice(start, stop), group
+
+    def _adamw(
+        self,
+        master: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        *,
+        grads: torch.Tensor,
+        group: dict[str, float],
+    ) -> None:
+        self.ops.adamw_step(
+            master,
+            grads.float(),
+            exp_avg,
+            exp_avg_sq,
+            step=self.num_steps,
+            lr=group["lr"],
+            betas=(self.config.adam_beta1, self.config.adam_beta2),
+            eps=self.config.adam_eps,
+            weight_decay=group["weight_decay"],
+        )
