@@ -8,6 +8,8 @@ from vllm.transformers_utils.config import DeepseekV3Config
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+KV_CACHE_LAYOUTS = ("nd", "nz")
+EXPERT_EXCHANGES = ("all_gather", "dispatch")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class CacheConfig:
     gpu_memory_utilization: float
     num_gpu_blocks_override: int | None
     enable_prefix_caching: bool
+    kv_cache_layout: str = "nd"  # one of KV_CACHE_LAYOUTS: how a page lies in memory; prefill and decode share it
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,9 @@ class ParallelConfig:
     rank: int
     world_size: int
     rebalance_interval: int = 0  # steps between two rounds of moving requests between DP replicas; 0 = never
+    # How tokens reach experts on other ranks: every rank gets all tokens and one all-reduce sums the results
+    # ("all_gather"), or tokens travel to their experts and back ("dispatch").
+    expert_exchange: str = "all_gather"
 
     @property
     def dp_rank(self) -> int:
@@ -141,6 +147,10 @@ def _cache_problems(cache: CacheConfig, max_model_len: int) -> list[str]:
     problems = []
     if cache.block_size < 1:
         problems.append(f"block_size={cache.block_size} must be at least 1")
+    if cache.kv_cache_layout not in KV_CACHE_LAYOUTS:
+        problems.append(
+            f"kv_cache_layout={cache.kv_cache_layout!r} is unknown, expected one of {', '.join(KV_CACHE_LAYOUTS)}"
+        )
     if not 0 < cache.gpu_memory_utilization <= 1:
         problems.append(f"gpu_memory_utilization={cache.gpu_memory_utilization} must be in (0, 1]")
     blocks = cache.num_gpu_blocks_override
@@ -190,6 +200,12 @@ def _parallel_problems(parallel: ParallelConfig, hf: DeepseekV3Config) -> list[s
         problems.append(
             f"world size {parallel.world_size} is not a multiple of tensor_parallel_size={tp} x data_parallel_size={dp}"
         )
+    if parallel.expert_exchange not in EXPERT_EXCHANGES:
+        problems.append(
+            f"expert_exchange={parallel.expert_exchange!r} is unknown, expected one of {', '.join(EXPERT_EXCHANGES)}"
+        )
+    if parallel.expert_exchange != "all_gather" and not parallel.enable_expert_parallel:
+        problems.append(f"expert_exchange={parallel.expert_exchange!r} needs enable_expert_parallel=True")
     sliced = {"num_attention_heads": hf.num_attention_heads, "vocab_size": hf.vocab_size}
     sliced["intermediate_size"] = hf.intermediate_size
     sliced["moe_intermediate_size"] = (

@@ -62,7 +62,7 @@ def test_the_stand_in_takes_no_other_arguments_than_the_op(version: str) -> None
     spec.loader.exec_module(module)
     table = load_schemas(version)
     fakes = {name: fn for name, fn in vars(module).items() if name.startswith("npu_")}
-    assert set(fakes) == {name for name in table if not name.startswith("_")}
+    assert set(fakes) <= set(table)  # ops that are not here run on the simulator only
     for name, function in fakes.items():
         parameters = inspect.signature(function).parameters.values()
         positional = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)

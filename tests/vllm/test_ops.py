@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.contract import DecodeMetadata, PrefillMetadata, resolve
-from vllm.ops.reference import rollout_ops
+from vllm.ops.reference import rollout_ops, write_kv
 
 N, P, R, L, V, BLOCK = 3, 10, 6, 12, 8, 4
 OPS = rollout_ops()
@@ -21,7 +21,7 @@ def make_cache(seq_lens: list[int], seed: int = 0) -> tuple[tuple[Tensor, ...], 
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-n // BLOCK) for n in seq_lens]
     ids = torch.randperm(sum(counts) + 3, generator=generator)
-    cache = OPS.new_kv_cache(len(ids), BLOCK, L, R, torch.float32, torch.device("cpu"))
+    cache = OPS.new_kv_cache(len(ids), BLOCK, L, R, torch.float32, torch.device("cpu"), "nd")
     tables = torch.zeros(len(seq_lens), max(counts), dtype=torch.int32)
     latents, used = [], 0
     for i, (length, count) in enumerate(zip(seq_lens, counts, strict=True)):
@@ -30,7 +30,7 @@ def make_cache(seq_lens: list[int], seed: int = 0) -> tuple[tuple[Tensor, ...], 
         latent = torch.randn(length, L + R, generator=generator)
         positions = torch.arange(length)
         slots = tables[i].long()[positions // BLOCK] * BLOCK + positions % BLOCK
-        OPS.write_kv(cache, latent[:, :L], latent[:, L:], slots)
+        write_kv(cache, latent[:, :L], latent[:, L:], slots)
         latents.append(latent)
     return cache, tables, latents
 
@@ -79,6 +79,28 @@ def test_rotary_turns_pairs_and_sorts_them() -> None:
             c, s = angles[:, None, i].cos(), angles[:, None, i].sin()
             torch.testing.assert_close(out[..., i], x[..., 2 * i] * c - x[..., 2 * i + 1] * s)
             torch.testing.assert_close(out[..., R // 2 + i], x[..., 2 * i + 1] * c + x[..., 2 * i] * s)
+
+
+def test_cache_holds_normed_latents_and_turned_keys() -> None:
+    angles = torch.rand(5, R // 2) * 6
+    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+    kv, weight = torch.randn(5, 3 + L + R)[:, 3:], torch.rand(L)
+    (pages,) = cache = OPS.new_kv_cache(3, BLOCK, L, R, torch.float32, torch.device("cpu"), "nd")
+    slots = torch.tensor([7, 0, 11, 2, 5])
+    OPS.norm_rope_write_kv(cache, kv, weight, 1e-3, cos, sin, slots)
+    latent = kv[:, :L] / (kv[:, :L].square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
+    even, odd = kv[:, L::2], kv[:, L + 1 :: 2]
+    rope = torch.cat((even * angles.cos() - odd * angles.sin(), odd * angles.cos() + even * angles.sin()), dim=-1)
+    expected = torch.zeros(3 * BLOCK, L + R).index_copy_(0, slots, torch.cat((latent, rope), dim=-1))
+    torch.testing.assert_close(pages.flatten(0, 1), expected)
+
+
+def test_norm_of_a_sum() -> None:
+    x, residual, weight = torch.randn(3, 8), torch.randn(3, 8), torch.rand(8)
+    total = x + residual
+    normed, summed = OPS.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(summed, total)
+    torch.testing.assert_close(normed, OPS.rms_norm(total, weight, 1e-6))
 
 
 @pytest.mark.parametrize("first", [0, 2, 4])

@@ -53,14 +53,18 @@ def run_engines(path: str, layouts: list[tuple[dict[str, Any], list[list[int]]]]
 ALL = list(range(NUM_PROMPTS))
 SHARES = [[0, 3], [i for i in ALL if i not in (0, 3)]]
 EXPERTS = {"enable_expert_parallel": True}
+DISPATCH = EXPERTS | {"expert_exchange": "dispatch"}
 LAYOUTS: dict[int, list[tuple[dict[str, Any], list[list[int]]]]] = {
     2: [
         ({"tensor_parallel_size": 2}, [ALL]),
         ({"tensor_parallel_size": 2} | EXPERTS, [ALL]),
         ({"data_parallel_size": 2} | EXPERTS, SHARES),
+        ({"tensor_parallel_size": 2} | DISPATCH, [ALL]),
+        ({"data_parallel_size": 2} | DISPATCH, SHARES),
     ],
     4: [
         ({"tensor_parallel_size": 2, "data_parallel_size": 2} | EXPERTS, SHARES),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2} | DISPATCH, SHARES),
         ({"tensor_parallel_size": 2}, SHARES),  # two engines that know nothing of each other
     ],
 }

@@ -12,7 +12,7 @@ from tests.npu.ops_under_test import torch_npu_stand_in
 from vllm.ops import reference
 from vllm.ops.contract import DecodeMetadata, PrefillMetadata, resolve
 from vllm.platforms import resolve_platform
-from vllm_ascend.ops import rollout_ops
+from vllm_ascend.ops import kv_cache, rollout_ops
 
 __all__ = ["torch_npu_stand_in"]
 pytestmark = pytest.mark.usefixtures("torch_npu_stand_in")
@@ -29,7 +29,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 def test_the_table_is_complete_and_found_by_its_provider() -> None:
-    assert resolve("vllm_ascend.ops:rollout_ops").names["sample"] == "reference"
+    assert resolve("vllm_ascend.ops:rollout_ops").names["sample"].endswith("reference draw")
 
 
 def test_the_platform_is_found() -> None:
@@ -70,8 +70,9 @@ def filled_caches(dtype: torch.dtype, num_tokens: int) -> list[Any]:
     slots = torch.arange(num_tokens).flip(0) + 3
     caches = []
     for ops in (NATIVE, REFERENCE):
-        cache = ops.new_kv_cache(8, BLOCK, LATENT, ROPE, dtype, torch.device("cpu"))
-        ops.write_kv(cache, latent, rope, slots)
+        cache = ops.new_kv_cache(8, BLOCK, LATENT, ROPE, dtype, torch.device("cpu"), "nd")
+        write_kv = kv_cache.write_kv if ops is NATIVE else reference.write_kv
+        write_kv(cache, latent, rope, slots)
         caches.append(cache)
     return caches
 

@@ -42,6 +42,19 @@ class GroupCoordinator:
             _all_gather(gathered.view(-1), x.contiguous().view(-1), group=self.group)
         return gathered
 
+    def all_to_all(
+        self, x: Tensor, sent_counts: list[int] | None = None, received_counts: list[int] | None = None
+    ) -> Tensor:
+        """The rows that the ranks of the group send here, in their order: rank r gets the next `sent_counts[r]` rows of
+        x, and sends `received_counts[r]` of its own. Without counts, everyone gets as many.
+        """
+        if self.group is None:
+            return x
+        num_received = len(x) if received_counts is None else sum(received_counts)
+        received = x.new_empty(num_received, *x.shape[1:])
+        dist.all_to_all_single(received, x.contiguous(), received_counts, sent_counts, group=self.group)
+        return received
+
     def destroy(self) -> None:
         if self.group is not None:
             dist.destroy_process_group(self.group)
@@ -67,6 +80,9 @@ class ParallelState:
     tp: GroupCoordinator
     dp: GroupCoordinator
     ep: GroupCoordinator  # all TP x DP ranks with expert parallel, else one rank
+    # The ranks of `ep` in a group of its own, for `RolloutOps.exchanged_experts` alone: the Ascend kernels behind it
+    # share no communicator. One rank with expert_exchange="all_gather".
+    exchange: GroupCoordinator
 
     def exchange_step(
         self, num_tokens: int, has_unfinished: bool, is_decode_only: bool, device: torch.device
@@ -80,7 +96,7 @@ class ParallelState:
 
     def destroy(self) -> None:
         """Give the groups back; every rank calls it."""
-        for coordinator in (self.tp, self.dp, self.ep):
+        for coordinator in (self.tp, self.dp, self.ep, self.exchange):
             coordinator.destroy()
 
 
@@ -88,9 +104,10 @@ def init_model_parallel(config: ParallelConfig) -> ParallelState:
     """Build this engine's groups; collective over the whole world, every rank makes every group in the same order."""
     if config.world_size == 1:
         alone = GroupCoordinator(0, 1, None)
-        return ParallelState(config, alone, alone, alone)
+        return ParallelState(config, alone, alone, alone, alone)
     tp_size, dp_size, span = config.tensor_parallel_size, config.data_parallel_size, config.ranks_per_instance
     starts = range(0, config.world_size, span)
+    dp: list[list[int]] = []  # replicas that know nothing of each other, as the launcher starts them
     # NPU-ADAPTATION(dp-groups-from-world): DP groups come from the launcher's own world, not from a second rendezvous
     # with ports of its own (VLLM_DP_MASTER_PORT), which hosts with several network cards get wrong; drop when DP
     # engines outlive their launcher.
@@ -98,9 +115,8 @@ def init_model_parallel(config: ParallelConfig) -> ParallelState:
     # NPU-ADAPTATION END
     tp = [list(range(first, first + tp_size)) for first in range(0, config.world_size, tp_size)]
     ep = [list(range(first, first + span)) for first in starts] if config.enable_expert_parallel else []
-    return ParallelState(
-        config, _coordinator(tp, config.rank), _coordinator(dp, config.rank), _coordinator(ep, config.rank)
-    )
+    exchange = ep if config.expert_exchange == "dispatch" else []
+    return ParallelState(config, *(_coordinator(groups, config.rank) for groups in (tp, dp, ep, exchange)))
 
 
 def _coordinator(groups: list[list[int]], rank: int) -> GroupCoordinator:

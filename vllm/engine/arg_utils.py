@@ -40,6 +40,8 @@ class EngineArgs:
     block_size: int = 16
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = False
+    kv_cache_layout: str = "nd"
+    expert_exchange: str = "all_gather"
     enable_sleep_mode: bool = True
     enforce_eager: bool = True
     cudagraph_capture_sizes: Sequence[int] | None = None  # None: powers of two up to max_num_seqs
@@ -66,7 +68,11 @@ class EngineArgs:
                 hf=hf,
             ),
             cache=CacheConfig(
-                self.block_size, self.gpu_memory_utilization, self.num_gpu_blocks_override, self.enable_prefix_caching
+                self.block_size,
+                self.gpu_memory_utilization,
+                self.num_gpu_blocks_override,
+                self.enable_prefix_caching,
+                self.kv_cache_layout,
             ),
             scheduler=SchedulerConfig(self.max_num_seqs, batched_tokens, self.enable_chunked_prefill),
             compilation=CompilationConfig(self.enforce_eager, self._capture_sizes()),
@@ -77,6 +83,7 @@ class EngineArgs:
                 rank,
                 world_size,
                 self.rebalance_interval,
+                self.expert_exchange,
             ),
             load_format=self.load_format,
             rollout_ops=self.rollout_ops,

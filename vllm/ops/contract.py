@@ -1,7 +1,8 @@
 """The device ops the rollout engine calls: one table of callables whose plain-torch reference is the specification.
 
 Letters: T tokens, B sequences, H hidden, N heads of this rank, P / R channels of a query head without / with position,
-L KV latent, V value channels of a head, E experts, K experts per token, F expert width, W vocabulary.
+L KV latent, D = L + R cached channels, V value channels of a head, E experts of this rank, K experts per token, F
+expert width, W vocabulary.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.distributed.parallel_state import GroupCoordinator
+
 KVCache: TypeAlias = tuple[Tensor, ...]
-"""One layer's paged cache in the layout of the op table that made it: each tensor is [num_blocks, block_size, ...]."""
+"""One layer's paged cache in the layout of the op table that made it: each tensor is [num_blocks, ...]."""
 
 
 @dataclass
@@ -56,13 +59,14 @@ class SamplingBatch:
     temperature_B: Tensor  # fp32, 0 = greedy
     keys_B2: Tensor  # int32, noise keys of (request seed, token position); see vllm/v1/sample/rng.py
     vocab_keys_W: Tensor  # int32, noise keys of the vocabulary
-    top_k_B: Tensor | None  # int64 in [1, W], None when no row limits it
+    top_k_B: Tensor | None  # int32 in [1, W], None when no row limits it
     top_p_B: Tensor | None  # fp32 in (0, 1], None when no row limits it
     banned_BW: (
         Tensor | None
     )  # bool, tokens that must not be drawn (stop tokens before min_tokens); None when there are none
     has_greedy: bool
     has_random: bool
+    max_top_k: int = 0  # largest value of top_k_B, known on the host; 0 without
     num_top_logprobs: int = 0  # how many of the most likely tokens to report besides the sampled one
 
 
@@ -82,18 +86,23 @@ class SampledTokens:
 class RolloutOps:
     """A complete op table. Unless said, outputs have the dtype of the first tensor; tolerance is against the reference.
 
-    new_kv_cache(num_blocks, block_size, L, R, dtype, device) -> KVCache
+    new_kv_cache(num_blocks, block_size, L, R, dtype, device, layout) -> KVCache
         One layer's cache, finite everywhere (masked positions are multiplied by zero, so garbage must not be NaN).
+        layout: "nd", or another that the platform names in supported_kv_layouts; the other ops see it by the shapes.
         Reference: one tensor [num_blocks, block_size, L+R], latent then rope channels.
     rms_norm(x_TH, weight_H, eps) -> [T, H]
         x / sqrt(mean(x^2) + eps) * weight, the mean in fp32. x may be a strided slice of columns. 1e-6 (fp32), 1e-2
         (bf16).
+    add_rms_norm(x_TH, residual_TH, weight_H, eps) -> (normed [T, H], sum [T, H])
+        sum = x + residual, normed = rms_norm(sum, weight, eps). x may be overwritten. 1e-6 (fp32), 1e-2 (bf16).
     rotary_interleaved(x_TNR, cos_TR, sin_TR) -> [T, N, R]
         Pairs (x[2i], x[2i+1]) turned by angle i; the output holds all first members, then all second members:
         out[i] = x[2i] cos[i] - x[2i+1] sin[i]; out[R/2+i] = x[2i+1] cos[i] + x[2i] sin[i]. cos and sin (fp32) repeat
         their first half in the second. x may be strided. 1e-6 (fp32).
-    write_kv(cache, latent_TL, rope_TR, slots_T) -> None
-        Token t goes to slot slots_T[t] = block * block_size + offset (int64), in place.
+    norm_rope_write_kv(cache, kv_TD, weight_L, eps, cos_TR, sin_TR, slots_T) -> None
+        Token t of the cache, at slot slots_T[t] = block * block_size + offset (int64, no slot twice), becomes
+        rms_norm(kv[t, :L], weight, eps), then rotary_interleaved of kv[t, L:]; in place. kv may be a strided slice of
+        columns. Tolerances of the two.
     mla_decode(q_latent_BNL, q_rope_BNR, cache, meta: DecodeMetadata, scale) -> out_BNL
         Absorbed form: softmax(scale * (q_latent . latent_s + q_rope . rope_s)) weighted sum of latent_s over the
         sequence. 1e-5 (fp32).
@@ -111,23 +120,32 @@ class RolloutOps:
         e = ids[t,k] - first_expert in [0, E). w13 holds gate rows then up rows. Both are
         transposed views: the memory of w13 is [E, H, 2F], that of w2 [E, F, H], as grouped products want it. The other
         ranks' experts add nothing. T may be 0.
+    exchanged_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group) -> [T, H]
+        fused_experts over the experts of all ranks of the group: each token goes to the ranks that hold its chosen
+        experts and its results come back. Rank r of the group holds experts [r E, (r + 1) E). Collective: every rank
+        calls it with the same T >= 1 and its own num_active in [0, T]; rows from num_active on are padding, are sent
+        nowhere and come back as anything finite. The group is used by this entry alone. Tolerance of fused_experts;
+        any layout equals one process.
     silu_and_mul(x_T2F) -> [T, F]
         silu(x[:, :F]) * x[:, F:].
     sample(logits_BW fp32, batch: SamplingBatch) -> SampledTokens
-        Greedy rows: argmax. Others: a draw from softmax(logits / temperature) after top-k, then top-p (the smallest set
-        of most likely tokens that reaches top_p), by the exponential race of vllm/v1/sample/rng.py, so a row's draw
-        depends on its logits and keys alone.
-    names: native or reference, for each entry; logged once at start.
+        Greedy rows: argmax. Others: a draw from softmax(logits / temperature) after top-k (tokens as likely as the k-th
+        stay), then top-p (the smallest set of most likely tokens that reaches top_p; among equals the last of the
+        vocabulary first), by the exponential race of vllm/v1/sample/rng.py, so a row's draw depends on its logits and
+        keys alone.
+    names: native or reference, for each entry, or which part is which; logged once at start.
     """
 
-    new_kv_cache: Callable[[int, int, int, int, torch.dtype, torch.device], KVCache]
+    new_kv_cache: Callable[[int, int, int, int, torch.dtype, torch.device, str], KVCache]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rotary_interleaved: Callable[[Tensor, Tensor, Tensor], Tensor]
-    write_kv: Callable[[KVCache, Tensor, Tensor, Tensor], None]
+    norm_rope_write_kv: Callable[[KVCache, Tensor, Tensor, float, Tensor, Tensor, Tensor], None]
     mla_decode: Callable[[Tensor, Tensor, KVCache, DecodeMetadata, float], Tensor]
     mla_prefill: Callable[[Tensor, Tensor, Tensor, KVCache, PrefillMetadata, float], Tensor]
     topk_router: Callable[[Tensor, Tensor, int, int, int, bool, float], tuple[Tensor, Tensor]]
     fused_experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
+    exchanged_experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, GroupCoordinator], Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
     sample: Callable[[Tensor, SamplingBatch], SampledTokens]
     names: dict[str, str]

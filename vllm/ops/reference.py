@@ -10,13 +10,21 @@ from torch import Tensor
 
 from vllm.ops.contract import KVCache, RolloutOps
 from vllm.ops.reference_attention import mla_decode, mla_prefill
+from vllm.ops.reference_exchange import exchanged_experts
 from vllm.ops.reference_moe import fused_experts, silu_and_mul, topk_router
 from vllm.ops.reference_sample import sample
 
 
 def new_kv_cache(
-    num_blocks: int, block_size: int, latent: int, rope: int, dtype: torch.dtype, device: torch.device
+    num_blocks: int,
+    block_size: int,
+    latent: int,
+    rope: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: str = "nd",
 ) -> KVCache:
+    assert layout == "nd", layout  # the platform refuses others
     # Zeros, not empty: padded positions are masked to probability 0, and 0 * NaN would still be NaN.
     return (torch.zeros(num_blocks, block_size, latent + rope, dtype=dtype, device=device),)
 
@@ -27,6 +35,11 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     x_fp32 = x_TH.float()
     normed = x_fp32 * torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)
     return weight_H * normed.to(x_TH.dtype)
+
+
+def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    sum_TH = x_TH.add_(residual_TH)
+    return rms_norm(sum_TH, weight_H, eps), sum_TH
 
 
 def rotary_interleaved(x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
@@ -40,7 +53,22 @@ def rotary_interleaved(x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     return torch.cat((turned_TNR2.real, turned_TNR2.imag), dim=-1).to(x_TNR.dtype)
 
 
+def norm_rope_write_kv(
+    cache: KVCache,
+    kv_TD: Tensor,
+    weight_L: Tensor,
+    eps: float,
+    cos_TR: Tensor,
+    sin_TR: Tensor,
+    slots_T: Tensor,
+) -> None:
+    latent = len(weight_L)
+    rope_TR = rotary_interleaved(kv_TD[:, None, latent:], cos_TR, sin_TR)[:, 0]
+    write_kv(cache, rms_norm(kv_TD[:, :latent], weight_L, eps), rope_TR, slots_T)
+
+
 def write_kv(cache: KVCache, latent_TL: Tensor, rope_TR: Tensor, slots_T: Tensor) -> None:
+    """Finished channels to their slots."""
     (pages,) = cache
     pages.view(-1, pages.shape[-1]).index_copy_(0, slots_T, torch.cat((latent_TL, rope_TR), dim=-1))
 
@@ -51,14 +79,16 @@ def rollout_ops() -> RolloutOps:
     return RolloutOps(
         new_kv_cache=new_kv_cache,
         rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
         rotary_interleaved=rotary_interleaved,
-        write_kv=write_kv,
+        norm_rope_write_kv=norm_rope_write_kv,
         mla_decode=mla_decode,
         mla_prefill=mla_prefill,
         topk_router=topk_router,
         fused_experts=fused_experts,
+        exchanged_experts=exchanged_experts,
         silu_and_mul=silu_and_mul,
         sample=sample,
-        not_recordable=("mla_decode", "fused_experts"),
+        not_recordable=("mla_decode", "fused_experts", "exchanged_experts"),
         names=dict.fromkeys(entries, "reference"),
     )

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from vllm.ops.contract import SampledTokens, SamplingBatch
 from vllm.v1.sample.rng import exponential_noise
 
+Filter = Callable[[Tensor, SamplingBatch], Tensor]
+
 
 def sample(logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
+    return sample_with(logits_BW, batch, left_out)
+
+
+def sample_with(logits_BW: Tensor, batch: SamplingBatch, find_left_out: Filter) -> SampledTokens:
+    """`sample` with any implementation of `left_out`."""
     scaled_BW = logits_BW
     if batch.has_random:
         temperature_B = batch.temperature_B
@@ -18,7 +27,7 @@ def sample(logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
     probs_BW = (scaled_BW - peak_B1).exp_()
     log_total_B = probs_BW.sum(-1).log_() + peak_B1[:, 0]
     top = _top_logprobs(scaled_BW, log_total_B, batch.num_top_logprobs)
-    tokens_B = _draw(scaled_BW, probs_BW, batch)
+    tokens_B = _draw(scaled_BW, probs_BW, batch, find_left_out)
     chosen_B = scaled_BW.gather(1, tokens_B[:, None])
     result = SampledTokens(tokens_B, chosen_B[:, 0] - log_total_B)
     if top is not None:
@@ -27,7 +36,7 @@ def sample(logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
     return result
 
 
-def _draw(scaled_BW: Tensor, probs_BW: Tensor, batch: SamplingBatch) -> Tensor:
+def _draw(scaled_BW: Tensor, probs_BW: Tensor, batch: SamplingBatch, find_left_out: Filter) -> Tensor:
     """Token of each row; overwrites `probs_BW` (unnormalised probabilities)."""
     if batch.banned_BW is not None:
         scaled_BW = scaled_BW.masked_fill(batch.banned_BW, float("-inf"))
@@ -35,29 +44,27 @@ def _draw(scaled_BW: Tensor, probs_BW: Tensor, batch: SamplingBatch) -> Tensor:
     if not batch.has_random:
         return scaled_BW.argmax(-1)
     if batch.top_k_B is not None or batch.top_p_B is not None:
-        keep_only_top(probs_BW, batch.top_k_B, batch.top_p_B)
+        probs_BW.masked_fill_(find_left_out(scaled_BW, batch), 0.0)
     drawn_B = probs_BW.div_(exponential_noise(batch.keys_B2, batch.vocab_keys_W)).argmax(-1)
     if not batch.has_greedy:
         return drawn_B
     return torch.where(batch.temperature_B > 0, drawn_B, scaled_BW.argmax(-1))
 
 
-def keep_only_top(probs_BW: Tensor, top_k_B: Tensor | None, top_p_B: Tensor | None) -> None:
-    """Set to 0, in place, what top-k and then top-p leave out of unnormalised probabilities.
-
-    The best token always stays.
-    """
-    sorted_BW, order_BW = probs_BW.sort(dim=-1, descending=True, stable=True)
+def left_out(scaled_BW: Tensor, batch: SamplingBatch) -> Tensor:
+    """bool [B, W]: what top-k and then top-p leave out, by scaled logits. The best token always stays."""
+    top_k_B, top_p_B = batch.top_k_B, batch.top_p_B
+    sorted_BW, order_BW = scaled_BW.sort(dim=-1, stable=True)
     dropped_BW = torch.zeros_like(sorted_BW, dtype=torch.bool)
     if top_k_B is not None:
-        dropped_BW |= torch.arange(sorted_BW.shape[1], device=sorted_BW.device) >= top_k_B[:, None]
-        sorted_BW = sorted_BW.masked_fill(dropped_BW, 0.0)
+        kth_B1 = sorted_BW.gather(1, (sorted_BW.shape[1] - top_k_B.long()).unsqueeze(1))
+        dropped_BW |= sorted_BW < kth_B1
+        sorted_BW = sorted_BW.masked_fill(dropped_BW, float("-inf"))
     if top_p_B is not None:
-        before_BW = sorted_BW.cumsum(-1) - sorted_BW
-        is_limited_B1 = (top_p_B < 1.0)[:, None]
-        dropped_BW |= (before_BW >= top_p_B[:, None] * sorted_BW.sum(-1, keepdim=True)) & is_limited_B1
-    dropped_BW[:, 0] = False
-    probs_BW.masked_fill_(torch.zeros_like(dropped_BW).scatter_(1, order_BW, dropped_BW), 0.0)
+        up_to_BW = sorted_BW.softmax(-1).cumsum(-1)
+        dropped_BW |= (up_to_BW <= (1.0 - top_p_B)[:, None]) & (top_p_B < 1.0)[:, None]
+    dropped_BW[:, -1] = False
+    return torch.zeros_like(dropped_BW).scatter_(1, order_BW, dropped_BW)
 
 
 def _top_logprobs(scaled_BW: Tensor, log_total_B: Tensor, count: int) -> tuple[Tensor, Tensor] | None:

@@ -53,6 +53,7 @@ class Platform(ABC):
     dist_backend: ClassVar[str]  # of torch.distributed
     rollout_ops: ClassVar[str]  # dotted provider of the op table written for this device
     supported_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
+    supported_kv_layouts: ClassVar[tuple[str, ...]] = ("nd",)
 
     @abstractmethod
     def device(self, local_rank: int) -> torch.device:
@@ -92,6 +93,12 @@ class Platform(ABC):
             problems.append(
                 f"dtype={config.model.dtype} is not supported on {self.name}; use one of "
                 f"{', '.join(self.supported_dtypes)}"
+            )
+        layout = config.cache.kv_cache_layout
+        if layout not in self.supported_kv_layouts:
+            problems.append(
+                f"kv_cache_layout={layout} is not supported on {self.name}; use "
+                f"{' or '.join(self.supported_kv_layouts)}"
             )
         if not config.compilation.enforce_eager:
             problems += self.graph_problems(ops)

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from vllm.ops.contract import RolloutOps
-from vllm.ops.reference_sample import sample
+from vllm_ascend.ops.exchanged_experts import exchanged_experts
 from vllm_ascend.ops.fused_experts import fused_experts
-from vllm_ascend.ops.kv_cache import new_kv_cache, write_kv
+from vllm_ascend.ops.kv_cache import new_kv_cache, norm_rope_write_kv
 from vllm_ascend.ops.mla_decode import mla_decode
 from vllm_ascend.ops.mla_prefill import MlaPrefill
-from vllm_ascend.ops.rms_norm import rms_norm
+from vllm_ascend.ops.rms_norm import add_rms_norm, rms_norm
 from vllm_ascend.ops.rotary import rotary_interleaved
+from vllm_ascend.ops.sample import sample
 from vllm_ascend.ops.silu_and_mul import silu_and_mul
 from vllm_ascend.ops.topk_router import topk_router
 
 NAMES = {
     "new_kv_cache": "native",
     "rms_norm": "native",
+    "add_rms_norm": "native",
     "rotary_interleaved": "native",
-    "write_kv": "native",
+    "norm_rope_write_kv": "native",
     "mla_decode": "native",
     "mla_prefill": "native",
     "topk_router": "native",
     "fused_experts": "native",
+    "exchanged_experts": "native",
     "silu_and_mul": "native",
-    "sample": "reference",
+    "sample": "native top-k and top-p, reference draw",
 }
 
 
@@ -32,12 +35,14 @@ def rollout_ops() -> RolloutOps:
     return RolloutOps(
         new_kv_cache=new_kv_cache,
         rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
         rotary_interleaved=rotary_interleaved,
-        write_kv=write_kv,
+        norm_rope_write_kv=norm_rope_write_kv,
         mla_decode=mla_decode,
         mla_prefill=MlaPrefill(),
         topk_router=topk_router,
         fused_experts=fused_experts,
+        exchanged_experts=exchanged_experts,
         silu_and_mul=silu_and_mul,
         sample=sample,
         names=dict(NAMES),

@@ -31,8 +31,8 @@ def fused_experts(
     experts_E = torch.arange(num_experts, device=x_TH.device)
     counts_E = (local_TK.flatten().unsqueeze(1) == experts_E).sum(0)
     rows_SH, row_map_S = torch_npu.npu_moe_token_permute(x_TH, local_TK.int())
-    hidden_SF = torch_npu.npu_swiglu(_grouped_matmul(rows_SH, w13_E2FH, counts_E), dim=-1)
-    out_SH = _grouped_matmul(hidden_SF, w2_EHF, counts_E)
+    hidden_SF = torch_npu.npu_swiglu(grouped_matmul(rows_SH, w13_E2FH, counts_E), dim=-1)
+    out_SH = grouped_matmul(hidden_SF, w2_EHF, counts_E)
     # The kernel leaves the rows past the last group unwritten, and 0 * NaN would be NaN.
     is_elsewhere_S1 = (torch.arange(len(out_SH), device=x_TH.device) >= counts_E.sum()).unsqueeze(1)
     out_SH = out_SH.masked_fill(is_elsewhere_S1, 0)
@@ -41,7 +41,8 @@ def fused_experts(
     return summed_TH.to(x_TH.dtype)
 
 
-def _grouped_matmul(rows_SI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+def grouped_matmul(rows_SI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """[S, O]: rows come sorted by expert, counts_E of each; what lies past them stays unwritten."""
     import torch_npu
 
     product_SO: Tensor = torch_npu.npu_grouped_matmul(

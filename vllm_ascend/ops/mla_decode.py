@@ -17,6 +17,7 @@ from torch import Tensor
 from vllm.ops.contract import DecodeMetadata, KVCache
 from vllm.transformers_utils.config import DeepseekV3Config
 from vllm_ascend.compilation.acl_graph import record_renewable
+from vllm_ascend.ops.kv_layout import read_blocks
 
 PAGED_LATENT, PAGED_ROPE = 512, 64
 MAX_HEADS = 128
@@ -114,7 +115,7 @@ def _gathered(q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float)
     import torch_npu
 
     tables_S = meta.block_tables.flatten().long()
-    kv_B1SD = torch.cat([pages.index_select(0, tables_S) for pages in cache], dim=-1).view(
+    kv_B1SD = torch.cat([read_blocks(pages, tables_S) for pages in cache], dim=-1).view(
         len(q_BND), 1, -1, q_BND.shape[-1]
     )
     if "is_out_of_sight" not in meta.scratch:

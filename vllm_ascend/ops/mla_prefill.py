@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.ops.contract import KVCache, PrefillMetadata
+from vllm_ascend.ops.kv_layout import read_tokens
 
 # The kernel reads causality from one fixed triangle of this size, whatever the sequence lengths are.
 MASK_SIZE = 2048
@@ -37,7 +38,7 @@ class MlaPrefill:
         import torch_npu
 
         heads, nope = q_nope_TNP.shape[1:]
-        latent_SL, rope_SR = (pages.flatten(0, 1).index_select(0, _context_slots(meta)) for pages in cache)
+        latent_SL, rope_SR = (read_tokens(pages, _context_slots(meta)) for pages in cache)
         expanded_SNC = F.linear(latent_SL, kv_b_NCL.flatten(0, 1)).unflatten(-1, (heads, -1))
         q_TND = torch.cat((q_nope_TNP, q_rope_TNR), dim=-1)
         k_SND = torch.cat((expanded_SNC[..., :nope], rope_SR.unsqueeze(1).expand(-1, heads, -1)), dim=-1)

@@ -1,8 +1,12 @@
 """A DeepSeek-V3 mixture of experts over the ranks of an engine.
 
-With expert parallel, the experts are split over all TP x DP ranks: every rank gathers the tokens of all DP replicas,
-runs its own experts on all of them, and one all-reduce over the EP group sums the contributions; each replica keeps its
-own rows. Without, every expert is split over TP along its width and replicas have nothing to do with each other.
+With expert parallel, the experts are split over all TP x DP ranks, and tokens reach them in one of two ways
+(`expert_exchange`):
+  all_gather  every rank gathers the tokens of all DP replicas, runs its own experts on all of them, and one all-reduce
+              over the EP group sums the contributions; each replica keeps its own rows.
+  dispatch    the TP ranks of a replica share its tokens out among themselves, each sends its part to the ranks that
+              hold the chosen experts and gets the results back, and one all-reduce over TP puts the parts together.
+Without, every expert is split over TP along its width and replicas have nothing to do with each other.
 """
 
 from __future__ import annotations
@@ -66,12 +70,16 @@ class FusedMoE(nn.Module):
 
     def forward(self, x_TH: Tensor, context: ForwardContext) -> Tensor:
         """[T, H] -> [T, H]. In lock-step every rank calls it, with T = 0 when it has nothing to do."""
+        longest, dp_rank = max(context.dp_token_counts), self.parallel.config.dp_rank
+        if longest == 0:
+            return x_TH
+        if self.parallel.config.expert_exchange == "dispatch":
+            return self._dispatched(x_TH, longest)
         if not self.parallel.config.steps_in_lockstep:
             out_TH = self._routed(x_TH)
             self._add_shared(out_TH, x_TH)
             group = self.parallel.ep if self.is_expert_parallel else self.parallel.tp
             return group.all_reduce(out_TH)
-        longest, dp_rank = max(context.dp_token_counts), self.parallel.config.dp_rank
         padded_SH = F.pad(x_TH, (0, 0, 0, longest - len(x_TH)))
         out_GSH = self._routed(self.parallel.dp.all_gather(padded_SH).flatten(0, 1)).view(-1, *padded_SH.shape)
         own_TH = out_GSH[dp_rank, : len(x_TH)]
@@ -79,9 +87,28 @@ class FusedMoE(nn.Module):
         self.parallel.ep.all_reduce(out_GSH)
         return own_TH
 
+    def _dispatched(self, x_TH: Tensor, longest: int) -> Tensor:
+        """`longest`: tokens of the replica that has most; every rank of the group sends as many rows."""
+        tp = self.parallel.tp
+        num_rows = -(-longest // tp.world_size)
+        first = tp.rank_in_group * num_rows
+        own_tH = x_TH[first : first + num_rows]
+        num_active = len(own_tH)
+        rows_SH = F.pad(own_tH, (0, 0, 0, num_rows - num_active))
+        out_SH = self.ops.exchanged_experts(
+            rows_SH, self.w13, self.w2, *self._route(rows_SH), num_active, self.parallel.exchange
+        )
+        out_TH = torch.zeros_like(x_TH)
+        out_TH[first : first + num_rows] = out_SH[:num_active]
+        self._add_shared(out_TH, x_TH)
+        return tp.all_reduce(out_TH)
+
     def _routed(self, x_TH: Tensor) -> Tensor:
+        return self.ops.fused_experts(x_TH, self.w13, self.w2, *self._route(x_TH), self.first_expert)
+
+    def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         hf = self.hf
-        weights_TK, ids_TK = self.ops.topk_router(
+        return self.ops.topk_router(
             F.linear(x_TH.float(), self.gate),
             self.e_score_correction_bias,
             hf.num_experts_per_tok,
@@ -90,7 +117,6 @@ class FusedMoE(nn.Module):
             hf.norm_topk_prob,
             hf.routed_scaling_factor,
         )
-        return self.ops.fused_experts(x_TH, self.w13, self.w2, weights_TK, ids_TK, self.first_expert)
 
     def _add_shared(self, out_TH: Tensor, x_TH: Tensor) -> None:
         if self.shared_experts is not None and len(x_TH) > 0:

@@ -52,12 +52,12 @@ class MultiHeadLatentAttention(nn.Module):
     def forward(self, x_TH: Tensor, cos_TR: Tensor, sin_TR: Tensor, cache: KVCache, context: ForwardContext) -> Tensor:
         """[T, H] -> [T, H]; writes the tokens' latents to the cache."""
         hf, ops = self.hf, self.ops
-        query_T, latent_TL, k_rope_TR = self._project(x_TH)
+        query_T, kv_TD = self._project(x_TH)
         q_TNC = query_T.view(len(x_TH), self.num_heads, -1)
         q_nope_TNP = q_TNC[..., : hf.qk_nope_head_dim]
         q_rope_TNR = ops.rotary_interleaved(q_TNC[..., hf.qk_nope_head_dim :], cos_TR, sin_TR)
-        k_rope_TR = ops.rotary_interleaved(k_rope_TR[:, None], cos_TR, sin_TR)[:, 0]
-        ops.write_kv(cache, latent_TL, k_rope_TR, context.slots_T)
+        norm = (self.kv_a_layernorm.weight, hf.rms_norm_eps)
+        ops.norm_rope_write_kv(cache, kv_TD, *norm, cos_TR, sin_TR, context.slots_T)
         split, parts = context.num_decode_tokens, []
         if context.decode is not None:
             w_uk_NPL = self.kv_b_NCL[:, : hf.qk_nope_head_dim]
@@ -71,17 +71,14 @@ class MultiHeadLatentAttention(nn.Module):
         out_TNV = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.o_proj(out_TNV.reshape(len(x_TH), -1))
 
-    def _project(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(queries [T, N * (P + R)], normed latents [T, L], keys' rope channels [T, R])."""
+    def _project(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """(queries [T, N * (P + R)], latents before their norm and the keys' channels before their turn [T, L + R])."""
         hf, eps = self.hf, self.hf.rms_norm_eps
         down_T = self.qkv_a_proj(x_TH)
         if hf.q_lora_rank is None:
-            query_T, kv_T = self.q_proj(x_TH), down_T
-        else:
-            q_T, kv_T = down_T[:, : hf.q_lora_rank], down_T[:, hf.q_lora_rank :]
-            query_T = self.q_proj(self.ops.rms_norm(q_T, self.q_a_layernorm.weight, eps))
-        latent_TL = self.ops.rms_norm(kv_T[:, : hf.kv_lora_rank], self.kv_a_layernorm.weight, eps)
-        return query_T, latent_TL, kv_T[:, hf.kv_lora_rank :]
+            return self.q_proj(x_TH), down_T
+        q_T, kv_TD = down_T[:, : hf.q_lora_rank], down_T[:, hf.q_lora_rank :]
+        return self.q_proj(self.ops.rms_norm(q_T, self.q_a_layernorm.weight, eps)), kv_TD
 
     def targets(self, prefix: str) -> dict[str, WeightTarget]:
         kv_a, rows = f"{prefix}.kv_a_proj_with_mqa.weight", self.hf.num_attention_heads * self.kv_b_NCL.shape[1]

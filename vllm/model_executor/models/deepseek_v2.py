@@ -37,11 +37,12 @@ class DeepseekV2DecoderLayer(nn.Module):
             self.mlp = FusedMoE(hf, parallel, ops)
 
     def forward(self, x_TH: Tensor, cos_TR: Tensor, sin_TR: Tensor, cache: KVCache, context: ForwardContext) -> Tensor:
-        if len(x_TH) > 0:
-            normed_TH = self.ops.rms_norm(x_TH, self.input_layernorm.weight, self.eps)
-            x_TH = self.self_attn(normed_TH, cos_TR, sin_TR, cache, context).add_(x_TH)
-        normed_TH = self.ops.rms_norm(x_TH, self.post_attention_layernorm.weight, self.eps)
-        # Every rank reaches an expert layer, also with no token of its own: the other replicas wait there.
+        if len(x_TH) == 0:
+            # Every rank reaches an expert layer, also with no token of its own: the other replicas wait there.
+            return self.mlp(x_TH, context) if isinstance(self.mlp, FusedMoE) else x_TH
+        normed_TH = self.ops.rms_norm(x_TH, self.input_layernorm.weight, self.eps)
+        attended_TH = self.self_attn(normed_TH, cos_TR, sin_TR, cache, context)
+        normed_TH, x_TH = self.ops.add_rms_norm(attended_TH, x_TH, self.post_attention_layernorm.weight, self.eps)
         if isinstance(self.mlp, FusedMoE):
             return x_TH + self.mlp(normed_TH, context)
         return self.mlp(normed_TH).add_(x_TH)

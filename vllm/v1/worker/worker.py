@@ -94,7 +94,10 @@ class Worker:
         num_scratch_blocks = 0 if self.config.compilation.enforce_eager else 1  # the last, for the graphs' padding
         num_blocks = self.num_gpu_blocks + num_scratch_blocks
         shape = (num_blocks, cache.block_size, hf.kv_lora_rank, hf.qk_rope_head_dim)
-        self.kv_caches = [self.ops.new_kv_cache(*shape, self.dtype, self.device) for _ in range(hf.num_hidden_layers)]
+        self.kv_caches = [
+            self.ops.new_kv_cache(*shape, self.dtype, self.device, cache.kv_cache_layout)
+            for _ in range(hf.num_hidden_layers)
+        ]
         self.is_kv_cache_awake = True
 
     def memory_report(self) -> dict[str, int]:

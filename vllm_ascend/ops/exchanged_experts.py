@@ -1,0 +1,141 @@
+"""The experts of a whole group: dispatch of tokens to the ranks of their experts, two grouped matmuls, combine.
+
+Source: npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2, in both torch_npu versions. Limits of these
+kernels on A3, where a rank is one die: float16 or bfloat16; H in [1024, 7168]; at most 16 choices of a token and 512
+tokens of a rank in one call; 2 to 384 ranks, a rank's experts x ranks up to 1280; a communicator of their own, whose
+buffer (environment HCCL_BUFFSIZE in MiB, default 200, the same on all ranks) bounds the tokens of one call: more come
+in several calls. A2 has other limits (16, 32 or 64 ranks, 256 tokens, no masked tokens in combine) and is not
+supported. float32 (for debugging) and hidden sizes outside of the kernels' go through uneven all-to-alls and the same
+grouped matmuls, as in the reference; that form waits for the device, so it cannot be recorded as a graph.
+Tolerance: 1e-2 (bfloat16), 1e-5 (float32), relative.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.ops.reference_exchange import all_to_all_experts
+from vllm_ascend.ops.fused_experts import fused_experts, grouped_matmul
+
+MIN_HIDDEN, MAX_HIDDEN = 1024, 7168
+MAX_TOKENS, MAX_TOP_K = 512, 16
+MIN_RANKS, MAX_RANKS = 2, 384
+MAX_EXPERTS_TIMES_RANKS = 1280
+DEFAULT_BUFFER_MIB = 200
+NO_SHARED_EXPERT_RANKS = 0
+COUNTS = 1  # expert_token_nums_type
+
+
+def exchanged_experts(
+    x_TH: Tensor,
+    w13_E2FH: Tensor,
+    w2_EHF: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    num_active: int,
+    group: GroupCoordinator,
+) -> Tensor:
+    """See ``RolloutOps.exchanged_experts``."""
+    if not has_kernel(x_TH.shape[1], x_TH.dtype != torch.float32):
+        return all_to_all_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group, fused_experts)
+    at_once = tokens_of_a_call(x_TH.shape[1], ids_TK.shape[1], len(w13_E2FH), group.world_size)
+    weights_TK, ids_TK = weights_TK.float(), ids_TK.int()
+    is_active_T = torch.arange(len(x_TH), device=x_TH.device) < num_active
+    outs = [
+        _dispatch_and_combine(x_TH[part], w13_E2FH, w2_EHF, weights_TK[part], ids_TK[part], is_active_T[part], group)
+        for part in (slice(start, start + at_once) for start in range(0, len(x_TH), at_once))
+    ]
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def has_kernel(hidden: int, is_half_precision: bool) -> bool:
+    """Whether the kernels take such tokens."""
+    return is_half_precision and MIN_HIDDEN <= hidden <= MAX_HIDDEN
+
+
+def tokens_of_a_call(hidden: int, top_k: int, num_local_experts: int, num_ranks: int) -> int:
+    """How many tokens of each rank fit the kernels and the communicator's buffer; ValueError when they take none.
+
+    Bytes for T tokens (documentation of npu_moe_distribute_combine_v2): 2 (E G T up512(up32(2 H) + 64) + K T up512(2
+    H)), each for one of two buffers.
+    """
+    if top_k > MAX_TOP_K or not MIN_RANKS <= num_ranks <= MAX_RANKS:
+        raise ValueError(
+            f"expert_exchange='dispatch' with num_experts_per_tok={top_k} over {num_ranks} ranks: the kernels on npu "
+            f"take up to {MAX_TOP_K} and {MIN_RANKS} to {MAX_RANKS} ranks; use expert_exchange='all_gather'"
+        )
+    if num_local_experts * num_ranks > MAX_EXPERTS_TIMES_RANKS:
+        raise ValueError(
+            f"expert_exchange='dispatch' with {num_local_experts} experts on each of {num_ranks} ranks: the kernels on "
+            f"npu take up to {MAX_EXPERTS_TIMES_RANKS} together; use expert_exchange='all_gather'"
+        )
+    buffer_mib = int(os.environ.get("HCCL_BUFFSIZE", DEFAULT_BUFFER_MIB))
+    arriving = num_local_experts * num_ranks * _up(_up(2 * hidden, 32) + 64, 512)
+    returning = top_k * _up(2 * hidden, 512)
+    tokens = buffer_mib * 2**20 // (2 * (arriving + returning))
+    if tokens == 0:
+        raise ValueError(
+            f"HCCL_BUFFSIZE={buffer_mib} is too small for expert_exchange='dispatch': one token of each of {num_ranks} "
+            f"ranks needs {-(-2 * (arriving + returning) // 2**20)}; set HCCL_BUFFSIZE to a multiple of it"
+        )
+    return min(tokens, MAX_TOKENS)
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def _dispatch_and_combine(
+    x_TH: Tensor,
+    w13_E2FH: Tensor,
+    w2_EHF: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    is_active_T: Tensor,
+    group: GroupCoordinator,
+) -> Tensor:
+    import torch_npu
+
+    rank, num_ranks, communicator = group.rank_in_group, group.world_size, _communicator(group)
+    num_experts = len(w13_E2FH) * num_ranks
+    rows_AH, _, assist_info, counts_E, ep_counts, tp_counts, _ = torch_npu.npu_moe_distribute_dispatch_v2(
+        x_TH,
+        ids_TK,
+        communicator,
+        num_ranks,
+        rank,
+        num_experts,
+        x_active_mask=is_active_T,
+        shared_expert_rank_num=NO_SHARED_EXPERT_RANKS,
+        expert_token_nums_type=COUNTS,
+    )
+    hidden_AF = torch_npu.npu_swiglu(grouped_matmul(rows_AH, w13_E2FH, counts_E), dim=-1)
+    combined_TH: Tensor = torch_npu.npu_moe_distribute_combine_v2(
+        grouped_matmul(hidden_AF, w2_EHF, counts_E),
+        ids_TK,
+        assist_info,
+        ep_counts,
+        weights_TK,
+        communicator,
+        num_ranks,
+        rank,
+        num_experts,
+        tp_send_counts=tp_counts,
+        x_active_mask=is_active_T,
+        shared_expert_rank_num=NO_SHARED_EXPERT_RANKS,
+    )
+    # What the kernel leaves in the rows of masked tokens is not said.
+    return combined_TH.masked_fill(~is_active_T.unsqueeze(1), 0)
+
+
+def _communicator(group: GroupCoordinator) -> str:
+    """The name under which the kernels find the group; made on the first call, which every rank reaches."""
+    assert group.group is not None, "a group of one rank has nothing to exchange"
+    backend: Any = group.group._get_backend(torch.device("npu"))
+    name: str = backend.get_hccl_comm_name(group.rank_in_group)
+    return name
