@@ -1,0 +1,116 @@
+"""The swap optimizer on the device: what it holds by the allocator's count, and the unswapped one's updates exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_model_parallel
+from mindspeed.core.optimizer.swap_optimizer import SwapOptimizer
+from mindspeed.ops import train_ops
+from tests.parallel.toy import toy_config
+
+WIDTH = 128
+SWAP_TIMES = 8
+CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1)
+DEVICE = torch.device("npu:0")
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[ProcessGroups]:
+    """The groups of a world of one device."""
+    torch.npu.set_device(DEVICE)
+    dist.init_process_group("hccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield initialize_model_parallel()
+    destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _model(groups: ProcessGroups, dtype: torch.dtype) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    stack = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    return DistributedDataParallel(toy_config(), DistributedDataParallelConfig(), stack.to(DEVICE, dtype), groups)
+
+
+def _plain(groups: ProcessGroups, dtype: torch.dtype) -> DistributedOptimizer:
+    return get_megatron_optimizer(CONFIG, _model(groups, dtype), groups, train_ops())
+
+
+def _swapped(groups: ProcessGroups, dtype: torch.dtype) -> SwapOptimizer:
+    return SwapOptimizer(CONFIG, _model(groups, dtype), groups, train_ops(), swap_times=SWAP_TIMES)
+
+
+def _held_bytes() -> int:
+    torch.npu.synchronize()
+    return int(torch.npu.memory_allocated(DEVICE))
+
+
+def _step(optimizer: DistributedOptimizer, seed: int) -> tuple[float, int]:
+    """One training step; the gradient norm, and the most bytes that the update took beside what was there."""
+    generator = torch.Generator().manual_seed(seed)
+    x_TH, target_TH = torch.randn(2, 6, WIDTH, generator=generator).to(DEVICE)
+    optimizer.zero_grad()
+    dtype = next(optimizer.model.parameters()).dtype
+    (optimizer.model(x_TH.to(dtype)) - target_TH).square().sum().backward()
+    finalize_model_grads(optimizer.model, optimizer.groups)
+    before = _held_bytes()
+    torch.npu.reset_peak_memory_stats(DEVICE)
+    is_updated, grad_norm, _ = optimizer.step()
+    assert is_updated
+    return grad_norm, int(torch.npu.max_memory_allocated(DEVICE)) - before
+
+
+def _assert_same(one: DistributedOptimizer, other: DistributedOptimizer) -> None:
+    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[key]).cpu()), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_between_steps_the_device_is_free_of_the_optimizers_size(groups: ProcessGroups, dtype: torch.dtype) -> None:
+    held = [_held_bytes()]
+    models = [_model(groups, dtype) for _ in range(2)]
+    held.append(_held_bytes())
+    plain = get_megatron_optimizer(CONFIG, models[0], groups, train_ops())
+    held.append(_held_bytes())
+    torch.npu.reset_peak_memory_stats(DEVICE)
+    swapped = SwapOptimizer(CONFIG, models[1], groups, train_ops(), swap_times=SWAP_TIMES)
+    assert torch.npu.max_memory_allocated(DEVICE) == held[-1]  # not even while it is made
+    (state,) = swapped.shards
+    state_bytes = 12 * state.buffer.param_shard.numel()
+    assert state_bytes > 12 * 2 * WIDTH**2
+    assert held[2] - held[1] == pytest.approx(state_bytes, rel=0.01)
+    assert all(item.tensor.is_pinned() for item in state.tensors.values())
+
+    _step(plain, 0), _step(swapped, 0)
+    between = _held_bytes()
+    _, step_bytes = _step(swapped, 1)
+    _step(plain, 1)
+    assert _held_bytes() == between == pytest.approx(held[2], abs=16384)  # the gradients' clips and norms are small
+    in_chunks = state_bytes / SWAP_TIMES
+    assert in_chunks <= step_bytes < 1.25 * in_chunks + 8192  # and the kernel's workspace
+    _assert_same(swapped, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_are_equal_bit_for_bit(groups: ProcessGroups, dtype: torch.dtype) -> None:
+    plain, swapped, fresh = _plain(groups, dtype), _swapped(groups, dtype), _swapped(groups, dtype)
+    for seed in range(4):
+        assert _step(swapped, seed)[0] == _step(plain, seed)[0]
+        _assert_same(swapped, plain)
+
+    # Either goes on from the other's checkpoint.
+    fresh.load_state_dict(plain.state_dict())
+    fresh.model.load_state_dict(plain.model.state_dict())
+    plain.load_state_dict(swapped.state_dict())
+    assert _step(fresh, 9)[0] == _step(plain, 9)[0]
+    _assert_same(fresh, plain)
