@@ -38,13 +38,13 @@ def run_step(scheduler: Scheduler, rng: random.Random) -> tuple[SchedulerOutput,
 
 def check_invariants(scheduler: Scheduler, step: SchedulerOutput) -> None:
     pool, config = scheduler.kv.pool, scheduler.config
-    holders = Counter(block for request in scheduler.running for block in request.block_ids)
+    requests = [*scheduler.running, *scheduler.waiting]
+    holders = Counter(block for request in requests for block in request.block_ids)
     assert all(pool.ref_count(block) == holders[block] for block in range(pool.num_blocks))
     assert pool.num_free_blocks == pool.num_blocks - len(holders)
     assert step.total_num_tokens <= config.max_num_batched_tokens
     assert len(scheduler.running) <= config.max_num_seqs
-    assert all(not request.block_ids for request in scheduler.waiting)
-    for request in scheduler.running:
+    for request in requests:
         assert len(request.block_ids) * scheduler.kv.block_size >= request.num_computed_tokens
         assert len(set(request.block_ids)) == len(request.block_ids)
 

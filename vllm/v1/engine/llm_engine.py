@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.config import VllmConfig
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.output_processor import PromptGroup
-from vllm.v1.engine.rebalancer import Rebalancer
+from vllm.v1.engine.rebalancer import RebalanceConfig, Rebalancer
 from vllm.v1.request import Request
 from vllm.v1.sample.rng import derive_seed
 
@@ -16,8 +16,9 @@ class LLMEngine:
     def __init__(self, config: VllmConfig, core: EngineCore) -> None:
         self.config, self.core = config, core
         padded_sizes = () if config.compilation.enforce_eager else config.compilation.cudagraph_capture_sizes
+        rebalance = RebalanceConfig(config.parallel.rebalance_steps, padded_sizes)
         self.rebalancer = Rebalancer(
-            core.scheduler, core.parallel, core.device, config.parallel.rebalance_steps, padded_sizes
+            rebalance, core.scheduler, core.parallel, core.device, lambda: core.worker.kv_caches
         )
         self._num_prompts = 0  # over the engine's life: names requests, and seeds those without a seed
 
@@ -47,7 +48,7 @@ class LLMEngine:
         exchange in which nobody has work. Else one that rebalances and has no work waits for the others' next round.
         """
         core, scheduler, parallel = self.core, self.core.scheduler, self.config.parallel
-        interval, num_steps, is_anyone_busy = self.rebalancer.interval, 0, True
+        interval, num_steps, is_anyone_busy = self.rebalancer.config.interval, 0, True
         while is_anyone_busy:
             if parallel.steps_in_lockstep:
                 _, is_anyone_busy = core.step()

@@ -10,6 +10,7 @@ from vllm.v1.request import Request, RequestStatus
 # entry of those as its rank, its length, ids and log-probs. Floats are the bits of a float64.
 HEADER = (
     "num_words",
+    "num_computed_tokens",
     "home_rank",
     "home_key",
     "num_tokens",
@@ -35,12 +36,15 @@ FINISH_REASONS = (None, "stop", "length")
 NO_STOP_REASON = -1
 
 
-def encode(request: Request) -> np.ndarray:
-    """int64 [num_words]; the request holds no KV blocks and has a home."""
+def encode(request: Request, num_computed_tokens: int = 0) -> np.ndarray:
+    """int64 [num_words]; the request has a home and holds no KV blocks, their content for `num_computed_tokens` goes
+    another way.
+    """
     assert request.home is not None and not request.block_ids, request.request_id
     stop_ids = sorted(request.stop_ids)
     top = [_encode_top(*entry) for entry in request.output_top]
     header = {
+        "num_computed_tokens": num_computed_tokens,
         "home_rank": request.home[0],
         "home_key": request.home[1],
         "num_tokens": len(request.token_ids),
@@ -98,6 +102,7 @@ def _decode_one(words: np.ndarray) -> Request:
     )
     request.home = (header["home_rank"], header["home_key"])
     request.token_ids += token_ids[num_prompt:]
+    request.num_computed_tokens = header["num_computed_tokens"]
     request.output_logprobs = _floats(logprobs)
     request.output_top = _decode_top(rest, header["num_top_entries"])
     request.status = STATUSES[header["status"]]

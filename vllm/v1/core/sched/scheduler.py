@@ -39,9 +39,9 @@ class Scheduler:
 
     def withdraw(self, request: Request) -> None:
         """Take an unfinished request out, between two steps; it gives its blocks back."""
+        self.kv.free(request)
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
-            self.kv.free(request)
             request.status = RequestStatus.PREEMPTED
             self._removed.append(request)
         else:
@@ -67,6 +67,9 @@ class Scheduler:
             num_new = min(len(request.token_ids) - request.num_computed_tokens, left)
             new_blocks = allocate(request, num_new)
             while new_blocks is None:
+                if self._free_waiting():
+                    new_blocks = allocate(request, num_new)
+                    continue
                 # The victim is the last of the running, so it is never one that this step already holds.
                 victim = self.running.pop()
                 self._preempt(victim)
@@ -83,12 +86,15 @@ class Scheduler:
     def _admit_waiting(self, step: SchedulerOutput, budget: int) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
-            self.kv.take_cached_prefix(request)
+            if not request.block_ids:
+                self.kv.take_cached_prefix(request)
             num_new = len(request.token_ids) - request.num_computed_tokens
             fits = num_new <= budget or self.config.enable_chunked_prefill
             num_new = min(num_new, budget)
             if not fits or self.kv.allocate_slots(request, num_new) is None:
                 self.kv.free(request)
+                if self._free_waiting():
+                    continue
                 return
             self.waiting.popleft()
             if request.status is RequestStatus.WAITING:
@@ -107,6 +113,16 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.appendleft(request)
         self._removed.append(request)
+
+    def _free_waiting(self) -> bool:
+        """Take the blocks of waiting requests, which came from another replica with their cache; whether any had some.
+
+        They are the first to give, or they could keep the blocks that every running request waits for.
+        """
+        holders = [request for request in self.waiting if request.block_ids]
+        for request in holders:
+            self.kv.free(request)
+        return bool(holders)
 
     def update_from_output(self, step: SchedulerOutput, token_ids: list[int], logprobs: list[float]) -> list[Request]:
         """Count the step as computed and hand out its samples; returns the requests that finished, their blocks given
@@ -135,6 +151,7 @@ class Scheduler:
         for request in self.running:
             self._finish(request)
         for request in self.waiting:
+            self.kv.free(request)
             request.status = RequestStatus.FINISHED
         self.running, self.waiting = [], deque()
         self.kv.reset_prefix_cache()
