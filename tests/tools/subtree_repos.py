@@ -79,38 +79,39 @@ BLOCKS = ("clean", "both", "moved")
 LINES = "".join(f"line_{number} = {number}\n" for number in range(1, 31))
 
 
-def upstream(folder: Path) -> Path:
-    """The package ``pkg``: v1, and v2 with every kind of change, each in a file of its own."""
+def upstream(folder: Path, inside: str = "pkg") -> Path:
+    """A package in the folder ``inside`` of its repository: v1, and a tag for each kind of change after it."""
     up = repository(folder)
+    pkg = up / inside
     write(up / "README.md", "an upstream\n")
-    write(up / "pkg/__init__.py", "")
-    write(up / "pkg/clean.py", LINES)
-    write(up / "pkg/both.py", LINES)
-    write(up / "pkg/old_name.py", LINES.replace("line", "moved"))
+    write(pkg / "__init__.py", "")
+    write(pkg / "clean.py", LINES)
+    write(pkg / "both.py", LINES)
+    write(pkg / "old_name.py", LINES.replace("line", "moved"))
     write(
-        up / "pkg/helpers.py",
+        pkg / "helpers.py",
         "def kept(x):\n    return x\n\n\ndef used_by_us(x):\n    return x + 1\n\n\ndef unused():\n    return 0\n",
     )
-    write(up / "pkg/changed_by_us.py", "def stays():\n    return 1\n\n\ndef goes(a):\n    b = a + 1\n    return b\n")
-    write(up / "pkg/gone.py", "def whole_file():\n    return 1\n")
-    write(up / "pkg/gone_untouched.py", "UNTOUCHED = 1\n")
+    write(pkg / "changed_by_us.py", "def stays():\n    return 1\n\n\ndef goes(a):\n    b = a + 1\n    return b\n")
+    write(pkg / "gone.py", "def whole_file():\n    return 1\n")
+    write(pkg / "gone_untouched.py", "UNTOUCHED = 1\n")
     commit(up, "v1", "v1")
     write(up / "README.md", "an upstream, second version\n")
-    write(up / "pkg/clean.py", LINES.replace("line_2 = 2", "line_2 = 222").replace("line_29 = 29", "line_29 = 2929"))
+    write(pkg / "clean.py", LINES.replace("line_2 = 2", "line_2 = 222").replace("line_29 = 29", "line_29 = 2929"))
     commit(up, "clean", "v1.1")
-    write(up / "pkg/both.py", LINES.replace("line_15 = 15", "line_15 = 1515"))
+    write(pkg / "both.py", LINES.replace("line_15 = 15", "line_15 = 1515"))
     commit(up, "conflict", "v1.2")
     git(up, "reset", "--quiet", "--hard", "v1.1")
-    git(up, "mv", "pkg/old_name.py", "pkg/new_name.py")
-    write(up / "pkg/new_name.py", LINES.replace("line", "moved").replace("moved_3 = 3", "moved_3 = 333"))
-    (up / "pkg/gone_untouched.py").unlink()
-    write(up / "pkg/brand_new.py", "def fresh(a, b=1):\n    return a\n")
+    git(up, "mv", f"{pkg}/old_name.py", f"{pkg}/new_name.py")
+    write(pkg / "new_name.py", LINES.replace("line", "moved").replace("moved_3 = 3", "moved_3 = 333"))
+    (pkg / "gone_untouched.py").unlink()
+    write(pkg / "brand_new.py", "def fresh(a, b=1):\n    return a\n")
     commit(up, "rename, delete, new file", "v1.3")
-    write(up / "pkg/helpers.py", "def kept(x, scale=1):\n    return x * scale\n\n\ndef unused():\n    return 0\n")
+    write(pkg / "helpers.py", "def kept(x, scale=1):\n    return x * scale\n\n\ndef unused():\n    return 0\n")
     commit(up, "a function is deleted that the fork calls", "v1.4")
     git(up, "reset", "--quiet", "--hard", "v1.3")
-    write(up / "pkg/changed_by_us.py", "def stays():\n    return 1\n")
-    (up / "pkg/gone.py").unlink()
+    write(pkg / "changed_by_us.py", "def stays():\n    return 1\n")
+    (pkg / "gone.py").unlink()
     commit(up, "a function and a file are deleted that the fork changed", "v1.5")
     return up
 

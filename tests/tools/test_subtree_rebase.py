@@ -194,7 +194,7 @@ def test_the_guards_find_what_a_text_merge_cannot_see() -> None:
         base, ours, {"b.py": ours["a.py"][:-6]}
     )
     torn = {"a.py": ours["a.py"].replace("y = 2", "<<<<<<< ours\ny = 2")}
-    assert guards.cut_blocks(ours, torn) == ["a.py:2: the adaptation 'keep' is not whole any more"]
+    assert guards.cut_blocks(ours, torn) == ["a.py:2: the adaptation 'keep' is not as we wrote it any more"]
     before = {
         "p/m.py": "def f(): ...\ndef g(): return f()\n",
         "p/__init__.py": "",

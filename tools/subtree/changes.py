@@ -36,7 +36,7 @@ def between(git: Git, old_tree: str, new_tree: str, manifest: Manifest) -> Chang
     where = dict(renamed)
     mirrored = [module for module in manifest.mirrors(old) if module not in deleted]
     pairs = [(module, where.get(module, module)) for module in mirrored]
-    api = [module_diff(module, api_of(old[module]), api_of(new[now])) for module, now in pairs]
+    api = [module_diff(module, _api(old[module]), _api(new[now])) for module, now in pairs]
     diffs = {module: text_diff(old[module], new[now], f"a/{module}", f"b/{now}") for module, now in pairs}
     return Changes(
         tuple(item for item in api if item.differs or item.missing or item.ours_only),
@@ -64,6 +64,14 @@ def texts(git: Git, tree: str, suffix: str = ".py") -> dict[str, str]:
     contents = git.blobs([item.oid for item in entries])
     found = {item.path: contents[item.oid] for item in entries}
     return {path: content.decode(errors="replace") for path, content in found.items() if b"\0" not in content}
+
+
+def _api(text: str) -> dict[str, str]:
+    """No names for what is no Python: an upstream's template, say."""
+    try:
+        return api_of(text)
+    except ValueError:
+        return {}
 
 
 def _moves(git: Git, old_tree: str, new_tree: str) -> tuple[list[tuple[str, str]], list[str], set[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tools import adaptations
@@ -102,23 +102,22 @@ def _changed(git: Git, head: str, tree: str) -> tuple[dict[str, str], dict[str, 
 
 
 def _refuse_to_overwrite(root: Path, new: Mapping[str, str], old: Mapping[str, str]) -> None:
-    inside = {path for path in new if path not in old and os.path.lexists(root / path)}
-    blocked = {
-        parent.as_posix()
-        for path in new
-        for parent in list(Path(path).parents)[:-1]
-        if os.path.lexists(root / parent) and not (root / parent).is_dir() and parent.as_posix() not in old
-    }
-    # a file that takes the place of a folder of ours: what git does not know in there would be in the way
-    held = {p for p in inside if (root / p).is_dir() and all(_is_old(f, root, old) for f in (root / p).rglob("*"))}
-    if found := sorted((inside - held) | blocked):
+    found = sorted({path for path in new if path not in old for path in _in_the_way(root, path, old)})
+    if found:
         raise ValueError(
             f"files that git does not know are in the way: {', '.join(found[:5])}; move them elsewhere first"
         )
 
 
-def _is_old(file: Path, root: Path, old: Mapping[str, str]) -> bool:
-    return file.is_dir() or file.relative_to(root).as_posix() in old
+def _in_the_way(root: Path, path: str, old: Mapping[str, str]) -> Iterator[str]:
+    """What is where a new file goes, and is not one that the move takes away."""
+    for parent in list(Path(path).parents)[:-1]:
+        if os.path.lexists(root / parent) and not (root / parent).is_dir() and parent.as_posix() not in old:
+            yield parent.as_posix()
+    target = root / path
+    inside = [file for file in target.rglob("*") if not file.is_dir()] if target.is_dir() else [target]
+    there = [file.relative_to(root).as_posix() for file in inside if os.path.lexists(file)]
+    yield from (file for file in there if file not in old)
 
 
 def _write_files(index: Git, blobs: Mapping[str, str], target: Path) -> None:

@@ -60,18 +60,19 @@ def find_squash(git: Git, folder: str) -> Squash | None:
     return None
 
 
-def split_commit(git: Git, commit: str, root: str) -> str:
-    """The commit of the upstream whose tree is its folder ``root``: itself, or what ``git subtree split`` makes.
+def fetch_split(git: Git, source: Git, commit: str, root: str) -> str:
+    """Fetch the commit of ``source`` whose tree is its folder ``root``: itself, or what ``git subtree split`` makes.
 
-    A split has the same id wherever it is made. It needs the upstream's whole history.
+    A split has the same id wherever it is made. It needs the upstream's whole history; ``source`` is only read.
     """
     if not root:
+        git.run("fetch", "--quiet", "--no-tags", str(source.folder.resolve()), commit)
         return commit
-    if git.tree_of(commit, root) is None:
-        raise ValueError(f"commit {commit[:12]} of {git.folder} has no folder '{root}'")
+    if source.tree_of(commit, root) is None:
+        raise ValueError(f"commit {commit[:12]} of {source.folder} has no folder '{root}'")
     with tempfile.TemporaryDirectory(prefix="subtree-split-") as scratch:
         clone = Git(Path(scratch) / "clone")
-        git.run("clone", "--quiet", "--no-checkout", "--shared", ".", str(clone.folder))
+        source.run("clone", "--quiet", "--no-checkout", "--shared", ".", str(clone.folder))
         (clone.folder / root).mkdir(parents=True)
         split = clone.text("subtree", "split", "-q", f"--prefix={root}", commit).splitlines()[-1]
         git.run("fetch", "--quiet", "--no-tags", str(clone.folder), split)
@@ -99,7 +100,9 @@ def merge(git: Git, ours_tree: str, base: str, theirs: str, ours_name: str, thei
             f"git {'.'.join(map(str, MERGE_TREE))} or newer is needed to merge, this is {git.text('version')}"
         )
     ours = git.commit_tree(ours_tree, [base], f"{ours_name} before the merge\n")
-    done = git.run("merge-tree", "--write-tree", "--messages", "-z", ours, theirs, ok=(0, 1))
+    done = git.run(
+        "-c", "merge.renames=true", "merge-tree", "--write-tree", "--messages", "-z", ours, theirs, ok=(0, 1)
+    )
     head, _, messages = done.stdout.decode(errors="surrogateescape").partition("\0\0")
     tree, *entries = head.split("\0")
     stages = tuple(_stage(entry) for entry in entries)

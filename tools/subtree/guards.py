@@ -14,6 +14,7 @@ from tools import adaptations
 from tools.subtree.api import statements
 
 Texts = Mapping[str, str]  # path -> content
+ANY_NAME = "*"  # of a module that cannot be read, so that nothing is said of it
 
 
 def lost_lines(base: Texts, ours: Texts, merged: Texts) -> list[str]:
@@ -33,7 +34,7 @@ def cut_blocks(ours: Texts, merged: Texts) -> list[str]:
         for mark in adaptations.parse(path, lines)[0]:
             block = lines[mark.line - 1 : mark.end_line or _end_of_statement(lines, mark.line)]
             if not any(_contains(other, block) for other in everything):
-                found.append(f"{path}:{mark.line}: the adaptation '{mark.id}' is not whole any more")
+                found.append(f"{path}:{mark.line}: the adaptation '{mark.id}' is not as we wrote it any more")
     return found
 
 
@@ -43,10 +44,14 @@ def broken_names(before: Texts, after: Texts) -> list[str]:
     Seen: ``from m import f``, ``import m``, ``m.f`` of an imported module, and a name that its own module defined.
     A deleted method is seen only through a class that is gone: who calls ``x.method()`` is not known from the text.
     """
-    old, new = _definitions(before), _definitions(after)
+    texts = {text for side in (before, after) for path, text in side.items() if path.endswith(".py")}
+    names = {text: _names_of(text) for text in texts}  # most files are the same in both
+    old, new = _definitions(before, names), _definitions(after, names)
+    gone = {name for module in old for name in old[module] - new.get(module, set())}
+    gone |= {module.rpartition(".")[2] for module in old if module not in new}
     found = []
     for path, text in after.items():
-        if not path.endswith(".py"):
+        if not path.endswith(".py") or not any(name in text for name in gone):
             continue
         for line, module, name in _uses(path, text, old):
             if _serves(old, module, name) and not _serves(new, module, name):
@@ -81,22 +86,23 @@ def _serves(modules: Mapping[str, set[str]], module: str, name: str | None) -> b
     """Whether a module is there and has the name; one that cannot be read counts as having every name."""
     if module not in modules:
         return False
-    return name is None or bool({name, "*"} & modules[module]) or f"{module}.{name}" in modules
+    return name is None or bool({name, ANY_NAME} & modules[module]) or f"{module}.{name}" in modules
 
 
-def _definitions(texts: Texts) -> dict[str, set[str]]:
+def _definitions(texts: Texts, names: Mapping[str, set[str]]) -> dict[str, set[str]]:
     """Dotted module -> the names that its top level binds. A folder counts as a module too."""
     found: dict[str, set[str]] = {}
     for path, text in texts.items():
-        if not path.endswith(".py"):
-            continue
-        tree = _parsed(text)
-        module = _module_name(path)
-        found[module] = set(_bound(tree)) if tree else {"*"}
-        for parent in PurePosixPath(path).parents:
-            if parent.parts:
+        if path.endswith(".py"):
+            found[_module_name(path)] = names[text]
+            for parent in list(PurePosixPath(path).parents)[:-1]:
                 found.setdefault(".".join(parent.parts), set())
     return found
+
+
+def _names_of(text: str) -> set[str]:
+    tree = _parsed(text)
+    return set(_bound(tree)) if tree else {ANY_NAME}
 
 
 def _bound(tree: ast.Module) -> Iterator[str]:

@@ -67,13 +67,7 @@ def recover(git: Git) -> list[str]:
 
 def start(git: Git, folder: Path, plan: Plan) -> None:
     """Carry out ``plan``, whose files are prepared in ``folder``; ValueError (and nothing changed) when it cannot."""
-    text = json.dumps(asdict(plan))
-    temporary = folder / "plan.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / PLAN)
+    write_plan(folder, plan)
     mover = subprocess.Popen(
         [sys.executable, "-m", "tools.subtree.move", str(git.folder)],
         cwd=ROOT,
@@ -86,6 +80,16 @@ def start(git: Git, folder: Path, plan: Plan) -> None:
     if mover.returncode:
         undone = _recover(git)
         raise ValueError("\n".join([f"the prepared change could not be moved in: {errors.strip()}", *undone]))
+
+
+def write_plan(folder: Path, plan: Plan) -> None:
+    """From here on the move is carried out, or undone by the next command."""
+    temporary = folder / "plan.tmp"
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(plan)))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / PLAN)
 
 
 def carry_out(git: Git) -> None:

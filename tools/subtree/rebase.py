@@ -63,9 +63,7 @@ def _versions(git: Git, item: Manifest, tag: str, spec: str | None, before: fork
             f"{spec} is no git repository: {item.subtree}/ holds its upstream's files, and needs its commits"
         )
     commit = upstream.resolve(source, tag, spec or item.url)
-    split = fork.split_commit(source, commit, item.upstream_root)
-    git.run("fetch", "--quiet", "--no-tags", str(source.folder.resolve()), split)
-    return _Versions(before, commit, split)
+    return _Versions(before, commit, fork.fetch_split(git, source, commit, item.upstream_root))
 
 
 def _merge(git: Git, item: Manifest, tag: str, versions: _Versions, outcome: Outcome, stage: Path | None) -> Outcome:
@@ -119,7 +117,7 @@ def _notes(item: Manifest, found: Changes) -> tuple[str, ...]:
 
 def _report(root: Path, item: Manifest, tag: str, spec: str | None) -> Outcome:
     """What the new version changes for a folder whose code is our own: nothing to merge."""
-    source = upstream.repository(item, spec)
+    source = upstream.repository(item, spec, (item.version, tag))
     if source is not None:
         old, new = (_folder_tree(source, item, version, spec) for version in (item.version, tag))
         return Outcome(changes.between(source, old, new, item), item.version, tag, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,9 +35,13 @@ def load(name: str, root: Path = ROOT) -> Snapshot | None:
 
 
 def record(manifest: Manifest, upstream: Path, pin: str) -> Snapshot:
-    """The API of those mirrored modules that ``upstream`` has, the folder that ours mirrors."""
+    """The API of those mirrored modules that ``upstream`` has, the folder that ours mirrors, and that are Python."""
     theirs = modules(upstream)
-    return Snapshot(pin, {module: public_api(theirs[module]) for module in manifest.mirrors(theirs)})
+    found = {}
+    for module in manifest.mirrors(theirs):
+        with suppress(ValueError):  # a template, a test's bad example
+            found[module] = public_api(theirs[module])
+    return Snapshot(pin, found)
 
 
 def compare(manifest: Manifest, snapshot: Snapshot, root: Path = ROOT) -> SubtreeDiff:

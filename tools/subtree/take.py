@@ -37,7 +37,7 @@ def record_api(root: Path, item: Manifest, tag: str | None, spec: str | None) ->
         raise ValueError(f"{what} has no {', '.join(absent)}: correct 'mirrored' in {item.path} first")
     written = {snapshot.path_of(item.name): snapshot.render(item.name, recorded)}
     if tag and tag != item.version:
-        source = upstream.repository(item, spec)
+        source = upstream.repository(item, spec, (tag,))
         commit = upstream.resolve(source, tag, spec or item.url) if source else ""
         text = (root / item.path).read_text(encoding="utf-8")
         written[item.path] = manifest.with_pin(text, tag, commit)
@@ -63,8 +63,7 @@ def take_files(root: Path, item: Manifest, manifest_text: str, tag: str, spec: s
     if source is None:
         raise ValueError(f"{spec} is no git repository: files are taken from one, so that later versions can be merged")
     commit = upstream.resolve(source, tag, spec or item.url)
-    split = fork.split_commit(source, commit, item.upstream_root)
-    git.run("fetch", "--quiet", "--no-tags", str(source.folder.resolve()), split)
+    split = fork.fetch_split(git, source, commit, item.upstream_root)
     files = {
         item.path: manifest.with_pin(manifest_text, tag, commit),
         snapshot.path_of(item.name): recorded_api(git, item, f"{split}^{{tree}}", tag),

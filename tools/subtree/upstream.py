@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import io
 import os
+import re
 import tarfile
 import tempfile
 import zipfile
@@ -40,10 +40,13 @@ def checkout(manifest: Manifest, spec: str | None, version: str) -> Iterator[Fou
         yield Found(_inside(tree, manifest, spec or manifest.url), what)
 
 
-def repository(manifest: Manifest, spec: str | None) -> Git | None:
-    """The git repository that ``spec`` names, with all its history; None when it is a folder, archive or package."""
+def repository(manifest: Manifest, spec: str | None, versions: tuple[str, ...] = ()) -> Git | None:
+    """The git repository that ``spec`` names; None when that is a folder, archive or package.
+
+    Of a url, ``versions`` alone are fetched, or all its history when there are none.
+    """
     if spec is None or _is_url(spec):
-        return _cached(spec or manifest.url, None)
+        return [_cached(spec or manifest.url, version) for version in versions or (None,)][-1]
     return Git(Path(spec)) if _is_clone(Path(spec)) else None
 
 
@@ -57,10 +60,13 @@ def resolve(git: Git, version: str, source: str) -> str:
 
 
 def export(git: Git, tree: str, target: Path) -> Path:
-    """Write the files of a tree object below ``target``."""
-    archive = git.run("archive", "--format=tar", tree).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        tar.extractall(target, filter="data")
+    """Write the plain files of a tree object below ``target``: no links, no submodules, whatever the attributes say."""
+    entries = [entry for entry in git.files(tree).values() if entry.mode.startswith("100")]
+    contents = git.blobs([entry.oid for entry in entries])
+    for entry in entries:
+        path = target / entry.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(contents[entry.oid])
     return target
 
 
@@ -106,7 +112,7 @@ def _cached(url: str, version: str | None) -> Git:
         base.mkdir(parents=True, exist_ok=True)
         Git(base).run("init", "--quiet", "--bare", str(folder))
     if version is not None:
-        if git.commit(f"refs/tags/{version}") or (len(version) >= 7 and git.commit(version)):
+        if git.commit(f"refs/tags/{version}") or (re.fullmatch("[0-9a-f]{7,40}", version) and git.commit(version)):
             return git
         try:
             git.run("fetch", "--quiet", "--no-tags", "--depth=1", url, f"+refs/tags/{version}:refs/tags/{version}")
