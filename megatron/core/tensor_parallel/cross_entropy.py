@@ -1,7 +1,9 @@
 """Log-probabilities and entropy of logits whose vocabulary is split over tensor-parallel ranks.
 
-Both work in float32 over chunks of tokens, so beside the gradient itself they hold no copy of the logits. Letters: T
-tokens, V vocabulary (local part).
+Both work in float32 over chunks of tokens. Memory: forward and backward keep the logits themselves and some [T]
+vectors, no copy of the logits; backward makes one gradient in the logits' dtype; all float32 temporaries together stay
+below ``MAX_TEMPORARY_BYTES`` whatever T and V are (one row, if a row alone is more). Letters: T tokens, V vocabulary
+(local part).
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import torch.distributed as dist
 
 from megatron.core.tensor_parallel import collectives
 
-_CHUNK_ELEMENTS = 1 << 22  # logits of one chunk: 16 MiB in float32
+CHUNK_ELEMENTS = 1 << 22  # logits of one chunk: 16 MiB in float32
+MAX_TEMPORARY_BYTES = 4 * 4 * CHUNK_ELEMENTS  # the chunk in float32, its probabilities and what the kernels make of it
 
 
 def vocab_parallel_cross_entropy(
@@ -108,7 +111,14 @@ def _math_dtype(logits_TV: torch.Tensor) -> torch.dtype:
 
 
 def _chunk_size(logits_TV: torch.Tensor) -> int:
-    return max(1, _CHUNK_ELEMENTS // max(1, logits_TV.shape[1]))
+    """Tokens of one chunk."""
+    num_tokens, local_vocab = logits_TV.shape
+    size = num_tokens
+    # NPU-ADAPTATION(vocab-chunks): a micro-batch of DeepSeek-V3 has gigabytes of logits, and no fused kernel takes a
+    # split vocabulary, so float32 copies of them would decide what fits; drop when such a kernel exists.
+    size = min(size, CHUNK_ELEMENTS // max(1, local_vocab))
+    # NPU-ADAPTATION END
+    return max(1, size)
 
 
 def _chunks(logits_TV: torch.Tensor) -> Iterator[torch.Tensor]:
