@@ -55,21 +55,24 @@ def main() -> None:
 
 
 def run(root: Path, check: bool) -> str:
-    """Write the list, or with ``check`` compare it; returns the line to show. ValueError names every problem."""
+    """Write the list, or with ``check`` compare it; returns the line to show. ValueError names every problem.
+
+    Wrong marks keep the list from being written; a missing or wrong proof is told after it.
+    """
     from tools import removals  # it stands on this module
 
     found, problems = collect(root)
-    problems += removals.registry_problems(root, found)
     text = render(found, {name: proof.test for name, proof in removals.read_registry(root)[0].items()})
     path = root / OUTPUT
     if check and not problems and (not path.exists() or path.read_text(encoding="utf-8") != text):
         problems.append(f"{OUTPUT} is not what the marks say: run `python -m tools.adaptations` and commit it")
-    if problems:
-        raise ValueError("\n  ".join([f"{len(problems)} problem(s) with {WORD} marks:", *problems]))
-    if not check:
+    if not check and not problems:
         temporary = path.with_suffix(".tmp")
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
+    problems += removals.registry_problems(root, found)
+    if problems:
+        raise ValueError("\n  ".join([f"{len(problems)} problem(s) with {WORD} marks:", *problems]))
     return f"{len(found)} adaptation(s), {'in order' if check else f'written to {OUTPUT}'}"
 
 

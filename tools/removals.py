@@ -140,14 +140,19 @@ def prove(root: Path = ROOT, ids: Iterable[str] = ()) -> Iterator[Verdict]:
     ValueError lists what is wrong with the marks or the registry.
     """
     found, problems = collect(root)
-    problems += registry_problems(root, found)
+    proofs, wrong = read_registry(root)
     wanted = set(ids) or {adaptation.id for adaptation in found}
-    problems += [f"'{name}' is not the id of any mark" for name in wanted - {a.id for a in found}]
+    problems += [*wrong, *(f"'{name}' is not the id of any mark" for name in wanted - {a.id for a in found})]
     if problems:
-        raise ValueError("\n  ".join(["marks and proofs do not agree:", *problems]))
-    proofs, _ = read_registry(root)
+        raise ValueError("\n  ".join(["marks and proofs are not in order:", *problems]))
+
+    def verdict(adaptation: Adaptation) -> Verdict:
+        if adaptation.id in proofs:
+            return prove_one(root, adaptation, proofs[adaptation.id])
+        return Verdict(adaptation.id, adaptation.path, "no test", False, f"no entry in {REGISTRY}")
+
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield from pool.map(lambda a: prove_one(root, a, proofs[a.id]), [a for a in found if a.id in wanted])
+        yield from pool.map(verdict, [adaptation for adaptation in found if adaptation.id in wanted])
 
 
 def prove_one(root: Path, adaptation: Adaptation, proof: Proof) -> Verdict:

@@ -76,6 +76,7 @@ def test_a_mark_without_a_proving_test_is_an_error(tree: Path) -> None:
     plant(tree, "x.py", "@(one): a; drop when b\ny = 1\n")
     with pytest.raises(ValueError, match=r"x\.py:1: 'one' has no entry"):
         adaptations.run(tree, check=False)
+    assert "`one`" in (tree / adaptations.OUTPUT).read_text(encoding="utf-8")
 
 
 def test_a_stale_list_is_an_error(tree: Path) -> None:
