@@ -27,8 +27,9 @@ def autoload() -> None:
 
     torch.ops.load_library(str(libraries / "libnpusim.so"))
     torch.ops.npusim.install()
-    from npusim import aten_overrides, references
+    from npusim import aten_overrides, graph_tasks, references
 
+    graph_tasks.connect(ctypes.CDLL(str(libraries / "libascendcl.so")))
     aten_overrides.install()
     references.load_all()
     assert torch_npu is not None

@@ -117,6 +117,7 @@ def build_into(out: Path) -> None:
     for name in EMPTY_LIBRARIES:
         link(out, name, [], "-Wl,--no-as-needed", "-lascendcl")  # looked up in these by name at run time
     link(out, "libopapi", ["aclnn", "aclnn_entry_points"], "-lascendcl")
+    link(out, "libnnopbase", [], "-Wl,--no-as-needed", "-lopapi")  # torch_npu looks workspace functions up there
     link(out, "libhccl", ["hccl"], "-lascendcl", "-lpthread", "-lrt")
     (out / "atb.cpp").write_text(atb_entry_points(npu_dir))
     run("g++", "-c", "-fPIC", "-O1", str(out / "atb.cpp"), "-o", str(out / "atb.o"))
@@ -139,6 +140,9 @@ def aclnn_entry_points(library: Path) -> str:
     }
     by_hand = set(re.findall(r"^long (aclnn\w+)\(", (HERE / "cann/aclnn.cpp").read_text(), re.MULTILINE))
     lines = ['extern "C" {', "long npusim_aclnn(const char* name);"]
+    for name in sorted(name for name in names - by_hand if name.endswith("GetMaxWorkspaceSize")):
+        lines.append(f"long {name}() {{ return 0; }}")  # no kernel, so no workspace: the size stays 0
+        names.remove(name)
     for name in sorted(names - by_hand):
         lines.append(f'long {name}GetWorkspaceSize() {{ return npusim_aclnn("{name}"); }}')
         lines.append(f'long {name}() {{ return npusim_aclnn("{name}"); }}')

@@ -1,6 +1,7 @@
 // Graph capture of the fake libascendcl.so (aclmdlRI*): a graph is the list of tasks that were issued while a stream
 // was capturing; running it runs them again, in order, on the same memory. A task group is a part of that list whose
-// tasks an update replaces by the same ops with other arguments.
+// tasks an update replaces by the same ops with other arguments. A graph that has to wait (for an external event, which
+// torch_npu makes of a value in memory) stands still there, and goes on when what it waits for has happened.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -15,12 +16,15 @@ namespace {
 
 using Tasks = std::vector<npusim_task>;
 
+std::atomic<bool> exiting{false};
+
 void undo(Tasks& tasks) {
     for (auto task = tasks.rbegin(); task != tasks.rend(); ++task)
         if (task->undo) task->undo(task->state);
 }
 void drop(Tasks& tasks) {
-    for (npusim_task& task : tasks) task.drop(task.state);
+    for (npusim_task& task : tasks)
+        if (!exiting) task.drop(task.state);
     tasks.clear();
 }
 
@@ -55,11 +59,46 @@ Tasks replacements;           // the tasks of the update
 std::atomic<bool> recording{false};
 std::atomic<uint32_t> next_graph_id{0};
 
+// One run of a graph that stands still: it goes on at this task of this section.
+struct Standstill {
+    Graph* graph;
+    size_t section, task;
+};
+std::vector<Standstill> standstills;
+
+aclError run_from(Graph* graph, size_t section, size_t task) {
+    for (; section < graph->sections.size(); section++, task = 0) {
+        for (; task < graph->sections[section]->tasks.size(); task++) {
+            const npusim_task current = graph->sections[section]->tasks[task];
+            const int code = current.run(current.state);
+            if (code == STOPS_HERE) {
+                standstills.push_back({graph, section, task});
+                return ACL_SUCCESS;
+            }
+            if (code) return code;
+        }
+    }
+    return ACL_SUCCESS;
+}
+
 Tasks& current_tasks() { return updated ? replacements : captured->sections.back()->tasks; }
 
 }  // namespace
 
 bool capturing() { return recording.load(); }
+
+aclError resume_graphs() {
+    std::vector<Standstill> to_try;
+    to_try.swap(standstills);
+    for (const Standstill& still : to_try)
+        if (aclError code = run_from(still.graph, still.section, still.task)) return code;
+    return ACL_SUCCESS;
+}
+aclError check_nothing_is_stuck(const char* what) {
+    if (standstills.empty() || capturing()) return ACL_SUCCESS;
+    return fail(507000, "%s, while a graph waits for an external event that nobody has recorded: update the graph's task "
+                "groups and record their events first", what);
+}
 
 }  // namespace npusim
 
@@ -68,6 +107,8 @@ using namespace npusim;
 extern "C" {
 
 int npusim_is_capturing() { return capturing(); }
+int npusim_check_order(const char* op) { return check_nothing_is_stuck(op); }
+void npusim_exiting() { exiting = true; }
 int npusim_record(npusim_task task) {
     std::lock_guard<std::mutex> lock(mutex);
     if (!captured && !updated) return fail(107029, "'%s' cannot be recorded: no stream is being captured", task.name);
@@ -109,12 +150,13 @@ aclError aclmdlRIGetId(aclmdlRI, uint32_t* id) {
     return ACL_SUCCESS;
 }
 aclError aclmdlRIExecuteAsync(aclmdlRI graph, aclrtStream) {
-    for (auto& section : static_cast<Graph*>(graph)->sections)
-        for (npusim_task& task : section->tasks)
-            if (int code = task.run(task.state)) return code;
-    return ACL_SUCCESS;
+    if (capturing()) return fail(107027, "a graph cannot be replayed inside a capture");
+    if (aclError code = check_nothing_is_stuck("a graph is replayed")) return code;
+    return run_from(static_cast<Graph*>(graph), 0, 0);
 }
 aclError aclmdlRIDestroy(aclmdlRI graph) {
+    standstills.erase(std::remove_if(standstills.begin(), standstills.end(), [&](const Standstill& s) { return s.graph == graph; }),
+                      standstills.end());
     delete static_cast<Graph*>(graph);
     return ACL_SUCCESS;
 }

@@ -135,15 +135,18 @@ aclError aclrtMemcpy(void* to, size_t capacity, const void* from, size_t bytes, 
     memmove(to, from, bytes);
     return ACL_SUCCESS;
 }
-aclError aclrtMemcpyAsync(void* to, size_t capacity, const void* from, size_t bytes, aclrtMemcpyKind kind, aclrtStream) {
-    return aclrtMemcpy(to, capacity, from, bytes, kind);
-}
 aclError aclrtMemset(void* to, size_t capacity, int32_t value, size_t bytes) {
     if (bytes > capacity) return fail(107000, "fill of %zu bytes into %zu", bytes, capacity);
     memset(to, value, bytes);
     return ACL_SUCCESS;
 }
+// The executor's kernels do not come here: these serve torch_npu's own copies of whole storages.
+aclError aclrtMemcpyAsync(void* to, size_t capacity, const void* from, size_t bytes, aclrtMemcpyKind kind, aclrtStream) {
+    if (capturing()) return fail(107030, "a raw memory copy inside a capture is not simulated");
+    return aclrtMemcpy(to, capacity, from, bytes, kind);
+}
 aclError aclrtMemsetAsync(void* to, size_t capacity, int32_t value, size_t bytes, aclrtStream) {
+    if (capturing()) return fail(107030, "a raw memory fill inside a capture is not simulated");
     return aclrtMemset(to, capacity, value, bytes);
 }
 

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <set>
 #include <sstream>
 
@@ -58,10 +59,6 @@ Settings read_settings() {
     return s;
 }
 
-struct Event {
-    uint64_t nanoseconds = 0;
-};
-
 uint64_t now() {
     using namespace std::chrono;
     return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
@@ -70,7 +67,20 @@ uint64_t now() {
 aclError refuse_in_capture(const Stream* stream, const char* what) {
     if (stream ? stream->capturing != nullptr : capturing())
         return fail(107030, "%s is not possible while a stream is being captured", what);
-    return ACL_SUCCESS;
+    return check_nothing_is_stuck(what);
+}
+
+// Work that orders streams. It is done at once, or becomes a task of the graph that is being captured.
+using Ordering = std::function<int()>;  // 0 or STOPS_HERE
+
+int run_ordering(void* state) { return (*static_cast<Ordering*>(state))(); }
+void drop_ordering(void* state) { delete static_cast<Ordering*>(state); }
+
+aclError submit(const char* name, Ordering work) {
+    if (capturing()) return npusim_record({run_ordering, nullptr, drop_ordering, new Ordering(std::move(work)), name});
+    if (work() == STOPS_HERE)
+        return fail(507000, "%s: it has not happened yet, and the simulator runs streams at once: do it first", name);
+    return resume_graphs();
 }
 
 }  // namespace
@@ -205,7 +215,6 @@ aclError aclrtStreamGetId(aclrtStream s, int32_t* id) {
     *id = s ? static_cast<Stream*>(s)->id : 0;
     return ACL_SUCCESS;
 }
-aclError aclrtStreamWaitEvent(aclrtStream, aclrtEvent) { return ACL_SUCCESS; }
 aclError aclrtLaunchHostFunc(aclrtStream, aclrtHostFunc function, void* arguments) {
     function(arguments);
     return ACL_SUCCESS;
@@ -213,20 +222,42 @@ aclError aclrtLaunchHostFunc(aclrtStream, aclrtHostFunc function, void* argument
 aclError aclrtProcessReport(int32_t) { return ACL_SUCCESS; }
 
 // ---- events
-aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t) {
-    *event = new Event;
+aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t flags) {
+    *event = new Event{(flags & ACL_EVENT_EXTERNAL) != 0};
     return ACL_SUCCESS;
 }
-aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t flag) { return aclrtCreateEventExWithFlag(event, flag); }
+aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t flags) { return aclrtCreateEventExWithFlag(event, flags); }
 aclError aclrtDestroyEvent(aclrtEvent event) {
     delete static_cast<Event*>(event);
     return ACL_SUCCESS;
 }
-aclError aclrtRecordEvent(aclrtEvent event, aclrtStream) {
-    static_cast<Event*>(event)->nanoseconds = now();
-    return ACL_SUCCESS;
+aclError aclrtRecordEvent(aclrtEvent e, aclrtStream) {
+    return submit("record event", [event = static_cast<Event*>(e)] {
+        event->is_recorded = true;
+        event->nanoseconds = now();
+        return 0;
+    });
 }
-aclError aclrtResetEvent(aclrtEvent, aclrtStream) { return ACL_SUCCESS; }
+aclError aclrtResetEvent(aclrtEvent e, aclrtStream) {
+    return submit("reset event", [event = static_cast<Event*>(e)] {
+        event->is_recorded = false;
+        return 0;
+    });
+}
+aclError aclrtStreamWaitEvent(aclrtStream, aclrtEvent e) {
+    return submit("wait for event", [event = static_cast<Event*>(e)] {
+        return event->is_external && !event->is_recorded ? STOPS_HERE : 0;
+    });
+}
+aclError aclrtValueWrite(void* address, uint64_t value, uint32_t, aclrtStream) {
+    return submit("write value", [=] {
+        *static_cast<volatile uint64_t*>(address) = value;
+        return 0;
+    });
+}
+aclError aclrtValueWait(void* address, uint64_t value, uint32_t, aclrtStream) {
+    return submit("wait for value", [=] { return *static_cast<volatile uint64_t*>(address) == value ? 0 : STOPS_HERE; });
+}
 aclError aclrtSynchronizeEvent(aclrtEvent) { return ACL_SUCCESS; }
 aclError aclrtQueryEventStatus(aclrtEvent, aclrtEventRecordedStatus* status) {
     *status = ACL_EVENT_RECORDED_STATUS_COMPLETE;

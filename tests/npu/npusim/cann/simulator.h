@@ -31,7 +31,18 @@ struct Stream {
     Graph* capturing = nullptr;  // the graph that this stream records into, or that an update replaces tasks of
 };
 
+struct Event {
+    bool is_external;  // may be waited for before it is recorded
+    bool is_recorded = false;
+    uint64_t nanoseconds = 0;
+};
+
 bool capturing();  // is any stream of this process recording?
+// Graphs that stand still because what they wait for has not happened: try again; or refuse to go past them, because on
+// a device the host would now wait for ever.
+aclError resume_graphs();
+aclError check_nothing_is_stuck(const char* what);
+constexpr int STOPS_HERE = -1;  // a task's answer: the graph cannot go on yet
 
 }  // namespace npusim
 
@@ -49,6 +60,8 @@ struct npusim_task {
 };
 
 int npusim_is_capturing();
+int npusim_check_order(const char* op);  // 0, or an error when `op` would overtake a graph that stands still
+void npusim_exiting();                   // from now on no task is run or dropped: Python is going away
 int npusim_record(npusim_task task);  // the graph owns the state from then on
 void npusim_set_error(const char* message);
 const char* npusim_current_op(const char* replacement);  // sets this thread's op (may be null), returns the one before

@@ -1,6 +1,10 @@
 // Gives torch_npu's "device" its arithmetic: every aten kernel of the npu backend is replaced by the CPU kernel of the
-// same op, run on CPU tensors that share the fake device's memory. Allocation and views stay torch_npu's own.
+// same op, run on CPU tensors that share the fake device's memory. Allocation and views stay torch_npu's own. While a
+// graph is captured, each call is also kept as a task that the graph can run again.
+#include <unistd.h>
+
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -50,9 +54,17 @@ std::string full_name(const c10::OperatorHandle& op) {
     const auto& overload = op.schema().overload_name();
     return op.schema().name() + (overload.empty() ? "" : "." + overload);
 }
+void write_down(const std::string& name) {  // for processes that end without a word, such as Ray's workers
+    static const char* folder = getenv("FAKE_NPU_CALLS_DIR");
+    if (!folder || !*folder) return;
+    if (FILE* file = fopen((std::string(folder) + "/" + std::to_string(getpid()) + ".txt").c_str(), "a")) {
+        fprintf(file, "%s\n", name.c_str());
+        fclose(file);
+    }
+}
 void count(const std::string& name) {
     std::lock_guard<std::mutex> lock(calls_mutex);
-    calls[name]++;
+    if (calls[name]++ == 0) write_down(name);
 }
 
 // ---- patterns that show the use of memory that nobody wrote: NaN in floats, -1 in integers
@@ -96,7 +108,12 @@ class Call {
             return c10::Device(c10::kCPU);
         }
         if (v.isDevice() && v.toDevice().is_cpu()) result_on_cpu_ = true;
-        if (v.isGenerator()) return IValue();
+        if (v.isGenerator()) {
+            generator_ = v.toGenerator();
+            TORCH_CHECK(generator_.device().type() == NPU, "Expected a 'npu' generator but found one of '",
+                        generator_.device().type(), "' (op ", op_, ")");
+            return IValue();  // the CPU's default generator, see RandomScope
+        }
         return v;
     }
 
@@ -132,13 +149,26 @@ class Call {
         return v;
     }
 
-    const std::vector<std::pair<at::Tensor, at::Tensor>>& aliases() const { return aliases_; }
-    const std::vector<std::pair<at::Tensor, at::Tensor>>& fresh() const { return fresh_; }
+    // The generator that an op of this call draws from.
+    at::Generator generator() const {
+        if (generator_.defined()) return generator_;
+        return at::globalContext().defaultGenerator(c10::Device(NPU, device_.index()));
+    }
+    // One entry per result tensor: the new device tensor, or undefined where the result is or shares an argument.
+    const std::vector<at::Tensor>& new_results() const { return new_results_; }
+    bool crosses_devices() const { return has_cpu_tensor_ || result_on_cpu_; }
+    const std::vector<at::Tensor>& cpu_tensors() const { return cpu_tensors_; }
+    bool is_alias(const at::Tensor& t) const {
+        return std::any_of(aliases_.begin(), aliases_.end(), [&](const auto& pair) { return pair.second.is_same(t); });
+    }
 
   private:
     at::Tensor alias(const at::Tensor& t) {
         if (!on_npu(t)) {
-            if (t.defined() && t.device().is_cpu() && t.dim() > 0) has_cpu_tensor_ = true;
+            if (t.defined() && t.device().is_cpu() && t.dim() > 0) {
+                has_cpu_tensor_ = true;
+                cpu_tensors_.push_back(t);
+            }
             return t;
         }
         for (const auto& [device_tensor, alias] : aliases_)
@@ -149,6 +179,7 @@ class Call {
     }
 
     at::Tensor result(const at::Tensor& r) {
+        new_results_.emplace_back();
         if (!r.defined()) return r;
         for (const auto& [device_tensor, alias] : aliases_)
             if (alias.is_same(r)) return device_tensor;
@@ -158,7 +189,7 @@ class Call {
                 return device_tensor.as_strided(r.sizes(), r.strides(), r.storage_offset());
         auto made = at::empty_strided(r.sizes(), r.strides(), r.options().device(device_).pinned_memory(false));
         if (r.numel()) alias_on_cpu(made).copy_(r);
-        fresh_.emplace_back(made, r);
+        new_results_.back() = made;
         return made;
     }
 
@@ -167,25 +198,203 @@ class Call {
     c10::Device device_{NPU, -1};
     bool result_on_cpu_ = false, has_cpu_tensor_ = false;
     std::vector<std::pair<at::Tensor, at::Tensor>> aliases_;  // device tensor, its alias
-    std::vector<std::pair<at::Tensor, at::Tensor>> fresh_;    // new device tensor, the CPU result it was copied from
+    std::vector<at::Tensor> new_results_, cpu_tensors_;
+    at::Generator generator_;
+};
+
+// Inside, an op that draws from the CPU's default generator draws numbers that the device's generator decides: its seed
+// and offset. Each draw moves the offset on, so seeds, offsets and saved states behave as on a device.
+class RandomScope {
+  public:
+    explicit RandomScope(at::Generator device_generator) : lock_(mutex()), cpu_(at::detail::getDefaultCPUGenerator()) {
+        uint64_t key = 0;  // while a graph is captured the numbers do not matter, and the generator must not move
+        if (!npusim_is_capturing()) {
+            std::lock_guard<std::mutex> device_lock(device_generator.mutex());
+            const uint64_t offset = device_generator.get_offset();
+            key = mixed(device_generator.current_seed() + offset * 0x9e3779b97f4a7c15ull);
+            device_generator.set_offset(offset + OFFSET_STEP);
+        }
+        std::lock_guard<std::mutex> cpu_lock(cpu_.mutex());
+        saved_ = cpu_.get_state();
+        cpu_.set_current_seed(key);
+    }
+    ~RandomScope() {
+        std::lock_guard<std::mutex> cpu_lock(cpu_.mutex());
+        cpu_.set_state(saved_);
+    }
+
+  private:
+    static constexpr uint64_t OFFSET_STEP = 4;  // the offsets of the device's generator are multiples of this
+    static std::recursive_mutex& mutex() {
+        static std::recursive_mutex one;
+        return one;
+    }
+    static uint64_t mixed(uint64_t x) {  // SplitMix64's finaliser
+        x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+        x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+        return x ^ (x >> 31);
+    }
+    std::lock_guard<std::recursive_mutex> lock_;
+    at::Generator cpu_;
+    at::Tensor saved_;
+};
+
+void call_below_autograd(const c10::OperatorHandle& op, Stack* stack, const at::Generator& generator) {
+    at::AutoDispatchBelowAutograd below;
+    std::optional<RandomScope> random;
+    if (generator.defined()) random.emplace(generator);
+    op.callBoxed(*stack);
+}
+
+// ---- graph capture
+void check_order(const std::string& op) {
+    TORCH_CHECK(npusim_check_order(op.c_str()) == 0, aclGetRecentErrMsg());
+}
+
+template <class Visit>
+void each_tensor(const IValue& v, Visit visit) {
+    if (v.isTensor() && v.toTensor().defined()) visit(v.toTensor());
+    if (v.isTensorList())
+        for (at::Tensor t : v.toTensorList()) visit(t);
+    if (v.isOptionalTensorList())
+        for (std::optional<at::Tensor> t : v.toOptionalTensorList())
+            if (t.has_value() && t->defined()) visit(*t);
+}
+
+const std::unordered_set<std::string> READ_BY_THE_HOST = {
+    "aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2",
+    "aten::unique_dim", "aten::unique_consecutive", "aten::bincount", "aten::repeat_interleave"};
+
+void refuse_what_cannot_be_captured(const c10::OperatorHandle& op, const Call& call, const Stack& stack, size_t first) {
+    const auto& name = op.schema().name();
+    TORCH_CHECK(!READ_BY_THE_HOST.count(name), name, " cannot be captured in a graph: the host needs its values or its size");
+    for (const auto& t : call.cpu_tensors())
+        TORCH_CHECK(t.is_pinned(), name, " cannot be captured in a graph: it copies from or to host memory that is not pinned");
+    TORCH_CHECK(!call.crosses_devices() || !call.cpu_tensors().empty(), name,
+                " cannot be captured in a graph: it copies to new host memory and waits");
+    if (name != "aten::index" && name != "aten::index_put" && name != "aten::index_put_" && name != "aten::_index_put_impl_") return;
+    each_tensor(stack[first + 1], [&](const at::Tensor& index) {
+        TORCH_CHECK(index.scalar_type() != at::kBool && index.scalar_type() != at::kByte, name,
+                    " with a mask cannot be captured in a graph: the host needs the number of its true elements");
+    });
+}
+
+class RecordedCall {
+  public:
+    // `stack` holds the CPU aliases that the call is about to run on.
+    RecordedCall(const c10::OperatorHandle& op, const Call& call, const Stack& stack, size_t first, at::Generator generator)
+        : op_(op), name_(full_name(op)), generator_(std::move(generator)) {
+        const auto& arguments = op.schema().arguments();
+        for (size_t i = 0; i < arguments.size(); i++) {
+            const IValue& argument = stack[first + i];
+            inputs_.push_back(without_ownership(argument, call));
+            if (arguments[i].alias_info() && arguments[i].alias_info()->isWrite())
+                each_tensor(argument, [&](const at::Tensor& t) {
+                    before_.emplace_back(call.is_alias(t) ? unowned(t) : t, t.clone());
+                });
+        }
+    }
+    void set_results(const std::vector<at::Tensor>& new_results) {
+        for (const auto& t : new_results) results_.push_back(t.defined() ? unowned(alias_on_cpu(t)) : t);
+    }
+    npusim_task as_task() {
+        return {[](void* self) { return static_cast<RecordedCall*>(self)->run(); },
+                [](void* self) { static_cast<RecordedCall*>(self)->undo(); },
+                [](void* self) { delete static_cast<RecordedCall*>(self); }, this, name_.c_str()};
+    }
+
+  private:
+    // Device memory is not kept alive; scalars and pinned host memory are.
+    static IValue without_ownership(const IValue& v, const Call& call) {
+        auto exchanged = [&](const at::Tensor& t) { return call.is_alias(t) ? unowned(t) : t; };
+        if (v.isTensor()) return exchanged(v.toTensor());
+        if (v.isTensorList()) {
+            c10::List<at::Tensor> list;
+            for (at::Tensor t : v.toTensorList()) list.push_back(exchanged(t));
+            return list;
+        }
+        if (v.isOptionalTensorList()) {
+            c10::List<std::optional<at::Tensor>> list;
+            for (std::optional<at::Tensor> t : v.toOptionalTensorList())
+                list.push_back(t.has_value() ? std::optional<at::Tensor>(exchanged(*t)) : t);
+            return list;
+        }
+        return v;
+    }
+    int run() {
+        try {
+            for (const auto& input : inputs_) each_tensor(input, [&](const at::Tensor& t) { check_is_live(t); });
+            for (const auto& result : results_)
+                if (result.defined()) check_is_live(result);
+            count(name_);
+            Stack stack(inputs_);
+            call_below_autograd(op_, &stack, generator_);
+            size_t next = 0;
+            for (const auto& value : stack) each_result(value, [&](const at::Tensor& t) {
+                if (results_[next].defined()) results_[next].copy_(t);
+                next++;
+            });
+            return 0;
+        } catch (const c10::Error& error) {
+            npusim_set_error((name_ + " in a graph: " + error.what_without_backtrace()).c_str());
+            return 507000;
+        } catch (const std::exception& error) {
+            npusim_set_error((name_ + " in a graph: " + error.what()).c_str());
+            return 507000;
+        }
+    }
+    void undo() {
+        for (auto& [alias, value] : before_)
+            if (alias.sizes() == value.sizes()) alias.copy_(value);
+        for (const auto& result : results_)
+            if (result.defined()) fill_with_poison(result);
+    }
+    template <class Visit>
+    static void each_result(const IValue& v, Visit visit) {  // undefined ones too, as in Call::to_device
+        if (v.isTensor()) visit(v.toTensor());
+        if (v.isTensorList())
+            for (at::Tensor t : v.toTensorList()) visit(t);
+    }
+    void check_is_live(const at::Tensor& t) const {
+        if (t.numel() == 0 || t.storage().data_ptr().get_context() != nullptr) return;  // owned, so host memory
+        int64_t last = 0;
+        for (int64_t d = 0; d < t.dim(); d++) last += (t.size(d) - 1) * t.stride(d);
+        TORCH_CHECK(npusim_is_live(t.data_ptr(), (last + 1) * t.element_size()), "a tensor that the graph was captured with is gone: "
+                    "its memory was given back to the device");
+    }
+
+    c10::OperatorHandle op_;
+    std::string name_;
+    at::Generator generator_;
+    Stack inputs_;
+    std::vector<at::Tensor> results_;
+    std::vector<std::pair<at::Tensor, at::Tensor>> before_;  // what the call writes to, and what was there
 };
 
 // ---- the kernel that stands for every aten kernel of the backend
 void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
-    const auto name = full_name(op);
-    count(name);
+    count(full_name(op));
     Call call(op.schema().name());
-    const size_t num_arguments = op.schema().arguments().size();
-    const size_t first = stack->size() - num_arguments;
+    const size_t first = stack->size() - op.schema().arguments().size();
     for (size_t i = first; i < stack->size(); i++) (*stack)[i] = call.to_cpu((*stack)[i]);
     call.check_devices();
-    {
-        at::AutoDispatchBelowAutograd below;
-        op.callBoxed(*stack);
+    const bool is_random = op.hasTag(at::Tag::nondeterministic_seeded);
+    const at::Generator generator = is_random ? call.generator() : at::Generator();
+
+    std::unique_ptr<RecordedCall> recorded;
+    check_order(op.schema().name());
+    if (npusim_is_capturing()) {
+        refuse_what_cannot_be_captured(op, call, *stack, first);
+        recorded = std::make_unique<RecordedCall>(op, call, *stack, first, generator);
     }
+    call_below_autograd(op, stack, generator);
     call.follow_resizes();
     for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); i++)
         (*stack)[i] = call.to_device((*stack)[i]);
+    if (recorded) {
+        recorded->set_results(call.new_results());
+        npusim_record(recorded.release()->as_task());
+    }
 }
 
 // ---- ops that keep torch_npu's kernel: counted, named in errors
@@ -274,11 +483,16 @@ void count_call(std::string name) { count(name); }
 
 TORCH_LIBRARY(npusim, m) {
     m.def("as_cpu(Tensor(a) t) -> Tensor(a)");
+    m.def("as_unowned_cpu(Tensor(a) t) -> Tensor(a)");
+    m.def("poison(Tensor(a!) t) -> ()");
     m.def("install() -> int", &install);
     m.def("calls() -> str", &report_calls);
     m.def("reset_calls() -> ()", &reset_calls);
     m.def("count_call(str name) -> ()", &count_call);
+    m.def("check_order(str op) -> ()", &check_order);
 }
 TORCH_LIBRARY_IMPL(npusim, CompositeExplicitAutograd, m) {
     m.impl("as_cpu", [](const at::Tensor& t) { return on_npu(t) ? alias_on_cpu(t) : t; });
+    m.impl("as_unowned_cpu", [](const at::Tensor& t) { return on_npu(t) ? unowned(alias_on_cpu(t)) : t; });
+    m.impl("poison", [](const at::Tensor& t) { fill_with_poison(t); });
 }

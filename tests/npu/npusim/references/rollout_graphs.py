@@ -8,29 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from npusim.reference import implement, reference
-from npusim.references.infer_attention import fused_infer_attention_score
-
-_library = torch.library.Library("npu", "IMPL")
+from npusim.reference import reference
 
 
 @reference("_npu_fused_infer_attention_score_get_max_workspace")
 def get_max_workspace(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> None:
     """-> a tensor of bytes, as the host code made it."""
-
-
-def _attention_into(
-    *tensors: Tensor, workspace: Tensor | None = None, out: list[Tensor], **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    return fused_infer_attention_score(*tensors, **options)
-
-
-implement(
-    _library,
-    torch.ops.npu.npu_fused_infer_attention_score.out,
-    "npu_fused_infer_attention_score.out",
-    _attention_into,
-)
