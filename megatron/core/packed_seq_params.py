@@ -11,7 +11,8 @@ import torch
 class PackedSeqParams:
     """B sequences packed one after another into T tokens.
 
-    cu_seqlens: int32 [B+1], first 0, last T, on the tokens' device. max_seqlen: length of the longest sequence.
+    cu_seqlens: int32 [B+1], first 0, last T, on the host: an attention kernel that takes the lengths as host integers
+    would wait for the device in every layer. max_seqlen: length of the longest sequence.
     """
 
     cu_seqlens: torch.Tensor

@@ -1,8 +1,8 @@
 """Flash attention over packed sequences (layout TND) as one kernel.
 
 Limits: float16, bfloat16 or float32; no empty sequence; N heads on every side (no grouped heads); head sizes to 768.
-The kernel takes the sequence ends as host integers: keep ``cu_seqlens`` on the host, or every call waits for the
-device. Tolerance: 1e-2 (bfloat16), 1e-5 (float32), relative. Backward: torch_npu's own (npu_fusion_attention_grad).
+The kernel takes the sequence ends as host integers: with ``cu_seqlens`` on the host no call waits for the device.
+Tolerance: 1e-2 (bfloat16), 1e-5 (float32), relative. Backward: torch_npu's own (npu_fusion_attention_grad).
 """
 
 from __future__ import annotations

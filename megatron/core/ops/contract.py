@@ -38,7 +38,7 @@ class RotaryInterleaved(Protocol):
 
 
 class CoreAttention(Protocol):
-    """q and k [T, N, Dq], v [T, N, Dv], cu_seqlens int32 [B+1] -> [T, N, Dv].
+    """q and k [T, N, Dq], v [T, N, Dv], cu_seqlens int32 [B+1] (host or device) -> [T, N, Dv].
 
     ``softmax(q k^T * scale) v`` inside each sequence, with ``causal`` only over earlier tokens and the token itself.
     Dq and Dv may differ. Tolerance 1e-5 in float32.

@@ -21,6 +21,7 @@ def core_attention(
     because torch's fused kernels want equal sizes.
     """
     num_sequences, value_size = cu_seqlens.numel() - 1, v.shape[-1]
+    cu_seqlens = cu_seqlens.to(q.device)
     lengths = cu_seqlens.diff()
     # Row of token t in the [B * L] rectangle: its own index plus the padding of all sequences before its own.
     shift = torch.arange(num_sequences, device=q.device) * max_seqlen - cu_seqlens[:-1]

@@ -20,7 +20,8 @@ class PackedMicroBatch:
         cols_S: its response column, int64 [S].
         positions_S: the packed position whose logits predict it, int64 [S].
         input_ids_T, position_ids_T, labels_T: int64 [T]; a label is the next token of the same sequence.
-        packed_seq_params: cumulative lengths; a last dummy sequence pads T to a multiple of the tensor-parallel size.
+        packed_seq_params: cumulative lengths, on the host; a last dummy sequence pads T to a multiple of the
+            tensor-parallel size.
     """
 
     rows_S: Tensor
@@ -64,7 +65,7 @@ def pack_micro_batch(
 
     labels_T = torch.cat([input_ids_T[1:], input_ids_T.new_zeros(1)])
     lengths = [*lengths_b.tolist(), *([num_pad] if num_pad else [])]
-    cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     params = PackedSeqParams(cu_seqlens=cu_seqlens, max_seqlen=max(lengths))
     return PackedMicroBatch(
         rows_S=chosen[rows_b],
