@@ -1,4 +1,4 @@
-"""Runs one function on N gloo processes, and ends them all whatever happens.
+"""Runs one function on N processes (gloo, or hccl on the simulator), and ends them all whatever happens.
 
 The processes are forked from one server that has torch imported: importing it anew takes each of them seconds. The
 server starts with the first call and ends with the process that made it.
@@ -26,8 +26,12 @@ import torch.multiprocessing as mp
 PRELOADED = ["torch", "torch.distributed", "torch.distributed.checkpoint", "megatron.core.models.gpt.gpt_model"]
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
-    """Call ``fn(*args)`` on every rank of a gloo world and return the results in rank order.
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, device: str = "cpu"
+) -> list[Any]:
+    """Call ``fn(*args)`` on every rank of a world and return the results in rank order.
+
+    ``device`` "npu" gives each rank a device of its own and hccl, "cpu" gloo.
 
     ``fn`` is a module's top-level function; inside it torch.distributed is initialised. Results travel through files
     (pickled), so they may hold tensors. Failing ranks are raised as ``RuntimeError`` with their tracebacks;
@@ -37,7 +41,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="ranks-") as tmp:
         ranks = [
-            context.Process(target=_run_rank, args=(fn, rank, world_size, tmp, timeout_s, args), daemon=True)
+            context.Process(target=_run_rank, args=(fn, rank, world_size, tmp, timeout_s, device, args), daemon=True)
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -69,14 +73,22 @@ def _wait(ranks: list[Any], tmp: Path, deadline: float) -> None:
 
 
 def _run_rank(
-    fn: Callable[..., Any], rank: int, world_size: int, tmp: str, timeout_s: float, args: tuple[Any, ...]
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    tmp: str,
+    timeout_s: float,
+    device: str,
+    args: tuple[Any, ...],
 ) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
+        if device == "npu":
+            torch.npu.set_device(rank)
         dist.init_process_group(
-            "gloo",
+            "hccl" if device == "npu" else "gloo",
             init_method=f"file://{tmp}/store",
             rank=rank,
             world_size=world_size,

@@ -85,6 +85,7 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """``old_log_probs`` fp32 [B, R] of the actor as it is now."""
+        data = data.to(self.device)
         self.actor_module.onload_params()
         rollout = self.config.rollout
         log_probs = self.actor.compute_log_prob(
@@ -99,6 +100,7 @@ class ActorRolloutRefWorker(Worker):
         """``ref_log_prob`` fp32 [B, R] of the reference; the actor's weights leave the device meanwhile."""
         assert self.ref is not None, f"role {self.role} has no reference policy"
         ref = self.config.ref
+        data = data.to(self.device)
         if self.config.actor.megatron.param_offload:
             self.actor_module.offload_params()
         self.ref_weights.onload()
@@ -114,6 +116,7 @@ class ActorRolloutRefWorker(Worker):
     def update_actor(self, data: DataProto) -> DataProto:
         """One GRPO update; metrics are in ``meta_info["metrics"]``. Weights stay for the next sync."""
         megatron = self.config.actor.megatron
+        data = data.to(self.device)
         self.actor_module.onload_params()
         self.actor_module.onload_grads()
         self.optimizer.onload()

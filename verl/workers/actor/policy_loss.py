@@ -55,8 +55,7 @@ class LossInputs:
         batch = data.batch
         mask = batch["response_mask"].float()
         counts = torch.stack([mask.sum(), (mask.sum(-1) > 0).sum().float()]).double()
-        if groups.dp.size() > 1:
-            dist.all_reduce(counts, group=groups.dp)
+        counts = reduce_over(counts, groups.dp, dist.ReduceOp.SUM)
         weights = token_loss_weights(
             mask, config.loss_agg_mode, num_tokens=float(counts[0]), num_sequences=float(counts[1])
         )
@@ -143,9 +142,8 @@ class UpdateMetrics:
         """Metrics over every data-parallel rank; every rank of the last stage must call it."""
         sums = torch.stack([out["sums"] for out in self._outputs]).sum(0)
         largest = torch.stack([out["largest"] for out in self._outputs]).max()
-        if self._groups.dp.size() > 1:
-            dist.all_reduce(sums, group=self._groups.dp)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._groups.dp)
+        sums = reduce_over(sums, self._groups.dp, dist.ReduceOp.SUM)
+        largest = reduce_over(largest, self._groups.dp, dist.ReduceOp.MAX)
         total = dict(zip(_SUMS, sums.tolist(), strict=True))
         tokens, steps = max(total["tokens"], 1.0), max(len(self._grad_norms), 1)
         metrics = {
@@ -166,6 +164,21 @@ class UpdateMetrics:
                 "training/rollout_actor_probs_pearson_corr": _pearson(total, tokens),
             }
         return metrics
+
+
+def reduce_over(values: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> Tensor:
+    """``values`` summed or maximised over ``group``; every rank of it must call."""
+    if group.size() == 1:
+        return values
+    # NPU-ADAPTATION(hccl-no-float64): HCCL reduces no float64, but gathers it, and metrics are few numbers;
+    # drop when HCCL's all-reduce takes float64.
+    if values.dtype == torch.float64:
+        everyone = [torch.empty_like(values) for _ in range(group.size())]
+        dist.all_gather(everyone, values, group=group)
+        return torch.stack(everyone).amax(0) if op == dist.ReduceOp.MAX else torch.stack(everyone).sum(0)
+    # NPU-ADAPTATION END
+    dist.all_reduce(values, op=op, group=group)
+    return values
 
 
 def _pearson(total: dict[str, float], count: float) -> float:
