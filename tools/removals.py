@@ -15,11 +15,13 @@ import sys
 import tempfile
 import tomllib
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from tools.adaptations import COMMENT, ROOT, Adaptation, collect, listed_files
 
@@ -53,10 +55,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One pytest run: its exit code, and the message of its first failure or error."""
+    """What became of a test, and the message of its first failure or error."""
 
-    exit_code: int
-    kind: str  # "passed", "failure", "error", "skipped", "timeout" or "nothing"
+    kind: str  # "passed", "failure", "error" (outside of the test's body), "skipped", "timeout", "unfit" (block)
     message: str
 
 
@@ -145,44 +146,68 @@ def prove(root: Path = ROOT, ids: Iterable[str] = ()) -> Iterator[Verdict]:
     problems += [*wrong, *(f"'{name}' is not the id of any mark" for name in wanted - {a.id for a in found})]
     if problems:
         raise ValueError("\n  ".join(["marks and proofs are not in order:", *problems]))
-
-    def verdict(adaptation: Adaptation) -> Verdict:
-        if adaptation.id in proofs:
-            return prove_one(root, adaptation, proofs[adaptation.id])
-        return Verdict(adaptation.id, adaptation.path, "no test", False, f"no entry in {REGISTRY}")
-
+    chosen = [adaptation for adaptation in found if adaptation.id in wanted]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield from pool.map(verdict, [adaptation for adaptation in found if adaptation.id in wanted])
+        verdicts = start(pool, root, chosen, proofs)
+        for adaptation in chosen:
+            if adaptation.id in verdicts:
+                yield verdicts[adaptation.id]()
+            else:
+                yield Verdict(adaptation.id, adaptation.path, "no test", False, f"no entry in {REGISTRY}")
 
 
-def prove_one(root: Path, adaptation: Adaptation, proof: Proof) -> Verdict:
-    """Run the test on an untouched copy (it must pass), then without the block (it must fail, for a good reason)."""
+def start(
+    pool: ThreadPoolExecutor, root: Path, adaptations: Iterable[Adaptation], proofs: dict[str, Proof]
+) -> dict[str, Callable[[], Verdict]]:
+    """Start the proofs of those that have one; each value waits for its verdict.
 
-    def verdict(is_proven: bool | None, why: str) -> Verdict:
-        return Verdict(adaptation.id, adaptation.path, proof.test, is_proven, why)
+    Per environment one run of all tests on an untouched copy, then for each id one run without its block.
+    """
+    chosen = [adaptation for adaptation in adaptations if adaptation.id in proofs]
+    environments = {env: environment_of(root, env) for env in {proofs[a.id].env for a in chosen}}
+    ready = {env: variables for env, (variables, lacking) in environments.items() if not lacking}
+    tests = {env: [proofs[a.id].test for a in chosen if proofs[a.id].env == env] for env in ready}
+    untouched = {env: pool.submit(_run_untouched, root, tests[env], ready[env]) for env in ready}
 
-    environment, lacking = environment_of(root, proof.env)
-    if lacking:
-        return verdict(None, lacking)
+    def begin(adaptation: Adaptation) -> Callable[[], Verdict]:
+        proof = proofs[adaptation.id]
+        head = (adaptation.id, adaptation.path, proof.test)
+        if proof.env not in ready:
+            return lambda: Verdict(*head, None, environments[proof.env][1])
+        shortened = pool.submit(_run_without, root, adaptation, proof.test, ready[proof.env])
+        return lambda: Verdict(*head, *_judge(untouched[proof.env].result()[proof.test], shortened.result(), proof.env))
+
+    return {adaptation.id: begin(adaptation) for adaptation in chosen}
+
+
+def _judge(before: Outcome, after: Outcome, env: str) -> tuple[bool | None, str]:
+    """(is_proven, why) of the test's outcome on the untouched tree and without the block."""
+    if before.kind != "passed":
+        is_missing_here = before.kind == "skipped" and env == "npu"
+        why = f"on the untouched tree the test did not pass ({before.kind}): {before.message}"
+        return None if is_missing_here else False, why
+    if after.kind == "passed":
+        return False, "the test passes without the block"
+    if after.kind == "failure" and BROKEN_CODE.search(after.message):
+        return False, f"without the block the code does not run at all, which proves nothing: {after.message}"
+    if after.kind == "failure":
+        return True, after.message
+    return False, f"without the block the test did not fail but end in: {after.kind}: {after.message}"
+
+
+def _run_untouched(root: Path, tests: list[str], environment: dict[str, str]) -> dict[str, Outcome]:
+    with _copy(root) as copy:
+        return _run_tests(root, copy, tests, environment)
+
+
+def _run_without(root: Path, adaptation: Adaptation, test: str, environment: dict[str, str]) -> Outcome:
     try:
         shorter = without_block((root / adaptation.path).read_text(encoding="utf-8"), adaptation)
     except ValueError as error:
-        return verdict(False, str(error))
+        return Outcome("unfit", str(error))
     with _copy(root) as copy:
-        before = _run_test(root, copy, proof.test, environment)
-        if before.kind != "passed":
-            is_missing_here = before.kind == "skipped" and proof.env == "npu"
-            why = f"on the untouched tree the test did not pass ({before.kind}): {before.message}"
-            return verdict(None if is_missing_here else False, why)
         (copy / adaptation.path).write_text(shorter, encoding="utf-8")
-        after = _run_test(root, copy, proof.test, environment)
-    if after.kind == "passed":
-        return verdict(False, "the test passes without the block")
-    if after.kind != "failure":
-        return verdict(False, f"without the block the test did not fail but end in: {after.kind}: {after.message}")
-    if BROKEN_CODE.search(after.message):
-        return verdict(False, f"without the block the code does not run at all, which proves nothing: {after.message}")
-    return verdict(True, after.message)
+        return _run_tests(root, copy, [test], environment)[test]
 
 
 def environment_of(root: Path, env: str) -> tuple[dict[str, str], str]:
@@ -216,41 +241,53 @@ def _copy(root: Path) -> Iterator[Path]:
         yield copy
 
 
-def _run_test(root: Path, copy: Path, test: str, environment: dict[str, str]) -> Outcome:
-    """Run one test in a copy, importing from that copy alone, and end everything it started."""
+def _run_tests(root: Path, copy: Path, tests: list[str], environment: dict[str, str]) -> dict[str, Outcome]:
+    """Run tests in a copy, importing from that copy alone, and end everything they started; outcomes by node id."""
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     moved = [str(copy), *(p.replace(str(root), str(copy), 1) for p in paths if p and p != str(root))]
-    report = copy / "report.xml"
-    report.unlink(missing_ok=True)
-    command = [environment["PYTHON"], "-m", "pytest", "-p", "no:cacheprovider", "-m", "", f"--junitxml={report}", test]
     variables = environment | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(moved))}
+    report, python = copy / "report.xml", environment["PYTHON"]
+    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-m", "", f"--junitxml={report}", *tests]
     process = subprocess.Popen(
-        command, cwd=copy, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+        command, cwd=copy, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
+        output, _ = process.communicate(timeout=TIMEOUT_S * len(tests))
     except subprocess.TimeoutExpired:
-        _end_group(process)
-        return Outcome(-1, "timeout", f"still running after {TIMEOUT_S:.0f} s")
-    return _outcome(process.returncode, report, output)
+        return dict.fromkeys(tests, Outcome("timeout", f"still running after {TIMEOUT_S * len(tests):.0f} s"))
+    finally:
+        _end(process)
+    if process.returncode not in (0, 1) or not report.exists():
+        return dict.fromkeys(tests, Outcome("error", f"pytest ended with {process.returncode}: {_last_line(output)}"))
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    return {test: _outcome([case for case in cases if _is_of(case, test)]) for test in tests}
 
 
-def _end_group(process: subprocess.Popen[str]) -> None:
-    """End a test's session: what it started shares its process group."""
-    os.killpg(process.pid, 9)
-    process.communicate()
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a run that is not over, with all that it started."""
+    if process.poll() is None:
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        for member in family:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.communicate()
 
 
-def _outcome(exit_code: int, report: Path, output: str) -> Outcome:
-    if exit_code not in (0, 1) or not report.exists():
-        return Outcome(exit_code, "error", f"pytest ended with {exit_code}: {_last_line(output)}")
-    results = [result for case in ElementTree.parse(report).iter("testcase") for result in case]
+def _is_of(case: ElementTree.Element, test: str) -> bool:
+    """Whether a reported case belongs to a node id; one without parameters means all of its parameters."""
+    file, _, function = test.partition("::")
+    name = case.get("name", "")
+    return case.get("classname") == file.removesuffix(".py").replace("/", ".") and (
+        name == function or name.startswith(f"{function}[")
+    )
+
+
+def _outcome(cases: list[ElementTree.Element]) -> Outcome:
+    """The worst of a test's cases."""
     for kind in ("error", "failure", "skipped"):
-        for result in results:
-            if result.tag == kind:
-                return Outcome(exit_code, kind, _reason(result))
-    return Outcome(exit_code, "passed" if exit_code == 0 else "error", _last_line(output))
+        for result in (result for case in cases for result in case if result.tag == kind):
+            return Outcome(kind, _reason(result))
+    return Outcome("passed", f"{len(cases)} passed") if cases else Outcome("error", "no case of it was run")
 
 
 def _reason(result: ElementTree.Element) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import textwrap
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -36,22 +36,21 @@ def test_git_grep_finds_the_same_marks() -> None:
 
 
 @pytest.fixture(scope="module")
-def verdicts(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[removals.Verdict]]]:
+def verdicts(request: pytest.FixtureRequest) -> Iterator[dict[str, Callable[[], removals.Verdict]]]:
     """The proofs of the selected ids, all started at once, run two at a time."""
     registry, _ = removals.read_registry(ROOT)
     items = (item for item in request.session.items if isinstance(item, pytest.Function))
     selected = {item.callspec.params["mark"] for item in items if item.name.startswith("test_fails_without[")}
     pool = ThreadPoolExecutor(removals.AT_ONCE)
-    marks = [mark for mark in FOUND if mark in selected and mark.id in registry]
-    yield {mark.id: pool.submit(removals.prove_one, ROOT, mark, registry[mark.id]) for mark in marks}
+    yield removals.start(pool, ROOT, [mark for mark in FOUND if mark in selected], registry)
     pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.timeout(3600)  # of a test alone: the queue before it counts too, and every proof has its own limit
 @pytest.mark.parametrize("mark", FOUND, ids=[mark.id for mark in FOUND])
-def test_fails_without(mark: adaptations.Adaptation, verdicts: dict[str, Future[removals.Verdict]]) -> None:
+def test_fails_without(mark: adaptations.Adaptation, verdicts: dict[str, Callable[[], removals.Verdict]]) -> None:
     assert mark.id in verdicts, f"no entry in {removals.REGISTRY}"
-    verdict = verdicts[mark.id].result()
+    verdict = verdicts[mark.id]()
     if verdict.is_proven is None:
         pytest.skip(verdict.why)
     assert verdict.is_proven, f"{verdict.test}: {verdict.why}"

@@ -248,7 +248,7 @@ def test_a_skewed_load_gives_the_same_in_fewer_steps(name: str, checkpoint: str)
     for index, layout in enumerate(layouts):
         stay, move = [[results[2 * index + i] for results in ranks] for i in (0, 1)]
         assert all(result["num_moves"] == 0 for result in stay)
-        assert all(result["num_moves"] > 2 for result in move), layout
+        assert (fewest := min(result["num_moves"] for result in move)) > 2, (fewest, layout)
         for alone, moved in zip(stay, move, strict=True):
             assert_same(alone["outputs"], moved["outputs"])
             assert_same(alone["again"], moved["again"])
