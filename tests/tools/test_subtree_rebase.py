@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.tools.subtree_repos import LICENCE, MARK, commit, fork, git, state, tool, upstream, write
+from tests.tools.subtree_repos import LICENCE, MARK, commit, fork, git, repository, state, tool, upstream, write
 from tools.subtree import guards, manifest, snapshot
+
+INNER = '"inner" = { test = "tests/test_it.py::test_it", env = "main" }\n'
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +130,8 @@ def test_what_we_changed_and_they_deleted_is_a_conflict_never_lost(repos: tuple[
     assert "b = a + 1000\n" in (root / "pkg/changed_by_us.py").read_text(encoding="utf-8")
     assert "return 'ours'\n" in (root / "pkg/gone.py").read_text(encoding="utf-8")
     assert "deleted   changed_by_us.py: goes" in shown and "deleted   gone.py" in shown
+    assert "gone.py deleted in pkg v1.5 and modified in ours." in shown
+    assert "changed_by_us.py:3: not Python" in tool(root, "status")
 
 
 def test_a_dirty_tree_and_files_in_the_way_are_refused(repos: tuple[Path, Path]) -> None:
@@ -159,6 +164,62 @@ def test_plain_git_subtree_goes_on_working(repos: tuple[Path, Path]) -> None:
     assert git(root, "rev-parse", f"{split}^{{tree}}") == git(root, "rev-parse", "HEAD:pkg")
     upstream_split = git(up, "rev-parse", "split-1.3")
     assert git(root, "merge-base", split, upstream_split) == upstream_split
+
+
+def test_the_merge_is_the_one_that_git_subtree_makes(repos: tuple[Path, Path]) -> None:
+    root, up = repos
+    shutil.copytree(root, root.parent / "theirs")
+    git(root.parent / "theirs", "update-index", "-q", "--refresh")
+    git(up, "branch", "split-1.3", git(up, "subtree", "split", "-q", "--prefix=pkg", "v1.3"))
+    git(root.parent / "theirs", "subtree", "pull", "-q", "--squash", "--prefix=pkg", str(up), "split-1.3")
+    rebase(repos, "v1.3")
+    assert git(root, "rev-parse", "HEAD:pkg") == git(root.parent / "theirs", "rev-parse", "HEAD:pkg")
+    assert git(root, "rev-parse", "HEAD^2^{tree}") == git(root.parent / "theirs", "rev-parse", "HEAD^2^{tree}")
+
+
+def test_odd_files_arrive_as_they_are(tmp_path: Path) -> None:
+    up, root = repository(tmp_path / "up"), repository(tmp_path / "ours")
+    write(up / "run.sh", "echo 1\n")
+    write(up / "becomes_folder", "file\n")
+    write(up / "becomes_file/inner.txt", "inner\n")
+    write(up / "windows.txt", "a\r\nb\r\nc\r\n")
+    (up / "binary").write_bytes(bytes(range(256)))
+    write(up / "template.py", "def {{ name }}(): ...\n")
+    commit(up, "one", "v1")
+    (up / "run.sh").chmod(0o755)
+    (up / "becomes_folder").unlink()
+    write(up / "becomes_folder/a b/ü.py", "X = 1\n")
+    shutil.rmtree(up / "becomes_file")
+    write(up / "becomes_file", "now a file\n")
+    (up / "link").symlink_to("run.sh")
+    (up / "binary").write_bytes(bytes(range(255, -1, -1)))
+    commit(up, "two", "v2")
+    write(root / "README.md", "ours\n")
+    commit(root, "start")
+    words = ("--upstream", str(up))
+    tool(root, "import", "odd", "--files", "--tag", "v1", *words, "--licence", "MIT", "--folder", "third/odd")
+    write(root / "third/odd/windows.txt", "a\r\nb\r\nc\r\nours\r\n")
+    commit(root, "ours")
+    assert "Done" in tool(root, "rebase", "odd", "--tag", "v2", *words)
+    odd = root / "third/odd"
+    assert os.access(odd / "run.sh", os.X_OK) and os.readlink(odd / "link") == "run.sh"
+    assert (odd / "becomes_folder/a b/ü.py").exists() and (odd / "becomes_file").is_file()
+    assert (odd / "binary").read_bytes() == (up / "binary").read_bytes()
+    assert (odd / "windows.txt").read_bytes().endswith(b"c\r\nours\r\n")
+    assert git(root, "status", "--porcelain") == ""
+
+
+def test_a_conflict_in_a_marked_block_shows_both_sides_whole(repos: tuple[Path, Path]) -> None:
+    root, up = repos
+    text = (root / "pkg/clean.py").read_text(encoding="utf-8")
+    write(root / "pkg/clean.py", text.replace("line_2 = 2\n", "@(inner): why; drop when never\nline_2 = 0\n@ END\n"))
+    write(root / "tests/adaptations/removals.toml", (root / "tests/adaptations/removals.toml").read_text() + INNER)
+    commit(root, "another block")
+    shown = rebase((root, up), "v1.1", code=3)
+    assert "CONFLICT (contents) pkg/clean.py" in shown
+    merged = (root / "pkg/clean.py").read_text(encoding="utf-8")
+    assert f"(inner): why; drop when never\nline_2 = 0\n{MARK} END\n=======\n" in merged
+    assert "line_2 = 222\n" in merged and "line_29 = 2929\n" in merged
 
 
 def test_a_subtree_that_git_subtree_added_is_rebased(repos: tuple[Path, Path]) -> None:

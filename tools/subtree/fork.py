@@ -106,8 +106,8 @@ def merge(git: Git, ours_tree: str, base: str, theirs: str, ours_name: str, thei
     head, _, messages = done.stdout.decode(errors="surrogateescape").partition("\0\0")
     tree, *entries = head.split("\0")
     stages = tuple(_stage(entry) for entry in entries)
-    conflicts = tuple(_conflicts(messages)) if done.returncode else ()
     labels = {ours: ours_name, theirs: theirs_name}
+    conflicts = tuple(_conflicts(messages, labels)) if done.returncode else ()
     return Merge(_relabelled(git, tree, {path for *_, path in stages}, labels), conflicts, stages)
 
 
@@ -117,15 +117,18 @@ def _stage(entry: str) -> tuple[str, str, str, str]:
     return mode, oid, number, path
 
 
-def _conflicts(messages: str) -> list[Conflict]:
-    """The conflicts among merge-tree's messages: number of paths, the paths, kind, text."""
+def _conflicts(messages: str, labels: dict[str, str]) -> list[Conflict]:
+    """The conflicts among merge-tree's messages (number of paths, the paths, kind, text), with names for commit ids."""
     fields, found = messages.split("\0"), []
     while len(fields) > 3 and fields[0].isdigit():
         count = int(fields[0])
         paths, kind, said = fields[1 : 1 + count], fields[1 + count], fields[2 + count]
         fields = fields[3 + count :]
         if kind.startswith("CONFLICT"):
-            found.append(Conflict(paths[0], kind.removeprefix("CONFLICT").strip(" ()"), said.strip()))
+            for oid, name in labels.items():
+                said = said.replace(oid, name)
+            said = re.sub(r"^CONFLICT \([^)]*\): ", "", said.strip())
+            found.append(Conflict(paths[0], kind.removeprefix("CONFLICT").strip(" ()"), said))
     return found
 
 

@@ -39,8 +39,7 @@ def status(console: Console, manifests: list[Manifest], root: Path, names: bool)
         present, absent = compare.status(item, root)
         recorded = snapshot.load(item.name, root)
         counts = ["-"] * 4
-        if recorded:
-            found = snapshot.compare(item, recorded, root)
+        if recorded and (found := _compared(item, recorded, root, notes)):
             counts = [str(number) for number in found.counts()]
             details += [(item.name, module) for module in found.shared]
             unrecorded = [module for module in present if module not in recorded.modules]
@@ -66,6 +65,15 @@ def status(console: Console, manifests: list[Manifest], root: Path, names: bool)
     say(console, *notes, *([f"{num_elsewhere} adaptation(s) outside of the subtrees"] if num_elsewhere else []))
     for name, module in details if names else ():
         module_names(console, module, f"{name}: ")
+
+
+def _compared(item: Manifest, recorded: snapshot.Snapshot, root: Path, notes: list[str]) -> compare.SubtreeDiff | None:
+    """Our API beside the recorded one; a note instead while a merge with conflicts waits."""
+    try:
+        return snapshot.compare(item, recorded, root)
+    except ValueError as error:
+        notes.append(f"{item.name}: {error}")
+        return None
 
 
 def holds(item: Manifest, root: Path) -> str:
