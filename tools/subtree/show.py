@@ -31,47 +31,41 @@ def status(console: Console, manifests: list[Manifest], root: Path, names: bool)
     """Every subtree: its pin, its mirrored modules, its API beside the recorded one, its adaptations."""
     table = Table("upstream", "pin", "holds", "mirrored here", "not yet", *COLUMNS, "adaptations")
     marks = [mark.path for mark in adaptations.collect(root)[0]]
-    notes, details = [], []
+    notes: list[str] = []
+    details: list[tuple[str, ModuleDiff]] = []
     for item in manifests:
         if not item.subtree:
             table.add_row(item.name, item.version, "facts only", *[""] * 7)
             continue
         present, absent = compare.status(item, root)
-        recorded = snapshot.load(item.name, root)
-        counts = ["-"] * 4
-        if recorded and (found := _compared(item, recorded, root, notes)):
-            counts = [str(number) for number in found.counts()]
-            details += [(item.name, module) for module in found.shared]
-            unrecorded = [module for module in present if module not in recorded.modules]
-            notes += [f"{item.name}: no recorded API of {', '.join(unrecorded)}"] if unrecorded else []
-            if recorded.pin != item.version:
-                notes.append(
-                    f"{item.name}: the API was recorded at {recorded.pin}: `import {item.name}` records it anew"
-                )
-        elif item.mirrored:
-            notes.append(f"{item.name}: no API recorded yet: `import {item.name} --upstream ...` records it")
+        found = _beside_recorded(item, root, present, notes)
+        counts = [str(number) for number in found.counts()] if found else ["-"] * 4
+        details += [(item.name, module) for module in found.shared] if found else []
         num_marks = sum(path.startswith(item.subtree + "/") for path in marks)
-        table.add_row(
-            item.name,
-            item.version,
-            holds(item, root),
-            str(len(present)),
-            "\n".join(absent) or "0",
-            *counts,
-            str(num_marks),
-        )
+        here, missing = str(len(present)), "\n".join(absent) or "0"
+        table.add_row(item.name, item.version, holds(item, root), here, missing, *counts, str(num_marks))
     console.print(table)
-    num_elsewhere = len(marks) - sum(any(p.startswith(f"{m.subtree}/") for m in manifests if m.subtree) for p in marks)
+    folders = tuple(f"{item.subtree}/" for item in manifests if item.subtree)
+    num_elsewhere = sum(not path.startswith(folders) for path in marks)
     say(console, *notes, *([f"{num_elsewhere} adaptation(s) outside of the subtrees"] if num_elsewhere else []))
     for name, module in details if names else ():
         module_names(console, module, f"{name}: ")
 
 
-def _compared(item: Manifest, recorded: snapshot.Snapshot, root: Path, notes: list[str]) -> compare.SubtreeDiff | None:
-    """Our API beside the recorded one; a note instead while a merge with conflicts waits."""
+def _beside_recorded(item: Manifest, root: Path, present: list[str], notes: list[str]) -> SubtreeDiff | None:
+    """Our API beside the recorded one; None, and why among ``notes``, when that cannot be said."""
+    recorded = snapshot.load(item.name, root)
+    if recorded is None:
+        why = f"{item.name}: no API recorded yet: `import {item.name} --upstream ...` records it"
+        notes += [why] if item.mirrored else []
+        return None
+    if recorded.pin != item.version:
+        notes.append(f"{item.name}: the API was recorded at {recorded.pin}: `import {item.name}` records it anew")
+    unrecorded = [module for module in present if module not in recorded.modules]
+    notes += [f"{item.name}: no recorded API of {', '.join(unrecorded)}"] if unrecorded else []
     try:
         return snapshot.compare(item, recorded, root)
-    except ValueError as error:
+    except ValueError as error:  # a file with conflict markers, while a merge waits
         notes.append(f"{item.name}: {error}")
         return None
 
