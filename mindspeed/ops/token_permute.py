@@ -27,7 +27,8 @@ def token_unpermute(
     import torch_npu
 
     if rows.shape[0] == 0:
-        return rows.reshape(0, rows.shape[1])
+        no_tokens = rows.reshape(0, rows.shape[1])
+        return no_tokens if probs_TK is None else no_tokens + probs_TK.sum().to(rows.dtype)  # for probs' gradient
     if probs_TK is not None:
         weighted: torch.Tensor = torch_npu.npu_moe_token_unpermute(rows, row_map, probs=probs_TK)
         return weighted

@@ -38,9 +38,9 @@ KERNELS = {
     "npu_fusion_attention_grad",
     "npu_grouped_matmul",
     "npu_moe_token_permute",
-    "npu_moe_token_permute_grad",
-    "npu_moe_token_unpermute",
-    "npu_moe_token_unpermute_grad",
+    "npu_moe_token_permute_grad_v2",
+    "_npu_moe_token_unpermute",
+    "npu_moe_token_unpermute_grad_v2",
     "npu_moe_gating_top_k",
     "aten::_fused_adamw_",
 }

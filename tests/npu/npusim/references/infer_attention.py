@@ -115,7 +115,7 @@ def _keys(
 
 
 def _pages(x: Tensor, num_heads: int, block_size: int) -> Tensor:
-    """[pages, N, block_size, D] from that, from [pages, block_size, N * D] or from NZ: [pages, N, D/16, block_size, 16]."""
+    """[pages, N, block_size, D] this, from [pages, block_size, N D], or from NZ: [pages, N, D/16, block_size, 16]."""
     if x.dim() == 3:
         x = x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
     elif x.dim() == 5:

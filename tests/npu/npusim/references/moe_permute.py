@@ -38,13 +38,29 @@ def moe_token_permute_grad(
     tokens: Tensor, grad_permuted_tokens: Tensor, indices: Tensor, sorted_indices: Tensor, padded_mode: bool = False
 ) -> Tensor:
     """Each token's gradient: the sum over its rows."""
-    grad = torch.zeros(tokens.shape, dtype=torch.float64)
     choices = sorted_indices.numel() // len(tokens)
+    return moe_token_permute_grad_v2(
+        grad_permuted_tokens, sorted_indices, len(tokens), tokens.dtype, choices, padded_mode
+    )
+
+
+@reference("npu_moe_token_permute_grad_v2")
+def moe_token_permute_grad_v2(
+    grad_permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    tokens_size_0: int,
+    tokens_dtype: torch.dtype,
+    num_topK: int,
+    padded_mode: bool = False,
+) -> Tensor:
+    """The same from the sizes of what the forward op was given; torch_npu 2.13's backward."""
+    require(not padded_mode, "npu_moe_token_permute_grad", "padded mode is not simulated")
+    grad = torch.zeros(tokens_size_0, grad_permuted_tokens.shape[1], dtype=torch.float64)
     rows = sorted_indices.long()
-    tokens_of_choices = torch.arange(len(rows)) // choices
+    tokens_of_choices = torch.arange(len(rows)) // num_topK
     is_kept = rows < len(grad_permuted_tokens)
     grad.index_add_(0, tokens_of_choices[is_kept], grad_permuted_tokens[rows[is_kept]].double())
-    return grad.to(tokens.dtype)
+    return grad.to(tokens_dtype)
 
 
 @reference("npu_moe_token_unpermute")
@@ -67,6 +83,18 @@ def moe_token_unpermute(
     return (rows.double().unflatten(0, probs.shape) * probs.double().unsqueeze(-1)).sum(1).to(permuted_tokens.dtype)
 
 
+@reference("_npu_moe_token_unpermute")
+def moe_token_unpermute_for_training(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: list[int] | None = None,
+) -> tuple[Tensor, None]:
+    """What torch_npu 2.13's autograd calls: the same, and the rows that the backward op will want."""
+    return moe_token_unpermute(permuted_tokens, sorted_indices, probs, padded_mode, restore_shape), None
+
+
 @reference("npu_moe_token_unpermute_grad")
 def moe_token_unpermute_grad(
     permuted_tokens: Tensor,
@@ -77,12 +105,38 @@ def moe_token_unpermute_grad(
     restore_shape: list[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of the rows, and of probs when there are any."""
+    return moe_token_unpermute_grad_v2(
+        grad_unpermuted_tokens,
+        sorted_indices,
+        len(permuted_tokens),
+        permuted_tokens.dtype,
+        probs,
+        padded_mode,
+        restore_shape,
+        permuted_tokens,
+    )
+
+
+@reference("npu_moe_token_unpermute_grad_v2")
+def moe_token_unpermute_grad_v2(
+    grad_unpermuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    permuted_tokens_size_0: int,
+    permuted_tokens_dtype: torch.dtype,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: list[int] | None = None,
+    permuted_tokens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The same from the sizes of what the forward op was given; torch_npu 2.13's backward."""
+    require(not padded_mode and restore_shape is None, "npu_moe_token_unpermute_grad", "padded mode is not simulated")
     rows = sorted_indices.long()
     choices = 1 if probs is None else probs.shape[1]
     by_choice = grad_unpermuted_tokens.double().repeat_interleave(choices, 0)
-    grad_rows = torch.zeros(permuted_tokens.shape, dtype=torch.float64)
+    grad_rows = torch.zeros(permuted_tokens_size_0, by_choice.shape[1], dtype=torch.float64)
     grad_rows[rows] = by_choice if probs is None else by_choice * probs.double().reshape(-1, 1)
     if probs is None:
-        return grad_rows.to(permuted_tokens.dtype), None
+        return grad_rows.to(permuted_tokens_dtype), None
+    assert permuted_tokens is not None
     grad_probs = (permuted_tokens[rows].double() * by_choice).sum(-1).view(probs.shape)
-    return grad_rows.to(permuted_tokens.dtype), grad_probs.to(probs.dtype)
+    return grad_rows.to(permuted_tokens_dtype), grad_probs.to(probs.dtype)

@@ -1,0 +1,213 @@
+"""How each entry of the rollout table is tested: its calls, and the torch_npu ops that a native entry executes.
+
+The entries around the cache and sampling are in test_rollout_layers.py, exchanged_experts in test_expert_exchange.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.npu.op_parity import BF16, FP32, Call, Entry, Maker
+from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps
+from vllm_ascend.ops.kv_layout import pack
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What one die sees in a step."""
+
+    query_lens: tuple[int, ...]  # of a prefill; a sequence has seq_lens tokens in the cache, these included
+    seq_lens: tuple[int, ...]
+    block_size: int
+    hidden: int
+    latent: int
+    heads: int
+    nope: int
+    rope: int
+    value: int
+    experts: int
+    groups: int
+    kept_groups: int
+    choices: int
+    local_experts: int
+    width: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.query_lens)
+
+    @property
+    def blocks_of_a_sequence(self) -> int:
+        return -(-max(self.seq_lens) // self.block_size)
+
+
+SMALL = Sizes((5, 3, 20), (5, 37, 20), 16, 24, 32, 2, 24, 16, 20, 8, 4, 2, 3, 3, 12)
+TINY = {"small heads": SMALL, "deepseek's heads": replace(SMALL, latent=512, rope=64)}
+# DeepSeek-V3 on 256 dies: TP 2 and DP 128 for attention, EP 256, pages of 128 tokens, 32 sequences of 4,096 tokens, of
+# which a prefill step of up to 8,192 new tokens takes the last chunks.
+REAL = Sizes((256,) * 32, (4096,) * 32, 128, 7168, 512, 64, 128, 64, 128, 256, 8, 4, 8, 1, 2048)
+
+
+def new_kv_cache(new: Maker, size: Sizes) -> Call:
+    """All slots, latent then rope channels, whatever the parts are."""
+
+    def run(ops: RolloutOps, like: Tensor) -> Tensor:
+        cache = ops.new_kv_cache(7, size.block_size, size.latent, size.rope, like.dtype, like.device, "nd")
+        return torch.cat([pages.flatten(0, 1) for pages in cache], -1)
+
+    return Call(run, [torch.empty(0, dtype=new.dtype)])
+
+
+def rms_norm(new: Maker, size: Sizes) -> Call:
+    """A slice of columns."""
+
+    def run(ops: RolloutOps, x: Tensor, weight: Tensor) -> Tensor:
+        return ops.rms_norm(x[:, : size.hidden], weight, 1e-6)
+
+    return Call(run, [new.floats(size.tokens, size.hidden + 3), new.floats(size.hidden)])
+
+
+def silu_and_mul(new: Maker, size: Sizes) -> Call:
+    return Call(lambda ops, x: ops.silu_and_mul(x), [new.floats(size.tokens, 2 * size.width)])
+
+
+def rotary(new: Maker, size: Sizes) -> Call:
+    """The position channels of queries, a slice of them."""
+
+    def run(ops: RolloutOps, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return ops.rotary_interleaved(q[..., size.nope :], cos, sin)
+
+    cos, sin = (table.repeat(1, 2) for table in new.angles(size.tokens, size.rope // 2))
+    return Call(run, [new.floats(size.tokens, size.heads, size.nope + size.rope), cos, sin])
+
+
+def prefill(new: Maker, size: Sizes, layout: str = "nd") -> Call:
+    """Whole prompts and later chunks, twice: the second layer of a step finds what the first one derived."""
+    query_lens, seq_lens = np.array(size.query_lens), np.array(size.seq_lens)
+
+    def run(ops: RolloutOps, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        latent, rope, tables, lens, ends = rest
+        cache = as_cache(ops, latent, rope, layout)
+        meta = PrefillMetadata(query_lens, seq_lens, ends, lens, tables, size.block_size)
+        first = ops.mla_prefill(q_nope, q_rope, kv_b, cache, meta, 0.15)
+        return first, ops.mla_prefill(q_nope, q_rope, kv_b, cache, meta, 0.15)
+
+    queries = [new.floats(size.tokens, size.heads, channels) for channels in (size.nope, size.rope)]
+    kv_b = new.floats(size.heads, size.nope + size.value, size.latent) / size.latent**0.5
+    ends = torch.tensor([0, *size.query_lens]).cumsum(0).int()
+    return Call(run, [*queries, kv_b, *_pages(new, size), ends])
+
+
+def prefill_from_fractals(new: Maker, size: Sizes) -> Call:
+    return prefill(new, size, "nz")
+
+
+def decode(new: Maker, size: Sizes, layout: str = "nd") -> Call:
+    seq_lens = np.array(size.seq_lens)
+
+    def run(ops: RolloutOps, q_latent: Tensor, q_rope: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        latent, rope, tables, lens = rest
+        cache = as_cache(ops, latent, rope, layout)
+        meta = DecodeMetadata(seq_lens, lens, tables, size.block_size)
+        first = ops.mla_decode(q_latent, q_rope, cache, meta, 0.05)
+        return first, ops.mla_decode(q_latent, q_rope, cache, meta, 0.05)
+
+    queries = [new.floats(len(seq_lens), size.heads, channels) for channels in (size.latent, size.rope)]
+    return Call(run, [*queries, *_pages(new, size)])
+
+
+def decode_from_fractals(new: Maker, size: Sizes) -> Call:
+    return decode(new, size, "nz")
+
+
+def router(new: Maker, size: Sizes, normalize: bool = True) -> Call:
+    """Compares the weights by expert: the order of the choices is free."""
+
+    def run(ops: RolloutOps, logits: Tensor, bias: Tensor) -> Tensor:
+        weights, ids = ops.topk_router(logits, bias, size.choices, size.groups, size.kept_groups, normalize, 2.5)
+        assert weights.dtype == FP32 and ids.dtype == torch.int64
+        return torch.zeros_like(logits).scatter(1, ids, weights)
+
+    return Call(run, [new.floats(size.tokens, size.experts), new.floats(size.experts)])
+
+
+def router_without_division(new: Maker, size: Sizes) -> Call:
+    return router(new, size, normalize=False)
+
+
+def experts(new: Maker, size: Sizes, tokens: int | None = None, first: int = 2, choices_of: int | None = None) -> Call:
+    """The weights in the memory order that the contract says."""
+
+    def run(ops: RolloutOps, x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return ops.fused_experts(x, w13.transpose(1, 2), w2.transpose(1, 2), weights, ids, first)
+
+    tokens = size.tokens if tokens is None else tokens
+    w13 = new.floats(size.local_experts, size.hidden, 2 * size.width) / 4
+    w2 = new.floats(size.local_experts, size.width, size.hidden) / 4
+    weights = new.floats(tokens, size.choices, dtype=FP32).abs()
+    ids = new.choices(tokens, size.choices, choices_of or size.experts)
+    return Call(run, [new.floats(tokens, size.hidden), w13, w2, weights, ids])
+
+
+def experts_of_all_tokens(new: Maker, size: Sizes) -> Call:
+    """Every choice is one of this rank's experts."""
+    return experts(new, replace(size, local_experts=max(size.choices, size.local_experts)), first=0, choices_of=3)
+
+
+def experts_that_nobody_chose(new: Maker, size: Sizes) -> Call:
+    return experts(new, size, first=size.experts)
+
+
+def experts_without_tokens(new: Maker, size: Sizes) -> Call:
+    return experts(new, size, tokens=0)
+
+
+def as_cache(ops: RolloutOps, latent: Tensor, rope: Tensor, layout: str) -> KVCache:
+    """Pages as the table keeps them: together (reference) or apart, in the layout asked for (Ascend)."""
+    if ops.names["new_kv_cache"] == "reference":
+        return (torch.cat((latent, rope), -1),)
+    return (pack(latent), pack(rope)) if layout == "nz" else (latent, rope)
+
+
+def _pages(new: Maker, size: Sizes) -> list[Tensor]:
+    """Latent and rope pages, block tables in scattered order, lengths; tables and lengths always hold values."""
+    count = size.blocks_of_a_sequence
+    tables = torch.arange(len(size.seq_lens) * count).flip(0).int().view(-1, count)
+    pages = [new.floats(tables.numel(), size.block_size, channels) for channels in (size.latent, size.rope)]
+    return [*pages, tables, torch.tensor(size.seq_lens).int()]
+
+
+def _entry(*cases: Any, npu_ops: tuple[str, ...] = (), **options: Any) -> Entry:
+    return Entry({case.__name__: case for case in cases}, frozenset(npu_ops), **options)
+
+
+CASES: dict[str, Entry] = {
+    "new_kv_cache": _entry(new_kv_cache),
+    "rms_norm": _entry(rms_norm, npu_ops=("npu_rms_norm",)),
+    "rotary_interleaved": _entry(rotary, npu_ops=("npu_interleave_rope", "npu_rotary_mul")),
+    "mla_prefill": _entry(
+        prefill, prefill_from_fractals, npu_ops=("npu_fusion_attention",), tolerance={FP32: 1e-5, BF16: 1e-2}
+    ),
+    "mla_decode": _entry(
+        decode,
+        decode_from_fractals,
+        npu_ops=("npu_fused_infer_attention_score", "npu_fusion_attention"),
+        tolerance={FP32: 1e-5, BF16: 1e-2},
+    ),
+    "topk_router": _entry(router, router_without_division, npu_ops=("npu_moe_gating_top_k",), dtypes=(FP32,)),
+    "fused_experts": _entry(
+        experts,
+        experts_of_all_tokens,
+        experts_that_nobody_chose,
+        experts_without_tokens,
+        npu_ops=("npu_moe_token_permute", "npu_grouped_matmul", "npu_swiglu", "_npu_moe_token_unpermute"),
+        tolerance={FP32: 1e-5, BF16: 1e-2},
+        output_like=0,
+    ),
+    "silu_and_mul": _entry(silu_and_mul, npu_ops=("npu_swiglu",)),
+}

@@ -1,0 +1,44 @@
+"""Every entry of mindspeed's table equals its reference, and a native one executes the torch_npu ops that it claims."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.ops.reference import reference_ops
+from mindspeed.ops import train_ops
+from tests.npu.op_parity import BF16, FP32, Maker, assert_same, assert_same_form, outcome, pairs
+from tests.npu.train_op_cases import CASES, REAL, TINY
+
+npusim = pytest.importorskip("npusim", reason="needs the simulator: source tests/npu/env.sh")
+NATIVE, REFERENCE = train_ops(), reference_ops()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("entry", "case"), list(pairs(CASES)))
+def test_native_equals_reference(entry: str, case: str, dtype: torch.dtype) -> None:
+    how = CASES[entry]
+    if dtype not in how.dtypes:
+        pytest.skip(f"{entry} takes {how.dtypes} only")
+    call = how.cases[case](Maker(dtype), TINY)
+    assert_same(outcome(NATIVE, call, "npu"), outcome(REFERENCE, call, "cpu"), how.tolerance)
+
+
+@pytest.mark.parametrize("layout", list(REAL))
+@pytest.mark.parametrize(("entry", "case"), list(pairs(CASES)))
+def test_shapes_at_the_sizes_of_deepseek_v3(entry: str, case: str, layout: str) -> None:
+    how = CASES[entry]
+    make = Maker(how.dtypes[-1], is_fake=True)
+    call = how.cases[case](make, REAL[layout])
+    assert_same_form(outcome(NATIVE, call, "npu"), outcome(REFERENCE, call, "cpu"))
+
+
+@pytest.mark.parametrize("entry", list(CASES))
+def test_native_entries_run_their_npu_ops(entry: str) -> None:
+    how = CASES[entry]
+    assert NATIVE.names[entry].split()[0] == "native", f"{entry} is not native: say why here, and what it runs"
+    npusim.reset_calls()
+    for case in how.cases.values():
+        outcome(NATIVE, case(Maker(how.dtypes[-1]), TINY), "npu")
+    ran = set(npusim.calls())
+    assert how.npu_ops <= ran, f"{entry} claims {sorted(how.npu_ops)}, but {sorted(how.npu_ops - ran)} did not run"
