@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from vllm.ops.contract import RolloutOps
 
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
+# Settings of torch_npu that graphs exclude: a second level of the launch queue, and waiting for every launch.
+WRONG_FOR_GRAPHS = {"TASK_QUEUE_ENABLE": "2", "ASCEND_LAUNCH_BLOCKING": "1"}
 
 
 class NPUPlatform(Platform):
@@ -81,7 +83,11 @@ class NPUPlatform(Platform):
         return AclGraphPool()
 
     def graph_problems(self, ops: RolloutOps) -> list[str]:
-        return table_problems(ops)
+        problems = table_problems(ops)
+        for name, value in WRONG_FOR_GRAPHS.items():
+            if os.environ.get(name) == value:
+                problems.append(f"enforce_eager=False: graphs cannot be recorded with {name}={value}; leave it out")
+        return problems
 
     def config_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
         problems = super().config_problems(config, ops)

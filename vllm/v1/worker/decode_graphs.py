@@ -22,6 +22,13 @@ logger = logging.getLogger(__name__)
 Model = Callable[[Tensor, list[KVCache], ForwardContext], Tensor]
 
 
+def num_scratch_blocks(config: VllmConfig) -> int:
+    """KV blocks for the padding of the largest graph; 0 without graphs."""
+    if config.compilation.enforce_eager:
+        return 0
+    return -(-config.compilation.cudagraph_capture_sizes[-1] // config.cache.block_size)
+
+
 @dataclass(frozen=True)
 class _DecodeGraph:
     """The graph of one size and the calls that renew the host values it holds."""
@@ -34,7 +41,8 @@ class DecodeGraphs:
     """One graph for each batch size, all over the same input buffers and in one memory pool.
 
     A step of B rows runs the smallest graph of at least B. The rows past B are padding: token 0 at position 0 of a
-    sequence of length 1 in `scratch_block`, which no request owns, so they read finite values and write nowhere else.
+    sequence of length 1 in the scratch blocks, which no request owns: they read finite values there, and each writes to
+    a slot of its own. The cache has `num_scratch_blocks` of them behind the `num_blocks` of the scheduler.
 
     The first step of a size runs eagerly on the buffers and is recorded afterwards: so kernels, workspaces and
     communicators exist when recording begins, and a rank runs the same number of collectives whether or not it still
@@ -44,13 +52,13 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, config: VllmConfig, model: Model, platform: Platform, device: torch.device, scratch_block: int
+        self, config: VllmConfig, model: Model, platform: Platform, device: torch.device, num_blocks: int
     ) -> None:
         self.sizes = config.compilation.cudagraph_capture_sizes
         self._model, self._platform, self._device = model, platform, device
         self._num_replicas = config.parallel.data_parallel_size if config.parallel.steps_in_lockstep else 1
         self._block_size = config.cache.block_size
-        self._scratch_block = scratch_block
+        self._num_blocks = num_blocks
         self._pool: GraphPool | None = None
         self._graphs: dict[int, _DecodeGraph] = {}
         largest, width = self.sizes[-1], -(-config.model.max_model_len // self._block_size)
@@ -125,17 +133,17 @@ class DecodeGraphs:
 
     def _fill(self, plan: StepPlan, tables_BW: np.ndarray, size: int) -> None:
         padding = size - len(plan.token_ids_T)
-        scratch_slot = self._scratch_block * self._block_size
+        first_scratch_slot = self._num_blocks * self._block_size
         seq_lens = np.pad(plan.seq_lens_B, (0, padding), constant_values=1)
         self._host_seq_lens_S[:size] = seq_lens
         buffers = (self._ids_S, self._positions_S, self._slots_S, self._seq_lens_S)
         values = (
             np.pad(plan.token_ids_T, (0, padding)),
             np.pad(plan.positions_T, (0, padding)),
-            np.pad(plan.slots_T, (0, padding), constant_values=scratch_slot),
+            np.concatenate((plan.slots_T, first_scratch_slot + np.arange(padding))),
             seq_lens,
         )
         for buffer_S, value in zip(buffers, values, strict=True):
             buffer_S[:size].copy_(torch.from_numpy(value))
-        tables = np.pad(tables_BW, ((0, padding), (0, 0)), constant_values=self._scratch_block)
+        tables = np.pad(tables_BW, ((0, padding), (0, 0)), constant_values=self._num_blocks)
         self._tables_SW[:size].copy_(torch.from_numpy(tables))

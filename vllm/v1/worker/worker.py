@@ -16,7 +16,7 @@ from vllm.ops.contract import KVCache, RolloutOps
 from vllm.platforms import Platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.sample.sampler import SamplerOutput
-from vllm.v1.worker.decode_graphs import DecodeGraphs
+from vllm.v1.worker.decode_graphs import DecodeGraphs, num_scratch_blocks
 from vllm.v1.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Worker:
         self.wake_kv_cache()
         self.graphs: DecodeGraphs | None = None
         if not config.compilation.enforce_eager:
-            self.graphs = DecodeGraphs(config, self.model, platform, device, scratch_block=self.num_gpu_blocks)
+            self.graphs = DecodeGraphs(config, self.model, platform, device, self.num_gpu_blocks)
         self.runner = ModelRunner(config, self.model, ops, self.graphs, device)
 
     def execute(self, step: SchedulerOutput, exchange: StepExchange) -> SamplerOutput:
@@ -91,8 +91,7 @@ class Worker:
             return
         self.num_gpu_blocks = self._decide_blocks()
         hf, cache = self.config.model.hf, self.config.cache
-        num_scratch_blocks = 0 if self.config.compilation.enforce_eager else 1  # the last, for the graphs' padding
-        num_blocks = self.num_gpu_blocks + num_scratch_blocks
+        num_blocks = self.num_gpu_blocks + num_scratch_blocks(self.config)
         shape = (num_blocks, cache.block_size, hf.kv_lora_rank, hf.qk_rope_head_dim)
         self.kv_caches = [
             self.ops.new_kv_cache(*shape, self.dtype, self.device, cache.kv_cache_layout)
