@@ -84,6 +84,7 @@ def upstream(folder: Path, inside: str = "pkg") -> Path:
     up = repository(folder)
     pkg = up / inside
     write(up / "README.md", "an upstream\n")
+    write(up / "LICENSE", "do as you like\n")
     write(pkg / "__init__.py", "")
     write(pkg / "clean.py", LINES)
     write(pkg / "both.py", LINES)

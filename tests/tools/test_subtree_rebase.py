@@ -47,6 +47,7 @@ def test_import_takes_the_files_as_one_merge_with_trailers(repos: tuple[Path, Pa
     split = git(up, "subtree", "split", "-q", "--prefix=pkg", "v1")
     assert f"git-subtree-dir: pkg\ngit-subtree-split: {split}" in message
     assert git(root, "rev-parse", f"{taken}:pkg") == git(up, "rev-parse", "v1:pkg")
+    assert (root / "third_party/licences/pkg/LICENSE").read_text(encoding="utf-8") == "do as you like\n"
     item = manifest.load("pkg", root / "third_party")
     assert (item.tag, item.commit) == ("v1", git(up, "rev-parse", "v1"))
     assert f"upstream's files of {split[:9]}" in tool(root, "status")
@@ -68,6 +69,22 @@ def test_a_clean_change_is_one_commit_that_keeps_our_block(repos: tuple[Path, Pa
     assert "holds v1.1 already" in rebase(repos, "v1.1")
     assert "in order" in tool(root, "adaptations", "--check")
     assert not (root / ".git/subtree-stage").exists()
+
+
+def test_the_manifests_url_is_fetched_into_the_cache(
+    repos: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root, up = repos
+    url = write(root / "third_party/pkg.toml", (root / "third_party/pkg.toml").read_text(encoding="utf-8"))
+    text = "\n".join(
+        f'url = "file://{up}"' if line.startswith("url") else line for line in url.read_text().splitlines()
+    )
+    write(url, text + "\n")
+    commit(root, "another url")
+    assert "v1.1" in tool(root, "diff", "pkg", "--tag", "v1.1")  # one tag, without history
+    assert "Done" in tool(root, "rebase", "pkg", "--tag", "v1.1")  # the same cache, with all of it
+    assert "nothing changes" in tool(root, "rebase", "pkg", "--tag", "v1.1", "--dry-run")
 
 
 def test_a_conflict_is_staged_with_markers_and_both_ways_out_work(repos: tuple[Path, Path]) -> None:

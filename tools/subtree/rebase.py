@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools.subtree import changes, compose, fork, guards, manifest, move, snapshot, upstream
+from tools.subtree import changes, compose, fork, guards, manifest, move, records, snapshot, upstream
 from tools.subtree.changes import Changes
 from tools.subtree.git import Git
 from tools.subtree.manifest import Manifest
@@ -34,6 +33,7 @@ class _Versions:
     before: fork.Squash
     commit: str  # the upstream's own, at the new tag
     split: str  # with the mirrored folder as its tree
+    source: Git  # the upstream's repository
 
 
 def rebase(root: Path, name: str, tag: str, spec: str | None, dry_run: bool = False) -> Outcome:
@@ -45,7 +45,10 @@ def rebase(root: Path, name: str, tag: str, spec: str | None, dry_run: bool = Fa
     git = Git(root)
     before = fork.find_squash(git, item.subtree) if item.subtree else None
     if before is None:
-        return _report(root, item, tag, spec)
+        shallow = git.run("rev-parse", "--is-shallow-repository", ok=(0, 128)).stdout.strip() == b"true"
+        notes = ("a shallow clone: whether the folder holds the upstream's files, only the whole history says",)
+        outcome = _report(root, item, tag, spec)
+        return replace(outcome, notes=outcome.notes + notes) if shallow else outcome
     compose.require_clean(git)
     versions = _versions(git, item, tag, spec, before)
     found = changes.between(git, f"{before.commit}^{{tree}}", f"{versions.split}^{{tree}}", item)
@@ -63,7 +66,7 @@ def _versions(git: Git, item: Manifest, tag: str, spec: str | None, before: fork
             f"{spec} is no git repository: {item.subtree}/ holds its upstream's files, and needs its commits"
         )
     commit = upstream.resolve(source, tag, spec or item.url)
-    return _Versions(before, commit, fork.fetch_split(git, source, commit, item.upstream_root))
+    return _Versions(before, commit, fork.fetch_split(git, source, commit, item.upstream_root), source)
 
 
 def _merge(git: Git, item: Manifest, tag: str, versions: _Versions, outcome: Outcome, stage: Path | None) -> Outcome:
@@ -76,10 +79,8 @@ def _merge(git: Git, item: Manifest, tag: str, versions: _Versions, outcome: Out
         )
     squash = fork.squash(git, item.subtree, f"{split}^{{tree}}", split, before)
     merged = fork.merge(git, ours, before.commit, squash, "ours", f"{item.name} {tag}")
-    files = {
-        item.path: manifest.with_pin(git.text("show", f"HEAD:{item.path}"), tag, versions.commit),
-        snapshot.path_of(item.name): recorded_api(git, item, f"{split}^{{tree}}", tag),
-    }
+    pinned = git.text("show", f"HEAD:{item.path}")
+    files = records.of_version(git, item, pinned, tag, split, versions.source, versions.commit)
     tree = compose.composed(git, "HEAD", item.subtree, merged.tree, files)
     findings = _findings(git, item, (f"{before.commit}^{{tree}}", ours, merged.tree), tree)
     if not merged.conflicts:
@@ -93,13 +94,6 @@ def _merge(git: Git, item: Manifest, tag: str, versions: _Versions, outcome: Out
     message = f"Rebase {item.name} onto {tag}\n\n{item.subtree}/ held {item.version} ({before.split[:9]}).\n"
     commit = compose.move_in(git, stage, tree, squash, message, waits, item.subtree)
     return replace(outcome, commit=commit, is_waiting=commit is None)
-
-
-def recorded_api(git: Git, item: Manifest, tree: str, tag: str) -> str:
-    """The text of the API snapshot of a tree that holds the mirrored folder."""
-    with tempfile.TemporaryDirectory(prefix="subtree-") as scratch:
-        recorded = snapshot.record(item, upstream.export(git, tree, Path(scratch)), tag)
-    return snapshot.render(item.name, recorded)
 
 
 def _findings(git: Git, item: Manifest, folder_trees: tuple[str, str, str], tree: str) -> list[str]:

@@ -6,10 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.subtree import compose, fork, manifest, move, snapshot, upstream
+from tools.subtree import compose, fork, manifest, move, records, snapshot, upstream
 from tools.subtree.git import Git
 from tools.subtree.manifest import Manifest
-from tools.subtree.rebase import recorded_api
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,7 @@ def take_files(root: Path, item: Manifest, manifest_text: str, tag: str, spec: s
         raise ValueError(f"{spec} is no git repository: files are taken from one, so that later versions can be merged")
     commit = upstream.resolve(source, tag, spec or item.url)
     split = fork.fetch_split(git, source, commit, item.upstream_root)
-    files = {
-        item.path: manifest.with_pin(manifest_text, tag, commit),
-        snapshot.path_of(item.name): recorded_api(git, item, f"{split}^{{tree}}", tag),
-    }
+    files = records.of_version(git, item, manifest_text, tag, split, source, commit)
     with move.stage(git) as folder:
         squash = fork.squash(git, item.subtree, f"{split}^{{tree}}", split, None)
         tree = compose.composed(git, "HEAD", item.subtree, f"{split}^{{tree}}", files)
