@@ -51,7 +51,10 @@ NUM_STEPS = 2
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to run the step; ``is_mean`` takes the mean of the micro-batches' losses instead of their sum."""
+    """One way to run the step; ``is_mean`` takes the mean of the micro-batches' losses instead of their sum.
+
+    ``overlap``: whether communication runs beside computing, in many small buckets; None: one bucket, no overlap.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -59,6 +62,8 @@ class Layout:
     num_layer_list: tuple[int, ...] | None = None
     is_sharded: bool = True
     is_mean: bool = False
+    recompute_num_layers: int | None = None
+    overlap: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -98,11 +103,29 @@ class Outcome:
 
 
 def _train(groups: ProcessGroups, layout: Layout) -> Outcome:
-    config = replace(CONFIG, sequence_parallel=layout.tp > 1, calculate_per_token_loss=not layout.is_mean)
+    config = replace(
+        CONFIG,
+        sequence_parallel=layout.tp > 1,
+        calculate_per_token_loss=not layout.is_mean,
+        moe_shared_expert_overlap=bool(layout.overlap),
+    )
+    if layout.recompute_num_layers is not None:
+        config = replace(
+            config,
+            recompute_granularity="full",
+            recompute_method="block",
+            recompute_num_layers=layout.recompute_num_layers,
+        )
     model = GPTModel(config, groups, reference_ops())
     model.init_weights(7)
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=layout.is_sharded)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=layout.is_sharded,
+        overlap_grad_reduce=bool(layout.overlap),
+        overlap_param_gather=bool(layout.overlap) and layout.is_sharded,
+        bucket_size=40_000_000 if layout.overlap is None else 1000,
+    )
     ddp = DistributedDataParallel(config, ddp_config, model, groups)
+    assert (len(ddp.param_and_grad_buffers) <= 2) == (layout.overlap is None)
     optimizer_config = OptimizerConfig(
         lr=1e-2, weight_decay=0.1, adam_eps=1e-4, clip_grad=0.5, use_distributed_optimizer=layout.is_sharded
     )
@@ -191,6 +214,7 @@ TWO_RANKS = [
     Layout(ep=2),
     Layout(ep=2, is_sharded=False),
     Layout(is_mean=True),
+    Layout(ep=2, overlap=True),
     Layout(tp=2, is_mean=True),  # an expert has two replicas, which saw parts of the same tokens
 ]
 
@@ -201,3 +225,29 @@ def test_four_ranks_equal_one_process(one_process: dict[bool, Outcome]) -> None:
 
 def test_two_ranks_equal_one_process(one_process: dict[bool, Outcome]) -> None:
     run_ranks(_check_layouts, 2, TWO_RANKS, one_process, timeout_s=100)
+
+
+def _check_overlap(layouts: list[Layout]) -> None:
+    for layout in layouts:
+        groups = initialize_model_parallel(
+            layout.tp, layout.pp, expert_model_parallel_size=layout.ep, num_layer_list=layout.num_layer_list
+        )
+        plain, beside = (_train(groups, replace(layout, overlap=overlap)) for overlap in (False, True))
+        assert beside.losses == plain.losses
+        assert beside.grad_norms == plain.grad_norms, f"{layout} {groups.coords}"
+        for name, tensor in beside.tensors.items():
+            assert torch.equal(tensor, plain.tensors[name]), f"{layout} {groups.coords} {name}"
+        destroy_model_parallel()
+
+
+OVERLAPPED = [
+    Layout(tp=2, pp=2, ep=2, num_layer_list=(2, 1)),
+    Layout(pp=2, ep=2, num_layer_list=(1, 2), recompute_num_layers=1),
+    Layout(tp=2, ep=4, is_mean=True),
+    Layout(is_sharded=False),
+    Layout(ep=2),
+]
+
+
+def test_overlapped_communication_changes_no_bit() -> None:
+    run_ranks(_check_overlap, 4, OVERLAPPED, timeout_s=100)

@@ -12,9 +12,25 @@ class DistributedDataParallelConfig:
     grad_reduce_in_fp32: accumulate and reduce in fp32 (else in the parameters' dtype: half the memory, less exact) ·
     use_distributed_optimizer: reduce-scatter, so that each replica owns one shard (else all-reduce, every replica
     owns everything) · check_for_nan_in_grad: before each reduction look for values that are not finite and log the
-    rank and the parameter where they arose.
+    rank and the parameter where they arose · bucket_size: elements after which a new flat buffer begins, reduced and
+    gathered on its own; checkpoints of the optimizer fit only the size they were made with · overlap_grad_reduce:
+    reduce each bucket as soon as the last backward of a step has filled it, beside what is left of that backward ·
+    overlap_param_gather: gather the updated parameters of each bucket in the background and wait before their first
+    use. Neither overlap changes a single bit of the result.
     """
 
     grad_reduce_in_fp32: bool = True
     use_distributed_optimizer: bool = True
     check_for_nan_in_grad: bool = False
+    bucket_size: int = 40_000_000
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bucket_size < 1:
+            raise ValueError(f"bucket_size is {self.bucket_size}; it must be at least 1 (40000000 is usual)")
+        if self.overlap_param_gather and not self.use_distributed_optimizer:
+            raise ValueError(
+                "overlap_param_gather needs use_distributed_optimizer: without it every replica updates all parameters "
+                "and there is nothing to gather"
+            )

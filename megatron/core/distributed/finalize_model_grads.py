@@ -11,23 +11,24 @@ from megatron.core.parallel_state import ProcessGroups
 
 
 def finalize_model_grads(model: DistributedDataParallel, groups: ProcessGroups) -> None:
-    """Sum partial gradients over TP, reduce over replicas, update the expert biases; collective over tp, dp and edp."""
-    _sum_partial_grads_over_tp(model, groups)
+    """Reduce over replicas, sum partial gradients over TP, update the expert biases; collective over tp, dp and edp."""
     model.finish_grad_sync()
+    _sum_partial_grads_over_tp(model, groups)
     _update_router_expert_bias(model.module, model.config.moe_router_bias_update_rate, groups)
 
 
 def _sum_partial_grads_over_tp(model: DistributedDataParallel, groups: ProcessGroups) -> None:
     """Weights that every TP rank applied to its own part of the sequence: their gradients are terms of one sum.
 
-    Before the reduction over replicas, because a reduce-scatter leaves only the shard meaningful.
+    After the reduction over replicas, which a backward pass may have begun; the TP ranks of one replica own the same
+    shards, and only those are meaningful now.
     """
     if groups.layout.tensor_model_parallel_size == 1:
         return
     for buffer in model.param_and_grad_buffers:
-        start, end = buffer.tp_partial
+        start, end = buffer.in_shard(buffer.tp_partial)
         if end > start:
-            dist.all_reduce(buffer.grads.tensor[start:end], group=groups.tp)
+            dist.all_reduce(buffer.grad_shard[start:end], group=groups.tp)
 
 
 def _update_router_expert_bias(module: nn.Module, update_rate: float, groups: ProcessGroups) -> None:

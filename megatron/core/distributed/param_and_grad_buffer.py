@@ -28,6 +28,7 @@ class ParamAndGradBuffer:
 
     Gaps and padding (the size is a multiple of the group's) hold zeros in parameters and gradients for ever.
 
+    first_param: place of the first parameter among all of the model's, the one whose gradient comes last ·
     decayed: parameters under weight decay · tp_duplicates: equal on all TP ranks, to be counted once ·
     tp_partial: gradients to be summed over TP · shard: the part of the buffer whose optimizer state this rank owns.
     """
@@ -41,8 +42,10 @@ class ParamAndGradBuffer:
         is_expert: bool,
         grad_dtype: torch.dtype,
         is_sharded: bool,
+        first_param: int = 0,
     ) -> None:
         self.name = name
+        self.first_param = first_param
         self.group = group
         self.group_size = dist.get_world_size(group)
         self.is_expert = is_expert
@@ -69,6 +72,8 @@ class ParamAndGradBuffer:
             view.copy_(param.data)
             param.data = view
             param.main_grad = self.grads.tensor[start:end].view(param.shape)  # type: ignore[attr-defined]
+        self._grad_work: dist.Work | None = None
+        self._param_work: dist.Work | None = None
 
     @property
     def param_shard(self) -> torch.Tensor:
@@ -77,24 +82,40 @@ class ParamAndGradBuffer:
 
     @property
     def grad_shard(self) -> torch.Tensor:
-        """This rank's part of the gradients; complete after ``sync_grads``."""
+        """This rank's part of the gradients; complete after ``wait_for_grads``."""
         return self.grads.tensor[slice(*self.shard)]
 
-    def sync_grads(self, scale: float) -> None:
-        """Multiply by ``scale`` and sum over the group: into the shards, or everywhere when there is only one shard."""
+    def start_grad_sync(self, scale: float) -> None:
+        """Multiply by ``scale`` and sum over the group: into the shards, or everywhere when there is only one shard.
+
+        Until ``wait_for_grads`` the gradients must not be touched.
+        """
         if scale != 1.0:
             self.grads.tensor.mul_(scale)
         if self.group_size == 1:
             return
         if self.num_shards > 1:
-            reduce_scatter_in_place(self.grads.tensor, self.grad_shard, self.group)
+            flat, shard = self.grads.tensor, self.grad_shard
+            self._grad_work = reduce_scatter_in_place(flat, shard, self.group, async_op=True)
         else:
-            dist.all_reduce(self.grads.tensor, group=self.group)
+            self._grad_work = dist.all_reduce(self.grads.tensor, group=self.group, async_op=True)
 
-    def gather_params(self) -> None:
-        """Make all parameters current again after every rank has updated its shard."""
+    def wait_for_grads(self) -> None:
+        """Make the device (the host, on CPU) wait for the reduction, if one is under way."""
+        if self._grad_work is not None:
+            self._grad_work.wait()
+            self._grad_work = None
+
+    def start_param_gather(self) -> None:
+        """Make all parameters current again after every rank has updated its shard; see ``wait_for_params``."""
         if self.num_shards > 1:
-            all_gather_in_place(self.params.tensor, self.param_shard, self.group)
+            self._param_work = all_gather_in_place(self.params.tensor, self.param_shard, self.group, async_op=True)
+
+    def wait_for_params(self) -> None:
+        """Make the device (the host, on CPU) wait for the gathering, if one is under way."""
+        if self._param_work is not None:
+            self._param_work.wait()
+            self._param_work = None
 
     def in_shard(self, span: Range) -> Range:
         """The part of ``span`` that lies in the shard, counted from the shard's start; (n, n) when there is none."""

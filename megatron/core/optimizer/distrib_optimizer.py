@@ -64,6 +64,7 @@ class DistributedOptimizer:
         element is False, on every rank.
         """
         assert self.model.grads_are_final, "call finalize_model_grads() between the last backward and step()"
+        self.model.finish_param_sync()  # the shards must not change while an earlier step's are still on their way
         square_sum = self._counted_square_sum()
         grad_norm = get_grad_norm_fp32(square_sum, self.groups.world)
         if not math.isfinite(grad_norm):

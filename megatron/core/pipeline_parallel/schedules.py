@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,6 +140,7 @@ class _Run:
     collect_non_loss_data: bool
     forward_only: bool
     results: list[Any] = field(default_factory=list)
+    num_backwards: int = 0
 
     def __post_init__(self) -> None:
         if self.collect_non_loss_data and not self.forward_only:
@@ -162,7 +164,11 @@ class _Run:
         self, input_tensor: torch.Tensor | None, output_tensor: torch.Tensor, output_grad: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Back-propagate one micro-batch and return the gradient of its input (None on the first stage)."""
-        torch.autograd.backward(output_tensor, grad_tensors=output_grad)
+        self.num_backwards += 1
+        is_last = self.num_backwards == self.num_microbatches
+        no_sync = nullcontext if is_last else getattr(self.model, "no_sync", nullcontext)
+        with no_sync():
+            torch.autograd.backward(output_tensor, grad_tensors=output_grad)
         return None if input_tensor is None else input_tensor.grad
 
 

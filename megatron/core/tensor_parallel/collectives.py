@@ -34,26 +34,40 @@ def reduce_scatter(
     return out, _reduce_scatter(out, x.contiguous(), group=group, async_op=async_op)
 
 
-def reduce_scatter_in_place(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
+def reduce_scatter_in_place(
+    flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
     """Sum ``flat`` over ``group`` into ``shard``, this rank's part of it; the other parts become garbage."""
-    _reduce_scatter(shard, flat, group=group)
+    work: dist.Work | None = _reduce_scatter(shard, flat, group=group, async_op=async_op)
+    return work
 
 
-def all_gather_in_place(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
+def all_gather_in_place(
+    flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
     """Fill every other rank's part of ``flat`` from its owner; ``shard`` is this rank's part of ``flat``."""
-    _all_gather(flat, shard, group=group)
+    work: dist.Work | None = _all_gather(flat, shard, group=group, async_op=async_op)
+    return work
 
 
-def all_reduce(x: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+def all_reduce(
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    async_op: bool = False,
+) -> dist.Work | None:
     """Reduce x over ``group`` in place."""
-    if group.size() > 1:
-        dist.all_reduce(x, op=op, group=group)
+    return dist.all_reduce(x, op=op, group=group, async_op=async_op) if group.size() > 1 else None
 
 
 def all_to_all_rows(
-    x: torch.Tensor, group: dist.ProcessGroup, output_splits: Sequence[int], input_splits: Sequence[int]
-) -> torch.Tensor:
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    async_op: bool = False,
+) -> tuple[torch.Tensor, dist.Work | None]:
     """Send ``input_splits[r]`` rows of x to rank r and receive ``output_splits[r]`` from it, in rank order."""
     out = x.new_empty(sum(output_splits), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), list(output_splits), list(input_splits), group=group)
-    return out
+    splits = list(output_splits), list(input_splits)
+    return out, dist.all_to_all_single(out, x.contiguous(), *splits, group=group, async_op=async_op)

@@ -7,6 +7,7 @@ group of one rank makes all of them the identity. Sequence-parallel regions spli
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,14 +58,49 @@ def reduce_scatter_to_sequence_parallel_region(x: torch.Tensor, group: dist.Proc
     return _map(x, group, _scatter_sum, _gather_rows)
 
 
+@dataclass
+class Exchange:
+    """Rows of x [n, ...] on their way between all ranks of a group, and the same way back for their gradient.
+
+    ``output_split_sizes``, ``input_split_sizes``: rows from and to each rank. What is computed between ``start`` and
+    ``finish`` runs beside the transfer, and its backward runs beside the gradient's transfer: autograd goes through
+    the operations in the reverse of the order in which forward made them. Each method once per exchange.
+    """
+
+    group: dist.ProcessGroup
+    output_split_sizes: Sequence[int]
+    input_split_sizes: Sequence[int]
+    arriving: torch.Tensor | None = None
+    work: dist.Work | None = None
+
+    def start(self, x: torch.Tensor) -> torch.Tensor:
+        """Send x; what comes back is good for ``finish`` only."""
+        rows: torch.Tensor = x if self.group.size() == 1 else _StartExchange.apply(x, self)
+        return rows
+
+    def finish(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows that ``start`` promised."""
+        received: torch.Tensor = rows if self.group.size() == 1 else _FinishExchange.apply(rows, self)
+        return received
+
+    def _send(self, x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> None:
+        self.arriving, self.work = collectives.all_to_all_rows(
+            x, self.group, output_splits, input_splits, async_op=True
+        )
+
+    def _receive(self) -> torch.Tensor:
+        assert self.work is not None and self.arriving is not None, "nothing is on its way"
+        self.work.wait()
+        rows, self.arriving, self.work = self.arriving, None, None
+        return rows
+
+
 def all_to_all(
     group: dist.ProcessGroup, x: torch.Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int]
 ) -> torch.Tensor:
     """Exchange rows of x, possibly different numbers between every two ranks; the gradient goes back the same way."""
-    if group.size() == 1:
-        return x
-    received: torch.Tensor = _AllToAll.apply(x, group, output_split_sizes, input_split_sizes)
-    return received
+    exchange = Exchange(group, output_split_sizes, input_split_sizes)
+    return exchange.finish(exchange.start(x))
 
 
 def _map(x: torch.Tensor, group: dist.ProcessGroup, forward: _Operation, backward: _Operation) -> torch.Tensor:
@@ -87,17 +123,34 @@ class _Mapping(torch.autograd.Function):
         return ctx.operation(grad, ctx.group), None, None, None
 
 
-class _AllToAll(torch.autograd.Function):
+class _StartExchange(torch.autograd.Function):
+    """Forward sends. Backward receives; the gradient that it is handed stands for the one on its way."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, output_splits: Sequence[int], input_splits: Sequence[int]
-    ) -> torch.Tensor:
-        ctx.group, ctx.output_splits, ctx.input_splits = group, output_splits, input_splits
-        return collectives.all_to_all_rows(x, group, output_splits, input_splits)
+    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        exchange._send(x, exchange.output_split_sizes, exchange.input_split_sizes)
+        assert exchange.arriving is not None
+        return exchange.arriving.view_as(exchange.arriving)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return collectives.all_to_all_rows(grad, ctx.group, ctx.input_splits, ctx.output_splits), None, None, None
+        return ctx.exchange._receive(), None
+
+
+class _FinishExchange(torch.autograd.Function):
+    """Forward receives. Backward sends."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        return exchange._receive()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        exchange = ctx.exchange
+        exchange._send(grad, exchange.input_split_sizes, exchange.output_split_sizes)
+        return grad, None
 
 
 def _keep(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

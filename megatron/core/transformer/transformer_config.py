@@ -49,6 +49,7 @@ class TransformerConfig(ModelParallelConfig):
     moe_router_force_load_balancing: bool = False  # benchmarks with random weights: the gate decides nothing
     moe_router_dtype: str = "fp32"
     moe_aux_loss_coeff: float = 0.0
+    moe_shared_expert_overlap: bool = False  # compute the shared experts while tokens travel to the routed ones
 
     recompute_granularity: str | None = None
     recompute_method: str | None = None
@@ -94,6 +95,8 @@ class TransformerConfig(ModelParallelConfig):
             found.append("moe_router_enable_expert_bias needs moe_router_score_function 'sigmoid'")
         if self.moe_router_dtype != "fp32":
             found.append(f"moe_router_dtype is {self.moe_router_dtype!r}; only 'fp32' is supported")
+        if self.moe_shared_expert_overlap and not self.moe_shared_expert_intermediate_size:
+            found.append("moe_shared_expert_overlap needs shared experts (moe_shared_expert_intermediate_size)")
         if self.moe_aux_loss_coeff != 0:
             found.append(f"moe_aux_loss_coeff is {self.moe_aux_loss_coeff}; only 0 is supported (use the expert bias)")
         groups, group_topk = self.moe_router_num_groups, self.moe_router_group_topk

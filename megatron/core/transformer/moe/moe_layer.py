@@ -16,7 +16,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class MoELayer(nn.Module):
-    """[T/TP, H] -> [T/TP, H]: the weighted sum of each token's routed experts, plus the shared experts."""
+    """[T/TP, H] -> [T/TP, H]: the weighted sum of each token's routed experts, plus the shared experts.
+
+    With ``moe_shared_expert_overlap`` the first half of the shared experts runs while the tokens travel to the routed
+    ones, the second half while the results come back, and their backward in the same way; no value changes.
+    """
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroups, ops: TrainOps) -> None:
         super().__init__()
@@ -24,14 +28,25 @@ class MoELayer(nn.Module):
         self.router = TopKRouter(config, ops)
         self.experts = GroupedMLP(config, groups, ops)
         self.token_dispatcher = MoEAlltoAllTokenDispatcher(config.num_moe_experts, groups, ops)
+        self.overlaps_shared_experts = config.moe_shared_expert_overlap
         self.shared_experts: SharedExpertMLP | None = None
         if config.moe_shared_expert_intermediate_size:
             self.shared_experts = SharedExpertMLP(config, groups, ops)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        rows, tokens_per_expert, plan = self.token_dispatcher.token_permutation(x_TH, *self.router(x_TH))
-        y_TH = self.token_dispatcher.token_unpermutation(self.experts(rows, tokens_per_expert), plan)
-        return y_TH if self.shared_experts is None else y_TH + self.shared_experts(x_TH)
+        beside = self.shared_experts if self.overlaps_shared_experts else None
+        rows, dispatch = self.token_dispatcher.start_dispatch(x_TH, *self.router(x_TH))
+        if beside is not None:
+            hidden_TF = beside.linear_fc1_forward_and_act(x_TH)
+        rows, tokens_per_expert, expert_map = self.token_dispatcher.finish_dispatch(rows, dispatch)
+        rows = self.experts(rows, tokens_per_expert)
+        rows, back = self.token_dispatcher.start_combine(rows, dispatch, expert_map)
+        if beside is not None:
+            shared_TH = beside.linear_fc2_forward(hidden_TF)
+        y_TH = self.token_dispatcher.finish_combine(rows, back, dispatch)
+        if self.shared_experts is None:
+            return y_TH
+        return y_TH + (shared_TH if beside is not None else self.shared_experts(x_TH))
 
     def init_weights(self, init: WeightInit, name: str) -> None:
         """Fill router, experts and shared experts from the tensors under ``name``."""
