@@ -61,8 +61,8 @@ def has_kernel(hidden: int, is_half_precision: bool) -> bool:
 def tokens_of_a_call(hidden: int, top_k: int, num_local_experts: int, num_ranks: int) -> int:
     """How many tokens of each rank fit the kernels and the communicator's buffer; ValueError when they take none.
 
-    Bytes for T tokens (documentation of npu_moe_distribute_combine_v2): 2 (E G T up512(up32(2 H) + 64) + K T up512(2
-    H)), each for one of two buffers.
+    Bytes for T tokens (documentation of npu_moe_distribute_combine_v2): 2 (E G T up512(up32(2 H) + 64) + (K + 1) T
+    up512(2 H)), where the 1 stands for a shared expert, which the kernels count although it is not theirs.
     """
     if top_k > MAX_TOP_K or not MIN_RANKS <= num_ranks <= MAX_RANKS:
         raise ValueError(
@@ -76,7 +76,7 @@ def tokens_of_a_call(hidden: int, top_k: int, num_local_experts: int, num_ranks:
         )
     buffer_mib = int(os.environ.get("HCCL_BUFFSIZE", DEFAULT_BUFFER_MIB))
     arriving = num_local_experts * num_ranks * _up(_up(2 * hidden, 32) + 64, 512)
-    returning = top_k * _up(2 * hidden, 512)
+    returning = (top_k + 1) * _up(2 * hidden, 512)
     tokens = buffer_mib * 2**20 // (2 * (arriving + returning))
     if tokens == 0:
         raise ValueError(

@@ -1,0 +1,163 @@
+"""Experts spread over ranks on the simulator: tokens reach them over hccl, and any layout equals one CPU process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import npusim
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.parallel.launcher import run_ranks
+from tests.vllm.test_parallel import ALL, DISPATCH, EXPERTS, SHARES, run_engines
+from tests.vllm.tiny import write_checkpoint
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.ops import reference
+from vllm_ascend.ops import rollout_ops
+from vllm_ascend.ops.exchanged_experts import MAX_TOKENS, tokens_of_a_call
+
+WORLD = 4
+KERNELS = {"npu_moe_distribute_dispatch_v2", "npu_moe_distribute_combine_v2"}
+# Tokens of each rank; one has none, and all pad to the same number.
+ACTIVE, ROWS = (40, 7, 0, 23), 40
+LOCAL_EXPERTS, CHOICES, WIDTH = 2, 3, 8
+BUFFER_MIB = 2  # so small that the rows of a rank take several calls
+
+
+CASES = {
+    "kernels": (1024, torch.bfloat16, 2e-2),
+    "float32": (1024, torch.float32, 1e-5),
+    "small hidden size": (48, torch.bfloat16, 2e-2),
+}
+
+
+def run_on_npus(*args: Any, **kwargs: Any) -> list[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAKE_NPU_COUNT", str(WORLD))
+        patch.setenv("HCCL_BUFFSIZE", str(BUFFER_MIB))
+        return run_ranks(*args, device="npu", **kwargs)
+
+
+def everyones_tensors(hidden: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """x, weights, ids of all ranks [WORLD, ROWS, ...] and all experts' matrices, the same in every process."""
+    generator = torch.Generator().manual_seed(3)
+    experts = WORLD * LOCAL_EXPERTS
+
+    def floats(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    x, weights = floats(WORLD, ROWS, hidden), floats(WORLD, ROWS, CHOICES).abs()
+    ids = torch.rand(WORLD, ROWS, experts, generator=generator).argsort(-1)[..., :CHOICES].contiguous()
+    w13, w2 = floats(experts, 2 * WIDTH, hidden) / hidden**0.5, floats(experts, hidden, WIDTH) / WIDTH**0.5
+    return x.to(dtype), weights, ids, w13.to(dtype), w2.to(dtype)
+
+
+def exchange_on_npu() -> list[tuple[Tensor, set[str]]]:
+    """This rank's results and the ops that made them, for each case."""
+    rank = dist.get_rank()
+    group = GroupCoordinator(rank, WORLD, dist.new_group(range(WORLD)))
+    mine = slice(rank * LOCAL_EXPERTS, (rank + 1) * LOCAL_EXPERTS)
+    found = []
+    for hidden, dtype, _ in CASES.values():
+        x, weights, ids, w13, w2 = everyones_tensors(hidden, dtype)
+        w13, w2 = (w[mine].transpose(1, 2).contiguous().to("npu").transpose(1, 2) for w in (w13, w2))
+        x, weights, ids = (tensor[rank].to("npu") for tensor in (x, weights, ids))
+        npusim.reset_calls()
+        out = rollout_ops().exchanged_experts(x, w13, w2, weights, ids, ACTIVE[rank], group)
+        found.append((out.cpu(), set(npusim.calls())))
+    return found
+
+
+@pytest.fixture(scope="module")
+def exchanged() -> list[dict[str, tuple[Tensor, set[str]]]]:
+    return [dict(zip(CASES, found, strict=True)) for found in run_on_npus(exchange_on_npu, WORLD)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_exchange_equals_all_experts_in_one_process(
+    case: str, exchanged: list[dict[str, tuple[Tensor, set[str]]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, dtype, tolerance = CASES[case]
+    monkeypatch.setenv("HCCL_BUFFSIZE", str(BUFFER_MIB))
+    assert tokens_of_a_call(1024, CHOICES, LOCAL_EXPERTS, WORLD) < ROWS
+    x, weights, ids, w13, w2 = everyones_tensors(hidden, dtype)
+    for rank, (out, ran) in enumerate(found[case] for found in exchanged):
+        assert ran >= KERNELS if case == "kernels" else not ran & KERNELS
+        assert out.isfinite().all() and out.dtype == dtype and out.shape == (ROWS, hidden)
+        active = slice(0, ACTIVE[rank])
+        alone = reference.fused_experts(x[rank, active], w13, w2, weights[rank, active], ids[rank, active], 0)
+        gap = (out[active].float() - alone.float()).abs()
+        assert gap.numel() == 0 or gap.max() <= tolerance * alone.abs().max()
+
+
+def first_tokens(path: str, llm_args: dict[str, Any]) -> tuple[list[tuple[int, float]], set[str]]:
+    """The first token of each prompt of this replica, its log-prob, and the ops that ran."""
+    from tests.vllm.test_parity import as_inputs, make_prompts
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(path, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64, **llm_args)
+    prompts = as_inputs(make_prompts(4, 12, seed=4))
+    mine = prompts[:3] if llm.config.parallel.replica == 0 else prompts[3:]
+    npusim.reset_calls()
+    outputs = llm.generate(mine, SamplingParams(max_tokens=1, temperature=0.0))
+    ran = set(npusim.calls())
+    llm.shutdown()
+    return [(o.outputs[0].token_ids[0], o.outputs[0].sampled_logprobs[0]) for o in outputs], ran
+
+
+def run_both(tiny: str, layouts: list[Any], wide: str, wide_args: list[dict[str, Any]]) -> tuple[Any, Any]:
+    return run_engines(tiny, layouts), [first_tokens(wide, llm_args) for llm_args in wide_args]
+
+
+TP_DP = {
+    "tensor_parallel_size": 2,
+    "data_parallel_size": 2,
+    "device": "npu",
+    "rollout_ops": "vllm_ascend.ops:rollout_ops",
+}
+LAYOUTS: list[Any] = [(TP_DP | way, SHARES) for way in (EXPERTS, DISPATCH)]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def engines(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Any]]:
+    """Of every rank: its samples in float32, and the first tokens of a bfloat16 model of the kernels' sizes."""
+    wide = write_checkpoint(tmp_path_factory.mktemp("wide"), hidden_size=1024, num_hidden_layers=2)
+    wide_args = [llm_args | {"dtype": "bfloat16"} for llm_args, _ in LAYOUTS]
+    return run_on_npus(run_both, WORLD, tiny, LAYOUTS, wide, wide_args, timeout_s=500)
+
+
+def test_generation_over_tp_dp_and_ep_equals_one_cpu_process(tiny: str, engines: list[tuple[Any, Any]]) -> None:
+    """float32, 2 TP x 2 DP over hccl, experts over all four ranks, tokens reaching them in both ways."""
+    alone = run_engines(tiny, [({}, [ALL])])[0]
+    for rank, (by_layout, _) in enumerate(engines):
+        for (llm_args, shares), result in zip(LAYOUTS, by_layout, strict=True):
+            for index, samples in zip(shares[rank // 2], result, strict=True):
+                for (tokens, logprobs), (expected_tokens, expected_logprobs) in zip(samples, alone[index], strict=True):
+                    assert tokens == expected_tokens, (llm_args, rank, index)
+                    assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
+
+
+def test_a_bfloat16_engine_runs_the_kernels(engines: list[tuple[Any, Any]]) -> None:
+    """Both ways give the same distribution up to bfloat16's rounding."""
+    for _, ((gathered, _), (dispatched, ran)) in engines:
+        assert ran >= KERNELS
+        for (token, logprob), (other_token, other_logprob) in zip(gathered, dispatched, strict=True):
+            assert token == other_token and logprob == pytest.approx(other_logprob, abs=0.05)
+
+
+def test_deepseek_v3_over_256_dies_fits_the_recipes_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One expert on a die; HCCL_BUFFSIZE=300 holds a decode step of 64 sequences of a TP 2 replica in one call."""
+    monkeypatch.setenv("HCCL_BUFFSIZE", "300")
+    assert 32 <= tokens_of_a_call(7168, 8, 1, 256) < MAX_TOKENS
+    monkeypatch.setenv("HCCL_BUFFSIZE", "1")
+    with pytest.raises(ValueError, match="set HCCL_BUFFSIZE to a multiple of it"):
+        tokens_of_a_call(7168, 8, 1, 256)
+    with pytest.raises(ValueError, match="over 768 ranks"):
+        tokens_of_a_call(7168, 8, 1, 768)
