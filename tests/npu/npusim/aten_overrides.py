@@ -1,4 +1,7 @@
-"""Kernels of the npu backend that have no CPU kernel of the same name, written with ops that have one."""
+"""Kernels of the npu backend that no CPU kernel can stand for, and storages that grow without values."""
+
+import os
+from typing import Any
 
 import torch
 
@@ -24,3 +27,25 @@ def install() -> None:
     library = torch.library.Library("aten", "IMPL")
     library.impl("matmul_backward", matmul_backward, "PrivateUse1", allow_override=True)
     _registrations.append(library)
+    if os.environ.get("FAKE_NPU_POISON", "0") != "0":
+        poison_grown_storages()
+
+
+def poison_grown_storages() -> None:
+    """Lets `storage.resize_` show the use of what it did not write, as `torch.empty` does on the simulator.
+
+    The allocator often gives the same block back, so without this a storage that was freed and made again would still
+    hold its values. This replaces a method of torch; no dispatcher op is called there that could be replaced instead.
+    """
+    original = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        before = self.nbytes()
+        result = original(self, size)
+        if self.device.type == "npu" and self.nbytes() > before:
+            grown = torch.empty(0, dtype=torch.uint8, device=self.device)
+            grown.set_(self, before, (self.nbytes() - before,))
+            torch.ops.npusim.as_cpu(grown).fill_(0xFF)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]

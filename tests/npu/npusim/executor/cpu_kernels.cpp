@@ -426,7 +426,8 @@ class HostKernel : public c10::OperatorKernel {
     bool is_allocation_;
 };
 
-const std::unordered_set<std::string> ALLOCATIONS = {"aten::empty", "aten::empty_strided"};
+const std::unordered_set<std::string> ALLOCATIONS = {
+    "aten::empty.memory_format", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"};
 const std::unordered_set<std::string> KEPT = {
     "aten::as_strided", "aten::view", "aten::_reshape_alias", "aten::set_", "aten::resize_", "aten::alias",
     "aten::is_pinned", "aten::_pin_memory", "aten::pin_memory", "aten::record_stream", "aten::unfold", "aten::is_set_to",
@@ -455,13 +456,13 @@ int64_t install() {
             continue;
         const auto full = full_name(*op);
         const auto within = full.substr(full.find("::") + 2);
-        if (is_aten && !ALLOCATIONS.count(name.name) && op->hasComputedKernelForDispatchKey(DispatchKey::CPU)) {
+        if (is_aten && !ALLOCATIONS.count(full) && op->hasComputedKernelForDispatchKey(DispatchKey::CPU)) {
             aten.impl(within.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
             replaced++;
             continue;
         }
         auto kernel = std::make_unique<HostKernel>(full.substr(is_npu ? 5 : 0), op->getComputedKernelForDispatchKey(DispatchKey::PrivateUse1),
-                                                   ALLOCATIONS.count(name.name) > 0);
+                                                   ALLOCATIONS.count(full) > 0);
         (is_aten ? aten : npu).impl(within.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
     }
     return replaced;
