@@ -11,6 +11,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ops import reference_ops
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_block import TransformerBlock
 from tests.megatron.model_helpers import make_model, one_process_groups, packed_batch, tiny_config
 
 
@@ -39,6 +40,26 @@ def test_recompute_changes_nothing(method: str, num_layers: int) -> None:
     for name, grad in grads.items():
         assert torch.equal(recomputed[name], grad), name
     assert counts.sum() == 32 * 2 and torch.equal(recounted, counts)
+
+
+@pytest.mark.parametrize(
+    ("method", "want"),
+    [
+        ("block", [([1, 1, 1], 0), ([1, 1, 1], 1), ([1, 1, 1], 2)]),
+        ("uniform", [([3], 0), ([3, 1], 0), ([3, 2], 0)]),
+    ],
+)
+def test_recompute_counts_the_layers_of_each_stage(method: str, want: list[tuple[list[int], int]]) -> None:
+    """Stages of 3, 4 and 5 layers, N = 3: what is recomputed together, and how many layers keep their activations."""
+    recompute = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": 3}
+    config = tiny_config(num_layers=12, moe_layer_freq=[0] * 12, **recompute)
+    with one_process_groups() as groups:
+        layout = replace(groups.layout, pipeline_model_parallel_size=3, num_layer_list=(3, 4, 5), world_size=3)
+        for stage, (recomputed, kept) in enumerate(want):
+            at_stage = replace(groups, layout=layout, coords=replace(groups.coords, pp=stage))
+            runs = TransformerBlock(config, at_stage, reference_ops(), post_layer_norm=False)._runs()
+            assert [len(layers) for layers, is_recomputed in runs if is_recomputed] == recomputed
+            assert sum(len(layers) for layers, is_recomputed in runs if not is_recomputed) == kept
 
 
 def test_bf16_stays_near_fp32() -> None:

@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from tests.parallel.launcher import run_ranks
+from verl.workers.config.engine import McoreEngineConfig
 
 CONFIG = MLATransformerConfig(
     num_layers=3,
@@ -205,10 +206,19 @@ def _part_of(whole: dict[str, torch.Tensor], name: str, groups: ProcessGroups) -
     return full
 
 
+def test_tp_ranks_that_join_the_experts_are_a_layout() -> None:
+    """``moe_tp_extend_ep`` with TP 2 and EP 2 is the layout with 4 groups of whole experts, which runs below."""
+    engine = McoreEngineConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2, moe_tp_extend_ep=True)
+    layout = engine.layout(world_size=4)
+    same = FOUR_RANKS[-1]
+    assert (layout.tensor_model_parallel_size, layout.expert_model_parallel_size) == (same.tp, same.ep) == (2, 4)
+    assert layout.expert_tensor_parallel_size == 1 and layout.problems(num_experts=CONFIG.num_moe_experts) == []
+
+
 FOUR_RANKS = [
     Layout(tp=2, pp=2, ep=2, num_layer_list=(2, 1)),
     Layout(pp=2, ep=2, num_layer_list=(1, 2)),
-    Layout(tp=2, ep=4),
+    Layout(tp=2, ep=4),  # moe_tp_extend_ep of TP 2 and EP 2
 ]
 TWO_RANKS = [
     Layout(ep=2),
