@@ -1,0 +1,74 @@
+"""Offload and onload of parameters, gradients and optimizer state on the device, by the allocator's count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_model_parallel
+from mindspeed.ops import train_ops
+from tests.parallel.toy import toy_config
+
+WIDTH = 128
+DEVICE = torch.device("npu:0")
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[ProcessGroups]:
+    """The groups of a world of one device."""
+    torch.npu.set_device(DEVICE)
+    dist.init_process_group("hccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield initialize_model_parallel()
+    destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _trainer(groups: ProcessGroups) -> DistributedOptimizer:
+    torch.manual_seed(0)
+    stack = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(DEVICE, torch.bfloat16)
+    # Two buckets, as a large model has many.
+    ddp_config = DistributedDataParallelConfig(bucket_size=WIDTH**2 + 1)
+    model = DistributedDataParallel(toy_config(), ddp_config, stack, groups)
+    assert len(model.param_and_grad_buffers) == 2
+    return get_megatron_optimizer(OptimizerConfig(lr=1e-2), model, groups, train_ops())
+
+
+def _step(optimizer: DistributedOptimizer, seed: int) -> float:
+    x_TH = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed)).to(DEVICE, torch.bfloat16)
+    optimizer.zero_grad()
+    optimizer.model(x_TH).float().square().sum().backward()
+    finalize_model_grads(optimizer.model, optimizer.groups)
+    is_updated, grad_norm, _ = optimizer.step()
+    assert is_updated
+    return grad_norm
+
+
+def _held_bytes() -> int:
+    torch.npu.synchronize()
+    return int(torch.npu.memory_allocated(DEVICE))
+
+
+def test_offload_frees_device_memory_and_training_goes_on_bit_identically(groups: ProcessGroups) -> None:
+    stayed, moved = _trainer(groups), _trainer(groups)
+    model = moved.model
+    numel = sum(buffer.numel for buffer in model.param_and_grad_buffers)
+    for seed in range(3):
+        assert _step(stayed, seed) == _step(moved, seed)
+        held = [_held_bytes()]
+        for free, num_bytes in ((model.offload_params, 2), (model.offload_grads, 4), (moved.offload, 12)):
+            free()
+            held.append(_held_bytes())
+            assert held[-2] - held[-1] == pytest.approx(num_bytes * numel, rel=0.01), free
+        for get in (moved.onload, model.onload_grads, model.onload_params):
+            get()
+            held.append(_held_bytes())
+        assert held[4:] == held[2::-1]
+    assert _step(stayed, 9) == _step(moved, 9)
+    for ours, theirs in zip(model.parameters(), stayed.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
