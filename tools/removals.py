@@ -32,6 +32,7 @@ TIMEOUT_S = 240.0
 AT_ONCE = 2  # proofs side by side: tests start processes of their own
 # A test that fails for one of these shows that the code does not run without the block, not that the hardware needs it.
 BROKEN_CODE = re.compile(r"\b(NameError|UnboundLocalError|ImportError|ModuleNotFoundError|SyntaxError)\b")
+RAISED = re.compile(r"(?!raise\b)[\w.]*(Error|Exception|Failed|Exit|Interrupt)\b")
 
 
 @dataclass(frozen=True)
@@ -291,11 +292,14 @@ def _outcome(cases: list[ElementTree.Element]) -> Outcome:
 
 
 def _reason(result: ElementTree.Element) -> str:
-    """The failure in one line; the last exception's of a report that carries other processes' tracebacks."""
-    message = result.get("message") or ""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed)\b", line)]
-    return (raised or lines or ["no message"])[-1 if raised else 0][:240]
+    """The failure in one line: what was raised, and of a report on other processes what the first of them raised."""
+    lines = [line[1:].strip() for line in (result.text or "").splitlines() if line.startswith("E ")]
+    raised = [line for line in lines if RAISED.match(line)]
+    if len(raised) > 1 and raised[0].startswith("RuntimeError: ranks failed"):  # tests/parallel/launcher.py
+        reason = raised[1]
+    else:
+        reason = (raised or lines or [result.get("message") or "no message"])[-1 if raised else 0]
+    return reason[:240]
 
 
 def _last_line(text: str) -> str:
