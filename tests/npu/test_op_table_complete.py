@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.ops import resolve as resolve_train_ops
 from megatron.core.ops.contract import TrainOps
-from mindspeed.ops import train_ops
 from vllm.ops.contract import RolloutOps
-from vllm_ascend.ops import rollout_ops
+from vllm.ops.contract import resolve as resolve_rollout_ops
 
 HERE = Path(__file__).parent
 # Files with a dict CASES of the entries that they test, and tests of one entry that needs more than one process.
@@ -55,7 +55,11 @@ def test_a_new_entry_without_cases_is_noticed() -> None:
     assert entries_with_cases(['CASES = {"old": 1}', 'CASES: dict = {"other": 2}']) != {"old", "other", "new"}
 
 
-@pytest.mark.parametrize("table", [train_ops(), rollout_ops()], ids=["train", "rollout"])
+@pytest.mark.parametrize(
+    "table",
+    [resolve_train_ops("mindspeed.ops:train_ops"), resolve_rollout_ops("vllm_ascend.ops:rollout_ops")],
+    ids=["train", "rollout"],
+)
 def test_the_printed_table_says_what_each_entry_is(table: TrainOps | RolloutOps) -> None:
     assert set(table.names) == entries_of(type(table))
     assert all(kind.split()[0] in ("native", "reference") for kind in table.names.values())
