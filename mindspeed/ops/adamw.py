@@ -1,6 +1,6 @@
 """AdamW as one kernel, through torch's own fused entry point, which torch_npu serves with aclnnApplyAdamWV2.
 
-torch_npu's older npu_apply_adam_w is not used: CANN does not offer it on Atlas A3.
+Why neither torch_npu's older npu_apply_adam_w (it wants the powers of the betas) nor apex: see mindspeed/README.md.
 Limits: float32, contiguous. Tolerance: 1e-6 relative.
 """
 
