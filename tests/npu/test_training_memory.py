@@ -1,4 +1,4 @@
-"""Offload and onload of parameters, gradients and optimizer state on the device, by the allocator's count."""
+"""What training holds on the device by the allocator's count: after an offload, and while losses are computed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from torch import nn
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_model_parallel
+from megatron.core.tensor_parallel.cross_entropy import (
+    MAX_TEMPORARY_BYTES,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_entropy,
+)
 from mindspeed.ops import train_ops
 from tests.parallel.toy import toy_config
 
@@ -72,3 +77,28 @@ def test_offload_frees_device_memory_and_training_goes_on_bit_identically(groups
     assert _step(stayed, 9) == _step(moved, 9)
     for ours, theirs in zip(model.parameters(), stayed.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("what", ["log-probabilities", "entropy"])
+def test_losses_of_a_large_vocabulary_take_bounded_memory(groups: ProcessGroups, what: str) -> None:
+    """Without the kernels' own workspace, which a simulator cannot know."""
+    torch.manual_seed(0)
+    logits_TV, target_T = torch.randn(320, 64_640).bfloat16(), torch.randint(64_640, (320,))
+    assert 4 * logits_TV.numel() > MAX_TEMPORARY_BYTES
+
+    def value_T(logits_TV: torch.Tensor) -> torch.Tensor:
+        if what == "entropy":
+            return vocab_parallel_entropy(logits_TV, groups.tp)
+        return vocab_parallel_cross_entropy(logits_TV, target_T.to(logits_TV.device), groups.tp)
+
+    on_device = logits_TV.to(DEVICE).requires_grad_()
+    before = _held_bytes()
+    torch.npu.reset_peak_memory_stats(DEVICE)
+    loss_T = value_T(on_device)
+    assert torch.npu.max_memory_allocated(DEVICE) - before < MAX_TEMPORARY_BYTES + 65536
+    loss_T.sum().backward()
+    peak_bytes = torch.npu.max_memory_allocated(DEVICE) - before
+    assert peak_bytes < MAX_TEMPORARY_BYTES + logits_TV.nbytes + 65536  # the gradient, in the logits' dtype
+    logits_TV.requires_grad_()
+    value_T(logits_TV).sum().backward()
+    torch.testing.assert_close(on_device.grad.cpu(), logits_TV.grad, rtol=1e-2, atol=1e-6)  # type: ignore[union-attr]

@@ -62,9 +62,7 @@ class _CrossEntropy(torch.autograd.Function):
             is_local_T.split(size),
             strict=True,
         ):
-            probs = (chunk - lse.unsqueeze(1)).exp_()
-            probs.scatter_add_(1, local.unsqueeze(1), -is_local.to(probs.dtype).unsqueeze(1))
-            out.copy_(probs.mul_(grad.unsqueeze(1)))
+            out.copy_(_cross_entropy_grad(chunk, lse, local, is_local).mul_(grad.unsqueeze(1)))
         return grad_TV, None, None
 
 
@@ -88,7 +86,6 @@ class _Entropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """dH/dlogit_v = -p_v (log p_v + H)."""
         logits_TV, lse_T, entropy_T = ctx.saved_tensors
         grad_TV = torch.empty_like(logits_TV)
         size = _chunk_size(logits_TV)
@@ -100,10 +97,26 @@ class _Entropy(torch.autograd.Function):
             grad_T.split(size),
             strict=True,
         ):
-            log_probs = chunk - lse.unsqueeze(1)
-            probs = log_probs.exp()
-            out.copy_(log_probs.add_(entropy.unsqueeze(1)).mul_(probs).mul_(-grad.unsqueeze(1)))
+            out.copy_(_entropy_grad(chunk, lse, entropy).mul_(grad.unsqueeze(1)))
         return grad_TV, None
+
+
+# The temporaries of one chunk live in a function of their own: they must be gone when the next chunk is made.
+
+
+def _cross_entropy_grad(
+    chunk: torch.Tensor, lse: torch.Tensor, local: torch.Tensor, is_local: torch.Tensor
+) -> torch.Tensor:
+    """d(-log p_target)/dlogit_v = p_v - [v is the target]."""
+    probs = (chunk - lse.unsqueeze(1)).exp_()
+    return probs.scatter_add_(1, local.unsqueeze(1), -is_local.to(probs.dtype).unsqueeze(1))
+
+
+def _entropy_grad(chunk: torch.Tensor, lse: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    """dH/dlogit_v = -p_v (log p_v + H)."""
+    log_probs = chunk - lse.unsqueeze(1)
+    probs = log_probs.exp()
+    return log_probs.add_(entropy.unsqueeze(1)).mul_(probs).neg_()
 
 
 def _math_dtype(logits_TV: torch.Tensor) -> torch.dtype:
