@@ -1,7 +1,7 @@
 """SwiGLU as one kernel.
 
-Limits: float16, bfloat16 or float32; an even last dimension. Tolerance: 1e-2 (bfloat16), 1e-6 (float32), relative.
-Backward: torch_npu's own (npu_swiglu_backward).
+Limits: float16, bfloat16 or float32; an even last dimension; dense tensors that are not empty (those stay in torch).
+Tolerance: 1e-2 (bfloat16), 1e-6 (float32), relative. Backward: torch_npu's own (npu_swiglu_backward).
 """
 
 from __future__ import annotations
@@ -13,5 +13,8 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     """See ``megatron.core.ops.contract.Swiglu``."""
     import torch_npu
 
+    if x.shape[0] == 0:  # a rank's experts may get no token at all; the kernel does not start on empty tensors
+        gate, up = x.chunk(2, dim=-1)
+        return gate * up
     activated: torch.Tensor = torch_npu.npu_swiglu(x, dim=-1)
     return activated

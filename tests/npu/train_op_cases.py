@@ -65,6 +65,11 @@ def swiglu(new: Maker, size: Sizes) -> Call:
     return Call(lambda ops, x: ops.swiglu(x), [new.leaf(size.tokens, 2 * size.width)])
 
 
+def swiglu_without_tokens(new: Maker, size: Sizes) -> Call:
+    """Experts of a rank that no token chose."""
+    return Call(lambda ops, x: ops.swiglu(x), [new.leaf(0, 2 * size.width)])
+
+
 def rotary(new: Maker, size: Sizes) -> Call:
     """Only products of queries with keys count: the order of R is free."""
 
@@ -220,7 +225,7 @@ def _entry(*cases: Any, npu_ops: tuple[str, ...], **options: Any) -> Entry:
 
 CASES: dict[str, Entry] = {
     "rms_norm": _entry(rms_norm, rms_norm_of_the_latent, npu_ops=("npu_rms_norm", "npu_rms_norm_backward")),
-    "swiglu": _entry(swiglu, npu_ops=("npu_swiglu", "npu_swiglu_backward")),
+    "swiglu": _entry(swiglu, swiglu_without_tokens, npu_ops=("npu_swiglu", "npu_swiglu_backward")),
     "rotary_interleaved": _entry(
         rotary,
         rotary_of_one_key_head,
