@@ -175,7 +175,8 @@ def listed_files(root: Path) -> list[str]:
     if listing.returncode == 0:
         names = set(listing.stdout.splitlines())
     else:
-        names = {p.relative_to(root).as_posix() for p in root.rglob("*") if not any(x.startswith(".") for x in p.parts)}
+        inside = [path.relative_to(root) for path in root.rglob("*")]
+        names = {path.as_posix() for path in inside if not any(part.startswith(".") for part in path.parts)}
     return sorted(name for name in names if (root / name).is_file())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -32,8 +31,8 @@ def require_clean(git: Git) -> None:
 
 def composed(git: Git, base: str, folder: str, tree: str, files: Mapping[str, str]) -> str:
     """``base`` with ``folder`` replaced by ``tree`` ("" leaves it) and with text files written; a tree object."""
-    with tempfile.TemporaryDirectory(prefix="subtree-index-") as scratch:
-        index = Git(git.folder, Path(scratch) / "index")
+    with git.scratch() as scratch:
+        index = Git(git.folder, scratch / "index")
         index.run("read-tree", base)
         if folder:
             there = index.run("ls-files", "-z", "--", f"{folder}/").stdout
@@ -48,8 +47,8 @@ def with_adaptations(git: Git, tree: str) -> tuple[str, list[str]]:
     """The tree with its list of adaptations brought up to date, and what is wrong with its marks."""
     if git.tree_of(tree, adaptations.OUTPUT.parent.as_posix()) is None:
         return tree, []
-    with tempfile.TemporaryDirectory(prefix="subtree-") as scratch:
-        root = upstream.export(git, tree, Path(scratch))
+    with git.scratch() as scratch:
+        root = upstream.export(git, tree, scratch)
         try:
             adaptations.run(root, check=False)
         except ValueError as error:

@@ -8,9 +8,7 @@ message ends with the trailers ``git-subtree-dir`` and ``git-subtree-split``, is
 from __future__ import annotations
 
 import re
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 from tools.subtree.git import MERGE_TREE, Git
 
@@ -70,8 +68,8 @@ def fetch_split(git: Git, source: Git, commit: str, root: str) -> str:
         return commit
     if source.tree_of(commit, root) is None:
         raise ValueError(f"commit {commit[:12]} of {source.folder} has no folder '{root}'")
-    with tempfile.TemporaryDirectory(prefix="subtree-split-") as scratch:
-        clone = Git(Path(scratch) / "clone")
+    with git.scratch() as scratch:
+        clone = Git(scratch / "clone")
         source.run("clone", "--quiet", "--no-checkout", "--shared", ".", str(clone.folder))
         (clone.folder / root).mkdir(parents=True)
         split = clone.text("subtree", "split", "-q", f"--prefix={root}", commit).splitlines()[-1]
@@ -145,8 +143,8 @@ def _relabelled(git: Git, tree: str, paths: set[str], labels: dict[str, str]) ->
             changed.append(f"{entry.mode} {git.write_blob(content)}\t{path}")
     if not changed:
         return tree
-    with tempfile.TemporaryDirectory(prefix="subtree-index-") as scratch:
-        index = Git(git.folder, Path(scratch) / "index")
+    with git.scratch() as scratch:
+        index = Git(git.folder, scratch / "index")
         index.run("read-tree", tree)
         index.run("update-index", "-z", "--index-info", stdin="".join(f"{line}\0" for line in changed).encode())
         return index.text("write-tree")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 REDIRECTS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR", "GIT_PREFIX")
+SCRATCH = "subtree-scratch"
 MERGE_TREE = (2, 38)  # the first git whose `merge-tree --write-tree` merges without a working tree
 
 
@@ -98,6 +101,14 @@ class Git:
 
     def top(self) -> Path:
         return Path(self.text("rev-parse", "--show-toplevel")).resolve()
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A temporary folder inside of git's own, where what a killed command left is found (``move.stage``)."""
+        base = self.git_path(SCRATCH)
+        base.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=base) as folder:
+            yield Path(folder)
 
     def version(self) -> tuple[int, int]:
         numbers = self.text("version").split()[2].split(".")

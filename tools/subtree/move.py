@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tools.subtree.git import Git
+from tools.subtree.git import SCRATCH, Git
 from tools.subtree.manifest import ROOT
 
 STAGE = "subtree-stage"
@@ -48,6 +48,7 @@ def stage(git: Git) -> Iterator[Path]:
     """An empty folder to prepare a move in, for one process at a time; an interrupted move is undone first."""
     with _locked(git):
         _recover(git)
+        shutil.rmtree(git.git_path(SCRATCH), ignore_errors=True)
         folder = git.git_path(STAGE)
         folder.mkdir(parents=True)
         try:
@@ -59,7 +60,7 @@ def stage(git: Git) -> Iterator[Path]:
 
 def recover(git: Git) -> list[str]:
     """Undo a move that was killed half-way; returns what was done, for people. ValueError when one is under way."""
-    if not git.git_path(STAGE).exists():
+    if not (git.git_path(STAGE) / PLAN).exists():
         return []
     with _locked(git):
         return _recover(git)

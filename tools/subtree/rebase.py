@@ -50,12 +50,12 @@ def rebase(root: Path, name: str, tag: str, spec: str | None, dry_run: bool = Fa
         outcome = _report(root, item, tag, spec)
         return replace(outcome, notes=outcome.notes + notes) if shallow else outcome
     compose.require_clean(git)
-    versions = _versions(git, item, tag, spec, before)
-    found = changes.between(git, f"{before.commit}^{{tree}}", f"{versions.split}^{{tree}}", item)
-    outcome = Outcome(found, f"{item.version} ({before.split[:9]})", f"{tag} ({versions.split[:9]})", True)
-    if versions.split == before.split:
-        return replace(outcome, notes=(f"{name} holds {tag} already",))
     with move.stage(git) as folder:
+        versions = _versions(git, item, tag, spec, before)
+        found = changes.between(git, f"{before.commit}^{{tree}}", f"{versions.split}^{{tree}}", item)
+        outcome = Outcome(found, f"{item.version} ({before.split[:9]})", f"{tag} ({versions.split[:9]})", True)
+        if versions.split == before.split:
+            return replace(outcome, notes=(f"{name} holds {tag} already",))
         return _merge(git, item, tag, versions, outcome, None if dry_run else folder)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 from tools.subtree import manifest, snapshot, upstream
 from tools.subtree.git import Git
 from tools.subtree.manifest import FOLDER, Manifest
@@ -27,8 +24,8 @@ def of_version(
 
 
 def _api(git: Git, item: Manifest, tree: str, tag: str) -> str:
-    with tempfile.TemporaryDirectory(prefix="subtree-") as scratch:
-        recorded = snapshot.record(item, upstream.export(git, tree, Path(scratch)), tag)
+    with git.scratch() as scratch:
+        recorded = snapshot.record(item, upstream.export(git, tree, scratch), tag)
     return snapshot.render(item.name, recorded)
 
 

@@ -62,9 +62,9 @@ def take_files(root: Path, item: Manifest, manifest_text: str, tag: str, spec: s
     if source is None:
         raise ValueError(f"{spec} is no git repository: files are taken from one, so that later versions can be merged")
     commit = upstream.resolve(source, tag, spec or item.url)
-    split = fork.fetch_split(git, source, commit, item.upstream_root)
-    files = records.of_version(git, item, manifest_text, tag, split, source, commit)
     with move.stage(git) as folder:
+        split = fork.fetch_split(git, source, commit, item.upstream_root)
+        files = records.of_version(git, item, manifest_text, tag, split, source, commit)
         squash = fork.squash(git, item.subtree, f"{split}^{{tree}}", split, None)
         tree = compose.composed(git, "HEAD", item.subtree, f"{split}^{{tree}}", files)
         message = f"Take {item.name} {tag} as {item.subtree}/\n\nFrom {item.url}, licence {item.licence}.\n"
