@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <set>
 #include <sstream>
 
@@ -82,6 +83,10 @@ aclError submit(const char* name, Ordering work) {
         return fail(507000, "%s: it has not happened yet, and the simulator runs streams at once: do it first", name);
     return resume_graphs();
 }
+
+// What an event's handle points at: a graph that records an event or waits for it outlives torch_npu's handle.
+using SharedEvent = std::shared_ptr<Event>;
+SharedEvent as_event(aclrtEvent handle) { return *static_cast<SharedEvent*>(handle); }
 
 }  // namespace
 
@@ -223,29 +228,29 @@ aclError aclrtProcessReport(int32_t) { return ACL_SUCCESS; }
 
 // ---- events
 aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t flags) {
-    *event = new Event{(flags & ACL_EVENT_EXTERNAL) != 0};
+    *event = new SharedEvent(new Event{(flags & ACL_EVENT_EXTERNAL) != 0});
     return ACL_SUCCESS;
 }
 aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t flags) { return aclrtCreateEventExWithFlag(event, flags); }
 aclError aclrtDestroyEvent(aclrtEvent event) {
-    delete static_cast<Event*>(event);
+    delete static_cast<SharedEvent*>(event);
     return ACL_SUCCESS;
 }
 aclError aclrtRecordEvent(aclrtEvent e, aclrtStream) {
-    return submit("record event", [event = static_cast<Event*>(e)] {
+    return submit("record event", [event = as_event(e)] {
         event->is_recorded = true;
         event->nanoseconds = now();
         return 0;
     });
 }
 aclError aclrtResetEvent(aclrtEvent e, aclrtStream) {
-    return submit("reset event", [event = static_cast<Event*>(e)] {
+    return submit("reset event", [event = as_event(e)] {
         event->is_recorded = false;
         return 0;
     });
 }
 aclError aclrtStreamWaitEvent(aclrtStream, aclrtEvent e) {
-    return submit("wait for event", [event = static_cast<Event*>(e)] {
+    return submit("wait for event", [event = as_event(e)] {
         return event->is_external && !event->is_recorded ? STOPS_HERE : 0;
     });
 }
@@ -268,11 +273,11 @@ aclError aclrtQueryEventWaitStatus(aclrtEvent, aclrtEventWaitStatus* status) {
     return ACL_SUCCESS;
 }
 aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent from, aclrtEvent to) {
-    *milliseconds = (static_cast<Event*>(to)->nanoseconds - static_cast<Event*>(from)->nanoseconds) / 1e6f;
+    *milliseconds = (as_event(to)->nanoseconds - as_event(from)->nanoseconds) / 1e6f;
     return ACL_SUCCESS;
 }
 aclError aclrtEventGetTimestamp(aclrtEvent event, uint64_t* microseconds) {
-    *microseconds = static_cast<Event*>(event)->nanoseconds / 1000;
+    *microseconds = as_event(event)->nanoseconds / 1000;
     return ACL_SUCCESS;
 }
 
