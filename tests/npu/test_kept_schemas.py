@@ -10,7 +10,8 @@ import torch
 
 from tests.npu.static_contract import SCHEMAS, VERSIONS, load_contract
 
-torch_npu = pytest.importorskip("torch_npu", reason="needs the simulator: source tests/npu/env.sh")
+pytest.importorskip("npusim", reason="needs the simulator: source tests/npu/env.sh")
+torch_npu = pytest.importorskip("torch_npu")
 INSTALLED = torch_npu.__version__.split("+")[0]
 
 

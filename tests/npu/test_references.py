@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-torch_npu = pytest.importorskip("torch_npu", reason="needs the simulator: source tests/npu/env.sh")
+pytest.importorskip("npusim", reason="needs the simulator: source tests/npu/env.sh")
+torch_npu = pytest.importorskip("torch_npu")
 BF16, FP32 = torch.bfloat16, torch.float32
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 HEADS, KV_HEADS, SIZE = 4, 2, 16
@@ -54,16 +55,16 @@ def test_fusion_attention_with_shared_key_heads(layout: str, mode: int) -> None:
     torch.manual_seed(0)
     queries, keys = (6, 6) if mode == CAUSAL_FROM_THE_START else (5, 7)
     inputs = [torch.randn(2, n, s, SIZE) for n, s in ((HEADS, queries), (KV_HEADS, keys), (KV_HEADS, keys))]
-    theirs = [x.clone().requires_grad_() for x in inputs]
-    wanted = torch.stack([attention(*(x[b] for x in theirs), visible(mode, queries, keys)) for b in (0, 1)])
+    q, k, v = theirs = [x.clone().requires_grad_() for x in inputs]
+    wanted = torch.stack([attention(q[b], k[b], v[b], visible(mode, queries, keys)) for b in (0, 1)])
     upstream = torch.randn_like(wanted)
     wanted.backward(upstream)
-    ours = [to_layout(x, layout).npu().requires_grad_() for x in inputs]
+    ours = [to_layout(x, layout).to("npu").requires_grad_() for x in inputs]
     found = torch_npu.npu_fusion_attention(
         *ours,
         HEADS,
         layout,
-        atten_mask=None if mode == FULL else TRIANGLE.npu(),
+        atten_mask=None if mode == FULL else TRIANGLE.to("npu"),
         scale=0.3,
         pre_tockens=3,
         next_tockens=1,
@@ -71,7 +72,7 @@ def test_fusion_attention_with_shared_key_heads(layout: str, mode: int) -> None:
         actual_seq_kvlen=[keys, 2 * keys] if layout == "TND" else None,
         sparse_mode=mode,
     )
-    found[0].backward(to_layout(upstream, layout).npu())
+    found[0].backward(to_layout(upstream, layout).to("npu"))
     assert_close(found[0], to_layout(wanted, layout))
     assert found[1].shape == ((2 * queries, HEADS, 8) if layout == "TND" else (2, HEADS, queries, 8))
     for mine, its in zip(ours, theirs, strict=True):
@@ -84,7 +85,9 @@ def test_fusion_attention_with_a_mask_of_its_own() -> None:
     q, k, v = (torch.randn(2, HEADS, 5, SIZE) for _ in range(3))
     hidden = torch.rand(2, 1, 5, 5) < 0.4
     hidden[..., 0] = False
-    found = torch_npu.npu_fusion_attention(q.npu(), k.npu(), v.npu(), HEADS, "BNSD", atten_mask=hidden.npu(), scale=0.3)
+    found = torch_npu.npu_fusion_attention(
+        q.to("npu"), k.to("npu"), v.to("npu"), HEADS, "BNSD", atten_mask=hidden.to("npu"), scale=0.3
+    )
     assert_close(found[0], F.scaled_dot_product_attention(q, k, v, ~hidden, scale=0.3))
 
 
@@ -113,27 +116,29 @@ def test_infer_attention(layout: str, pages: str) -> None:
     def stored(parts: list[Tensor]) -> Tensor:
         if pages == "none":
             if layout == "TND":
-                return torch.cat([x[:, :n].transpose(0, 1) for x, n in zip(parts, lens, strict=True)]).npu()
-            return to_layout(torch.stack(parts), layout).npu()
+                return torch.cat([x[:, :n].transpose(0, 1) for x, n in zip(parts, lens, strict=True)]).to("npu")
+            return to_layout(torch.stack(parts), layout).to("npu")
         by_page = torch.zeros(4, KV_HEADS, 16, parts[0].shape[-1], dtype=BF16)
         for row, part in zip(tables.long(), parts, strict=True):
             by_page[row] = part.unflatten(1, (2, 16)).transpose(0, 1)
         if pages == "flat":
-            return by_page.transpose(1, 2).flatten(2).npu()
-        return (by_page if pages == "by head" else by_page.unflatten(-1, (-1, 16)).transpose(2, 3)).contiguous().npu()
+            return by_page.transpose(1, 2).flatten(2).to("npu")
+        return (
+            (by_page if pages == "by head" else by_page.unflatten(-1, (-1, 16)).transpose(2, 3)).contiguous().to("npu")
+        )
 
     is_packed = layout == "TND"
     found, lse = torch_npu.npu_fused_infer_attention_score(
-        to_layout(q, layout).npu(),
+        to_layout(q, layout).to("npu"),
         stored(k),
         stored(v),
-        query_rope=to_layout(q_rope, layout).npu(),
+        query_rope=to_layout(q_rope, layout).to("npu"),
         key_rope=stored(k_rope),
         num_heads=HEADS,
         num_key_value_heads=KV_HEADS,
         input_layout=layout,
         scale=0.3,
-        block_table=None if pages == "none" else tables.npu(),
+        block_table=None if pages == "none" else tables.to("npu"),
         block_size=0 if pages == "none" else 16,
         actual_seq_lengths=[1, 2] if is_packed else None,
         actual_seq_lengths_kv=[20, 27] if is_packed and pages == "none" else lens,
@@ -147,14 +152,16 @@ def test_grouped_matmul_by_ends_and_what_it_leaves_unwritten() -> None:
     torch.manual_seed(0)
     x, w = torch.randn(7, 4), torch.randn(3, 4, 5)
     options = {"split_item": 3, "group_list_type": 0}
-    ends = torch.tensor([2, 2, 5]).npu()
-    (rows,) = torch_npu.npu_grouped_matmul([x.npu()], [w.npu()], group_list=ends, group_type=0, **options)
+    ends = torch.tensor([2, 2, 5]).to("npu")
+    (rows,) = torch_npu.npu_grouped_matmul([x.to("npu")], [w.to("npu")], group_list=ends, group_type=0, **options)
     assert_close(rows[:5], torch.cat((x[:2] @ w[0], x[2:5] @ w[2])))
     assert rows[5:].isnan().all()
-    (same,) = torch_npu.npu_grouped_matmul([x.npu()], [e.npu() for e in w], group_list=ends, group_type=0, **options)
+    (same,) = torch_npu.npu_grouped_matmul(
+        [x.to("npu")], [e.to("npu") for e in w], group_list=ends, group_type=0, **options
+    )
     assert torch.equal(same[:5].cpu(), rows[:5].cpu())
     y = torch.randn(7, 5)
-    (inner,) = torch_npu.npu_grouped_matmul([x.npu().t()], [y.npu()], group_list=ends, group_type=2, **options)
+    (inner,) = torch_npu.npu_grouped_matmul([x.to("npu").t()], [y.to("npu")], group_list=ends, group_type=2, **options)
     assert_close(inner[0], x[:2].t() @ y[:2])
     assert_close(inner[2], x[2:5].t() @ y[2:5])
     assert inner[1].isnan().all()
@@ -167,12 +174,14 @@ def test_gating(norm: int, mode: int) -> None:
     logits, bias = torch.randn(9, 12), torch.randn(12)
     if (norm, mode) == (1, 0):
         with pytest.raises(RuntimeError, match="softmax only"):
-            torch_npu.npu_moe_gating_top_k(logits.npu(), 2, bias=bias.npu(), norm_type=norm, group_select_mode=mode)
+            torch_npu.npu_moe_gating_top_k(
+                logits.to("npu"), 2, bias=bias.to("npu"), norm_type=norm, group_select_mode=mode
+            )
         return
     weights, ids, scores = torch_npu.npu_moe_gating_top_k(
-        logits.npu(),
+        logits.to("npu"),
         2,
-        bias=bias.npu(),
+        bias=bias.to("npu"),
         k_group=2,
         group_count=3,
         group_select_mode=mode,
@@ -185,7 +194,7 @@ def test_gating(norm: int, mode: int) -> None:
     for token in range(9):
         groups = [(wanted[token] + bias)[4 * g : 4 * g + 4].sort(descending=True).values for g in range(3)]
         totals = [float(group[:2].sum() if mode else group[0]) for group in groups]
-        allowed = sorted(range(3), key=lambda g, totals=totals: -totals[g])[:2]
+        allowed = sorted(range(3), key=totals.__getitem__, reverse=True)[:2]
         experts = sorted((-float(wanted[token, e] + bias[e]), e) for g in allowed for e in range(4 * g, 4 * g + 4))
         chosen = [e for _, e in experts[:2]]
         assert ids[token].tolist() == chosen
@@ -195,7 +204,7 @@ def test_gating(norm: int, mode: int) -> None:
 
 def test_permute_of_a_part_of_the_rows() -> None:
     tokens, indices = torch.arange(8.0).view(4, 2), torch.tensor([[2, 0], [1, 0], [0, 2], [1, 2]])
-    rows, row_map = torch_npu.npu_moe_token_permute(tokens.npu(), indices.npu(), num_out_tokens=3)
+    rows, row_map = torch_npu.npu_moe_token_permute(tokens.to("npu"), indices.to("npu"), num_out_tokens=3)
     assert rows[:, 0].tolist() == [0.0, 2.0, 4.0]
     assert row_map.tolist() == [5, 0, 3, 1, 2, 6, 4, 7]
 
@@ -204,7 +213,7 @@ def test_rotary_by_halves_and_the_gradients_of_its_angles() -> None:
     torch.manual_seed(0)
     x, cos, sin = torch.randn(2, 5, 3, 8), torch.randn(1, 5, 1, 8), torch.randn(1, 5, 1, 8)
     for mode in ("half", "interleave"):
-        ours = [t.npu().requires_grad_() for t in (x, cos, sin)]
+        ours = [t.to("npu").requires_grad_() for t in (x, cos, sin)]
         theirs = [t.clone().requires_grad_() for t in (x, cos, sin)]
         first, second = theirs[0][..., :4], theirs[0][..., 4:]
         turned = torch.cat((-second, first), -1)
@@ -215,7 +224,7 @@ def test_rotary_by_halves_and_the_gradients_of_its_angles() -> None:
         assert_close(found, wanted)
         upstream = torch.randn_like(wanted)
         wanted.backward(upstream)
-        found.backward(upstream.npu())
+        found.backward(upstream.to("npu"))
         for mine, its in zip(ours, theirs, strict=True):
             assert_close(mine.grad, its.grad)
 
@@ -240,7 +249,7 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "more queries than keys": (
         "queries of",
         lambda: torch_npu.npu_fusion_attention(
-            ones(1, 2, 5, 16), *[ones(1, 2, 4, 16)] * 2, 2, "BNSD", atten_mask=TRIANGLE.npu(), sparse_mode=3
+            ones(1, 2, 5, 16), *[ones(1, 2, 4, 16)] * 2, 2, "BNSD", atten_mask=TRIANGLE.to("npu"), sparse_mode=3
         ),
     ),
     "float32 in rollout attention": (
@@ -251,14 +260,14 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "groups past the rows": (
         "past 4",
         lambda: torch_npu.npu_grouped_matmul(
-            [ones(4, 2)], [ones(2, 2, 2)], group_list=torch.tensor([3, 2]).npu(), split_item=3, group_type=0,
+            [ones(4, 2)], [ones(2, 2, 2)], group_list=torch.tensor([3, 2]).to("npu"), split_item=3, group_type=0,
             group_list_type=1,
         ),
     ),
     "an inner split of an x that is not transposed": (
         "transposed",
         lambda: torch_npu.npu_grouped_matmul(
-            [ones(2, 4)], [ones(4, 3)], group_list=torch.tensor([3, 1]).npu(), split_item=3, group_type=2,
+            [ones(2, 4)], [ones(4, 3)], group_list=torch.tensor([3, 1]).to("npu"), split_item=3, group_type=2,
             group_list_type=1,
         ),
     ),
@@ -267,12 +276,12 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
         "names a page",
         lambda: torch_npu.npu_fused_infer_attention_score(
             ones(1, 2, 1, 16, dtype=BF16), *[ones(3, 2, 16, 16, dtype=BF16)] * 2, num_heads=2, input_layout="BNSD",
-            block_table=torch.tensor([[7]], dtype=torch.int32).npu(), block_size=16, actual_seq_lengths_kv=[5],
+            block_table=torch.tensor([[7]], dtype=torch.int32).to("npu"), block_size=16, actual_seq_lengths_kv=[5],
         ),
     ),
     "a slot outside of the cache": (
         "outside",
-        lambda: torch_npu.npu_scatter_nd_update_(ones(4, 2), torch.tensor([[4]]).npu(), ones(1, 2)),
+        lambda: torch_npu.npu_scatter_nd_update_(ones(4, 2), torch.tensor([[4]]).to("npu"), ones(1, 2)),
     ),
 }  # fmt: skip
 
