@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm.platforms.interface import DeviceMemory, GraphPool, Platform, table_problems
+from vllm_ascend.ops.exchanged_experts import exchange_problem
 from vllm_ascend.ops.mla_decode import BLOCK_STEP, MAX_BLOCK, head_problem
 
 if TYPE_CHECKING:
@@ -98,8 +99,8 @@ class NPUPlatform(Platform):
                 f"up to {MAX_BLOCK}, best 128"
             )
         heads = config.model.hf.num_attention_heads // config.parallel.tensor_parallel_size
-        problem = head_problem(heads, config.model.hf, config.model.dtype)
-        return problems if problem is None else [*problems, problem]
+        more = (head_problem(heads, config.model.hf, config.model.dtype), exchange_problem(config))
+        return problems + [problem for problem in more if problem is not None]
 
 
 def _visible() -> str:

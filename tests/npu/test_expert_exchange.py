@@ -14,9 +14,11 @@ from tests.parallel.launcher import run_ranks
 from tests.vllm.test_parallel import ALL, DISPATCH, EXPERTS, SHARES, run_engines
 from tests.vllm.tiny import write_checkpoint
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.engine.arg_utils import EngineArgs
 from vllm.ops import reference
 from vllm_ascend.ops import rollout_ops
 from vllm_ascend.ops.exchanged_experts import MAX_TOKENS, tokens_of_a_call
+from vllm_ascend.platform import NPUPlatform
 
 WORLD = 4
 KERNELS = {"npu_moe_distribute_dispatch_v2", "npu_moe_distribute_combine_v2"}
@@ -150,6 +152,28 @@ def test_a_bfloat16_engine_runs_the_kernels(engines: list[tuple[Any, Any]]) -> N
         assert ran >= KERNELS
         for (token, logprob), (other_token, other_logprob) in zip(gathered, dispatched, strict=True):
             assert token == other_token and logprob == pytest.approx(other_logprob, abs=0.05)
+
+
+def test_the_configuration_refuses_what_cannot_be_exchanged(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any process starts: needs no device."""
+
+    def problems(dtype: str, enforce_eager: bool) -> list[str]:
+        args = EngineArgs(
+            tiny,
+            skip_tokenizer_init=True,
+            dtype=dtype,
+            tensor_parallel_size=2,
+            data_parallel_size=2,
+            enable_expert_parallel=True,
+            expert_exchange="dispatch",
+            enforce_eager=enforce_eager,
+        )
+        return NPUPlatform().config_problems(args.create_engine_config(0, WORLD), rollout_ops())
+
+    monkeypatch.delenv("TASK_QUEUE_ENABLE", raising=False)
+    assert problems("float32", True) == []
+    (problem,) = problems("float32", False)
+    assert "only the kernels for half precision and 1024 to 7168 can be recorded" in problem
 
 
 def test_deepseek_v3_over_256_dies_fits_the_recipes_buffer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,13 @@ def test_top_k_and_top_p_cut_and_renormalise(logits_W: Tensor) -> None:
     assert set(draw(logits_W, top_k=5, top_p=1e-6).token_ids_B.tolist()) == {int(probs.argmax())}
 
 
+def test_ties_at_the_edge_of_top_k_and_top_p() -> None:
+    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0])
+    assert set(draw(logits, top_k=2).token_ids_B.tolist()) == {0, 1, 2, 3}  # as likely as the second
+    # 0.42, then 0.155 each: two of the three reach 0.7, the last ones of the vocabulary.
+    assert set(draw(logits, top_p=0.7).token_ids_B.tolist()) == {0, 2, 3}
+
+
 def test_rare_tokens_are_drawn_as_often_as_they_should() -> None:
     """A tail of 30,000 tokens that weigh 1e-2 together, where coarse noise would show."""
     tail = 30_000

@@ -13,7 +13,7 @@ Tolerance: 1e-2 (bfloat16), 1e-5 (float32), relative.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from torch import Tensor
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.ops.reference_exchange import all_to_all_experts
 from vllm_ascend.ops.fused_experts import fused_experts, grouped_matmul
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 MIN_HIDDEN, MAX_HIDDEN = 1024, 7168
 MAX_TOKENS, MAX_TOP_K = 512, 16
@@ -51,6 +54,26 @@ def exchanged_experts(
         for part in (slice(start, start + at_once) for start in range(0, len(x_TH), at_once))
     ]
     return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def exchange_problem(config: VllmConfig) -> str | None:
+    """Why an engine's experts cannot be exchanged by dispatch, None when they can or are not."""
+    parallel, hf = config.parallel, config.model.hf
+    num_ranks = parallel.expert_parallel_size
+    if parallel.expert_exchange != "dispatch" or num_ranks == 1:
+        return None
+    if has_kernel(hf.hidden_size, config.model.dtype != "float32"):
+        try:
+            tokens_of_a_call(hf.hidden_size, hf.num_experts_per_tok, hf.n_routed_experts // num_ranks, num_ranks)
+        except ValueError as error:
+            return str(error)
+    elif not config.compilation.enforce_eager:
+        return (
+            f"enforce_eager=False with expert_exchange='dispatch', dtype={config.model.dtype} and hidden_size="
+            f"{hf.hidden_size}: only the kernels for half precision and {MIN_HIDDEN} to {MAX_HIDDEN} can be recorded; "
+            "set enforce_eager=True or expert_exchange='all_gather'"
+        )
+    return None
 
 
 def has_kernel(hidden: int, is_half_precision: bool) -> bool:

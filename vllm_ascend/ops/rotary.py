@@ -1,8 +1,8 @@
 """DeepSeek's interleaved rotary embedding, first members before second members, as one kernel where there is one.
 
-Limits: R = 64 in float16 or bfloat16 runs npu_interleave_rope, whose order is the contract's; any other even R up to
-896, and float32, runs npu_rotary_mul and a reordering. cos and sin are cast to x's dtype. Tolerance: 1e-2 (bfloat16),
-1e-6 (float32).
+Limits: R = 64 in float16 or bfloat16 runs npu_interleave_rope, whose order is the contract's and which wants dense
+tensors; any other even R up to 896, and float32, runs npu_rotary_mul and a reordering. cos and sin are cast to x's
+dtype. Tolerance: 1e-2 (bfloat16), 1e-6 (float32).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def rotary_interleaved(x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     if x_TNR.shape[-1] == ONE_KERNEL_SIZE and x_TNR.dtype != torch.float32:
         # Layout BNSD with one token in each sequence.
         rotated: Tensor = torch_npu.npu_interleave_rope(
-            x_TNR.unsqueeze(2), cos_TR[:, None, None, :], sin_TR[:, None, None, :]
+            x_TNR.unsqueeze(2).contiguous(), cos_TR[:, None, None, :], sin_TR[:, None, None, :]
         )
         return rotated.squeeze(2)
     in_place: Tensor = torch_npu.npu_rotary_mul(

@@ -1,7 +1,8 @@
 """DeepSeek-V3's routing as one kernel.
 
 Limits: float32 logits; CANN 8.2 takes DeepSeek-V3's shape only (256 experts in 8 groups, 4 kept, up to 32 choices),
-CANN 8.5 up to 2048 experts. Tolerance: the same experts except where scores tie, weights 1e-6.
+CANN 8.5 up to 2048 experts with more than 2 in a group, a group's number rounded up to a multiple of 32. Tolerance: the
+same experts except where scores tie, weights 1e-6.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class FusedMoE(nn.Module):
         longest, dp_rank = max(context.dp_token_counts), self.parallel.config.dp_rank
         if longest == 0:
             return x_TH
-        if self.parallel.config.expert_exchange == "dispatch":
+        if self.parallel.exchange.world_size > 1:
             return self._dispatched(x_TH, longest)
         if not self.parallel.config.steps_in_lockstep:
             out_TH = self._routed(x_TH)

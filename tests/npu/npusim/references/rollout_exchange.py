@@ -1,14 +1,16 @@
 """Tokens to their experts on other ranks and back, after "torch_npu.npu_moe_distribute_dispatch_v2" and
 "torch_npu.npu_moe_distribute_combine_v2" of the Ascend documentation, with A3's limits.
 
-The group is found by its HCCL name, and the rows travel by its own all-to-all. ``assist_info`` of an arrived row holds
-(source rank, token, choice), 128 numbers apart as in the op's shape; what the real kernel writes there is not said and
-nobody may rely on it. Simplified: no TP group, quantisation, shared expert ranks, special experts; and not noticed:
-another op on the same communicator, which the documentation forbids.
+The group is found by its HCCL name; the rows travel over a host group of the same ranks, because a replayed graph runs
+this again and may use no device op for it. ``assist_info`` of an arrived row holds (source rank, token, choice), 128
+numbers apart as in the op's shape; what the real kernel writes there is not said and nobody may rely on it. Simplified:
+no TP group, quantisation, shared expert ranks, special experts; and not noticed: another op on the same communicator,
+which the documentation forbids.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from npusim.reference import reference
-from npusim.references.checks import require, unwritten
+from npusim.references.checks import KernelRefused, require, unwritten
 
 MAX_TOKENS, MAX_CHOICES, MIN_HIDDEN, MAX_HIDDEN = 512, 16, 1024, 7168
 MAX_RANKS, MAX_EXPERTS_TIMES_RANKS = 384, 1280
@@ -159,26 +161,36 @@ def _align(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
+_host_groups: dict[str, dist.ProcessGroup] = {}
+
+
 def _group(op: str, name: str, size: int, rank: int) -> dist.ProcessGroup:
-    """The process group with this HCCL name."""
+    """A host group of the ranks of the process group that has this HCCL name; made at the first call."""
+    if name not in _host_groups:
+        ranks = _ranks_of(op, name, size, rank)
+        _host_groups[name] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _host_groups[name]
+
+
+def _ranks_of(op: str, name: str, size: int, rank: int) -> list[int]:
     for group in dist.distributed_c10d._world.pg_map:
-        if group.size() == size and dist.get_rank(group) == rank:
+        if dist.get_backend(group) == "hccl" and group.size() == size and dist.get_rank(group) == rank:
             backend: Any = group._get_backend(torch.device("npu"))
             if backend.get_hccl_comm_name(rank, init_comm=False) == name:
-                return group
-    require(False, op, f"no group of {size} ranks is named {name!r}")
-    raise AssertionError
+                return dist.get_process_group_ranks(group)
+    raise KernelRefused(f"{op}: no group of {size} ranks with this one at {rank} is named {name!r}")
 
 
 def _all_to_all(group: dist.ProcessGroup, x: Tensor, sent: list[int] | None, received: list[int] | None) -> Tensor:
-    mine = x.to("npu")
-    arrived = mine.new_empty((len(x) if received is None else sum(received), *x.shape[1:]))
-    dist.all_to_all_single(arrived, mine, received, sent, group=group)
-    return arrived.cpu()
+    arrived = x.new_empty((len(x) if received is None else sum(received), *x.shape[1:]))
+    # As bytes: gloo knows no bfloat16.
+    width = math.prod(x.shape[1:])
+    mine, theirs = (tensor.reshape(len(tensor), width).contiguous().view(torch.uint8) for tensor in (x, arrived))
+    dist.all_to_all_single(theirs, mine, received, sent, group=group)
+    return theirs.view(x.dtype).view_as(arrived)
 
 
 def _gather(group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    mine = x.to("npu")
-    parts = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(parts, mine, group=group)
-    return torch.stack(parts).cpu()
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x, group=group)
+    return torch.stack(parts)

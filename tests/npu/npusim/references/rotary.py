@@ -48,6 +48,7 @@ def interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     require(x.dtype in (torch.float16, torch.bfloat16) and cos.dtype == sin.dtype == x.dtype, op, "float16 or bfloat16")
     require(x.dim() == cos.dim() == sin.dim() == 4 and x.shape[-1] == INTERLEAVE_ROPE_SIZE, op, "wants [B, N, S, 64]")
     require(x.numel() > 0, op, "wants a tensor that is not empty")
+    require(all(tensor.is_contiguous() for tensor in (x, cos, sin)), op, "wants dense tensors")
     apart = torch.cat((x[..., 0::2], x[..., 1::2]), -1).double()
     return (apart * cos.double() + _turn(apart, "half") * sin.double()).to(x.dtype)
 
