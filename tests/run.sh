@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up what the checks need, runs them all, and ends with pytest's exit code. Arguments go to pytest.
+# Sets up what the checks need, runs them all, the device tests on simulated NPUs last. Arguments go to the main suite's
+# pytest, and then the device tests are left to tests/npu/run.sh.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -35,4 +36,11 @@ step "adaptations"
 "$PY" -m tools.adaptations --check
 
 step "pytest"
-exec "$PY" -m pytest "$@"
+status=0
+"$PY" -m pytest "$@" || status=$?
+
+if [ $# -eq 0 ]; then
+    step "pytest on simulated NPUs"
+    env -u TORCH_DEVICE_BACKEND_AUTOLOAD bash tests/npu/run.sh || status=$?
+fi
+exit "$status"

@@ -4,13 +4,15 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: tools/setup_env.sh [base|dev]
+usage: tools/setup_env.sh [base|dev|simulator]
 
-  base   what a run needs (default); torch_npu is added on a machine that has NPUs
-  dev    base, and what the tests and checks need
+  base       what a run needs (default); torch_npu is added on a machine that has NPUs
+  dev        base, and what the tests and checks need
+  simulator  a second environment over the dev one, with torch_npu, for tests/npu on a machine without NPUs
 
-Environment: VENV_DIR  where to make it (default: .venv in the repository)
-             PYTHON    the interpreter to make it with (default: the first python3 that is 3.11 or newer)
+Environment: VENV_DIR      where to make it (default: .venv in the repository)
+             NPU_VENV_DIR  where to make the simulator's (default: .venv-npu in the repository)
+             PYTHON        the interpreter to make it with (default: the first python3 that is 3.11 or newer)
 
 Afterwards run things with "$VENV_DIR/bin/python", or `source "$VENV_DIR/bin/activate"`.
 TEXT
@@ -29,8 +31,8 @@ die() {
 
 case "$LAYER" in
     -h | --help) usage && exit 0 ;;
-    base | dev) ;;
-    *) usage >&2 && die "unknown layer '$LAYER': expected base or dev" ;;
+    base | dev | simulator) ;;
+    *) usage >&2 && die "unknown layer '$LAYER': expected base, dev or simulator" ;;
 esac
 
 find_python() {
@@ -51,11 +53,36 @@ has_npu() {
     compgen -G "/dev/davinci[0-9]*" >/dev/null || command -v npu-smi >/dev/null 2>&1
 }
 
-check_venv_dir() {
-    if [ -e "$VENV_DIR" ] && [ ! -e "$VENV_DIR/pyvenv.cfg" ] && [ -n "$(ls -A "$VENV_DIR" 2>/dev/null)" ]; then
-        die "VENV_DIR=$VENV_DIR exists and is not a virtual environment: name another folder, or empty it"
+check_venv_dir() { # NAME FOLDER
+    if [ -e "$2" ] && [ ! -e "$2/pyvenv.cfg" ] && [ -n "$(ls -A "$2" 2>/dev/null)" ]; then
+        die "$1=$2 exists and is not a virtual environment: name another folder, or empty it"
     fi
-    mkdir -p "$VENV_DIR" 2>/dev/null && [ -w "$VENV_DIR" ] || die "cannot write to $VENV_DIR: set VENV_DIR to a folder that you can write to"
+    mkdir -p "$2" 2>/dev/null && [ -w "$2" ] || die "cannot write to $2: set $1 to a folder that you can write to"
+}
+
+# The simulator's environment is current when it lies over VENV_DIR and has the torch_npu that is pinned.
+simulator_is_current() {
+    local pin
+    pin="$(sed -n 's/^torch-npu==//p' "$REQUIREMENTS/npu.txt")"
+    [ -x "$NPU_VENV_DIR/bin/python" ] && "$NPU_VENV_DIR/bin/python" - "$pin" "$("$VENV_DIR/bin/python" -c "$PRINT_SITE")" <<'PYTHON' 2>/dev/null
+import sys
+from importlib import metadata
+pin, lower = sys.argv[1:]
+sys.exit(not (lower in sys.path and metadata.version("torch-npu") == pin))
+PYTHON
+}
+PRINT_SITE='import sysconfig; print(sysconfig.get_path("purelib"))'
+
+# torch_npu's own needs (numpy, pyyaml) and torch are in the environment below: nothing else is installed.
+make_simulator() {
+    "$VENV_DIR/bin/python" -m venv --clear --without-pip "$NPU_VENV_DIR"
+    "$VENV_DIR/bin/python" -c "$PRINT_SITE" >"$("$NPU_VENV_DIR/bin/python" -c "$PRINT_SITE")/layer.pth"
+    say "installing torch_npu over $VENV_DIR (log: $NPU_VENV_DIR/install.log)"
+    if ! "$VENV_DIR/bin/python" -m pip --python "$NPU_VENV_DIR/bin/python" install --no-input --disable-pip-version-check \
+        --progress-bar off --no-deps --only-binary :all: -r "$REQUIREMENTS/npu.txt" >"$NPU_VENV_DIR/install.log" 2>&1; then
+        tail -n 5 "$NPU_VENV_DIR/install.log" >&2
+        die "pip could not install torch_npu (the lines above are the end of $NPU_VENV_DIR/install.log)"
+    fi
 }
 
 # The stamp holds what the environment was made from, so it goes stale by itself when a pin or the Python changes.
@@ -94,6 +121,22 @@ install_packages() {
     fi
 }
 
+if [ "$LAYER" = simulator ]; then
+    NPU_VENV_DIR="${NPU_VENV_DIR:-$ROOT/.venv-npu}"
+    [ -x "$VENV_DIR/bin/python" ] || die "no environment in VENV_DIR=$VENV_DIR to put it over: run tools/setup_env.sh dev first"
+    if ! simulator_is_current; then
+        check_venv_dir NPU_VENV_DIR "$NPU_VENV_DIR"
+        if command -v flock >/dev/null 2>&1; then
+            exec 9<"$NPU_VENV_DIR"
+            flock 9
+        fi
+        simulator_is_current || make_simulator
+        simulator_is_current || die "the environment in $NPU_VENV_DIR lacks torch_npu, or does not lie over $VENV_DIR: delete it and run this again"
+    fi
+    say "$NPU_VENV_DIR is up to date (simulator)"
+    exit 0
+fi
+
 PYTHON_FOUND="$(find_python)"
 WITH_NPU=no
 if has_npu; then WITH_NPU=yes; fi
@@ -103,7 +146,7 @@ if is_current; then
     say "$VENV_DIR is up to date ($LAYER)"
     exit 0
 fi
-check_venv_dir
+check_venv_dir VENV_DIR "$VENV_DIR"
 if command -v flock >/dev/null 2>&1; then
     # The folder itself is the lock: it survives --clear, and leaves no file behind.
     exec 9<"$VENV_DIR"

@@ -24,5 +24,7 @@ export TORCH_DEVICE_BACKEND_AUTOLOAD=1
 # torch_npu would run its host code on a second thread, beside the CPU kernels.
 export TASK_QUEUE_ENABLE=0
 export FAKE_NPU_POISON="${FAKE_NPU_POISON:-1}"
+# A rank that waits for one that does not come fails after this; the default of HCCL is half an hour.
+export HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-240}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 unset ASCEND_HOME_PATH _npu_root _npu_libraries

@@ -67,7 +67,7 @@ def test_a_failed_install_is_not_taken_for_a_finished_one(repo: Path) -> None:
 
 def test_wrong_use_is_a_clear_error(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     unknown = setup(repo, "cuda")
-    assert unknown.returncode == 1 and "expected base or dev" in unknown.stderr
+    assert unknown.returncode == 1 and "expected base, dev or simulator" in unknown.stderr
     precious = tmp_path_factory.mktemp("home")
     (precious / "thesis.txt").write_text("years of work", encoding="utf-8")
     taken = setup(repo, VENV_DIR=str(precious))

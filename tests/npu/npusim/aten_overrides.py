@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from npusim.reference import reference
+
 _registrations: list[torch.library.Library] = []
 
 
@@ -23,7 +25,13 @@ def matmul_backward(
     return grad_left, grad_right
 
 
+def dtype_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """torch_npu's own cast, which its collectives use for types that HCCL does not reduce."""
+    return tensor.to(dtype)
+
+
 def install() -> None:
+    reference("_npu_dtype_cast")(dtype_cast)
     library = torch.library.Library("aten", "IMPL")
     library.impl("matmul_backward", matmul_backward, "PrivateUse1", allow_override=True)
     _registrations.append(library)
