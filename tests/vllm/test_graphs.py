@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import weakref
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,9 @@ def test_every_problem_of_a_config_for_npu_comes_at_once(
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
     with pytest.raises(ValueError, match="graphs cannot be recorded with TASK_QUEUE_ENABLE=2"):
         build(path, enforce_eager=False, **(npu | {"block_size": 16}))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed")
+def test_a_missing_torch_npu_is_named(path: str) -> None:
+    with pytest.raises(ValueError, match="torch_npu is not installed; install requirements/npu.txt"):
+        build(path, device="npu", rollout_ops="vllm_ascend.ops:rollout_ops", block_size=16)

@@ -1,0 +1,135 @@
+"""Decode steps as ACL graphs on the simulator: recorded by the real torch_npu, with renewed host arguments."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.parallel.launcher import run_ranks
+from tests.vllm.test_graphs import build, recorded_sizes, results_of
+from tests.vllm.test_parallel import ALL, EXPERTS, SHARES, run_engines
+from tests.vllm.tiny import TINY, random_weights, write_checkpoint
+from vllm import LLM
+from vllm.ops import reference
+from vllm.ops.contract import DecodeMetadata
+from vllm_ascend.compilation.acl_graph import AclGraphPool
+from vllm_ascend.ops import rollout_ops
+from vllm_ascend.ops.mla_decode import PAGED_LATENT, PAGED_ROPE
+
+NPU: dict[str, Any] = {
+    "device": "npu",
+    "rollout_ops": "vllm_ascend.ops:rollout_ops",
+    "block_size": 16,
+    "num_gpu_blocks_override": 40,
+}
+DEVICE = torch.device("npu", 0)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def build_npu(path: str, **overrides: Any) -> LLM:
+    return build(path, **(NPU | overrides))
+
+
+def test_graphs_give_the_tokens_and_logprobs_of_eager_steps(path: str) -> None:
+    eager, graphs = build_npu(path), build_npu(path, enforce_eager=False)
+    for count in (8, 6, 3, 6):
+        (tokens, logprobs), (expected_tokens, expected_logprobs) = results_of(graphs, count), results_of(eager, count)
+        assert tokens == expected_tokens
+        torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=1e-5)
+    assert recorded_sizes(graphs) == [4, 8]
+
+
+def test_graphs_hold_over_sleep_and_new_weights(path: str, tmp_path: Path) -> None:
+    llm = build_npu(path, enforce_eager=False)
+    expected, new = results_of(llm)[0], results_of(build_npu(write_checkpoint(tmp_path, seed=1)))[0]
+    llm.load_weights(random_weights(TINY, seed=1).items())
+    assert recorded_sizes(llm) == [8] and results_of(llm)[0] == new
+    llm.sleep(2)
+    assert recorded_sizes(llm) == []
+    llm.wake_up()
+    llm.load_weights(random_weights(TINY).items())
+    assert results_of(llm)[0] == expected
+
+
+def test_layouts_with_graphs_equal_one_cpu_process(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two devices over hccl, collectives inside the graphs: TP, and replicas in lock-step that share experts."""
+    monkeypatch.setenv("FAKE_NPU_COUNT", "2")
+    graphs = NPU | {"enforce_eager": False}
+    layouts: list[tuple[dict[str, Any], list[list[int]]]] = [
+        ({"tensor_parallel_size": 2} | graphs, [ALL]),
+        ({"data_parallel_size": 2} | EXPERTS | graphs, SHARES),
+    ]
+    alone = run_engines(path, [({}, [ALL])])[0]
+    for rank, results in enumerate(run_ranks(run_engines, 2, path, layouts, device="npu")):
+        for (llm_args, shares), result in zip(layouts, results, strict=True):
+            mine = shares[rank // llm_args.get("tensor_parallel_size", 1)]
+            for index, samples in zip(mine, result, strict=True):
+                for (tokens, logprobs), (expected, expected_logprobs) in zip(samples, alone[index], strict=True):
+                    assert tokens == expected, (llm_args, rank, index)
+                    assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recorded_attention_follows_lengths_and_tables(dtype: torch.dtype) -> None:
+    """One layer's decode attention, recorded once; lengths change on the host, the rest in the buffers."""
+    torch.manual_seed(0)
+    heads, block_size, scale = 4, 16, 0.05
+    latent_pages = torch.randn(9, block_size, PAGED_LATENT).to(dtype)
+    rope_pages = torch.randn(9, block_size, PAGED_ROPE).to(dtype)
+    q_latent, q_rope = torch.randn(3, heads, PAGED_LATENT).to(dtype), torch.randn(3, heads, PAGED_ROPE).to(dtype)
+
+    def metadata(lens: list[int], tables: list[list[int]], device: torch.device) -> DecodeMetadata:
+        seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+        block_tables = torch.tensor(tables, dtype=torch.int32, device=device)
+        return DecodeMetadata(np.array(lens), seq_lens, block_tables, block_size)
+
+    steps = [([3, 17, 40], [[0, 1, 2], [3, 4, 5], [6, 7, 8]]), ([48, 1, 16], [[8, 7, 6], [0, 0, 0], [2, 1, 3]])]
+    npu_cache = latent_pages.to(DEVICE), rope_pages.to(DEVICE)
+    npu_q = q_latent.to(DEVICE), q_rope.to(DEVICE)
+    meta = metadata(*steps[0], DEVICE)
+
+    def attend() -> torch.Tensor:
+        meta.scratch.clear()
+        return rollout_ops().mla_decode(*npu_q, npu_cache, meta, scale)
+
+    eager = attend().cpu()
+    renewals: list[Callable[[], None]] = []
+    meta.before_replay = renewals
+    graph = AclGraphPool().capture(attend)
+    assert bool(renewals) == (dtype != torch.float32)  # only the paged kernel takes lengths from the host
+    for step in [*steps, steps[0]]:
+        now = metadata(*step, DEVICE)
+        meta.seq_lens_host[:] = now.seq_lens_host
+        meta.seq_lens.copy_(now.seq_lens)
+        meta.block_tables.copy_(now.block_tables)
+        for renew in renewals:
+            renew()
+        graph.replay()
+        cache = (torch.cat((latent_pages, rope_pages), dim=-1),)
+        expected = reference.mla_decode(q_latent, q_rope, cache, metadata(*step, torch.device("cpu")), scale)
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(graph.output.cpu(), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(graph.output.cpu(), eager)
+    graph.release()
+
+
+@pytest.mark.parametrize(
+    ("visible", "message"), [("", "no Ascend device is visible"), ("1", "but 1 devices are visible")]
+)
+def test_only_visible_devices_are_used(path: str, visible: str, message: str) -> None:
+    code = f"from tests.npu.test_graphs import build_npu; build_npu({path!r})"
+    environment = os.environ | {"ASCEND_RT_VISIBLE_DEVICES": visible, "LOCAL_RANK": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and message in done.stderr and f"ASCEND_RT_VISIBLE_DEVICES={visible!r}" in done.stderr
