@@ -19,13 +19,17 @@ TRANSFORMER_OVERRIDES = (
     "moe_aux_loss_coeff",
     "moe_router_bias_update_rate",
     "moe_router_load_balancing_type",
+    "moe_shared_expert_overlap",
+    "moe_alltoall_overlap_comm",  # MindSpeed's name of the one above
 )
+# Keys of override_ddp_config: fields of the engine's DistributedDataParallelConfig.
+DDP_OVERRIDES = ("overlap_grad_reduce", "overlap_param_gather", "check_for_nan_in_grad", "bucket_size")
 # Keys that upstream scripts set and that have one right answer here: key -> (accepted values, where it is decided).
 FIXED_TRANSFORMER_OVERRIDES: dict[str, tuple[tuple[Any, ...], str]] = {
     "multi_head_latent_attention": ((True,), "the model's config.json decides"),
     "moe_token_dispatcher_type": (("alltoall",), "the only dispatcher here"),
     "moe_grouped_gemm": ((True,), "experts are always grouped"),
-    "moe_permutation_async_comm": ((True,), "the op table decides"),
+    "moe_permutation_async_comm": ((True,), "counts are always exchanged while tokens are sorted"),
     "moe_router_dtype": (("fp32",), "the router always computes in fp32"),
     "use_flash_attn": ((True,), "trainer.train_ops decides"),
     "attention_backend": (("flash", "auto"), "trainer.train_ops decides"),
@@ -44,6 +48,7 @@ _PASSED_ON = (
     "recompute_num_layers",
     "moe_aux_loss_coeff",
     "moe_router_bias_update_rate",
+    "moe_shared_expert_overlap",
 )
 _FROM_MODEL = "rope_scaling_"  # YaRN numbers (factor, mscale, beta ...) always come from config.json
 
@@ -71,6 +76,7 @@ class McoreEngineConfig:
     fix_router: bool = False
     seed: int = 42
     dtype: str = "bfloat16"
+    override_ddp_config: dict[str, Any] = field(default_factory=dict)
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -124,6 +130,8 @@ class McoreEngineConfig:
         """
         overrides = self.override_transformer_config
         fields = {key: overrides[key] for key in _PASSED_ON if overrides.get(key) is not None}
+        if overrides.get("moe_alltoall_overlap_comm"):
+            fields["moe_shared_expert_overlap"] = True
         given = {
             "recompute_granularity": checkpointing.activations_checkpoint_granularity,
             "recompute_method": checkpointing.activations_checkpoint_method,
@@ -148,10 +156,23 @@ class McoreEngineConfig:
             found.append(f"{where}.use_dist_checkpointing is True but dist_checkpointing_path is empty")
         for key, value in self.override_transformer_config.items():
             found.extend(_override_problems(f"{where}.override_transformer_config", key, value))
+        found.extend(self._ddp_problems(f"{where}.override_ddp_config"))
         try:
             self.layer_counts()
         except (TypeError, ValueError, IndexError, KeyError):
             found.append(f"{where}: layers per stage {self.num_layer_list!r} are not a list of whole numbers")
+        return found
+
+    def _ddp_problems(self, where: str) -> list[str]:
+        found = []
+        for key, value in self.override_ddp_config.items():
+            if key not in DDP_OVERRIDES:
+                found.append(f"{where}.{key} is not known here; known: {', '.join(DDP_OVERRIDES)}")
+            elif key == "bucket_size":
+                if type(value) is not int or value < 1:
+                    found.append(f"{where}.{key} is {value!r}; expected a whole number, at least 1")
+            elif not isinstance(value, bool):
+                found.append(f"{where}.{key} is {value!r}; expected True or False")
         return found
 
 
