@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from tests.npu.kernel_limits import LIMITS, Watch
 from tests.npu.op_parity import BF16, FP32, Maker, assert_same, assert_same_form, outcome, pairs
 from tests.npu.rollout_op_cases import CASES, REAL, TINY
 from vllm.ops.reference import rollout_ops as reference_ops
@@ -26,16 +29,28 @@ def test_native_equals_reference(entry: str, case: str, dtype: torch.dtype, size
 
 
 @pytest.mark.parametrize(("entry", "case"), list(pairs(CASES)))
-def test_shapes_at_the_sizes_of_deepseek_v3(entry: str, case: str) -> None:
+def test_shapes_and_limits_at_the_sizes_of_deepseek_v3(entry: str, case: str) -> None:
     how = CASES[entry]
     call = how.cases[case](Maker(how.dtypes[-1], is_fake=True), REAL)
-    found = outcome(NATIVE, call, "npu")
+    with Watch() as watch:
+        found = outcome(NATIVE, call, "npu")
+    assert not watch.problems
+    assert watch.seen or not how.npu_ops & LIMITS.keys() or case == "experts_without_tokens"
     if how.output_like is not None:
         like = call.tensors[how.output_like]
         assert like is not None
         assert_same_form(found, {"output 0": like})
     else:
         assert_same_form(found, outcome(REFERENCE, call, "cpu"))
+
+
+@pytest.mark.parametrize(("entry", "case"), [("topk_router", "router"), ("mla_decode", "decode")])
+def test_sizes_outside_of_a_kernels_limits_are_noticed(entry: str, case: str) -> None:
+    """8 experts in 4 groups; pages of 640 tokens."""
+    how, size = CASES[entry], replace(REAL, experts=8, groups=4, kept_groups=2, choices=2, block_size=640)
+    with Watch() as watch:
+        outcome(NATIVE, how.cases[case](Maker(how.dtypes[-1], is_fake=True), size), "npu")
+    assert "outside of its kernel's limits" in watch.problems[0]
 
 
 @pytest.mark.parametrize("entry", list(CASES))
