@@ -1,8 +1,12 @@
-"""One whole GRPO step of the worker, at several layouts, against one process: same tokens, loss, norm and weights."""
+"""One whole GRPO step of the worker, at several layouts, against one process: same tokens, loss, norm and weights.
+
+The one process sends its batch through the controller; the others keep it with the workers.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +20,13 @@ from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
 from verl.protocol import DataProto
 from verl.trainer.config import load_config, validate_config
+from verl.workers.kept_rows import HANDLE, worker_batch
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 
-NUM_PROMPTS, NUM_SAMPLES, PROMPT_LENGTH = 8, 2, 10
+NUM_PROMPTS, NUM_SAMPLES, PROMPT_LENGTH, NUM_TRAINED = 8, 2, 10, 12
 VOCAB_SIZE = int(tiny_hf_config()["vocab_size"])
 ENGINE = "actor_rollout_ref.actor.megatron"
+KEEP = "actor_rollout_ref.rollout.device_handover=true"
 LAYOUTS = {
     "tp2_pp2_ep2": (
         4,
@@ -30,6 +36,7 @@ LAYOUTS = {
             f"{ENGINE}.num_layer_list=[2,1]",
             f"{ENGINE}.expert_model_parallel_size=2",
             "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            KEEP,
         ],
     ),
     "dp2_ep2_swap": (
@@ -38,6 +45,7 @@ LAYOUTS = {
             f"{ENGINE}.expert_model_parallel_size=2",
             f"{ENGINE}.swap_optimizer=True",
             f"{ENGINE}.optimizer_offload=False",
+            KEEP,
         ],
     ),
 }
@@ -54,6 +62,7 @@ def config_overrides(model_dir: str, world_size: int) -> list[str]:
         f"actor_rollout_ref.actor.ppo_mini_batch_size={NUM_PROMPTS}",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
         "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.ref.megatron.load_weight=False",  # not the actor itself, so that the KL term counts
         "actor_rollout_ref.actor.optim.lr=1e-3",
         f"{ENGINE}.dtype=float32",
         f"{ENGINE}.param_offload=True",
@@ -97,17 +106,34 @@ def grpo_step(model_dir: str, out_dir: str, overrides: list[str]) -> dict[str, A
     generated: list[Any] = [None] * world_size
     dist.all_gather_object(generated, worker.generate_sequences(mine))
     batch = DataProto.concat(generated[::rollout_tp])
-    batch.meta_info = {"temperature": 1.0, "rollout_n": NUM_SAMPLES, "global_step": 1}
+    assert ("input_ids" in batch.batch) == (HANDLE not in batch.meta_info) == (KEEP not in overrides)
+    batch.meta_info |= {"temperature": 1.0, "rollout_n": NUM_SAMPLES, "global_step": 1}
     generator = torch.Generator().manual_seed(5)
     batch.batch["advantages"] = torch.randn(len(batch), 1, generator=generator) * batch.batch["response_mask"]
-    # Any reference but the actor itself, so that the KL term counts.
-    batch.batch["ref_log_prob"] = batch.batch["rollout_log_probs"] * 1.1
+    responses = batch.batch["responses"].long()
+    batch.reorder(torch.randperm(len(batch), generator=generator)[:NUM_TRAINED])  # as balancing and filters do
 
     groups = worker.groups
-    metrics = worker.update_actor(batch.chunk(groups.dp.size())[groups.coords.dp]).meta_info["metrics"]
+    dp, num_parts = groups.coords.dp, groups.dp.size()
+
+    def on_my_part(method: Callable[[DataProto], DataProto], *columns: str) -> DataProto:
+        return method(worker_batch(batch, *columns).chunk(num_parts)[dp])
+
+    for method in (worker.compute_log_prob, worker.compute_ref_log_prob):
+        outputs: list[Any] = [None] * world_size
+        dist.all_gather_object(outputs, on_my_part(method))
+        is_collect: list[Any] = [None] * world_size
+        dist.all_gather_object(is_collect, (groups.coords.dp, worker._query_collect_info("train")))
+        parts = [outputs[is_collect.index((part, True))] for part in range(num_parts)]
+        batch = batch.union(DataProto.concat(parts))
+    metrics = on_my_part(worker.update_actor, "advantages").meta_info["metrics"]
+    if KEEP in overrides:
+        assert not worker.kept_rows._columns
+        with pytest.raises(ValueError, match="freed since"):
+            on_my_part(worker.compute_log_prob)
     worker.export_hf(out_dir)
     is_collected = groups.coords.dp == 0 and groups.coords.tp == 0 and groups.is_last_stage
-    return {"responses": batch.batch["responses"], "metrics": metrics} if is_collected else None
+    return {"responses": responses, "metrics": metrics} if is_collected else None
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ def test_micro_batches_add_up_to_the_loss_of_the_batch(mode: str, cut: list[list
     assert result["actor/kl_loss"] == pytest.approx(kl.item(), abs=1e-6)
     assert result["actor/entropy"] == pytest.approx((entropy * mask).sum().item() / 10, abs=1e-6)
     assert (result["actor/grad_norm"], result["actor/lr"], result["actor/skipped_steps"]) == (2.0, 0.5, 1.0)
-    gap = (log_probs.exp() - tensors["rollout_log_probs"].exp()).abs() * mask
+    gap = (tensors["old_log_probs"].exp() - tensors["rollout_log_probs"].exp()).abs() * mask  # of the policy that acted
     assert result["training/rollout_probs_diff_max"] == pytest.approx(gap.max().item(), rel=1e-5)
     assert result["training/rollout_probs_diff_mean"] == pytest.approx(gap.sum().item() / 10, rel=1e-5)
 
@@ -95,6 +95,8 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_the_policy_gradient() ->
         metrics.add([report], grad_norm=1.0, lr=0.1, has_stepped=True)
         result = metrics.result()
     assert result["actor/ppo_kl"] == result["actor/pg_clipfrac"] == result["actor/pg_clipfrac_lower"] == 0.0
+    gap = (tensors["log_probs"].exp() - tensors["rollout_log_probs"].exp()).abs() * tensors["mask"]
+    assert result["training/rollout_probs_diff_max"] == pytest.approx(gap.max().item(), rel=1e-5)
 
 
 def test_a_rank_without_response_tokens_has_a_loss_of_zero_that_can_be_differentiated() -> None:

@@ -9,6 +9,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -30,6 +31,8 @@ from verl.utils.import_utils import load_provider
 from verl.utils.megatron.frozen import HostResidentModel
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import McoreEngineConfig
+from verl.workers.kept_rows import HANDLE, KeptRows
+from verl.workers.phases import training_phase
 from verl.workers.rollout import get_rollout_class
 from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
 
@@ -55,6 +58,8 @@ class ActorRolloutRefWorker(Worker):
         self.device_type = resolve_device(config.trainer.device)
         self.train_ops_provider, self.rollout_ops_provider = ops_providers(config.trainer, self.device_type)
         self.total_training_steps = config.trainer.total_training_steps or 0
+        self.keeps_rows = self.config.rollout.keeps_rows(self.device_type)
+        self.controller_needs_log_probs = config.algorithm.use_kl_in_reward
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> dict[str, float]:
@@ -74,53 +79,63 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_ROLLOUT))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Syncs the weights, then one response per row; see ``BaseRollout.generate_sequences``."""
+        self.kept_rows.drop()
         self._offload_for_rollout()
         with self.sharding_manager as manager:
             start = time.perf_counter()
             output = self.rollout.generate_sequences(prompts)
             generate_s = time.perf_counter() - start
         output.meta_info["timing"] = {"update_weights": manager.sync_seconds, "generate_sequences": generate_s}
+        # NPU-ADAPTATION(device-handover): a controller that serialises every batch for 256 dies starts them 57-96 s
+        # apart; drop when the object store moves device tensors between processes itself.
+        if self.keeps_rows and not prompts.meta_info.get("validate", False):
+            output = self.kept_rows.keep(output)
+        # NPU-ADAPTATION END
         return output
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """``old_log_probs`` fp32 [B, R] of the actor as it is now."""
-        data = data.to(self.device)
+        """``old_log_probs`` fp32 [B, R] of the actor as it is now; they stay here where rows are kept."""
         self.actor_module.onload_params()
         rollout = self.config.rollout
-        log_probs = self.actor.compute_log_prob(
-            data,
-            micro_batch_size=rollout.log_prob_micro_batch_size_per_gpu,
-            max_token_len=rollout.log_prob_max_token_len_per_gpu if rollout.log_prob_use_dynamic_bsz else None,
-        )
-        return _last_stage_output({"old_log_probs": log_probs})
+        with training_phase():
+            log_probs = self.actor.compute_log_prob(
+                self.kept_rows.fetch(data),
+                micro_batch_size=rollout.log_prob_micro_batch_size_per_gpu,
+                max_token_len=rollout.log_prob_max_token_len_per_gpu if rollout.log_prob_use_dynamic_bsz else None,
+            )
+        return self._log_prob_output(data, "old_log_probs", log_probs)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """``ref_log_prob`` fp32 [B, R] of the reference; the actor's weights leave the device meanwhile."""
+        """``ref_log_prob`` fp32 [B, R] of the reference; the actor's weights leave the device meanwhile.
+
+        Like the rows, they stay here where rows are kept.
+        """
         assert self.ref is not None, f"role {self.role} has no reference policy"
         ref = self.config.ref
-        data = data.to(self.device)
         if self.config.actor.megatron.param_offload:
             self.actor_module.offload_params()
         self.ref_weights.onload()
-        log_probs = self.ref.compute_log_prob(
-            data,
-            micro_batch_size=ref.log_prob_micro_batch_size_per_gpu,
-            max_token_len=ref.log_prob_max_token_len_per_gpu if ref.log_prob_use_dynamic_bsz else None,
-        )
+        with training_phase():
+            log_probs = self.ref.compute_log_prob(
+                self.kept_rows.fetch(data),
+                micro_batch_size=ref.log_prob_micro_batch_size_per_gpu,
+                max_token_len=ref.log_prob_max_token_len_per_gpu if ref.log_prob_use_dynamic_bsz else None,
+            )
         self.ref_weights.offload()
-        return _last_stage_output({"ref_log_prob": log_probs})
+        return self._log_prob_output(data, "ref_log_prob", log_probs)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
     def update_actor(self, data: DataProto) -> DataProto:
-        """One GRPO update; metrics are in ``meta_info["metrics"]``. Weights stay for the next sync."""
+        """One GRPO update; metrics are in ``meta_info["metrics"]``. Weights stay for the next sync, kept rows go."""
         megatron = self.config.actor.megatron
-        data = data.to(self.device)
         self.actor_module.onload_params()
         self.actor_module.onload_grads()
         self.optimizer.onload()
-        metrics = self.actor.update_policy(data)
+        with training_phase():
+            metrics = self.actor.update_policy(self.kept_rows.fetch(data))
+        self.kept_rows.drop()
         if megatron.grad_offload:
             self.actor_module.offload_grads()
         if megatron.optimizer_offload:
@@ -200,7 +215,9 @@ class ActorRolloutRefWorker(Worker):
         config = self.config.actor
         model = self._new_model(ops, config.megatron)
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=config.megatron.use_distributed_optimizer
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=config.megatron.use_distributed_optimizer,
+            **config.megatron.override_ddp_config,
         )
         self.actor_module = DistributedDataParallel(model.config, ddp_config, model, self.groups)
         optim = config.optim
@@ -253,6 +270,7 @@ class ActorRolloutRefWorker(Worker):
             rollout_ops=self.rollout_ops_provider,
             device=self.device,
         )
+        self.kept_rows = KeptRows(self.groups.world, config.tensor_model_parallel_size, self.device)
         self.sharding_manager = MegatronVLLMShardingManager(
             self.actor_module,
             self.rollout,
@@ -260,7 +278,17 @@ class ActorRolloutRefWorker(Worker):
             self.groups,
             offload_param=self.config.actor.megatron.param_offload,
             bucket_bytes=config.update_weights_bucket_megabytes << 20,
+            accelerator=get_torch_device(self.device_type),
         )
+
+    def _log_prob_output(self, data: DataProto, name: str, log_probs: Tensor | None) -> DataProto:
+        """Log-probs of ``data``'s rows to where the rows are, and to the controller where it computes with them."""
+        is_kept = HANDLE in data.meta_info
+        if is_kept:
+            self.kept_rows.write(data, name, log_probs if self._query_collect_info(_TRAIN) else None)
+        if log_probs is None or (is_kept and not self.controller_needs_log_probs):
+            return DataProto()
+        return DataProto.from_dict(tensors={name: log_probs.cpu()})
 
     def _offload_for_rollout(self) -> None:
         self.actor_module.offload_grads()
@@ -291,11 +319,6 @@ def _init_device(device_type: str) -> torch.device:
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator.set_device(local_rank)
     return torch.device(device_type, local_rank)
-
-
-def _last_stage_output(tensors: dict[str, torch.Tensor | None]) -> DataProto:
-    present = {name: tensor.cpu() for name, tensor in tensors.items() if tensor is not None}
-    return DataProto.from_dict(tensors=present) if present else DataProto()
 
 
 def _resident_bytes() -> int:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from time import perf_counter
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
@@ -24,11 +23,11 @@ def marked_timer(name: str, timing: dict[str, float]) -> Iterator[None]:
 
 
 def compute_data_metrics(batch: DataProto) -> dict[str, float]:
-    """Scores, rewards, advantages, returns (over response tokens) and lengths of a batch with advantages."""
+    """Scores, rewards, advantages, returns (over response tokens) and lengths of a batch that has been trained on."""
     tensors = batch.batch
     mask = tensors["response_mask"].bool()
     response_lengths = mask.sum(-1).float()
-    prompt_lengths = tensors["attention_mask"].sum(-1).float() - response_lengths
+    prompt_lengths = tensors["num_tokens"].float() - response_lengths
     limit = tensors["responses"].shape[-1]
     metrics = {
         **_spread("critic/score", tensors["token_level_scores"].sum(-1)),
@@ -48,7 +47,7 @@ def compute_data_metrics(batch: DataProto) -> dict[str, float]:
 def compute_timing_metrics(batch: DataProto, timing: Mapping[str, float]) -> dict[str, float]:
     """``timing_s/*`` and, where a token count makes sense, ``timing_per_token_ms/*``."""
     num_response = float(batch.batch["response_mask"].sum())
-    num_all = float(batch.batch["attention_mask"].sum())
+    num_all = float(batch.batch["num_tokens"].sum())
     counts = {"gen": num_response, "old_log_prob": num_all, "ref": num_all, "adv": num_all, "update_actor": num_all}
     metrics = {f"timing_s/{name}": seconds for name, seconds in timing.items()}
     for name, count in counts.items():
@@ -59,7 +58,7 @@ def compute_timing_metrics(batch: DataProto, timing: Mapping[str, float]) -> dic
 
 def compute_throughout_metrics(batch: DataProto, timing: Mapping[str, float], n_devices: int) -> dict[str, float]:
     """Tokens of the step, its seconds, tokens per second and device (a device is one process: a die on Atlas A3)."""
-    num_tokens = float(batch.batch["attention_mask"].sum())
+    num_tokens = float(batch.batch["num_tokens"].sum())
     return {
         "perf/total_num_tokens": num_tokens,
         "perf/time_per_step": timing["step"],
@@ -70,19 +69,6 @@ def compute_throughout_metrics(batch: DataProto, timing: Mapping[str, float], n_
 def compute_reward_metrics(parts: Mapping[str, np.ndarray], prefix: str) -> dict[str, float]:
     """The mean of every component of the reward."""
     return {f"{prefix}/{name}": float(values.mean()) for name, values in parts.items()}
-
-
-def compute_rollout_mismatch(log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, float]:
-    """How far training and rollout probabilities of the sampled tokens are apart; all tensors [B, R]."""
-    mask = response_mask.bool()
-    ours, theirs = log_probs[mask].double().exp(), rollout_log_probs[mask].double().exp()
-    difference = (ours - theirs).abs()
-    correlation = torch.corrcoef(torch.stack([ours, theirs]))[0, 1] if ours.numel() > 1 else torch.tensor(1.0)
-    return {
-        "training/rollout_probs_diff_max": float(difference.max()),
-        "training/rollout_probs_diff_mean": float(difference.mean()),
-        "training/rollout_actor_probs_pearson_corr": float(torch.nan_to_num(correlation, nan=1.0)),
-    }
 
 
 def process_validation_metrics(

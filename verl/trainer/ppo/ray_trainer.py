@@ -20,7 +20,6 @@ from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_kl_controller,
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_reward_metrics,
-    compute_rollout_mismatch,
     compute_throughout_metrics,
     compute_timing_metrics,
     marked_timer,
@@ -31,6 +30,7 @@ from verl.utils.dataset import ResumableLoader, RLHFDataset, collate_fn
 from verl.utils.device import resolve_device
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.utils.tracking import Tracking
+from verl.workers.kept_rows import worker_batch
 from verl.workers.reward_manager import NaiveRewardManager
 
 if TYPE_CHECKING:
@@ -155,13 +155,10 @@ class RayPPOTrainer:
             needs_old = actor.needs_old_log_prob(self.config.data.train_batch_size)
             if needs_old or self.config.algorithm.use_kl_in_reward:
                 with marked_timer("old_log_prob", timing):
-                    batch = batch.union(self.workers.compute_log_prob(batch))
-                metrics |= compute_rollout_mismatch(
-                    batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], batch.batch["response_mask"]
-                )
+                    batch = batch.union(self.workers.compute_log_prob(worker_batch(batch)))
             if self.config.use_reference_policy:
                 with marked_timer("ref", timing):
-                    batch = batch.union(self.workers.compute_ref_log_prob(batch))
+                    batch = batch.union(self.workers.compute_ref_log_prob(worker_batch(batch)))
             with marked_timer("reward", timing):
                 scores = scoring.result()
                 batch.batch["token_level_scores"] = scores.token_level_scores
@@ -170,7 +167,7 @@ class RayPPOTrainer:
                 metrics |= self._apply_kl(batch)
                 batch = compute_advantage(batch, self.config)
             with marked_timer("update_actor", timing):
-                metrics |= self.workers.update_actor(batch).meta_info["metrics"]
+                metrics |= self.workers.update_actor(worker_batch(batch, "advantages")).meta_info["metrics"]
         metrics |= compute_data_metrics(batch) | compute_timing_metrics(batch, timing)
         return metrics | compute_throughout_metrics(batch, timing, self.config.trainer.world_size)
 
@@ -185,7 +182,7 @@ class RayPPOTrainer:
         return batch
 
     def _generate(self, prompts: DataProto, timing: dict[str, float], **meta_info: Any) -> DataProto:
-        """Responses to ``prompts``, whose own prompt tensors are taken out of it (they come back in the result)."""
+        """Responses to ``prompts``, whose own tensors are taken out of it, and ``num_tokens`` int64 [B] of both."""
         request = prompts.pop(
             batch_keys=["input_ids", "attention_mask", "position_ids"],
             non_tensor_batch_keys=["raw_prompt_ids", "sampling_seeds"],
@@ -198,6 +195,8 @@ class RayPPOTrainer:
         request, num_pad = pad_dataproto_to_divisor(request, rollout_dp)
         output = unpad_dataproto(self.workers.generate_sequences(request), num_pad)
         timing |= output.meta_info.pop("timing")
+        num_prompt = request.batch["attention_mask"][: len(output)].sum(-1)
+        output.batch["num_tokens"] = num_prompt + output.batch["response_mask"].sum(-1)
         return output
 
     def _balance_batch(self, batch: DataProto) -> DataProto:
@@ -206,7 +205,7 @@ class RayPPOTrainer:
         dp = world // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
         if not self.config.trainer.balance_batch or dp == 1:
             return batch
-        lengths = batch.batch["attention_mask"].sum(-1).tolist()
+        lengths = batch.batch["num_tokens"].tolist()
         partitions = get_seqlen_balanced_partitions(lengths, dp, equal_size=True)
         batch.reorder(torch.tensor([row for rows in partitions for row in rows]))
         return batch

@@ -110,7 +110,8 @@ class PolicyLoss:
             loss = loss - config.entropy_coeff * (weights_S * entropy_S).sum()
         largest = torch.zeros((), dtype=torch.float64, device=log_probs_S.device)
         if inputs.rollout_log_probs is not None and log_probs_S.numel():
-            ours, theirs = log_probs_S.detach().double().exp(), inputs.rollout_log_probs[at].double().exp()
+            # Of the policy that acted: a later update of the batch has moved away from it on purpose.
+            ours, theirs = old_S.double().exp(), inputs.rollout_log_probs[at].double().exp()
             difference = (ours - theirs).abs()
             largest = difference.max()
             sums |= {"prob_diff": difference.sum(), "prob_x": ours.sum(), "prob_y": theirs.sum()}

@@ -49,6 +49,7 @@ class RolloutConfig:
     log_prob_use_dynamic_bsz: bool = False
     log_prob_max_token_len_per_gpu: int = 16384
     update_weights_bucket_megabytes: int = 512
+    device_handover: str = "auto"
     calculate_log_probs: bool = True
     seed: int = 0
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
@@ -58,11 +59,16 @@ class RolloutConfig:
         """Tokens that one sequence may reach."""
         return self.max_model_len or self.prompt_length + self.response_length
 
+    def keeps_rows(self, device: str) -> bool:
+        """True when generated tensors stay with the workers instead of going through the controller."""
+        return self.device_handover.lower() == "true" or (self.device_handover.lower() == "auto" and device == "npu")
+
     def problems(self, where: str) -> list[str]:
         """Every value that cannot work, one sentence each."""
         found = []
         choices = (
             ("name", self.name, ("vllm",)),
+            ("device_handover", self.device_handover.lower(), ("auto", "true", "false")),
             ("mode", self.mode, ("sync",)),
             ("dtype", self.dtype, ("bfloat16", "float32")),
             ("load_format", self.load_format.removesuffix("_megatron"), ("dummy", "auto")),

@@ -1,0 +1,94 @@
+"""What is on the device at every border of a step, and what of a generated batch the controller gets to see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
+from tests.parallel.launcher import run_ranks
+from tests.parallel.test_grpo_step import KEEP, config_overrides, prompts
+from verl.protocol import DataProto
+from verl.trainer.config import load_config
+from verl.workers.kept_rows import HANDLE, ROWS
+from verl.workers.megatron_workers import ActorRolloutRefWorker
+from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
+
+# What holds device memory when a call to the rollout engine ends.
+MEMORY_ORDER = [
+    ("resume weights", {"training weights", "rollout weights"}),
+    ("update_weights", {"training weights", "rollout weights"}),
+    ("resume kv_cache", {"rollout weights", "kv cache"}),
+    ("generate_sequences", {"rollout weights", "kv cache"}),
+    ("release", set()),
+]
+
+
+class WatchedRollout(vLLMRollout):
+    """The engine, with a note of what the device holds after each call."""
+
+    worker: ActorRolloutRefWorker
+    notes: list[tuple[str, set[str]]]
+
+    def _note(self, event: str) -> None:
+        report = self.inference_engine.get_memory_report()
+        model = self.worker.actor_module
+        sizes = {
+            "training weights": sum(p.untyped_storage().nbytes() for p in model.module.parameters()),
+            "rollout weights": report["weights_bytes"],
+            "kv cache": report["kv_cache_bytes"],
+        }
+        self.notes.append((event, {name for name, num_bytes in sizes.items() if num_bytes}))
+
+    def resume(self, tags: list[str]) -> None:
+        super().resume(tags)
+        self._note(f"resume {tags[0]}")
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        super().update_weights(weights)
+        self._note("update_weights")
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        output = super().generate_sequences(prompts)
+        self._note("generate_sequences")
+        return output
+
+    def release(self) -> None:
+        super().release()
+        self._note("release")
+
+
+def one_step(model_dir: str) -> dict[str, Any]:
+    """Validation, then a generation that is trained on; what was seen."""
+    worker = ActorRolloutRefWorker(load_config([*config_overrides(model_dir, 1), KEEP]), "actor_rollout_ref")
+    worker.init_model()
+    rollout: Any = worker.rollout
+    rollout.__class__ = WatchedRollout  # the manager holds this very object
+    assert isinstance(rollout, WatchedRollout)
+    rollout.worker, rollout.notes = worker, []
+    batch = prompts()
+    batch.meta_info["validate"] = True
+    validation = worker.generate_sequences(batch)
+    rollout.notes.clear()
+    kept = worker.generate_sequences(prompts())
+    return {
+        "notes": rollout.notes,
+        "validation": sorted(validation.batch.keys()),
+        "training": sorted(kept.batch.keys()),
+        "has_handle": (HANDLE in validation.meta_info, HANDLE in kept.meta_info),
+    }
+
+
+@pytest.mark.timeout(120)
+def test_a_step_of_one_worker(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_hf_config(), seed=1, dtype=torch.float32)
+    (seen,) = run_ranks(one_step, 1, str(tmp_path))
+    assert seen["notes"] == MEMORY_ORDER
+    assert seen["training"] == sorted(["responses", "response_mask", ROWS])
+    assert {"input_ids", "attention_mask", "rollout_log_probs"} <= set(seen["validation"])
+    assert seen["has_handle"] == (False, True)
