@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import npusim
 import numpy as np
 import pytest
 import torch
@@ -133,3 +134,13 @@ def test_only_visible_devices_are_used(path: str, visible: str, message: str) ->
     environment = os.environ | {"ASCEND_RT_VISIBLE_DEVICES": visible, "LOCAL_RANK": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0 and message in done.stderr and f"ASCEND_RT_VISIBLE_DEVICES={visible!r}" in done.stderr
+
+
+def test_a_bfloat16_model_of_the_paged_kernels_sizes(tmp_path: Path) -> None:
+    """All layers renew their lengths and share one workspace; the batch is full, so not a bit may differ."""
+    wide = write_checkpoint(tmp_path, kv_lora_rank=PAGED_LATENT, qk_rope_head_dim=PAGED_ROPE)
+    eager, graphs = (build_npu(wide, dtype="bfloat16", enforce_eager=is_eager) for is_eager in (True, False))
+    npusim.reset_calls()
+    (tokens, logprobs), (expected, expected_logprobs) = results_of(graphs, 4), results_of(eager, 4)
+    assert tokens == expected and torch.equal(logprobs, expected_logprobs)
+    assert "npu_fused_infer_attention_score.out" in npusim.calls()
