@@ -26,7 +26,8 @@ constexpr uintptr_t CONTEXT_BASE = 0x1000;
 thread_local int thread_device = -1;
 std::atomic<int> last_device{0};
 std::atomic<int> next_stream_id{0};
-thread_local std::string recent_error;
+// A fixed place: torch_npu keeps the pointer that it asked for and reads it after later errors.
+thread_local char recent_error[4096];
 
 std::string environment(const char* name, const char* fallback) {
     const char* value = getenv(name);
@@ -96,12 +97,12 @@ const Settings& settings() {
 }
 
 aclError fail(aclError code, const char* format, ...) {
-    char text[2048];
+    char text[sizeof recent_error - 16];  // the arguments may hold the last error itself
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
-    recent_error = std::string("[npusim] ") + text;
+    snprintf(recent_error, sizeof recent_error, "[npusim] %s", text);
     return code;
 }
 
@@ -124,7 +125,7 @@ const char* npusim_current_op(const char* replacement) {
 // ---- process and errors
 aclError aclInit(const char*) { return ACL_SUCCESS; }
 aclError aclFinalize() { return ACL_SUCCESS; }
-const char* aclGetRecentErrMsg() { return recent_error.c_str(); }
+const char* aclGetRecentErrMsg() { return recent_error; }
 const char* aclrtGetSocName() { return settings().soc.c_str(); }
 aclError aclsysGetCANNVersion(aclCANNPackageName, aclCANNPackageVersion* version) {
     memset(version, 0, sizeof *version);

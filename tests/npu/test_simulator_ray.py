@@ -1,0 +1,21 @@
+"""Ray's workers have the devices too: their environment comes from the driver's."""
+
+from __future__ import annotations
+
+import ray
+
+
+@ray.remote(num_cpus=1, resources={"NPU": 1})
+def on_a_device() -> tuple[float, int]:
+    import torch
+
+    return torch.ones(3, device="npu").sum().item(), torch.npu.device_count()
+
+
+def test_a_worker_sees_the_devices() -> None:
+    """Ray gives the worker one of the two in ASCEND_RT_VISIBLE_DEVICES."""
+    ray.init(num_cpus=1, resources={"NPU": 2}, include_dashboard=False, configure_logging=False)
+    try:
+        assert ray.get(on_a_device.remote(), timeout=120) == (3.0, 1)
+    finally:
+        ray.shutdown()
