@@ -11,6 +11,8 @@ import torch
 _RUN = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _UNDO = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _FAILED = 507000
+# Arguments that an op writes although its schema does not say so; it returns them, too.
+_UNDECLARED_WRITES = {"npu_kv_rmsnorm_rope_cache": ("k_cache", "ckv_cache")}
 
 
 class _CTask(ctypes.Structure):
@@ -43,6 +45,7 @@ class Task:
         self.name = name.encode()
         given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
         written = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        written += [given[argument] for argument in _UNDECLARED_WRITES.get(name, ())]
         self.before = [(as_unowned(tensor), as_unowned(tensor).clone()) for tensor in tensors_in(written)]
         self.fresh_returns = [ret.alias_info is None for ret in schema.returns]
         self.fresh: list[torch.Tensor] = []
@@ -52,9 +55,10 @@ class Task:
         """Gives the task to the graph: `compute` does the work again, new outputs are unwritten until then."""
         self.compute = compute
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        arguments = {tensor.data_ptr() for tensor, _ in self.before}
         for output, is_fresh in zip(outputs, self.fresh_returns, strict=True):
             if is_fresh:
-                self.fresh += [as_unowned(tensor) for tensor in tensors_in(output)]
+                self.fresh += [as_unowned(t) for t in tensors_in(output) if t.data_ptr() not in arguments]
         number = next(_numbers)
         _tasks[number] = self
         assert _runtime is not None
