@@ -94,8 +94,8 @@ def test_the_exchange_equals_all_experts_in_one_process(
         assert gap.numel() == 0 or gap.max() <= tolerance * alone.abs().max()
 
 
-def first_tokens(path: str, llm_args: dict[str, Any]) -> tuple[list[tuple[int, float]], set[str]]:
-    """The first token of each prompt of this replica, its log-prob, and the ops that ran."""
+def four_tokens(path: str, llm_args: dict[str, Any]) -> tuple[list[tuple[list[int], list[float]]], set[str]]:
+    """Four tokens of each prompt of this replica, their log-probs, and the ops that ran."""
     from tests.vllm.test_parity import as_inputs, make_prompts
     from vllm import LLM, SamplingParams
 
@@ -103,14 +103,14 @@ def first_tokens(path: str, llm_args: dict[str, Any]) -> tuple[list[tuple[int, f
     prompts = as_inputs(make_prompts(4, 12, seed=4))
     mine = prompts[:3] if llm.config.parallel.replica == 0 else prompts[3:]
     npusim.reset_calls()
-    outputs = llm.generate(mine, SamplingParams(max_tokens=1, temperature=0.0))
+    outputs = llm.generate(mine, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
     ran = set(npusim.calls())
     llm.shutdown()
-    return [(o.outputs[0].token_ids[0], o.outputs[0].sampled_logprobs[0]) for o in outputs], ran
+    return [(o.outputs[0].token_ids, o.outputs[0].sampled_logprobs) for o in outputs], ran
 
 
 def run_both(tiny: str, layouts: list[Any], wide: str, wide_args: list[dict[str, Any]]) -> tuple[Any, Any]:
-    return run_engines(tiny, layouts), [first_tokens(wide, llm_args) for llm_args in wide_args]
+    return run_engines(tiny, layouts), [four_tokens(wide, llm_args) for llm_args in wide_args]
 
 
 TP_DP = {
@@ -129,9 +129,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def engines(tiny: str, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Any]]:
-    """Of every rank: its samples in float32, and the first tokens of a bfloat16 model of the kernels' sizes."""
+    """Of every rank: samples in float32, and those of a bfloat16 model of the kernels' sizes, also in graphs."""
     wide = write_checkpoint(tmp_path_factory.mktemp("wide"), hidden_size=1024, num_hidden_layers=2)
     wide_args = [llm_args | {"dtype": "bfloat16"} for llm_args, _ in LAYOUTS]
+    wide_args.append(wide_args[-1] | {"enforce_eager": False})
     return run_on_npus(run_both, WORLD, tiny, LAYOUTS, wide, wide_args, timeout_s=500)
 
 
@@ -148,10 +149,17 @@ def test_generation_over_tp_dp_and_ep_equals_one_cpu_process(tiny: str, engines:
 
 def test_a_bfloat16_engine_runs_the_kernels(engines: list[tuple[Any, Any]]) -> None:
     """Both ways give the same distribution up to bfloat16's rounding."""
-    for _, ((gathered, _), (dispatched, ran)) in engines:
+    for _, ((gathered, _), (dispatched, ran), _) in engines:
         assert ran >= KERNELS
-        for (token, logprob), (other_token, other_logprob) in zip(gathered, dispatched, strict=True):
-            assert token == other_token and logprob == pytest.approx(other_logprob, abs=0.05)
+        for (tokens, logprobs), (other_tokens, other_logprobs) in zip(gathered, dispatched, strict=True):
+            assert tokens[0] == other_tokens[0] and logprobs[0] == pytest.approx(other_logprobs[0], abs=0.05)
+
+
+def test_dispatch_in_recorded_steps_equals_eager_ones(engines: list[tuple[Any, Any]]) -> None:
+    for _, (_, (eager, _), (recorded, _)) in engines:
+        assert [tokens for tokens, _ in recorded] == [tokens for tokens, _ in eager]
+        for (_, logprobs), (_, eager_logprobs) in zip(recorded, eager, strict=True):
+            assert logprobs == pytest.approx(eager_logprobs, abs=1e-2)  # another batch size, another rounding
 
 
 def test_the_configuration_refuses_what_cannot_be_exchanged(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
