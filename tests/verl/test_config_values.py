@@ -130,3 +130,35 @@ def test_no_sample_is_lost_between_batches_and_replicas() -> None:
     text = "\n".join(validate_config(config))
     assert "64 x rollout.n 8 = 512 samples do not divide over the 3 rollout replicas" in text
     assert "nearest number of samples: 510 or 513" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["kv_cache_layout=blocks"], "kv_cache_layout is 'blocks'; expected one of nd, nz"),
+        (["kv_cache_layout=nz"], "kv_cache_layout is 'nz', which only an NPU has"),
+        (["expert_exchange=ring"], "expert_exchange is 'ring'; expected one of all_gather, dispatch"),
+        (["expert_exchange=dispatch", "enable_expert_parallel=False"], "needs actor_rollout_ref.rollout.enable_expert"),
+        (["rebalance_interval=-1"], "rebalance_interval is -1; give a number of steps, or 0 for never"),
+        (["enforce_eager=False"], "a CPU records no graphs; set actor_rollout_ref.rollout.enforce_eager=True"),
+        (
+            ["cudagraph_capture_sizes=[1,9999]"],
+            "cudagraph_capture_sizes is [1, 9999]; give numbers of sequences from 1",
+        ),
+        (["device_handover=maybe"], "device_handover is 'maybe'; expected one of auto, true, false"),
+    ],
+)
+def test_engine_knobs_that_cannot_work_are_named_before_anything_starts(overrides: list[str], said: str) -> None:
+    keys = [f"actor_rollout_ref.rollout.{override}" for override in overrides]
+    problems = validate_config(_recipe("r1_zero_tiny", "trainer.device=cpu", *keys))
+    assert any(said in problem for problem in problems), problems
+
+
+def test_engine_knobs_of_the_device_pass() -> None:
+    keys = ("kv_cache_layout=nz", "expert_exchange=dispatch", "rebalance_interval=100", "cudagraph_capture_sizes=[1,8]")
+    assert (
+        validate_config(
+            _recipe("r1_zero_tiny", "trainer.device=npu", *(f"actor_rollout_ref.rollout.{k}" for k in keys))
+        )
+        == []
+    )

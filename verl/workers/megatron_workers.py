@@ -62,19 +62,16 @@ class ActorRolloutRefWorker(Worker):
         self.controller_needs_log_probs = config.algorithm.use_kl_in_reward
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> dict[str, float]:
-        """Joins the process group, builds and loads every model, and returns what start-up cost in seconds."""
-        start = time.perf_counter()
+    def init_model(self) -> dict[str, dict[str, str]]:
+        """Joins the process group, builds and loads every model; returns both op tables: engine -> entry -> kind."""
         ops = resolve(self.train_ops_provider)
         self.device = _init_device(self.device_type)
         self.hf_config = load_hf_config(self.config.model.path)
         self.groups = self._init_groups()
-        if self.rank == 0:
-            logger.info("training ops: %s", ", ".join(f"{name}={kind}" for name, kind in ops.names.items()))
         self._build_actor(ops)
         self.ref = self._build_ref(ops) if self.role.endswith("ref") else None
         self._build_rollout()
-        return {"timing_s/init_model": time.perf_counter() - start}
+        return {"training": ops.names, "rollout": load_provider(self.rollout_ops_provider)().names}
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_ROLLOUT))
     def generate_sequences(self, prompts: DataProto) -> DataProto:

@@ -17,6 +17,7 @@ def validate_config(config: PPOTrainerConfig) -> list[str]:
         *models.actor.problems("actor_rollout_ref.actor"),
         *models.actor.optim.schedule_problems("actor_rollout_ref.actor.optim", config.trainer.total_training_steps),
         *models.rollout.problems("actor_rollout_ref.rollout"),
+        *models.rollout.device_problems("actor_rollout_ref.rollout", config.trainer.device),
         *config.algorithm.problems("algorithm"),
         *config.reward_model.problems("reward_model"),
         *config.trainer.problems("trainer"),

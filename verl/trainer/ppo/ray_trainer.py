@@ -28,6 +28,7 @@ from verl.trainer.ppo.metric_utils import (
 from verl.trainer.ppo.seeds import sampling_seeds
 from verl.utils.dataset import ResumableLoader, RLHFDataset, collate_fn
 from verl.utils.device import resolve_device
+from verl.utils.op_tables import op_tables_text
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.utils.tracking import Tracking
 from verl.workers.kept_rows import worker_batch
@@ -108,7 +109,9 @@ class RayPPOTrainer:
             num_cpus_per_worker=self.config.ray_kwargs.num_cpus_per_worker,
             timeout_s=trainer.worker_timeout_s,
         )
-        self.workers.init_model()
+        tables = self.workers.init_model()[0]
+        if tables:
+            logger.info("on %s\n%s", resolve_device(trainer.device), op_tables_text(tables))
 
     def fit(self) -> None:
         """Resumes, validates, trains to ``total_training_steps``, saving and validating on the way."""

@@ -18,7 +18,14 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """The rollout engine and how it samples for training; lengths are tokens."""
+    """The rollout engine and how it samples for training; lengths are tokens.
+
+    enforce_eager: decode without recorded graphs; a CPU records none · cudagraph_capture_sizes: numbers of sequences
+    that graphs are recorded for, absent = powers of two up to max_num_seqs · kv_cache_layout: ``nd``, or ``nz`` on an
+    NPU · expert_exchange: how tokens reach the experts of other ranks, ``all_gather`` or ``dispatch`` ·
+    rebalance_interval: steps between two rounds of moving requests between data-parallel replicas, 0 = never ·
+    device_handover: generated tensors stay on the devices until they are trained on; ``auto`` = on an NPU.
+    """
 
     name: str = "vllm"
     mode: str = "sync"
@@ -33,6 +40,7 @@ class RolloutConfig:
     gpu_memory_utilization: float = 0.5
     ignore_eos: bool = False
     enforce_eager: bool = False
+    cudagraph_capture_sizes: list[int] | None = None
     free_cache_engine: bool = True
     load_format: str = "dummy"
     tensor_model_parallel_size: int = 1
@@ -45,6 +53,9 @@ class RolloutConfig:
     enable_prefix_caching: bool = False
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
+    kv_cache_layout: str = "nd"
+    expert_exchange: str = "all_gather"
+    rebalance_interval: int = 0
     log_prob_micro_batch_size_per_gpu: int | None = None
     log_prob_use_dynamic_bsz: bool = False
     log_prob_max_token_len_per_gpu: int = 16384
@@ -68,6 +79,8 @@ class RolloutConfig:
         found = []
         choices = (
             ("name", self.name, ("vllm",)),
+            ("kv_cache_layout", self.kv_cache_layout, ("nd", "nz")),
+            ("expert_exchange", self.expert_exchange, ("all_gather", "dispatch")),
             ("device_handover", self.device_handover.lower(), ("auto", "true", "false")),
             ("mode", self.mode, ("sync",)),
             ("dtype", self.dtype, ("bfloat16", "float32")),
@@ -79,6 +92,20 @@ class RolloutConfig:
         for key, size in (("n", self.n), ("val_kwargs.n", self.val_kwargs.n), ("max_num_seqs", self.max_num_seqs)):
             if size < 1:
                 found.append(f"{where}.{key} is {size}; it must be at least 1")
+        if self.expert_exchange != "all_gather" and not self.enable_expert_parallel:
+            found.append(
+                f"{where}.expert_exchange is {self.expert_exchange!r}; it needs {where}.enable_expert_parallel=True"
+            )
+        if self.rebalance_interval < 0:
+            found.append(
+                f"{where}.rebalance_interval is {self.rebalance_interval}; give a number of steps, or 0 for never"
+            )
+        sizes = self.cudagraph_capture_sizes
+        if sizes is not None and (not sizes or min(sizes) < 1 or max(sizes) > self.max_num_seqs):
+            found.append(
+                f"{where}.cudagraph_capture_sizes is {list(sizes)}; give numbers of sequences from 1 to max_num_seqs "
+                f"{self.max_num_seqs}, or leave it out"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             found.append(f"{where}.gpu_memory_utilization is {self.gpu_memory_utilization}; expected (0, 1]")
         if self.temperature <= 0:
@@ -95,6 +122,15 @@ class RolloutConfig:
                 f"{where}.max_num_batched_tokens {self.max_num_batched_tokens} is below prompt_length "
                 f"{self.prompt_length} and enable_chunked_prefill is False"
             )
+        return found
+
+    def device_problems(self, where: str, device: str) -> list[str]:
+        """What the engine cannot do on ``device``; nothing is said of ``auto``, which only the workers can resolve."""
+        found = []
+        if device == "cpu" and not self.enforce_eager:
+            found.append(f"{where}.enforce_eager is False, but a CPU records no graphs; set {where}.enforce_eager=True")
+        if device in ("cpu", "cuda") and self.kv_cache_layout != "nd":
+            found.append(f"{where}.kv_cache_layout is {self.kv_cache_layout!r}, which only an NPU has; use nd")
         return found
 
     def warnings(self, where: str) -> list[str]:
