@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Sets up what the checks need, runs them all, the device tests on simulated NPUs last. Arguments go to the main suite's
-# pytest, and then the device tests are left to tests/npu/run.sh.
+# Sets up what the checks need and runs them all: the device tests on simulated NPUs, then the main suite, whose proofs of
+# the hardware adaptations use the same simulator. Arguments go to the main suite's pytest, and then the device tests are
+# left to tests/npu/run.sh.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -35,12 +36,12 @@ done
 step "adaptations"
 "$PY" -m tools.adaptations --check
 
-step "pytest"
 status=0
-"$PY" -m pytest "$@" || status=$?
-
 if [ $# -eq 0 ]; then
     step "pytest on simulated NPUs"
     env -u TORCH_DEVICE_BACKEND_AUTOLOAD bash tests/npu/run.sh || status=$?
 fi
+
+step "pytest"
+"$PY" -m pytest "$@" || status=$?
 exit "$status"
