@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from vllm.distributed.parallel_state import GroupCoordinator
@@ -17,7 +16,7 @@ def exchange_words(group: GroupCoordinator, parts: Sequence[Sequence[np.ndarray]
     sent = [np.concatenate([np.empty(0, np.int64), *part]) for part in parts]
     sizes = group.all_gather(torch.tensor([len(part) for part in sent], dtype=torch.int64, device=device)).tolist()
     words = torch.from_numpy(np.concatenate(sent)).to(device)
-    received = _all_to_all(group, words, [len(part) for part in sent], [row[group.rank_in_group] for row in sizes])
+    received = group.all_to_all(words, [len(part) for part in sent], [row[group.rank_in_group] for row in sizes])
     result: np.ndarray = received.cpu().numpy()
     return result
 
@@ -38,11 +37,5 @@ def exchange_blocks(
             torch.tensor([block for blocks in lists for block in blocks], dtype=torch.int64, device=pages.device)
             for lists in (sent, received)
         )
-        arrived = _all_to_all(group, pages.index_select(0, sources), sent_sizes, received_sizes)
+        arrived = group.all_to_all(pages.index_select(0, sources), sent_sizes, received_sizes)
         pages.index_copy_(0, targets, arrived)
-
-
-def _all_to_all(group: GroupCoordinator, rows: Tensor, sent_sizes: list[int], received_sizes: list[int]) -> Tensor:
-    received = rows.new_empty(sum(received_sizes), *rows.shape[1:])
-    dist.all_to_all_single(received, rows, received_sizes, sent_sizes, group=group.group)
-    return received
