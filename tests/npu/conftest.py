@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_model_parallel
 
 # Tests of this folder that read sources and tables only, so they run with the main suite too.
 NEED_NO_DEVICE = ("test_static_contract.py", "test_op_table_complete.py")
@@ -29,3 +34,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             f"NOT COLLECTED: {len(_left_out)} files of device tests in tests/npu, because this environment has no "
             "simulated NPU. `bash tests/npu/run.sh` makes one and runs them."
         )
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[ProcessGroups]:
+    """The groups of a world of one device."""
+    torch.npu.set_device(0)
+    dist.init_process_group("hccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield initialize_model_parallel()
+    destroy_model_parallel()
+    dist.destroy_process_group()

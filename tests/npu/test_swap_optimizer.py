@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_model_parallel
+from megatron.core.parallel_state import ProcessGroups
 from mindspeed.core.optimizer.swap_optimizer import SwapOptimizer
 from mindspeed.ops import train_ops
 from tests.parallel.toy import toy_config
@@ -20,16 +17,6 @@ WIDTH = 128
 SWAP_TIMES = 8
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1)
 DEVICE = torch.device("npu:0")
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[ProcessGroups]:
-    """The groups of a world of one device."""
-    torch.npu.set_device(DEVICE)
-    dist.init_process_group("hccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield initialize_model_parallel()
-    destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def _model(groups: ProcessGroups, dtype: torch.dtype) -> DistributedDataParallel:

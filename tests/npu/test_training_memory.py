@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_model_parallel
+from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel.cross_entropy import (
     MAX_TEMPORARY_BYTES,
     vocab_parallel_cross_entropy,
@@ -22,16 +19,6 @@ from tests.parallel.toy import toy_config
 
 WIDTH = 128
 DEVICE = torch.device("npu:0")
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[ProcessGroups]:
-    """The groups of a world of one device."""
-    torch.npu.set_device(DEVICE)
-    dist.init_process_group("hccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield initialize_model_parallel()
-    destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def _trainer(groups: ProcessGroups) -> DistributedOptimizer:
