@@ -217,11 +217,8 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def _from_manifest(path: Path, manifest: dict[str, Any]) -> tuple[HFModelConfig, ParallelLayout, Naming]:
-    sizes = dict(manifest["layout"])
-    if sizes.get("num_layer_list") is not None:
-        sizes["num_layer_list"] = tuple(sizes["num_layer_list"])
     hf = parse_hf_config(manifest["hf_config"], source=f"{path / MANIFEST_NAME}: hf_config")
-    return hf, ParallelLayout(**sizes), manifest["naming"]
+    return hf, ParallelLayout.from_json(manifest["layout"]), manifest["naming"]
 
 
 def _assemble(tensor: LocalTensor, source: WeightSource) -> torch.Tensor:

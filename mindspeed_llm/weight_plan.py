@@ -134,9 +134,7 @@ def always_fp32(hf_name: str) -> bool:
 def plan_problems(hf: HFModelConfig, layout: ParallelLayout) -> list[str]:
     """Everything that keeps ``layout`` from dividing this model; experts may also be split (expert TP > 1)."""
     etp = layout.expert_tensor_parallel_size
-    found = replace(layout, expert_tensor_parallel_size=1).problems(
-        hf.num_hidden_layers, hf.n_routed_experts, hf.num_attention_heads, hf.vocab_size
-    )
+    found = layout.problems(hf.num_hidden_layers, hf.n_routed_experts, hf.num_attention_heads, hf.vocab_size)
     tp = layout.tensor_model_parallel_size
     widths = [("intermediate_size", hf.intermediate_size, tp)]
     if hf.n_shared_experts:

@@ -1,8 +1,14 @@
-"""Where every rank stands: the arithmetic of TP x CP x DP x PP and ETP x EP x EDP x PP, without torch."""
+"""Where every rank and layer stands: the arithmetic of TP x CP x DP x PP and ETP x EP x EDP x PP, without torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 
 @dataclass(frozen=True)
@@ -20,11 +26,17 @@ class RankCoords:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of every parallel axis of one training job.
+    """Sizes of every parallel axis of one training job, the order of its ranks, and the layers of its stages.
 
-    Rank order is Megatron's ``tp-cp-ep-dp-pp`` with the left-most axis varying fastest. The experts have a grid of
-    their own: with ``expert_tensor_parallel_size == 1`` the tensor-parallel ranks join expert parallelism, which is
-    what MindSpeed calls ``moe_tp_extend_ep`` (its EP flag times TP is ``expert_model_parallel_size`` here).
+    Ranks: ``order`` names the axes, the left-most varying fastest (Megatron's ``tp-cp-ep-dp-pp``). Dense weights live
+    in the grid TP x CP x DP x PP. The experts have a grid of their own, ETP x EP x EDP x PP, laid over the same ranks:
+    with ``expert_tensor_parallel_size == 1`` the tensor-parallel ranks join expert parallelism, which is what MindSpeed
+    calls ``moe_tp_extend_ep`` (its EP flag times TP is ``expert_model_parallel_size`` here).
+
+    Layers: ``virtual_pipeline_model_parallel_size`` V cuts the layers of each stage into V chunks; the model runs
+    through chunk 0 of every stage, then chunk 1 of every stage, and so on. ``num_layer_list`` gives the layers of each
+    stage, or ``num_layers_in_{first,last}_pipeline_stage`` those of the ends. ``noop_layers`` (MindSpeed) are slots
+    that count as layers in all of these and hold none.
     """
 
     world_size: int = 1
@@ -34,10 +46,21 @@ class ParallelLayout:
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 1
     num_layer_list: tuple[int, ...] | None = None
+    virtual_pipeline_model_parallel_size: int = 1
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    noop_layers: tuple[int, ...] = ()
+    order: str = DEFAULT_ORDER
+
+    @staticmethod
+    def from_json(sizes: Mapping[str, Any]) -> ParallelLayout:
+        """The layout whose ``dataclasses.asdict`` was written as JSON; ``TypeError`` for a field that is not known."""
+        fields: dict[str, Any] = {key: tuple(size) if isinstance(size, list) else size for key, size in sizes.items()}
+        return ParallelLayout(**fields)
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of replicas of the dense parameters."""
+        """Number of replicas of the dense parameters, context-parallel ranks not counted."""
         return self.world_size // (
             self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         )
@@ -68,6 +91,7 @@ class ParallelLayout:
                 ("context_parallel_size", cp),
                 ("expert_model_parallel_size", ep),
                 ("expert_tensor_parallel_size", etp),
+                ("virtual_pipeline_model_parallel_size", self.virtual_pipeline_model_parallel_size),
             )
             if size < 1
         ]
@@ -82,64 +106,170 @@ class ParallelLayout:
                 f"world size {self.world_size} is not a multiple of expert TP {etp} x EP {ep} x PP {pp} = "
                 f"{etp * ep * pp}"
             )
-        if etp != 1:
-            found.append(f"expert_tensor_parallel_size is {etp}; only 1 is supported (the TP ranks join EP)")
-        if cp != 1:
-            found.append(f"context_parallel_size is {cp}; only 1 is supported")
+        if not found:
+            found.extend(self._order_problems())
         if num_experts is not None and num_experts % ep:
             found.append(f"{num_experts} experts do not divide over expert_model_parallel_size {ep}")
         for what, size in (("attention heads", num_attention_heads), ("vocabulary entries", vocab_size)):
             if size is not None and size % tp:
                 found.append(f"{size} {what} do not divide over tensor_model_parallel_size {tp}")
+        found.extend(self._stage_problems())
         if num_layers is not None:
             found.extend(self._layer_problems(num_layers))
-        return found
-
-    def _layer_problems(self, num_layers: int) -> list[str]:
-        pp = self.pipeline_model_parallel_size
-        if self.num_layer_list is None:
-            if num_layers % pp:
-                return [
-                    f"{num_layers} layers do not divide over pipeline_model_parallel_size {pp}; "
-                    f"give num_layer_list, {pp} counts that sum to {num_layers}"
-                ]
-            return []
-        found = []
-        shown = ",".join(map(str, self.num_layer_list))
-        if len(self.num_layer_list) != pp:
-            found.append(f"num_layer_list {shown} has {len(self.num_layer_list)} stages; PP is {pp}")
-        if sum(self.num_layer_list) != num_layers:
-            found.append(
-                f"num_layer_list {shown} sums to {sum(self.num_layer_list)}; the model has {num_layers} layers"
-            )
-        if any(count < 1 for count in self.num_layer_list):
-            found.append(f"num_layer_list {shown} has a stage without layers")
         return found
 
     def coords(self, rank: int) -> RankCoords:
         """Coordinates of global ``rank``."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the world of {self.world_size}")
-        tp, rest = rank % self.tensor_model_parallel_size, rank // self.tensor_model_parallel_size
-        cp, rest = rest % self.context_parallel_size, rest // self.context_parallel_size
-        dp, pp = rest % self.data_parallel_size, rest // self.data_parallel_size
-        etp, rest = rank % self.expert_tensor_parallel_size, rank // self.expert_tensor_parallel_size
-        ep, rest = rest % self.expert_model_parallel_size, rest // self.expert_model_parallel_size
-        edp = rest % self.expert_data_parallel_size
-        return RankCoords(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=etp, edp=edp)
+        dense, expert = _unravel(rank, self._grid(False)), _unravel(rank, self._grid(True))
+        return RankCoords(
+            tp=dense["tp"],
+            pp=dense["pp"],
+            dp=dense["dp"],
+            cp=dense["cp"],
+            ep=expert["ep"],
+            etp=expert["tp"],
+            edp=expert["dp"],
+        )
+
+    def members(self, rank: int, axes: tuple[str, ...], is_expert: bool = False) -> list[int]:
+        """Global ranks that differ from ``rank`` in ``axes`` only, of one grid, ascending; in closed form.
+
+        In the expert grid "tp" is the expert tensor parallel axis and "dp" the replicas of an expert.
+        """
+        base, ranks, stride = rank, [0], 1
+        for axis, size in self._grid(is_expert):
+            if axis in axes:
+                base -= rank // stride % size * stride
+                ranks = [member + step * stride for step in range(size) for member in ranks]
+            stride *= size
+        return [base + member for member in ranks]
 
     def stage_layer_counts(self, num_layers: int) -> tuple[int, ...]:
-        """Layers of each pipeline stage, first stage first."""
-        problems = self._layer_problems(num_layers)
+        """Slots of each pipeline stage (layers and no-op layers, all chunks together), first stage first."""
+        problems = self._stage_problems() + self._layer_problems(num_layers)
         if problems:
             raise ValueError("; ".join(problems))
+        counts = self._counts(num_layers)
+        assert counts is not None, "no problem was found"
+        return counts
+
+    def chunk_slots(self, pp_rank: int, vp_stage: int, num_layers: int) -> tuple[int | None, ...]:
+        """What the slots of chunk ``vp_stage`` of stage ``pp_rank`` hold: a global layer id, or None for a no-op layer.
+
+        Layer ids count real layers only, as Hugging Face names do; ``num_layers`` is their number.
+        """
+        num_chunks = self.virtual_pipeline_model_parallel_size
+        sizes = [count // num_chunks for count in self.stage_layer_counts(num_layers)]
+        first = sum(sizes) * vp_stage + sum(sizes[:pp_rank])
+        noops = frozenset(self.noop_layers)
+        layer = first - sum(slot < first for slot in noops)
+        slots: list[int | None] = []
+        for slot in range(first, first + sizes[pp_rank]):
+            slots.append(None if slot in noops else layer)
+            layer += slot not in noops
+        return tuple(slots)
+
+    def chunk_layers(self, pp_rank: int, vp_stage: int, num_layers: int) -> tuple[int, ...]:
+        """Global ids of the layers of one chunk, in the order in which they run."""
+        return tuple(layer for layer in self.chunk_slots(pp_rank, vp_stage, num_layers) if layer is not None)
+
+    def stage_layers(self, pp_rank: int, num_layers: int) -> tuple[int, ...]:
+        """Global ids of the layers of pipeline stage ``pp_rank``, chunk after chunk."""
+        chunks = range(self.virtual_pipeline_model_parallel_size)
+        return tuple(layer for chunk in chunks for layer in self.chunk_layers(pp_rank, chunk, num_layers))
+
+    def _grid(self, is_expert: bool) -> list[tuple[str, int]]:
+        """(axis, size) of one grid, fastest first."""
+        sizes = {"pp": self.pipeline_model_parallel_size}
+        if is_expert:
+            sizes |= {"tp": self.expert_tensor_parallel_size, "ep": self.expert_model_parallel_size}
+            sizes |= {"cp": 1, "dp": self.expert_data_parallel_size}
+        else:
+            sizes |= {"tp": self.tensor_model_parallel_size, "cp": self.context_parallel_size}
+            sizes |= {"ep": 1, "dp": self.data_parallel_size}
+        return [(axis, sizes[axis]) for axis in self.order.split("-")]
+
+    def _order_problems(self) -> list[str]:
+        if sorted(self.order.split("-")) != sorted(AXES):
+            return [f"order is {self.order!r}; it must name each of {', '.join(AXES)} once, such as {DEFAULT_ORDER!r}"]
+        before = [
+            prod(size for _, size in grid[: [axis for axis, _ in grid].index("pp")])
+            for grid in (self._grid(False), self._grid(True))
+        ]
+        if self.pipeline_model_parallel_size > 1 and before[0] != before[1]:
+            return [
+                f"order {self.order!r} puts the pipeline stages {before[0]} ranks apart for dense weights and "
+                f"{before[1]} for experts; end it with pp"
+            ]
+        return []
+
+    def _stage_problems(self) -> list[str]:
+        """What is wrong with the description of the stages, whatever the model."""
+        found = []
+        pp = self.pipeline_model_parallel_size
+        ends = (self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage)
+        if self.num_layer_list is not None:
+            shown = ",".join(map(str, self.num_layer_list))
+            if len(self.num_layer_list) != pp:
+                found.append(f"num_layer_list {shown} has {len(self.num_layer_list)} stages; PP is {pp}")
+            if any(count < 1 for count in self.num_layer_list):
+                found.append(f"num_layer_list {shown} has a stage without layers")
+            if ends != (None, None):
+                found.append("num_layer_list and num_layers_in_{first,last}_pipeline_stage exclude each other")
+        if self.virtual_pipeline_model_parallel_size > 1 and pp == 1:
+            found.append(
+                f"virtual_pipeline_model_parallel_size is {self.virtual_pipeline_model_parallel_size} with PP 1; "
+                "chunks need at least 2 stages"
+            )
+        for name, size in zip(("first", "last"), ends, strict=True):
+            if size is not None and (size < 1 or pp == 1):
+                found.append(f"num_layers_in_{name}_pipeline_stage is {size} with PP {pp}; it needs layers and PP > 1")
+        return found
+
+    def _layer_problems(self, num_layers: int) -> list[str]:
+        num_slots = num_layers + len(self.noop_layers)
+        stray = [slot for slot in self.noop_layers if not 0 <= slot < num_slots]
+        if stray or len(set(self.noop_layers)) != len(self.noop_layers):
+            return [f"noop_layers {list(self.noop_layers)} must be different numbers in 0..{num_slots - 1}"]
+        pp, num_chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        what = f"{num_layers} layers" + (f" and {len(self.noop_layers)} no-op layers" if self.noop_layers else "")
+        counts = self._counts(num_layers)
+        if counts is None or any(count < 1 for count in counts):
+            ends = (self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage)
+            given = "" if ends == (None, None) else f" with {ends[0]} in the first and {ends[1]} in the last"
+            return [
+                f"{what} do not divide over pipeline_model_parallel_size {pp}{given}; "
+                f"give num_layer_list, {pp} counts that sum to {num_slots}"
+            ]
+        found = []
+        if sum(counts) != num_slots:
+            shown = ",".join(map(str, counts))
+            found.append(f"num_layer_list {shown} sums to {sum(counts)}; the model has {what}")
+        uneven = [count for count in counts if count % num_chunks]
+        if uneven:
+            found.append(
+                f"a stage of {uneven[0]} layers does not divide into virtual_pipeline_model_parallel_size "
+                f"{num_chunks} chunks"
+            )
+        return found
+
+    def _counts(self, num_layers: int) -> tuple[int, ...] | None:
+        """Slots of each stage, None when the remaining ones do not divide over the stages that nobody gave a size."""
         if self.num_layer_list is not None:
             return tuple(self.num_layer_list)
-        pp = self.pipeline_model_parallel_size
-        return (num_layers // pp,) * pp
+        first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
+        left = num_layers + len(self.noop_layers) - (first or 0) - (last or 0)
+        num_stages = self.pipeline_model_parallel_size - (first is not None) - (last is not None)
+        if left < 0 or (left % num_stages if num_stages else left):
+            return None
+        middle = (left // num_stages,) * num_stages if num_stages else ()
+        return (() if first is None else (first,)) + middle + (() if last is None else (last,))
 
-    def stage_layers(self, pp_rank: int, num_layers: int) -> range:
-        """Global ids of the layers of pipeline stage ``pp_rank``."""
-        counts = self.stage_layer_counts(num_layers)
-        first = sum(counts[:pp_rank])
-        return range(first, first + counts[pp_rank])
+
+def _unravel(rank: int, grid: list[tuple[str, int]]) -> dict[str, int]:
+    coords = {}
+    for axis, size in grid:
+        rank, coords[axis] = divmod(rank, size)
+    return coords

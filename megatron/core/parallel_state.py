@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron.core.parallel_layout import ParallelLayout, RankCoords
+from megatron.core.parallel_layout import DEFAULT_ORDER, ParallelLayout, RankCoords
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Every group this rank is a member of; all are real groups, also those of size 1.
+    """Every group this rank is a member of; all are real groups, also those of size 1. Members are in rank order.
 
-    tp: ranks that share one dense weight · pp: the stages of one replica, first stage first · dp: replicas of a dense
-    weight · ep: ranks that share the experts of a layer · edp: replicas of an expert · mp: all ranks of one dense
-    replica (TP x PP) · world: everybody.
+    Dense weights. tp: ranks that share one weight · cp: ranks that share the sequences of one micro-batch · dp:
+    replicas with other sequences · dp_cp: all replicas, over which gradients are summed · pp: the stages of one
+    replica, first stage first · mp: all ranks of one replica (TP x PP) · tp_cp: ranks that share the tokens of one
+    micro-batch · tp_dp_cp: ranks of one stage, which share all tokens.
+    Experts. ep: ranks that share the experts of a layer · etp: ranks that share one expert's weights · etp_ep: both ·
+    edp: replicas of an expert.
+    world: everybody.
     """
 
     layout: ParallelLayout
     rank: int
     coords: RankCoords
     tp: dist.ProcessGroup
-    pp: dist.ProcessGroup
+    cp: dist.ProcessGroup
     dp: dist.ProcessGroup
-    ep: dist.ProcessGroup
-    edp: dist.ProcessGroup
+    dp_cp: dist.ProcessGroup
+    pp: dist.ProcessGroup
     mp: dist.ProcessGroup
+    tp_cp: dist.ProcessGroup
+    tp_dp_cp: dist.ProcessGroup
+    ep: dist.ProcessGroup
+    etp: dist.ProcessGroup
+    etp_ep: dist.ProcessGroup
+    edp: dist.ProcessGroup
     world: dist.ProcessGroup
 
     @property
@@ -42,14 +51,20 @@ class ProcessGroups:
         return self.coords.pp == self.layout.pipeline_model_parallel_size - 1
 
 
-# Ranks with equal keys form one group; members are in rank order, which is also the order of the axis coordinate.
-_GROUP_KEYS: dict[str, Callable[[RankCoords], tuple[int, ...]]] = {
-    "tp": lambda c: (c.pp, c.dp, c.cp),
-    "pp": lambda c: (c.tp, c.dp, c.cp),
-    "dp": lambda c: (c.tp, c.pp, c.cp),
-    "ep": lambda c: (c.pp, c.edp, c.etp),
-    "edp": lambda c: (c.pp, c.ep, c.etp),
-    "mp": lambda c: (c.dp, c.cp),
+# Group -> (axes in which its members differ, whether these are axes of the expert grid).
+_GROUP_AXES: dict[str, tuple[tuple[str, ...], bool]] = {
+    "tp": (("tp",), False),
+    "cp": (("cp",), False),
+    "dp": (("dp",), False),
+    "dp_cp": (("dp", "cp"), False),
+    "pp": (("pp",), False),
+    "mp": (("tp", "pp"), False),
+    "tp_cp": (("tp", "cp"), False),
+    "tp_dp_cp": (("tp", "dp", "cp"), False),
+    "ep": (("ep",), True),
+    "etp": (("tp",), True),
+    "etp_ep": (("tp", "ep"), True),
+    "edp": (("dp",), True),
 }
 
 # The one object behind the upstream getters: set by initialize_model_parallel, cleared by destroy_model_parallel.
@@ -65,63 +80,79 @@ def initialize_model_parallel(
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int | None = None,
     distributed_timeout_minutes: float = 30,
-    order: str = "tp-cp-ep-dp-pp",
+    order: str = DEFAULT_ORDER,
     num_layer_list: tuple[int, ...] | None = None,
+    num_layers_in_first_pipeline_stage: int | None = None,
+    num_layers_in_last_pipeline_stage: int | None = None,
+    noop_layers: tuple[int, ...] = (),
 ) -> ProcessGroups:
-    """Make all groups of the job on an initialised ``torch.distributed``; every rank must call it with the same sizes.
+    """``initialize_from_layout`` with upstream's arguments; every rank must call it with the same ones.
 
-    ``expert_tensor_parallel_size=None`` means 1. The backend is the world's. Raises ``ValueError`` with every
-    problem of the layout.
+    ``expert_tensor_parallel_size=None`` means 1 (upstream: the TP size). The backend is the world's.
+    """
+    return initialize_from_layout(
+        ParallelLayout(
+            world_size=_world_size(),
+            tensor_model_parallel_size=tensor_model_parallel_size,
+            pipeline_model_parallel_size=pipeline_model_parallel_size,
+            context_parallel_size=context_parallel_size,
+            expert_model_parallel_size=expert_model_parallel_size,
+            expert_tensor_parallel_size=1 if expert_tensor_parallel_size is None else expert_tensor_parallel_size,
+            num_layer_list=num_layer_list,
+            virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size or 1,
+            num_layers_in_first_pipeline_stage=num_layers_in_first_pipeline_stage,
+            num_layers_in_last_pipeline_stage=num_layers_in_last_pipeline_stage,
+            noop_layers=noop_layers,
+            order=order,
+        ),
+        distributed_timeout_minutes,
+    )
+
+
+def initialize_from_layout(layout: ParallelLayout, distributed_timeout_minutes: float = 30) -> ProcessGroups:
+    """Make all groups of the job on an initialised ``torch.distributed``; every rank calls it with the same layout.
+
+    Raises ``ValueError`` with every problem of the layout.
     """
     global _GROUPS
     if _GROUPS is not None:
         raise RuntimeError("model parallel groups exist already; call destroy_model_parallel() first")
-    if not dist.is_initialized():
-        raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
-    layout = ParallelLayout(
-        world_size=dist.get_world_size(),
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-        context_parallel_size=context_parallel_size,
-        expert_model_parallel_size=expert_model_parallel_size,
-        expert_tensor_parallel_size=1 if expert_tensor_parallel_size is None else expert_tensor_parallel_size,
-        num_layer_list=num_layer_list,
-    )
     problems = layout.problems()
-    if virtual_pipeline_model_parallel_size not in (None, 1):
-        problems.append(
-            f"virtual_pipeline_model_parallel_size is {virtual_pipeline_model_parallel_size}; only None is supported"
-        )
-    if order != "tp-cp-ep-dp-pp":
-        problems.append(f"order is {order!r}; only 'tp-cp-ep-dp-pp' is supported")
-    if num_layer_list is not None and len(num_layer_list) != pipeline_model_parallel_size:
-        problems.append(f"num_layer_list has {len(num_layer_list)} stages; PP is {pipeline_model_parallel_size}")
+    if layout.world_size != _world_size():
+        problems.append(f"the layout is for {layout.world_size} ranks; torch.distributed has {_world_size()}")
     if problems:
         raise ValueError("parallel layout: " + "; ".join(problems))
-    _GROUPS = _build_groups(layout, dist.get_rank(), timedelta(minutes=distributed_timeout_minutes))
+    rank, timeout = dist.get_rank(), timedelta(minutes=distributed_timeout_minutes)
+    mine: dict[str, dist.ProcessGroup] = {}
+    for name in _GROUP_AXES:
+        for ranks in group_ranks(layout, name):
+            # Collective over the world: also the ranks outside a group must reach the call, in this order.
+            group = dist.new_group(ranks, timeout=timeout, group_desc=name)
+            if rank in ranks:
+                mine[name] = group
+    world = dist.group.WORLD
+    assert world is not None, "checked by _world_size"
+    _GROUPS = ProcessGroups(layout=layout, rank=rank, coords=layout.coords(rank), world=world, **mine)
     return _GROUPS
 
 
-def group_ranks(layout: ParallelLayout, axis: str) -> list[list[int]]:
-    """Global ranks of every group of ``axis`` (tp, pp, dp, ep, edp, mp), in the order in which the groups are made."""
-    key = _GROUP_KEYS[axis]
-    members: dict[tuple[int, ...], list[int]] = {}
+def _world_size() -> int:
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
+    return dist.get_world_size()
+
+
+def group_ranks(layout: ParallelLayout, name: str) -> list[list[int]]:
+    """Global ranks of every group of that name (a field of ``ProcessGroups``), ordered by their lowest member."""
+    axes, is_expert = _GROUP_AXES[name]
+    found: list[list[int]] = []
+    seen = bytearray(layout.world_size)
     for rank in range(layout.world_size):
-        members.setdefault(key(layout.coords(rank)), []).append(rank)
-    return list(members.values())
-
-
-def _build_groups(layout: ParallelLayout, rank: int, timeout: timedelta) -> ProcessGroups:
-    mine: dict[str, dist.ProcessGroup] = {}
-    for axis in _GROUP_KEYS:
-        for ranks in group_ranks(layout, axis):
-            # Collective over the world: also the ranks outside a group must reach the call, in this order.
-            group = dist.new_group(ranks, timeout=timeout, group_desc=axis)
-            if rank in ranks:
-                mine[axis] = group
-    world = dist.group.WORLD
-    assert world is not None, "checked by initialize_model_parallel"
-    return ProcessGroups(layout=layout, rank=rank, coords=layout.coords(rank), world=world, **mine)
+        if not seen[rank]:
+            found.append(layout.members(rank, axes, is_expert))
+            for member in found[-1]:
+                seen[member] = 1
+    return found
 
 
 def destroy_model_parallel() -> None:
@@ -129,8 +160,8 @@ def destroy_model_parallel() -> None:
     global _GROUPS
     if _GROUPS is None:
         return
-    for axis in _GROUP_KEYS:
-        dist.destroy_process_group(getattr(_GROUPS, axis))
+    for name in _GROUP_AXES:
+        dist.destroy_process_group(getattr(_GROUPS, name))
     _GROUPS = None
 
 
@@ -160,8 +191,29 @@ def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
 
 
 def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:
-    """Replicas of a dense weight (the context-parallel size is 1, so the flag changes nothing)."""
-    return get_process_groups().dp
+    """Replicas of a dense weight: those with other sequences, or with the flag all of them."""
+    groups = get_process_groups()
+    return groups.dp_cp if with_context_parallel else groups.dp
+
+
+def get_context_parallel_group() -> dist.ProcessGroup:
+    """Ranks that share the sequences of one micro-batch."""
+    return get_process_groups().cp
+
+
+def get_tensor_and_context_parallel_group() -> dist.ProcessGroup:
+    """Ranks that share the tokens of one micro-batch."""
+    return get_process_groups().tp_cp
+
+
+def get_expert_tensor_parallel_group() -> dist.ProcessGroup:
+    """Ranks that share one expert's weights."""
+    return get_process_groups().etp
+
+
+def get_expert_tensor_and_model_parallel_group() -> dist.ProcessGroup:
+    """Ranks that share all experts of a layer."""
+    return get_process_groups().etp_ep
 
 
 def get_expert_model_parallel_group() -> dist.ProcessGroup:
@@ -200,13 +252,13 @@ def get_pipeline_model_parallel_rank() -> int:
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
-    """DP size."""
-    return get_process_groups().layout.data_parallel_size
+    """DP size, or with the flag DP x CP."""
+    return get_data_parallel_group(with_context_parallel).size()
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
-    """DP coordinate of this rank."""
-    return get_process_groups().coords.dp
+    """Place of this rank among the replicas."""
+    return get_data_parallel_group(with_context_parallel).rank()
 
 
 def get_context_parallel_world_size() -> int:

@@ -192,7 +192,7 @@ def _check_layouts(layouts: list[Layout], one_process: dict[bool, Outcome]) -> N
 
 def _part_of(whole: dict[str, torch.Tensor], name: str, groups: ProcessGroups) -> torch.Tensor:
     """What this rank holds, under its local ``name``, of the whole model's tensors."""
-    first = groups.layout.stage_layers(groups.coords.pp, CONFIG.num_layers).start
+    first = groups.layout.stage_layers(groups.coords.pp, CONFIG.num_layers)[0]
     full = whole[re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) + first}", name)]
     if ".experts.weight" in name:
         return full.chunk(groups.layout.expert_model_parallel_size)[groups.coords.ep]

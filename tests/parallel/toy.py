@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ def toy_config(calculate_per_token_loss: bool = True) -> TransformerConfig:
 class ToyStage(nn.Module):
     """Global layers ``layers`` of a stack of tanh(linear), then a norm; a stage's input comes through the pipeline."""
 
-    def __init__(self, config: TransformerConfig, layers: range) -> None:
+    def __init__(self, config: TransformerConfig, layers: Sequence[int]) -> None:
         super().__init__()
         self.config = config
         self.layers = nn.ModuleDict({str(layer): nn.Linear(HIDDEN, HIDDEN) for layer in layers})

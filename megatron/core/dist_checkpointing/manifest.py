@@ -74,8 +74,7 @@ def read_manifest(directory: Path) -> Manifest:
         content = json.loads(path.read_text())
         if content["format"] != _FORMAT:
             raise ValueError(f"{path} has format {content['format']}; this version reads format {_FORMAT}")
-        stages = content["layout"]["num_layer_list"]
-        layout = ParallelLayout(**content["layout"] | {"num_layer_list": None if stages is None else tuple(stages)})
+        layout = ParallelLayout.from_json(content["layout"])
         return Manifest(layout, {name: FileRecord(**record) for name, record in content["files"].items()})
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: {directory} is not a complete checkpoint") from None

@@ -116,7 +116,11 @@ def _check(config: MLATransformerConfig, groups: ProcessGroups) -> None:
     problems = groups.layout.problems(
         config.num_layers, config.num_moe_experts, config.num_attention_heads, config.vocab_size
     )
-    tp_size = groups.layout.tensor_model_parallel_size
+    layout = groups.layout
+    tp_size = layout.tensor_model_parallel_size
+    for name in ("context_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size"):
+        if getattr(layout, name) != 1:
+            problems.append(f"{name} is {getattr(layout, name)}; only 1 is supported")
     if tp_size > 1 and not config.sequence_parallel:
         problems.append(f"sequence_parallel is False; tensor_model_parallel_size {tp_size} needs it to be True")
     for name in ("ffn_hidden_size", "moe_shared_expert_intermediate_size"):
