@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -60,8 +61,25 @@ def _two_replicas() -> None:
             (state,) = optimizer.shards
             numel = state.buffer.numel
             assert state.master.tensor.numel() == (numel // 2 if is_sharded else numel)
+            _check_param_shards(optimizer, is_sharded)
             _check_state_dict(optimizer, _trainer(groups, is_mean, is_sharded))
     _check_bad_gradient_on_one_rank(groups)
+
+
+def _check_param_shards(optimizer: DistributedOptimizer, is_sharded: bool) -> None:
+    """Over the replicas every element of every parameter comes once, with the master weights of that very place."""
+    params = dict(optimizer.model.module.named_parameters())
+    covered = {name: torch.zeros(param.numel()) for name, param in params.items()}
+    for shard in optimizer.param_shards():
+        assert shard.shape == params[shard.name].shape
+        assert not shard.is_expert
+        part = slice(shard.start, shard.stop)
+        covered[shard.name][part] += 1
+        assert torch.equal(shard.tensors["master"], params[shard.name].flatten()[part])
+        assert shard.tensors["exp_avg"].shape == shard.tensors["exp_avg_sq"].shape == (shard.stop - shard.start,)
+    for name, times in covered.items():
+        dist.all_reduce(times, group=optimizer.groups.dp)
+        assert times.eq(1 if is_sharded else 2).all(), name
 
 
 def _check_state_dict(optimizer: DistributedOptimizer, fresh: DistributedOptimizer) -> None:

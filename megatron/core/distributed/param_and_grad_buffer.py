@@ -28,6 +28,7 @@ class ParamAndGradBuffer:
 
     Gaps and padding (the size is a multiple of the group's) hold zeros in parameters and gradients for ever.
 
+    param_ranges, param_shapes: where each parameter lies, by name, and its local shape ·
     first_param: place of the first parameter among all of the model's, the one whose gradient comes last ·
     decayed: parameters under weight decay · tp_duplicates: equal on all TP ranks, to be counted once ·
     tp_partial: gradients to be summed over TP · shard: the part of the buffer whose optimizer state this rank owns.
@@ -55,6 +56,7 @@ class ParamAndGradBuffer:
         kinds = {name: _layout_class(name, param, is_expert) for name, param in params}
         ordered = sorted(params, key=lambda item: kinds[item[0]])
         self.param_ranges, numel = _assign_ranges(ordered)
+        self.param_shapes = {name: tuple(param.shape) for name, param in ordered}
         shard_numel = -(-numel // (self.num_shards * ALIGNMENT)) * ALIGNMENT
         self.numel = shard_numel * self.num_shards
         self.shard: Range = (shard_index * shard_numel, (shard_index + 1) * shard_numel)

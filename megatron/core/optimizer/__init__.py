@@ -4,9 +4,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.ops import TrainOps
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_shard import ParamShard
 from megatron.core.parallel_state import ProcessGroups
 
-__all__ = ["DistributedOptimizer", "OptimizerConfig", "get_megatron_optimizer"]
+__all__ = ["DistributedOptimizer", "OptimizerConfig", "ParamShard", "get_megatron_optimizer"]
 
 
 def get_megatron_optimizer(

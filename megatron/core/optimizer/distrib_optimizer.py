@@ -14,6 +14,7 @@ from megatron.core.distributed.offload import OffloadableTensor
 from megatron.core.ops import TrainOps
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32, local_square_sum
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_shard import ParamShard, param_shards_of
 from megatron.core.parallel_state import ProcessGroups
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,16 @@ class DistributedOptimizer:
         for state in self.shards:
             for tensor in state.tensors.values():
                 tensor.onload()
+
+    def param_shards(self) -> Iterator[ParamShard]:
+        """All state of this rank by parameter, every element once, padding left out; no collectives.
+
+        A parameter may come in several pieces or, when its shard is another rank's, not at all. Without
+        ``use_distributed_optimizer`` every replica yields everything.
+        """
+        for state in self.shards:
+            current = {key: item.current for key, item in state.tensors.items()}
+            yield from param_shards_of(state.buffer, state.buffer.shard[0], current)
 
     def state_dict(self) -> dict[str, torch.Tensor | float | int]:
         """Tensors (this rank's shards, not copies, on the host while offloaded) and scalars (equal on all ranks)."""
