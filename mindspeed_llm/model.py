@@ -9,16 +9,16 @@ import torch
 from mindspeed_llm.hf_config import HFModelConfig, to_transformer_config
 
 if TYPE_CHECKING:
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.gpt import GPTModel, ModelChunks
     from megatron.core.ops import TrainOps
     from megatron.core.parallel_state import ProcessGroups
 
 
 def build_model(
     hf: HFModelConfig, groups: ProcessGroups, ops: TrainOps, *, params_dtype: torch.dtype, **overrides: Any
-) -> GPTModel:
+) -> GPTModel | ModelChunks:
     """This rank's part of the model, weights not yet set; ``overrides`` are MLATransformerConfig fields."""
-    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.gpt import make_gpt_model
 
     config = to_transformer_config(hf, params_dtype=params_dtype, layout=groups.layout, **overrides)
-    return GPTModel(config, groups, ops)
+    return make_gpt_model(config, groups, ops)

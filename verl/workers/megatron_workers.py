@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps, resolve
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -187,7 +187,7 @@ class ActorRolloutRefWorker(Worker):
         self._register_dispatch_collect_info(_ROLLOUT, self.rank // rollout_tp, self.rank % rollout_tp == 0)
         return groups
 
-    def _new_model(self, ops: TrainOps, engine: McoreEngineConfig) -> GPTModel:
+    def _new_model(self, ops: TrainOps, engine: McoreEngineConfig) -> GPTModel | ModelChunks:
         model = build_model(
             self.hf_config,
             self.groups,

@@ -1,4 +1,4 @@
-"""The layers of one pipeline stage, with optional recompute of their activations."""
+"""The layers of one pipeline stage or of one chunk of it, with optional recompute of their activations."""
 
 from __future__ import annotations
 
@@ -27,12 +27,17 @@ class TransformerBlock(nn.Module):
     """
 
     def __init__(
-        self, config: MLATransformerConfig, groups: ProcessGroups, ops: TrainOps, post_layer_norm: bool
+        self,
+        config: MLATransformerConfig,
+        groups: ProcessGroups,
+        ops: TrainOps,
+        post_layer_norm: bool,
+        vp_stage: int = 0,
     ) -> None:
         super().__init__()
         self.config = config
-        stage_layers = groups.layout.stage_layers(groups.coords.pp, config.num_layers)
-        self.layers = nn.ModuleList(TransformerLayer(config, groups, ops, layer) for layer in stage_layers)
+        layers = groups.layout.chunk_layers(groups.coords.pp, vp_stage, config.num_layers)
+        self.layers = nn.ModuleList(TransformerLayer(config, groups, ops, layer) for layer in layers)
         self.final_layernorm = RMSNorm(config, ops, config.hidden_size) if post_layer_norm else None
 
     def forward(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups
@@ -39,7 +39,7 @@ class MegatronPPOActor(BasePPOActor):
         config: ActorConfig,
         tf_config: TransformerConfig,
         groups: ProcessGroups,
-        actor_module: DistributedDataParallel | GPTModel,
+        actor_module: DistributedDataParallel | GPTModel | ModelChunks,
         actor_optimizer: DistributedOptimizer | None = None,
         scheduler: OptimizerParamScheduler | None = None,
     ) -> None:

@@ -40,8 +40,10 @@ class LanguageModelEmbedding(nn.Module):
 class GPTModel(nn.Module):
     """Embedding (first stage), this stage's layers, output layer (last stage). Input and output weights are not tied.
 
-    ``pre_process`` and ``post_process`` (embedding here, output layer here) follow the stage unless given. The
-    constructor does not initialise weights: call ``init_weights`` or load them.
+    ``pre_process`` and ``post_process`` (embedding here, output layer here) follow the stage unless given. With virtual
+    stages the model is chunk ``vp_stage`` of its stage (``ModelChunks`` holds them all): the embedding is in the first
+    chunk of the first stage, the output layer in the last chunk of the last. The constructor does not initialise
+    weights: call ``init_weights`` or load them.
     """
 
     def __init__(
@@ -52,18 +54,21 @@ class GPTModel(nn.Module):
         *,
         pre_process: bool | None = None,
         post_process: bool | None = None,
+        vp_stage: int | None = None,
     ) -> None:
         super().__init__()
-        _check(config, groups)
+        _check(config, groups, vp_stage)
         self.config = config
         self.groups = groups
-        self.pre_process = groups.is_first_stage if pre_process is None else pre_process
-        self.post_process = groups.is_last_stage if post_process is None else post_process
+        self.vp_stage = vp_stage or 0
+        is_last_chunk = self.vp_stage == groups.layout.virtual_pipeline_model_parallel_size - 1
+        self.pre_process = groups.is_first_stage and self.vp_stage == 0 if pre_process is None else pre_process
+        self.post_process = groups.is_last_stage and is_last_chunk if post_process is None else post_process
         self._input_tensor: torch.Tensor | None = None
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(config, groups)
         self.rotary_pos_emb = YarnRotaryEmbedding(config)
-        self.decoder = TransformerBlock(config, groups, ops, post_layer_norm=self.post_process)
+        self.decoder = TransformerBlock(config, groups, ops, post_layer_norm=self.post_process, vp_stage=self.vp_stage)
         if self.post_process:
             self.output_layer = ColumnParallelLinear(
                 config.hidden_size,
@@ -112,15 +117,21 @@ class GPTModel(nn.Module):
             self.output_layer.init_weights(init, "output_layer")
 
 
-def _check(config: MLATransformerConfig, groups: ProcessGroups) -> None:
+def _check(config: MLATransformerConfig, groups: ProcessGroups, vp_stage: int | None) -> None:
     problems = groups.layout.problems(
         config.num_layers, config.num_moe_experts, config.num_attention_heads, config.vocab_size
     )
     layout = groups.layout
     tp_size = layout.tensor_model_parallel_size
-    for name in ("context_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size"):
+    for name in ("context_parallel_size", "expert_tensor_parallel_size"):
         if getattr(layout, name) != 1:
             problems.append(f"{name} is {getattr(layout, name)}; only 1 is supported")
+    num_chunks = layout.virtual_pipeline_model_parallel_size
+    if vp_stage not in range(num_chunks) and not (vp_stage is None and num_chunks == 1):
+        problems.append(
+            f"vp_stage is {vp_stage}; virtual_pipeline_model_parallel_size {num_chunks} needs one of "
+            f"0..{num_chunks - 1} (make_gpt_model makes all chunks of a rank)"
+        )
     if tp_size > 1 and not config.sequence_parallel:
         problems.append(f"sequence_parallel is False; tensor_model_parallel_size {tp_size} needs it to be True")
     for name in ("ffn_hidden_size", "moe_shared_expert_intermediate_size"):
