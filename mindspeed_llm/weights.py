@@ -6,14 +6,15 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from megatron.core.parallel_layout import ParallelLayout
+from mindspeed_llm.gathering import DEFAULT_BUCKET_BYTES, gather_hf_tensors
+from mindspeed_llm.gradients import hf_gradients
 from mindspeed_llm.hf_checkpoint import HFCheckpoint, save_hf_checkpoint
 from mindspeed_llm.hf_config import HFModelConfig
 from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint
-from mindspeed_llm.sources import WeightSource, fill, hf_view, raise_problems
-from mindspeed_llm.weight_plan import Fragment, LocalTensor, always_fp32, fragments, hf_tensors, slice_shape
+from mindspeed_llm.sources import WeightSource, fill, raise_problems
+from mindspeed_llm.weight_plan import LocalTensor, hf_tensors
 
 if TYPE_CHECKING:
     from megatron.core.parallel_state import ProcessGroups
@@ -23,11 +24,10 @@ __all__ = [
     "ShardedCheckpoint",
     "WeightSource",
     "export_weights",
+    "hf_gradients",
     "load_weights",
     "save_hf_checkpoint",
 ]
-
-DEFAULT_BUCKET_BYTES = 512 << 20
 
 
 @torch.no_grad()
@@ -80,82 +80,13 @@ def export_weights(
     model's) on the model's device, the router's correction bias always in fp32. A tensor may share memory with its
     bucket or, at world size 1, with the model: consume it or copy it, and do not write to it.
     """
-    state = model.state_dict(keep_vars=True)
     first = next(model.parameters())
-    dtype = first.dtype if dtype is None else dtype
-    plan = fragments(hf, layout, "core")
-    for names in _buckets(hf, dtype, bucket_bytes):
-        bucket = _Bucket({name: plan[name] for name in names}, state, dtype, first.device, groups)
-        for name in names:
-            yield name, bucket.assemble(name, hf_tensors(hf)[name][0])
-
-
-class _Bucket:
-    """Fragments of consecutive HF tensors, brought to every rank by one broadcast per owner and dtype."""
-
-    def __init__(
-        self,
-        parts: dict[str, tuple[Fragment, ...]],
-        state: dict[str, torch.Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-        groups: ProcessGroups,
-    ) -> None:
-        self._parts = parts
-        self._received: dict[tuple[str, int], torch.Tensor] = {}  # (hf name, index of its fragment)
-        batches: dict[tuple[int, bool], list[tuple[str, int]]] = {}
-        for name, owned in parts.items():
-            for index, fragment in enumerate(owned):
-                batches.setdefault((fragment.owner, always_fp32(name)), []).append((name, index))
-        for (owner, is_fp32), keys in sorted(batches.items()):
-            batch_dtype = torch.float32 if is_fp32 else dtype
-            self._exchange(owner, keys, state, batch_dtype, device, groups)
-
-    def assemble(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The full tensor ``name``, released from the bucket."""
-        owned = self._parts[name]
-        pieces = [self._received.pop((name, index)) for index in range(len(owned))]
-        if len(pieces) == 1:
-            return pieces[0]
-        full = torch.empty(shape, dtype=pieces[0].dtype, device=pieces[0].device)
-        for fragment, piece in zip(owned, pieces, strict=True):
-            full[tuple(slice(start, stop) for start, stop in fragment.piece.hf_slice)] = piece
-        return full
-
-    def _exchange(
-        self,
-        owner: int,
-        keys: list[tuple[str, int]],
-        state: dict[str, torch.Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-        groups: ProcessGroups,
-    ) -> None:
-        found = [self._parts[name][index] for name, index in keys]
-        mine = [hf_view(state[fragment.local_name], fragment.piece) for fragment in found if owner == groups.rank]
-        if groups.layout.world_size == 1:
-            for key, view in zip(keys, mine, strict=True):
-                self._received[key] = view.detach().to(dtype).contiguous()
-            return
-        shapes = [slice_shape(fragment.piece.hf_slice) for fragment in found]
-        sizes = [torch.Size(shape).numel() for shape in shapes]
-        flat = torch.empty(sum(sizes), dtype=dtype, device=device)
-        views = [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
-        for view, local in zip(views, mine, strict=False):  # empty on every rank but the owner
-            view.copy_(local)
-        dist.broadcast(flat, src=owner, group=groups.world)
-        self._received.update(zip(keys, views, strict=True))
-
-
-def _buckets(hf: HFModelConfig, dtype: torch.dtype, bucket_bytes: int) -> Iterator[list[str]]:
-    """Consecutive HF names whose tensors fit in ``bucket_bytes`` together; a larger tensor is a bucket of its own."""
-    names: list[str] = []
-    filled = 0
-    for name, (shape, _) in hf_tensors(hf).items():
-        size = torch.Size(shape).numel() * (torch.float32 if always_fp32(name) else dtype).itemsize
-        if names and filled + size > bucket_bytes:
-            yield names
-            names, filled = [], 0
-        names.append(name)
-        filled += size
-    yield names
+    yield from gather_hf_tensors(
+        model.state_dict(keep_vars=True),
+        hf_tensors(hf).keys(),
+        hf,
+        groups,
+        dtype=first.dtype if dtype is None else dtype,
+        device=first.device,
+        bucket_bytes=bucket_bytes,
+    )
