@@ -26,17 +26,20 @@ def set_tensor_model_parallel_attributes(
     *,
     is_parallel: bool,
     dim: int = -1,
+    stride: int = 1,
     allreduce: bool = True,
     sequence_parallel: bool = False,
 ) -> None:
     """Tell the optimizer and the gradient reduction what a parameter is.
 
-    tensor_model_parallel: split over TP along ``partition_dim``. allreduce: its gradient is summed over dp (False: an
-    expert, summed over edp). sequence_parallel: whole on every TP rank with a partial gradient, to be summed over tp.
+    tensor_model_parallel: split over TP along ``partition_dim``, where ``partition_stride`` tensors follow one another,
+    each of them split (2: gate and up). allreduce: its gradient is summed over dp_cp (False: an expert, summed over
+    edp). sequence_parallel: whole on every TP rank with a partial gradient, to be summed over tp.
     """
     marks = {
         "tensor_model_parallel": is_parallel,
         "partition_dim": dim,
+        "partition_stride": stride,
         "allreduce": allreduce,
         "sequence_parallel": sequence_parallel,
     }
@@ -48,7 +51,8 @@ class ColumnParallelLinear(nn.Module):
     """``y = x W^T`` with the rows of W [out/TP, in] split: every rank gives its part of the outputs.
 
     With ``sequence_parallel`` x is [T/TP, in] and is gathered here, and again for the weight gradient, so that only the
-    shard is kept; otherwise x is [T, in], the same on all ranks. y is [T, out/TP].
+    shard is kept; otherwise x is [T, in], the same on all ranks. y is [T, out/TP]. W may stack ``stride`` tensors, of
+    which every rank holds a part.
     """
 
     def __init__(
@@ -59,12 +63,13 @@ class ColumnParallelLinear(nn.Module):
         group: dist.ProcessGroup,
         sequence_parallel: bool,
         dtype: torch.dtype,
+        stride: int = 1,
     ) -> None:
         super().__init__()
         self.group = group
         self.sequence_parallel = sequence_parallel and group.size() > 1
         self.weight = nn.Parameter(torch.empty(_divide(output_size, group), input_size, dtype=dtype))
-        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0)
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.sequence_parallel:

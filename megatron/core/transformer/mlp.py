@@ -25,6 +25,7 @@ class MLP(nn.Module):
             group=groups.tp,
             sequence_parallel=config.sequence_parallel,
             dtype=config.params_dtype,
+            stride=2,
         )
         self.linear_fc2 = RowParallelLinear(
             ffn_hidden_size,

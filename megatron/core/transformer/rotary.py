@@ -7,7 +7,27 @@ import math
 import torch
 from torch import nn
 
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+
+def make_rotary_embedding(config: TransformerConfig) -> RotaryEmbedding | YarnRotaryEmbedding:
+    """The rotary positions of the config's kind of attention."""
+    return YarnRotaryEmbedding(config) if isinstance(config, MLATransformerConfig) else RotaryEmbedding(config)
+
+
+class RotaryEmbedding(nn.Module):
+    """Plain rotary positions (arXiv 2104.09864): ids int64 [T] -> cos and sin, float32 [T, R/2]; R is the head size."""
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        frequencies = plain_frequencies(config.rotary_base, config.head_size)
+        self.register_buffer("inv_freq", torch.tensor(frequencies, dtype=torch.float32), persistent=False)
+
+    def forward(self, position_ids_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = position_ids_T.to(torch.float32).unsqueeze(1) * self.inv_freq
+        return angles.cos(), angles.sin()
 
 
 class YarnRotaryEmbedding(nn.Module):
@@ -44,9 +64,13 @@ def attention_scale(config: MLATransformerConfig) -> float:
 
 
 def rope_frequencies(config: MLATransformerConfig) -> list[float]:
-    """Plain rotary frequencies ``base^(-2i/R)``, i in 0..R/2-1 (arXiv 2104.09864)."""
-    size = config.qk_pos_emb_head_dim
-    return [config.rotary_base ** (-2 * i / size) for i in range(size // 2)]
+    """Plain frequencies of the rotary part of a head."""
+    return plain_frequencies(config.rotary_base, config.qk_pos_emb_head_dim)
+
+
+def plain_frequencies(base: float, size: int) -> list[float]:
+    """``base^(-2i/R)``, i in 0..R/2-1 (arXiv 2104.09864)."""
+    return [base ** (-2 * i / size) for i in range(size // 2)]
 
 
 def yarn_frequencies(config: MLATransformerConfig) -> list[float]:

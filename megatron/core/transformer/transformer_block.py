@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.checkpoint import checkpoint
 from megatron.core.tensor_parallel.weight_init import WeightInit
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.norm import RMSNorm
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
@@ -28,7 +28,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(
         self,
-        config: MLATransformerConfig,
+        config: TransformerConfig,
         groups: ProcessGroups,
         ops: TrainOps,
         post_layer_norm: bool,

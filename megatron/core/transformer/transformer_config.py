@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+# What selective recompute can run again in backward: the outputs of the up-projections of latent attention (and the
+# rotary positions), of the expert's activation function and of the norms are not kept at all; attention, the dense
+# feed-forward block and the MoE layer keep their input and output, and nothing between.
+RECOMPUTE_MODULES = ("mla_up_proj", "core_attn", "moe_act", "layernorm", "mlp", "moe")
+
 
 @dataclass(frozen=True)
 class ModelParallelConfig:
@@ -22,7 +27,10 @@ class ModelParallelConfig:
 
 @dataclass(frozen=True)
 class TransformerConfig(ModelParallelConfig):
-    """A decoder of dense and MoE layers: RMSNorm, SwiGLU, no biases, no dropout."""
+    """A decoder of dense and MoE layers: RMSNorm, SwiGLU, no biases, no dropout.
+
+    Attention is grouped-query attention with rotary positions (Qwen3's), or latent in ``MLATransformerConfig``.
+    """
 
     num_layers: int = 0
     hidden_size: int = 0
@@ -32,6 +40,16 @@ class TransformerConfig(ModelParallelConfig):
     layernorm_epsilon: float = 1e-5
     init_method_std: float = 0.02
     calculate_per_token_loss: bool = False
+    share_embeddings_and_output_weights: bool = False  # the output layer multiplies with the embedding's weight
+
+    num_query_groups: int | None = None  # heads of keys and values; None: as many as of queries
+    kv_channels: int | None = None  # size of a head; None: hidden_size / num_attention_heads
+    qk_layernorm: bool = False  # RMSNorm over each head of queries and keys
+    rotary_base: float = 10000.0
+    rotary_interleaved: bool = False  # rotate neighbours; False: rotate element i with element i + size/2 (NeoX)
+
+    mtp_num_layers: int | None = None  # depths of multi-token prediction; None: none
+    mtp_loss_scaling_factor: float = 0.1  # weight of the mean of their losses
 
     num_moe_experts: int | None = None
     moe_ffn_hidden_size: int | None = None  # width of one expert
@@ -47,23 +65,44 @@ class TransformerConfig(ModelParallelConfig):
     moe_router_enable_expert_bias: bool = False
     moe_router_bias_update_rate: float = 1e-3
     moe_router_force_load_balancing: bool = False  # benchmarks with random weights: the gate decides nothing
-    moe_router_dtype: str = "fp32"
-    moe_aux_loss_coeff: float = 0.0
+    moe_router_dtype: str | None = "fp32"  # of the gate's matmul: fp32, fp64, bf16; None: params_dtype. Scores: float32
+    freeze_moe_router: bool = False  # gate and bias keep their values; the gradient still passes through the weights
+    moe_router_load_balancing_type: str = "aux_loss"  # or "seq_aux_loss" (each sequence for itself), "none"
+    moe_aux_loss_coeff: float = 0.0  # of the load balancing loss
+    moe_z_loss_coeff: float | None = None
+    moe_token_dispatcher_type: str = "alltoall"  # or "allgather"
     moe_shared_expert_overlap: bool = False  # compute the shared experts while tokens travel to the routed ones
 
-    recompute_granularity: str | None = None
-    recompute_method: str | None = None
-    recompute_num_layers: int | None = None
+    recompute_granularity: str | None = None  # None, "full" (whole layers) or "selective" (recompute_modules)
+    recompute_method: str | None = None  # of "full": "uniform" or "block"
+    recompute_num_layers: int | None = None  # of "full"
+    recompute_modules: tuple[str, ...] = ("core_attn",)  # of "selective", see RECOMPUTE_MODULES
 
     def __post_init__(self) -> None:
         problems = self._problems()
         if problems:
             raise ValueError("transformer config: " + "; ".join(problems))
 
+    @property
+    def multi_latent_attention(self) -> bool:
+        """Whether the layers have latent attention; the class of the config says so."""
+        return False
+
+    @property
+    def query_groups(self) -> int:
+        """Heads of keys and values."""
+        return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
+
+    @property
+    def head_size(self) -> int:
+        """Size of one head of queries, keys and values (grouped-query attention)."""
+        return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
+
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether global layer ``layer`` (0-based) has experts."""
+        """Whether global layer ``layer`` (0-based) has experts; layers of MTP are what the last layer is."""
         if self.num_moe_experts is None:
             return False
+        layer = min(layer, self.num_layers - 1)
         if isinstance(self.moe_layer_freq, int):
             return layer % self.moe_layer_freq == 0
         return bool(self.moe_layer_freq[layer])
@@ -76,7 +115,25 @@ class TransformerConfig(ModelParallelConfig):
         ]
         if self.num_moe_experts is not None:
             found.extend(self._moe_problems(self.num_moe_experts))
+        found.extend(self._attention_problems())
         found.extend(self._recompute_problems())
+        if self.mtp_num_layers is not None and self.mtp_num_layers < 1:
+            found.append(f"mtp_num_layers is {self.mtp_num_layers}; it must be None or at least 1")
+        return found
+
+    def _attention_problems(self) -> list[str]:
+        heads = self.num_attention_heads
+        if heads < 1:
+            return []  # said already
+        found = []
+        if self.query_groups < 1 or heads % self.query_groups:
+            found.append(f"num_query_groups is {self.query_groups}; it must divide num_attention_heads {heads}")
+        if self.kv_channels is None and self.hidden_size % heads:
+            found.append(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {heads}; give kv_channels"
+            )
+        elif self.head_size % 2:
+            found.append(f"kv_channels is {self.head_size}; rotary positions need an even size")
         return found
 
     def _moe_problems(self, num_experts: int) -> list[str]:
@@ -93,12 +150,20 @@ class TransformerConfig(ModelParallelConfig):
             found.append(f"moe_router_score_function is {self.moe_router_score_function!r}; use 'softmax' or 'sigmoid'")
         if self.moe_router_enable_expert_bias and self.moe_router_score_function != "sigmoid":
             found.append("moe_router_enable_expert_bias needs moe_router_score_function 'sigmoid'")
-        if self.moe_router_dtype != "fp32":
-            found.append(f"moe_router_dtype is {self.moe_router_dtype!r}; only 'fp32' is supported")
+        for name, choices in (
+            ("moe_router_dtype", (None, "fp32", "fp64", "bf16")),
+            ("moe_router_load_balancing_type", ("aux_loss", "seq_aux_loss", "none")),
+            ("moe_token_dispatcher_type", ("alltoall", "allgather")),
+        ):
+            if getattr(self, name) not in choices:
+                found.append(f"{name} is {getattr(self, name)!r}; use one of {', '.join(map(repr, choices))}")
+        if self.moe_shared_expert_overlap and self.moe_token_dispatcher_type != "alltoall":
+            found.append("moe_shared_expert_overlap needs moe_token_dispatcher_type 'alltoall'")
         if self.moe_shared_expert_overlap and not self.moe_shared_expert_intermediate_size:
             found.append("moe_shared_expert_overlap needs shared experts (moe_shared_expert_intermediate_size)")
-        if self.moe_aux_loss_coeff != 0:
-            found.append(f"moe_aux_loss_coeff is {self.moe_aux_loss_coeff}; only 0 is supported (use the expert bias)")
+        for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+            if (getattr(self, name) or 0) < 0:
+                found.append(f"{name} is {getattr(self, name)}; it must not be negative")
         groups, group_topk = self.moe_router_num_groups, self.moe_router_group_topk
         if (groups is None) != (group_topk is None):
             found.append(f"moe_router_num_groups is {groups} and moe_router_group_topk {group_topk}; give both or none")
@@ -115,9 +180,14 @@ class TransformerConfig(ModelParallelConfig):
     def _recompute_problems(self) -> list[str]:
         if self.recompute_granularity is None:
             return []
+        if self.recompute_granularity == "selective":
+            unknown = [name for name in self.recompute_modules if name not in RECOMPUTE_MODULES]
+            return [
+                f"recompute_modules has {name!r}; the modules are {', '.join(RECOMPUTE_MODULES)}" for name in unknown
+            ]
         found = []
         if self.recompute_granularity != "full":
-            found.append(f"recompute_granularity is {self.recompute_granularity!r}; use None or 'full'")
+            found.append(f"recompute_granularity is {self.recompute_granularity!r}; use None, 'selective' or 'full'")
         if self.recompute_method not in ("uniform", "block"):
             found.append(f"recompute_method is {self.recompute_method!r}; with granularity 'full' use uniform or block")
         if self.recompute_num_layers is None or self.recompute_num_layers < 1:
@@ -135,7 +205,6 @@ class MLATransformerConfig(TransformerConfig):
     qk_pos_emb_head_dim: int = 64  # the rotary part of a head
     v_head_dim: int = 128
     rope_type: str = "yarn"
-    rotary_base: float = 10000.0
     rotary_scaling_factor: float = 40.0
     original_max_position_embeddings: int = 4096  # context of pre-training, which YaRN stretches
     max_position_embeddings: int = 4096  # longest sequence the model is served with
@@ -143,6 +212,13 @@ class MLATransformerConfig(TransformerConfig):
     beta_slow: float = 1.0
     mscale: float = 0.707
     mscale_all_dim: float = 0.707
+
+    @property
+    def multi_latent_attention(self) -> bool:
+        return True
+
+    def _attention_problems(self) -> list[str]:
+        return []
 
     def _problems(self) -> list[str]:
         found = super()._problems()

@@ -9,21 +9,26 @@ from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel.weight_init import WeightInit
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.norm import RMSNorm
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 
 class TransformerLayer(nn.Module):
     """[T/TP, H] -> [T/TP, H]. ``global_layer`` is the 0-based number in the whole model; it says dense or MoE."""
 
-    def __init__(self, config: MLATransformerConfig, groups: ProcessGroups, ops: TrainOps, global_layer: int) -> None:
+    def __init__(self, config: TransformerConfig, groups: ProcessGroups, ops: TrainOps, global_layer: int) -> None:
         super().__init__()
         self.global_layer = global_layer
         self.input_layernorm = RMSNorm(config, ops, config.hidden_size)
-        self.self_attention = MLASelfAttention(config, groups, ops)
+        self.self_attention: MLASelfAttention | SelfAttention
+        if isinstance(config, MLATransformerConfig):
+            self.self_attention = MLASelfAttention(config, groups, ops)
+        else:
+            self.self_attention = SelfAttention(config, groups, ops)
         self.pre_mlp_layernorm = RMSNorm(config, ops, config.hidden_size)
         self.mlp: MLP | MoELayer
         if config.is_moe_layer(global_layer):

@@ -14,15 +14,15 @@ from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.weight_init import WeightInit
-from megatron.core.transformer.rotary import YarnRotaryEmbedding
+from megatron.core.transformer.rotary import make_rotary_embedding
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class LanguageModelEmbedding(nn.Module):
     """Token ids [T] -> [T/TP, H]; positions enter in the attention."""
 
-    def __init__(self, config: MLATransformerConfig, groups: ProcessGroups) -> None:
+    def __init__(self, config: TransformerConfig, groups: ProcessGroups) -> None:
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
@@ -48,7 +48,7 @@ class GPTModel(nn.Module):
 
     def __init__(
         self,
-        config: MLATransformerConfig,
+        config: TransformerConfig,
         groups: ProcessGroups,
         ops: TrainOps,
         *,
@@ -67,7 +67,7 @@ class GPTModel(nn.Module):
         self._input_tensor: torch.Tensor | None = None
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(config, groups)
-        self.rotary_pos_emb = YarnRotaryEmbedding(config)
+        self.rotary_pos_emb = make_rotary_embedding(config)
         self.decoder = TransformerBlock(config, groups, ops, post_layer_norm=self.post_process, vp_stage=self.vp_stage)
         if self.post_process:
             self.output_layer = ColumnParallelLinear(
@@ -117,13 +117,13 @@ class GPTModel(nn.Module):
             self.output_layer.init_weights(init, "output_layer")
 
 
-def _check(config: MLATransformerConfig, groups: ProcessGroups, vp_stage: int | None) -> None:
+def _check(config: TransformerConfig, groups: ProcessGroups, vp_stage: int | None) -> None:
     problems = groups.layout.problems(
         config.num_layers, config.num_moe_experts, config.num_attention_heads, config.vocab_size
     )
     layout = groups.layout
     tp_size = layout.tensor_model_parallel_size
-    for name in ("context_parallel_size", "expert_tensor_parallel_size"):
+    for name in ("context_parallel_size",):
         if getattr(layout, name) != 1:
             problems.append(f"{name} is {getattr(layout, name)}; only 1 is supported")
     num_chunks = layout.virtual_pipeline_model_parallel_size
@@ -137,5 +137,15 @@ def _check(config: MLATransformerConfig, groups: ProcessGroups, vp_stage: int | 
     for name in ("ffn_hidden_size", "moe_shared_expert_intermediate_size"):
         if (getattr(config, name) or 0) % tp_size:
             problems.append(f"{name} {getattr(config, name)} does not divide over tensor_model_parallel_size {tp_size}")
+    etp_size = layout.expert_tensor_parallel_size
+    if (config.moe_ffn_hidden_size or 0) % etp_size:
+        problems.append(
+            f"moe_ffn_hidden_size {config.moe_ffn_hidden_size} does not divide over expert_tensor_parallel_size "
+            f"{etp_size}"
+        )
+    if not config.multi_latent_attention and config.query_groups % tp_size:
+        problems.append(
+            f"num_query_groups {config.query_groups} does not divide over tensor_model_parallel_size {tp_size}"
+        )
     if problems:
         raise ValueError("model and layout do not fit: " + "; ".join(problems))

@@ -11,7 +11,7 @@ from torch import nn
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops import TrainOps
 from megatron.core.parallel_state import ProcessGroups
-from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class ModelChunks(nn.Module):
@@ -38,7 +38,7 @@ class ModelChunks(nn.Module):
 
 
 def make_gpt_model(
-    config: MLATransformerConfig, groups: ProcessGroups, ops: TrainOps, **arguments: Any
+    config: TransformerConfig, groups: ProcessGroups, ops: TrainOps, **arguments: Any
 ) -> GPTModel | ModelChunks:
     """This rank's part of the model: one GPTModel, or one for each virtual stage.
 

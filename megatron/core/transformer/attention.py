@@ -1,0 +1,92 @@
+"""Grouped-query attention (arXiv 2305.13245) over packed sequences, with rotary positions and per-head norms.
+
+Letters: T packed tokens, H hidden, N query heads of this rank, G heads of keys and values of this rank, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from megatron.core.ops import TrainOps
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import ProcessGroups
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.weight_init import WeightInit
+from megatron.core.transformer.norm import RMSNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class SelfAttention(nn.Module):
+    """[T/TP, H] -> [T/TP, H]; linear_qkv holds, group by group, its query heads, its key and its value."""
+
+    def __init__(self, config: TransformerConfig, groups: ProcessGroups, ops: TrainOps) -> None:
+        super().__init__()
+        self.config = config
+        self.core_attention = ops.core_attention
+        self.rotary = ops.rotary_interleaved
+        self.num_groups = config.query_groups // groups.tp.size()
+        self.heads_per_group = config.num_attention_heads // config.query_groups
+        hidden, size = config.hidden_size, config.head_size
+        self.linear_qkv = ColumnParallelLinear(
+            hidden,
+            (config.num_attention_heads + 2 * config.query_groups) * size,
+            group=groups.tp,
+            sequence_parallel=config.sequence_parallel,
+            dtype=config.params_dtype,
+        )
+        self.q_layernorm = RMSNorm(config, ops, size) if config.qk_layernorm else None
+        self.k_layernorm = RMSNorm(config, ops, size) if config.qk_layernorm else None
+        self.linear_proj = RowParallelLinear(
+            config.num_attention_heads * size,
+            hidden,
+            group=groups.tp,
+            sequence_parallel=config.sequence_parallel,
+            dtype=config.params_dtype,
+        )
+
+    def forward(
+        self, x_TH: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor], packed_seq_params: PackedSeqParams
+    ) -> torch.Tensor:
+        q_TND, k_TND, v_TND = self.get_query_key_value_tensors(x_TH, rotary_cos_sin)
+        out_TND = self.core_attention(
+            q_TND,
+            k_TND,
+            v_TND,
+            packed_seq_params.cu_seqlens,
+            packed_seq_params.max_seqlen,
+            1.0 / math.sqrt(self.config.head_size),
+            True,
+        )
+        y_TH: torch.Tensor = self.linear_proj(out_TND.flatten(1))
+        return y_TH
+
+    def get_query_key_value_tensors(
+        self, x_TH: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [T, N, D] of this rank's heads, for all tokens; keys and values repeated."""
+        size = self.config.head_size
+        qkv = self.linear_qkv(x_TH).unflatten(1, (self.num_groups, self.heads_per_group + 2, size))
+        q, k, v = qkv.split([self.heads_per_group, 1, 1], dim=2)
+        q_TND, k_TGD, v_TGD = q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q_TND, k_TGD = self.q_layernorm(q_TND), self.k_layernorm(k_TGD)
+        q_TND, k_TGD = self._rotate(q_TND, rotary_cos_sin), self._rotate(k_TGD, rotary_cos_sin)
+        repeats = self.heads_per_group
+        return q_TND, k_TGD.repeat_interleave(repeats, dim=1), v_TGD.repeat_interleave(repeats, dim=1)
+
+    def _rotate(self, x_TND: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Element i turns with element i + D/2: as neighbours, in an order that queries and keys share."""
+        if not self.config.rotary_interleaved:
+            x_TND = x_TND.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        return self.rotary(x_TND, *rotary_cos_sin)
+
+    def init_weights(self, init: WeightInit, name: str) -> None:
+        """Fill both projections from the tensors of their names under ``name``; norms become ones."""
+        self.linear_qkv.init_weights(init, f"{name}.linear_qkv")
+        self.linear_proj.init_weights(init, f"{name}.linear_proj")
+        for norm in (self.q_layernorm, self.k_layernorm):
+            if norm is not None:
+                norm.init_weights()
