@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    NonFiniteGradientError,
+    finalize_model_grads,
+)
 from megatron.core.distributed.param_and_grad_buffer import ALIGNMENT
 from megatron.core.ops import reference_ops
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -123,18 +128,69 @@ def test_misuse_is_told(one_rank: ProcessGroups, caplog: pytest.LogCaptureFixtur
         is_updated, grad_norm, _ = optimizer.step()
     assert not is_updated
     assert grad_norm != grad_norm
-    assert "rank 0: 1 gradient values of dense_float32 are not finite" in caplog.text
-    assert "the first in layers.1.weight" in caplog.text
+    assert "rank 0: 1 values of layers.1.weight are not finite" in caplog.text
     assert "the step is skipped" in caplog.text
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert optimizer.num_steps == 0
 
-    frozen = ToyStage(toy_config(), range(1))
-    frozen.norms["0"].weight.requires_grad = False
-    with pytest.raises(ValueError, match="norms.0.weight"):
-        DistributedDataParallel(toy_config(), DistributedDataParallelConfig(), frozen, one_rank)
     with pytest.raises(ValueError, match="use_distributed_optimizer"):
         get_megatron_optimizer(OptimizerConfig(use_distributed_optimizer=False), model, one_rank, reference_ops())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_the_run_stops_with_parameter_and_micro_batch(one_rank: ProcessGroups, is_checked: bool, overlap: bool) -> None:
+    """The second of three micro-batches overflows; later ones spread it, and only the switch can tell which it was."""
+    config = toy_config()
+    ddp_config = DistributedDataParallelConfig(
+        check_for_nan_in_grad=is_checked, overlap_grad_reduce=overlap, bucket_size=1
+    )
+    model = DistributedDataParallel(config, ddp_config, ToyStage(config, range(3)), one_rank)
+    optimizer_config = OptimizerConfig(lr=1e-2, on_non_finite_grads="stop")
+    optimizer = get_megatron_optimizer(optimizer_config, model, one_rank, reference_ops())
+    for bad, told in ((1, "micro-batch 1"), (2, "micro-batch 2")):
+        optimizer.zero_grad()
+        for micro_batch, (x_TH, target_TH) in enumerate(toy_batches([6, 3, 4])):
+            with model.backward_of(micro_batch, is_last=micro_batch == 2):
+                output_TH = model(x_TH)
+                loss = (output_TH - target_TH).square().sum()
+                (loss * torch.inf if micro_batch == bad else loss).backward()
+        finalize_model_grads(model, one_rank)
+        with pytest.raises(NonFiniteGradientError) as error:
+            optimizer.step()
+        assert (told in str(error.value)) == is_checked
+        assert "12 values of norms.2.weight are not finite" in str(error.value)
+        if not (is_checked and overlap and bad == 2):  # else looked at bucket by bucket, until the first find
+            assert "finite; then norms.1.weight, " in str(error.value)
+            assert str(error.value).endswith(" and 5 more")
+    with pytest.raises(ValueError, match="on_non_finite_grads is 'hope'; it must be 'skip' or 'stop'"):
+        OptimizerConfig(on_non_finite_grads="hope")
+
+
+def test_a_frozen_parameter_keeps_its_value_and_is_offloaded_with_the_others(one_rank: ProcessGroups) -> None:
+    stage = ToyStage(toy_config(), range(2))
+    frozen = stage.layers["0"].weight
+    frozen.requires_grad = False
+    before = frozen.detach().clone()
+    model = DistributedDataParallel(toy_config(), DistributedDataParallelConfig(), stage, one_rank)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2), model, one_rank, reference_ops())
+    moving = stage.layers["1"].weight.detach().clone()
+    _train_step(model, optimizer, 0)
+    model.offload_params()
+    assert all(param.untyped_storage().nbytes() == 0 for param in model.parameters())
+    model.onload_params()
+    assert torch.equal(frozen, before)
+    assert not torch.equal(stage.layers["1"].weight, moving)
+    assert not hasattr(frozen, "main_grad")
+    assert "layers.0.weight" not in {shard.name for shard in optimizer.param_shards()}
+    assert "layers.0.weight" in model.state_dict()
+
+    for param in stage.parameters():
+        param.requires_grad = False
+    still = DistributedDataParallel(toy_config(), DistributedDataParallelConfig(), stage, one_rank)
+    nothing = get_megatron_optimizer(OptimizerConfig(lr=1e-2), still, one_rank, reference_ops())
+    finalize_model_grads(still, one_rank)
+    assert nothing.step() == (True, 0.0, None)
 
 
 def test_step_equals_torch_adamw_with_clipping(one_rank: ProcessGroups) -> None:

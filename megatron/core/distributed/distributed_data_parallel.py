@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,20 +10,21 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.finite_check import FiniteCheck, NonFiniteGrads
+from megatron.core.distributed.frozen_params import FrozenParams, frozen_params
 from megatron.core.distributed.overlap import GradSync, wait_before_use
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-logger = logging.getLogger(__name__)
-
 
 class DistributedDataParallel(nn.Module):
     """Forward is the module's own. Each backward adds to ``param.main_grad`` and frees ``param.grad``.
 
-    Dense parameters are reduced over ``groups.dp``, those with ``allreduce=False`` (experts) over ``groups.edp``.
+    Dense parameters are reduced over ``groups.dp_cp``, those with ``allreduce=False`` (experts) over ``groups.edp``.
     The reduction is a sum when ``config.calculate_per_token_loss`` (the caller has normalised the loss), else the mean
-    over data parallel ranks. Raises ``ValueError`` for frozen parameters, which the buffers cannot hold.
+    over data parallel ranks (the ranks of one CP group hold terms of one replica's sum). Parameters that need no
+    gradient when this is made are frozen: they have no gradient buffer and no optimizer state.
     """
 
     def __init__(
@@ -39,13 +39,18 @@ class DistributedDataParallel(nn.Module):
         self.ddp_config = ddp_config
         self.module = module
         self.groups = groups
-        # Experts too: with TP > 1 their replicas include TP ranks, which saw parts of the same tokens, not more tokens.
+        # Experts too: their replicas may be TP and CP ranks, which saw parts of the same tokens, not more tokens.
         self.grad_scale = 1.0 if config.calculate_per_token_loss else 1.0 / groups.layout.data_parallel_size
         self.grads_are_final = False
-        self.param_and_grad_buffers = _make_buffers(module, ddp_config, groups)
+        named = list(module.named_parameters())
+        places = {name: place for place, (name, _) in enumerate(named)}
+        self.param_and_grad_buffers = _make_buffers(named, places, ddp_config, groups)
+        self.frozen_params = frozen_params(named)
+        self._finite_check = FiniteCheck(self.param_and_grad_buffers, places, groups.rank)
+        self._micro_batch: int | None = None
         self._grad_sync = GradSync(self.param_and_grad_buffers, self._start_reduction)
         self._is_last_backward = True
-        params = dict(module.named_parameters())
+        params = dict(named)
         for buffer in self.param_and_grad_buffers:
             for name in buffer.param_ranges:
                 params[name].register_post_accumulate_grad_hook(self._accumulate_into_main_grad(buffer, name))
@@ -54,7 +59,7 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; the parameters must be on the device."""
-        assert all(buffer.params.is_resident for buffer in self.param_and_grad_buffers), "parameters are offloaded"
+        assert all(item.params.is_resident for item in self._flat_params()), "parameters are offloaded"
         return self.module(*inputs, **kwargs)
 
     def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
@@ -65,6 +70,7 @@ class DistributedDataParallel(nn.Module):
         """Start a new step: all gradients become zero."""
         self.grads_are_final = False
         self._grad_sync.reset()
+        self._finite_check.reset()
         for buffer in self.param_and_grad_buffers:
             buffer.grads.tensor.zero_()
 
@@ -76,6 +82,27 @@ class DistributedDataParallel(nn.Module):
             yield
         finally:
             self._is_last_backward = True
+
+    @contextmanager
+    def backward_of(self, micro_batch: int, is_last: bool) -> Iterator[None]:
+        """Around the backward of one micro-batch; ``is_last``: no other backward of this step comes after it.
+
+        Does what ``no_sync`` does, and with ``check_for_nan_in_grad`` looks at the gradients when it is over.
+        """
+        self._micro_batch, self._is_last_backward = micro_batch, is_last
+        try:
+            yield
+        finally:
+            self._is_last_backward = True
+        if self.ddp_config.check_for_nan_in_grad:
+            kept = [buffer for buffer in self.param_and_grad_buffers if not self._grad_sync.has_started(buffer)]
+            self._finite_check.look(kept, micro_batch)
+        self._micro_batch = None
+
+    @property
+    def non_finite_grads(self) -> NonFiniteGrads | None:
+        """What ``check_for_nan_in_grad`` found on this rank in this step, before anything was reduced."""
+        return self._finite_check.found
 
     def finish_grad_sync(self) -> None:
         """Reduce the gradients over the replicas; collective over dp and edp. Part of ``finalize_model_grads``."""
@@ -102,13 +129,13 @@ class DistributedDataParallel(nn.Module):
     def offload_params(self) -> None:
         """Move the parameters to the host and free their device storage."""
         self.finish_param_sync()
-        for buffer in self.param_and_grad_buffers:
-            buffer.params.offload()
+        for item in self._flat_params():
+            item.params.offload()
 
     def onload_params(self) -> None:
         """Bring the parameters back; every parameter is the same object, with the same values."""
-        for buffer in self.param_and_grad_buffers:
-            buffer.params.onload()
+        for item in self._flat_params():
+            item.params.onload()
 
     def offload_grads(self) -> None:
         """Free the gradients' storage; their values are lost."""
@@ -128,9 +155,12 @@ class DistributedDataParallel(nn.Module):
         """Load the module's state, under the module's names."""
         return self.module.load_state_dict(*args, **kwargs)
 
+    def _flat_params(self) -> list[ParamAndGradBuffer | FrozenParams]:
+        return [*self.param_and_grad_buffers, *self.frozen_params]
+
     def _start_reduction(self, buffer: ParamAndGradBuffer) -> None:
         if self.ddp_config.check_for_nan_in_grad:
-            _report_non_finite(buffer, self.groups.rank)
+            self._finite_check.look([buffer], self._micro_batch)
         buffer.start_grad_sync(self.grad_scale)
 
     def _accumulate_into_main_grad(self, buffer: ParamAndGradBuffer, name: str) -> Callable[[nn.Parameter], None]:
@@ -143,6 +173,7 @@ class DistributedDataParallel(nn.Module):
             if param.grad is not None:
                 param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
                 param.grad = None
+                self._finite_check.mark_written(buffer)
             if self.ddp_config.overlap_grad_reduce and self._is_last_backward:
                 self._grad_sync.arrived(buffer, name)
 
@@ -150,20 +181,20 @@ class DistributedDataParallel(nn.Module):
 
 
 def _make_buffers(
-    module: nn.Module, ddp_config: DistributedDataParallelConfig, groups: ProcessGroups
+    named: Sequence[tuple[str, nn.Parameter]],
+    places: Mapping[str, int],
+    ddp_config: DistributedDataParallelConfig,
+    groups: ProcessGroups,
 ) -> list[ParamAndGradBuffer]:
-    frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
-    if frozen:
-        raise ValueError(f"frozen parameters are not supported: {', '.join(frozen)}; set requires_grad on all")
-    places = {name: place for place, (name, _) in enumerate(module.named_parameters())}
     kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
-    for name, param in module.named_parameters():
-        kinds.setdefault((not getattr(param, "allreduce", True), param.dtype), []).append((name, param))
+    for name, param in named:
+        if param.requires_grad:
+            kinds.setdefault((not getattr(param, "allreduce", True), param.dtype), []).append((name, param))
     return [
         ParamAndGradBuffer(
             name,
             params,
-            groups.edp if is_expert else groups.dp,
+            groups.edp if is_expert else groups.dp_cp,
             is_expert=is_expert,
             grad_dtype=torch.float32 if ddp_config.grad_reduce_in_fp32 else dtype,
             is_sharded=ddp_config.use_distributed_optimizer,
@@ -180,30 +211,25 @@ def _kind_name(is_expert: bool, dtype: torch.dtype) -> str:
 
 
 def _buckets(
-    name: str, params: list[tuple[str, nn.Parameter]], bucket_size: int
+    name: str, params: Sequence[tuple[str, nn.Parameter]], bucket_size: int
 ) -> list[tuple[str, list[tuple[str, nn.Parameter]]]]:
-    """Neighbours together, each bucket closed by the parameter that makes it ``bucket_size`` elements or more."""
+    """Neighbours together, each bucket closed by the parameter that makes it ``bucket_size`` elements or more.
+
+    An embedding that two stages share is alone in its bucket: its shards then lie alike on both, so that both stages'
+    shards of its gradient can be summed.
+    """
+    shared = [item for item in params if getattr(item[1], "shared_embedding", False)]
     buckets: list[list[tuple[str, nn.Parameter]]] = [[]]
     numel = 0
     for item in params:
+        if getattr(item[1], "shared_embedding", False):
+            continue
         if numel >= bucket_size:
             buckets.append([])
             numel = 0
         buckets[-1].append(item)
         numel += item[1].numel()
+    named = [(f"{name}.shared_embedding", [item]) for item in shared]
     if len(buckets) == 1:
-        return [(name, buckets[0])]
-    return [(f"{name}.{index}", bucket) for index, bucket in enumerate(buckets)]
-
-
-def _report_non_finite(buffer: ParamAndGradBuffer, rank: int) -> None:
-    is_bad = ~torch.isfinite(buffer.grads.tensor)
-    if is_bad.any():
-        first = int(is_bad.int().argmax())
-        logger.error(
-            "rank %d: %d gradient values of %s are not finite before the reduction, the first in %s",
-            rank,
-            int(is_bad.sum()),
-            buffer.name,
-            buffer.find_param(first),
-        )
+        return named + ([(name, buckets[0])] if buckets[0] else [])
+    return named + [(f"{name}.{index}", bucket) for index, bucket in enumerate(buckets)]

@@ -11,12 +11,13 @@ class DistributedDataParallelConfig:
 
     grad_reduce_in_fp32: accumulate and reduce in fp32 (else in the parameters' dtype: half the memory, less exact) ·
     use_distributed_optimizer: reduce-scatter, so that each replica owns one shard (else all-reduce, every replica
-    owns everything) · check_for_nan_in_grad: before each reduction look for values that are not finite and log the
-    rank and the parameter where they arose · bucket_size: elements after which a new flat buffer begins, reduced and
-    gathered on its own; checkpoints of the optimizer fit only the size they were made with · overlap_grad_reduce:
-    reduce each bucket as soon as the last backward of a step has filled it, beside what is left of that backward ·
-    overlap_param_gather: gather the updated parameters of each bucket in the background and wait before their first
-    use. Neither overlap changes a single bit of the result.
+    owns everything) · check_for_nan_in_grad: after every micro-batch (``backward_of``) look for values that are not
+    finite, so that the optimizer can name the rank, the micro-batch and the parameter where they arose; costs one pass
+    over the gradient buffers and one wait of the host per micro-batch (with overlap_grad_reduce one wait per bucket in
+    the last) · bucket_size: elements after which a new flat buffer begins, reduced and gathered on its own ·
+    overlap_grad_reduce: reduce each bucket as soon as the last backward of a step has filled it, beside what is left
+    of that backward · overlap_param_gather: gather the updated parameters of each bucket in the background and wait
+    before their first use. Neither overlap changes a single bit of the result.
     """
 
     grad_reduce_in_fp32: bool = True

@@ -30,6 +30,8 @@ class ParamAndGradBuffer:
 
     param_ranges, param_shapes: where each parameter lies, by name, and its local shape ·
     first_param: place of the first parameter among all of the model's, the one whose gradient comes last ·
+    is_shared_embedding: holds only an embedding that two pipeline stages have a copy of, whose shards lie alike on
+    both · is_counted_elsewhere: this is the copy that the gradient norm leaves out ·
     decayed: parameters under weight decay · tp_duplicates: equal on all TP ranks, to be counted once ·
     tp_partial: gradients to be summed over TP · shard: the part of the buffer whose optimizer state this rank owns.
     """
@@ -48,14 +50,18 @@ class ParamAndGradBuffer:
         self.name = name
         self.first_param = first_param
         self.group = group
-        self.group_size = dist.get_world_size(group)
+        self.group_size = group.size()
         self.is_expert = is_expert
         self.num_shards = self.group_size if is_sharded else 1
-        shard_index = dist.get_rank(group) if is_sharded else 0
+        shard_index = group.rank() if is_sharded else 0
+
+        self.is_shared_embedding = any(getattr(param, "shared_embedding", False) for _, param in params)
+        self.is_counted_elsewhere = any(getattr(param, "shared", False) for _, param in params)
+        assert len(params) == 1 or not self.is_shared_embedding, "a shared embedding has a buffer of its own"
 
         kinds = {name: _layout_class(name, param, is_expert) for name, param in params}
         ordered = sorted(params, key=lambda item: kinds[item[0]])
-        self.param_ranges, numel = _assign_ranges(ordered)
+        self.param_ranges, numel = assign_ranges(ordered)
         self.param_shapes = {name: tuple(param.shape) for name, param in ordered}
         shard_numel = -(-numel // (self.num_shards * ALIGNMENT)) * ALIGNMENT
         self.numel = shard_numel * self.num_shards
@@ -133,8 +139,8 @@ class ParamAndGradBuffer:
 def _layout_class(name: str, param: nn.Parameter, is_expert: bool) -> int:
     """Position of a parameter's kind in the buffer, 0 to 5; see ``ParamAndGradBuffer``.
 
-    Vectors (norm weights) and biases are not decayed. An expert is never a TP duplicate: the TP ranks are among the
-    ranks that share the experts or their replicas.
+    Vectors (norm weights) and biases are not decayed. An expert is never a TP duplicate: the TP ranks split its weight
+    (expert TP), hold other experts, or are among its replicas.
     """
     if is_expert or getattr(param, "tensor_model_parallel", False):
         kind = 0
@@ -144,7 +150,8 @@ def _layout_class(name: str, param: nn.Parameter, is_expert: bool) -> int:
     return kind if has_decay else 5 - kind
 
 
-def _assign_ranges(params: Sequence[tuple[str, nn.Parameter]]) -> tuple[dict[str, Range], int]:
+def assign_ranges(params: Sequence[tuple[str, nn.Parameter]]) -> tuple[dict[str, Range], int]:
+    """Aligned places of ``params`` one after another by name, and where the last one ends."""
     ranges, end = {}, 0
     for name, param in params:
         start = -(-end // ALIGNMENT) * ALIGNMENT

@@ -8,8 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
-from megatron.core.distributed import DistributedDataParallel, ParamAndGradBuffer
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    NonFiniteGradientError,
+    NonFiniteGrads,
+    ParamAndGradBuffer,
+)
+from megatron.core.distributed.finite_check import find_non_finite
 from megatron.core.distributed.offload import OffloadableTensor
 from megatron.core.ops import TrainOps
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32, local_square_sum
@@ -61,24 +68,19 @@ class DistributedOptimizer:
     def step(self) -> tuple[bool, float, int | None]:
         """Update the parameters; collective over the world. Returns (updated, gradient norm before clipping, None).
 
-        When the norm is not finite nothing changes, the ranks whose shards hold such values log it, and the first
-        element is False, on every rank.
+        When the norm is not finite nothing changes, the ranks with such gradients log which (with
+        ``check_for_nan_in_grad`` also since which micro-batch), and the first element is False, on every rank; with
+        ``config.on_non_finite_grads`` "stop" every rank raises ``NonFiniteGradientError`` with what all ranks found.
         """
         assert self.model.grads_are_final, "call finalize_model_grads() between the last backward and step()"
         self.model.finish_param_sync()  # the shards must not change while an earlier step's are still on their way
         square_sum = self._counted_square_sum()
         grad_norm = get_grad_norm_fp32(square_sum, self.groups.world)
         if not math.isfinite(grad_norm):
-            if not math.isfinite(square_sum.item()):
-                logger.error(
-                    "rank %d (%s): the gradient norm is %s; the step is skipped",
-                    self.groups.rank,
-                    self.groups.coords,
-                    grad_norm,
-                )
+            self._tell_non_finite(grad_norm)
             return False, grad_norm, None
         if self.config.clip_grad > 0:
-            grads = [state.buffer.grad_shard for state in self.shards]
+            grads = [buffer.grad_shard for buffer in self.model.param_and_grad_buffers]
             clip_grad_by_total_norm_fp32(grads, self.config.clip_grad, grad_norm)
         self.num_steps += 1
         self._update_shards()
@@ -152,23 +154,39 @@ class DistributedOptimizer:
             if isinstance(value, torch.Tensor):
                 value.copy_(torch.as_tensor(state_dict[key]))
 
+    def _tell_non_finite(self, grad_norm: float) -> None:
+        """Log what this rank found, and raise if so configured; collective over the world when it is."""
+        found = self.model.non_finite_grads
+        if found is None:  # not looked for before the reduction; after it only the own shards mean anything
+            places = {name: place for place, (name, _) in enumerate(self.model.module.named_parameters())}
+            grads = {item.name: (item, item.shard[0], item.grad_shard) for item in self.model.param_and_grad_buffers}
+            found = find_non_finite(grads, places, self.groups.rank)
+        is_stop = self.config.on_non_finite_grads == "stop"
+        if found is not None:
+            what = "the run stops" if is_stop else "the step is skipped"
+            logger.error("the gradient norm is %s, %s: %s", grad_norm, what, found)
+        if is_stop:
+            everywhere: list[NonFiniteGrads | None] = [None] * self.groups.world.size()
+            dist.all_gather_object(everywhere, found, group=self.groups.world)
+            told = [str(item) for item in everywhere if item is not None] or ["all are finite, their squares overflow"]
+            raise NonFiniteGradientError(f"the gradient norm is {grad_norm}: " + "; ".join(told))
+
     def _counted_square_sum(self) -> torch.Tensor:
         """This rank's share of the squared norm: over all ranks every parameter element is counted exactly once.
 
-        Shards are disjoint over dp (edp); unsharded buffers count on their first replica; weights that all TP ranks
-        hold count on TP rank 0; PP stages and experts are disjoint anyway. Gaps and padding are zero.
+        Shards are disjoint over the replicas; unsharded buffers count on their first replica; weights that all TP
+        ranks hold count on TP rank 0, an embedding that two stages share on the one that owns it. PP stages, experts
+        and the parts of an expert are disjoint anyway. Gaps and padding are zero.
         """
         counted = []
-        for state in self.shards:
-            buffer = state.buffer
-            replica = self.groups.coords.edp if buffer.is_expert else self.groups.coords.dp
-            if buffer.num_shards == 1 and replica != 0:
+        for buffer in self.model.param_and_grad_buffers:
+            if buffer.is_counted_elsewhere or (buffer.num_shards == 1 and buffer.group.rank() != 0):
                 continue
             grads = buffer.grad_shard
             start, end = buffer.in_shard(buffer.tp_duplicates if self.groups.coords.tp else (0, 0))
             counted += [part for part in (grads[:start], grads[end:]) if part.numel()]
         if not counted:
-            return torch.zeros((), device=self.shards[0].buffer.params.tensor.device)
+            return torch.zeros((), device=next(self.model.parameters()).device)
         return local_square_sum(counted)
 
     def _new_state(self, buffer: ParamAndGradBuffer) -> ShardState:

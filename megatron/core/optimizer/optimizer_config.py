@@ -11,6 +11,7 @@ class OptimizerConfig:
 
     lr is what a run without scheduler uses; with one, the scheduler sets the rate of each step and min_lr is its lower
     end. clip_grad 0 means no clipping. weight_decay acts on matrices only, not on norm weights and biases.
+    on_non_finite_grads (ours): "skip" the step when the gradient norm is NaN or infinite, or "stop" the run.
     """
 
     lr: float = 1e-6
@@ -21,6 +22,7 @@ class OptimizerConfig:
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
     use_distributed_optimizer: bool = True
+    on_non_finite_grads: str = "skip"
 
     def __post_init__(self) -> None:
         found = [
@@ -37,5 +39,7 @@ class OptimizerConfig:
         )
         if not self.adam_eps > 0:
             found.append(f"adam_eps is {self.adam_eps}; it must be above 0")
+        if self.on_non_finite_grads not in ("skip", "stop"):
+            found.append(f"on_non_finite_grads is {self.on_non_finite_grads!r}; it must be 'skip' or 'stop'")
         if found:
             raise ValueError("optimizer config: " + "; ".join(found))

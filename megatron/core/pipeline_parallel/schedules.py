@@ -166,8 +166,8 @@ class _Run:
         """Back-propagate one micro-batch and return the gradient of its input (None on the first stage)."""
         self.num_backwards += 1
         is_last = self.num_backwards == self.num_microbatches
-        no_sync = nullcontext if is_last else getattr(self.model, "no_sync", nullcontext)
-        with no_sync():
+        backward_of = getattr(self.model, "backward_of", None)
+        with backward_of(self.num_backwards - 1, is_last) if backward_of else nullcontext():
             torch.autograd.backward(output_tensor, grad_tensors=output_grad)
         return None if input_tensor is None else input_tensor.grad
 
