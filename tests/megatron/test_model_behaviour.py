@@ -123,8 +123,8 @@ def test_parameter_marks() -> None:
 
 
 def test_every_problem_of_a_config_is_told() -> None:
-    with pytest.raises(ValueError, match="moe_aux_loss_coeff is 0.01") as caught:
-        tiny_config(moe_aux_loss_coeff=0.01, moe_layer_freq=[0, 1], moe_router_topk=9, recompute_granularity="half")
+    with pytest.raises(ValueError, match="moe_aux_loss_coeff is -0.01") as caught:
+        tiny_config(moe_aux_loss_coeff=-0.01, moe_layer_freq=[0, 1], moe_router_topk=9, recompute_granularity="half")
     for told in ("moe_layer_freq has 2 entries", "moe_router_topk is 9", "recompute_granularity is 'half'"):
         assert told in str(caught.value)
 

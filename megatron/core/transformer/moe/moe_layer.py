@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel.weight_init import WeightInit
 from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import make_token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -27,7 +27,9 @@ class MoELayer(nn.Module):
         assert config.num_moe_experts is not None, "a MoE layer needs num_moe_experts"
         self.router = TopKRouter(config, ops)
         self.experts = GroupedMLP(config, groups, ops)
-        self.token_dispatcher = MoEAlltoAllTokenDispatcher(config.num_moe_experts, groups, ops)
+        self.token_dispatcher = make_token_dispatcher(
+            config.moe_token_dispatcher_type, config.num_moe_experts, groups, ops
+        )
         self.overlaps_shared_experts = config.moe_shared_expert_overlap
         self.shared_experts: SharedExpertMLP | None = None
         if config.moe_shared_expert_intermediate_size:
@@ -35,15 +37,13 @@ class MoELayer(nn.Module):
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         beside = self.shared_experts if self.overlaps_shared_experts else None
-        rows, dispatch = self.token_dispatcher.start_dispatch(x_TH, *self.router(x_TH))
+        dispatch = self.token_dispatcher.start_dispatch(x_TH, *self.router(x_TH))
         if beside is not None:
             hidden_TF = beside.linear_fc1_forward_and_act(x_TH)
-        rows, tokens_per_expert, expert_map = self.token_dispatcher.finish_dispatch(rows, dispatch)
-        rows = self.experts(rows, tokens_per_expert)
-        rows, back = self.token_dispatcher.start_combine(rows, dispatch, expert_map)
+        dispatch.start_combine(self.experts(*dispatch.finish()))
         if beside is not None:
             shared_TH = beside.linear_fc2_forward(hidden_TF)
-        y_TH = self.token_dispatcher.finish_combine(rows, back, dispatch)
+        y_TH = dispatch.finish_combine()
         if self.shared_experts is None:
             return y_TH
         return y_TH + (shared_TH if beside is not None else self.shared_experts(x_TH))

@@ -1,97 +1,208 @@
-"""Brings tokens to the ranks of their experts and the results back, by all-to-all over the expert-parallel group.
+"""Brings tokens to the ranks of their experts and the results back.
 
-Letters: T tokens of this rank, H hidden, K experts of a token, E experts, L experts of this rank.
+Letters: T tokens of this rank, H hidden, K experts of a token, E experts, L experts of this rank. A token's
+probabilities are applied where its results are added up: at home (all-to-all) or beside the experts (all-gather).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from megatron.core.ops import TrainOps
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.mappings import Exchange
+from megatron.core.transformer.moe.uneven_rows import gather_rows, reduce_scatter_rows
 
 
-@dataclass(frozen=True)
-class Dispatch:
-    """One layer's tokens while they travel, and how, so that their results find the way back.
+class Dispatch(Protocol):
+    """One layer's tokens under way. Each method once, in this order; what is computed in between runs beside them."""
 
-    row_map: order of this rank's own rows · exchange: what sends rows to the EP ranks (None: EP is 1) · counts_SL: rows
-    from each source rank for each local expert, on the host when there is an exchange.
-    """
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> (rows [n, H] for this rank's experts, sorted by local expert; int64 [L] rows of each)."""
 
-    row_map: torch.Tensor
-    probs_TK: torch.Tensor
-    counts_SL: torch.Tensor
-    exchange: Exchange | None = None
+    def start_combine(self, rows: torch.Tensor) -> None:
+        """Send the experts' results home, in the order of ``finish``'s rows."""
+
+    def finish_combine(self) -> torch.Tensor:
+        """-> [T, H]: each token's K results weighted and added."""
 
 
-class MoEAlltoAllTokenDispatcher:
-    """Sort by expert, exchange over ``groups.ep``, sort the received rows by local expert; and the same backwards.
-
-    The group holds the TP ranks too (expert TP is 1): each of them sends the tokens of its own sequence shard.
-    Probabilities stay at home and are applied when the results are back. Each exchange has a start and a finish, so
-    that the caller can compute something else in between.
-    """
-
-    def __init__(self, num_experts: int, groups: ProcessGroups, ops: TrainOps) -> None:
-        self.group = groups.ep
-        self.num_local_experts = num_experts // groups.ep.size()
-        self.ops = ops
+class MoETokenDispatcher(Protocol):
+    """Way of travelling of one layer; ``start_dispatch`` sends every token to its experts' ranks."""
 
     def start_dispatch(
         self, x_TH: torch.Tensor, probs_TK: torch.Tensor, indices_TK: torch.Tensor, counts_E: torch.Tensor
-    ) -> tuple[torch.Tensor, Dispatch]:
-        """Send every token to its experts' ranks -> (rows for ``finish_dispatch``, how they travel)."""
-        if self.group.size() == 1:
+    ) -> Dispatch: ...
+
+
+class MoEAlltoAllTokenDispatcher:
+    """Sort by expert, exchange over ``groups.ep``, gather over ``groups.etp``, sort by local expert; and back.
+
+    Every rank sends its own tokens (a TP rank those of its sequence shard). With expert TP the ranks of ``groups.etp``
+    hold slices of the same experts: each of them computes with the rows of all, and partial results are added when
+    they are scattered back.
+    """
+
+    def __init__(self, num_experts: int, groups: ProcessGroups, ops: TrainOps) -> None:
+        self.ep, self.etp = groups.ep, groups.etp
+        self.num_local_experts = num_experts // groups.ep.size()
+        self.ops = ops
+        # Not the larger group where the smaller will do: each has buffers of its own on a device.
+        self.counting = groups.ep if groups.etp.size() == 1 else groups.etp_ep
+        self.members_TS = _members_by_place(self.counting, groups)
+
+    def start_dispatch(
+        self, x_TH: torch.Tensor, probs_TK: torch.Tensor, indices_TK: torch.Tensor, counts_E: torch.Tensor
+    ) -> Dispatch:
+        """The exchange of the counts runs beside the sorting, that of the rows until ``finish``."""
+        if self.counting.size() == 1:
             rows, row_map = self.ops.token_permute(x_TH, indices_TK)
-            return rows, Dispatch(row_map, probs_TK, counts_E.unsqueeze(0))
-        counts_SE, counting = collectives.all_gather(counts_E.unsqueeze(0), self.group, async_op=True)
-        rows, row_map = self.ops.token_permute(x_TH, indices_TK)  # beside the exchange of the counts
+            return _AlltoAllDispatch(self, rows, row_map, probs_TK, counts_E[None, None], None)
+        counts_RE, counting = collectives.all_gather(counts_E.unsqueeze(0), self.counting, async_op=True)
+        rows, row_map = self.ops.token_permute(x_TH, indices_TK)
         assert counting is not None
         counting.wait()
-        counts_SE = counts_SE.cpu()  # the one wait for the device: split sizes must be known on the host
-        first = self.group.rank() * self.num_local_experts
-        counts_SL = counts_SE[:, first : first + self.num_local_experts]
-        send = counts_SE[self.group.rank()].view(-1, self.num_local_experts).sum(1).tolist()
-        exchange = Exchange(self.group, output_split_sizes=counts_SL.sum(1).tolist(), input_split_sizes=send)
-        return exchange.start(rows), Dispatch(row_map, probs_TK, counts_SL, exchange)
+        # The one wait for the device: split sizes must be known on the host.
+        counts_TSE = counts_RE.cpu()[self.members_TS]
+        mine_SE = counts_TSE[self.etp.rank()]
+        first = self.ep.rank() * self.num_local_experts
+        counts_TSL = counts_TSE[:, :, first : first + self.num_local_experts]
+        exchange = Exchange(
+            self.ep,
+            output_split_sizes=counts_TSL[self.etp.rank()].sum(1).tolist(),
+            input_split_sizes=mine_SE[self.ep.rank()].view(-1, self.num_local_experts).sum(1).tolist(),
+        )
+        return _AlltoAllDispatch(self, exchange.start(rows), row_map, probs_TK, counts_TSL, exchange)
 
-    def finish_dispatch(
-        self, rows: torch.Tensor, dispatch: Dispatch
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """-> (rows sorted by local expert, int64 [L] rows of each, order of the received rows or None if as sorted)."""
-        tokens_per_expert = dispatch.counts_SL.sum(0)
-        if dispatch.exchange is None:
-            return rows, tokens_per_expert, None
-        rows = dispatch.exchange.finish(rows)
-        if self.num_local_experts == 1:
-            return rows, tokens_per_expert, None
-        rows, expert_map = self.ops.token_permute(rows, self._local_experts(dispatch.counts_SL, rows.device))
-        return rows, tokens_per_expert, expert_map
 
-    def start_combine(
-        self, rows: torch.Tensor, dispatch: Dispatch, expert_map: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Exchange | None]:
-        """Send results, in the order of ``finish_dispatch``'s rows, home -> what ``finish_combine`` takes."""
-        if expert_map is not None:
-            rows = self.ops.token_unpermute(rows, expert_map)
-        if dispatch.exchange is None:
-            return rows, None
-        there = dispatch.exchange
-        back = Exchange(self.group, there.input_split_sizes, there.output_split_sizes)
-        return back.start(rows), back
+class _AlltoAllDispatch:
+    """row_map: order of this rank's own rows · counts_TSL: rows for each local expert from EP rank S of expert-TP rank
+    T, on the host when anything is exchanged · exchange: what sends rows to the EP ranks (None: all experts are here).
+    """
 
-    def finish_combine(self, rows: torch.Tensor, back: Exchange | None, dispatch: Dispatch) -> torch.Tensor:
-        """-> [T, H]: each token's K results weighted and added."""
-        if back is not None:
-            rows = back.finish(rows)
-        return self.ops.token_unpermute(rows, dispatch.row_map, dispatch.probs_TK)
+    def __init__(
+        self,
+        dispatcher: MoEAlltoAllTokenDispatcher,
+        rows: torch.Tensor,
+        row_map: torch.Tensor,
+        probs_TK: torch.Tensor,
+        counts_TSL: torch.Tensor,
+        exchange: Exchange | None,
+    ) -> None:
+        self.dispatcher, self.ops = dispatcher, dispatcher.ops
+        self.rows, self.row_map, self.probs_TK = rows, row_map, probs_TK
+        self.counts_TSL, self.exchange = counts_TSL, exchange
+        self.expert_map: torch.Tensor | None = None
+        self.back: Exchange | None = None
 
-    def _local_experts(self, counts_SL: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Local expert of every received row, [rows, 1]: rows come by source rank and, within it, by expert."""
-        experts = torch.arange(self.num_local_experts).repeat(counts_SL.shape[0])
-        return experts.repeat_interleave(counts_SL.flatten()).unsqueeze(1).to(device)
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Dispatch``."""
+        tokens_per_expert = self.counts_TSL.sum((0, 1))
+        if self.exchange is None:
+            return self.rows, tokens_per_expert
+        rows = gather_rows(self.exchange.finish(self.rows), self.dispatcher.etp, self._etp_sizes())
+        if self.counts_TSL.shape[-1] > 1:
+            rows, self.expert_map = self.ops.token_permute(rows, self._local_experts(rows.device))
+        return rows, tokens_per_expert
+
+    def start_combine(self, rows: torch.Tensor) -> None:
+        """See ``Dispatch``."""
+        if self.expert_map is not None:
+            rows = self.ops.token_unpermute(rows, self.expert_map)
+        if self.exchange is not None:
+            rows = reduce_scatter_rows(rows, self.dispatcher.etp, self._etp_sizes())
+            there = self.exchange
+            self.back = Exchange(self.dispatcher.ep, there.input_split_sizes, there.output_split_sizes)
+            rows = self.back.start(rows)
+        self.rows = rows
+
+    def finish_combine(self) -> torch.Tensor:
+        """See ``Dispatch``."""
+        rows = self.rows if self.back is None else self.back.finish(self.rows)
+        return self.ops.token_unpermute(rows, self.row_map, self.probs_TK)
+
+    def _etp_sizes(self) -> list[int]:
+        sizes: list[int] = self.counts_TSL.sum((1, 2)).tolist()
+        return sizes
+
+    def _local_experts(self, device: torch.device) -> torch.Tensor:
+        """Local expert of every row, [rows, 1]: rows come by expert-TP rank, source rank and, within it, by expert."""
+        experts = torch.arange(self.counts_TSL.shape[-1]).expand(self.counts_TSL.shape).flatten()
+        return experts.repeat_interleave(self.counts_TSL.flatten()).unsqueeze(1).to(device)
+
+
+class MoEAllGatherTokenDispatcher:
+    """Gather all tokens over ``groups.etp_ep``, take those of the local experts; add, weighted, and scatter the sums.
+
+    Moves every token to every rank of the group whatever it chose: good for few ranks and many choices.
+    """
+
+    def __init__(self, num_experts: int, groups: ProcessGroups) -> None:
+        self.group = groups.etp_ep
+        self.num_local_experts = num_experts // groups.ep.size()
+        self.first_expert = groups.ep.rank() * self.num_local_experts
+
+    def start_dispatch(
+        self, x_TH: torch.Tensor, probs_TK: torch.Tensor, indices_TK: torch.Tensor, counts_E: torch.Tensor
+    ) -> Dispatch:
+        """Nothing runs beside these collectives. Ranks may hold different numbers of tokens."""
+        num_tokens = torch.tensor([x_TH.shape[0]], device=x_TH.device)
+        sizes = collectives.all_gather(num_tokens, self.group)[0].tolist()
+        x_GH, probs_GK, indices_GK = (gather_rows(part, self.group, sizes) for part in (x_TH, probs_TK, indices_TK))
+        return _AllGatherDispatch(self, x_GH, probs_GK, indices_GK, sizes)
+
+
+class _AllGatherDispatch:
+    """The tokens G of the whole group, and which (token, choice) pairs have their expert here, by local expert."""
+
+    def __init__(
+        self,
+        dispatcher: MoEAllGatherTokenDispatcher,
+        x_GH: torch.Tensor,
+        probs_GK: torch.Tensor,
+        indices_GK: torch.Tensor,
+        sizes: list[int],
+    ) -> None:
+        self.group, self.sizes = dispatcher.group, sizes
+        self.rows, self.probs_GK = x_GH, probs_GK
+        local_GK = indices_GK - dispatcher.first_expert
+        token, choice = ((local_GK >= 0) & (local_GK < dispatcher.num_local_experts)).nonzero(as_tuple=True)
+        local = local_GK[token, choice]
+        order = local.argsort(stable=True)
+        self.token, self.choice = token[order], choice[order]
+        self.tokens_per_expert = torch.bincount(local, minlength=dispatcher.num_local_experts)
+
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``Dispatch``."""
+        return self.rows.index_select(0, self.token), self.tokens_per_expert
+
+    def start_combine(self, rows: torch.Tensor) -> None:
+        """See ``Dispatch``; sums are float32 until they travel."""
+        weighted = rows.float() * self.probs_GK[self.token, self.choice].unsqueeze(1)
+        summed_GH = torch.zeros(self.rows.shape, dtype=weighted.dtype, device=rows.device)
+        self.rows = summed_GH.index_add(0, self.token, weighted).to(rows.dtype)
+
+    def finish_combine(self) -> torch.Tensor:
+        """See ``Dispatch``."""
+        return reduce_scatter_rows(self.rows, self.group, self.sizes)
+
+
+def make_token_dispatcher(kind: str, num_experts: int, groups: ProcessGroups, ops: TrainOps) -> MoETokenDispatcher:
+    """The dispatcher that ``moe_token_dispatcher_type`` names."""
+    if kind == "allgather":
+        return MoEAllGatherTokenDispatcher(num_experts, groups)
+    assert kind == "alltoall", kind
+    return MoEAlltoAllTokenDispatcher(num_experts, groups, ops)
+
+
+def _members_by_place(group: dist.ProcessGroup, groups: ProcessGroups) -> torch.Tensor:
+    """Place in ``group`` of expert-TP rank T and EP rank S, int64 [T, S], whatever the order of the ranks."""
+    members_TS = torch.empty(groups.etp.size(), groups.ep.size(), dtype=torch.int64)
+    for index, rank in enumerate(dist.get_process_group_ranks(group)):
+        at = groups.layout.coords(rank)
+        members_TS[at.etp, at.ep] = index
+    return members_TS

@@ -1,0 +1,75 @@
+"""Rows gathered from and summed back to ranks that hold different numbers of them, with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.tensor_parallel import collectives
+
+
+def gather_rows(x: torch.Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> torch.Tensor:
+    """x [sizes[rank], ...] of every rank -> [sum(sizes), ...] in rank order; the gradient is summed over the group."""
+    if group.size() == 1:
+        return x
+    gathered: torch.Tensor = _Gather.apply(x, group, tuple(sizes))
+    return gathered
+
+
+def reduce_scatter_rows(x: torch.Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> torch.Tensor:
+    """x [sum(sizes), ...] of every rank -> this rank's [sizes[rank], ...] of the sum; transpose of ``gather_rows``."""
+    if group.size() == 1:
+        return x
+    scattered: torch.Tensor = _ReduceScatter.apply(x, group, tuple(sizes))
+    return scattered
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> torch.Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return _gather(x, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _reduce_scatter(grad, ctx.group, ctx.sizes), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> torch.Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return _reduce_scatter(x, group, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _gather(grad, ctx.group, ctx.sizes), None, None
+
+
+def _gather(x: torch.Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> torch.Tensor:
+    """The collective takes the same number of rows from everybody: shorter parts travel padded."""
+    most = max(sizes)
+    assert x.shape[0] == sizes[group.rank()], f"{x.shape[0]} rows where {sizes[group.rank()]} were announced"
+    if most == 0:
+        return x
+    if x.shape[0] < most:
+        x = torch.cat([x, x.new_zeros(most - x.shape[0], *x.shape[1:])])
+    gathered, _ = collectives.all_gather(x, group)
+    if min(sizes) == most:
+        return gathered
+    return torch.cat([part[:size] for part, size in zip(gathered.split(most), sizes, strict=True)])
+
+
+def _reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> torch.Tensor:
+    most = max(sizes)
+    if most == 0:
+        return x
+    if min(sizes) < most:
+        padded = x.new_zeros(len(sizes), most, *x.shape[1:])
+        for part, rows, size in zip(padded, x.split(sizes), sizes, strict=True):
+            part[:size] = rows
+        x = padded.flatten(0, 1)
+    return collectives.reduce_scatter(x, group)[0][: sizes[group.rank()]]

@@ -1,0 +1,95 @@
+"""A MoE layer gives one process's output and gradients over expert, expert-tensor and tensor parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.ops import reference_ops
+from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
+from megatron.core.transformer.moe.uneven_rows import gather_rows, reduce_scatter_rows
+from tests.megatron.model_helpers import one_process_groups, tiny_config
+from tests.megatron.moe_helpers import assert_layouts_equal_one_process, make_layer
+from tests.parallel.launcher import run_ranks
+
+DISPATCHERS = [{"moe_token_dispatcher_type": kind} for kind in ("alltoall", "allgather")]
+ONE_EXPERT_EACH = {"num_moe_experts": 4, "moe_router_num_groups": 2, "moe_router_group_topk": 1}
+
+
+def _layout(tp: int = 1, ep: int = 1, etp: int = 1, order: str = "tp-cp-ep-dp-pp") -> dict[str, object]:
+    return {
+        "tensor_model_parallel_size": tp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": etp,
+        "order": order,
+    }
+
+
+def test_two_ranks_equal_one_process() -> None:
+    layouts = [_layout(etp=2), _layout(tp=2, etp=2), _layout(tp=2, ep=2), _layout(ep=2), _layout(tp=2)]
+    assert_layouts_equal_one_process(2, layouts, DISPATCHERS)
+
+
+def test_four_ranks_equal_one_process() -> None:
+    """Among them experts over ETP only, over both, a rank order in which EP varies fastest, replicas of experts."""
+    layouts = [
+        _layout(ep=2, etp=2),
+        _layout(tp=2, ep=2, etp=2),
+        _layout(tp=2, etp=2),
+        _layout(tp=2, ep=4),
+        _layout(etp=4),
+        _layout(ep=2, etp=2, order="ep-dp-tp-cp-pp"),
+    ]
+    assert_layouts_equal_one_process(4, layouts, [*DISPATCHERS, {**DISPATCHERS[0], **ONE_EXPERT_EACH}])
+
+
+def _marks(groups: ProcessGroups) -> dict[str, tuple[object, ...]]:
+    names = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
+    experts: nn.Module = make_layer(groups).experts
+    return {key: tuple(getattr(weight, name) for name in names) for key, weight in experts.named_parameters()}
+
+
+def _marks_of_rank() -> dict[str, tuple[object, ...]]:
+    return _marks(initialize_model_parallel(expert_tensor_parallel_size=2))
+
+
+def test_marks_of_experts_say_how_they_are_split() -> None:
+    with one_process_groups() as groups:
+        assert set(_marks(groups).values()) == {(False, -1, 1, False, False)}
+    for marks in run_ranks(_marks_of_rank, 2):
+        assert marks == {"weight1": (True, 2, 2, False, False), "weight2": (True, 1, 1, False, False)}
+
+
+def _uneven() -> None:
+    groups = initialize_model_parallel(expert_tensor_parallel_size=2)
+    rank = groups.etp.rank()
+    for sizes in ([3, 1], [0, 2], [2, 2], [0, 0]):
+        full = torch.arange(float(sum(sizes) * 2)).view(-1, 2)
+        mine = full.split(sizes)[rank].clone().requires_grad_()
+        gathered = gather_rows(mine, groups.etp, sizes)
+        assert gathered.equal(full)
+        (gathered * (rank + 1)).sum().backward()
+        assert mine.grad is not None and mine.grad.eq(3).all() and mine.grad.shape == mine.shape
+        everyones = full.clone().requires_grad_()
+        scattered = reduce_scatter_rows(everyones * (rank + 1), groups.etp, sizes)
+        assert scattered.equal(3 * full.split(sizes)[rank])
+        (scattered * (rank + 5)).sum().backward()
+        expected = torch.cat([torch.full((size, 2), float(at + 5)) for at, size in enumerate(sizes)]) * (rank + 1)
+        assert everyones.grad is not None and everyones.grad.equal(expected)
+
+
+def test_rows_of_uneven_ranks_are_gathered_and_scattered() -> None:
+    run_ranks(_uneven, 2)
+
+
+def test_what_does_not_fit_is_an_error() -> None:
+    with one_process_groups() as groups:
+        layout = replace(groups.layout, world_size=3, expert_tensor_parallel_size=3)
+        with pytest.raises(ValueError, match="moe_ffn_hidden_size 32 does not divide over expert_tensor_parallel_size"):
+            GPTModel(tiny_config(), replace(groups, layout=layout), reference_ops())
+    with pytest.raises(ValueError, match="moe_shared_expert_overlap needs moe_token_dispatcher_type 'alltoall'"):
+        tiny_config(moe_shared_expert_overlap=True, moe_token_dispatcher_type="allgather")
