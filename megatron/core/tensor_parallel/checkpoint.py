@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 
@@ -27,3 +30,101 @@ def checkpoint(
         context_fn=lambda: (nullcontext(), recompute_context()),
     )
     return output
+
+
+class CheckpointWithoutOutput:
+    """Keeps a function's inputs, neither what it saves nor its outputs, for one forward and its backward.
+
+    ``checkpoint(function, *args)`` gives the outputs; when all operations that read them have run in forward,
+    ``discard_output_and_register_recompute(hook_tensor)`` frees their storage. When the gradient of ``hook_tensor``
+    is known (a tensor that comes after all these operations) the function runs again: the outputs get their values
+    back, at the same address or another, and its own backward what it would have saved. Inactive, or without
+    gradients, it does nothing. The function must be deterministic and have no other effect; it may run collectives.
+
+    An output that is a view keeps the whole of its storage; one that shares storage with an argument is not freed.
+    It cannot run inside another recompute, whose second run would free the outputs again.
+    """
+
+    def __init__(self, is_active: bool = True) -> None:
+        self.is_active = is_active and torch.is_grad_enabled()
+        self._slots: list[weakref.ref[_Slot]] = []
+        self._again: Callable[[], Any] | None = None
+        # (which output, the output without its graph, bytes of its storage). The graph holds this object: a reference
+        # back would keep both alive for ever.
+        self._discarded: list[tuple[int, torch.Tensor, int]] = []
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``, which returns a tensor or a tuple of tensors."""
+        if not self.is_active:
+            return function(*args)
+        with saved_tensors_hooks(self._put_off, self._fetch):
+            outputs = function(*args)
+
+        def again() -> Any:
+            inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args]
+            return function(*inputs)
+
+        self._again = again
+        needed = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        self._discarded = [
+            (place, x.data, x.untyped_storage().nbytes())
+            for place, x in enumerate(_tensors(outputs))
+            if x.untyped_storage().data_ptr() not in needed
+        ]
+        return outputs
+
+    def discard_output_and_register_recompute(self, hook_tensor: torch.Tensor) -> None:
+        """Free the outputs until the gradient of ``hook_tensor`` is known."""
+        if not self.is_active:
+            return
+        if not hook_tensor.requires_grad:
+            self._again, self._discarded = None, []  # no backward will come
+            return
+        for _, x, _ in self._discarded:
+            x.untyped_storage().resize_(0)
+        hook_tensor.register_hook(self._recompute)
+
+    def _put_off(self, x: torch.Tensor) -> _Slot:
+        slot = _Slot()
+        self._slots.append(weakref.ref(slot))
+        return slot
+
+    def _fetch(self, slot: _Slot) -> torch.Tensor:
+        if slot.tensor is None:  # the outputs were never discarded
+            self._recompute()
+        assert slot.tensor is not None, "the second run saved fewer tensors than the first"
+        return slot.tensor
+
+    def _recompute(self, grad: torch.Tensor | None = None) -> None:
+        """Fill the slots and the outputs; once, so that a graph that is kept can be used again."""
+        if self._again is None:
+            return
+        again, self._again = self._again, None
+        slots = iter(self._slots)
+
+        def fill(x: torch.Tensor) -> None:
+            slot = next(slots)()
+            if slot is not None:
+                slot.tensor = x.detach()
+
+        with torch.enable_grad(), saved_tensors_hooks(fill, _never):
+            outputs = _tensors(again())
+        with torch.no_grad():
+            for place, x, num_bytes in self._discarded:
+                x.untyped_storage().resize_(num_bytes)
+                x.copy_(outputs[place])
+        self._discarded = []
+
+
+class _Slot:
+    """Where the second run leaves a tensor that the first has not saved; gone with the node that wants it."""
+
+    tensor: torch.Tensor | None = None
+
+
+def _tensors(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+
+
+def _never(packed: Any) -> torch.Tensor:
+    raise AssertionError("the second run is not differentiated itself")

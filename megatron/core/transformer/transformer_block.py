@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import nn
 
@@ -13,8 +10,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel.checkpoint import checkpoint
 from megatron.core.tensor_parallel.weight_init import WeightInit
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.norm import RMSNorm
+from megatron.core.transformer.recompute import without_counting
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -24,6 +21,7 @@ class TransformerBlock(nn.Module):
 
     With ``recompute_granularity='full'``: ``uniform`` keeps the input of every run of ``recompute_num_layers`` layers;
     ``block`` recomputes the first ``recompute_num_layers`` layers of the stage one by one and keeps all of the others.
+    ``selective`` recomputes inside each layer (``TransformerLayer``).
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class TransformerBlock(nn.Module):
         for layers, is_recomputed in self._runs():
             if is_recomputed and torch.is_grad_enabled():
                 arguments = (layers, x_TH, rotary_cos_sin, packed_seq_params)
-                x_TH = checkpoint(_forward_layers, *arguments, recompute_context=self._no_counting)
+                x_TH = checkpoint(_forward_layers, *arguments, recompute_context=lambda: without_counting(self))
             else:
                 x_TH = _forward_layers(layers, x_TH, rotary_cos_sin, packed_seq_params)
         return x_TH if self.final_layernorm is None else self.final_layernorm(x_TH)
@@ -62,24 +60,12 @@ class TransformerBlock(nn.Module):
     def _runs(self) -> list[tuple[list[nn.Module], bool]]:
         """Consecutive layers that are run together, and whether they are recomputed."""
         layers = list(self.layers)
-        if self.config.recompute_granularity is None or self.config.recompute_num_layers is None:
+        if self.config.recompute_granularity != "full" or self.config.recompute_num_layers is None:
             return [(layers, False)]
         count = self.config.recompute_num_layers
         if self.config.recompute_method == "uniform":
             return [(layers[first : first + count], True) for first in range(0, len(layers), count)]
         return [([layer], True) for layer in layers[:count]] + [(layers[count:], False)]
-
-    @contextmanager
-    def _no_counting(self) -> Iterator[None]:
-        """A recomputed layer routes the same tokens again: they must not be counted twice."""
-        routers = [module for module in self.modules() if isinstance(module, TopKRouter)]
-        for router in routers:
-            router.is_counting = False
-        try:
-            yield
-        finally:
-            for router in routers:
-                router.is_counting = True
 
 
 def _forward_layers(

@@ -47,6 +47,7 @@ class TransformerConfig(ModelParallelConfig):
     qk_layernorm: bool = False  # RMSNorm over each head of queries and keys
     rotary_base: float = 10000.0
     rotary_interleaved: bool = False  # rotate neighbours; False: rotate element i with element i + size/2 (NeoX)
+    cp_comm_type: str | None = None  # context parallelism: "p2p" (also None), "all_gather" or "a2a"
 
     mtp_num_layers: int | None = None  # depths of multi-token prediction; None: none
     mtp_loss_scaling_factor: float = 0.1  # weight of the mean of their losses
@@ -107,6 +108,13 @@ class TransformerConfig(ModelParallelConfig):
             return layer % self.moe_layer_freq == 0
         return bool(self.moe_layer_freq[layer])
 
+    def recomputes(self, module: str) -> bool:
+        """Whether selective recompute is on for ``module``, one of ``RECOMPUTE_MODULES``; "moe" contains "moe_act"."""
+        assert module in RECOMPUTE_MODULES, module
+        if self.recompute_granularity != "selective" or (module == "moe_act" and "moe" in self.recompute_modules):
+            return False
+        return module in self.recompute_modules
+
     def _problems(self) -> list[str]:
         found = [
             f"{name} is {getattr(self, name)}; it must be at least 1"
@@ -116,6 +124,8 @@ class TransformerConfig(ModelParallelConfig):
         if self.num_moe_experts is not None:
             found.extend(self._moe_problems(self.num_moe_experts))
         found.extend(self._attention_problems())
+        if self.cp_comm_type not in (None, "p2p", "all_gather", "a2a"):
+            found.append(f"cp_comm_type is {self.cp_comm_type!r}; use None, 'p2p', 'all_gather' or 'a2a'")
         found.extend(self._recompute_problems())
         if self.mtp_num_layers is not None and self.mtp_num_layers < 1:
             found.append(f"mtp_num_layers is {self.mtp_num_layers}; it must be None or at least 1")

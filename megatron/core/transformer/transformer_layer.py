@@ -8,17 +8,23 @@ from torch import nn
 from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
+from megatron.core.tensor_parallel.checkpoint import CheckpointWithoutOutput, checkpoint
 from megatron.core.tensor_parallel.weight_init import WeightInit
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.norm import RMSNorm
+from megatron.core.transformer.recompute import without_counting
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 
 class TransformerLayer(nn.Module):
-    """[T/TP, H] -> [T/TP, H]. ``global_layer`` is the 0-based number in the whole model; it says dense or MoE."""
+    """[T/TP, H] -> [T/TP, H]. ``global_layer`` is the 0-based number in the whole model; it says dense or MoE.
+
+    Of ``recompute_modules`` the layer sees to layernorm (their outputs are not kept), mlp and moe (only their input is
+    kept); the attention and the experts see to the others.
+    """
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroups, ops: TrainOps, global_layer: int) -> None:
         super().__init__()
@@ -35,12 +41,28 @@ class TransformerLayer(nn.Module):
             self.mlp = MoELayer(config, groups, ops)
         else:
             self.mlp = MLP(config, groups, ops, config.ffn_hidden_size)
+        self.recomputes_norms = config.recomputes("layernorm")
+        self.recomputes_mlp = config.recomputes("moe" if config.is_moe_layer(global_layer) else "mlp")
 
     def forward(
         self, x_TH: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor], packed_seq_params: PackedSeqParams
     ) -> torch.Tensor:
-        x_TH = x_TH + self.self_attention(self.input_layernorm(x_TH), rotary_cos_sin, packed_seq_params)
-        return x_TH + self.mlp(self.pre_mlp_layernorm(x_TH))
+        norm = CheckpointWithoutOutput(self.recomputes_norms)
+        normed_TH = norm.checkpoint(self.input_layernorm, x_TH)
+        attended_TH = self.self_attention(normed_TH, rotary_cos_sin, packed_seq_params)
+        norm.discard_output_and_register_recompute(attended_TH)
+        x_TH = x_TH + attended_TH
+
+        norm = CheckpointWithoutOutput(self.recomputes_norms)
+        y_TH = self._feed_forward(norm.checkpoint(self.pre_mlp_layernorm, x_TH))
+        norm.discard_output_and_register_recompute(y_TH)
+        return x_TH + y_TH
+
+    def _feed_forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        if self.recomputes_mlp and torch.is_grad_enabled():
+            return checkpoint(self.mlp, x_TH, recompute_context=lambda: without_counting(self.mlp))
+        y_TH: torch.Tensor = self.mlp(x_TH)
+        return y_TH
 
     def init_weights(self, init: WeightInit) -> None:
         """Fill the layer from tensors named after its global number."""
