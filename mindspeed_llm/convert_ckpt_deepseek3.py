@@ -9,8 +9,9 @@ from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.cli_io import hf_files, progress, run_cli, run_once, say
 from mindspeed_llm.hf_checkpoint import HFCheckpoint, check_against_config
 from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config, read_config_dict
+from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import shard_layout, write_sharded
-from mindspeed_llm.weight_plan import Naming, hf_tensors, local_plan, plan_bytes, plan_problems
+from mindspeed_llm.weight_plan import Naming, local_plan, plan_bytes, plan_problems
 
 
 def convert_to_sharded(load_dir: Path, save_dir: Path, layout: ParallelLayout, naming: Naming) -> bool:

@@ -13,8 +13,9 @@ from mindspeed_llm.cli_io import companion_files, progress, run_cli, run_once, s
 from mindspeed_llm.convert_ckpt_deepseek3 import add_layout_flags, expert_naming
 from mindspeed_llm.hf_checkpoint import DEFAULT_SHARD_BYTES, write_hf_files
 from mindspeed_llm.hf_config import load_hf_config
+from mindspeed_llm.hf_shapes import hf_bytes
 from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint, read_manifest, shard_layout
-from mindspeed_llm.weight_plan import Naming, hf_bytes
+from mindspeed_llm.weight_plan import Naming
 
 
 def convert_to_hf(

@@ -12,8 +12,8 @@ from mindspeed_llm.cli_io import hf_files, progress, run_cli, run_once, say
 from mindspeed_llm.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, dequantize
 from mindspeed_llm.hf_checkpoint import DEFAULT_SHARD_BYTES, HFCheckpoint, check_against_config, write_hf_files
 from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config, read_config_dict
+from mindspeed_llm.hf_shapes import hf_bytes, hf_tensors
 from mindspeed_llm.sources import raise_problems
-from mindspeed_llm.weight_plan import hf_bytes, hf_tensors
 
 
 def cast_fp8_to_bf16(input_dir: Path, output_dir: Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> bool:

@@ -19,7 +19,7 @@ from mindspeed_llm.cli_io import copy_companions, hf_files, progress, run_cli, r
 from mindspeed_llm.fp8 import FP8_DTYPE, QUANTIZATION_CONFIG, SCALE_SUFFIX, is_quantised, quantize_fp8_blockwise
 from mindspeed_llm.hf_checkpoint import HFCheckpoint, ShardedWriter, check_against_config
 from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config, read_config_dict
-from mindspeed_llm.weight_plan import always_fp32, hf_bytes, hf_tensors, mtp_tensors
+from mindspeed_llm.hf_shapes import always_fp32, hf_bytes, hf_tensors, mtp_tensors
 
 
 def quantize_checkpoint(input_dir: Path, output_dir: Path, num_shards: int = 4, num_mtp_layers: int = 1) -> bool:

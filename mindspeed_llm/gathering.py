@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_llm.hf_config import HFModelConfig
+from mindspeed_llm.hf_shapes import always_fp32, hf_tensors
 from mindspeed_llm.sources import hf_view
-from mindspeed_llm.weight_plan import Fragment, always_fp32, fragments, hf_tensors, slice_shape
+from mindspeed_llm.weight_plan import Fragment, fragments, slice_shape
 
 if TYPE_CHECKING:
     from megatron.core.parallel_state import ProcessGroups

@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 
 from mindspeed_llm.cli_io import atomic_directory, copy_companions, write_json
 from mindspeed_llm.hf_config import HFModelConfig, read_config_dict, without_quantisation_and_mtp
+from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sources import raise_problems
-from mindspeed_llm.weight_plan import Slice, hf_tensors
+from mindspeed_llm.weight_plan import Slice
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

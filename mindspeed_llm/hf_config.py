@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from mindspeed_llm.hf_config_checks import (
+    DECODER_SIZES,
+    EXPERT_SIZES,
+    LATENT_SIZES,
+    SUPPORTED_MODEL_TYPES,
+    config_problems,
+    dtype_name,
+    rope_scaling,
+)
 
 if TYPE_CHECKING:
     import torch
 
     from megatron.core.parallel_layout import ParallelLayout
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-SUPPORTED_MODEL_TYPES = ("deepseek_v3", "deepseek_v2")
-SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
-
-_POSITIVE_INTS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "max_position_embeddings",
-)
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -48,10 +39,13 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class HFModelConfig:
-    """A DeepSeek-V3 family model: MLA attention, ``first_k_dense_replace`` dense layers, then MoE layers.
+    """A decoder: latent attention and ``first_k_dense_replace`` dense layers before MoE layers (DeepSeek-V3, V2,
+    Moonlight), or grouped-query attention with a norm on each head and dense layers only (Qwen3).
 
     Field names are config.json's. ``q_lora_rank`` None means that queries have one full projection (``q_proj``).
-    ``moe_layer_freq`` m makes layer i a MoE layer when i >= first_k_dense_replace and i % m == 0.
+    ``moe_layer_freq`` m makes layer i a MoE layer when i >= first_k_dense_replace and i % m == 0. What the model type
+    does not have is 0. ``mtp_num_layers`` is the caller's choice (``with_mtp``), not config.json's: how many of the
+    checkpoint's ``num_nextn_predict_layers`` modules are built, loaded, trained and exported.
     """
 
     model_type: str
@@ -86,6 +80,15 @@ class HFModelConfig:
     torch_dtype: str
     num_nextn_predict_layers: int
     quant_method: str | None
+    num_key_value_heads: int
+    head_dim: int
+    tie_word_embeddings: bool
+    mtp_num_layers: int = 0
+
+    @property
+    def is_mla(self) -> bool:
+        """Whether attention is latent; grouped-query attention otherwise."""
+        return self.kv_lora_rank > 0
 
     @property
     def qk_head_dim(self) -> int:
@@ -104,7 +107,16 @@ class HFModelConfig:
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether decoder layer ``layer`` has experts."""
-        return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+        return self.n_routed_experts > 0 and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+
+    def with_mtp(self, mtp_num_layers: int) -> HFModelConfig:
+        """This model with its first multi-token-prediction modules; ValueError when the checkpoint has fewer."""
+        if not 0 <= mtp_num_layers <= self.num_nextn_predict_layers:
+            raise ValueError(
+                f"mtp_num_layers is {mtp_num_layers}; config.json says that the checkpoint has "
+                f"num_nextn_predict_layers {self.num_nextn_predict_layers} of them"
+            )
+        return replace(self, mtp_num_layers=mtp_num_layers)
 
 
 def load_hf_config(path: str | Path) -> HFModelConfig:
@@ -133,15 +145,20 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config") -> HFModelCo
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise ValueError(f"{source}: model_type is {model_type!r}; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
-    is_v3 = model_type == "deepseek_v3"
-    problems = _problems(raw)
+    problems = config_problems(raw)
     if problems:
         raise ValueError(f"{source} has {len(problems)} problem(s):\n" + "\n".join(f"  - {line}" for line in problems))
+    is_v3, is_mla = model_type == "deepseek_v3", model_type != "qwen3"
     rope = raw.get("rope_parameters") or {}  # transformers >= 5 writes rope_theta and the scaling in here
     quantization = raw.get("quantization_config") or {}
+    heads = raw["num_attention_heads"]
     return HFModelConfig(
         model_type=model_type,
-        **{key: raw[key] for key in _POSITIVE_INTS},
+        **{key: raw[key] for key in DECODER_SIZES},
+        **{key: raw[key] if is_mla else 0 for key in LATENT_SIZES + EXPERT_SIZES},
+        num_key_value_heads=heads if is_mla else raw["num_key_value_heads"],
+        head_dim=0 if is_mla else raw.get("head_dim") or raw["hidden_size"] // heads,
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         q_lora_rank=raw.get("q_lora_rank") or None,
         n_shared_experts=raw.get("n_shared_experts") or 0,
         first_k_dense_replace=raw.get("first_k_dense_replace", 0),
@@ -157,7 +174,7 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config") -> HFModelCo
         rope_scaling=_yarn(raw),
         aux_loss_alpha=float(raw.get("aux_loss_alpha") or 0.0),
         initializer_range=float(raw.get("initializer_range", 0.02)),
-        torch_dtype=_dtype_name(raw),
+        torch_dtype=dtype_name(raw),
         num_nextn_predict_layers=raw.get("num_nextn_predict_layers") or 0,
         quant_method=quantization.get("quant_method"),
     )
@@ -176,19 +193,14 @@ def without_quantisation_and_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_transformer_config(
     hf: HFModelConfig, *, params_dtype: torch.dtype, layout: ParallelLayout, **overrides: Any
-) -> MLATransformerConfig:
-    """The training engine's config of this model; ``overrides`` are MLATransformerConfig fields (e.g. recompute).
+) -> TransformerConfig:
+    """The training engine's config of this model; ``overrides`` are its fields (e.g. recompute).
 
-    ``sequence_parallel`` follows ``layout``: on exactly when tensor parallelism is.
+    An MLATransformerConfig for latent attention. ``sequence_parallel`` follows ``layout``: on exactly when tensor
+    parallelism is.
     """
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    if hf.topk_method == "group_limited_greedy" and hf.n_group > 1:
-        raise ValueError(
-            "topk_method is 'group_limited_greedy' (groups ranked by their best expert); the training engine ranks "
-            "groups by the sum of their two best scores, as 'noaux_tc' does; use such a model"
-        )
-    is_grouped = hf.n_group > 1
     fields: dict[str, Any] = {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
@@ -199,12 +211,25 @@ def to_transformer_config(
         "init_method_std": hf.initializer_range,
         "params_dtype": params_dtype,
         "sequence_parallel": layout.tensor_model_parallel_size > 1,
-        "q_lora_rank": hf.q_lora_rank,
-        "kv_lora_rank": hf.kv_lora_rank,
-        "qk_head_dim": hf.qk_nope_head_dim,  # Megatron's name for the part without position
-        "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
-        "v_head_dim": hf.v_head_dim,
-        **_rope_fields(hf),
+        "share_embeddings_and_output_weights": hf.tie_word_embeddings,
+        "mtp_num_layers": hf.mtp_num_layers or None,
+        "rotary_base": hf.rope_theta,
+    }
+    if hf.n_routed_experts:
+        fields |= _expert_fields(hf)
+    if hf.is_mla:
+        return MLATransformerConfig(**{**fields, **_latent_fields(hf), **overrides})
+    return TransformerConfig(**{**fields, **_grouped_query_fields(hf), **overrides})
+
+
+def _expert_fields(hf: HFModelConfig) -> dict[str, Any]:
+    if hf.topk_method == "group_limited_greedy" and hf.n_group > 1 and hf.scoring_func != "softmax":
+        raise ValueError(
+            f"topk_method is 'group_limited_greedy' with scoring_func {hf.scoring_func!r}; the training engine ranks "
+            "groups by their best expert for softmax scores only, and sigmoid ones by their two best, as 'noaux_tc'"
+        )
+    is_grouped = hf.n_group > 1 and hf.topk_method != "greedy"
+    return {
         "num_moe_experts": hf.n_routed_experts,
         "moe_ffn_hidden_size": hf.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": hf.shared_expert_intermediate_size or None,
@@ -219,11 +244,21 @@ def to_transformer_config(
         "moe_router_norm_topk_prob": hf.norm_topk_prob,
         "moe_router_enable_expert_bias": hf.has_expert_bias,
     }
-    return MLATransformerConfig(**{**fields, **overrides})
 
 
-def _rope_fields(hf: HFModelConfig) -> dict[str, Any]:
-    fields = {"rotary_base": hf.rope_theta, "max_position_embeddings": hf.max_position_embeddings}
+def _grouped_query_fields(hf: HFModelConfig) -> dict[str, Any]:
+    return {"num_query_groups": hf.num_key_value_heads, "kv_channels": hf.head_dim, "qk_layernorm": True}
+
+
+def _latent_fields(hf: HFModelConfig) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "q_lora_rank": hf.q_lora_rank,
+        "kv_lora_rank": hf.kv_lora_rank,
+        "qk_head_dim": hf.qk_nope_head_dim,  # Megatron's name for the part without position
+        "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
+        "v_head_dim": hf.v_head_dim,
+        "max_position_embeddings": hf.max_position_embeddings,
+    }
     yarn = hf.rope_scaling
     if yarn is None:
         return {**fields, "rope_type": "rope", "rotary_scaling_factor": 1.0}
@@ -239,73 +274,8 @@ def _rope_fields(hf: HFModelConfig) -> dict[str, Any]:
     }
 
 
-def _problems(raw: Mapping[str, Any]) -> list[str]:
-    found = []
-    for key in _POSITIVE_INTS:
-        value = raw.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            found.append(f"{key} is {value!r}; a positive integer is needed" if key in raw else f"{key} is missing")
-    for key in ("q_lora_rank", "n_shared_experts", "n_group", "topk_group", "num_nextn_predict_layers"):
-        value = raw.get(key)
-        if value is not None and (not _is_int(value) or value < 0):
-            found.append(f"{key} is {value!r}; an integer or null is needed")
-    for key, lowest in (("first_k_dense_replace", 0), ("moe_layer_freq", 1)):
-        value = raw.get(key, lowest)
-        if not isinstance(value, int) or value < lowest:
-            found.append(f"{key} is {value!r}; an integer of at least {lowest} is needed")
-    if raw.get("tie_word_embeddings"):
-        found.append("tie_word_embeddings is true; only models with a separate lm_head are supported")
-    if raw.get("attention_bias"):
-        found.append("attention_bias is true; only bias-free attention is supported")
-    if raw.get("scoring_func") not in (None, "sigmoid", "softmax"):
-        found.append(f"scoring_func is {raw.get('scoring_func')!r}; sigmoid or softmax is needed")
-    if raw.get("hidden_act", "silu") != "silu":
-        found.append(f"hidden_act is {raw.get('hidden_act')!r}; only silu is supported")
-    if _dtype_name(raw) not in SUPPORTED_DTYPES:
-        found.append(f"torch_dtype is {_dtype_name(raw)!r}; one of {', '.join(SUPPORTED_DTYPES)} is needed")
-    return found + _router_problems(raw) + _rope_problems(raw)
-
-
-def _router_problems(raw: Mapping[str, Any]) -> list[str]:
-    keys = ("n_routed_experts", "n_group", "num_experts_per_tok", "topk_group")
-    values = [raw.get(key) or (1 if "group" in key else None) for key in keys]
-    if not all(_is_int(value) for value in values):
-        return []  # said above already
-    experts, groups, topk, topk_group = (int(value or 0) for value in values)
-    if experts % groups:
-        return [f"n_routed_experts {experts} does not divide into n_group {groups}"]
-    found = []
-    if groups > 1 and experts // groups < 2:
-        found.append(f"n_group {groups} leaves one expert a group; groups are ranked by their two best experts")
-    if topk_group > groups:
-        found.append(f"topk_group {topk_group} is larger than n_group {groups}")
-    elif topk > experts // groups * topk_group:
-        found.append(
-            f"num_experts_per_tok {topk} exceeds the {experts // groups * topk_group} experts of {topk_group} groups"
-        )
-    return found
-
-
-def _rope_problems(raw: Mapping[str, Any]) -> list[str]:
-    scaling = _rope_scaling(raw)
-    if scaling is None:
-        return []
-    kind = scaling.get("type") or scaling.get("rope_type")
-    if kind != "yarn":
-        return [f"rope_scaling type is {kind!r}; yarn or null is needed"]
-    missing = [key for key in ("factor", "original_max_position_embeddings") if not scaling.get(key)]
-    return [f"rope_scaling.{key} is missing" for key in missing]
-
-
-def _rope_scaling(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
-    if scaling is None or (scaling.get("rope_type") == "default" and "type" not in scaling):
-        return None
-    return scaling
-
-
 def _yarn(raw: Mapping[str, Any]) -> YarnScaling | None:
-    scaling = _rope_scaling(raw)
+    scaling = rope_scaling(raw)
     if scaling is None:
         return None
     return YarnScaling(
@@ -316,11 +286,3 @@ def _yarn(raw: Mapping[str, Any]) -> YarnScaling | None:
         mscale=float(scaling.get("mscale", 1.0)),
         mscale_all_dim=float(scaling.get("mscale_all_dim", 0.0)),
     )
-
-
-def _dtype_name(raw: Mapping[str, Any]) -> str:
-    return str(raw.get("torch_dtype") or raw.get("dtype") or "bfloat16").removeprefix("torch.")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

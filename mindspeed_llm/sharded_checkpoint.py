@@ -15,6 +15,7 @@ import torch
 from megatron.core.parallel_layout import ParallelLayout, RankCoords
 from mindspeed_llm.cli_io import write_json
 from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
+from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sources import WeightSource, fill, hf_view, raise_problems
 from mindspeed_llm.weight_plan import (
     NAMINGS,
@@ -23,7 +24,6 @@ from mindspeed_llm.weight_plan import (
     Naming,
     Slice,
     fragments,
-    hf_tensors,
     local_plan,
     slice_shape,
 )

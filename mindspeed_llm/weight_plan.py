@@ -14,12 +14,11 @@ from typing import Literal
 
 from megatron.core.parallel_layout import ParallelLayout, RankCoords
 from mindspeed_llm.hf_config import HFModelConfig
+from mindspeed_llm.hf_shapes import DTYPE_BYTES, hf_tensors, shared_copies
 
 Slice = tuple[tuple[int, int], ...]
-TensorSpec = tuple[tuple[int, ...], str]  # shape, dtype name
 Naming = Literal["core", "mindspeed_llm", "mindspeed_llm_ungrouped"]
 NAMINGS: tuple[Naming, ...] = ("core", "mindspeed_llm", "mindspeed_llm_ungrouped")
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -68,81 +67,18 @@ class Fragment:
     piece: Piece
 
 
-@lru_cache(maxsize=8)
-def hf_tensors(hf: HFModelConfig) -> Mapping[str, TensorSpec]:
-    """Name -> (shape, dtype) of every tensor of the plain checkpoint (no FP8 scales, no MTP layer), in file order."""
-    hidden, dtype = hf.hidden_size, hf.torch_dtype
-    tensors: dict[str, TensorSpec] = {"model.embed_tokens.weight": ((hf.vocab_size, hidden), dtype)}
-    for layer in range(hf.num_hidden_layers):
-        tensors.update(layer_tensors(hf, layer, hf.is_moe_layer(layer)))
-    tensors["model.norm.weight"] = ((hidden,), dtype)
-    tensors["lm_head.weight"] = ((hf.vocab_size, hidden), dtype)
-    return MappingProxyType(tensors)
-
-
-def layer_tensors(hf: HFModelConfig, layer: int, is_moe: bool) -> dict[str, TensorSpec]:
-    """Name -> (shape, dtype) of decoder layer ``layer`` (also the MTP layer's transformer part)."""
-    hidden, heads = hf.hidden_size, hf.num_attention_heads
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-    if hf.q_lora_rank is None:
-        shapes["self_attn.q_proj.weight"] = (heads * hf.qk_head_dim, hidden)
-    else:
-        shapes["self_attn.q_a_proj.weight"] = (hf.q_lora_rank, hidden)
-        shapes["self_attn.q_a_layernorm.weight"] = (hf.q_lora_rank,)
-        shapes["self_attn.q_b_proj.weight"] = (heads * hf.qk_head_dim, hf.q_lora_rank)
-    shapes["self_attn.kv_a_proj_with_mqa.weight"] = (hf.kv_lora_rank + hf.qk_rope_head_dim, hidden)
-    shapes["self_attn.kv_a_layernorm.weight"] = (hf.kv_lora_rank,)
-    shapes["self_attn.kv_b_proj.weight"] = (heads * (hf.qk_nope_head_dim + hf.v_head_dim), hf.kv_lora_rank)
-    shapes["self_attn.o_proj.weight"] = (hidden, heads * hf.v_head_dim)
-    shapes["post_attention_layernorm.weight"] = (hidden,)
-    if is_moe:
-        shapes["mlp.gate.weight"] = (hf.n_routed_experts, hidden)
-        if hf.has_expert_bias:
-            shapes["mlp.gate.e_score_correction_bias"] = (hf.n_routed_experts,)
-        for expert in range(hf.n_routed_experts):
-            shapes.update(_mlp_shapes(f"mlp.experts.{expert}", hidden, hf.moe_intermediate_size))
-        if hf.n_shared_experts:
-            shapes.update(_mlp_shapes("mlp.shared_experts", hidden, hf.shared_expert_intermediate_size))
-    else:
-        shapes.update(_mlp_shapes("mlp", hidden, hf.intermediate_size))
-    prefix = f"model.layers.{layer}."
-    return {
-        prefix + name: (shape, "float32" if always_fp32(name) else hf.torch_dtype) for name, shape in shapes.items()
-    }
-
-
-def mtp_tensors(hf: HFModelConfig, layer: int) -> dict[str, TensorSpec]:
-    """Name -> (shape, dtype) of the multi-token-prediction module that DeepSeek publishes as layer ``layer``."""
-    hidden, vocab, prefix = hf.hidden_size, hf.vocab_size, f"model.layers.{layer}."
-    shapes = {
-        "embed_tokens.weight": (vocab, hidden),
-        "enorm.weight": (hidden,),
-        "hnorm.weight": (hidden,),
-        "eh_proj.weight": (hidden, 2 * hidden),
-        "shared_head.norm.weight": (hidden,),
-        "shared_head.head.weight": (vocab, hidden),
-    }
-    own: dict[str, TensorSpec] = {prefix + name: (shape, hf.torch_dtype) for name, shape in shapes.items()}
-    return own | layer_tensors(hf, layer, is_moe=True)
-
-
-def always_fp32(hf_name: str) -> bool:
-    """Whether DeepSeek keeps this tensor in fp32 whatever the weights' dtype: the router's correction bias."""
-    return hf_name.endswith("e_score_correction_bias")
-
-
 def plan_problems(hf: HFModelConfig, layout: ParallelLayout) -> list[str]:
     """Everything that keeps ``layout`` from dividing this model; experts may also be split (expert TP > 1)."""
-    etp = layout.expert_tensor_parallel_size
-    found = layout.problems(hf.num_hidden_layers, hf.n_routed_experts, hf.num_attention_heads, hf.vocab_size)
-    tp = layout.tensor_model_parallel_size
+    found = layout.problems(hf.num_hidden_layers, hf.n_routed_experts or None, hf.num_attention_heads, hf.vocab_size)
+    tp, etp = layout.tensor_model_parallel_size, layout.expert_tensor_parallel_size
     widths = [("intermediate_size", hf.intermediate_size, tp)]
+    if not hf.is_mla:
+        widths.append(("num_key_value_heads", hf.num_key_value_heads, tp))
     if hf.n_shared_experts:
         widths.append(("shared expert width", hf.shared_expert_intermediate_size, tp))
-    widths.append(("moe_intermediate_size", hf.moe_intermediate_size, etp))
+    if hf.n_routed_experts:
+        widths.append(("moe_intermediate_size", hf.moe_intermediate_size, etp))
     found.extend(f"{what} {size} does not divide by {ways}" for what, size, ways in widths if ways > 1 and size % ways)
-    if etp not in (1, tp):
-        found.append(f"expert_tensor_parallel_size {etp} is neither 1 nor tensor_model_parallel_size {tp}")
     return found
 
 
@@ -151,8 +87,9 @@ def local_plan(
 ) -> tuple[LocalTensor, ...]:
     """Every tensor of the rank at ``coords``, in model order; layer numbers count from the start of its PP stage.
 
-    ``core`` are the training engine's names; ``mindspeed_llm`` the checkpoint names of MindSpeed-LLM v2.0.0 with
-    grouped experts, ``mindspeed_llm_ungrouped`` the same with one tensor per expert.
+    With virtual stages names begin with ``chunks.{v}.`` and layers count from the start of their chunk. ``core`` are
+    the training engine's names; ``mindspeed_llm`` the checkpoint names of MindSpeed-LLM v2.0.0 with grouped experts,
+    where no-op layers leave holes in the numbers, ``mindspeed_llm_ungrouped`` the same with one tensor per expert.
     """
     if naming not in NAMINGS:
         raise ValueError(f"naming is {naming!r}; one of {', '.join(NAMINGS)} is needed")
@@ -168,7 +105,7 @@ def fragments(hf: HFModelConfig, layout: ParallelLayout, naming: Naming = "core"
     found: dict[tuple[str, Slice], Fragment] = {}
     for rank in range(layout.world_size):
         coords = layout.coords(rank)
-        if coords.dp > 0 and coords.edp > 0:
+        if (coords.dp > 0 or coords.cp > 0) and coords.edp > 0:
             continue  # a lower rank holds the same dense tensors and another the same experts
         for tensor in local_plan(hf, layout, coords, naming):
             for piece in tensor.pieces:
@@ -178,6 +115,8 @@ def fragments(hf: HFModelConfig, layout: ParallelLayout, naming: Naming = "core"
     by_name: dict[str, list[Fragment]] = {name: [] for name in hf_tensors(hf)}
     for (name, _), fragment in found.items():
         by_name[name].append(fragment)
+    for name, original in shared_copies(hf).items():
+        by_name[name] = [replace(part, piece=replace(part.piece, hf_name=name)) for part in by_name[original]]
     return MappingProxyType({name: tuple(parts) for name, parts in by_name.items()})
 
 
@@ -200,11 +139,6 @@ def plan_elements(plan: Iterable[LocalTensor]) -> int:
     return sum(tensor.num_elements for tensor in plan)
 
 
-def hf_bytes(hf: HFModelConfig) -> int:
-    """Bytes of the plain checkpoint."""
-    return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in hf_tensors(hf).values())
-
-
 def slice_shape(extent: Slice) -> tuple[int, ...]:
     """Shape of a slice."""
     return tuple(stop - start for start, stop in extent)
@@ -220,21 +154,61 @@ class _RankPlanner:
     naming: Naming
 
     def tensors(self) -> Iterator[LocalTensor]:
-        hf, coords = self.hf, self.coords
-        if coords.pp == 0:
-            yield self._split("embedding.word_embeddings.weight", ["model.embed_tokens.weight"], 0)
-        for local, layer in enumerate(self.layout.stage_layers(coords.pp, hf.num_hidden_layers)):
-            yield from self._layer(f"decoder.layers.{local}.", f"model.layers.{layer}.", hf.is_moe_layer(layer))
-        if coords.pp == self.layout.pipeline_model_parallel_size - 1:
-            yield self._split("decoder.final_layernorm.weight", ["model.norm.weight"], None)
-            yield self._split("output_layer.weight", ["lm_head.weight"], 0)
+        num_chunks = self.layout.virtual_pipeline_model_parallel_size
+        for chunk in range(num_chunks):
+            prefix = f"chunks.{chunk}." if num_chunks > 1 else ""
+            for tensor in self._chunk(chunk, chunk == num_chunks - 1):
+                yield replace(tensor, name=prefix + tensor.name)
 
-    def _layer(self, local: str, source: str, is_moe: bool) -> Iterator[LocalTensor]:
+    def _chunk(self, chunk: int, is_last_chunk: bool) -> Iterator[LocalTensor]:
+        hf, pp = self.hf, self.coords.pp
+        is_first, is_last = pp == 0 and chunk == 0, is_last_chunk and self._is_last_stage
+        if is_first:
+            yield self._split("embedding.word_embeddings.weight", ["model.embed_tokens.weight"], 0)
+        slots = self.layout.chunk_slots(pp, chunk, hf.num_hidden_layers)
+        if self.naming == "core":
+            slots = tuple(layer for layer in slots if layer is not None)
+        for local, layer in enumerate(slots):
+            if layer is not None:
+                yield from self._layer(f"decoder.layers.{local}.", layer)
+        if not is_last:
+            return
+        has_file_mtp = self.naming != "core" and hf.mtp_num_layers > 0
+        final_norm = "final_layernorm.weight" if has_file_mtp else "decoder.final_layernorm.weight"
+        yield self._split(final_norm, ["model.norm.weight"], None)
+        if hf.mtp_num_layers and not is_first:
+            yield self._split("embedding.word_embeddings.weight", ["model.embed_tokens.weight"], 0)
+        for depth in range(hf.mtp_num_layers):
+            yield from self._mtp(depth)
+        if not hf.tie_word_embeddings:
+            yield self._split("output_layer.weight", ["lm_head.weight"], 0)
+        elif not is_first:
+            yield self._split("output_layer.weight", ["model.embed_tokens.weight"], 0)
+
+    @property
+    def _is_last_stage(self) -> bool:
+        return self.coords.pp == self.layout.pipeline_model_parallel_size - 1
+
+    def _mtp(self, depth: int) -> Iterator[LocalTensor]:
+        local = f"mtp.layers.{depth}." if self.naming == "core" else f"mtp_layers.{depth}."
+        layer = self.hf.num_hidden_layers + depth
+        source = f"model.layers.{layer}."
+        yield self._split(local + "enorm.weight", [source + "enorm.weight"], None)
+        yield self._split(local + "hnorm.weight", [source + "hnorm.weight"], None)
+        yield self._split(local + "eh_proj.weight", [source + "eh_proj.weight"], 0)
+        yield from self._layer(local + "transformer_layer.", layer)
+        yield self._split(local + "final_layernorm.weight", [source + "shared_head.norm.weight"], None)
+
+    def _layer(self, local: str, layer: int) -> Iterator[LocalTensor]:
+        source = f"model.layers.{layer}."
         yield self._split(local + "input_layernorm.weight", [source + "input_layernorm.weight"], None)
-        attention = self._core_attention if self.naming == "core" else self._mindspeed_attention
+        if not self.hf.is_mla:
+            attention = self._grouped_query_attention
+        else:
+            attention = self._core_attention if self.naming == "core" else self._mindspeed_attention
         yield from attention(local + "self_attention.", source + "self_attn.")
         yield self._split(local + "pre_mlp_layernorm.weight", [source + "post_attention_layernorm.weight"], None)
-        if not is_moe:
+        if not self.hf.is_moe_layer(min(layer, self.hf.num_hidden_layers - 1)):  # MTP layers are as the last one
             yield from self._mlp(local + "mlp.", source + "mlp.")
             return
         yield self._split(local + "mlp.router.weight", [source + "mlp.gate.weight"], None)
@@ -271,6 +245,23 @@ class _RankPlanner:
         yield self._split(local + "linear_kvb.weight", [source + "kv_b_proj.weight"], 0)
         yield self._split(local + "linear_proj.weight", [source + "o_proj.weight"], 1)
 
+    def _grouped_query_attention(self, local: str, source: str) -> Iterator[LocalTensor]:
+        """linear_qkv: for each head of keys and values its query heads, then the key, then the value; cut by them."""
+        hf = self.hf
+        size, per_group = hf.head_dim, hf.num_attention_heads // hf.num_key_value_heads
+        start, stop = _part(hf.num_key_value_heads, self.coords.tp, self.layout.tensor_model_parallel_size)
+        columns, pieces, rows = (0, hf.hidden_size), [], 0
+        for group in range(start, stop):
+            for name, heads in (("q_proj", per_group), ("k_proj", 1), ("v_proj", 1)):
+                first, count = group * heads * size, heads * size
+                there, here = ((first, first + count), columns), ((rows, rows + count), columns)
+                pieces.append(Piece(f"{source}{name}.weight", there, here))
+                rows += count
+        yield LocalTensor(local + "linear_qkv.weight", (rows, hf.hidden_size), hf.torch_dtype, tuple(pieces))
+        yield self._split(local + "q_layernorm.weight", [source + "q_norm.weight"], None)
+        yield self._split(local + "k_layernorm.weight", [source + "k_norm.weight"], None)
+        yield self._split(local + "linear_proj.weight", [source + "o_proj.weight"], 1)
+
     def _mlp(self, local: str, source: str) -> Iterator[LocalTensor]:
         yield self._split(local + "linear_fc1.weight", [source + "gate_proj.weight", source + "up_proj.weight"], 0)
         yield self._split(local + "linear_fc2.weight", [source + "down_proj.weight"], 1)
@@ -279,7 +270,7 @@ class _RankPlanner:
         # weight1 [E_loc, H, 2F/ETP] (gate then up), weight2 [E_loc, F/ETP, H]: transposed HF weights. MindSpeed-LLM
         # stores the same bytes as (H, -1) and (-1, H): a view, so columns of the file's weight1 are not experts.
         hidden, dtype = self.hf.hidden_size, self.hf.torch_dtype
-        start, stop = _chunk(self.hf.moe_intermediate_size, self.coords.etp, self.layout.expert_tensor_parallel_size)
+        start, stop = _part(self.hf.moe_intermediate_size, self.coords.etp, self.layout.expert_tensor_parallel_size)
         width, full = stop - start, (0, hidden)
         first: list[Piece] = []
         second: list[Piece] = []
@@ -318,7 +309,7 @@ class _RankPlanner:
             yield self._split(here + "linear_fc2.weight", [there + "down_proj.weight"], 1, is_expert=True)
 
     def _local_experts(self) -> range:
-        start, stop = _chunk(self.hf.n_routed_experts, self.coords.ep, self.layout.expert_model_parallel_size)
+        start, stop = _part(self.hf.n_routed_experts, self.coords.ep, self.layout.expert_model_parallel_size)
         return range(start, stop)
 
     def _split(self, name: str, sources: list[str], dim: int | None, is_expert: bool = False) -> LocalTensor:
@@ -330,20 +321,12 @@ class _RankPlanner:
         pieces, rows, dtype = [], 0, ""
         for source in sources:
             shape, dtype = hf_tensors(self.hf)[source]
-            extent = tuple(_chunk(size, index, ways) if axis == dim else (0, size) for axis, size in enumerate(shape))
+            extent = tuple(_part(size, index, ways) if axis == dim else (0, size) for axis, size in enumerate(shape))
             cut = slice_shape(extent)
             pieces.append(Piece(source, extent, ((rows, rows + cut[0]), *((0, size) for size in cut[1:]))))
             rows += cut[0]
         return LocalTensor(name, (rows, *cut[1:]), dtype, tuple(pieces), is_expert=is_expert)
 
 
-def _mlp_shapes(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{prefix}.gate_proj.weight": (width, hidden),
-        f"{prefix}.up_proj.weight": (width, hidden),
-        f"{prefix}.down_proj.weight": (hidden, width),
-    }
-
-
-def _chunk(size: int, index: int, ways: int) -> tuple[int, int]:
+def _part(size: int, index: int, ways: int) -> tuple[int, int]:
     return size * index // ways, size * (index + 1) // ways

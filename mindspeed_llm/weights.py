@@ -12,9 +12,10 @@ from mindspeed_llm.gathering import DEFAULT_BUCKET_BYTES, gather_hf_tensors
 from mindspeed_llm.gradients import hf_gradients
 from mindspeed_llm.hf_checkpoint import HFCheckpoint, save_hf_checkpoint
 from mindspeed_llm.hf_config import HFModelConfig
+from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint
 from mindspeed_llm.sources import WeightSource, fill, raise_problems
-from mindspeed_llm.weight_plan import LocalTensor, hf_tensors
+from mindspeed_llm.weight_plan import LocalTensor
 
 if TYPE_CHECKING:
     from megatron.core.parallel_state import ProcessGroups

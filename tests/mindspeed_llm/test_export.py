@@ -12,8 +12,9 @@ from megatron.core.ops.reference import reference_ops
 from megatron.core.parallel_state import destroy_model_parallel, initialize_model_parallel
 from mindspeed_llm import convert_ckpt_deepseek3
 from mindspeed_llm.hf_config import load_hf_config, parse_hf_config
+from mindspeed_llm.hf_shapes import always_fp32, hf_tensors
 from mindspeed_llm.model import build_model
-from mindspeed_llm.weight_plan import always_fp32, hf_tensors, local_plan
+from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weights import HFCheckpoint, ShardedCheckpoint, export_weights, load_weights, save_hf_checkpoint
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks

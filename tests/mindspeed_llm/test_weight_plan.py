@@ -9,13 +9,13 @@ import pytest
 
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
+from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import rank_file, shard_layout
 from mindspeed_llm.weight_plan import (
     NAMINGS,
     Naming,
     Slice,
     fragments,
-    hf_tensors,
     local_plan,
     owners,
     plan_bytes,

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from mindspeed_llm.hf_config import parse_hf_config
-from mindspeed_llm.weight_plan import hf_tensors
+from mindspeed_llm.hf_shapes import hf_tensors
 
 
 def tiny_hf_config(**overrides: Any) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 from mindspeed_llm.hf_config import HFModelConfig
-from mindspeed_llm.weight_plan import hf_bytes, hf_tensors, local_plan
+from mindspeed_llm.hf_shapes import hf_bytes, hf_tensors
+from mindspeed_llm.weight_plan import local_plan
 from verl.trainer.config import PPOTrainerConfig
 
 MASTER_AND_MOMENTS = 12  # bytes of a parameter: fp32 master weight and both Adam moments

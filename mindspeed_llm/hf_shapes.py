@@ -1,0 +1,125 @@
+"""Names and shapes of every tensor of a Hugging Face checkpoint, from its config alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
+
+from mindspeed_llm.hf_config import HFModelConfig
+
+TensorSpec = tuple[tuple[int, ...], str]  # shape, dtype name
+Shapes = dict[str, tuple[int, ...]]
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@lru_cache(maxsize=8)
+def hf_tensors(hf: HFModelConfig) -> Mapping[str, TensorSpec]:
+    """Name -> (shape, dtype) of every tensor of the plain checkpoint (no FP8 scales), in file order.
+
+    A tied head has no tensor of its own. The first ``hf.mtp_num_layers`` multi-token-prediction modules are included.
+    """
+    hidden, dtype = hf.hidden_size, hf.torch_dtype
+    tensors: dict[str, TensorSpec] = {"model.embed_tokens.weight": ((hf.vocab_size, hidden), dtype)}
+    for layer in range(hf.num_hidden_layers):
+        tensors.update(layer_tensors(hf, layer, hf.is_moe_layer(layer)))
+    for depth in range(hf.mtp_num_layers):
+        tensors.update(mtp_tensors(hf, hf.num_hidden_layers + depth))
+    tensors["model.norm.weight"] = ((hidden,), dtype)
+    if not hf.tie_word_embeddings:
+        tensors["lm_head.weight"] = ((hf.vocab_size, hidden), dtype)
+    return MappingProxyType(tensors)
+
+
+def layer_tensors(hf: HFModelConfig, layer: int, is_moe: bool) -> dict[str, TensorSpec]:
+    """Name -> (shape, dtype) of decoder layer ``layer`` (also the MTP layer's transformer part)."""
+    hidden = hf.hidden_size
+    shapes: Shapes = {"input_layernorm.weight": (hidden,)}
+    shapes.update(_latent_attention(hf) if hf.is_mla else _grouped_query_attention(hf))
+    shapes["post_attention_layernorm.weight"] = (hidden,)
+    if is_moe:
+        shapes["mlp.gate.weight"] = (hf.n_routed_experts, hidden)
+        if hf.has_expert_bias:
+            shapes["mlp.gate.e_score_correction_bias"] = (hf.n_routed_experts,)
+        for expert in range(hf.n_routed_experts):
+            shapes.update(_mlp(f"mlp.experts.{expert}", hidden, hf.moe_intermediate_size))
+        if hf.n_shared_experts:
+            shapes.update(_mlp("mlp.shared_experts", hidden, hf.shared_expert_intermediate_size))
+    else:
+        shapes.update(_mlp("mlp", hidden, hf.intermediate_size))
+    prefix = f"model.layers.{layer}."
+    return {
+        prefix + name: (shape, "float32" if always_fp32(name) else hf.torch_dtype) for name, shape in shapes.items()
+    }
+
+
+def mtp_tensors(hf: HFModelConfig, layer: int) -> dict[str, TensorSpec]:
+    """Name -> (shape, dtype) of the multi-token-prediction module that DeepSeek publishes as layer ``layer``."""
+    hidden, vocab, prefix = hf.hidden_size, hf.vocab_size, f"model.layers.{layer}."
+    shapes = {
+        "embed_tokens.weight": (vocab, hidden),
+        "enorm.weight": (hidden,),
+        "hnorm.weight": (hidden,),
+        "eh_proj.weight": (hidden, 2 * hidden),
+        "shared_head.norm.weight": (hidden,),
+        "shared_head.head.weight": (vocab, hidden),
+    }
+    own: dict[str, TensorSpec] = {prefix + name: (shape, hf.torch_dtype) for name, shape in shapes.items()}
+    return own | layer_tensors(hf, layer, is_moe=hf.is_moe_layer(hf.num_hidden_layers - 1))
+
+
+def shared_copies(hf: HFModelConfig) -> dict[str, str]:
+    """Published name -> name of the main model's tensor that it repeats: an MTP module has no embedding of its own."""
+    copies = {}
+    for layer in range(hf.num_hidden_layers, hf.num_hidden_layers + hf.mtp_num_layers):
+        copies[f"model.layers.{layer}.embed_tokens.weight"] = "model.embed_tokens.weight"
+        copies[f"model.layers.{layer}.shared_head.head.weight"] = "lm_head.weight"
+    return copies
+
+
+def always_fp32(hf_name: str) -> bool:
+    """Whether DeepSeek keeps this tensor in fp32 whatever the weights' dtype: the router's correction bias."""
+    return hf_name.endswith("e_score_correction_bias")
+
+
+def hf_bytes(hf: HFModelConfig) -> int:
+    """Bytes of the plain checkpoint."""
+    return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in hf_tensors(hf).values())
+
+
+def _latent_attention(hf: HFModelConfig) -> Shapes:
+    hidden, heads = hf.hidden_size, hf.num_attention_heads
+    shapes: Shapes = {}
+    if hf.q_lora_rank is None:
+        shapes["self_attn.q_proj.weight"] = (heads * hf.qk_head_dim, hidden)
+    else:
+        shapes["self_attn.q_a_proj.weight"] = (hf.q_lora_rank, hidden)
+        shapes["self_attn.q_a_layernorm.weight"] = (hf.q_lora_rank,)
+        shapes["self_attn.q_b_proj.weight"] = (heads * hf.qk_head_dim, hf.q_lora_rank)
+    shapes["self_attn.kv_a_proj_with_mqa.weight"] = (hf.kv_lora_rank + hf.qk_rope_head_dim, hidden)
+    shapes["self_attn.kv_a_layernorm.weight"] = (hf.kv_lora_rank,)
+    shapes["self_attn.kv_b_proj.weight"] = (heads * (hf.qk_nope_head_dim + hf.v_head_dim), hf.kv_lora_rank)
+    shapes["self_attn.o_proj.weight"] = (hidden, heads * hf.v_head_dim)
+    return shapes
+
+
+def _grouped_query_attention(hf: HFModelConfig) -> Shapes:
+    hidden, size = hf.hidden_size, hf.head_dim
+    queries, keys = hf.num_attention_heads * size, hf.num_key_value_heads * size
+    return {
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "self_attn.q_norm.weight": (size,),
+        "self_attn.k_norm.weight": (size,),
+    }
+
+
+def _mlp(prefix: str, hidden: int, width: int) -> Shapes:
+    return {
+        f"{prefix}.gate_proj.weight": (width, hidden),
+        f"{prefix}.up_proj.weight": (width, hidden),
+        f"{prefix}.down_proj.weight": (hidden, width),
+    }
