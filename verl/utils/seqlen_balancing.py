@@ -1,9 +1,13 @@
-"""Rows to partitions of nearly equal total length."""
+"""Rows to partitions of nearly equal total length: over data-parallel ranks, and over the micro-batches of one."""
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Sequence
+
+# One partition under construction: (minus its tokens, lowest row, its rows); the natural order is by falling sum.
+_Part = tuple[int, int, list[int]]
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
@@ -17,26 +21,100 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
         raise ValueError(f"{count} sequences cannot fill {k_partitions} partitions")
     if equal_size and count % k_partitions:
         raise ValueError(f"{count} sequences do not divide over {k_partitions} partitions of equal size")
-    order = sorted(range(count), key=lambda i: (seqlen_list[i], i))
+    order = sorted(range(count), key=lambda i: (-seqlen_list[i], i))
     step = k_partitions if equal_size else 1
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    # A candidate solution lists its partitions by falling sum; empty ones, which come last, are left out.
+    heap: list[tuple[int, int, list[_Part]]] = []
     for start in range(0, count, step):
-        sums = [(seqlen_list[i], [i]) for i in order[start : start + step]]
-        sums += [(0, [])] * (k_partitions - len(sums))
-        _push(heap, sums, start)
+        _push(heap, [(-seqlen_list[i], i, [i]) for i in order[start : start + step]], start, k_partitions)
     while len(heap) > 1:
         _, first_id, left = heapq.heappop(heap)
         _, second_id, right = heapq.heappop(heap)
-        # The largest sums of one meet the smallest of the other.
-        merged = [(a + b, x + y) for (a, x), (b, y) in zip(left, reversed(right), strict=True)]
-        _push(heap, merged, min(first_id, second_id))
-    partitions = [sorted(indices) for _, indices in heap[0][2]]
+        _push(heap, _merge(left, right, k_partitions), min(first_id, second_id), k_partitions)
+    partitions = [sorted(rows) for _, _, rows in heap[0][2]]
+    partitions += [[] for _ in range(k_partitions - len(partitions))]
     return partitions if equal_size else _fill_empty(partitions, seqlen_list)
 
 
-def _push(heap: list, sums: list[tuple[int, list[int]]], tie: int) -> None:
-    ordered = sorted(sums, key=lambda entry: (-entry[0], entry[1]))
-    heapq.heappush(heap, (ordered[-1][0] - ordered[0][0], tie, ordered))
+def dealt_order(
+    seqlen_list: Sequence[int], num_ranks: int, rows_per_mini_batch: int, *, balance: bool = True
+) -> list[int]:
+    """An order of the rows whose ``num_ranks`` equal parts hold, in turn, a rank's share of each mini-batch.
+
+    A mini-batch is the next ``rows_per_mini_batch`` rows of the batch, whatever the number of ranks: an update learns
+    from the same rows in every layout. Its share goes to a rank by length, or in order without ``balance``.
+    """
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    for first in range(0, len(seqlen_list), rows_per_mini_batch):
+        lengths = seqlen_list[first : first + rows_per_mini_batch]
+        if balance:
+            parts = get_seqlen_balanced_partitions(lengths, num_ranks, equal_size=True)
+        else:
+            size = len(lengths) // num_ranks
+            parts = [list(range(rank * size, (rank + 1) * size)) for rank in range(num_ranks)]
+        for share, part in zip(shares, parts, strict=True):
+            share.extend(first + row for row in part)
+    return [row for share in shares for row in share]
+
+
+def partitions_within(seqlen_list: Sequence[int], max_sum: int) -> list[list[int]]:
+    """Few partitions of balanced sums, none above ``max_sum`` but those of a single row that is longer itself.
+
+    Best-fit decreasing says how many are needed; where balancing that many breaks the limit, its partitions stand.
+    """
+    if not seqlen_list:
+        return []
+    rooms: list[int] = []  # what is left in each open partition, ascending, and which partition that is
+    names: list[int] = []
+    fitted: list[list[int]] = []
+    for row in sorted(range(len(seqlen_list)), key=lambda i: (-seqlen_list[i], i)):
+        place = bisect.bisect_left(rooms, seqlen_list[row])
+        if place == len(rooms):
+            fitted.append([row])
+            room, name = max_sum - seqlen_list[row], len(fitted) - 1
+        else:
+            name, room = names.pop(place), rooms.pop(place) - seqlen_list[row]
+            fitted[name].append(row)
+        place = bisect.bisect_left(rooms, room)
+        rooms.insert(place, room)
+        names.insert(place, name)
+    balanced = get_seqlen_balanced_partitions(seqlen_list, len(fitted), equal_size=False)
+    is_within = all(len(part) == 1 or sum(seqlen_list[row] for row in part) <= max_sum for part in balanced)
+    return balanced if is_within else [sorted(part) for part in fitted]
+
+
+def split_to(partitions: Sequence[list[int]], seqlen_list: Sequence[int], count: int) -> list[list[int]]:
+    """``partitions`` with the heaviest cut in two until there are ``count``, or until each is a single row."""
+    single = [part for part in partitions if len(part) == 1]
+    heap = [(-sum(seqlen_list[row] for row in part), part) for part in partitions if len(part) > 1]
+    heapq.heapify(heap)
+    while heap and len(heap) + len(single) < count:
+        _, part = heapq.heappop(heap)
+        lengths = [seqlen_list[row] for row in part]
+        for places in get_seqlen_balanced_partitions(lengths, 2, equal_size=False):
+            half = [part[place] for place in places]
+            if len(half) == 1:
+                single.append(half)
+            else:
+                heapq.heappush(heap, (-sum(seqlen_list[row] for row in half), half))
+    return single + [part for _, part in heap]
+
+
+def _merge(left: list[_Part], right: list[_Part], num_partitions: int) -> list[_Part]:
+    """The largest sums of one meet the smallest of the other; with room for all, none meet."""
+    num_alone = max(num_partitions - len(right), 0)  # the front of ``left`` meets empty partitions of ``right``
+    met = [
+        (a + b, min(first, second), [*rows, *others])
+        for (a, first, rows), (b, second, others) in zip(left[num_alone:], reversed(right), strict=False)
+    ]
+    merged = left[:num_alone] + met + right[: len(right) - len(met)]
+    merged.sort()
+    return merged
+
+
+def _push(heap: list[tuple[int, int, list[_Part]]], parts: list[_Part], tie: int, num_partitions: int) -> None:
+    smallest = parts[-1][0] if len(parts) == num_partitions else 0
+    heapq.heappush(heap, (parts[0][0] - smallest, tie, parts))
 
 
 def _fill_empty(partitions: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:

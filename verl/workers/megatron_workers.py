@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps, resolve
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
+from megatron.core.parallel_state import ProcessGroups, initialize_from_layout
 from mindspeed_llm.hf_config import load_hf_config
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
@@ -173,16 +173,11 @@ class ActorRolloutRefWorker(Worker):
                 dist_backend(self.device_type), rank=self.rank, world_size=self.world_size, timeout=timeout
             )
         layout = self.config.actor.megatron.layout(self.world_size, self.hf_config.num_hidden_layers)
-        groups = initialize_model_parallel(
-            tensor_model_parallel_size=layout.tensor_model_parallel_size,
-            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
-            context_parallel_size=layout.context_parallel_size,
-            expert_model_parallel_size=layout.expert_model_parallel_size,
-            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-            num_layer_list=layout.num_layer_list,
-        )
-        is_last_stage = groups.coords.pp == layout.pipeline_model_parallel_size - 1
-        self._register_dispatch_collect_info(_TRAIN, groups.coords.dp, is_last_stage and groups.coords.tp == 0)
+        groups = initialize_from_layout(layout, self.config.nccl_timeout / 60)
+        # All ranks of a replica take the same rows; context-parallel ones then keep their parts of the tokens.
+        coords = groups.coords
+        is_collect = groups.is_last_stage and coords.tp == 0 and coords.cp == 0
+        self._register_dispatch_collect_info(_TRAIN, coords.dp, is_collect)
         rollout_tp = self.config.rollout.tensor_model_parallel_size
         self._register_dispatch_collect_info(_ROLLOUT, self.rank // rollout_tp, self.rank % rollout_tp == 0)
         return groups

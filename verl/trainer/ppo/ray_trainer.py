@@ -29,7 +29,7 @@ from verl.trainer.ppo.seeds import sampling_seeds
 from verl.utils.dataset import ResumableLoader, RLHFDataset, collate_fn
 from verl.utils.device import resolve_device
 from verl.utils.op_tables import op_tables_text
-from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+from verl.utils.seqlen_balancing import dealt_order
 from verl.utils.tracking import Tracking
 from verl.workers.kept_rows import worker_batch
 from verl.workers.reward_manager import NaiveRewardManager
@@ -203,14 +203,18 @@ class RayPPOTrainer:
         return output
 
     def _balance_batch(self, batch: DataProto) -> DataProto:
-        """Reorders rows so that every data-parallel rank gets about the same number of tokens."""
-        megatron, world = self.config.actor_rollout_ref.actor.megatron, self.config.trainer.world_size
-        dp = world // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
-        if not self.config.trainer.balance_batch or dp == 1:
+        """Orders rows so that every data-parallel rank gets its share, by length, of the rows of each mini-batch."""
+        models = self.config.actor_rollout_ref
+        num_ranks = models.actor.megatron.layout(self.config.trainer.world_size).data_parallel_size
+        if num_ranks == 1:
             return batch
-        lengths = batch.batch["num_tokens"].tolist()
-        partitions = get_seqlen_balanced_partitions(lengths, dp, equal_size=True)
-        batch.reorder(torch.tensor([row for rows in partitions for row in rows]))
+        order = dealt_order(
+            batch.batch["num_tokens"].tolist(),
+            num_ranks,
+            models.actor.ppo_mini_batch_size * models.rollout.n,
+            balance=self.config.trainer.balance_batch,
+        )
+        batch.reorder(torch.tensor(order))
         return batch
 
     def _update_info(self) -> dict[str, Any]:

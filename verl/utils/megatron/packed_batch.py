@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,20 +14,24 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 @dataclass(frozen=True)
 class PackedMicroBatch:
-    """One micro-batch of packed sequences (T tokens, S scored response tokens).
+    """One micro-batch of packed sequences: T tokens of this context-parallel rank, S response tokens scored here.
 
     Attributes:
         rows_S: row of every scored token in the batch it was packed from, int64 [S].
         cols_S: its response column, int64 [S].
         positions_S: the packed position whose logits predict it, int64 [S].
+        token_rows_N, token_cols_N, token_positions_N: row, column of the padded batch (prompt included) and packed
+            position of every real token here, int64 [N].
         input_ids_T, position_ids_T, labels_T: int64 [T]; a label is the next token of the same sequence.
-        packed_seq_params: cumulative lengths, on the host; a last dummy sequence pads T to a multiple of the
-            tensor-parallel size.
+        packed_seq_params: cumulative lengths of the whole sequences, on the host; the last one may be a dummy.
     """
 
     rows_S: Tensor
     cols_S: Tensor
     positions_S: Tensor
+    token_rows_N: Tensor
+    token_cols_N: Tensor
+    token_positions_N: Tensor
     input_ids_T: Tensor
     position_ids_T: Tensor
     labels_T: Tensor
@@ -34,47 +39,80 @@ class PackedMicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Packed tokens T, padding included."""
+        """Packed tokens T of this rank, padding included."""
         return int(self.input_ids_T.numel())
 
 
-def pack_micro_batch(
-    input_ids_BL: Tensor, attention_mask_BL: Tensor, response_mask_BR: Tensor, rows: Sequence[int], multiple: int
-) -> PackedMicroBatch:
-    """Packs the ``rows`` of a padded batch; T is rounded up to ``multiple`` with a dummy sequence of zeros.
+def padded_lengths(lengths: Tensor, cp_size: int) -> Tensor:
+    """Tokens that sequences take when they are packed: with context parallelism a multiple of its 2 CP chunks."""
+    multiple = 2 * cp_size if cp_size > 1 else 1
+    return (lengths + multiple - 1) // multiple * multiple
 
-    Rows are prompts left-padded and responses right-padded to L = P + R. An empty ``rows`` gives a micro-batch of the
-    dummy sequence alone: a data-parallel rank that has no rows left still takes part in every expert exchange.
+
+def pack_micro_batch(
+    input_ids_BL: Tensor,
+    attention_mask_BL: Tensor,
+    response_mask_BR: Tensor,
+    rows: Sequence[int],
+    multiple: int,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> PackedMicroBatch:
+    """Packs the ``rows`` of a padded batch and takes the part of context-parallel rank ``cp_rank``.
+
+    Rows are prompts left-padded and responses right-padded to L = P + R. Each is filled up with zeros to
+    ``padded_lengths``; a dummy sequence of zeros makes this rank's T a multiple of ``multiple`` (the tensor-parallel
+    size). An empty ``rows`` gives the dummy sequence alone: a data-parallel rank that has no rows left still takes part
+    in every expert exchange.
     """
     device = input_ids_BL.device
     chosen = torch.as_tensor(list(rows), dtype=torch.long, device=device)
     mask_bL = attention_mask_BL[chosen].bool()
-    lengths_b = mask_bL.sum(-1)
-    num_real = int(lengths_b.sum())
-    num_pad = -num_real % multiple if num_real else multiple
-    input_ids_T = torch.cat([input_ids_BL[chosen][mask_bL], input_ids_BL.new_zeros(num_pad)])
-    position_bL = mask_bL.long().cumsum(-1) - 1
-    position_ids_T = torch.cat([position_bL[mask_bL], torch.arange(num_pad, device=device)])
-
-    # The packed index of every real token, so that a response token finds the position before it.
-    index_bL = (mask_bL.flatten().long().cumsum(0) - 1).view_as(mask_bL)
-    num_cols = response_mask_BR.size(1)
-    scored_bR = response_mask_BR[chosen].bool()
-    rows_b, cols_S = scored_bR.nonzero(as_tuple=True)
-    positions_S = index_bL[:, -num_cols:][scored_bR] - 1
-
-    labels_T = torch.cat([input_ids_T[1:], input_ids_T.new_zeros(1)])
-    lengths = [*lengths_b.tolist(), *([num_pad] if num_pad else [])]
+    lengths_b = padded_lengths(mask_bL.sum(-1), cp_size)
+    lengths = lengths_b.tolist()
+    num_used, step = sum(lengths), math.lcm(2 * cp_size if cp_size > 1 else 1, cp_size * multiple)
+    num_dummy = -num_used % step if num_used else step
+    if num_dummy:
+        lengths.append(num_dummy)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    params = PackedSeqParams(cu_seqlens=cu_seqlens, max_seqlen=max(lengths))
+
+    # The packed index of every real token; a response token is predicted at the one before its own.
+    rows_n, cols_n = mask_bL.nonzero(as_tuple=True)
+    starts_b = lengths_b.cumsum(0) - lengths_b
+    index_bL = starts_b[:, None] + mask_bL.long().cumsum(-1) - 1
+    positions_n = index_bL[rows_n, cols_n]
+    num_cols = response_mask_BR.size(1)
+    rows_s, cols_s = response_mask_BR[chosen].bool().nonzero(as_tuple=True)
+    positions_s = index_bL[:, -num_cols:][rows_s, cols_s] - 1
+
+    ids_F = input_ids_BL.new_zeros(num_used + num_dummy)
+    ids_F[positions_n] = input_ids_BL[chosen[rows_n], cols_n]
+    is_padding_F = torch.ones_like(ids_F, dtype=torch.bool)
+    is_padding_F[positions_n] = False
+    steps_F = torch.arange(ids_F.numel(), device=device)
+    lengths_q = torch.tensor(lengths, device=device)
+    position_ids_F = steps_F - torch.repeat_interleave(lengths_q.cumsum(0) - lengths_q, lengths_q)
+    labels_F = torch.cat([ids_F[1:], ids_F.new_zeros(1)])
+
+    order_T = steps_F
+    if cp_size > 1:
+        from megatron.core.context_parallel import zigzag_indices
+
+        order_T = zigzag_indices(cu_seqlens, cp_size, cp_rank).to(device)
+    local_F = torch.full_like(steps_F, -1)
+    local_F[order_T] = torch.arange(order_T.numel(), device=device)
+    is_here_s, is_here_n = local_F[positions_s] >= 0, local_F[positions_n] >= 0
     return PackedMicroBatch(
-        rows_S=chosen[rows_b],
-        cols_S=cols_S,
-        positions_S=positions_S,
-        input_ids_T=input_ids_T,
-        position_ids_T=position_ids_T,
-        labels_T=labels_T,
-        packed_seq_params=params,
+        rows_S=chosen[rows_s[is_here_s]],
+        cols_S=cols_s[is_here_s],
+        positions_S=local_F[positions_s[is_here_s]],
+        token_rows_N=chosen[rows_n[is_here_n]],
+        token_cols_N=cols_n[is_here_n],
+        token_positions_N=local_F[positions_n[is_here_n]],
+        input_ids_T=ids_F[order_T],
+        position_ids_T=position_ids_F[order_T],
+        labels_T=labels_F[order_T],
+        packed_seq_params=PackedSeqParams(cu_seqlens, max(lengths), is_padding_F[order_T]),
     )
 
 

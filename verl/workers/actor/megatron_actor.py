@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -17,7 +18,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_entropy
 from megatron.core.transformer.transformer_config import TransformerConfig
 from verl.protocol import DataProto
-from verl.utils.megatron.packed_batch import PackedMicroBatch, pack_micro_batch, scatter_to_rows
+from verl.utils.megatron.packed_batch import PackedMicroBatch, pack_micro_batch, padded_lengths, scatter_to_rows
 from verl.workers.actor.base import BasePPOActor
 from verl.workers.actor.micro_batching import split_rows
 from verl.workers.actor.policy_loss import LossInputs, PolicyLoss, UpdateMetrics
@@ -64,7 +65,9 @@ class MegatronPPOActor(BasePPOActor):
         micro_batch_size: int | None = None,
         max_token_len: int | None = None,
     ) -> Tensor | None:
-        """Log-probabilities of the response tokens at ``meta_info["temperature"]``.
+        """Log-probabilities of the response tokens at ``meta_info["temperature"]``; collective over a replica.
+
+        ``max_token_len`` counts the tokens of one rank: with context parallelism a micro-batch has CP times as many.
 
         Returns:
             fp32 [B, R] on the last pipeline stage, None elsewhere.
@@ -81,9 +84,12 @@ class MegatronPPOActor(BasePPOActor):
         )
         if not self.is_last_stage:
             return None
-        return scatter_to_rows(
+        log_probs_BR = scatter_to_rows(
             [out["log_probs_S"] for out in outputs], micro_batches, data.batch["response_mask"].shape
         )
+        if self.groups.cp.size() > 1:  # each token was scored by one rank, and is zero on the others
+            dist.all_reduce(log_probs_BR, group=self.groups.cp)
+        return log_probs_BR
 
     def update_policy(self, data: DataProto) -> dict[str, float]:
         """``ppo_epochs`` passes over the mini-batches of ``data``; metrics are global on the last stage, else empty."""
@@ -147,17 +153,24 @@ class MegatronPPOActor(BasePPOActor):
         Returns:
             loss_func's dicts (last stage; empty elsewhere) and the micro-batches they belong to, in the same order.
         """
-        batch = data.batch
-        lengths_B = batch["attention_mask"].sum(-1)
+        batch, layout = data.batch, self.groups.layout
+        cp = layout.context_parallel_size
         chunks = split_rows(
-            lengths_B,
+            padded_lengths(batch["attention_mask"].sum(-1), cp),
             micro_batch_size=micro_batch_size or len(data),
-            max_token_len=max_token_len,
+            max_token_len=None if max_token_len is None else max_token_len * cp,
             dp_group=self.groups.dp,
         )
-        tp = self.groups.tp.size()
         micro_batches = [
-            pack_micro_batch(batch["input_ids"], batch["attention_mask"], batch["response_mask"], rows, tp)
+            pack_micro_batch(
+                batch["input_ids"],
+                batch["attention_mask"],
+                batch["response_mask"],
+                rows,
+                layout.tensor_model_parallel_size,
+                cp,
+                self.groups.coords.cp,
+            )
             for rows in chunks
         ]
         outputs = self._run_pipeline(micro_batches, loss_func, forward_only)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, partitions_within, split_to
 
 
 def split_rows(
@@ -16,32 +16,28 @@ def split_rows(
     max_token_len: int | None,
     dp_group: dist.ProcessGroup,
 ) -> list[list[int]]:
-    """Row indices of each micro-batch.
+    """Row indices of each micro-batch, those with the most tokens first, so that the i-th of all ranks are alike.
 
     Args:
-        lengths_B: tokens of every row, int64 [B].
+        lengths_B: packed tokens of every row, int64 [B].
         micro_batch_size: rows in a micro-batch when ``max_token_len`` is None.
         max_token_len: packed tokens a micro-batch may have; a longer row gets one of its own.
         dp_group: every rank of it gets the same number of micro-batches, because expert exchanges cross it.
             A rank with fewer rows ends with empty ones.
     """
-    num_rows = lengths_B.numel()
-    if max_token_len is None:
-        chunks = [list(range(i, min(i + micro_batch_size, num_rows))) for i in range(0, num_rows, micro_batch_size)]
+    lengths = lengths_B.tolist()
+    if max_token_len is not None:
+        chunks = partitions_within(lengths, max_token_len)
+    elif lengths and len(lengths) % micro_batch_size == 0:
+        chunks = get_seqlen_balanced_partitions(lengths, len(lengths) // micro_batch_size, equal_size=True)
     else:
-        # Enough micro-batches for the token budget even where balancing by length is imperfect.
-        lengths = lengths_B.tolist()
-        count = max(1, -(-sum(lengths) // max_token_len))
-        while True:
-            chunks = get_seqlen_balanced_partitions(lengths, count, equal_size=False) if num_rows else []
-            too_long = (chunk for chunk in chunks if len(chunk) > 1 and sum(lengths[i] for i in chunk) > max_token_len)
-            if next(too_long, None) is None or count >= num_rows:
-                break
-            count += 1
+        rows = list(range(len(lengths)))
+        chunks = [rows[first : first + micro_batch_size] for first in range(0, len(rows), micro_batch_size)]
     wanted = _max_over(len(chunks), dp_group, lengths_B.device)
-    if max_token_len is not None and len(chunks) < wanted <= num_rows:
-        chunks = get_seqlen_balanced_partitions(lengths_B.tolist(), wanted, equal_size=False)
-    return [sorted(chunk) for chunk in chunks] + [[] for _ in range(wanted - len(chunks))]
+    if max_token_len is not None:
+        chunks = split_to(chunks, lengths, wanted)
+    chunks.sort(key=lambda chunk: (-sum(lengths[row] for row in chunk), chunk))
+    return chunks + [[] for _ in range(wanted - len(chunks))]
 
 
 def _max_over(value: int, group: dist.ProcessGroup, device: torch.device) -> int:

@@ -51,7 +51,10 @@ class LossInputs:
 
     @classmethod
     def from_batch(cls, data: DataProto, config: ActorConfig, groups: ProcessGroups) -> LossInputs:
-        """Reads a mini-batch; the denominators are summed over the data-parallel group."""
+        """Reads a mini-batch; the denominators are summed over the data-parallel group.
+
+        Context-parallel ranks hold the same rows, so the denominators are those of whole sequences, counted once.
+        """
         batch = data.batch
         mask = batch["response_mask"].float()
         counts = torch.stack([mask.sum(), (mask.sum(-1) > 0).sum().float()]).double()
@@ -140,11 +143,11 @@ class UpdateMetrics:
         self._lr = lr
 
     def result(self) -> dict[str, float]:
-        """Metrics over every data-parallel rank; every rank of the last stage must call it."""
+        """Metrics over all replicas and their context-parallel parts; every rank of the last stage must call it."""
         sums = torch.stack([out["sums"] for out in self._outputs]).sum(0)
         largest = torch.stack([out["largest"] for out in self._outputs]).max()
-        sums = reduce_over(sums, self._groups.dp, dist.ReduceOp.SUM)
-        largest = reduce_over(largest, self._groups.dp, dist.ReduceOp.MAX)
+        sums = reduce_over(sums, self._groups.dp_cp, dist.ReduceOp.SUM)
+        largest = reduce_over(largest, self._groups.dp_cp, dist.ReduceOp.MAX)
         total = dict(zip(_SUMS, sums.tolist(), strict=True))
         tokens, steps = max(total["tokens"], 1.0), max(len(self._grad_norms), 1)
         metrics = {

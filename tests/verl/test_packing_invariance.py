@@ -1,0 +1,84 @@
+"""Loss and gradient of a mini-batch do not depend on how its rows are packed, nor on the size of the micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.ops import reference_ops
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.parallel_state import ProcessGroups
+from tests.megatron.model_helpers import make_model, one_process_groups, tiny_config
+from verl.protocol import DataProto
+from verl.workers.actor import MegatronPPOActor
+from verl.workers.config import ActorConfig
+
+NUM_ROWS, PROMPT, RESPONSE = 64, 12, 40
+BUDGETS = (52, 100, 256, 1000, 4000)  # tokens: the longest sequence alone, up to all sequences at once
+SIZES = (1, 6, 32)  # rows
+TOLERANCE = 1e-6
+
+
+def sixty_four_rows() -> DataProto:
+    """Rows of 4 to 52 tokens; advantages, old and reference log-probs as after a few updates."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(2, PROMPT + 1, (NUM_ROWS, 1), generator=generator)
+    responses = torch.randint(1, RESPONSE + 1, (NUM_ROWS, 1), generator=generator)
+    mask = torch.cat([torch.arange(PROMPT) >= PROMPT - prompts, torch.arange(RESPONSE) < responses], dim=1).long()
+    response_mask = mask[:, PROMPT:]
+    noise = torch.rand(2, NUM_ROWS, RESPONSE, generator=generator)
+    tensors = {
+        "input_ids": torch.randint(2, 128, mask.shape, generator=generator) * mask,
+        "attention_mask": mask,
+        "response_mask": response_mask,
+        "advantages": torch.randn(NUM_ROWS, 1, generator=generator) * response_mask,
+        "old_log_probs": -4.8 - 0.3 * noise[0],
+        "ref_log_prob": -4.8 - 0.3 * noise[1],
+    }
+    return DataProto.from_dict(tensors, meta_info={"temperature": 0.9, "rollout_n": 1, "global_step": 1})
+
+
+def one_update(groups: ProcessGroups, loss_agg_mode: str, **micro: int | bool) -> tuple[dict[str, float], dict]:
+    """Metrics and gradients of an update that leaves the weights where they are."""
+    config = ActorConfig(
+        loss_agg_mode=loss_agg_mode,
+        ppo_mini_batch_size=NUM_ROWS,
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+        entropy_coeff=0.01,
+        **micro,  # type: ignore[arg-type]
+    )
+    model_config = tiny_config(calculate_per_token_loss=True)
+    model = make_model(model_config, groups)
+    ddp = DistributedDataParallel(model_config, DistributedDataParallelConfig(), model, groups)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0, clip_grad=0.0), ddp, groups, reference_ops())
+    metrics = MegatronPPOActor(config, model_config, groups, ddp, optimizer).update_policy(sixty_four_rows())
+    assert metrics["actor/skipped_steps"] == 0.0
+    biases = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("expert_bias")}
+    gradients = {name: weight.main_grad.clone() for name, weight in model.named_parameters()}  # type: ignore[attr-defined]
+    return metrics, gradients | biases
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[ProcessGroups]:
+    with one_process_groups() as made:
+        yield made
+
+
+@pytest.mark.parametrize("loss_agg_mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_five_budgets_and_three_sizes_of_micro_batches_agree(groups: ProcessGroups, loss_agg_mode: str) -> None:
+    ways: list[dict[str, int | bool]] = [
+        *({"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": budget} for budget in BUDGETS),
+        *({"ppo_micro_batch_size_per_gpu": size} for size in SIZES),
+    ]
+    expected, expected_gradients = one_update(groups, loss_agg_mode, **ways[0])
+    for way in ways[1:]:
+        metrics, gradients = one_update(groups, loss_agg_mode, **way)
+        for name in ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm"):
+            assert metrics[name] == pytest.approx(expected[name], rel=TOLERANCE), (way, name)
+        for name, gradient in gradients.items():
+            distance = (gradient - expected_gradients[name]).norm() / expected_gradients[name].norm()
+            assert distance <= TOLERANCE, (way, name, float(distance))
