@@ -88,8 +88,7 @@ def _resume_at_two_layouts(directory: str) -> None:
     _check_resume(groups, Path(directory) / "dp2")
     _check_model_keys_are_saved_once(Path(directory) / "dp2")
     job = _job(groups)
-    with pytest.raises(ValueError, match=r"pipeline_model_parallel_size 2.*this job.*pipeline_model_parallel_size 1"):
-        load_checkpoint(Path(directory) / "pp2", *job, groups)
+    assert load_checkpoint(Path(directory) / "pp2", *job, groups)["global_step"] == 3
 
     blocked = Path(directory) / "a file"
     blocked.touch()
@@ -100,11 +99,11 @@ def _resume_at_two_layouts(directory: str) -> None:
 def _check_model_keys_are_saved_once(directory: Path) -> None:
     reader = torch.distributed.checkpoint.FileSystemReader(directory)
     keys = list(reader.read_metadata().state_dict_metadata)
-    assert sum("layers.0.weight" in key for key in keys) == 1
-    assert sum("master" in key for key in keys) == 2
+    assert sum(key == "model.layers.0.weight" for key in keys) == 1
+    assert sum(key == "optimizer.master.layers.0.weight" for key in keys) == 1
 
 
-def test_resume_of_two_ranks_is_bit_identical_and_another_layout_is_refused(tmp_path: Path) -> None:
+def test_resume_of_two_ranks_is_bit_identical(tmp_path: Path) -> None:
     run_ranks(_resume_at_two_layouts, 2, str(tmp_path), timeout_s=90)
 
 
@@ -116,7 +115,7 @@ def test_without_process_groups_and_with_damage(tmp_path: Path) -> None:
     torch.nn.init.zeros_(other.layers["0"].weight)
     assert load_checkpoint(directory, other, None, None) == {"epoch": 1}
     assert torch.equal(model.layers["0"].weight, other.layers["0"].weight)
-    with pytest.raises(ValueError, match=r"model.pp0.tp0.layers.2.weight is not in it"):
+    with pytest.raises(ValueError, match=r"model.layers.2.weight is not in it"):
         load_checkpoint(directory, ToyStage(toy_config(), range(3)), None, None)
     with pytest.raises(ValueError, match=r"is torch.float32 in it, torch.bfloat16 in this job"):
         load_checkpoint(directory, ToyStage(toy_config(), range(2)).bfloat16(), None, None)

@@ -1,6 +1,7 @@
-"""Checkpoints of a whole training job: complete or absent, checked by size and digest, read back bit for bit."""
+"""Checkpoints of a whole training job: complete or absent, checked by size and digest, for any layout to load."""
 
-from megatron.core.dist_checkpointing.checkpoint import load_checkpoint, save_checkpoint
+from megatron.core.dist_checkpointing.loader import load_checkpoint, verify_checkpoint
 from megatron.core.dist_checkpointing.manifest import is_complete
+from megatron.core.dist_checkpointing.saver import CheckpointSaver, save_checkpoint
 
-__all__ = ["is_complete", "load_checkpoint", "save_checkpoint"]
+__all__ = ["CheckpointSaver", "is_complete", "load_checkpoint", "save_checkpoint", "verify_checkpoint"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron.core.parallel_layout import ParallelLayout
 
 MANIFEST = "manifest.json"
-_FORMAT = 1
+_FORMAT = 2
 _CHUNK_BYTES = 1 << 22
 
 
@@ -41,15 +41,20 @@ def record_file(path: Path) -> FileRecord:
     return FileRecord(path.stat().st_size, digest.hexdigest())
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write ``value`` so that ``path`` holds all of it or does not exist, also after a power cut."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w") as file:
-        json.dump(value, file, indent=1)
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write ``content`` so that ``path`` holds all of it or what it held before, also after a power cut."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
     sync_directory(path.parent)
+
+
+def write_json(path: Path, value: object) -> None:
+    """``write_bytes`` of ``value`` as JSON."""
+    write_bytes(path, json.dumps(value, indent=1).encode())
 
 
 def sync_directory(path: Path) -> None:

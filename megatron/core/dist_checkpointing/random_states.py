@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -37,3 +39,13 @@ def set_random_states(states: dict[str, torch.Tensor], device: torch.device) -> 
     torch.set_rng_state(states["torch"])
     if "device" in states:
         torch.get_device_module(device).set_rng_state(states["device"], device)
+
+
+def seed_from_states(states: Mapping[str, torch.Tensor], rank: int) -> None:
+    """Seed all generators of this process from saved states and ``rank``: SHA-256 of both; every rank gets its own."""
+    digest = hashlib.sha256(b"".join(states[name].numpy().tobytes() for name in sorted(states)))
+    digest.update(rank.to_bytes(8, "big"))
+    seed = int.from_bytes(digest.digest()[:8], "big")
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed >> 1)

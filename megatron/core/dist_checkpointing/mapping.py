@@ -1,0 +1,150 @@
+"""Where a rank's tensors lie in the tensors of the whole model: names and hyper-rectangles that no layout changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.parallel_layout import ParallelLayout, RankCoords
+
+Shape = tuple[int, ...]
+
+_LAYER = re.compile(r"(?:chunks\.\d+\.)?decoder\.layers\.\d+")
+_CHUNK = re.compile(r"chunks\.\d+\.")
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A hyper-rectangle of a global tensor, and the memory that holds it here.
+
+    key: name of the global tensor · global_shape: its shape · offsets: place of the piece in it · tensor: a view of the
+    piece's shape; to read is to save, to write in place is to load.
+    """
+
+    key: str
+    global_shape: Shape
+    offsets: Shape
+    tensor: torch.Tensor
+
+    @property
+    def sizes(self) -> Shape:
+        """Extent in every dimension."""
+        return tuple(self.tensor.shape)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements ``local .. local + size - 1`` of a dimension here are ``world .. world + size - 1`` of the whole."""
+
+    local: int
+    world: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a local tensor lies in the global one: ``spans[d]`` cover dimension d of the local tensor in order."""
+
+    key: str
+    local_shape: Shape
+    global_shape: Shape
+    spans: tuple[tuple[Span, ...], ...]
+
+    def pieces(self, key: str, flat: torch.Tensor, start: int, stop: int) -> Iterator[Piece]:
+        """Elements [start, stop) of the flattened local tensor, which ``flat`` [stop - start] holds, as pieces."""
+        strides = [prod(self.local_shape[dim + 1 :]) for dim in range(len(self.local_shape))]
+        for offsets, sizes in rectangles(self.local_shape, start, stop):
+            for parts in product(*map(_overlaps, self.spans, offsets, sizes)):
+                first = sum(part.local * stride for part, stride in zip(parts, strides, strict=True))
+                view = flat.as_strided([part.size for part in parts], strides, flat.storage_offset() + first - start)
+                yield Piece(key, self.global_shape, tuple(part.world for part in parts), view)
+
+
+def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    """(offsets, sizes) of the fewest rectangles that cover elements [start, stop) of a row-major tensor.
+
+    At most 2 n - 1 of them in n dimensions: the end of a row, whole rows, the beginning of a row.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    inner = prod(shape[1:])
+    first, last = -(-start // inner), stop // inner  # whole rows
+    if first > last or start < first * inner:
+        row = start // inner
+        for offsets, sizes in rectangles(shape[1:], start - row * inner, min(stop, (row + 1) * inner) - row * inner):
+            yield (row, *offsets), (1, *sizes)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if first <= last and last * inner < stop:
+        for offsets, sizes in rectangles(shape[1:], 0, stop - last * inner):
+            yield (last, *offsets), (1, *sizes)
+
+
+def _overlaps(spans: Sequence[Span], offset: int, size: int) -> list[Span]:
+    """What [offset, offset + size) of a local dimension is, span by span."""
+    found = []
+    for span in spans:
+        low, high = max(span.local, offset), min(span.local + span.size, offset + size)
+        if low < high:
+            found.append(Span(low, span.world + low - span.local, high - low))
+    return found
+
+
+def global_names(module: nn.Module) -> dict[str, str]:
+    """Layout-independent key of every parameter and persistent buffer by its name in ``module`` (no DDP wrapper).
+
+    ``decoder.layers.{i}``, a layer of this stage, gets its number in the model, ``chunks.{v}.`` goes. The copy that the
+    output layer has of a shared embedding gets the embedding's key.
+    """
+    layers = {
+        name: f"decoder.layers.{layer.global_layer}"
+        for name, layer in module.named_modules()
+        if _LAYER.fullmatch(name) and hasattr(layer, "global_layer")
+    }
+    shared = {name for name, param in module.named_parameters() if getattr(param, "shared_embedding", False)}
+    keys = {}
+    for name in module.state_dict():
+        match = _LAYER.match(name)
+        key = layers.get(match.group(), match.group()) + name[match.end() :] if match else _CHUNK.sub("", name, count=1)
+        keys[name] = _EMBEDDING if name in shared and key == "output_layer.weight" else key
+    return keys
+
+
+def place(key: str, tensor: torch.Tensor, marks: Any, layout: ParallelLayout, at: RankCoords) -> Placement:
+    """Where ``tensor`` lies; ``marks`` has the attributes of its parameter (none on a buffer: all ranks hold it).
+
+    Dense weights are split over TP along ``partition_dim``, with ``partition_stride`` s each of the s tensors that
+    follow one another there. Experts (``allreduce`` False) are split over EP along dimension 0 and over expert TP along
+    ``partition_dim``.
+    """
+    is_expert = not getattr(marks, "allreduce", True)
+    splits = [(1, 0, 1)] * tensor.dim()  # (ranks, this rank, stride) of every dimension
+    if is_expert:
+        splits[0] = (layout.expert_model_parallel_size, at.ep, 1)
+    dim = getattr(marks, "partition_dim", -1)
+    if getattr(marks, "tensor_model_parallel", False) or (is_expert and dim > 0):
+        size = layout.expert_tensor_parallel_size if is_expert else layout.tensor_model_parallel_size
+        splits[dim] = (size, at.etp if is_expert else at.tp, getattr(marks, "partition_stride", 1))
+    shape = tuple(tensor.shape)
+    spans = tuple(_split(size, *split) for size, split in zip(shape, splits, strict=True))
+    global_shape = tuple(size * ranks for size, (ranks, _, _) in zip(shape, splits, strict=True))
+    return Placement(key, shape, global_shape, spans)
+
+
+def _split(size: int, num_ranks: int, rank: int, stride: int) -> tuple[Span, ...]:
+    assert size % stride == 0, f"{size} elements do not divide into {stride} tensors"
+    part = size // stride
+    if num_ranks == 1:
+        return (Span(0, 0, size),)
+    return tuple(Span(index * part, (index * num_ranks + rank) * part, part) for index in range(stride))

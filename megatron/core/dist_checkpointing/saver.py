@@ -1,0 +1,178 @@
+"""Saves the checkpoints of one job, at once or in the background, one at a time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from megatron.core.dist_checkpointing.mapping import Piece
+from megatron.core.dist_checkpointing.random_states import get_random_states
+from megatron.core.dist_checkpointing.ranks import Ranks
+from megatron.core.dist_checkpointing.save_plan import GlobalPlan, Offers, make_global_plan, offers_of
+from megatron.core.dist_checkpointing.sharded_state import (
+    model_pieces,
+    optimizer_pieces,
+    placements,
+    random_pieces,
+    unwrapped,
+)
+from megatron.core.dist_checkpointing.snapshot import Snapshot
+from megatron.core.dist_checkpointing.write_process import BackgroundWrite
+from megatron.core.dist_checkpointing.writing import Completion, RankJob, complete, write_rank
+from megatron.core.optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.parallel_state import ProcessGroups
+
+
+class CheckpointSaver:
+    """Writes checkpoints that any layout can load; keeps the running write and the plan, which saves have in common.
+
+    ``groups`` None means one process without torch.distributed. A rank that writes nothing and whose disk holds nothing
+    new for ``stall_timeout_s`` lets a save in the background fail.
+    """
+
+    def __init__(self, groups: ProcessGroups | None = None, stall_timeout_s: float = 1800) -> None:
+        self.ranks = Ranks(groups)
+        self.stall_timeout_s = stall_timeout_s
+        self.snapshot_bytes = 0  # of the last save in the background
+        self._running: BackgroundWrite | None = None
+        self._planned: tuple[Offers, GlobalPlan] | None = None
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: DistributedOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+        extra: Mapping[str, Any],
+        *,
+        async_save: bool = False,
+        latest: tuple[str, str] | None = None,
+    ) -> None:
+        """Write a checkpoint; collective over the world, on a file system that all ranks share.
+
+        ``directory`` appears under its name only when everything is on disk; one that is there already is replaced.
+        ``extra`` is anything JSON can hold, ``latest`` a (file, text) that is written after; rank 0's are taken.
+        Parameters must be on the device; the optimizer's state may be offloaded.
+
+        With ``async_save`` this returns when the state has been copied to host memory (as many bytes as this rank
+        writes); ``check`` and ``wait`` tell how it went. An earlier save that still runs is waited for first. Without
+        it the same steps run here, without the copy. Raises ``OSError`` on every rank when any rank cannot write,
+        ``ValueError`` when the ranks' tensors do not fit together.
+        """
+        self.wait()
+        final = Path(directory).absolute()
+        pieces = self._pieces(model, optimizer)
+        offers = offers_of(pieces)
+        is_planned = self._planned is not None and self._planned[0] == offers
+        started = self.ranks.together(f"prepare {final}", lambda: (self._new_partial(final), is_planned))
+        partial = started[0][0]
+        if not all(planned for _, planned in started):
+            self._planned = (offers, self._plan(offers, partial))
+        assert self._planned is not None
+        plan = self._planned[1]
+        completion = None
+        if self.ranks.rank == 0:
+            common = _common_state(optimizer, scheduler, extra)
+            completion = Completion(self.ranks.layout, plan.metadata, common, latest, self.stall_timeout_s)
+        own = plan.save_plan(self.ranks.rank)
+        job = RankJob(partial, final, self.ranks.rank, own, completion)
+        held = {MetadataIndex(piece.key, piece.offsets): piece.tensor for piece in pieces}
+        tensors = [held[item.index] for item in own.items]
+        if async_save:
+            self._start(job, tensors)
+        else:
+            self._write(job, tensors)
+
+    def check(self) -> None:
+        """Raise ``OSError`` when this rank's running save has failed; neither waits nor communicates."""
+        if self._running is not None and not self._running.is_running:
+            self._running.result()
+
+    def wait(self) -> None:
+        """Wait until the running save is complete on all ranks; collective. ``OSError`` on all ranks if one failed."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            self.ranks.together("save in the background", running.result)
+
+    @property
+    def running(self) -> BackgroundWrite | None:
+        """This rank's write since the last ``wait``; it may have ended."""
+        return self._running
+
+    def _pieces(self, model: nn.Module, optimizer: DistributedOptimizer | None) -> list[Piece]:
+        module = unwrapped(model)
+        placed = placements(module, self.ranks.layout, self.ranks.rank)
+        pieces = model_pieces(module, placed)
+        if optimizer is not None:
+            pieces += optimizer_pieces(optimizer, placed)
+        return pieces + random_pieces(get_random_states(next(model.parameters()).device), self.ranks.rank)
+
+    def _new_partial(self, final: Path) -> Path:
+        """On rank 0 an empty directory of this save's own; what dead saves of this checkpoint left is removed."""
+        if self.ranks.rank != 0:
+            return final  # not looked at
+        final.parent.mkdir(parents=True, exist_ok=True)
+        for left in final.parent.glob(f".{final.name}.*.partial*"):
+            shutil.rmtree(left, ignore_errors=True)
+        partial = final.with_name(f".{final.name}.{uuid.uuid4().hex[:12]}.partial")
+        partial.mkdir()
+        return partial
+
+    def _plan(self, offers: Offers, partial: Path) -> GlobalPlan:
+        try:
+            return make_global_plan(self.ranks.together("plan", lambda: offers))
+        except ValueError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _write(self, job: RankJob, tensors: list[torch.Tensor]) -> None:
+        try:
+            self.ranks.together(f"write checkpoint {job.final}", lambda: write_rank(job, tensors))
+        except OSError:
+            shutil.rmtree(job.partial, ignore_errors=True)
+            raise
+        self.ranks.together(f"complete {job.final}", lambda: complete(job) if job.completion else None)
+
+    def _start(self, job: RankJob, tensors: list[torch.Tensor]) -> None:
+        snapshots: list[Snapshot] = []
+        try:
+            self.ranks.together("copy the state to host memory", lambda: snapshots.append(Snapshot(tensors, job)))
+        except OSError:
+            for snapshot in snapshots:
+                snapshot.close()
+            shutil.rmtree(job.partial, ignore_errors=True)
+            raise
+        self.snapshot_bytes = snapshots[0].num_bytes
+        self._running = BackgroundWrite(job, snapshots[0])
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: DistributedOptimizer | None,
+    scheduler: OptimizerParamScheduler | None,
+    extra: Mapping[str, Any],
+    groups: ProcessGroups | None = None,
+) -> None:
+    """``CheckpointSaver.save`` at once, for a job that saves only now and then."""
+    CheckpointSaver(groups).save(directory, model, optimizer, scheduler, extra)
+
+
+def _common_state(
+    optimizer: DistributedOptimizer | None, scheduler: OptimizerParamScheduler | None, extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    scalars = {} if optimizer is None else optimizer.state_dict()
+    return {
+        "optimizer": {key: value for key, value in scalars.items() if not isinstance(value, torch.Tensor)},
+        "scheduler": {} if scheduler is None else scheduler.state_dict(),
+        "extra": dict(extra),
+    }

@@ -1,0 +1,77 @@
+"""A copy of tensors in memory that another process can take over, given back as soon as nobody uses it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_ALIGNMENT = 64
+
+
+class Snapshot:
+    """Tensors, and a picklable description of what to do with them, in one anonymous file.
+
+    The file has no name and no place on a disk (Linux), so nothing is left of it when its last holder has ended,
+    however it ended, and ``/dev/shm``, which containers keep small, does not limit it. ``handle`` goes to the other
+    process, which opens it with ``read_snapshot``; ``close`` gives up the memory on this side.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], description: Any) -> None:
+        places, end = [], 0
+        for tensor in tensors:
+            places.append((end, tensor.dtype, tuple(tensor.shape)))
+            end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        tail = pickle.dumps((places, description))
+        self.num_bytes = end + len(tail)
+        self.handle = _anonymous_file(self.num_bytes)
+        self._tail_at = end
+        with mmap.mmap(self.handle, self.num_bytes) as memory:
+            flat = torch.frombuffer(memory, dtype=torch.uint8)
+            _copy_all(tensors, [_view(flat, *where) for where in places])
+            memory[end:] = tail
+            del flat
+
+    @property
+    def address(self) -> str:
+        """What ``read_snapshot`` needs to know beside the open file."""
+        return f"{self.handle}:{self._tail_at}:{self.num_bytes}"
+
+    def close(self) -> None:
+        """Give up this side's hold."""
+        os.close(self.handle)
+
+
+def read_snapshot(address: str) -> tuple[list[torch.Tensor], Any]:
+    """The tensors, which keep the memory as long as one of them lives, and the description."""
+    handle, tail_at, num_bytes = map(int, address.split(":"))
+    memory = mmap.mmap(handle, num_bytes)
+    os.close(handle)
+    places, description = pickle.loads(memory[tail_at:])
+    flat = torch.frombuffer(memory, dtype=torch.uint8)
+    return [_view(flat, *where) for where in places], description
+
+
+def _anonymous_file(num_bytes: int) -> int:
+    if hasattr(os, "memfd_create"):
+        handle = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            handle = os.dup(file.fileno())
+    os.ftruncate(handle, num_bytes)
+    return handle
+
+
+def _view(flat: torch.Tensor, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return flat[begin : begin + num_bytes].view(dtype).view(shape)
+
+
+def _copy_all(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)

@@ -1,0 +1,166 @@
+"""Puts one checkpoint on disk: each rank its files, then one rank the whole; files tell who is done, no collectives."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from megatron.core.dist_checkpointing.manifest import (
+    FileRecord,
+    Manifest,
+    file_problems,
+    record_file,
+    sync_directory,
+    write_bytes,
+    write_json,
+    write_manifest,
+)
+from megatron.core.parallel_layout import ParallelLayout
+
+logger = logging.getLogger(__name__)
+
+COMMON = "common.json"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the completing rank adds. latest: file and text that name this checkpoint once it is complete."""
+
+    layout: ParallelLayout
+    metadata: Metadata
+    common: dict[str, Any]
+    latest: tuple[str, str] | None
+    stall_timeout_s: float
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """One rank's part of one checkpoint. plan: what it writes, in the order of the tensors that come with the job."""
+
+    partial: Path
+    final: Path
+    rank: int
+    plan: SavePlan
+    completion: Completion | None
+
+
+class _TensorPlanner(dcp.DefaultSavePlanner):
+    """Gives the storage writer the views that the plan was made for."""
+
+    def __init__(self, plan: SavePlan, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = {item.index: tensor for item, tensor in zip(plan.items, tensors, strict=True)}
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        return self._tensors[write_item.index]
+
+
+def write_rank(job: RankJob, tensors: Sequence[torch.Tensor], copy_ahead_bytes: int = 10_000_000) -> None:
+    """Write and sync this rank's files, then the record that says so; ``OSError`` when the disk refuses."""
+    writer = dcp.FileSystemWriter(job.partial, per_thread_copy_ahead=copy_ahead_bytes)
+    plan = writer.prepare_global_plan([SavePlan([])] * job.rank + [job.plan])[job.rank]
+    try:
+        results = writer.write_data(plan, _TensorPlanner(plan, tensors)).wait()
+    except RuntimeError as error:  # torch's stream writer wraps what the disk says
+        raise OSError(f"{job.partial}: {error}") from error
+    files = {path.name: record_file(path) for path in sorted(job.partial.glob(f"__{job.rank}_*.distcp"))}
+    write_bytes(_done(job.partial, job.rank), pickle.dumps((files, results)))
+
+
+def tell_failure(job: RankJob, text: str) -> None:
+    """Let the completing rank know that it waits in vain."""
+    try:
+        write_bytes(job.partial / f"rank-{job.rank}.failed", text.encode())
+    except OSError as error:  # the directory is gone, and with it whoever would wait
+        logger.warning("rank %d: %s (%s)", job.rank, text, error)
+
+
+def complete(job: RankJob) -> None:
+    """Wait for all ranks' records, then make the checkpoint appear under its name, and name it the latest.
+
+    Consumes the records, waits for those that are missing; unblocked by them, by a rank's failure, or when nothing in
+    the directory has changed for ``stall_timeout_s`` (``OSError`` in both cases, and what was written is removed).
+    """
+    todo = job.completion
+    assert todo is not None
+    try:
+        _wait_for_records(job.partial, todo.layout.world_size, todo.stall_timeout_s)
+        _finish(job.partial, todo)
+    except OSError:
+        shutil.rmtree(job.partial, ignore_errors=True)
+        raise
+    _publish(job.partial, job.final)
+    if todo.latest is not None:
+        path, text = todo.latest
+        write_bytes(Path(path), text.encode())
+    logger.info("checkpoint %s is complete", job.final)
+
+
+def _done(partial: Path, rank: int) -> Path:
+    return partial / f"rank-{rank}.done"
+
+
+def _wait_for_records(partial: Path, world_size: int, stall_timeout_s: float) -> None:
+    seen, changed_at, pause_s = None, time.monotonic(), 0.01
+    while True:
+        missing = [rank for rank in range(world_size) if not _done(partial, rank).exists()]
+        if not missing:
+            return
+        failed = sorted(partial.glob("rank-*.failed"))
+        if failed:
+            raise OSError("; ".join(f"{path.stem}: {path.read_text()}" for path in failed))
+        now = {path.name: path.stat().st_size for path in partial.iterdir()}
+        if now != seen:
+            seen, changed_at = now, time.monotonic()
+        elif time.monotonic() - changed_at > stall_timeout_s:
+            raise OSError(f"ranks {missing[:8]} wrote nothing to {partial} for {stall_timeout_s:g} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.5)
+
+
+def _finish(partial: Path, todo: Completion) -> None:
+    files: dict[str, FileRecord] = {}
+    results = []
+    for rank in range(todo.layout.world_size):
+        own_files, own_results = pickle.loads(_done(partial, rank).read_bytes())
+        files |= own_files
+        results.append(own_results)
+    dcp.FileSystemWriter(partial).finish(replace(todo.metadata), results)
+    write_json(partial / COMMON, todo.common)
+    files |= {name: record_file(partial / name) for name in (".metadata", COMMON)}
+    manifest = Manifest(todo.layout, files)
+    problems = file_problems(partial, manifest)
+    if problems:
+        raise OSError(f"{'; '.join(problems)}; is the directory on a file system that all nodes share?")
+    for rank in range(todo.layout.world_size):
+        _done(partial, rank).unlink()
+    write_manifest(partial, manifest)
+
+
+def _publish(partial: Path, final: Path) -> None:
+    """Rename ``partial``; what has the name already is set aside first and removed after."""
+    replaced = partial.with_name(f"{partial.name}.replaced")
+    while True:
+        if final.exists():
+            os.rename(final, replaced)
+        try:
+            os.rename(partial, final)
+            break
+        except OSError:
+            if not final.exists():  # else an orphan of an earlier run has just published the same step
+                raise
+            shutil.rmtree(replaced, ignore_errors=True)
+    sync_directory(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
