@@ -7,6 +7,7 @@ from torch import nn
 
 from megatron.core.ops import TrainOps
 from megatron.core.parallel_state import ProcessGroups
+from megatron.core.tensor_parallel.checkpoint import CheckpointWithoutOutput
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.weight_init import WeightInit, rank_slice
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -35,6 +36,7 @@ class GroupedMLP(nn.Module):
         self.first_expert = groups.ep.rank() * self.num_local_experts
         self.etp = groups.etp
         self.ops = ops
+        self.recomputes_activation = config.recomputes("moe_act")
         hidden, dtype = config.hidden_size, config.params_dtype
         ffn = config.moe_ffn_hidden_size // groups.etp.size()
         self.weight1 = nn.Parameter(torch.empty(self.num_local_experts, hidden, 2 * ffn, dtype=dtype))
@@ -51,8 +53,12 @@ class GroupedMLP(nn.Module):
 
     def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
         """rows [n, H] sorted by local expert, int64 [L] rows of each -> [n, H]."""
-        hidden = self.ops.swiglu(self.ops.grouped_matmul(rows, self.weight1, tokens_per_expert))
-        return self.ops.grouped_matmul(hidden, self.weight2, tokens_per_expert)
+        activation = CheckpointWithoutOutput(self.recomputes_activation)
+        gate_up = self.ops.grouped_matmul(rows, self.weight1, tokens_per_expert)
+        hidden = activation.checkpoint(self.ops.swiglu, gate_up)
+        results = self.ops.grouped_matmul(hidden, self.weight2, tokens_per_expert)
+        activation.discard_output_and_register_recompute(results)
+        return results
 
     def init_weights(self, init: WeightInit, name: str) -> None:
         """Fill every local expert from the tensors gate, up and down of its global number under ``name``."""
