@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import random
-from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -14,8 +12,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.ops import reference_ops
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
-from mindspeed.core.optimizer.lanes import LANES
 from mindspeed.core.optimizer.swap_optimizer import NUM_SLOTS, SwapOptimizer, get_swap_optimizer
+from tests.megatron.lanes_in_any_order import AnyOrder
 from tests.parallel.launcher import run_ranks
 from tests.parallel.toy import ToyStage, toy_batches, toy_config
 
@@ -84,28 +82,6 @@ def test_updates_equal_the_unswapped_optimizers_bit_for_bit() -> None:
     run_ranks(_two_replicas, 2, timeout_s=120)
 
 
-class AnyOrder:
-    """Lanes whose work runs as late and in as odd an order as its declared dependencies allow."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.queues: dict[str, list[tuple[int, Callable[[], None], Sequence[int]]]] = {lane: [] for lane in LANES}
-        self.done: set[int] = set()
-        self.num_submitted = 0
-
-    def submit(self, lane: str, work: Callable[[], None], after: Sequence[int] = ()) -> int:
-        self.num_submitted += 1
-        self.queues[lane].append((self.num_submitted, work, after))
-        return self.num_submitted
-
-    def finish(self) -> None:
-        while any(self.queues.values()):
-            heads = [queue for queue in self.queues.values() if queue and self.done.issuperset(queue[0][2])]
-            name, work, _ = self.random.choice(heads).pop(0)
-            work()
-            self.done.add(name)
-
-
 def _one_rank() -> None:
     groups = initialize_model_parallel()
     stage = ToyStage(toy_config(), range(30))
@@ -114,7 +90,8 @@ def _one_rank() -> None:
     swapped = SwapOptimizer(
         CONFIG, _model(groups, stage), groups, reference_ops(), swap_times=5, make_lanes=lambda _: next(lanes)
     )
-    assert sum(1 for _ in swapped._chunks()) > 3 * NUM_SLOTS
+    (state,) = swapped.shards
+    assert len(list(swapped._pieces(state, swapped.chunk_size))) > 3 * NUM_SLOTS
     for seed in range(8):
         assert _step(swapped, seed) == _step(plain, seed)
         _assert_same(swapped, plain)

@@ -11,10 +11,13 @@ from megatron.core.parallel_state import ProcessGroups
 
 
 def finalize_model_grads(model: DistributedDataParallel, groups: ProcessGroups) -> None:
-    """Reduce over replicas, sum partial gradients over TP, update the expert biases; collective over tp, dp and edp."""
+    """Reduce over replicas, sum partial gradients over TP, update the expert biases; collective over all of
+    tp_dp_cp and over edp.
+    """
     model.finish_grad_sync()
     _sum_partial_grads_over_tp(model, groups)
-    _update_router_expert_bias(model.module, model.config.moe_router_bias_update_rate, groups)
+    update_rate = 0.0 if model.config.freeze_moe_router else model.config.moe_router_bias_update_rate
+    _update_router_expert_bias(model.module, update_rate, groups)
 
 
 def _sum_partial_grads_over_tp(model: DistributedDataParallel, groups: ProcessGroups) -> None:
@@ -32,7 +35,7 @@ def _sum_partial_grads_over_tp(model: DistributedDataParallel, groups: ProcessGr
 
 
 def _update_router_expert_bias(module: nn.Module, update_rate: float, groups: ProcessGroups) -> None:
-    """bias_e += rate * sign(mean(count) - count_e), with the tokens of all replicas counted (arXiv 2408.15664)."""
+    """bias_e += rate * sign(mean(count) - count_e), with all tokens of the step counted (arXiv 2408.15664)."""
     routers = [part for part in module.modules() if getattr(part, "expert_bias", None) is not None]
     if not routers:
         return
@@ -41,10 +44,8 @@ def _update_router_expert_bias(module: nn.Module, update_rate: float, groups: Pr
         router.local_tokens_per_expert.zero_()  # type: ignore[operator,union-attr]
     if update_rate == 0:
         return
-    # Not one group: TP ranks hold parts of a sequence, DP ranks other sequences.
-    for group in (groups.tp, groups.dp):
-        if dist.get_world_size(group) > 1:
-            dist.all_reduce(counts_LE, group=group)
+    if groups.tp_dp_cp.size() > 1:
+        dist.all_reduce(counts_LE, group=groups.tp_dp_cp)
     moves_LE = update_rate * torch.sign(counts_LE.mean(dim=-1, keepdim=True) - counts_LE)
     for router, move_E in zip(routers, moves_LE, strict=True):
         router.expert_bias.add_(move_E)  # type: ignore[operator,union-attr]

@@ -1,4 +1,4 @@
-"""A flat device tensor whose storage can be given back and got again while all views of it stay valid."""
+"""Flat tensors whose device storage can be given back and got again while all views of it stay valid."""
 
 from __future__ import annotations
 
@@ -53,3 +53,26 @@ class OffloadableTensor:
         self.tensor.copy_(self._host)
         if not self._host.is_pinned():
             self._host = None
+
+
+class HostTensor(OffloadableTensor):
+    """Values that live on the host of a device; there is nothing to offload."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.is_resident = True
+
+    @staticmethod
+    def zeros(
+        numel: int, device: torch.device, dtype: torch.dtype = torch.float32, is_pinned: bool = True
+    ) -> HostTensor:
+        """[numel] on the host of ``device``, pinned unless that is the host itself."""
+        if device.type == "meta":  # memory that is only planned
+            return HostTensor(torch.zeros(numel, dtype=dtype, device=device))
+        return HostTensor(torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=is_pinned and device.type != "cpu"))
+
+    def offload(self, keep_values: bool = True) -> None:
+        """Nothing to do: no device storage."""
+
+    def onload(self, keep_values: bool = True) -> None:
+        """Nothing to do: an update brings in what it needs."""

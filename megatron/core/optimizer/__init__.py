@@ -2,12 +2,13 @@
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.ops import TrainOps
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_shard import ParamShard
 from megatron.core.parallel_state import ProcessGroups
 
-__all__ = ["DistributedOptimizer", "OptimizerConfig", "ParamShard", "get_megatron_optimizer"]
+__all__ = ["DistributedOptimizer", "HybridDeviceOptimizer", "OptimizerConfig", "ParamShard", "get_megatron_optimizer"]
 
 
 def get_megatron_optimizer(
@@ -16,11 +17,12 @@ def get_megatron_optimizer(
     """The optimizer of ``ddp_model``; its master weights start as the model's weights at this moment.
 
     Whether the state is sharded is decided where the gradients are (``DistributedDataParallelConfig``); a ``config``
-    that says otherwise is a ``ValueError``.
+    that says otherwise is a ``ValueError``. With ``optimizer_cpu_offload`` it is a ``HybridDeviceOptimizer``.
     """
     if config.use_distributed_optimizer != ddp_model.ddp_config.use_distributed_optimizer:
         raise ValueError(
             f"use_distributed_optimizer is {config.use_distributed_optimizer} in OptimizerConfig and "
             f"{ddp_model.ddp_config.use_distributed_optimizer} in DistributedDataParallelConfig; set both alike"
         )
-    return DistributedOptimizer(config, ddp_model, groups, ops)
+    kind = HybridDeviceOptimizer if config.optimizer_cpu_offload else DistributedOptimizer
+    return kind(config, ddp_model, groups, ops)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +27,16 @@ from megatron.core.parallel_state import ProcessGroups
 logger = logging.getLogger(__name__)
 
 
+# Elements of one update: its temporaries stay small, and on a CPU part of it in the caches.
+PIECE_SIZE = 1 << 22
+
+
 @dataclass(frozen=True)
 class ShardState:
-    """fp32 state of one buffer's shard, each [numel / num_shards] of the buffer."""
+    """State of the elements from ``start`` on of one buffer's shard, each [numel], in the config's dtypes."""
 
     buffer: ParamAndGradBuffer
+    start: int
     master: OffloadableTensor
     exp_avg: OffloadableTensor
     exp_avg_sq: OffloadableTensor
@@ -40,6 +45,37 @@ class ShardState:
     def tensors(self) -> dict[str, OffloadableTensor]:
         """The state by the name it has in checkpoints."""
         return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+
+    @property
+    def numel(self) -> int:
+        """Elements of each tensor."""
+        return self.master.tensor.numel()
+
+    @property
+    def name(self) -> str:
+        """The buffer's, with the first element when that is not the shard's."""
+        return f"{self.buffer.name}.{self.start}" if self.start else self.buffer.name
+
+    @property
+    def params(self) -> torch.Tensor:
+        """The parameters that this is the state of, in their dtype."""
+        return self.buffer.param_shard[self.start : self.start + self.numel]
+
+    @property
+    def grads(self) -> torch.Tensor:
+        """Their gradients."""
+        return self.buffer.grad_shard[self.start : self.start + self.numel]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some elements of one shard that are updated together; ``state`` is (master, exp_avg, exp_avg_sq)."""
+
+    buffer: ParamAndGradBuffer
+    state: tuple[torch.Tensor, ...]
+    params: torch.Tensor
+    grads: torch.Tensor
+    group: dict[str, float]
 
 
 class DistributedOptimizer:
@@ -62,7 +98,7 @@ class DistributedOptimizer:
             {"lr": config.lr, "weight_decay": config.weight_decay},
             {"lr": config.lr, "weight_decay": 0.0},
         ]
-        self.shards = [self._new_state(buffer) for buffer in model.param_and_grad_buffers]
+        self.shards = [state for buffer in model.param_and_grad_buffers for state in self._new_states(buffer)]
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float, int | None]:
@@ -95,7 +131,7 @@ class DistributedOptimizer:
     def reload_model_params(self) -> None:
         """Make the master weights equal to the model's again, after weights were loaded into the model."""
         for state in self.shards:
-            state.master.tensor.copy_(state.buffer.param_shard)
+            state.master.tensor.copy_(state.params)
 
     def offload(self) -> None:
         """Move the state to the host and free its device storage."""
@@ -117,7 +153,7 @@ class DistributedOptimizer:
         """
         for state in self.shards:
             current = {key: item.current for key, item in state.tensors.items()}
-            yield from param_shards_of(state.buffer, state.buffer.shard[0], current)
+            yield from param_shards_of(state.buffer, state.buffer.shard[0] + state.start, current)
 
     def state_dict(self) -> dict[str, torch.Tensor | float | int]:
         """Tensors (this rank's shards, not copies, on the host while offloaded) and scalars (equal on all ranks)."""
@@ -125,7 +161,7 @@ class DistributedOptimizer:
         for index, group in enumerate(self.param_groups):
             state.update({f"param_groups.{index}.{key}": value for key, value in group.items()})
         for shard in self.shards:
-            state.update({f"{shard.buffer.name}.{key}": item.current for key, item in shard.tensors.items()})
+            state.update({f"{shard.name}.{key}": item.current for key, item in shard.tensors.items()})
         return state
 
     @torch.no_grad()
@@ -189,39 +225,44 @@ class DistributedOptimizer:
             return torch.zeros((), device=next(self.model.parameters()).device)
         return local_square_sum(counted)
 
-    def _new_state(self, buffer: ParamAndGradBuffer) -> ShardState:
-        """Master weights equal to the parameters, moments zero."""
-        master = buffer.param_shard.to(torch.float32, copy=True)
-        zeros = (OffloadableTensor(torch.zeros_like(master)) for _ in range(2))
-        return ShardState(buffer, OffloadableTensor(master), *zeros)
+    def _new_states(self, buffer: ParamAndGradBuffer) -> list[ShardState]:
+        """State for every element of the buffer's shard, in as many parts as it has places."""
+        return [self._new_state(buffer, 0, buffer.param_shard.numel())]
+
+    def _new_state(self, buffer: ParamAndGradBuffer, start: int, stop: int) -> ShardState:
+        """On the device: master weights equal to the parameters, moments zero."""
+        params, dtypes = buffer.param_shard[start:stop], self.config.state_dtypes
+        master = params.to(dtypes.pop("master"), copy=True)
+        zeros = (OffloadableTensor(torch.zeros_like(master, dtype=dtype)) for dtype in dtypes.values())
+        return ShardState(buffer, start, OffloadableTensor(master), *zeros)
 
     def _update_shards(self) -> None:
         """One AdamW step on every shard's state, and the parameters of the shard from its master weights."""
-        for state in self.shards:
-            for part, group in self._parts(state.buffer):
-                tensors = (item.tensor[part] for item in (state.master, state.exp_avg, state.exp_avg_sq))
-                self._adamw(*tensors, grads=state.buffer.grad_shard[part], group=group)
-            state.buffer.param_shard.copy_(state.master.tensor)
+        self._update_on_device(self.shards)
 
-    def _parts(self, buffer: ParamAndGradBuffer) -> Iterator[tuple[slice, dict[str, float]]]:
-        """The decayed and the undecayed elements of the buffer's shard, those that there are, with their group."""
-        first_undecayed = buffer.decayed[1]
-        spans = ((0, first_undecayed), (first_undecayed, buffer.numel))
+    def _update_on_device(self, states: Sequence[ShardState]) -> None:
+        for state in states:
+            for piece in self._pieces(state, PIECE_SIZE):
+                self._adamw(piece.state, piece.grads, piece.group, self.ops)
+                piece.params.copy_(piece.state[0])
+
+    def _pieces(self, state: ShardState, size: int) -> Iterator[Piece]:
+        """All elements of ``state`` in pieces of at most ``size``, each with one group: decayed or undecayed."""
+        first_undecayed = state.buffer.decayed[1]
+        spans = ((0, first_undecayed), (first_undecayed, state.buffer.numel))
         for span, group in zip(spans, self.param_groups, strict=True):
-            start, stop = buffer.in_shard(span)
-            if start < stop:
-                yield slice(start, stop), group
+            start, stop = (place - state.start for place in state.buffer.in_shard(span))
+            for begin in range(max(start, 0), min(stop, state.numel), size):
+                part = slice(begin, min(begin + size, stop, state.numel))
+                tensors = tuple(item.tensor[part] for item in state.tensors.values())
+                yield Piece(state.buffer, tensors, state.params[part], state.grads[part], group)
 
     def _adamw(
-        self,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        *,
-        grads: torch.Tensor,
-        group: dict[str, float],
+        self, state: tuple[torch.Tensor, ...], grads: torch.Tensor, group: dict[str, float], ops: TrainOps
     ) -> None:
-        self.ops.adamw_step(
+        """One step in float32 on ``state``, whatever dtypes it is kept in."""
+        master, exp_avg, exp_avg_sq = (tensor.float() for tensor in state)  # itself when it is float32
+        ops.adamw_step(
             master,
             grads.float(),
             exp_avg,
@@ -232,3 +273,6 @@ class DistributedOptimizer:
             eps=self.config.adam_eps,
             weight_decay=group["weight_decay"],
         )
+        for kept, new in zip(state, (master, exp_avg, exp_avg_sq), strict=True):
+            if kept is not new:
+                kept.copy_(new)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -12,6 +14,14 @@ class OptimizerConfig:
     lr is what a run without scheduler uses; with one, the scheduler sets the rate of each step and min_lr is its lower
     end. clip_grad 0 means no clipping. weight_decay acts on matrices only, not on norm weights and biases.
     on_non_finite_grads (ours): "skip" the step when the gradient norm is NaN or infinite, or "stop" the run.
+
+    use_precision_aware_optimizer: state in the dtypes below instead of float32; each update runs in float32. Moments
+    may be bfloat16; a bfloat16 exp_avg_sq forgets only when 1 - adam_beta2 is above its rounding, so that is checked.
+    main_grads_dtype bfloat16 halves what CPU Adam copies to the host. Upstream's scaled float16 and uint8 states do
+    not exist here.
+    optimizer_cpu_offload: keep optimizer_offload_fraction of the state on the host and update it there (CPU Adam) ·
+    overlap_cpu_optimizer_d2h_h2d: copy gradients and weights beside the CPU's work · pin_cpu_grads, pin_cpu_params:
+    page-lock the memory through which they travel.
     """
 
     lr: float = 1e-6
@@ -23,6 +33,25 @@ class OptimizerConfig:
     clip_grad: float = 1.0
     use_distributed_optimizer: bool = True
     on_non_finite_grads: str = "skip"
+    use_precision_aware_optimizer: bool = False
+    main_grads_dtype: torch.dtype = torch.float32
+    main_params_dtype: torch.dtype = torch.float32
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: float = 1.0
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    pin_cpu_grads: bool = True
+    pin_cpu_params: bool = True
+
+    @property
+    def state_dtypes(self) -> dict[str, torch.dtype]:
+        """Dtype of each part of the state, in the order and under the names of ``ShardState``."""
+        return {
+            "master": self.main_params_dtype,
+            "exp_avg": self.exp_avg_dtype,
+            "exp_avg_sq": self.exp_avg_sq_dtype,
+        }
 
     def __post_init__(self) -> None:
         found = [
@@ -41,5 +70,32 @@ class OptimizerConfig:
             found.append(f"adam_eps is {self.adam_eps}; it must be above 0")
         if self.on_non_finite_grads not in ("skip", "stop"):
             found.append(f"on_non_finite_grads is {self.on_non_finite_grads!r}; it must be 'skip' or 'stop'")
+        found += self._dtype_problems()
+        if not 0 <= self.optimizer_offload_fraction <= 1:
+            found.append(f"optimizer_offload_fraction is {self.optimizer_offload_fraction}; it must be in [0, 1]")
         if found:
             raise ValueError("optimizer config: " + "; ".join(found))
+
+    def _dtype_problems(self) -> list[str]:
+        found = []
+        for name, allowed in _STATE_DTYPES.items():
+            dtype = getattr(self, name)
+            if dtype not in allowed:
+                found.append(f"{name} is {dtype}; it must be {' or '.join(map(str, allowed))}")
+            elif dtype != torch.float32 and not self.use_precision_aware_optimizer:
+                found.append(f"{name} is {dtype}; that needs use_precision_aware_optimizer")
+        smallest_change = torch.finfo(self.exp_avg_sq_dtype).eps / 2 if self.exp_avg_sq_dtype.is_floating_point else 0
+        if self.exp_avg_sq_dtype == torch.bfloat16 and 1 - self.adam_beta2 <= smallest_change:
+            found.append(
+                f"adam_beta2 is {self.adam_beta2} with exp_avg_sq_dtype torch.bfloat16, which cannot hold a change by "
+                f"less than {smallest_change:.4f} of itself; lower adam_beta2 or keep torch.float32"
+            )
+        return found
+
+
+_STATE_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "main_grads_dtype": (torch.float32, torch.bfloat16),
+    "main_params_dtype": (torch.float32,),
+    "exp_avg_dtype": (torch.float32, torch.bfloat16),
+    "exp_avg_sq_dtype": (torch.float32, torch.bfloat16),
+}

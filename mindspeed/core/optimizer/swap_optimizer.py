@@ -2,53 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
 from megatron.core.distributed import DistributedDataParallel, ParamAndGradBuffer
-from megatron.core.distributed.offload import OffloadableTensor
+from megatron.core.distributed.offload import HostTensor
 from megatron.core.distributed.param_and_grad_buffer import ALIGNMENT
 from megatron.core.ops import TrainOps
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, ShardState
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Piece, ShardState
+from megatron.core.optimizer.lanes import COMPUTE, TO_DEVICE, TO_HOST, Lanes, lanes_of
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ProcessGroups
-from mindspeed.core.optimizer.lanes import COMPUTE, TO_DEVICE, TO_HOST, Lanes, lanes_of
 
 # One chunk arrives while a second is updated and a third leaves, so both directions of the link are always busy.
 NUM_SLOTS = 3
-
-
-class HostTensor(OffloadableTensor):
-    """Values that live on the host, in pinned memory where there is a device; there is nothing to offload."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.is_resident = True
-
-    @staticmethod
-    def zeros(numel: int, device: torch.device) -> HostTensor:
-        """float32 [numel] on the host of ``device``."""
-        return HostTensor(torch.zeros(numel, dtype=torch.float32, pin_memory=device.type != "cpu"))
-
-    def offload(self, keep_values: bool = True) -> None:
-        """Nothing to do: no device storage."""
-
-    def onload(self, keep_values: bool = True) -> None:
-        """Nothing to do: the step brings in what it needs."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A piece of one shard: its three state tensors on the host, its parameters and gradients on the device."""
-
-    on_host: tuple[torch.Tensor, ...]
-    params: torch.Tensor
-    grads: torch.Tensor
-    group: dict[str, float]
 
 
 class SwapOptimizer(DistributedOptimizer):
@@ -82,13 +52,13 @@ class SwapOptimizer(DistributedOptimizer):
         """Make the master weights equal to the model's again, after weights were loaded into the model."""
         for state in self.shards:
             # Cast on the host: the device has no room for the whole shard in float32.
-            state.master.tensor.copy_(state.buffer.param_shard.cpu())
+            state.master.tensor.copy_(state.params.cpu())
 
-    def _new_state(self, buffer: ParamAndGradBuffer) -> ShardState:
+    def _new_states(self, buffer: ParamAndGradBuffer) -> list[ShardState]:
         numel, device = buffer.param_shard.numel(), buffer.params.tensor.device
-        state = ShardState(buffer, *(HostTensor.zeros(numel, device) for _ in range(3)))
-        state.master.tensor.copy_(buffer.param_shard.cpu())
-        return state
+        state = ShardState(buffer, 0, *(HostTensor.zeros(numel, device) for _ in range(3)))
+        state.master.tensor.copy_(state.params.to(state.master.tensor.device))
+        return [state]
 
     def _update_shards(self) -> None:
         """Chunk i travels through slot i % NUM_SLOTS, which it may enter when chunk i - NUM_SLOTS has left it."""
@@ -96,29 +66,18 @@ class SwapOptimizer(DistributedOptimizer):
         slots = torch.empty(NUM_SLOTS, 3, self.chunk_size, dtype=torch.float32, device=self.device)
         ready = lanes.submit(COMPUTE, _nothing)  # the slots' memory, and the gradients, come from this lane
         left: list[Any] = [ready] * NUM_SLOTS
-        for index, chunk in enumerate(self._chunks()):
+        pieces = (piece for state in self.shards for piece in self._pieces(state, self.chunk_size))
+        for index, piece in enumerate(pieces):
             slot = index % NUM_SLOTS
-            on_device = tuple(slots[slot, :, : chunk.params.numel()])
-            arrived = lanes.submit(TO_DEVICE, partial(_copy, chunk.on_host, on_device), after=[left[slot]])
-            updated = lanes.submit(COMPUTE, partial(self._update, chunk, *on_device), after=[arrived])
-            left[slot] = lanes.submit(TO_HOST, partial(_copy, on_device, chunk.on_host), after=[updated])
+            on_device = tuple(slots[slot, :, : piece.params.numel()])
+            arrived = lanes.submit(TO_DEVICE, partial(_copy, piece.state, on_device), after=[left[slot]])
+            updated = lanes.submit(COMPUTE, partial(self._update, piece, on_device), after=[arrived])
+            left[slot] = lanes.submit(TO_HOST, partial(_copy, on_device, piece.state), after=[updated])
         lanes.finish()
 
-    def _update(self, chunk: Chunk, master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-        self._adamw(master, exp_avg, exp_avg_sq, grads=chunk.grads, group=chunk.group)
-        chunk.params.copy_(master)
-
-    def _chunks(self) -> Iterator[Chunk]:
-        for state in self.shards:
-            for part, group in self._parts(state.buffer):
-                for begin in range(part.start, part.stop, self.chunk_size):
-                    piece = slice(begin, min(begin + self.chunk_size, part.stop))
-                    yield Chunk(
-                        on_host=tuple(item.tensor[piece] for item in state.tensors.values()),
-                        params=state.buffer.param_shard[piece],
-                        grads=state.buffer.grad_shard[piece],
-                        group=group,
-                    )
+    def _update(self, piece: Piece, on_device: tuple[torch.Tensor, ...]) -> None:
+        self._adamw(on_device, piece.grads, piece.group, self.ops)
+        piece.params.copy_(on_device[0])
 
 
 def get_swap_optimizer(

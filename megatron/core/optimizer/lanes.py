@@ -1,0 +1,78 @@
+"""Where the pieces of a streamed update run: lanes to and from the device, and one for computing on each side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+TO_DEVICE, COMPUTE, TO_HOST, HOST = LANES = ("to_device", "compute", "to_host", "host")
+
+
+class Lanes(Protocol):
+    """Work on one lane runs in the order of ``submit``; between lanes only ``after`` orders it."""
+
+    def submit(self, lane: str, work: Callable[[], None], after: Sequence[Any] = ()) -> Any:
+        """Queue ``work`` behind what ``after`` names (results of earlier calls) and return what names it."""
+
+    def finish(self) -> None:
+        """Wait until all work is done, on the host."""
+
+
+class InOrder:
+    """One piece of work at a time, in the order in which it comes; on the CPU there is nothing to overlap."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def submit(self, lane: str, work: Callable[[], None], after: Sequence[Any] = ()) -> None:
+        """Run ``work`` now and wait for it."""
+        work()
+        if lane != HOST:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the current stream, where the device has streams."""
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).current_stream(self._device).synchronize()
+
+
+class DeviceStreams:
+    """Three streams of one accelerator (cuda, npu): the current one computes, two others copy beside it.
+
+    The host lane is this thread: its work waits for the events it needs and is done when ``submit`` returns, while the
+    streams go on with what was queued before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        compute = self._module.current_stream(device)
+        self._streams = {lane: self._module.Stream(device=device) for lane in (TO_DEVICE, TO_HOST)} | {COMPUTE: compute}
+
+    def submit(self, lane: str, work: Callable[[], None], after: Sequence[Any] = ()) -> Any:
+        """Queue ``work`` on the lane's stream; returns the event that fires when it is done (None: it is done)."""
+        events = [event for event in after if event is not None]
+        if lane == HOST:
+            for event in events:
+                event.synchronize()
+            work()
+            return None
+        stream = self._streams[lane]
+        for event in events:
+            stream.wait_event(event)
+        with self._module.stream(stream):
+            work()
+            done = self._module.Event()
+            done.record(stream)
+        return done
+
+    def finish(self) -> None:
+        """Wait for all three streams."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+
+def lanes_of(device: torch.device, is_overlapped: bool = True) -> Lanes:
+    """Streams on an accelerator, plain order on the CPU or when nothing shall overlap."""
+    return DeviceStreams(device) if is_overlapped and device.type != "cpu" else InOrder(device)
