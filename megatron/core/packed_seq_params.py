@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.router_replay import MicroBatchRouting
 
 
 @dataclass(frozen=True)
 class PackedSeqParams:
-    """B sequences packed one after another into T tokens.
+    """B sequences packed one after another into T tokens; under context parallelism T counts all its ranks' tokens.
 
     cu_seqlens: int32 [B+1], first 0, last T, on the host: an attention kernel that takes the lengths as host integers
-    would wait for the device in every layer. max_seqlen: length of the longest sequence.
+    would wait for the device in every layer. max_seqlen: length of the longest sequence. With CP ranks every sequence
+    is padded to a multiple of 2 CP (``context_parallel.padded_length``).
     is_padding_T: bool, of the tokens that this rank is given (all T, or its part of them under context parallelism),
     before the sequence-parallel split: True for those that only fill up, which routers neither count nor balance, so
     that nothing depends on how sequences were packed. None: no token is padding.
+    routing: the experts of these tokens, to be recorded or replayed. None: each router chooses and nobody remembers.
     """
 
     cu_seqlens: torch.Tensor
     max_seqlen: int
     is_padding_T: torch.Tensor | None = None
+    routing: MicroBatchRouting | None = None
+    # What every layer needs and one of them has to compute, such as index tensors on the device; by its maker's key.
+    derived: dict[object, object] = field(default_factory=dict, init=False, repr=False, compare=False)

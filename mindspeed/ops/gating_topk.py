@@ -28,6 +28,7 @@ def topk_router(
     norm_topk_prob: bool = True,
     scaling_factor: float | None = None,
     expert_bias: torch.Tensor | None = None,
+    chosen_TK: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``megatron.core.ops.contract.TopkRouter``."""
     if score_function != "sigmoid" or logits_TE.shape[0] == 0:
@@ -41,8 +42,11 @@ def topk_router(
             norm_topk_prob=norm_topk_prob,
             scaling_factor=scaling_factor,
             expert_bias=expert_bias,
+            chosen_TK=chosen_TK,
         )
-    indices_TK = _choose(logits_TE.detach(), topk, num_groups, group_topk, expert_bias)
+    indices_TK = chosen_TK
+    if indices_TK is None:
+        indices_TK = _choose(logits_TE.detach(), topk, num_groups, group_topk, expert_bias)
     probs_TK = logits_TE.gather(1, indices_TK).sigmoid()
     if norm_topk_prob and topk > 1:
         probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + 1e-20)

@@ -201,6 +201,20 @@ def router_of_softmax(new: Maker, size: Sizes) -> Call:
     return router(new, size, score_function="softmax", num_groups=None, group_topk=None)
 
 
+def router_of_given_choices(new: Maker, size: Sizes) -> Call:
+    """As in router replay: the weights are those of the gate at experts that it may not have picked."""
+
+    def run(ops: TrainOps, logits: Tensor, chosen: Tensor) -> Tensor:
+        probs, indices = ops.topk_router(
+            logits, topk=size.choices, score_function="sigmoid", scaling_factor=2.5, chosen_TK=chosen
+        )
+        assert indices is chosen
+        return probs
+
+    chosen = new.choices(size.tokens, size.choices, size.experts)
+    return Call(run, [new.leaf(size.tokens, size.experts), chosen])
+
+
 def router_without_tokens(new: Maker, size: Sizes) -> Call:
     return router(new, size, tokens=0)
 
@@ -259,6 +273,7 @@ CASES: dict[str, Entry] = {
         router_without_groups,
         router_of_one_choice,
         router_of_softmax,
+        router_of_given_choices,
         router_without_tokens,
         npu_ops=("npu_moe_gating_top_k",),
         dtypes=(FP32,),

@@ -11,9 +11,7 @@ from megatron.core.parallel_state import ProcessGroups
 
 
 def finalize_model_grads(model: DistributedDataParallel, groups: ProcessGroups) -> None:
-    """Reduce over replicas, sum partial gradients over TP, update the expert biases; collective over all of
-    tp_dp_cp and over edp.
-    """
+    """Reduce over replicas, sum partial gradients over TP, move the expert biases; collective over tp_dp_cp and edp."""
     model.finish_grad_sync()
     _sum_partial_grads_over_tp(model, groups)
     update_rate = 0.0 if model.config.freeze_moe_router else model.config.moe_router_bias_update_rate

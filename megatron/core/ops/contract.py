@@ -94,7 +94,9 @@ class TopkRouter(Protocol):
     expert_bias``; with groups only experts of the ``group_topk`` groups with the highest sum of their two best biased
     scores can be chosen; weights are the unbiased s, with ``norm_topk_prob`` divided by their sum + 1e-20.
     softmax: ``pre_softmax`` picks from ``softmax(logits)`` and keeps those weights, otherwise weights are the softmax
-    over the K picked logits; a group counts by its best expert. Last, weights are multiplied by ``scaling_factor``.
+    over the K picked logits; a group counts by its best expert (with ``pre_softmax`` this is DeepSeek-V2's
+    group_limited_greedy, arXiv 2405.04434). Last, weights are multiplied by ``scaling_factor``.
+    ``chosen_TK`` int64: these experts are taken, whatever would have been picked, and are returned as they are.
     The order of the K choices is free; indices and bias carry no gradient.
     """
 
@@ -110,6 +112,7 @@ class TopkRouter(Protocol):
         norm_topk_prob: bool = True,
         scaling_factor: float | None = None,
         expert_bias: torch.Tensor | None = None,
+        chosen_TK: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 

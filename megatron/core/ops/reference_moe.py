@@ -18,6 +18,7 @@ def topk_router(
     norm_topk_prob: bool = True,
     scaling_factor: float | None = None,
     expert_bias: torch.Tensor | None = None,
+    chosen_TK: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``contract.TopkRouter``. Groups that lost are masked with -inf, so that negative scores cannot win either."""
     is_sigmoid = score_function == "sigmoid"
@@ -25,12 +26,14 @@ def topk_router(
         scores_TE = logits_TE.sigmoid()
     else:
         scores_TE = logits_TE.softmax(-1) if pre_softmax else logits_TE
-    choice_TE = scores_TE.detach()
-    if expert_bias is not None:
-        choice_TE = choice_TE + expert_bias
-    if num_groups is not None and group_topk is not None:
-        choice_TE = _keep_best_groups(choice_TE, num_groups, group_topk, best_of_group=2 if is_sigmoid else 1)
-    indices_TK = choice_TE.topk(topk, dim=-1, sorted=False).indices
+    indices_TK = chosen_TK
+    if indices_TK is None:
+        choice_TE = scores_TE.detach()
+        if expert_bias is not None:
+            choice_TE = choice_TE + expert_bias
+        if num_groups is not None and group_topk is not None:
+            choice_TE = _keep_best_groups(choice_TE, num_groups, group_topk, best_of_group=2 if is_sigmoid else 1)
+        indices_TK = choice_TE.topk(topk, dim=-1, sorted=False).indices
     probs_TK = scores_TE.gather(1, indices_TK)
     if is_sigmoid and norm_topk_prob and topk > 1:
         probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + 1e-20)

@@ -38,7 +38,7 @@ class TransformerLayer(nn.Module):
         self.pre_mlp_layernorm = RMSNorm(config, ops, config.hidden_size)
         self.mlp: MLP | MoELayer
         if config.is_moe_layer(global_layer):
-            self.mlp = MoELayer(config, groups, ops)
+            self.mlp = MoELayer(config, groups, ops, global_layer)
         else:
             self.mlp = MLP(config, groups, ops, config.ffn_hidden_size)
         self.recomputes_norms = config.recomputes("layernorm")
@@ -54,14 +54,15 @@ class TransformerLayer(nn.Module):
         x_TH = x_TH + attended_TH
 
         norm = CheckpointWithoutOutput(self.recomputes_norms)
-        y_TH = self._feed_forward(norm.checkpoint(self.pre_mlp_layernorm, x_TH))
+        y_TH = self._feed_forward(norm.checkpoint(self.pre_mlp_layernorm, x_TH), packed_seq_params)
         norm.discard_output_and_register_recompute(y_TH)
         return x_TH + y_TH
 
-    def _feed_forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def _feed_forward(self, x_TH: torch.Tensor, packed_seq_params: PackedSeqParams) -> torch.Tensor:
+        arguments = (x_TH, packed_seq_params) if isinstance(self.mlp, MoELayer) else (x_TH,)
         if self.recomputes_mlp and torch.is_grad_enabled():
-            return checkpoint(self.mlp, x_TH, recompute_context=lambda: without_counting(self.mlp))
-        y_TH: torch.Tensor = self.mlp(x_TH)
+            return checkpoint(self.mlp, *arguments, recompute_context=lambda: without_counting(self.mlp))
+        y_TH: torch.Tensor = self.mlp(*arguments)
         return y_TH
 
     def init_weights(self, init: WeightInit) -> None:

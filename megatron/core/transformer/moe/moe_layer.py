@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from megatron.core.ops import TrainOps
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel.weight_init import WeightInit
 from megatron.core.transformer.moe.experts import GroupedMLP
@@ -20,12 +21,14 @@ class MoELayer(nn.Module):
 
     With ``moe_shared_expert_overlap`` the first half of the shared experts runs while the tokens travel to the routed
     ones, the second half while the results come back, and their backward in the same way; no value changes.
+    ``packed_seq_params`` tells the router of sequences, padding and routing to be replayed; None: one sequence, no
+    padding.
     """
 
-    def __init__(self, config: TransformerConfig, groups: ProcessGroups, ops: TrainOps) -> None:
+    def __init__(self, config: TransformerConfig, groups: ProcessGroups, ops: TrainOps, global_layer: int = 0) -> None:
         super().__init__()
         assert config.num_moe_experts is not None, "a MoE layer needs num_moe_experts"
-        self.router = TopKRouter(config, ops)
+        self.router = TopKRouter(config, groups, ops, global_layer)
         self.experts = GroupedMLP(config, groups, ops)
         self.token_dispatcher = make_token_dispatcher(
             config.moe_token_dispatcher_type, config.num_moe_experts, groups, ops
@@ -35,9 +38,9 @@ class MoELayer(nn.Module):
         if config.moe_shared_expert_intermediate_size:
             self.shared_experts = SharedExpertMLP(config, groups, ops)
 
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TH: torch.Tensor, packed_seq_params: PackedSeqParams | None = None) -> torch.Tensor:
         beside = self.shared_experts if self.overlaps_shared_experts else None
-        dispatch = self.token_dispatcher.start_dispatch(x_TH, *self.router(x_TH))
+        dispatch = self.token_dispatcher.start_dispatch(x_TH, *self.router(x_TH, packed_seq_params))
         if beside is not None:
             hidden_TF = beside.linear_fc1_forward_and_act(x_TH)
         dispatch.start_combine(self.experts(*dispatch.finish()))
