@@ -17,6 +17,8 @@ NAMES = {
     "swiglu": "native",
     "rotary_interleaved": "native",
     "core_attention": "native",
+    "attention_block": "native",
+    "attention_block_grad": "native",
     "grouped_matmul": "native",
     "token_permute": "native",
     "token_unpermute": "native",
@@ -27,11 +29,14 @@ NAMES = {
 
 def train_ops() -> TrainOps:
     """The Ascend table (provider ``mindspeed.ops:train_ops``); nothing touches a device before an op is called."""
+    attention = FusionAttention()
     return TrainOps(
         rms_norm=rms_norm,
         swiglu=swiglu,
         rotary_interleaved=rotary_interleaved,
-        core_attention=FusionAttention(),
+        core_attention=attention,
+        attention_block=attention.block,
+        attention_block_grad=attention.block_grad,
         grouped_matmul=grouped_matmul,
         token_permute=token_permute,
         token_unpermute=token_unpermute,

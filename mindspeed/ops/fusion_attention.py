@@ -1,6 +1,6 @@
-"""Flash attention over packed sequences (layout TND) as one kernel.
+"""Flash attention over packed sequences (layout TND) as one kernel, whole or by blocks of keys.
 
-Limits: float16, bfloat16 or float32; no empty sequence; N heads on every side (no grouped heads); head sizes to 768.
+Limits: float16, bfloat16 or float32; no empty sequence; N heads of queries, a divisor of N of keys; head sizes to 768.
 The kernel takes the sequence ends as host integers: with ``cu_seqlens`` on the host no call waits for the device.
 Tolerance: 1e-2 (bfloat16), 1e-5 (float32), relative. Backward: torch_npu's own (npu_fusion_attention_grad).
 """
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 # The kernel reads causality from one fixed triangle of this size, whatever the sequence lengths are.
 MASK_SIZE = 2048
 NO_MASK, CAUSAL_FROM_THE_END = 0, 3  # sparse_mode
+STATISTICS_WIDTH = 8  # the kernel wants every row's statistics eight times
 
 
 class FusionAttention:
@@ -31,30 +32,99 @@ class FusionAttention:
         scale: float,
         causal: bool = True,
     ) -> torch.Tensor:
+        return self._attend(q, k, v, cu_seqlens, cu_seqlens, scale, causal)[0]
+
+    def block(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        scale: float,
+        causal: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``contract.AttentionBlock``."""
+        out, maximum, total = self._attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal)
+        return out, maximum[..., 0] + total[..., 0].log()
+
+    def block_grad(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        scale: float,
+        causal: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See ``contract.AttentionBlockGrad``: the kernel's weights are ``exp(scores - maximum) / sum``."""
         import torch_npu
 
         value_size = v.shape[-1]
-        # NPU-ADAPTATION(fa-pad-value): the packed kernel wants one head size for q, k and v, and MLA has 192 and 128;
-        # drop when the oldest CANN that we support takes them as they are.
-        v = F.pad(v, (0, q.shape[-1] - value_size))
-        # NPU-ADAPTATION END
-        ends = cu_seqlens[1:].tolist()
-        out: torch.Tensor = torch_npu.npu_fusion_attention(
+        v, out, grad_out = (_as_wide_as(q, x) for x in (v, out, grad_out))
+        maximum = lse.unsqueeze(-1).expand(-1, -1, STATISTICS_WIDTH).contiguous()
+        grads = torch_npu.npu_fusion_attention_grad(
             q,
             k,
             v,
+            grad_out,
+            q.shape[1],
+            "TND",
+            atten_mask=self._causal_mask(q.device) if causal else None,
+            softmax_max=maximum,
+            softmax_sum=torch.ones_like(maximum),
+            attention_in=out,
+            scale_value=scale,
+            actual_seq_qlen=cu_seqlens_q[1:].tolist(),
+            actual_seq_kvlen=cu_seqlens_k[1:].tolist(),
+            sparse_mode=CAUSAL_FROM_THE_END if causal else NO_MASK,
+        )
+        return grads[0], grads[1], grads[2][..., :value_size]
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        scale: float,
+        causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """-> the output, and of every row of scores its maximum and the sum of its weights, [Tq, N, 8] each."""
+        import torch_npu
+
+        value_size = v.shape[-1]
+        out, maximum, total, *_ = torch_npu.npu_fusion_attention(
+            q,
+            k,
+            _as_wide_as(q, v),
             q.shape[1],
             "TND",
             atten_mask=self._causal_mask(q.device) if causal else None,
             scale=scale,
-            actual_seq_qlen=ends,
-            actual_seq_kvlen=ends,
+            actual_seq_qlen=cu_seqlens_q[1:].tolist(),
+            actual_seq_kvlen=cu_seqlens_k[1:].tolist(),
             sparse_mode=CAUSAL_FROM_THE_END if causal else NO_MASK,
-        )[0]
-        return out[..., :value_size]
+        )
+        return out[..., :value_size], maximum, total
 
     def _causal_mask(self, device: torch.device) -> torch.Tensor:
         if device not in self._masks:
             full = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device)
             self._masks[device] = full.triu(diagonal=1)  # True = out of sight
         return self._masks[device]
+
+
+def _as_wide_as(q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Values, outputs and their gradients [T, N, Dv] as the kernel takes them."""
+    # NPU-ADAPTATION(fa-pad-value): the packed kernel wants one head size for q, k and v, and MLA has 192 and 128;
+    # drop when the oldest CANN that we support takes them as they are.
+    if x.shape[-1] < q.shape[-1]:
+        x = F.pad(x, (0, q.shape[-1] - x.shape[-1]))
+    # NPU-ADAPTATION END
+    return x

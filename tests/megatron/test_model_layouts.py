@@ -52,7 +52,7 @@ def _reduced_grads(model: nn.Module, groups: ProcessGroups) -> dict[str, torch.T
         grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         if parameter.sequence_parallel:
             dist.all_reduce(grad, group=groups.tp)
-        dist.all_reduce(grad, group=groups.dp if parameter.allreduce else groups.edp)
+        dist.all_reduce(grad, group=groups.dp_cp if parameter.allreduce else groups.edp)
         grads[name] = grad
     return grads
 

@@ -103,6 +103,62 @@ def full_attention(new: Maker, size: Sizes) -> Call:
     return attention(new, size, is_causal=False)
 
 
+def attention_of_shared_heads(new: Maker, size: Sizes) -> Call:
+    """Two query heads share a head of keys and values."""
+    ends = torch.tensor([0, *size.sequences]).cumsum(0).int()
+
+    def run(ops: TrainOps, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ops.core_attention(q, k, v, ends, max(size.sequences), 0.2)
+
+    keys, values = (new.leaf(size.tokens, size.heads // 2, size.value) for _ in range(2))
+    return Call(run, [new.leaf(size.tokens, size.heads, size.value), keys, values])
+
+
+def _block(new: Maker, size: Sizes, shared_by: int = 1, is_causal: bool = False) -> tuple[list[Tensor], list[Any]]:
+    """q, k, v and what follows them in a call: every sequence has half as many queries as keys, or one of one."""
+    ends_q = torch.tensor([0, *((length + 1) // 2 for length in size.sequences)]).cumsum(0).int()
+    ends_k = torch.tensor([0, *size.sequences]).cumsum(0).int()
+    q = new.floats(int(ends_q[-1]), size.heads, size.nope + size.rope)
+    k = new.floats(size.tokens, size.heads // shared_by, size.nope + size.rope)
+    v = new.floats(size.tokens, size.heads // shared_by, size.value)
+    return [q, k, v], [ends_q, ends_k, 0.2, is_causal]
+
+
+def block(new: Maker, size: Sizes, **form: Any) -> Call:
+    tensors, rest = _block(new, size, **form)
+    return Call(lambda ops, *tensors: ops.attention_block(*tensors, *rest), tensors)
+
+
+def causal_block(new: Maker, size: Sizes) -> Call:
+    return block(new, size, is_causal=True)
+
+
+def block_of_shared_heads(new: Maker, size: Sizes) -> Call:
+    return block(new, size, shared_by=2)
+
+
+def block_grad(new: Maker, size: Sizes, **form: Any) -> Call:
+    """With the statistics of a softmax that has more keys than these: each row's denominator is larger."""
+    tensors, rest = _block(new, size, **form)
+    rows, heads, values = len(tensors[0]), size.heads, size.value
+    grad_out, out = new.floats(rows, heads, values), new.floats(rows, heads, values)
+    more = new.floats(rows, heads, dtype=FP32)
+
+    def run(ops: TrainOps, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, more: Tensor) -> Any:
+        lse = ops.attention_block(q, k, v, *rest)[1] + more.square()
+        return ops.attention_block_grad(grad_out, q, k, v, out, lse, *rest)
+
+    return Call(run, [grad_out, *tensors, out, more])
+
+
+def causal_block_grad(new: Maker, size: Sizes) -> Call:
+    return block_grad(new, size, is_causal=True)
+
+
+def block_grad_of_shared_heads(new: Maker, size: Sizes) -> Call:
+    return block_grad(new, size, shared_by=2)
+
+
 def grouped_matmul(new: Maker, size: Sizes, idle: bool = False) -> Call:
     rows = size.tokens
     counts = torch.full((size.local_experts,), rows // size.local_experts)
@@ -249,7 +305,22 @@ CASES: dict[str, Entry] = {
     "core_attention": _entry(
         attention,
         full_attention,
+        attention_of_shared_heads,
         npu_ops=("npu_fusion_attention", "npu_fusion_attention_grad"),
+        tolerance={FP32: 1e-5, BF16: 1e-2},
+    ),
+    "attention_block": _entry(
+        block,
+        causal_block,
+        block_of_shared_heads,
+        npu_ops=("npu_fusion_attention",),
+        tolerance={FP32: 1e-5, BF16: 1e-2},
+    ),
+    "attention_block_grad": _entry(
+        block_grad,
+        causal_block_grad,
+        block_grad_of_shared_heads,
+        npu_ops=("npu_fusion_attention_grad",),
         tolerance={FP32: 1e-5, BF16: 1e-2},
     ),
     "grouped_matmul": _entry(

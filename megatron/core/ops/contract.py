@@ -1,9 +1,9 @@
 """The table of device ops that the training engine calls; a device package supplies its own entries.
 
 Letters: T tokens, H hidden, N heads, D head size, R rotary size, F expert width, E experts, K experts of a token,
-B packed sequences. Every op but ``adamw_step`` is differentiable in its floating-point inputs. "Tolerance" is the
-largest difference from ``reference.py``, relative to the largest output: 1e-6 in float32, 1e-2 in bfloat16 unless an op
-says more.
+B packed sequences. Every op but ``adamw_step`` and the ``attention_block`` pair is differentiable in its floating-point
+inputs. "Tolerance" is the largest difference from ``reference.py``, relative to the largest output: 1e-6 in float32,
+1e-2 in bfloat16 unless an op says more.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class RotaryInterleaved(Protocol):
 
 
 class CoreAttention(Protocol):
-    """q and k [T, N, Dq], v [T, N, Dv], cu_seqlens int32 [B+1] (host or device) -> [T, N, Dv].
+    """q [T, N, Dq], k [T, M, Dq], v [T, M, Dv], cu_seqlens int32 [B+1] (host or device) -> [T, N, Dv].
 
     ``softmax(q k^T * scale) v`` inside each sequence, with ``causal`` only over earlier tokens and the token itself.
-    Dq and Dv may differ. Tolerance 1e-5 in float32.
+    Dq and Dv may differ. M divides N: N/M neighbouring query heads share a head of k and v. Tolerance 1e-5 in float32.
     """
 
     def __call__(
@@ -54,6 +54,51 @@ class CoreAttention(Protocol):
         scale: float,
         causal: bool = True,
     ) -> torch.Tensor: ...
+
+
+class AttentionBlock(Protocol):
+    """Attention to some of a sequence's keys: q [Tq, N, Dq], k [Tk, M, Dq], v [Tk, M, Dv] -> (out, lse).
+
+    cu_seqlens_q, cu_seqlens_k: int32 [B+1] (host or device), bounds of the same B sequences in q and in k. out
+    [Tq, N, Dv]: ``softmax(q k^T * scale) v``; lse float32 [Tq, N]: the logarithm of the softmax's denominator, which
+    is what it takes to join the outputs for several sets of keys. ``causal``: a sequence's last query sees all of its
+    keys, the one before all but the last, and so on; no sequence then has more queries than keys. Sequences without
+    queries or keys are not allowed. No gradient: see ``AttentionBlockGrad``. Tolerance as ``CoreAttention``.
+    """
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        scale: float,
+        causal: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class AttentionBlockGrad(Protocol):
+    """Gradients of q, k and v that go through these keys, when ``out`` and ``lse`` are those of all keys together.
+
+    grad_out and out [Tq, N, Dv], lse float32 [Tq, N], the others as in ``AttentionBlock``. With the weights
+    ``p = exp(q k^T * scale - lse)``: ``dv = p^T grad_out``, ``ds = p * (grad_out v^T - sum(grad_out * out)) * scale``,
+    ``dq = ds k``, ``dk = ds^T q``, each in the dtype of its tensor. q's gradient is the sum of dq over all sets.
+    """
+
+    def __call__(
+        self,
+        grad_out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        scale: float,
+        causal: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
 class GroupedMatmul(Protocol):
@@ -146,6 +191,8 @@ class TrainOps:
     swiglu: Swiglu
     rotary_interleaved: RotaryInterleaved
     core_attention: CoreAttention
+    attention_block: AttentionBlock
+    attention_block_grad: AttentionBlockGrad
     grouped_matmul: GroupedMatmul
     token_permute: TokenPermute
     token_unpermute: TokenUnpermute

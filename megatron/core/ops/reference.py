@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.ops.contract import TrainOps
-from megatron.core.ops.reference_attention import core_attention
+from megatron.core.ops.reference_attention import attention_block, attention_block_grad, core_attention
 from megatron.core.ops.reference_moe import grouped_matmul, token_permute, token_unpermute, topk_router
 
 
@@ -20,6 +20,8 @@ def reference_ops() -> TrainOps:
         "swiglu": swiglu,
         "rotary_interleaved": rotary_interleaved,
         "core_attention": core_attention,
+        "attention_block": attention_block,
+        "attention_block_grad": attention_block_grad,
         "grouped_matmul": grouped_matmul,
         "token_permute": token_permute,
         "token_unpermute": token_unpermute,

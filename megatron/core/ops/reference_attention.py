@@ -1,6 +1,8 @@
-"""Attention over packed sequences in plain torch: pad to a rectangle, attend, take the padding away."""
+"""Attention over packed sequences in plain torch: whole sequences as a padded rectangle, blocks of keys one by one."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +20,10 @@ def core_attention(
     """See ``contract.CoreAttention``.
 
     Padding sits after each sequence, so a causal mask alone keeps it out of sight. v is padded to q's head size,
-    because torch's fused kernels want equal sizes.
+    because torch's fused kernels want equal sizes; shared heads are repeated, because few of them take less.
     """
+    if k.shape[1] != q.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     num_sequences, value_size = cu_seqlens.numel() - 1, v.shape[-1]
     cu_seqlens = cu_seqlens.to(q.device)
     lengths = cu_seqlens.diff()
@@ -38,3 +42,84 @@ def core_attention(
         mask = (torch.arange(max_seqlen, device=q.device) < lengths.unsqueeze(1))[:, None, None, :]
     out = F.scaled_dot_product_attention(pad(q), pad(k), pad(v), attn_mask=mask, is_causal=causal, scale=scale)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, rows)[..., :value_size]
+
+
+# Most scores that are in memory at one time, in elements of float32.
+MAX_SCORES = 2**25
+
+
+def attention_block(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scale: float,
+    causal: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``contract.AttentionBlock``."""
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
+    lse = torch.empty(q.shape[:2], dtype=_wide(q).dtype, device=q.device)
+    for rows, keys, hidden in _pieces(q, cu_seqlens_q, cu_seqlens_k, causal):
+        scores = _scores(q[rows], k[keys], scale, hidden)
+        lse[rows] = scores.logsumexp(-1).flatten(0, 1).T
+        weights = scores.softmax(-1)
+        out[rows] = torch.einsum("mgqk,kmd->qmgd", weights, _wide(v[keys])).flatten(1, 2).to(out.dtype)
+    return out, lse
+
+
+def attention_block_grad(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scale: float,
+    causal: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``contract.AttentionBlockGrad``."""
+    shape = (k.shape[1], -1)  # M, N/M
+    grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=_wide(x).dtype) for x in (q, k, v))
+    for rows, keys, hidden in _pieces(q, cu_seqlens_q, cu_seqlens_k, causal):
+        lse_MGq = lse[rows].T.unflatten(0, shape)
+        weights = (_scores(q[rows], k[keys], scale, hidden) - lse_MGq.unsqueeze(-1)).exp_()
+        grad_qMGd = _wide(grad_out[rows]).unflatten(1, shape)
+        grad_v[keys] += torch.einsum("mgqk,qmgd->kmd", weights, grad_qMGd)
+        grad_weights = torch.einsum("qmgd,kmd->mgqk", grad_qMGd, _wide(v[keys]))
+        mean = (grad_qMGd * _wide(out[rows]).unflatten(1, shape)).sum(-1).permute(1, 2, 0)
+        grad_scores = grad_weights.sub_(mean.unsqueeze(-1)).mul_(weights).mul_(scale)
+        grad_q[rows] = torch.einsum("mgqk,kmd->qmgd", grad_scores, _wide(k[keys])).flatten(1, 2)
+        grad_k[keys] += torch.einsum("mgqk,qmgd->kmd", grad_scores, _wide(q[rows]).unflatten(1, shape))
+    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+def _pieces(
+    q: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, causal: bool
+) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+    """Some queries of one sequence, its keys, and which keys [queries, keys] each query must not see (None: none)."""
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    bounds = zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False)
+    for start_q, end_q, start_k, end_k in bounds:
+        num_keys = end_k - start_k
+        step = max(1, MAX_SCORES // max(1, q.shape[1] * num_keys))
+        for first in range(start_q, end_q, step):
+            last = min(first + step, end_q)
+            hidden = None
+            if causal:
+                seen = torch.arange(first, last, device=q.device) + (num_keys - end_q)  # last key that a query sees
+                hidden = torch.arange(num_keys, device=q.device) > seen.unsqueeze(1)
+            yield slice(first, last), slice(start_k, end_k), hidden
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, hidden: torch.Tensor | None) -> torch.Tensor:
+    """[M, N/M, queries, keys], at least float32."""
+    q_qMGd = _wide(q).unflatten(1, (k.shape[1], -1))
+    scores = torch.einsum("qmgd,kmd->mgqk", q_qMGd, _wide(k)).mul_(scale)
+    return scores if hidden is None else scores.masked_fill_(hidden, float("-inf"))
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,6 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) over packed sequences.
 
-Letters: T packed tokens, H hidden, N heads of this rank, D head size without position, R rotary size, C latent size.
+Letters: T packed tokens of this context-parallel rank, H hidden, N heads of this rank, D head size without position,
+R rotary size, C latent size.
 """
 
 from __future__ import annotations
@@ -8,9 +9,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from megatron.core.context_parallel import ContextParallelAttention
+from megatron.core.context_parallel.block import keys_of
 from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
+from megatron.core.tensor_parallel.checkpoint import CheckpointWithoutOutput, checkpoint
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.weight_init import WeightInit
@@ -29,8 +33,7 @@ class MLASelfAttention(nn.Module):
         self.config = config
         self.tp_group = groups.tp
         self.num_heads = heads // groups.tp.size()
-        self.softmax_scale = attention_scale(config)
-        self.core_attention = ops.core_attention
+        self.core_attention = ContextParallelAttention(groups, ops, attention_scale(config), config.cp_comm_type)
         self.rotary = ops.rotary_interleaved
 
         def by_heads(input_size: int, head_size: int) -> ColumnParallelLinear:
@@ -63,44 +66,56 @@ class MLASelfAttention(nn.Module):
     def forward(
         self, x_TH: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor], packed_seq_params: PackedSeqParams
     ) -> torch.Tensor:
-        q_TND, k_TND, v_TND = self.get_query_key_value_tensors(x_TH, rotary_cos_sin)
-        out_TND = self.core_attention(
-            q_TND,
-            k_TND,
-            v_TND,
-            packed_seq_params.cu_seqlens,
-            packed_seq_params.max_seqlen,
-            self.softmax_scale,
-            True,
+        up_projection = CheckpointWithoutOutput(self.config.recomputes("mla_up_proj"))
+        q_TND, k_TND, v_TND, *rest_of_k = up_projection.checkpoint(
+            self.up_project, *self.down_project(x_TH), *rotary_cos_sin
         )
+        arguments = (q_TND, k_TND, v_TND, packed_seq_params, *rest_of_k)
+        if self.config.recomputes("core_attn") and torch.is_grad_enabled():
+            out_TND = checkpoint(self.core_attention, *arguments)
+        else:
+            out_TND = self.core_attention(*arguments)
+        up_projection.discard_output_and_register_recompute(out_TND)
         y_TH: torch.Tensor = self.linear_proj(out_TND.flatten(1))
         return y_TH
 
-    def get_query_key_value_tensors(
-        self, x_TH: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries and keys [T, N, D+R] and values [T, N, Dv] of this rank's heads, for all tokens."""
-        config = self.config
-        cos, sin = rotary_cos_sin
-        sizes = [config.qk_head_dim, config.qk_pos_emb_head_dim]
-        q_nope, q_rope = self._query(x_TH).unflatten(1, (self.num_heads, -1)).split(sizes, dim=-1)
+    def down_project(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What queries are made of (their latents, or x itself), latents of keys and values [T/TP, C], rotary keys."""
+        query_input = x_TH if self.config.q_lora_rank is None else self.linear_q_down_proj(x_TH)
+        sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
+        latent_TC, k_rope = self.linear_kv_down_proj(x_TH).split(sizes, dim=-1)
+        return query_input, latent_TC, k_rope
 
-        latent_TC, k_rope = self.linear_kv_down_proj(x_TH).split([config.kv_lora_rank, sizes[1]], dim=-1)
+    def up_project(
+        self,
+        query_input: torch.Tensor,
+        latent_TC: torch.Tensor,
+        k_rope: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Queries and keys [T, N, D+R] and values [T, N, Dv] of this rank's heads.
+
+        With context parallelism keys are [T, N, D], and what all heads share [T, 1, R] comes after the values.
+        """
+        config = self.config
+        if config.q_lora_rank is None:
+            query = self.linear_q_proj(query_input)
+        else:
+            query = self.linear_q_up_proj(self.q_layernorm(query_input))
+        sizes = [config.qk_head_dim, config.qk_pos_emb_head_dim]
+        q_nope, q_rope = query.unflatten(1, (self.num_heads, -1)).split(sizes, dim=-1)
+
         kv = self.linear_kv_up_proj(self.kv_layernorm(latent_TC)).unflatten(1, (self.num_heads, -1))
         k_nope, v_TND = kv.split([config.qk_head_dim, config.v_head_dim], dim=-1)
         # All heads share this key. Each rank's gradient covers its own heads only: the gather's backward adds them up.
         k_rope = gather_from_sequence_parallel_region(k_rope, self.tp_group)
-        k_rope = self.rotary(k_rope.unsqueeze(1), cos, sin).expand(-1, self.num_heads, -1)
+        k_rope = self.rotary(k_rope.unsqueeze(1), cos, sin)
 
         q_TND = torch.cat([q_nope, self.rotary(q_rope, cos, sin)], dim=-1)
-        return q_TND, torch.cat([k_nope, k_rope], dim=-1), v_TND
-
-    def _query(self, x_TH: torch.Tensor) -> torch.Tensor:
-        if self.config.q_lora_rank is None:
-            query: torch.Tensor = self.linear_q_proj(x_TH)
-        else:
-            query = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(x_TH)))
-        return query
+        if self.core_attention.group.size() == 1:
+            return q_TND, keys_of((k_nope, v_TND, k_rope)), v_TND
+        return q_TND, k_nope, v_TND, k_rope
 
     def init_weights(self, init: WeightInit, name: str) -> None:
         """Fill every projection with its part of the tensor of its name under ``name``; norms become ones."""

@@ -123,9 +123,6 @@ def _check(config: TransformerConfig, groups: ProcessGroups, vp_stage: int | Non
     )
     layout = groups.layout
     tp_size = layout.tensor_model_parallel_size
-    for name in ("context_parallel_size",):
-        if getattr(layout, name) != 1:
-            problems.append(f"{name} is {getattr(layout, name)}; only 1 is supported")
     num_chunks = layout.virtual_pipeline_model_parallel_size
     if vp_stage not in range(num_chunks) and not (vp_stage is None and num_chunks == 1):
         problems.append(
@@ -147,5 +144,25 @@ def _check(config: TransformerConfig, groups: ProcessGroups, vp_stage: int | Non
         problems.append(
             f"num_query_groups {config.query_groups} does not divide over tensor_model_parallel_size {tp_size}"
         )
+    problems.extend(_head_problems(config, tp_size, layout.context_parallel_size))
     if problems:
         raise ValueError("model and layout do not fit: " + "; ".join(problems))
+
+
+def _head_problems(config: TransformerConfig, tp_size: int, cp_size: int) -> list[str]:
+    """With ``cp_comm_type`` "a2a" a rank has some of the heads that its tensor-parallel rank has."""
+    if cp_size == 1 or config.cp_comm_type != "a2a":
+        return []
+    found = []
+    heads, groups = config.num_attention_heads, config.query_groups
+    if heads % (tp_size * cp_size):
+        found.append(
+            f"num_attention_heads {heads} does not divide over tensor_model_parallel_size {tp_size} times "
+            f"context_parallel_size {cp_size}, as cp_comm_type 'a2a' needs; use 'p2p' or 'all_gather'"
+        )
+    if not config.multi_latent_attention and groups // tp_size % cp_size and cp_size % max(1, groups // tp_size):
+        found.append(
+            f"num_query_groups {groups}: {groups // tp_size} of a tensor-parallel rank neither divide over "
+            f"context_parallel_size {cp_size} nor divide it; use cp_comm_type 'p2p' or 'all_gather'"
+        )
+    return found

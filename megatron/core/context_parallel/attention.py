@@ -1,0 +1,57 @@
+"""The attention between queries, keys and values of a packed micro-batch, whichever ranks share its tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.context_parallel.block import BlockAttention, keys_of
+from megatron.core.context_parallel.by_heads import attention_by_heads
+from megatron.core.context_parallel.gathered import gathered_attention
+from megatron.core.context_parallel.ring import ring_attention
+from megatron.core.context_parallel.zigzag import ContextShard
+from megatron.core.ops import TrainOps
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import ProcessGroups
+
+COMM_TYPES = ("p2p", "all_gather", "a2a")
+
+
+class ContextParallelAttention:
+    """Causal attention of this rank's tokens to those of all ranks of ``groups.cp``; what every attention layer calls.
+
+    ``cp_comm_type`` says what travels: "p2p" (default) keys and values from rank to rank, beside the computation;
+    "all_gather" keys and values to everybody at once; "a2a" queries, keys, values and outputs, so that a rank has all
+    tokens of N/CP heads and calls the same kernel as one process. With a CP size of 1 it is ``ops.core_attention``.
+    """
+
+    def __init__(self, groups: ProcessGroups, ops: TrainOps, scale: float, cp_comm_type: str | None = None) -> None:
+        self.group = groups.cp
+        self.ops = ops
+        self.scale = scale
+        self.cp_comm_type = cp_comm_type or COMM_TYPES[0]
+        if self.cp_comm_type not in COMM_TYPES:
+            raise ValueError(f"cp_comm_type is {cp_comm_type!r}; use one of {', '.join(COMM_TYPES)}")
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        params: PackedSeqParams,
+        shared_k: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q [t, N, D], k [t, M, D], v [t, M, Dv] of this rank's tokens -> [t, N, Dv]; M divides N.
+
+        shared_k [t, 1, R]: the last part of every head's key, when all heads share it (k is then [t, M, D-R]); it
+        travels once instead of per head. Collective over the context-parallel group, as is the backward.
+        """
+        block = (k, v) if shared_k is None else (k, v, shared_k)
+        if self.group.size() == 1:
+            bounds = params.cu_seqlens, params.max_seqlen
+            return self.ops.core_attention(q, keys_of(block), v, *bounds, self.scale, True)
+        shard = ContextShard.of(params, self.group.size(), self.group.rank(), q.device)
+        assert len(q) == int(shard.local[-1]), f"{len(q)} tokens; bounds {params.cu_seqlens} over {shard.cp_size} ranks"
+        if self.cp_comm_type == "a2a":
+            return attention_by_heads(q, block, self.ops, self.scale, params, shard, self.group)
+        attend = ring_attention if self.cp_comm_type == "p2p" else gathered_attention
+        return attend(q, block, BlockAttention(self.ops, self.scale), shard, self.group)
