@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +18,11 @@ from megatron.core.context_parallel import (
     padded_length,
     zigzag_indices,
 )
+from megatron.core.models.gpt import GPTModel
 from megatron.core.ops import reference_ops
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_layout import ParallelLayout
+from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.megatron.model_helpers import make_model, one_process_world, packed_batch, tiny_config
 from tests.megatron.test_model_layouts import _local_part, _partition_dim, _reduced_grads
 from tests.parallel.launcher import run_ranks
@@ -97,10 +101,18 @@ def test_attention_between_ranks_equals_one_process(cp_size: int) -> None:
             assert (found - wanted).abs().max() < 1e-11 * wanted.abs().max(), (case, place)
 
 
-def _run_model(sizes: dict[str, Any], changes: dict[str, Any]) -> tuple[Any, float, dict[str, torch.Tensor]]:
+def grouped_query_config(**changes: Any) -> TransformerConfig:
+    """Two dense layers, 8 heads over 4 of keys and values, with norms."""
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "ffn_hidden_size": 96, "vocab_size": 128}
+    return TransformerConfig(**sizes, num_query_groups=4, qk_layernorm=True, init_method_std=0.1, **changes)
+
+
+def _run_model(
+    sizes: dict[str, Any], changes: dict[str, Any], make_config: Callable[..., TransformerConfig]
+) -> tuple[Any, float, dict[str, torch.Tensor]]:
     """(where this rank stands, summed loss of all ranks, reduced gradients) of a model on this rank's tokens."""
     groups = parallel_state.initialize_model_parallel(**sizes)
-    model = make_model(tiny_config(sequence_parallel=groups.tp.size() > 1, **changes), groups)
+    model = make_model(make_config(sequence_parallel=groups.tp.size() > 1, **changes), groups)
     loss = torch.zeros(())
     for index, lengths in enumerate(MODEL_LENGTHS):
         if index % groups.dp.size() == groups.coords.dp:
@@ -115,14 +127,20 @@ def _run_model(sizes: dict[str, Any], changes: dict[str, Any]) -> tuple[Any, flo
     return groups.coords, loss.item(), grads
 
 
-def _run_models(cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[Any]:
-    return [_run_model(*case) for case in cases]
+Case = tuple[dict[str, Any], dict[str, Any]]
 
 
-def _assert_models_equal_one_process(world_size: int, cases: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def _run_models(cases: list[Case], make_config: Callable[..., TransformerConfig]) -> list[Any]:
+    return [_run_model(*case, make_config) for case in cases]
+
+
+def _assert_models_equal_one_process(
+    world_size: int, cases: list[Case], make_config: Callable[..., TransformerConfig] = tiny_config
+) -> None:
     with one_process_world():
-        _, loss, grads = _run_model({}, {})
-    for case, ranks in zip(cases, zip(*run_ranks(_run_models, world_size, cases), strict=True), strict=True):
+        _, loss, grads = _run_model({}, {}, make_config)
+    by_rank = run_ranks(_run_models, world_size, cases, make_config)
+    for case, ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         layout = ParallelLayout(world_size=world_size, **case[0])
         for at, rank_loss, rank_grads in ranks:
             assert abs(rank_loss - loss) < 1e-5 * abs(loss), (case, rank_loss, loss)
@@ -133,28 +151,38 @@ def _assert_models_equal_one_process(world_size: int, cases: list[tuple[dict[str
                 assert difference < 1e-5, (case, at, name, difference.item())
 
 
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+CP2 = {"context_parallel_size": 2}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj", "core_attn")}
 
 
 def test_two_ranks_give_the_gradients_of_one_process() -> None:
-    cp2 = {"context_parallel_size": 2}
-    _assert_models_equal_one_process(
-        2,
-        [
-            (cp2, {"cp_comm_type": "p2p"}),
-            (cp2 | {"expert_model_parallel_size": 2}, {"cp_comm_type": "all_gather", **RECOMPUTE}),
-            (cp2 | {"expert_model_parallel_size": 2}, {"cp_comm_type": "a2a"}),
-        ],
-    )
+    cp2_ep2 = CP2 | {"expert_model_parallel_size": 2}
+    cases = [
+        (CP2, {"cp_comm_type": "p2p"} | SELECTIVE),
+        (cp2_ep2, {"cp_comm_type": "all_gather"} | FULL),
+        (cp2_ep2, {"cp_comm_type": "a2a"} | SELECTIVE),
+    ]
+    _assert_models_equal_one_process(2, cases)
 
 
 def test_four_ranks_give_the_gradients_of_one_process() -> None:
-    tp2_cp2 = {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "expert_model_parallel_size": 4}
-    _assert_models_equal_one_process(
-        4,
-        [
-            *((tp2_cp2, {"cp_comm_type": comm_type, **RECOMPUTE}) for comm_type in COMM_TYPES),
-            ({"context_parallel_size": 4, "expert_model_parallel_size": 2}, {}),
-            ({"context_parallel_size": 2, "expert_model_parallel_size": 4}, {"cp_comm_type": "p2p"}),
-        ],
-    )
+    tp2_cp2 = CP2 | {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4}
+    cases = [
+        *((tp2_cp2, {"cp_comm_type": comm_type} | FULL) for comm_type in COMM_TYPES),
+        ({"context_parallel_size": 4, "expert_model_parallel_size": 2}, {}),
+        (CP2 | {"expert_model_parallel_size": 4}, {"cp_comm_type": "p2p"}),
+    ]
+    _assert_models_equal_one_process(4, cases)
+
+
+def test_grouped_query_attention_over_ranks() -> None:
+    cases = [(CP2, {"cp_comm_type": comm_type}) for comm_type in COMM_TYPES]
+    _assert_models_equal_one_process(2, cases, grouped_query_config)
+
+
+def test_heads_that_do_not_divide_are_told(one_rank: parallel_state.ProcessGroups) -> None:
+    layout = ParallelLayout(world_size=16, tensor_model_parallel_size=2, context_parallel_size=8)
+    groups = replace(one_rank, layout=layout, coords=layout.coords(0))
+    with pytest.raises(ValueError, match="num_attention_heads 4 does not divide .* 2 times context_parallel_size 8"):
+        GPTModel(tiny_config(sequence_parallel=True, cp_comm_type="a2a"), groups, reference_ops())

@@ -1,6 +1,7 @@
 """Grouped-query attention (arXiv 2305.13245) over packed sequences, with rotary positions and per-head norms.
 
-Letters: T packed tokens, H hidden, N query heads of this rank, G heads of keys and values of this rank, D head size.
+Letters: T packed tokens of this context-parallel rank, H hidden, N query heads of this rank, G heads of keys and values
+of this rank, D head size.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import math
 import torch
 from torch import nn
 
+from megatron.core.context_parallel import ContextParallelAttention
 from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
+from megatron.core.tensor_parallel.checkpoint import checkpoint
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.weight_init import WeightInit
 from megatron.core.transformer.norm import RMSNorm
@@ -25,7 +28,8 @@ class SelfAttention(nn.Module):
     def __init__(self, config: TransformerConfig, groups: ProcessGroups, ops: TrainOps) -> None:
         super().__init__()
         self.config = config
-        self.core_attention = ops.core_attention
+        scale = 1.0 / math.sqrt(config.head_size)
+        self.core_attention = ContextParallelAttention(groups, ops, scale, config.cp_comm_type)
         self.rotary = ops.rotary_interleaved
         self.num_groups = config.query_groups // groups.tp.size()
         self.heads_per_group = config.num_attention_heads // config.query_groups
@@ -50,23 +54,18 @@ class SelfAttention(nn.Module):
     def forward(
         self, x_TH: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor], packed_seq_params: PackedSeqParams
     ) -> torch.Tensor:
-        q_TND, k_TND, v_TND = self.get_query_key_value_tensors(x_TH, rotary_cos_sin)
-        out_TND = self.core_attention(
-            q_TND,
-            k_TND,
-            v_TND,
-            packed_seq_params.cu_seqlens,
-            packed_seq_params.max_seqlen,
-            1.0 / math.sqrt(self.config.head_size),
-            True,
-        )
+        arguments = (*self.get_query_key_value_tensors(x_TH, rotary_cos_sin), packed_seq_params)
+        if self.config.recomputes("core_attn") and torch.is_grad_enabled():
+            out_TND = checkpoint(self.core_attention, *arguments)
+        else:
+            out_TND = self.core_attention(*arguments)
         y_TH: torch.Tensor = self.linear_proj(out_TND.flatten(1))
         return y_TH
 
     def get_query_key_value_tensors(
         self, x_TH: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [T, N, D] of this rank's heads, for all tokens; keys and values repeated."""
+        """Queries [T, N, D], keys and values [T, G, D] of this rank's heads, for all tokens of the TP group."""
         size = self.config.head_size
         qkv = self.linear_qkv(x_TH).unflatten(1, (self.num_groups, self.heads_per_group + 2, size))
         q, k, v = qkv.split([self.heads_per_group, 1, 1], dim=2)
@@ -74,8 +73,7 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q_TND, k_TGD = self.q_layernorm(q_TND), self.k_layernorm(k_TGD)
         q_TND, k_TGD = self._rotate(q_TND, rotary_cos_sin), self._rotate(k_TGD, rotary_cos_sin)
-        repeats = self.heads_per_group
-        return q_TND, k_TGD.repeat_interleave(repeats, dim=1), v_TGD.repeat_interleave(repeats, dim=1)
+        return q_TND, k_TGD, v_TGD
 
     def _rotate(self, x_TND: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Element i turns with element i + D/2: as neighbours, in an order that queries and keys share."""
