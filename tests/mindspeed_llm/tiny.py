@@ -1,4 +1,4 @@
-"""Tiny DeepSeek-V3 configs and random checkpoints in Hugging Face form for tests of every package."""
+"""Tiny configs of every model family and random checkpoints in Hugging Face form for tests of every package."""
 
 from __future__ import annotations
 
@@ -66,6 +66,72 @@ def tiny_hf_config(**overrides: Any) -> dict[str, Any]:
         "torch_dtype": "float32",
         "use_cache": True,
         "v_head_dim": 16,
+        "vocab_size": 128,
+    }
+    return {**config, **overrides}
+
+
+def tiny_moonlight_config(**overrides: Any) -> dict[str, Any]:
+    """Moonlight's form of DeepSeek-V3: no q-LoRA, plain rotary positions, one expert group, two shared experts."""
+    moonlight = {
+        "q_lora_rank": None,
+        "rope_scaling": None,
+        "rope_theta": 50000.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 2.446,
+    }
+    return tiny_hf_config(**{**moonlight, **overrides})
+
+
+def tiny_v2_lite_config(**overrides: Any) -> dict[str, Any]:
+    """DeepSeek-V2-Lite: no q-LoRA, YaRN with mscale 0.707, softmax weights as they are, no groups, no bias."""
+    v2_lite = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "rope_scaling": {**tiny_hf_config()["rope_scaling"], "mscale": 0.707, "mscale_all_dim": 0.707},
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "topk_method": "greedy",
+    }
+    return tiny_hf_config(**{**v2_lite, **overrides})
+
+
+def tiny_qwen3_config(**overrides: Any) -> dict[str, Any]:
+    """A 3-layer dense Qwen3: 4 query heads on 2 heads of keys and values, whose size is not hidden / heads."""
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "head_dim": 24,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 96,
+        "max_position_embeddings": 4096,
+        "max_window_layers": 3,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "use_sliding_window": False,
         "vocab_size": 128,
     }
     return {**config, **overrides}
