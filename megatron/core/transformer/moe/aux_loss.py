@@ -5,6 +5,7 @@ Letters: B sequences, T tokens of this rank's sequence shard, E experts, K exper
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -128,32 +129,46 @@ class MoEAuxLosses:
         self.totals[NAMES.index(name)] += torch.stack([(value_T.detach() * rows.is_real_T).sum(), rows.is_real_T.sum()])
 
 
+@dataclass(frozen=True)
 class TokenRows:
-    """What a router must know of its rows: sequence int64 [T] (all 0 unless ``by_sequence``), is_real float32 [T]."""
+    """What a router must know of its rows: sequence int64 [T] (all 0 unless asked for), is_real float32 [T]."""
 
-    def __init__(
-        self,
-        num_tokens: int,
-        device: torch.device,
-        packed_seq_params: PackedSeqParams | None,
-        groups: ProcessGroups,
-        by_sequence: bool,
-    ) -> None:
-        first = num_tokens * groups.tp.rank()
-        mine = slice(first, first + num_tokens)
-        is_padding_T = None if packed_seq_params is None else packed_seq_params.is_padding_T
-        self.has_padding = is_padding_T is not None
-        if is_padding_T is None:
-            self.is_real_T = torch.ones(num_tokens, device=device)
-        else:
-            self.is_real_T = (~is_padding_T[mine]).to(device=device, dtype=torch.float32)
-        self.num_sequences = 1
-        self.sequence_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        if by_sequence and packed_seq_params is not None:
+    sequence_T: torch.Tensor
+    num_sequences: int
+    is_real_T: torch.Tensor
+    has_padding: bool
+
+    @staticmethod
+    def of(
+        x_TH: torch.Tensor, packed_seq_params: PackedSeqParams | None, groups: ProcessGroups, by_sequence: bool
+    ) -> TokenRows:
+        """Of this rank's rows ``x_TH``; made once per micro-batch. Without parameters: one sequence, no padding."""
+        num_tokens, device = x_TH.shape[0], x_TH.device
+        if packed_seq_params is None:
+            zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+            return TokenRows(zeros_T, 1, torch.ones(num_tokens, device=device), has_padding=False)
+        key = (TokenRows, num_tokens, device, by_sequence)
+        if key not in packed_seq_params.derived:
+            packed_seq_params.derived[key] = TokenRows._make(num_tokens, device, packed_seq_params, groups, by_sequence)
+        rows = packed_seq_params.derived[key]
+        assert isinstance(rows, TokenRows)
+        return rows
+
+    @staticmethod
+    def _make(
+        num_tokens: int, device: torch.device, params: PackedSeqParams, groups: ProcessGroups, by_sequence: bool
+    ) -> TokenRows:
+        mine = slice(num_tokens * groups.tp.rank(), num_tokens * (groups.tp.rank() + 1))
+        is_real_T = torch.ones(num_tokens, device=device)
+        if params.is_padding_T is not None:
+            is_real_T -= params.is_padding_T[mine].to(is_real_T)
+        sequence_T, num_sequences = torch.zeros(num_tokens, dtype=torch.int64), 1
+        if by_sequence:
             # Under context parallelism every rank holds the same number of tokens of a sequence, one after another.
-            lengths_B = packed_seq_params.cu_seqlens.diff().long() // groups.cp.size()
-            self.num_sequences = lengths_B.numel()
-            self.sequence_T = torch.arange(self.num_sequences).repeat_interleave(lengths_B.cpu())[mine].to(device)
+            lengths_B = params.cu_seqlens.cpu().diff().long() // groups.cp.size()
+            num_sequences = lengths_B.numel()
+            sequence_T = torch.arange(num_sequences).repeat_interleave(lengths_B)[mine]
+        return TokenRows(sequence_T.to(device), num_sequences, is_real_T, params.is_padding_T is not None)
 
 
 def collect_moe_aux_losses(model: nn.Module, groups: ProcessGroups) -> dict[str, dict[int, float]]:

@@ -55,7 +55,7 @@ class TopKRouter(nn.Module):
         probs_TK, indices_TK = self._route(logits_TE, self._replayed(logits_TE, packed_seq_params))
         counts_E = self._count(indices_TK)
         if self.training and torch.is_grad_enabled():
-            rows = TokenRows(x_TH.shape[0], x_TH.device, packed_seq_params, self.groups, self.aux_losses.by_sequence)
+            rows = TokenRows.of(x_TH, packed_seq_params, self.groups, self.aux_losses.by_sequence)
             if self.is_counting:
                 self.local_tokens_per_expert += (
                     self._count(indices_TK, rows.is_real_T) if rows.has_padding else counts_E

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from megatron.core.ops import TrainOps
 from megatron.core.parallel_state import ProcessGroups
@@ -53,7 +52,7 @@ class MoEAlltoAllTokenDispatcher:
         self.ops = ops
         # Not the larger group where the smaller will do: each has buffers of its own on a device.
         self.counting = groups.ep if groups.etp.size() == 1 else groups.etp_ep
-        self.members_TS = _members_by_place(self.counting, groups)
+        self.members_TS = _members_by_place(groups)
 
     def start_dispatch(
         self, x_TH: torch.Tensor, probs_TK: torch.Tensor, indices_TK: torch.Tensor, counts_E: torch.Tensor
@@ -199,10 +198,10 @@ def make_token_dispatcher(kind: str, num_experts: int, groups: ProcessGroups, op
     return MoEAlltoAllTokenDispatcher(num_experts, groups, ops)
 
 
-def _members_by_place(group: dist.ProcessGroup, groups: ProcessGroups) -> torch.Tensor:
-    """Place in ``group`` of expert-TP rank T and EP rank S, int64 [T, S], whatever the order of the ranks."""
+def _members_by_place(groups: ProcessGroups) -> torch.Tensor:
+    """Place in ``groups.etp_ep`` of expert-TP rank T and EP rank S, int64 [T, S], whatever the order of the ranks."""
     members_TS = torch.empty(groups.etp.size(), groups.ep.size(), dtype=torch.int64)
-    for index, rank in enumerate(dist.get_process_group_ranks(group)):
+    for index, rank in enumerate(groups.layout.members(groups.rank, ("tp", "ep"), is_expert=True)):
         at = groups.layout.coords(rank)
         members_TS[at.etp, at.ep] = index
     return members_TS
