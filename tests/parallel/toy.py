@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from megatron.core.models.gpt import ModelChunks
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -51,9 +52,14 @@ class ToyStage(nn.Module):
         return h_TH
 
 
-def toy_stage(groups: ProcessGroups, config: TransformerConfig, num_layers: int) -> ToyStage:
-    """The layers of this rank's stage."""
-    return ToyStage(config, groups.layout.stage_layers(groups.coords.pp, num_layers))
+def toy_stage(groups: ProcessGroups, config: TransformerConfig, num_layers: int) -> ToyStage | ModelChunks:
+    """The layers of this rank's stage, in chunks where the layout has virtual stages."""
+    layout = groups.layout
+    chunks = [
+        ToyStage(config, layout.chunk_layers(groups.coords.pp, chunk, num_layers))
+        for chunk in range(layout.virtual_pipeline_model_parallel_size)
+    ]
+    return chunks[0] if len(chunks) == 1 else ModelChunks(chunks)
 
 
 def toy_batches(sizes: list[int], seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -1,7 +1,12 @@
-"""Sends activations to the next pipeline stage and their gradients back; shapes are known to both sides beforehand."""
+"""Sends activations to the next pipeline stage and their gradients back; shapes are known to both sides beforehand.
+
+Two ways: functions that return when everything has arrived (1F1B), and ``RingTransfers``, which run beside computing
+and also join the last stage to the first (interleaved).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,6 +95,72 @@ def _exchange(
             received = torch.empty(shape, dtype=link.dtype, device=link.device, requires_grad=shape is recv_prev)
             ops.append(dist.P2POp(dist.irecv, received.detach(), peer, link.group))
     if ops:
-        for request in dist.batch_isend_irecv(ops):
-            request.wait()
+        Receiving(dist.batch_isend_irecv(ops), f"{len(ops)} transfers with ranks {[op.peer for op in ops]}").wait()
     return received
+
+
+@dataclass(frozen=True)
+class Receiving:
+    """Transfers that are on their way; ``waits_for`` says what they are to whoever finds a rank waiting here."""
+
+    requests: Sequence[dist.Work]
+    waits_for: str
+    tensor: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor | None:
+        """The received tensor, when it is here; unblocked by the peer, which posts its side of the transfer."""
+        for request in self.requests:
+            request.wait()
+        return self.tensor
+
+
+class RingTransfers:
+    """Transfers between the stages as a ring: forwards go to the next stage and from the last to the first.
+
+    Every call posts its transfers and returns; a rank may have one send of each direction under way. All ranks make
+    the calls that concern them in one common order (``schedule_table.timetable``), so none waits for ever.
+    """
+
+    def __init__(self, groups: ProcessGroups, dtype: torch.dtype, device: torch.device) -> None:
+        stage, num_stages = groups.coords.pp, groups.layout.pipeline_model_parallel_size
+        self._group, self._dtype, self._device = groups.pp, dtype, device
+        self._next_rank = dist.get_global_rank(groups.pp, (stage + 1) % num_stages)
+        self._prev_rank = dist.get_global_rank(groups.pp, (stage - 1) % num_stages)
+        self._sent: dict[bool, Receiving] = {}
+
+    def exchange(
+        self, is_backward: bool, output: torch.Tensor | None, receives: Shape | None, name: str
+    ) -> Receiving | None:
+        """Send ``output`` onwards (backward: a gradient back) and receive a tensor of shape ``receives``.
+
+        Either may be None. The tensor received in the forward direction is a leaf that collects its gradient.
+        """
+        target, source = (self._next_rank, self._prev_rank) if not is_backward else (self._prev_rank, self._next_rank)
+        ops: list[dist.P2POp] = []
+        received: torch.Tensor | None = None
+        if receives is not None:
+            received = torch.empty(receives, dtype=self._dtype, device=self._device, requires_grad=not is_backward)
+            ops.append(dist.P2POp(dist.irecv, received.detach(), source, self._group))
+        sent: torch.Tensor | None = None
+        if output is not None:
+            assert output.dtype == self._dtype, f"stage output is {output.dtype}, the pipeline carries {self._dtype}"
+            if is_backward in self._sent:
+                self._sent.pop(is_backward).wait()
+            sent = output.detach().contiguous()
+            ops.append(dist.P2POp(dist.isend, sent, target, self._group))
+        if not ops:
+            return None
+        requests = dist.batch_isend_irecv(ops)
+        # One request for each transfer, or one for the batch, as the backend likes; the receive is the first.
+        if sent is not None:
+            self._sent[is_backward] = Receiving(requests[-1:], f"rank {target} to take what was sent to it", sent)
+        what = "gradient of the output" if is_backward else "input"
+        return (
+            Receiving(requests[:1], f"{what} of {name} from rank {source}", received) if received is not None else None
+        )
+
+    def finish(self) -> None:
+        """Wait for the sends."""
+        for sending in self._sent.values():
+            sending.wait()
+        self._sent.clear()

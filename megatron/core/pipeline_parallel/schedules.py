@@ -1,12 +1,10 @@
-"""Runs the micro-batches of one step through the stages: without pipelining, or one-forward-one-backward (1F1B)."""
+"""Runs the micro-batches of one step through the stages: without pipelining, as 1F1B, or as interleaved 1F1B."""
 
 from __future__ import annotations
 
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,16 +12,18 @@ from torch import nn
 
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.pipeline_parallel import p2p_communication as p2p
+from megatron.core.pipeline_parallel.agreement import microbatch_shapes
+from megatron.core.pipeline_parallel.interleaved import forward_backward_pipelining_with_interleaving
+from megatron.core.pipeline_parallel.microbatch_run import ForwardStepFunc, MicroBatchRun, model_config
 from megatron.core.pipeline_parallel.p2p_communication import PipelineLink, Shape
-
-LossFunc = Callable[..., Any]
-ForwardStepFunc = Callable[[Iterator[Any], nn.Module], tuple[torch.Tensor, LossFunc]]
 
 
 def get_forward_backward_func(groups: ProcessGroups) -> Callable[..., list[Any]]:
-    """The schedule for this pipeline size, with ``groups`` bound; its keywords are those of the functions below."""
+    """The schedule for this pipeline size, with ``groups`` bound; its keywords are those of the functions here."""
     if groups.layout.pipeline_model_parallel_size == 1:
         return functools.partial(forward_backward_no_pipelining, groups=groups)
+    if groups.layout.virtual_pipeline_model_parallel_size > 1:
+        return functools.partial(forward_backward_pipelining_with_interleaving, groups=groups)
     return functools.partial(forward_backward_pipelining_without_interleaving, groups=groups)
 
 
@@ -41,7 +41,12 @@ def forward_backward_no_pipelining(
     tensor_shapes: Sequence[Shape] | None = None,
 ) -> list[Any]:
     """Forward and backward of every micro-batch in turn; see the pipelined schedule for arguments and result."""
-    run = _Run(forward_step_func, data_iterator, model, num_microbatches, True, collect_non_loss_data, forward_only)
+    shapes = microbatch_shapes(
+        tensor_shapes, num_microbatches, seq_length * micro_batch_size, model, groups, forward_only
+    )
+    run = MicroBatchRun(
+        forward_step_func, data_iterator, model, num_microbatches, groups, shapes, collect_non_loss_data, forward_only
+    )
     with torch.set_grad_enabled(not forward_only):
         for _ in range(num_microbatches):
             output = run.forward(None)
@@ -67,7 +72,8 @@ def forward_backward_pipelining_without_interleaving(
 
     ``forward_step_func(data_iterator, model) -> (output, loss_func)`` runs on every stage; ``loss_func(output) ->
     (loss, metrics)`` on the last one. ``tensor_shapes[i]`` is the shape (T_i / TP, H) of what travels for
-    micro-batch i, equal on all stages; by default all are (seq_length * micro_batch_size / TP, H).
+    micro-batch i, equal on all stages; by default all are (seq_length * micro_batch_size / TP, H). Ranks that do not
+    agree on the micro-batches raise ``ValueError`` before anything moves (``agreement``); collective over the world.
 
     Gradients: with ``config.calculate_per_token_loss`` their plain sum over micro-batches (the caller has normalised
     the loss over the whole batch), else their mean. Nothing is reduced over data parallel ranks here.
@@ -75,16 +81,12 @@ def forward_backward_pipelining_without_interleaving(
     Returns the metrics of every micro-batch on the last stage and [] elsewhere; with ``collect_non_loss_data`` the
     results of ``loss_func(output, non_loss_data=True)`` instead, which needs ``forward_only``.
     """
-    shapes = _tensor_shapes(tensor_shapes, num_microbatches, seq_length * micro_batch_size, model, groups)
-    link = PipelineLink.of(groups, _config(model).pipeline_dtype, next(model.parameters()).device)
-    run = _Run(
-        forward_step_func,
-        data_iterator,
-        model,
-        num_microbatches,
-        groups.is_last_stage,
-        collect_non_loss_data,
-        forward_only,
+    shapes = microbatch_shapes(
+        tensor_shapes, num_microbatches, seq_length * micro_batch_size, model, groups, forward_only
+    )
+    link = PipelineLink.of(groups, model_config(model).pipeline_dtype, next(model.parameters()).device)
+    run = MicroBatchRun(
+        forward_step_func, data_iterator, model, num_microbatches, groups, shapes, collect_non_loss_data, forward_only
     )
     with torch.set_grad_enabled(not forward_only):
         if forward_only:
@@ -94,12 +96,14 @@ def forward_backward_pipelining_without_interleaving(
     return run.results
 
 
-def _all_forward(run: _Run, link: PipelineLink, shapes: Sequence[Shape]) -> None:
+def _all_forward(run: MicroBatchRun, link: PipelineLink, shapes: Sequence[Shape]) -> None:
     for shape in shapes:
         p2p.send_forward(run.forward(p2p.recv_forward(shape, link)), link)
 
 
-def _one_forward_one_backward(run: _Run, link: PipelineLink, shapes: Sequence[Shape], groups: ProcessGroups) -> None:
+def _one_forward_one_backward(
+    run: MicroBatchRun, link: PipelineLink, shapes: Sequence[Shape], groups: ProcessGroups
+) -> None:
     """Warm-up forwards, steady pairs, cool-down backwards; the i-th backward is that of the i-th forward."""
     num_stages, num_microbatches = groups.layout.pipeline_model_parallel_size, len(shapes)
     num_warmup = min(num_stages - 1 - groups.coords.pp, num_microbatches)
@@ -126,64 +130,3 @@ def _one_forward_one_backward(run: _Run, link: PipelineLink, shapes: Sequence[Sh
     for i in range(num_steady, num_microbatches):
         output_grad = p2p.recv_backward(shapes[i], link)
         p2p.send_backward(run.backward(*in_flight.popleft(), output_grad), link)
-
-
-@dataclass
-class _Run:
-    """Forward and backward of single micro-batches on this stage, and the results so far."""
-
-    forward_step_func: ForwardStepFunc
-    data_iterator: Iterator[Any]
-    model: nn.Module
-    num_microbatches: int
-    is_last_stage: bool
-    collect_non_loss_data: bool
-    forward_only: bool
-    results: list[Any] = field(default_factory=list)
-    num_backwards: int = 0
-
-    def __post_init__(self) -> None:
-        if self.collect_non_loss_data and not self.forward_only:
-            raise ValueError("collect_non_loss_data needs forward_only: without a loss there is nothing to derive")
-        self.loss_scale = 1.0 if _config(self.model).calculate_per_token_loss else 1.0 / self.num_microbatches
-
-    def forward(self, input_tensor: torch.Tensor | None) -> torch.Tensor:
-        """Output of this stage for the next micro-batch; on the last stage its scaled loss."""
-        self.model.set_input_tensor(input_tensor)  # type: ignore[operator]
-        output, loss_func = self.forward_step_func(self.data_iterator, self.model)
-        if not self.is_last_stage:
-            return output
-        if self.collect_non_loss_data:
-            self.results.append(loss_func(output, non_loss_data=True))
-            return output
-        loss, metrics = loss_func(output)
-        self.results.append(metrics)
-        return loss * self.loss_scale
-
-    def backward(
-        self, input_tensor: torch.Tensor | None, output_tensor: torch.Tensor, output_grad: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Back-propagate one micro-batch and return the gradient of its input (None on the first stage)."""
-        self.num_backwards += 1
-        is_last = self.num_backwards == self.num_microbatches
-        backward_of = getattr(self.model, "backward_of", None)
-        with backward_of(self.num_backwards - 1, is_last) if backward_of else nullcontext():
-            torch.autograd.backward(output_tensor, grad_tensors=output_grad)
-        return None if input_tensor is None else input_tensor.grad
-
-
-def _config(model: nn.Module) -> Any:
-    return model.config
-
-
-def _tensor_shapes(
-    given: Sequence[Shape] | None, num_microbatches: int, num_tokens: int, model: nn.Module, groups: ProcessGroups
-) -> Sequence[Shape]:
-    if given is None:
-        tp = groups.layout.tensor_model_parallel_size
-        if num_tokens % tp:
-            raise ValueError(f"seq_length * micro_batch_size is {num_tokens}; it must be a multiple of TP {tp}")
-        return [(num_tokens // tp, _config(model).hidden_size)] * num_microbatches
-    if len(given) != num_microbatches:
-        raise ValueError(f"tensor_shapes has {len(given)} entries for {num_microbatches} micro-batches")
-    return given

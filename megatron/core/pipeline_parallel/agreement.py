@@ -1,0 +1,124 @@
+"""Before a step moves anything: do the ranks that will wait for one another agree on its micro-batches?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.parallel_layout import ParallelLayout
+from megatron.core.parallel_state import ProcessGroups
+from megatron.core.pipeline_parallel.microbatch_run import model_config
+from megatron.core.pipeline_parallel.p2p_communication import Shape
+from megatron.core.tensor_parallel.collectives import all_gather
+
+MAX_SHOWN = 4
+
+
+def microbatch_shapes(
+    given: Sequence[Shape] | None,
+    num_microbatches: int,
+    num_tokens: int,
+    model: nn.Module,
+    groups: ProcessGroups,
+    forward_only: bool,
+) -> Sequence[Shape]:
+    """The shape of what travels for every micro-batch, ``given`` or the default; collective over the world.
+
+    Raises ``ValueError`` on every rank, with the ranks and both numbers, when ranks that communicate within the step
+    have different numbers or shapes of micro-batches: otherwise they would wait for one another for ever.
+    """
+    layout, config = groups.layout, model_config(model)
+    tokens_per_rank, rest = divmod(num_tokens, layout.tensor_model_parallel_size)
+    shapes = [(tokens_per_rank, config.hidden_size)] * num_microbatches if given is None else given
+    is_mean = not config.calculate_per_token_loss
+    device = next(model.parameters()).device
+    table = _exchange(groups, device, (num_microbatches, int(forward_only), _digest(shapes)), is_mean)
+    if table is not None:
+        problems = disagreements(layout, table, is_mean)
+        if any("shapes" in problem for problem in problems):
+            problems = _with_shapes(groups, shapes, table)
+        if problems:
+            raise ValueError("micro-batches of this step differ between ranks: " + "; ".join(problems))
+    if given is None and rest:
+        raise ValueError(
+            f"seq_length * micro_batch_size is {num_tokens}; it must be a multiple of TP "
+            f"{layout.tensor_model_parallel_size}"
+        )
+    if len(shapes) != num_microbatches:
+        raise ValueError(f"tensor_shapes has {len(shapes)} entries for {num_microbatches} micro-batches")
+    return shapes
+
+
+def disagreements(layout: ParallelLayout, table: torch.Tensor, is_mean: bool) -> list[str]:
+    """What the ranks must agree on and do not, at most ``MAX_SHOWN`` pairs of ranks.
+
+    ``table`` [world, 3] int64: number of micro-batches, forward only or not, digest of their shapes. Ranks of one
+    replica (TP, CP, PP) need the same of everything, ranks that exchange experts' tokens the same number, and with
+    losses that are means of micro-batches (``is_mean``) so do all.
+    """
+    replica, experts = _leaders(layout)
+    counts_leader = torch.zeros_like(replica) if is_mean else replica
+    found: list[str] = []
+    for column, leaders, what in (
+        (0, counts_leader, "{} micro-batches"),
+        (0, experts, "{} micro-batches"),
+        (1, replica, "forward_only {}"),
+        (1, experts, "forward_only {}"),
+        (2, replica, "shapes with digest {}"),
+    ):
+        if found and column == 2:
+            break  # other numbers have other shapes
+        values = table[:, column]
+        for rank in (values != values[leaders]).nonzero().flatten().tolist():
+            leader = int(leaders[rank])
+            mine, other = (what.format(bool(v) if column == 1 else v) for v in (int(values[rank]), int(values[leader])))
+            sentence = f"rank {leader} has {other}, rank {rank} has {mine}"
+            if sentence not in found:
+                found.append(sentence)
+    return found[:MAX_SHOWN] + ([f"and {len(found) - MAX_SHOWN} more"] if len(found) > MAX_SHOWN else [])
+
+
+def _with_shapes(groups: ProcessGroups, shapes: Sequence[Shape], table: torch.Tensor) -> list[str]:
+    """The first different micro-batch of each pair of ranks; reached by every rank or by none."""
+    of_rank: list[Sequence[Shape]] = [()] * groups.world.size()
+    dist.all_gather_object(of_rank, [tuple(shape) for shape in shapes], group=groups.world)
+    replica, _ = _leaders(groups.layout)
+    found = []
+    for rank in (table[:, 2] != table[replica, 2]).nonzero().flatten().tolist()[:MAX_SHOWN]:
+        leader = int(replica[rank])
+        pairs = zip(of_rank[leader], of_rank[rank], strict=False)
+        at, (other, mine) = next(((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]), (-1, ((), ())))
+        if at < 0:
+            found.append(f"rank {leader} has {len(of_rank[leader])} shapes, rank {rank} has {len(of_rank[rank])}")
+        else:
+            found.append(f"micro-batch {at} is {other} on rank {leader} and {mine} on rank {rank}")
+    return found
+
+
+def _exchange(groups: ProcessGroups, device: torch.device, own: tuple[int, ...], is_mean: bool) -> torch.Tensor | None:
+    """Everybody's numbers [world, 3] on the host; None where no two ranks communicate within a step."""
+    layout = groups.layout
+    axes = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    if groups.world.size() == 1 or not (is_mean or any(getattr(layout, f"{a}_parallel_size") > 1 for a in axes)):
+        return None
+    table, _ = all_gather(torch.tensor([own], dtype=torch.int64, device=device), groups.world)
+    return table.cpu()
+
+
+def _digest(shapes: Sequence[Shape]) -> int:
+    text = repr([tuple(int(size) for size in shape) for shape in shapes])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+@lru_cache(maxsize=4)
+def _leaders(layout: ParallelLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [world] each: of every rank, the first rank of its replica, and of the ranks it shares experts with."""
+    ranks = range(layout.world_size)
+    replica = [layout.members(rank, ("tp", "cp", "pp"))[0] for rank in ranks]
+    experts = [layout.members(rank, ("tp", "ep"), is_expert=True)[0] for rank in ranks]
+    return torch.tensor(replica), torch.tensor(experts)
