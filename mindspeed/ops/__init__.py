@@ -7,6 +7,7 @@ from mindspeed.ops.adamw import adamw_step
 from mindspeed.ops.fusion_attention import FusionAttention
 from mindspeed.ops.gating_topk import topk_router
 from mindspeed.ops.grouped_matmul import grouped_matmul
+from mindspeed.ops.matmul import matmul
 from mindspeed.ops.rms_norm import rms_norm
 from mindspeed.ops.rotary import rotary_interleaved
 from mindspeed.ops.swiglu import swiglu
@@ -19,6 +20,7 @@ NAMES = {
     "core_attention": "native",
     "attention_block": "native",
     "attention_block_grad": "native",
+    "matmul": "native",
     "grouped_matmul": "native",
     "token_permute": "native",
     "token_unpermute": "native",
@@ -37,6 +39,7 @@ def train_ops() -> TrainOps:
         core_attention=attention,
         attention_block=attention.block,
         attention_block_grad=attention.block_grad,
+        matmul=matmul,
         grouped_matmul=grouped_matmul,
         token_permute=token_permute,
         token_unpermute=token_unpermute,

@@ -159,6 +159,15 @@ def block_grad_of_shared_heads(new: Maker, size: Sizes) -> Call:
     return block_grad(new, size, shared_by=2)
 
 
+def matmul(new: Maker, size: Sizes) -> Call:
+    """A layer's product, and that of its weight gradient with its transposed rows."""
+
+    def run(ops: TrainOps, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.matmul(x, w.t()), ops.matmul(x.t(), x)
+
+    return Call(run, [new.floats(size.tokens, size.hidden), new.floats(2 * size.width, size.hidden)])
+
+
 def grouped_matmul(new: Maker, size: Sizes, idle: bool = False) -> Call:
     rows = size.tokens
     counts = torch.full((size.local_experts,), rows // size.local_experts)
@@ -323,6 +332,7 @@ CASES: dict[str, Entry] = {
         npu_ops=("npu_fusion_attention_grad",),
         tolerance={FP32: 1e-5, BF16: 1e-2},
     ),
+    "matmul": _entry(matmul, npu_ops=()),
     "grouped_matmul": _entry(
         grouped_matmul,
         grouped_matmul_with_an_idle_expert,

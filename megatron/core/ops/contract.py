@@ -1,9 +1,9 @@
 """The table of device ops that the training engine calls; a device package supplies its own entries.
 
 Letters: T tokens, H hidden, N heads, D head size, R rotary size, F expert width, E experts, K experts of a token,
-B packed sequences. Every op but ``adamw_step`` and the ``attention_block`` pair is differentiable in its floating-point
-inputs. "Tolerance" is the largest difference from ``reference.py``, relative to the largest output: 1e-6 in float32,
-1e-2 in bfloat16 unless an op says more.
+B packed sequences. Every op but ``matmul``, ``adamw_step`` and the ``attention_block`` pair is differentiable in its
+floating-point inputs. "Tolerance" is the largest difference from ``reference.py``, relative to the largest output: 1e-6
+in float32, 1e-2 in bfloat16 unless an op says more.
 """
 
 from __future__ import annotations
@@ -101,6 +101,15 @@ class AttentionBlockGrad(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
+class Matmul(Protocol):
+    """a [M, K], b [K, N] (any strides) -> ``a @ b`` [M, N] in their dtype, added up in float32 or better.
+
+    No gradient: layers multiply again for theirs.
+    """
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor: ...
+
+
 class GroupedMatmul(Protocol):
     """x [T, K], w [E, K, N], tokens_per_expert int64 [E] (host or device, sum T) -> [T, N].
 
@@ -193,6 +202,7 @@ class TrainOps:
     core_attention: CoreAttention
     attention_block: AttentionBlock
     attention_block_grad: AttentionBlockGrad
+    matmul: Matmul
     grouped_matmul: GroupedMatmul
     token_permute: TokenPermute
     token_unpermute: TokenUnpermute

@@ -1,4 +1,4 @@
-"""Plain-torch ops: the specification that every device's table must equal, and the table of cpu and cuda."""
+"""Plain-torch ops: the specification that every device's table must equal, and the table of cuda."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def reference_ops() -> TrainOps:
         "core_attention": core_attention,
         "attention_block": attention_block,
         "attention_block_grad": attention_block_grad,
+        "matmul": matmul,
         "grouped_matmul": grouped_matmul,
         "token_permute": token_permute,
         "token_unpermute": token_unpermute,
@@ -43,6 +44,11 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     """See ``contract.Swiglu``."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """See ``contract.Matmul``."""
+    return torch.mm(a, b)
 
 
 def rotary_interleaved(x_TNR: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

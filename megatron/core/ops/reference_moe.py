@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -124,18 +125,22 @@ class _WeightedUnpermute(torch.autograd.Function):
 
 def grouped_matmul(x: torch.Tensor, w: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
     """See ``contract.GroupedMatmul``: one matmul per expert, written straight into its rows of the output."""
-    out: torch.Tensor = _GroupedMatmul.apply(x, w, tokens_per_expert.tolist())
+    out: torch.Tensor = GroupedMatmulFunction.apply(x, w, tokens_per_expert.tolist(), _mm_into)
     return out
 
 
-class _GroupedMatmul(torch.autograd.Function):
+class GroupedMatmulFunction(torch.autograd.Function):
+    """x [T, K], w [E, K, N], rows of each expert; ``mm_into(a, b, out)`` makes every product."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, counts: list[int], mm_into: Callable[..., None]
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, w)
-        ctx.counts = counts
+        ctx.counts, ctx.mm_into = counts, mm_into
         out = x.new_empty(x.shape[0], w.shape[2])
         for x_e, w_e, out_e in zip(x.split(counts), w, out.split(counts), strict=True):
-            torch.mm(x_e, w_e, out=out_e)
+            mm_into(x_e, w_e, out_e)
         return out
 
     @staticmethod
@@ -146,9 +151,13 @@ class _GroupedMatmul(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = torch.empty_like(x)
             for grad_e, w_e, out_e in zip(grads, w, grad_x.split(ctx.counts), strict=True):
-                torch.mm(grad_e, w_e.t(), out=out_e)
+                ctx.mm_into(grad_e, w_e.t(), out_e)
         if ctx.needs_input_grad[1]:
             grad_w = torch.empty_like(w)
             for grad_e, x_e, out_e in zip(grads, x.split(ctx.counts), grad_w, strict=True):
-                torch.mm(x_e.t(), grad_e, out=out_e)
-        return grad_x, grad_w, None
+                ctx.mm_into(x_e.t(), grad_e, out_e)
+        return grad_x, grad_w, None, None
+
+
+def _mm_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(a, b, out=out)

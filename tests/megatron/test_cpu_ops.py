@@ -1,0 +1,64 @@
+"""The table of a CPU equals the reference, with gradients, whether or not the CPU multiplies bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron.core.ops import reference_ops
+from megatron.core.ops.cpu import cpu_ops, multiplies_bfloat16
+
+CPU, REFERENCE = cpu_ops(), reference_ops()
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def _assert_same(run: Callable, dtype: torch.dtype, *shapes: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    found = []
+    for ops in (CPU, REFERENCE):
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        out = run(ops, *leaves)
+        assert out.dtype == dtype
+        out.backward(torch.linspace(-1, 1, out.numel(), dtype=dtype).view(out.shape))
+        found.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for got, want in zip(*found, strict=True):
+        assert (got - want).abs().max() <= TOLERANCE[dtype] * want.abs().max().clamp(min=1e-3)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("kv_heads", "value_size"), [(4, 8), (4, 6), (2, 8)])
+def test_attention_of_sequences_of_several_lengths(
+    dtype: torch.dtype, causal: bool, kv_heads: int, value_size: int
+) -> None:
+    bounds = torch.tensor([0, 5, 6, 11, 20, 20]).int()  # two of one length, one token alone, none at all
+
+    def run(ops: object, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ops.core_attention(q, k, v, bounds, 9, 0.3, causal)
+
+    _assert_same(run, dtype, (20, 4, 8), (20, kv_heads, 8), (20, kv_heads, value_size))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_grouped_matmul(dtype: torch.dtype) -> None:
+    counts = torch.tensor([3, 0, 5])
+    _assert_same(lambda ops, x, w: ops.grouped_matmul(x, w, counts), dtype, (8, 6), (3, 6, 4))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_matmul_takes_transposed_operands(dtype: torch.dtype) -> None:
+    a, b = (torch.randn(7, 5).to(dtype) for _ in range(2))
+    want = (a.double().t() @ b.double()).to(dtype)
+    got = CPU.matmul(a.t(), b)
+    assert got.dtype == dtype
+    assert (got - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
+
+
+def test_products_without_bfloat16_instructions_are_rounded_once() -> None:
+    if multiplies_bfloat16():
+        pytest.skip("this CPU multiplies bfloat16 itself")
+    a, b = torch.randn(64, 512).bfloat16(), torch.randn(512, 64).bfloat16()
+    assert torch.equal(CPU.matmul(a, b), (a.float() @ b.float()).bfloat16())

@@ -1,0 +1,1 @@
+"""Benchmarks: comparisons measured in one run, as ratios."""

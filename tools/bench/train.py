@@ -1,0 +1,242 @@
+"""``python -m tools.bench.train``: tokens per second, peak memory and use of the matmul peak, beside transformers.
+
+Every engine lives in a process of its own with the same number of threads; their steps are taken in turns on the same
+sequences, so that whatever else the machine does meets all of them. Figures are medians; ratios are of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tools.bench.train_model import Batch, equal_batch, hf_config_dict, matmul_flops, mixed_batch, parsed
+
+ENGINES = ("megatron", "transformers-bf16", "transformers-autocast")
+STEP_TIMEOUT_S = 1800
+
+
+@dataclass
+class Measured:
+    """Steps of one engine on one kind of batch: seconds and CPU seconds each, losses, peak resident bytes."""
+
+    engine: str
+    batch: str
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the comparison; returns the exit code."""
+    options = _options().parse_args(argv)
+    raw = hf_config_dict(options.hidden_size, options.num_layers, options.num_experts, options.vocab_size)
+    batches = {
+        "equal": [equal_batch(options.tokens, options.length, options.vocab_size, i) for i in range(options.steps + 1)],
+        "mixed": [mixed_batch(options.tokens, options.length, options.vocab_size, i) for i in range(options.steps + 1)],
+    }
+    engines = [name for name in options.engines.split(",") if name]
+    unknown = [name for name in engines if name not in ENGINES]
+    if unknown:
+        print(f"tools.bench.train: --engines has {', '.join(unknown)}; known: {', '.join(ENGINES)}", file=sys.stderr)
+        return 2
+    # What is measured: (engine, kind of batch, whether packed).
+    cases = [(engine, "equal", engine == "megatron") for engine in engines]
+    cases += [(engine, "mixed", False) for engine in engines]
+    cases += [("megatron", "mixed", True)] if "megatron" in engines else []
+    workers = {name: _Worker(name, raw, options) for name in engines}
+    try:
+        measured = _in_turns(workers, cases, batches, options.steps)
+        peaks = next(iter(workers.values())).ask("peak")
+    finally:
+        for worker in workers.values():
+            worker.end()
+    report = _report(raw, options, batches, measured, peaks)
+    print(_table(report))
+    if options.json:
+        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.train", description=__doc__)
+    parser.add_argument("--threads", type=int, default=2, help="threads of each engine (default: 2)")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of each case, after one warm-up")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a step, without padding")
+    parser.add_argument("--length", type=int, default=512, help="length of a sequence; the longest one of the mix")
+    parser.add_argument("--micro-tokens", type=int, default=4096, help="tokens of a micro-batch, padding included")
+    parser.add_argument("--hidden-size", type=int, default=1024)
+    parser.add_argument("--num-layers", type=int, default=8)
+    parser.add_argument("--num-experts", type=int, default=32)
+    parser.add_argument("--vocab-size", type=int, default=32768)
+    parser.add_argument("--train-ops", default="megatron.core.ops.reference:reference_ops", help="our table of ops")
+    parser.add_argument("--engines", default=",".join(ENGINES), help=f"comma-separated, of {', '.join(ENGINES)}")
+    parser.add_argument("--json", help="also write everything measured to this file")
+    return parser
+
+
+class _Worker:
+    """A process with one engine; ``ask`` sends it a command and returns its answer."""
+
+    def __init__(self, engine: str, raw: dict[str, Any], options: argparse.Namespace) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, engine, raw, options), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.engine = engine
+        self.name = self._answer()
+
+    def ask(self, command: str, *arguments: Any) -> Any:
+        """The worker's answer; raises RuntimeError when it fails or does not answer in time."""
+        self._pipe.send((command, arguments))
+        return self._answer()
+
+    def end(self) -> None:
+        """Stops the process."""
+        self._process.terminate()
+        self._process.join(10)
+
+    def _answer(self) -> Any:
+        if not self._pipe.poll(STEP_TIMEOUT_S):
+            raise RuntimeError(f"{self.engine} did not answer within {STEP_TIMEOUT_S} s")
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"{self.engine} ended; its error is above") from None
+
+
+def _serve(pipe: Connection, engine: str, raw: dict[str, Any], options: argparse.Namespace) -> None:
+    import torch
+
+    torch.set_num_threads(options.threads)
+    from tools.bench import train_engines
+
+    built: train_engines.Engine
+    if engine == "megatron":
+        built = train_engines.MegatronEngine(raw, options.train_ops, options.micro_tokens)
+    else:
+        precision = engine.removeprefix("transformers-")
+        experts, attention = train_engines.fastest_variant(raw, precision, options.micro_tokens)
+        built = train_engines.TransformersEngine(raw, precision, experts, attention, options.micro_tokens)
+    pipe.send(built.name)
+    commands: dict[str, Callable[..., Any]] = {"step": lambda *step: _timed(built, *step), "peak": _matmul_peaks}
+    while True:
+        command, arguments = pipe.recv()
+        pipe.send(commands[command](*arguments))
+
+
+def _timed(engine: Any, batch: Batch, is_packed: bool) -> tuple[float, float, float, int]:
+    """Seconds, CPU seconds, loss and peak resident bytes of one step."""
+    _forget_peak()
+    start, cpu_start = time.perf_counter(), time.process_time()
+    loss = engine.step(batch, is_packed)
+    return time.perf_counter() - start, time.process_time() - cpu_start, loss, _peak_resident_bytes()
+
+
+def _matmul_peaks() -> dict[str, float]:
+    """Floating-point operations per second of large square matmuls, the best of several, by dtype."""
+    import torch
+
+    peaks = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        left, right = (torch.randn(2048, 2048, dtype=dtype) for _ in range(2))
+        best = float("inf")
+        for _ in range(10):
+            start = time.perf_counter()
+            left @ right
+            best = min(best, time.perf_counter() - start)
+        peaks[str(dtype).removeprefix("torch.")] = 2 * 2048**3 / best
+    return peaks
+
+
+def _in_turns(
+    workers: dict[str, _Worker], cases: list[tuple[str, str, bool]], batches: dict[str, list[Batch]], steps: int
+) -> list[tuple[bool, Measured]]:
+    measured = [(is_packed, Measured(workers[engine].name, kind)) for engine, kind, is_packed in cases]
+    for step in range(steps + 1):
+        for (engine, kind, is_packed), (_, found) in zip(cases, measured, strict=True):
+            seconds, cpu_seconds, loss, peak_bytes = workers[engine].ask("step", batches[kind][step], is_packed)
+            print(f"step {step}: {found.engine}, {kind}{' packed' * is_packed}: {seconds:.2f} s", file=sys.stderr)
+            if step:  # the first one warms up
+                found.seconds.append(seconds)
+                found.cpu_seconds.append(cpu_seconds)
+                found.losses.append(loss)
+                found.peak_bytes = max(found.peak_bytes, peak_bytes)
+    return measured
+
+
+def _report(
+    raw: dict[str, Any],
+    options: argparse.Namespace,
+    batches: dict[str, list[Batch]],
+    measured: list[tuple[bool, Measured]],
+    peaks: dict[str, float],
+) -> dict[str, Any]:
+    import torch
+
+    hf = parsed(raw)
+    rows = []
+    for is_packed, found in measured:
+        timed = batches[found.batch][1:]
+        rates = [batch.num_tokens / s for batch, s in zip(timed, found.seconds, strict=True)]
+        flops = [matmul_flops(hf, list(map(len, batch.sequences))) for batch in timed]
+        use = statistics.median(f / s for f, s in zip(flops, found.seconds, strict=True)) / max(peaks.values())
+        row = asdict(found) | {"is_packed": is_packed, "tokens_per_s": statistics.median(rates), "matmul_use": use}
+        rows.append(row | {"tokens_per_cpu_s": sum(b.num_tokens for b in timed) / sum(found.cpu_seconds)})
+    machine = {"cpu": platform.processor() or platform.machine(), "threads": options.threads, "peaks": peaks}
+    return {"machine": machine, "torch": torch.__version__, "options": vars(options), "model": raw, "rows": rows}
+
+
+def _table(report: dict[str, Any]) -> str:
+    peaks = ", ".join(f"{dtype} {peak / 1e9:.0f} GFLOP/s" for dtype, peak in report["machine"]["peaks"].items())
+    lines = [
+        f"{report['machine']['threads']} threads; matmul peak: {peaks}; use is of the higher one, padding not counted"
+    ]
+    lines.append(f"{'engine':60} {'batch':13} {'tok/s':>8} {'tok/cpu-s':>9} {'use':>6} {'peak GiB':>8} {'loss':>8}")
+    for row in report["rows"]:
+        batch = row["batch"] + (" packed" if row["is_packed"] else "")
+        lines.append(
+            f"{row['engine']:60} {batch:13} {row['tokens_per_s']:8.0f} {row['tokens_per_cpu_s']:9.0f} "
+            f"{row['matmul_use']:6.1%} {row['peak_bytes'] / 2**30:8.2f} {row['losses'][-1]:8.4f}"
+        )
+    ours = {(row["batch"], row["is_packed"]): row for row in report["rows"] if row["engine"].startswith("megatron")}
+    for row in report["rows"]:
+        if row["engine"].startswith("megatron"):
+            continue
+        mine = ours.get((row["batch"], True))
+        if mine is not None:
+            lines.append(
+                f"{row['batch']}: ours / {row['engine']}: {mine['tokens_per_s'] / row['tokens_per_s']:.2f} x tokens per "
+                f"second, {mine['peak_bytes'] / row['peak_bytes']:.2f} x peak memory"
+            )
+    if ("mixed", False) in ours:
+        ratio = ours["mixed", True]["tokens_per_s"] / ours["mixed", False]["tokens_per_s"]
+        lines.append(f"mixed: packed / padded, both ours: {ratio:.2f} x tokens per second")
+    return "\n".join(lines)
+
+
+def _forget_peak() -> None:
+    """Makes the kernel measure the resident peak of this process from now on."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_resident_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM; the benchmark reads peak memory on Linux")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,173 @@
+"""The two engines of the training benchmark: ours and transformers', behind one ``step(batch, is_packed)``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.ops import resolve
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import initialize_model_parallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from mindspeed_llm.model import build_model
+from tools.bench.train_model import Batch, parsed
+
+LEARNING_RATE, WEIGHT_DECAY = 1e-5, 0.1
+
+
+class Engine(Protocol):
+    """One model with its optimizer. ``name`` says which variants were chosen."""
+
+    name: str
+
+    def step(self, batch: Batch, is_packed: bool) -> float:
+        """Forward, backward and update on all sequences; returns the mean loss of a token."""
+        ...
+
+
+class MegatronEngine:
+    """This repository's engine in one process: packed tokens, fp32 master weights and moments, sharded optimizer."""
+
+    def __init__(self, raw: dict[str, Any], train_ops: str, tokens_per_micro_batch: int) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.name = f"megatron, {train_ops}"
+        self.tokens_per_micro_batch = tokens_per_micro_batch
+        self.groups = initialize_model_parallel()
+        ops, hf = resolve(train_ops), parsed(raw)
+        model = build_model(hf, self.groups, ops, params_dtype=torch.bfloat16, calculate_per_token_loss=True)
+        model.init_weights(0)
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        self.model = DistributedDataParallel(model.config, ddp_config, model, self.groups)
+        config = OptimizerConfig(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, clip_grad=1.0)
+        self.optimizer = get_megatron_optimizer(config, self.model, self.groups, ops)
+
+    def step(self, batch: Batch, is_packed: bool) -> float:
+        """See ``Engine``; without packing every micro-batch is padded to its longest sequence."""
+        num_labels = batch.num_tokens - len(batch.sequences)
+        micro_batches = list(_micro_batches(batch, self.tokens_per_micro_batch, is_packed))
+
+        def forward_step(rest: Iterator[list[tuple[int, ...]]], model: nn.Module) -> tuple[torch.Tensor, Callable]:
+            ids_T, positions_T, labels_T, weights_T, packed = _packed(next(rest), is_packed)
+            losses_T = model(ids_T, positions_T, packed, labels_T)
+
+            def loss_func(losses_T: torch.Tensor) -> tuple[torch.Tensor, float]:
+                loss = (losses_T * weights_T).sum() / num_labels
+                return loss, loss.item()
+
+            return losses_T, loss_func
+
+        self.optimizer.zero_grad()
+        losses = get_forward_backward_func(self.groups)(
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
+            model=self.model,
+            num_microbatches=len(micro_batches),
+            seq_length=self.tokens_per_micro_batch,
+            micro_batch_size=1,
+        )
+        finalize_model_grads(self.model, self.groups)
+        self.optimizer.step()
+        return sum(losses)
+
+
+class TransformersEngine:
+    """transformers' DeepseekV3ForCausalLM with torch's fused AdamW; padded batches, as its users run it.
+
+    ``precision`` "bf16" keeps weights and moments in bfloat16, which loses small updates; "autocast" keeps them in
+    float32, as this repository's engine does, and computes in bfloat16.
+    """
+
+    def __init__(self, raw: dict[str, Any], precision: str, experts: str, attention: str, micro_tokens: int) -> None:
+        from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+        self.name = f"transformers, {precision}, experts {experts}, attention {attention}"
+        self.precision = precision
+        self.tokens_per_micro_batch = micro_tokens
+        known = {key: value for key, value in raw.items() if key not in ("topk_method", "scoring_func", "torch_dtype")}
+        torch.manual_seed(0)
+        self.model = DeepseekV3ForCausalLM._from_config(
+            DeepseekV3Config(**known, use_cache=False),
+            dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+            attn_implementation=attention,
+            experts_implementation=experts,
+        )
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
+        )
+
+    def step(self, batch: Batch, is_packed: bool) -> float:
+        """See ``Engine``; there is no packing, ``is_packed`` must be False."""
+        assert not is_packed, "transformers is measured on padded batches"
+        num_labels = batch.num_tokens - len(batch.sequences)
+        total = 0.0
+        for sequences in _micro_batches(batch, self.tokens_per_micro_batch, False):
+            longest = max(map(len, sequences))
+            ids_BL = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in sequences])
+            mask_BL = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids in sequences])
+            labels_BL = ids_BL[:, 1:].masked_fill(mask_BL[:, 1:] == 0, -100)
+            is_full = bool(mask_BL.all())
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "autocast"):
+                logits_BLV = self.model(input_ids=ids_BL, attention_mask=None if is_full else mask_BL).logits
+            loss = F.cross_entropy(logits_BLV[:, :-1].flatten(0, 1).float(), labels_BL.flatten(), reduction="sum")
+            loss = loss / num_labels
+            loss.backward()
+            total += loss.item()
+            del logits_BLV, loss
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+
+def fastest_variant(raw: dict[str, Any], precision: str, micro_tokens: int) -> tuple[str, str]:
+    """(experts, attention) of transformers that steps quickest on a two-layer cut of the model."""
+    small = raw | {"num_hidden_layers": 2, "vocab_size": 1024}
+    batch = Batch((tuple(range(256)),) * 4)
+    seconds: dict[tuple[str, str], float] = {}
+    for experts in ("eager", "grouped_mm", "batched_mm"):
+        for attention in ("sdpa", "eager"):
+            engine = TransformersEngine(small, precision, experts, attention, micro_tokens)
+            engine.step(batch, False)
+            start = time.perf_counter()
+            engine.step(batch, False)
+            seconds[experts, attention] = time.perf_counter() - start
+    return min(seconds, key=lambda variant: seconds[variant])
+
+
+def _micro_batches(batch: Batch, max_tokens: int, is_packed: bool) -> Iterator[list[tuple[int, ...]]]:
+    """Sequences in order, as many as fit: by their tokens when packed, by rows of the longest one otherwise."""
+    current: list[tuple[int, ...]] = []
+    for ids in batch.sequences:
+        longest = max(map(len, [*current, ids]))
+        size = sum(map(len, current)) + len(ids) if is_packed else (len(current) + 1) * longest
+        if current and size > max_tokens:
+            yield current
+            current = []
+        current.append(ids)
+    yield current
+
+
+def _packed(
+    sequences: list[tuple[int, ...]], is_packed: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, PackedSeqParams]:
+    """ids, positions, labels, loss weights [T] and bounds; padded rows count as sequences of the longest length."""
+    longest = max(map(len, sequences))
+    lengths = [len(ids) if is_packed else longest for ids in sequences]
+    rows = [[*ids, *[0] * (length - len(ids))] for ids, length in zip(sequences, lengths, strict=True)]
+    ids_T = torch.tensor([token for row in rows for token in row])
+    positions_T = torch.cat([torch.arange(length) for length in lengths])
+    labels_T = torch.tensor([token for row in rows for token in [*row[1:], 0]])
+    weights_T = torch.tensor(
+        [float(i < len(ids) - 1) for ids, length in zip(sequences, lengths, strict=True) for i in range(length)]
+    )
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    return ids_T, positions_T, labels_T, weights_T, PackedSeqParams(bounds, longest)
