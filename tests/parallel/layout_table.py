@@ -62,6 +62,8 @@ MODELS: dict[str, TransformerConfig] = {
     ),
     "qwen3": TransformerConfig(**_COMMON, num_query_groups=2, kv_channels=8, qk_layernorm=True),
 }
+MODELS["deepseek_v3 with MTP"] = replace(MODELS["deepseek_v3"], mtp_num_layers=2, mtp_loss_scaling_factor=0.5)
+MODELS["qwen3, tied"] = replace(MODELS["qwen3"], share_embeddings_and_output_weights=True)
 # Every length divides by 8, so that context parallelism up to 4 adds no padding.
 _LENGTHS = ([8, 16], [24], [8, 8, 16], [16, 8], [32], [8, 24], [16], [40, 8])
 
@@ -133,6 +135,9 @@ CASES = [
     _case(2, ep=2, note="tokens by all-gather", changes={"moe_token_dispatcher_type": "allgather"}),
     _case(2, model="qwen3", tp=2),
     _case(2, model="qwen3", cp=2),
+    _case(2, model="qwen3, tied", pp=2),
+    _case(2, model="deepseek_v3 with MTP", tp=2, ep=2),
+    _case(2, model="deepseek_v3 with MTP", cp=2),
     # The recipes' combinations, shrunk, and others.
     _case(4, cp=4),
     _case(4, tp=2, pp=2, ep=2, num_layer_list=(5, 3), note="layers 5,3"),
@@ -142,6 +147,9 @@ CASES = [
     _case(4, tp=2, cp=2, ep=4, note="MoE recompute", changes=_MOE),
     _case(4, ep=2, cp=2, order="tp-ep-dp-cp-pp", note="order tp-ep-dp-cp-pp"),
     _case(4, model="qwen3", tp=2, pp=2, vpp=2),
+    _case(4, model="qwen3, tied", pp=2, vpp=2),
+    _case(4, model="deepseek_v3 with MTP", tp=2, pp=2, vpp=2, ep=2, note="full recompute", changes=_FULL),
+    _case(4, model="deepseek_v3 with MTP", pp=2, cp=2, ep=2, note="selective recompute", changes=_SELECTIVE),
     _case(8, tp=2, pp=2, ep=4, note="r1_zero: TP extends EP, DP 2, full recompute", changes=_FULL),
     _case(8, tp=2, pp=2, cp=2, ep=4, note="slime: ETP 1, last stage 3", num_layers_in_last_pipeline_stage=3),
     _case(8, tp=2, pp=4, ep=1, etp=2, note="Pai: ETP is TP, layers 1,3,3,1", num_layer_list=(1, 3, 3, 1)),
@@ -275,7 +283,8 @@ def _forward_backward(ddp: DistributedDataParallel, config: TransformerConfig, g
             loss = (vocab_parallel_cross_entropy(logits_TV, batch.labels_T, groups.tp) * batch.weight_T).sum()
             return loss, loss.item()
 
-        return model(batch.input_ids_T, batch.position_ids_T, batch.packed), loss_func
+        # The weights are also those of the losses of multi-token prediction, where the model has it.
+        return model(batch.input_ids_T, batch.position_ids_T, batch.packed, loss_mask_T=batch.weight_T), loss_func
 
     num_chunks = len(model_chunks(ddp))
     losses = get_forward_backward_func(groups)(
@@ -298,13 +307,15 @@ def _forward_backward(ddp: DistributedDataParallel, config: TransformerConfig, g
 def _global_names(ddp: DistributedDataParallel, layout: ParallelLayout, stage: int) -> dict[str, str]:
     """Name of a parameter on this rank -> its name in a model of one process."""
     names = {}
-    for name, _ in ddp.module.named_parameters():
+    for name, param in ddp.module.named_parameters():
         chunk = re.match(r"chunks\.(\d+)\.", name)
         layers = layout.chunk_layers(stage, int(chunk[1]) if chunk else 0, NUM_LAYERS)
         parts = (name.removeprefix(chunk[0]) if chunk else name).split(".")
         if parts[:2] == ["decoder", "layers"]:
             parts[2] = str(layers[int(parts[2])])
         names[name] = ".".join(parts)
+        if names[name] == "output_layer.weight" and getattr(param, "shared_embedding", False):
+            names[name] = "embedding.word_embeddings.weight"
     return names
 
 
@@ -318,7 +329,7 @@ def local_part(name: str, whole: torch.Tensor, layout: ParallelLayout, at: RankC
         return whole.chunk(layout.expert_model_parallel_size)[at.ep].chunk(etp, dim=1)[at.etp]
     if "linear_fc1" in name:  # gate and up are cut apart
         return torch.cat([half.chunk(tp)[at.tp] for half in whole.chunk(2)])
-    if re.search(r"word_embeddings|output_layer|_up_proj|linear_q_proj", name):
+    if re.search(r"word_embeddings|output_layer|_up_proj|linear_q_proj|eh_proj", name):
         return whole.chunk(tp)[at.tp]
     if "linear_qkv" in name:  # groups of query heads, each with its key and value, follow one another
         return whole.chunk(tp)[at.tp]

@@ -14,6 +14,7 @@ def finalize_model_grads(model: DistributedDataParallel, groups: ProcessGroups) 
     """Reduce over replicas, sum partial gradients over TP, move the expert biases; collective over tp_dp_cp and edp."""
     model.finish_grad_sync()
     _sum_partial_grads_over_tp(model, groups)
+    _sum_shared_embedding_grads(model, groups)
     update_rate = 0.0 if model.config.freeze_moe_router else model.config.moe_router_bias_update_rate
     _update_router_expert_bias(model.module, update_rate, groups)
 
@@ -30,6 +31,27 @@ def _sum_partial_grads_over_tp(model: DistributedDataParallel, groups: ProcessGr
         start, end = buffer.in_shard(buffer.tp_partial)
         if end > start:
             dist.all_reduce(buffer.grad_shard[start:end], group=groups.tp)
+
+
+def _sum_shared_embedding_grads(model: DistributedDataParallel, groups: ProcessGroups) -> None:
+    """The first stage embeds with it, the last one has a copy (tied output layer, multi-token prediction).
+
+    Both hold the same shards. They exchange theirs and add: the two sums are equal to the last bit, and so the copies
+    stay equal.
+    """
+    stages = dist.get_process_group_ranks(groups.pp)
+    for buffer in model.param_and_grad_buffers:
+        if not buffer.is_shared_embedding:
+            continue
+        other = stages[-1] if groups.is_first_stage else stages[0]
+        received = torch.empty_like(buffer.grad_shard)
+        exchange = [
+            dist.P2POp(dist.isend, buffer.grad_shard, other, group=groups.pp),
+            dist.P2POp(dist.irecv, received, other, group=groups.pp),
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        buffer.grad_shard.add_(received)
 
 
 def _update_router_expert_bias(module: nn.Module, update_rate: float, groups: ProcessGroups) -> None:

@@ -52,8 +52,10 @@ class ColumnParallelLinear(nn.Module):
 
     With ``sequence_parallel`` x is [T/TP, in] and is gathered here, and again for the weight gradient, so that only the
     shard is kept; otherwise x is [T, in], the same on all ranks. y is [T, out/TP]. W may stack ``stride`` tensors, of
-    which every rank holds a part.
+    which every rank holds a part. Without ``has_weight`` W is somebody else's, given to ``forward``.
     """
+
+    weight: nn.Parameter  # None without has_weight
 
     def __init__(
         self,
@@ -64,18 +66,24 @@ class ColumnParallelLinear(nn.Module):
         sequence_parallel: bool,
         dtype: torch.dtype,
         stride: int = 1,
+        has_weight: bool = True,
     ) -> None:
         super().__init__()
         self.group = group
         self.sequence_parallel = sequence_parallel and group.size() > 1
+        if not has_weight:
+            self.register_parameter("weight", None)
+            return
         self.weight = nn.Parameter(torch.empty(_divide(output_size, group), input_size, dtype=dtype))
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=stride)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        weight = self.weight if weight is None else weight
+        assert weight is not None, "a layer without a weight of its own must be given one"
         if self.sequence_parallel:
-            y: torch.Tensor = _GatherLinear.apply(x, self.weight, self.group)
+            y: torch.Tensor = _GatherLinear.apply(x, weight, self.group)
             return y
-        return F.linear(copy_to_tensor_model_parallel_region(x, self.group), self.weight)
+        return F.linear(copy_to_tensor_model_parallel_region(x, self.group), weight)
 
     def init_weights(self, init: WeightInit, name: str) -> None:
         """Fill the weight with this rank's rows of the tensor ``name``."""

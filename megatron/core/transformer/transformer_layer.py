@@ -65,9 +65,9 @@ class TransformerLayer(nn.Module):
         y_TH: torch.Tensor = self.mlp(*arguments)
         return y_TH
 
-    def init_weights(self, init: WeightInit) -> None:
-        """Fill the layer from tensors named after its global number."""
-        name = f"decoder.layers.{self.global_layer}"
+    def init_weights(self, init: WeightInit, name: str | None = None) -> None:
+        """Fill the layer from tensors under ``name``, by default that of its global number."""
+        name = name or f"decoder.layers.{self.global_layer}"
         self.input_layernorm.init_weights()
         self.pre_mlp_layernorm.init_weights()
         self.self_attention.init_weights(init, f"{name}.self_attention")

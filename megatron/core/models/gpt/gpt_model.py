@@ -14,6 +14,7 @@ from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.weight_init import WeightInit
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.rotary import make_rotary_embedding
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -38,12 +39,18 @@ class LanguageModelEmbedding(nn.Module):
 
 
 class GPTModel(nn.Module):
-    """Embedding (first stage), this stage's layers, output layer (last stage). Input and output weights are not tied.
+    """Embedding (first stage), this stage's layers, output layer and multi-token prediction (last stage).
 
     ``pre_process`` and ``post_process`` (embedding here, output layer here) follow the stage unless given. With virtual
     stages the model is chunk ``vp_stage`` of its stage (``ModelChunks`` holds them all): the embedding is in the first
     chunk of the first stage, the output layer in the last chunk of the last. The constructor does not initialise
     weights: call ``init_weights`` or load them.
+
+    With ``share_embeddings_and_output_weights`` the output layer multiplies with the embedding's weight, and
+    multi-token prediction embeds with it. Where the embedding is on another stage, the last one has a copy under
+    upstream's name (``output_layer.weight``, with MTP ``embedding.word_embeddings.weight``). Both are marked
+    ``shared_embedding``, the copy also ``shared`` (it does not count in norms); ``finalize_model_grads`` adds up their
+    gradients, so that they stay equal.
     """
 
     def __init__(
@@ -65,10 +72,12 @@ class GPTModel(nn.Module):
         self.pre_process = groups.is_first_stage and self.vp_stage == 0 if pre_process is None else pre_process
         self.post_process = groups.is_last_stage and is_last_chunk if post_process is None else post_process
         self._input_tensor: torch.Tensor | None = None
-        if self.pre_process:
+        has_mtp = self.post_process and config.mtp_num_layers is not None
+        if self.pre_process or has_mtp:
             self.embedding = LanguageModelEmbedding(config, groups)
         self.rotary_pos_emb = make_rotary_embedding(config)
         self.decoder = TransformerBlock(config, groups, ops, post_layer_norm=self.post_process, vp_stage=self.vp_stage)
+        self.is_output_tied = self.post_process and config.share_embeddings_and_output_weights
         if self.post_process:
             self.output_layer = ColumnParallelLinear(
                 config.hidden_size,
@@ -76,7 +85,16 @@ class GPTModel(nn.Module):
                 group=groups.tp,
                 sequence_parallel=config.sequence_parallel,
                 dtype=config.params_dtype,
+                has_weight=not (self.is_output_tied and (self.pre_process or has_mtp)),
             )
+        self.mtp = MultiTokenPredictionBlock(config, groups, ops) if has_mtp else None
+        self._mark_shared_embedding()
+
+    def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
+        """The embedding's weight, or the copy of it that this stage has; None on the stages between."""
+        if self.pre_process or self.mtp is not None:
+            return self.embedding.word_embeddings.weight
+        return self.output_layer.weight if self.is_output_tied else None
 
     def forward(
         self,
@@ -84,11 +102,15 @@ class GPTModel(nn.Module):
         position_ids_T: torch.Tensor,
         packed_seq_params: PackedSeqParams,
         labels_T: torch.Tensor | None = None,
+        loss_mask_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """All TP ranks pass the same T ids (T a multiple of TP: append a dummy sequence to ``cu_seqlens``).
 
         Last stage: logits [T, V/TP] in the params dtype, or with labels the loss float32 [T]. Other stages: the hidden
         state [T/TP, H]. Stages after the first read theirs from ``set_input_tensor``.
+
+        In training the losses of multi-token prediction are attached to the result (``MultiTokenPredictionBlock``);
+        loss_mask_T, the weight of each token's own prediction, is for them only: the caller weights the main loss.
         """
         tp_size = self.groups.tp.size()
         assert input_ids_T.shape[0] % tp_size == 0, f"{input_ids_T.shape[0]} tokens are not a multiple of TP {tp_size}"
@@ -97,11 +119,22 @@ class GPTModel(nn.Module):
         else:
             assert self._input_tensor is not None, "set_input_tensor must come before forward on a later stage"
             hidden_TH, self._input_tensor = self._input_tensor, None
-        hidden_TH = self.decoder(hidden_TH, self.rotary_pos_emb(position_ids_T), packed_seq_params)
+        rotary_cos_sin = self.rotary_pos_emb(position_ids_T)
+        hidden_TH = self.decoder(hidden_TH, rotary_cos_sin, packed_seq_params)
         if not self.post_process:
             return hidden_TH
-        logits_TV: torch.Tensor = self.output_layer(hidden_TH)
-        return logits_TV if labels_T is None else vocab_parallel_cross_entropy(logits_TV, labels_T, self.groups.tp)
+        if self.mtp is not None and self.training and torch.is_grad_enabled():
+            inputs = (hidden_TH, input_ids_T, labels_T, loss_mask_T, rotary_cos_sin, packed_seq_params)
+            hidden_TH = self.mtp(*inputs, embed=self.embedding, token_losses=self._token_losses)
+        return self._logits(hidden_TH) if labels_T is None else self._token_losses(hidden_TH, labels_T)
+
+    def _logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        weight = self.shared_embedding_or_output_weight() if self.is_output_tied else None
+        logits_TV: torch.Tensor = self.output_layer(hidden_TH, weight)
+        return logits_TV
+
+    def _token_losses(self, hidden_TH: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
+        return vocab_parallel_cross_entropy(self._logits(hidden_TH), labels_T, self.groups.tp)
 
     def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
         """Hidden state [T/TP, H] of the previous stage for the next ``forward``; the first stage ignores it."""
@@ -110,11 +143,22 @@ class GPTModel(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Matrices from normal(0, ``init_method_std``), norms one, biases zero; the same model in every layout."""
         init = WeightInit(seed, self.config.init_method_std)
-        if self.pre_process:
+        if self.pre_process or self.mtp is not None:
             self.embedding.word_embeddings.init_weights(init, "embedding.word_embeddings")
         self.decoder.init_weights(init)
-        if self.post_process:
-            self.output_layer.init_weights(init, "output_layer")
+        if self.mtp is not None:
+            self.mtp.init_weights(init)
+        if self.post_process and self.output_layer.weight is not None:
+            name = "embedding.word_embeddings" if self.is_output_tied else "output_layer"
+            self.output_layer.init_weights(init, name)
+
+    def _mark_shared_embedding(self) -> None:
+        is_needed_last = self.config.share_embeddings_and_output_weights or self.config.mtp_num_layers is not None
+        weight = self.shared_embedding_or_output_weight()
+        if weight is None or not is_needed_last or (self.pre_process and self.post_process):
+            return
+        weight.shared_embedding = True  # type: ignore[attr-defined]
+        weight.shared = not self.pre_process  # type: ignore[attr-defined]
 
 
 def _check(config: TransformerConfig, groups: ProcessGroups, vp_stage: int | None) -> None:

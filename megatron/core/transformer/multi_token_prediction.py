@@ -1,0 +1,209 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): more tokens ahead, as a loss in training only.
+
+Letters: T packed tokens of this context-parallel rank, H hidden, V vocabulary. Depth k counts from 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.context_parallel import ContextShard, zigzag_indices
+from megatron.core.ops import TrainOps
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import ProcessGroups
+from megatron.core.tensor_parallel import collectives
+from megatron.core.tensor_parallel.checkpoint import checkpoint
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.tensor_parallel.weight_init import WeightInit
+from megatron.core.transformer.moe.aux_loss import AuxLossScaler
+from megatron.core.transformer.norm import RMSNorm
+from megatron.core.transformer.recompute import without_counting
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+class MultiTokenPredictionLayer(nn.Module):
+    """One depth: ``norm(layer(M [norm(embedding of token i+k); norm(hidden state of depth k-1 at i)]))``, [T/TP, H].
+
+    The transformer layer is of the kind of the model's last one, with global number ``num_layers + k - 1``.
+    """
+
+    def __init__(self, config: TransformerConfig, groups: ProcessGroups, ops: TrainOps, depth: int) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.tp_group = groups.tp
+        self.enorm = RMSNorm(config, ops, hidden)
+        self.hnorm = RMSNorm(config, ops, hidden)
+        self.eh_proj = ColumnParallelLinear(
+            2 * hidden,
+            hidden,
+            group=groups.tp,
+            sequence_parallel=config.sequence_parallel,
+            dtype=config.params_dtype,
+        )
+        self.transformer_layer = TransformerLayer(config, groups, ops, config.num_layers + depth - 1)
+        self.final_layernorm = RMSNorm(config, ops, hidden)
+
+    def forward(
+        self, embedded_TH: torch.Tensor, hidden_TH: torch.Tensor, rotary_cos_sin: Rotary, params: PackedSeqParams
+    ) -> torch.Tensor:
+        both = torch.cat([self.enorm(embedded_TH), self.hnorm(hidden_TH)], dim=-1)
+        x_TH = self._columns_to_rows(self.eh_proj(both))
+        y_TH: torch.Tensor = self.final_layernorm(self.transformer_layer(x_TH, rotary_cos_sin, params))
+        return y_TH
+
+    def _columns_to_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H/TP] -> [T/TP, H]: each rank gets the columns of its own rows."""
+        size = self.tp_group.size()
+        if size == 1:
+            return x
+        rows = [x.shape[0] // size] * size
+        return all_to_all(self.tp_group, x, rows, rows).unflatten(0, (size, -1)).transpose(0, 1).flatten(1)
+
+    def init_weights(self, init: WeightInit, name: str) -> None:
+        """Fill the layer from tensors under ``name``; norms become ones."""
+        for norm in (self.enorm, self.hnorm, self.final_layernorm):
+            norm.init_weights()
+        self.eh_proj.init_weights(init, f"{name}.eh_proj")
+        self.transformer_layer.init_weights(init, f"{name}.transformer_layer")
+
+
+class MultiTokenPredictionBlock(nn.Module):
+    """All depths, on the last stage, with the embedding and the output layer of the model.
+
+    The loss is ``mtp_loss_scaling_factor`` times the mean over depths of each depth's loss: the mean over the tokens of
+    the micro-batch, weighted by their loss mask, or their weighted sum when ``calculate_per_token_loss``. It enters the
+    backward pass through the hidden state of the main model, at the scale that ``set_aux_loss_scale`` sets. A token has
+    no loss at depth k when token i+k of its sequence does not exist or is padding: no sequence sees another.
+
+    Differs from the paper: the hidden state of the main model and of each depth is taken behind its final norm (as
+    upstream and the engines that speculate with these layers take it), and the mean counts the tokens that have a loss.
+    """
+
+    def __init__(self, config: TransformerConfig, groups: ProcessGroups, ops: TrainOps) -> None:
+        super().__init__()
+        assert config.mtp_num_layers is not None, "multi-token prediction needs mtp_num_layers"
+        self.config, self.groups = config, groups
+        depths = range(1, config.mtp_num_layers + 1)
+        self.layers = nn.ModuleList(MultiTokenPredictionLayer(config, groups, ops, depth) for depth in depths)
+        self.aux_loss_scaler = AuxLossScaler()
+        self.loss_totals: torch.Tensor | None = None  # [depths, 2] for the log: sum of losses, sum of weights
+
+    def forward(
+        self,
+        hidden_TH: torch.Tensor,
+        input_ids_T: torch.Tensor,
+        labels_T: torch.Tensor | None,
+        loss_mask_T: torch.Tensor | None,
+        rotary_cos_sin: Rotary,
+        params: PackedSeqParams,
+        embed: Callable[[torch.Tensor], torch.Tensor],
+        token_losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """hidden_TH [T/TP, H] as it is, with the loss attached.
+
+        labels_T: what the main model predicts at each token (None: the next token of its sequence) and loss_mask_T the
+        weight of that prediction (None: 1). embed: ids [T] -> [T/TP, H]; token_losses: ([T/TP, H], labels [T]) ->
+        float32 [T].
+        """
+        tokens = _TokensAhead(params, self.groups, input_ids_T.device)
+        mask_T = torch.ones_like(input_ids_T, dtype=torch.float32) if loss_mask_T is None else loss_mask_T.float()
+        if params.is_padding_T is not None:
+            mask_T = mask_T.masked_fill(params.is_padding_T.to(mask_T.device), 0.0)
+        losses, totals, before_TH = [], [], hidden_TH
+        for depth, layer in enumerate(self.layers, start=1):
+            ids_T, is_real_T = tokens.ahead(input_ids_T, depth)
+            at_depth = replace(params, is_padding_T=~is_real_T, routing=None)  # rollouts have no such layers to replay
+            before_TH = self._run(layer, embed(ids_T), before_TH, rotary_cos_sin, at_depth)
+            if labels_T is None:
+                target_T, has_target_T = tokens.ahead(input_ids_T, depth + 1)
+            else:
+                target_T, has_target_T = tokens.ahead(labels_T, depth)
+            weight_T = tokens.ahead(mask_T, depth)[0] * has_target_T
+            loss_T = token_losses(before_TH, target_T)
+            losses.append(self._loss(loss_T, weight_T))
+            totals.append(torch.stack([(loss_T.detach() * weight_T).sum(), weight_T.sum()]))
+        self.loss_totals = torch.stack(totals) + (0.0 if self.loss_totals is None else self.loss_totals)
+        scale = self.config.mtp_loss_scaling_factor / len(losses)
+        return self.aux_loss_scaler.attach(hidden_TH, scale * torch.stack(losses).sum())
+
+    def _run(
+        self,
+        layer: nn.Module,
+        embedded_TH: torch.Tensor,
+        hidden_TH: torch.Tensor,
+        rotary_cos_sin: Rotary,
+        params: PackedSeqParams,
+    ) -> torch.Tensor:
+        arguments = (embedded_TH, hidden_TH, rotary_cos_sin, params)
+        if self.config.recompute_granularity == "full":
+            return checkpoint(layer, *arguments, recompute_context=lambda: without_counting(layer))
+        y_TH: torch.Tensor = layer(*arguments)
+        return y_TH
+
+    def _loss(self, loss_T: torch.Tensor, weight_T: torch.Tensor) -> torch.Tensor:
+        total = (loss_T * weight_T).sum()
+        if self.config.calculate_per_token_loss:
+            return total
+        weight = weight_T.sum()
+        collectives.all_reduce(weight, self.groups.cp)
+        return total / weight.clamp(min=1e-9)
+
+    def init_weights(self, init: WeightInit) -> None:
+        """Fill all depths."""
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, MultiTokenPredictionLayer)
+            layer.init_weights(init, f"mtp.layers.{index}")
+
+
+def collect_mtp_losses(model: nn.Module, config: TransformerConfig, groups: ProcessGroups) -> list[float]:
+    """Mean loss of each depth over all tokens since the last call, without coefficient; the same on all ranks.
+
+    Collective over dp_cp and pp; every rank calls it.
+    """
+    totals = torch.zeros(config.mtp_num_layers or 0, 2, device=next(model.parameters()).device)
+    for block in model.modules():
+        if isinstance(block, MultiTokenPredictionBlock) and block.loss_totals is not None:
+            totals += block.loss_totals
+            block.loss_totals = None
+    for group in (groups.dp_cp, groups.pp):
+        collectives.all_reduce(totals, group)
+    return (totals[:, 0] / totals[:, 1].clamp(min=1e-9)).tolist()
+
+
+class _TokensAhead:
+    """Per-token values [T] of tokens further on in the same sequence, whichever context-parallel rank holds them."""
+
+    def __init__(self, params: PackedSeqParams, groups: ProcessGroups, device: torch.device) -> None:
+        self.group: dist.ProcessGroup = groups.cp
+        self.device = device
+        bounds = params.cu_seqlens.long().cpu()
+        self.places_T = zigzag_indices(bounds, self.group.size(), self.group.rank())
+        self.ends_T = bounds[torch.searchsorted(bounds, self.places_T, right=True)]
+        self.rows = None
+        if self.group.size() > 1:
+            self.rows = ContextShard.of(params, self.group.size(), self.group.rank(), device).gathered_rows
+        self.is_padding = None if params.is_padding_T is None else self._gather(params.is_padding_T.to(device))
+
+    def ahead(self, values_T: torch.Tensor, distance: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """values_T ``distance`` tokens on (0 where there is none), and bool [T] where there is a token, not padding."""
+        target_T = self.places_T + distance
+        exists_T = (target_T < self.ends_T).to(self.device)
+        index_T = torch.minimum(target_T, self.ends_T - 1).to(self.device)
+        if self.is_padding is not None:
+            exists_T = exists_T & ~self.is_padding[index_T]
+        return self._gather(values_T)[index_T].masked_fill(~exists_T, 0), exists_T
+
+    def _gather(self, values_T: torch.Tensor) -> torch.Tensor:
+        """The values of all tokens, in the packed order."""
+        if self.rows is None:
+            return values_T
+        return collectives.all_gather(values_T, self.group)[0][self.rows]
