@@ -160,7 +160,7 @@ def test_named_layouts_fit_deepseek_v3(tmp_path: Path, name: str, stage_layers: 
     job = job_of(tmp_path, {"CONFIG_NAME": name})
     assert validate_config(job.config) == []
     engine = job.config.actor_rollout_ref.actor.megatron
-    layout = engine.layout(256, 61)
+    layout = engine.layout(256)
     assert layout.num_layer_list == stage_layers
     assert layout.problems(num_layers=61, num_experts=256, num_attention_heads=128, vocab_size=129280) == []
     assert layout.expert_model_parallel_size == 32

@@ -26,7 +26,7 @@ def test_recipe_for_256_dies_divides_over_16_nodes_of_16(name: str) -> None:
     config = _recipe(name)
     assert validate_config(config) == []
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (16, 16)
-    layout = config.actor_rollout_ref.actor.megatron.layout(256, 61)
+    layout = config.actor_rollout_ref.actor.megatron.layout(256)
     dims = {"num_layers": 61, "num_experts": 256, "num_attention_heads": 128, "vocab_size": 129280}
     assert layout.problems(**dims) == []
     assert layout.expert_model_parallel_size == 32

@@ -8,8 +8,9 @@ import pytest
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
-from verl.workers.config.engine import DDP_OVERRIDES, McoreEngineConfig
+from verl.workers.config.engine import McoreEngineConfig
 from verl.workers.config.model import GradientCheckpointingConfig
+from verl.workers.config.overrides import DDP_OVERRIDES
 
 
 @pytest.mark.parametrize("name", ["moe_alltoall_overlap_comm", "moe_shared_expert_overlap"])

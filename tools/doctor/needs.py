@@ -27,7 +27,7 @@ class Needs:
 def needs_of(config: PPOTrainerConfig, hf: HFModelConfig) -> Needs:
     """Plans every rank; seconds for 671B on 256 dies."""
     engine, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
-    layout = engine.layout(trainer.world_size, hf.num_hidden_layers)
+    layout = engine.layout(trainer.world_size)
     bytes_of_rank, shards = [], {}
     for rank in range(trainer.world_size):
         coords = layout.coords(rank)

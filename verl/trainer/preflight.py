@@ -15,6 +15,7 @@ from verl.trainer.config.data import file_list
 from verl.trainer.ppo.checkpointing import checkpoints
 from verl.utils.dataset.parquet import schema_problems
 from verl.utils.import_utils import load_extern_type
+from verl.workers.engine_setup import engine_problems
 from verl.workers.reward_manager import get_reward_manager_cls
 
 
@@ -40,6 +41,7 @@ def _weight_problems(config: PPOTrainerConfig) -> Iterator[str]:
     key = "model.path"
     try:
         hf = load_hf_config(path)
+        yield from engine_problems(models, config.trainer.world_size, hf)
         if not (models.actor.load_weight and engine.load_weight):
             return
         if engine.use_dist_checkpointing:

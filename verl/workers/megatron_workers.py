@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps, resolve
-from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups, initialize_from_layout
-from mindspeed_llm.hf_config import load_hf_config
+from mindspeed_llm.hf_config import HFModelConfig, load_hf_config
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weights import HFCheckpoint, ShardedCheckpoint, load_weights
@@ -31,6 +30,7 @@ from verl.utils.import_utils import load_provider
 from verl.utils.megatron.frozen import HostResidentModel
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import McoreEngineConfig
+from verl.workers.engine_setup import ddp_config, model_fields, optimizer_config, trained_model
 from verl.workers.kept_rows import HANDLE, KeptRows
 from verl.workers.phases import training_phase
 from verl.workers.rollout import get_rollout_class
@@ -38,7 +38,6 @@ from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingMana
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TRAIN, _ROLLOUT = "train", "rollout"
 _HOST_ALLOCATOR_STATS = "third_party.jemalloc:memory_stats"  # None unless jemalloc serves this process
 
@@ -172,7 +171,7 @@ class ActorRolloutRefWorker(Worker):
             dist.init_process_group(
                 dist_backend(self.device_type), rank=self.rank, world_size=self.world_size, timeout=timeout
             )
-        layout = self.config.actor.megatron.layout(self.world_size, self.hf_config.num_hidden_layers)
+        layout = self.config.actor.megatron.layout(self.world_size)
         groups = initialize_from_layout(layout, self.config.nccl_timeout / 60)
         # All ranks of a replica take the same rows; context-parallel ones then keep their parts of the tokens.
         coords = groups.coords
@@ -182,21 +181,12 @@ class ActorRolloutRefWorker(Worker):
         self._register_dispatch_collect_info(_ROLLOUT, self.rank // rollout_tp, self.rank % rollout_tp == 0)
         return groups
 
-    def _new_model(self, ops: TrainOps, engine: McoreEngineConfig) -> GPTModel | ModelChunks:
-        model = build_model(
-            self.hf_config,
-            self.groups,
-            ops,
-            params_dtype=_DTYPES[engine.dtype],
-            calculate_per_token_loss=True,
-            **engine.transformer_fields(
-                self.config.model.gradient_checkpointing_kwargs, self.config.model.enable_gradient_checkpointing
-            ),
-        ).to(self.device)
+    def _new_model(self, ops: TrainOps, hf: HFModelConfig, engine: McoreEngineConfig) -> GPTModel | ModelChunks:
+        model = build_model(hf, self.groups, ops, **model_fields(self.config, engine)).to(self.device)
         if not (self.config.actor.load_weight and engine.load_weight):
             model.init_weights(engine.seed)
             return model
-        plan = local_plan(self.hf_config, self.groups.layout, self.groups.coords, naming="core")
+        plan = local_plan(hf, self.groups.layout, self.groups.coords, naming="core")
         if engine.use_dist_checkpointing:
             load_weights(model, plan, ShardedCheckpoint(str(engine.dist_checkpointing_path)))
         else:
@@ -205,26 +195,12 @@ class ActorRolloutRefWorker(Worker):
 
     def _build_actor(self, ops: TrainOps) -> None:
         config = self.config.actor
-        model = self._new_model(ops, config.megatron)
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=config.megatron.use_distributed_optimizer,
-            **config.megatron.override_ddp_config,
-        )
-        self.actor_module = DistributedDataParallel(model.config, ddp_config, model, self.groups)
-        optim = config.optim
-        optimizer_config = OptimizerConfig(
-            lr=optim.lr,
-            min_lr=optim.min_lr,
-            weight_decay=optim.weight_decay,
-            adam_beta1=optim.betas[0],
-            adam_beta2=optim.betas[1],
-            adam_eps=optim.adam_eps,
-            clip_grad=optim.clip_grad,
-            use_distributed_optimizer=config.megatron.use_distributed_optimizer,
-        )
+        hf = trained_model(self.hf_config, config.megatron)
+        model = self._new_model(ops, hf, config.megatron)
+        self.actor_module = DistributedDataParallel(model.config, ddp_config(config.megatron), model, self.groups)
         make_optimizer = load_provider(config.megatron.optimizer_provider)
-        self.optimizer = make_optimizer(optimizer_config, self.actor_module, self.groups, ops)
+        optim = config.optim
+        self.optimizer = make_optimizer(optimizer_config(optim, config.megatron), self.actor_module, self.groups, ops)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             max_lr=optim.lr,
@@ -242,13 +218,13 @@ class ActorRolloutRefWorker(Worker):
             model,
             self.optimizer,
             self.scheduler,
-            self.hf_config,
+            hf,
             self.config.model.path,
             self.groups,
         )
 
     def _build_ref(self, ops: TrainOps) -> MegatronPPOActor:
-        model = self._new_model(ops, self.config.ref.megatron or self.config.actor.megatron)
+        model = self._new_model(ops, self.hf_config, self.config.ref.megatron or self.config.actor.megatron)
         self.ref_weights = HostResidentModel(model)
         return MegatronPPOActor(self.config.actor, model.config, self.groups, model)
 

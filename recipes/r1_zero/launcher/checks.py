@@ -113,7 +113,7 @@ def layout_problems(job: Job) -> list[str]:
     num_layers, num_experts, num_heads, vocab_size = (dims.get(name) for name in wanted)
     models, world = job.config.actor_rollout_ref, job.config.trainer.world_size
     try:
-        layout = models.actor.megatron.layout(world, num_layers)
+        layout = models.actor.megatron.layout(world)
     except ValueError:
         return []  # the config's own check has said so
     with_model = layout.problems(num_layers, num_experts, num_heads, vocab_size)

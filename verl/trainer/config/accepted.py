@@ -13,7 +13,6 @@ FIXED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "actor_rollout_ref.model.use_fused_kernels": ((False,), "trainer.train_ops decides"),
     "actor_rollout_ref.actor.use_torch_compile": ((False, True), "no torch.compile is used"),
     "actor_rollout_ref.actor.ppo_micro_batch_size": ((None,), "use ppo_micro_batch_size_per_gpu"),
-    "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size": ((None,), "1F1B only"),
     "actor_rollout_ref.actor.megatron.use_mbridge": ((False, True), "weights are read from HF files by one plan"),
     "actor_rollout_ref.ref.strategy": (("megatron",), "the only training engine"),
     "actor_rollout_ref.rollout.log_prob_micro_batch_size": ((None,), "use log_prob_micro_batch_size_per_gpu"),

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from verl.trainer.config.config import PPOTrainerConfig
+from megatron.core.parallel_layout import ParallelLayout
+from verl.trainer.config.config import ActorRolloutRefConfig, PPOTrainerConfig
+from verl.workers.config import McoreEngineConfig
+from verl.workers.config.engine import END_STAGES, LAYOUT_KEYS
 
 
 def validate_config(config: PPOTrainerConfig) -> list[str]:
@@ -15,6 +18,7 @@ def validate_config(config: PPOTrainerConfig) -> list[str]:
         *config.data.problems("data"),
         *models.model.problems("actor_rollout_ref.model"),
         *models.actor.problems("actor_rollout_ref.actor"),
+        *_reference_problems(models),
         *models.actor.optim.schedule_problems("actor_rollout_ref.actor.optim", config.trainer.total_training_steps),
         *models.rollout.problems("actor_rollout_ref.rollout"),
         *models.rollout.device_problems("actor_rollout_ref.rollout", config.trainer.device),
@@ -51,6 +55,13 @@ def config_warnings(config: PPOTrainerConfig) -> list[str]:
     return found
 
 
+def _reference_problems(models: ActorRolloutRefConfig) -> list[str]:
+    """Of ``ref.megatron``, which begins as a copy of the actor's: only what was not said of that one."""
+    actor, ref = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
+    said = models.actor.megatron.problems(actor)
+    return [problem for problem in models.ref.megatron.problems(ref) if problem.replace(ref, actor) not in said]
+
+
 def _model_dims(config: PPOTrainerConfig) -> tuple[dict[str, int], list[str]]:
     """Dimensions that must divide, read from the model directory when it is there."""
     path = Path(config.actor_rollout_ref.model.path).expanduser() / "config.json"
@@ -82,17 +93,19 @@ def _layout_problems(config: PPOTrainerConfig, dims: dict[str, int]) -> list[str
     models, world = config.actor_rollout_ref, config.trainer.world_size
     engine, where = models.actor.megatron, "actor_rollout_ref.actor.megatron"
     try:
-        layout = engine.layout(world, dims.get("num_layers"))
+        layout = engine.layout(world)
+        found = [f"{where}: {problem}" for problem in layout.problems(**dims)]
+        found += _stage_layer_problems(models)
     except (TypeError, ValueError) as error:
         return [f"{where}: {error}"]
-    found = [f"{where}: {problem}" for problem in layout.problems(**dims)]
     ref = models.ref.megatron
-    for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_parallel"):
+    for key in LAYOUT_KEYS:
         if getattr(ref, key) != getattr(engine, key):
             found.append(
                 f"actor_rollout_ref.ref.megatron.{key} is {getattr(ref, key)} and the actor's {getattr(engine, key)}; "
                 "the reference lives in the actor's processes and needs the same layout"
             )
+    found += _head_problems(layout, engine, dims)
     rollout_tp = models.rollout.tensor_model_parallel_size
     if rollout_tp < 1 or world % rollout_tp:
         return [
@@ -115,6 +128,33 @@ def _layout_problems(config: PPOTrainerConfig, dims: dict[str, int]) -> list[str
             f"{world} devices / TP {rollout_tp} = {world // rollout_tp}: leave it empty"
         )
     return found
+
+
+def _stage_layer_problems(models: ActorRolloutRefConfig) -> list[str]:
+    ours, theirs = (
+        {key: getattr(engine.layout(1), key) for key in ("num_layer_list", *END_STAGES, "noop_layers")}
+        for engine in (models.actor.megatron, models.ref.megatron)
+    )
+    return [
+        f"actor_rollout_ref.ref.megatron: {key} is {theirs[key]} and the actor's {ours[key]}; the reference lives in "
+        "the actor's processes and needs the same layout"
+        for key in ours
+        if ours[key] != theirs[key]
+    ]
+
+
+def _head_problems(layout: ParallelLayout, engine: McoreEngineConfig, dims: dict[str, int]) -> list[str]:
+    heads, tp, cp = (
+        dims.get("num_attention_heads"),
+        layout.tensor_model_parallel_size,
+        layout.context_parallel_size,
+    )
+    if engine.override_transformer_config.get("cp_comm_type") != "a2a" or heads is None or heads % (tp * cp) == 0:
+        return []
+    return [
+        f"actor_rollout_ref.actor.megatron: cp_comm_type 'a2a' gives each of TP {tp} x CP {cp} ranks whole heads, and "
+        f"{heads} attention heads do not divide over them; use p2p or all_gather"
+    ]
 
 
 def _batch_problems(config: PPOTrainerConfig) -> list[str]:
@@ -150,11 +190,12 @@ def _batch_problems(config: PPOTrainerConfig) -> list[str]:
             f"{local} samples per rank and mini-batch (ppo_mini_batch_size x n / DP) are not a multiple of "
             f"ppo_micro_batch_size_per_gpu {micro}; nearest: {_nearest_divisor(local, micro)}"
         )
-    longest = models.rollout.context_length
-    if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:
+    longest, cp = models.rollout.context_length, actor.megatron.context_parallel_size
+    if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu * cp < longest:
         found.append(
-            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu {actor.ppo_max_token_len_per_gpu} is below the "
-            f"{longest} tokens of one sequence"
+            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu {actor.ppo_max_token_len_per_gpu}"
+            + (f" x context_parallel_size {cp}" if cp > 1 else "")
+            + f" is below the {longest} tokens of one sequence"
         )
     return found
 

@@ -1,6 +1,6 @@
 """Typed knobs of the workers, with verl's key names; imports neither torch nor ray."""
 
-from verl.workers.config.actor import ActorConfig, CheckpointConfig, RefConfig
+from verl.workers.config.actor import ActorConfig, CheckpointConfig, RefConfig, RouterReplayConfig
 from verl.workers.config.engine import McoreEngineConfig
 from verl.workers.config.model import GradientCheckpointingConfig, HFModelConfig
 from verl.workers.config.optimizer import McoreOptimizerConfig
@@ -18,5 +18,6 @@ __all__ = [
     "RefConfig",
     "RewardModelConfig",
     "RolloutConfig",
+    "RouterReplayConfig",
     "SamplingConfig",
 ]

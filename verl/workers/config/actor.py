@@ -13,7 +13,10 @@ KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What a training checkpoint holds."""
+    """What a training checkpoint holds.
+
+    async_save: the next step begins when the state has been copied to host memory; files are written meanwhile.
+    """
 
     save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
     load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
@@ -25,6 +28,13 @@ class PolicyLossConfig:
     """Which registered policy loss the actor uses."""
 
     loss_mode: str = "vanilla"
+
+
+@dataclass(frozen=True)
+class RouterReplayConfig:
+    """Which routing an update uses: its own (``disabled``), or what the old log-prob pass chose (``R2``)."""
+
+    mode: str = "disabled"
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,7 @@ class ActorConfig:
     optim: McoreOptimizerConfig = field(default_factory=McoreOptimizerConfig)
     megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
 
     @property
     def clip_low(self) -> float:
@@ -65,8 +76,18 @@ class ActorConfig:
         """Upper clip range; absent means ``clip_ratio``."""
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
+    @property
+    def replays_routing(self) -> bool:
+        """Whether updates use the expert choices of the old log-prob pass."""
+        return self.router_replay.mode == "R2"
+
     def needs_old_log_prob(self, train_batch_size: int) -> bool:
-        """False when one update per batch makes the ratio exactly 1, so that log_prob.detach() is the old one."""
+        """False when one update per batch makes the ratio exactly 1, so that log_prob.detach() is the old one.
+
+        Router replay needs the pass in any case: it is where routing is recorded.
+        """
+        if self.replays_routing:
+            return True
         # NPU-ADAPTATION(on-policy-old-logprob): the extra forward pass takes 105 of a step's 1045 s on 256 dies;
         # drop when updates make several steps on a batch.
         if self.recompute_old_log_prob.lower() != "true":
@@ -82,6 +103,7 @@ class ActorConfig:
             ("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES),
             ("kl_loss_type", self.kl_loss_type, KL_TYPES),
             ("policy_loss.loss_mode", self.policy_loss.loss_mode, ("vanilla",)),
+            ("router_replay.mode", self.router_replay.mode, ("disabled", "R2")),
             ("recompute_old_log_prob", self.recompute_old_log_prob.lower(), ("auto", "true", "false")),
         )
         for key, value, allowed in choices:
@@ -90,8 +112,11 @@ class ActorConfig:
         for key, count in (("ppo_epochs", self.ppo_epochs), ("ppo_mini_batch_size", self.ppo_mini_batch_size)):
             if count < 1:
                 found.append(f"{where}.{key} is {count}; it must be at least 1")
-        if self.checkpoint.async_save:
-            found.append(f"{where}.checkpoint.async_save is True; checkpoints are written synchronously here")
+        if self.megatron.swap_optimizer and self.optim.override_optimizer_config.get("optimizer_cpu_offload"):
+            found.append(
+                f"{where}: megatron.swap_optimizer and optim.override_optimizer_config.optimizer_cpu_offload both keep "
+                "the state on the host; choose one"
+            )
         if not self.use_dynamic_bsz and not self.ppo_micro_batch_size_per_gpu:
             found.append(
                 f"{where}.ppo_micro_batch_size_per_gpu is empty; give it (samples per micro-batch) or set "

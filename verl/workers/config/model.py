@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.workers.config.overrides import MODEL_OVERRIDES, override_problems
+
 
 @dataclass(frozen=True)
 class GradientCheckpointingConfig:
@@ -25,8 +27,24 @@ class HFModelConfig:
     gradient_checkpointing_kwargs: GradientCheckpointingConfig = field(default_factory=GradientCheckpointingConfig)
     override_config: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def freeze_moe_router(self) -> bool:
+        """``override_config.moe_config.freeze_moe_router``: gates and their biases keep their values."""
+        return bool((self.override_config.get("moe_config") or {}).get("freeze_moe_router"))
+
     def problems(self, where: str) -> list[str]:
         """Every value that cannot work, one sentence each."""
+        found = []
         if self.trust_remote_code:
-            return [f"{where}.trust_remote_code is True; model directories are never executed here, leave it False"]
-        return []
+            found.append(
+                f"{where}.trust_remote_code is True; model directories are never executed here, leave it False"
+            )
+        for section, keys in self.override_config.items():
+            name = f"{where}.override_config.{section}"
+            if section not in ("model_config", "moe_config"):
+                found.append(f"{name} is not known here; known: moe_config.freeze_moe_router")
+            elif section == "model_config" and keys:
+                found.append(f"{name} is {dict(keys)}; the model's config.json decides, leave it empty")
+            elif section == "moe_config":
+                found += override_problems(name, keys or {}, MODEL_OVERRIDES)
+        return found

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+from verl.workers.config.overrides import OPTIMIZER_OVERRIDES, override_problems
 
 
 @dataclass(frozen=True)
 class McoreOptimizerConfig:
-    """AdamW with fp32 master weights; ``lr_warmup_steps`` -1 means "use ``lr_warmup_steps_ratio``"."""
+    """AdamW with fp32 master weights; ``lr_warmup_steps`` -1 means "use ``lr_warmup_steps_ratio``".
+
+    override_optimizer_config: where the state lives and in which dtypes (CPU Adam, precision-aware states), and whether
+    gradients that are not finite skip the step or stop the run; keys in ``overrides.OPTIMIZER_OVERRIDES``.
+    """
 
     lr: float = 1e-6
     min_lr: float = 0.0
@@ -20,6 +27,7 @@ class McoreOptimizerConfig:
     lr_warmup_init: float = 0.0
     lr_decay_style: str = "constant"
     lr_decay_steps: int | None = None
+    override_optimizer_config: dict[str, Any] = field(default_factory=dict)
 
     def warmup_steps(self, total_training_steps: int) -> int:
         """Optimizer steps of linear warm-up in a run of ``total_training_steps``."""
@@ -64,4 +72,15 @@ class McoreOptimizerConfig:
         for key, value in (("min_lr", self.min_lr), ("lr_warmup_init", self.lr_warmup_init)):
             if value > self.lr:
                 found.append(f"{where}.{key} {value} is above lr {self.lr}")
+        return found + self._override_problems(f"{where}.override_optimizer_config")
+
+    def _override_problems(self, where: str) -> list[str]:
+        given = self.override_optimizer_config
+        found = override_problems(where, given, OPTIMIZER_OVERRIDES)
+        small = [key for key, value in given.items() if key.endswith("_dtype") and value not in (None, "fp32")]
+        if small and not given.get("use_precision_aware_optimizer"):
+            found.append(f"{where}: {', '.join(small)} below fp32 needs use_precision_aware_optimizer=True")
+        if not given.get("optimizer_cpu_offload"):
+            idle = [key for key in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d") if given.get(key)]
+            found += [f"{where}.{key} does nothing without optimizer_cpu_offload=True" for key in idle]
         return found

@@ -1,0 +1,175 @@
+"""Keys of the free sections (``override_transformer_config`` and its kin), and what they may be set to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+RECOMPUTE_MODULES = ("mla_up_proj", "core_attn", "moe_act", "layernorm", "mlp", "moe")  # the engine's, which has torch
+DTYPES = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a key may be set to, in words and as a test."""
+
+    expected: str
+    accepts: Callable[[Any], bool]
+
+
+def _one_of(*choices: str) -> Values:
+    return Values(f"one of {', '.join(choices)}", lambda value: value in choices)
+
+
+def _count(least: int) -> Values:
+    return Values(
+        f"a whole number, at least {least}",
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least,
+    )
+
+
+def _number(least: float, most: float | None = None) -> Values:
+    return Values(
+        f"a number, at least {least:g}" + ("" if most is None else f" and at most {most:g}"),
+        lambda value: (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and least <= value <= (float("inf") if most is None else most)
+        ),
+    )
+
+
+def _modules(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(name in RECOMPUTE_MODULES for name in value)
+
+
+def _slots(value: Any) -> bool:
+    try:
+        return all(slot >= 0 for slot in layer_numbers(value))
+    except (TypeError, ValueError):
+        return False
+
+
+def _stages(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(stage, list | tuple) and stage for stage in value)
+
+
+_FLAG = Values("True or False", lambda value: isinstance(value, bool))
+_DTYPE = _one_of(*DTYPES)
+
+# Keys that make the layout.
+_LAYOUT: dict[str, Values] = {
+    "num_layers_in_first_pipeline_stage": _count(1),
+    "num_layers_in_last_pipeline_stage": _count(1),
+    "pipeline_num_transformer_layers": Values("one list of layer counts per stage, such as [[6],[8]]", _stages),
+    "noop_layers": Values('numbers of layer slots, as a list or as text "47,62"', _slots),
+}
+# Keys that are fields of the engine's TransformerConfig.
+_FIELDS: dict[str, Values] = {
+    "recompute_granularity": _one_of("full", "selective"),
+    "recompute_method": _one_of("uniform", "block"),
+    "recompute_num_layers": _count(1),
+    "recompute_modules": Values(f"a list of {', '.join(RECOMPUTE_MODULES)}", _modules),
+    "cp_comm_type": _one_of("p2p", "all_gather", "a2a"),
+    "mtp_num_layers": _count(0),
+    "mtp_loss_scaling_factor": _number(0),
+    "moe_aux_loss_coeff": _number(0),
+    "moe_z_loss_coeff": _number(0),
+    "moe_router_load_balancing_type": _one_of("aux_loss", "seq_aux_loss", "none"),
+    "moe_router_bias_update_rate": _number(0),
+    "moe_router_dtype": _one_of("fp32", "fp64", "bf16"),
+    "moe_token_dispatcher_type": _one_of("alltoall", "allgather"),
+    "moe_shared_expert_overlap": _FLAG,
+}
+_RENAMED: dict[str, tuple[str, Values]] = {
+    "moe_alltoall_overlap_comm": ("moe_shared_expert_overlap", _FLAG)  # MindSpeed's name
+}
+TRANSFORMER_OVERRIDES: dict[str, Values] = _LAYOUT | _FIELDS | {key: values for key, (_, values) in _RENAMED.items()}
+# Fields of the engine's DistributedDataParallelConfig.
+DDP_OVERRIDES: dict[str, Values] = {
+    "grad_reduce_in_fp32": _FLAG,
+    "overlap_grad_reduce": _FLAG,
+    "overlap_param_gather": _FLAG,
+    "check_for_nan_in_grad": _FLAG,
+    "bucket_size": _count(1),
+}
+# Keys of model.override_config.moe_config.
+MODEL_OVERRIDES: dict[str, Values] = {"freeze_moe_router": _FLAG}
+# Fields of the engine's OptimizerConfig; dtypes as Megatron's command line names them.
+OPTIMIZER_OVERRIDES: dict[str, Values] = {
+    "optimizer_cpu_offload": _FLAG,
+    "optimizer_offload_fraction": _number(0, 1),
+    "overlap_cpu_optimizer_d2h_h2d": _FLAG,
+    "pin_cpu_grads": _FLAG,
+    "pin_cpu_params": _FLAG,
+    "use_precision_aware_optimizer": _FLAG,
+    "main_grads_dtype": _DTYPE,
+    "main_params_dtype": _one_of("fp32"),
+    "exp_avg_dtype": _DTYPE,
+    "exp_avg_sq_dtype": _DTYPE,
+    "on_non_finite_grads": _one_of("skip", "stop"),
+}
+# Keys that upstream scripts set and that have one right answer here: key -> (accepted values, where it is decided).
+FIXED_TRANSFORMER_OVERRIDES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "multi_head_latent_attention": ((True,), "the model's config.json decides"),
+    "moe_grouped_gemm": ((True,), "experts are always grouped"),
+    "moe_permutation_async_comm": ((True,), "counts are always exchanged while tokens are sorted"),
+    "use_flash_attn": ((True,), "trainer.train_ops decides"),
+    "attention_backend": (("flash", "auto"), "trainer.train_ops decides"),
+    "use_fused_rotary_pos_emb": ((True,), "trainer.train_ops decides"),
+    "use_fused_swiglu": ((True,), "trainer.train_ops decides"),
+    "use_fused_rmsnorm": ((True,), "trainer.train_ops decides"),
+    "use_fused_moe_token_permute_and_unpermute": ((True,), "trainer.train_ops decides"),
+    "position_embedding_type": (("rope",), "the model's config.json decides"),
+    "use_rope_scaling": ((True, False), "the model's config.json decides"),
+    "rope_scaling_type": (("yarn",), "the model's config.json decides"),
+    "variable_seq_lengths": ((True,), "shapes of packed micro-batches are known to every stage"),
+}
+_FROM_MODEL = "rope_scaling_"  # YaRN numbers (factor, mscale, beta ...) always come from config.json
+_ELSEWHERE = ("seq_length", "swap_optimizer")  # said by the data section and by the engine's own key
+
+
+def transformer_override_problems(where: str, overrides: Mapping[str, Any]) -> list[str]:
+    """One sentence for every key or value of ``override_transformer_config`` that means nothing here."""
+    found = []
+    rest = {}
+    for key, value in overrides.items():
+        if key in FIXED_TRANSFORMER_OVERRIDES:
+            accepted, reason = FIXED_TRANSFORMER_OVERRIDES[key]
+            if value not in accepted:
+                expected = " or ".join(map(repr, accepted))
+                found.append(f"{where}.{key} is {value!r}; expected {expected} ({reason})")
+        elif key not in _ELSEWHERE and not key.startswith(_FROM_MODEL):
+            rest[key] = value
+    return found + override_problems(where, rest, TRANSFORMER_OVERRIDES, also_known=FIXED_TRANSFORMER_OVERRIDES)
+
+
+def override_problems(
+    where: str, overrides: Mapping[str, Any], known: Mapping[str, Values], also_known: Mapping[str, Any] | None = None
+) -> list[str]:
+    """One sentence for every key that is not ``known`` and every value it does not accept; None means "unset"."""
+    found = []
+    for key, value in overrides.items():
+        if key not in known:
+            found.append(f"{where}.{key} is not known here; known: {', '.join(sorted([*known, *(also_known or {})]))}")
+        elif value is not None and not known[key].accepts(value):
+            found.append(f"{where}.{key} is {value!r}; expected {known[key].expected}")
+    return found
+
+
+def transformer_fields(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of the engine's TransformerConfig that ``override_transformer_config`` sets."""
+    fields = {key: overrides[key] for key in _FIELDS if overrides.get(key) is not None}
+    if "recompute_modules" in fields:
+        fields["recompute_modules"] = tuple(fields["recompute_modules"])
+    for key, (ours, _) in _RENAMED.items():
+        if overrides.get(key):
+            fields[ours] = True
+    return fields
+
+
+def layer_numbers(value: Any) -> tuple[int, ...]:
+    """Whole numbers given as a list or as text such as "7,7,8"."""
+    parts = [part for part in value.strip("[] ").split(",") if part.strip()] if isinstance(value, str) else value
+    return tuple(int(part) for part in parts)

@@ -1,0 +1,77 @@
+"""From the typed knobs to the training engine's own configs, which check themselves when they are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from mindspeed_llm.hf_config import HFModelConfig, to_transformer_config
+from verl.trainer.config.config import ActorRolloutRefConfig
+from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
+
+PARAMS_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def trained_model(hf: HFModelConfig, engine: McoreEngineConfig) -> HFModelConfig:
+    """``hf`` with the multi-token-prediction modules that the actor trains; ValueError when it has fewer."""
+    return hf.with_mtp(engine.override_transformer_config.get("mtp_num_layers") or 0)
+
+
+def model_fields(models: ActorRolloutRefConfig, engine: McoreEngineConfig) -> dict[str, Any]:
+    """Arguments of ``build_model`` beside the model itself: dtype, and fields of the engine's TransformerConfig."""
+    fields = engine.transformer_fields(
+        models.model.gradient_checkpointing_kwargs, models.model.enable_gradient_checkpointing
+    )
+    fields.pop("mtp_num_layers", None)  # part of the model, see trained_model
+    # The loss is normalised over the whole mini-batch: gradients are sums.
+    fields |= {"calculate_per_token_loss": True, "freeze_moe_router": models.model.freeze_moe_router}
+    return fields | {"params_dtype": PARAMS_DTYPES[engine.dtype]}
+
+
+def ddp_config(engine: McoreEngineConfig) -> DistributedDataParallelConfig:
+    """How gradients are kept and reduced."""
+    fields = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": engine.use_distributed_optimizer}
+    return DistributedDataParallelConfig(**(fields | _given(engine.override_ddp_config)))
+
+
+def optimizer_config(optim: McoreOptimizerConfig, engine: McoreEngineConfig) -> OptimizerConfig:
+    """AdamW, where its state lives, and what happens to gradients that are not finite."""
+    overrides = _given(optim.override_optimizer_config)
+    dtypes = {key: _STATE_DTYPES[value] for key, value in overrides.items() if key.endswith("_dtype")}
+    return OptimizerConfig(
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_eps=optim.adam_eps,
+        clip_grad=optim.clip_grad,
+        use_distributed_optimizer=engine.use_distributed_optimizer,
+        **(overrides | dtypes),
+    )
+
+
+def engine_problems(models: ActorRolloutRefConfig, world_size: int, hf: HFModelConfig) -> list[str]:
+    """What the engine would refuse in the workers, one sentence each; makes no group and no weight."""
+    found = []
+    actor = models.actor
+    where = "actor_rollout_ref.actor"
+    try:
+        layout = actor.megatron.layout(world_size)
+        to_transformer_config(trained_model(hf, actor.megatron), layout=layout, **model_fields(models, actor.megatron))
+    except ValueError as error:
+        found.append(f"{where}.megatron: {error}")
+    try:
+        ddp_config(actor.megatron)
+        optimizer_config(actor.optim, actor.megatron)
+    except ValueError as error:
+        found.append(f"{where}.optim: {error}")
+    return found
+
+
+def _given(overrides: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in overrides.items() if value is not None}
