@@ -1,0 +1,225 @@
+"""What a process is doing right now, as plain text, and the one report that brings all ranks' answers together."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
+_TENSOR_NAMES = ("tensor", "output_tensor", "output", "tensor_list", "input_tensor", "input", "obj", "object_list")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One rank when the alarm was raised.
+
+    phase: what it was in, "" for none · stuck_s: since when nothing has moved · waits_for: the collective or transfer
+    it waits in, "" when it is elsewhere · at: the line it is on · collectives: group -> how many it has launched
+    there · stacks: thread -> its Python stack · metrics: the last that were noted.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    stuck_s: float
+    waits_for: str
+    at: str
+    collectives: dict[str, int]
+    stacks: dict[str, str]
+    metrics: dict[str, float]
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Answer:
+        """The answer whose ``asdict`` was written as JSON."""
+        return Answer(**{field.name: values[field.name] for field in fields(Answer)})
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values only."""
+        return asdict(self)
+
+
+def own_answer(
+    rank: int,
+    phase: str,
+    stuck_s: float,
+    thread_id: int | None,
+    groups: Iterable[dist.ProcessGroup],
+    metrics: Mapping[str, float],
+) -> Answer:
+    """The answer of this process; ``thread_id`` is the thread that is in the phase (None: the main thread)."""
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    watched = frames.get(thread_id or threading.main_thread().ident or 0)
+    return Answer(
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        phase=phase,
+        stuck_s=round(stuck_s, 1),
+        waits_for="" if watched is None else waits_for(watched),
+        at="" if watched is None else _line_of(_outside_torch(watched)),
+        collectives={describe_group(group): count for group, count in launched(groups)},
+        stacks={
+            f"{names.get(ident, 'not a Python thread')}{' (in the phase)' if frame is watched else ''}": "".join(
+                traceback.format_stack(frame)
+            )
+            for ident, frame in frames.items()
+            if ident != threading.get_ident()
+        },
+        metrics=dict(metrics),
+    )
+
+
+def waits_for(frame: FrameType) -> str:
+    """The collective or transfer that the thread of ``frame`` (its innermost one) waits in, "" for none.
+
+    Known by: a function of torch.distributed; an object with a text ``waits_for`` (``p2p_communication.Receiving``);
+    a line that calls ``wait`` on a work.
+    """
+    innermost, found = frame, ""
+    at: FrameType | None = frame
+    while at is not None:
+        if at.f_code.co_filename.endswith(_C10D):
+            found = _describe_collective(at)  # the outermost one: all_gather_object rather than its all_gather
+        elif not found:
+            text = getattr(at.f_locals.get("self"), "waits_for", None)
+            if isinstance(text, str):
+                return text
+        at = at.f_back
+    if not found and ".wait()" in linecache.getline(innermost.f_code.co_filename, innermost.f_lineno):
+        return "work that was started before"
+    return found
+
+
+def launched(groups: Iterable[dist.ProcessGroup]) -> list[tuple[dist.ProcessGroup, int]]:
+    """How many collectives this rank has launched in each group, as far as the backend counts them."""
+    counts = []
+    for group in groups:
+        # torch has no public name for it; its own reports of desynchronised ranks are made from it.
+        count = getattr(group, "_get_sequence_number_for_group", None)
+        try:
+            counts += [(group, int(count()))] if count is not None else []
+        except RuntimeError:
+            continue  # this backend does not count
+    return counts
+
+
+def describe_group(group: dist.ProcessGroup | None) -> str:
+    """Name and members, such as ``tp [2, 3]``."""
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        return "no group"
+    name = "world" if group is dist.group.WORLD else getattr(group, "group_desc", "") or "group"
+    return f"{name} {_ranks_text(dist.get_process_group_ranks(group))}"
+
+
+def report(
+    answers: Sequence[Answer], world_size: int, last_seen: Mapping[int, str], raised_by: int, config: str, now: str
+) -> str:
+    """The whole story, the most telling first; ``last_seen``: what is known of ranks, also of those without answer."""
+    by_rank = {answer.rank: answer for answer in answers}
+    raiser = by_rank[raised_by]
+    missing = [rank for rank in range(world_size) if rank not in by_rank]
+    waiting = [answer for answer in answers if answer.waits_for]
+    free = [answer for answer in answers if not answer.waits_for]
+    lines = [
+        f"{now}: phase {raiser.phase!r} hangs: nothing has moved on rank {raised_by} for {raiser.stuck_s:g} s "
+        f"({len(answers)} of {world_size} ranks answered)",
+        "",
+        "Ranks that wait for others:",
+        *_grouped((f"{a.waits_for}, at {a.at} (phase {a.phase or 'none'})", a.rank) for a in waiting),
+        "Ranks that do not, the likely culprits:",
+        *_grouped((f"at {a.at} (phase {a.phase or 'none'})", a.rank) for a in free),
+        *(f"  rank {rank}: no answer, {last_seen.get(rank, 'never seen')}" for rank in missing),
+        "Ranks behind in a group's collectives:",
+        *(_behind(answers) or ["  none that can be told"]),
+        "",
+        "Last metrics:",
+        *_grouped((", ".join(f"{k} {v:g}" for k, v in a.metrics.items()) or "none", a.rank) for a in answers),
+        "",
+        "Config:",
+        config or "  not given",
+        "",
+        "Stacks, innermost call last:",
+    ]
+    threads = ((f"thread {name}:\n{stack.rstrip()}", a.rank) for a in answers for name, stack in a.stacks.items())
+    return "\n".join([*lines, *_grouped(threads)]) + "\n"
+
+
+def _grouped(items: Iterable[tuple[str, int]]) -> list[str]:
+    """One line for each text, with all ranks that it is true of."""
+    ranks_of: dict[str, list[int]] = {}
+    for text, rank in items:
+        ranks_of.setdefault(text, []).append(rank)
+    shown = [
+        f"  rank{'s' if len(ranks) > 1 else ''} {_ranks_text(ranks)[1:-1]}: {text}" for text, ranks in ranks_of.items()
+    ]
+    return shown or ["  none"]
+
+
+def _behind(answers: Sequence[Answer]) -> list[str]:
+    counts: dict[str, dict[int, int]] = {}
+    for answer in answers:
+        for group, count in answer.collectives.items():
+            counts.setdefault(group, {})[answer.rank] = count
+    found = []
+    for group, of_rank in counts.items():
+        most = max(of_rank.values())
+        late = {rank: count for rank, count in of_rank.items() if count < most}
+        if late:
+            told = ", ".join(f"rank {rank} has launched {count}" for rank, count in late.items())
+            found.append(f"  {group}: {told}, others {most}")
+    return found
+
+
+def _describe_collective(frame: FrameType) -> str:
+    values = frame.f_locals
+    described = next((_describe_tensor(values[name]) for name in _TENSOR_NAMES if name in values), "")
+    where = f" over {describe_group(values['group'])}" if "group" in values else ""
+    return f"{frame.f_code.co_name}({described}){where}"
+
+
+def _describe_tensor(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+        return f"{len(value)} x {_describe_tensor(value[0])}"
+    return ""
+
+
+def _outside_torch(frame: FrameType) -> FrameType:
+    """The innermost frame that is not torch's: the line of ours that is being executed."""
+    at: FrameType | None = frame
+    while at is not None and f"{os.sep}torch{os.sep}" in at.f_code.co_filename:
+        at = at.f_back
+    return frame if at is None else at
+
+
+def _line_of(frame: FrameType) -> str:
+    code = frame.f_code
+    path = os.sep.join(code.co_filename.split(os.sep)[-3:])
+    return f"{path}:{frame.f_lineno} in {code.co_name}: {linecache.getline(code.co_filename, frame.f_lineno).strip()}"
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """[0, 1, 2, 3, 8] as ``[0-3, 8]``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return f"[{', '.join(texts)}]"
