@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.core.ops import reference
+from megatron.core.ops.contract import Matmul
 from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -67,9 +69,11 @@ class ColumnParallelLinear(nn.Module):
         dtype: torch.dtype,
         stride: int = 1,
         has_weight: bool = True,
+        matmul: Matmul = reference.matmul,
     ) -> None:
         super().__init__()
         self.group = group
+        self.matmul = matmul
         self.sequence_parallel = sequence_parallel and group.size() > 1
         if not has_weight:
             self.register_parameter("weight", None)
@@ -81,9 +85,9 @@ class ColumnParallelLinear(nn.Module):
         weight = self.weight if weight is None else weight
         assert weight is not None, "a layer without a weight of its own must be given one"
         if self.sequence_parallel:
-            y: torch.Tensor = _GatherLinear.apply(x, weight, self.group)
+            y: torch.Tensor = _GatherLinear.apply(x, weight, self.group, self.matmul)
             return y
-        return F.linear(copy_to_tensor_model_parallel_region(x, self.group), weight)
+        return linear(copy_to_tensor_model_parallel_region(x, self.group), weight, self.matmul)
 
     def init_weights(self, init: WeightInit, name: str) -> None:
         """Fill the weight with this rank's rows of the tensor ``name``."""
@@ -110,15 +114,17 @@ class RowParallelLinear(nn.Module):
         group: dist.ProcessGroup,
         sequence_parallel: bool,
         dtype: torch.dtype,
+        matmul: Matmul = reference.matmul,
     ) -> None:
         super().__init__()
         self.group = group
+        self.matmul = matmul
         self.sequence_parallel = sequence_parallel
         self.weight = nn.Parameter(torch.empty(output_size, _divide(input_size, group), dtype=dtype))
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        partial = F.linear(x, self.weight)
+        partial = linear(x, self.weight, self.matmul)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(partial, self.group)
         return reduce_from_tensor_model_parallel_region(partial, self.group)
@@ -171,10 +177,12 @@ class _GatherLinear(torch.autograd.Function):
     """Gather the sequence, multiply; backward overlaps both collectives with the two matmuls."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, matmul: Matmul
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group = group
-        return F.linear(collectives.all_gather(x, group)[0], weight)
+        ctx.group, ctx.matmul = group, matmul
+        return matmul(collectives.all_gather(x, group)[0], weight.t())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -183,16 +191,37 @@ class _GatherLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             gathered, gather = collectives.all_gather(x, ctx.group, async_op=True)
         if ctx.needs_input_grad[0]:
-            partial = grad @ weight
+            partial = ctx.matmul(grad, weight)
         if gather is not None:
             gather.wait()
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x, scatter = collectives.reduce_scatter(partial, ctx.group, async_op=True)
         if ctx.needs_input_grad[1]:
-            grad_weight = grad.t() @ gathered
+            grad_weight = ctx.matmul(grad.t(), gathered)
         if scatter is not None:
             scatter.wait()
+        return grad_x, grad_weight, None, None
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, matmul: Matmul) -> torch.Tensor:
+    """``x W^T`` [T, out] for x [T, in] and W [out, in], with all three products made by ``matmul``."""
+    y: torch.Tensor = _Linear.apply(x, weight, matmul)
+    return y
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, matmul: Matmul) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.matmul = matmul
+        return matmul(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = ctx.matmul(grad, weight) if ctx.needs_input_grad[0] else None
+        grad_weight = ctx.matmul(grad.t(), x) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None
 
 

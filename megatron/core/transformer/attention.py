@@ -40,6 +40,7 @@ class SelfAttention(nn.Module):
             group=groups.tp,
             sequence_parallel=config.sequence_parallel,
             dtype=config.params_dtype,
+            matmul=ops.matmul,
         )
         self.q_layernorm = RMSNorm(config, ops, size) if config.qk_layernorm else None
         self.k_layernorm = RMSNorm(config, ops, size) if config.qk_layernorm else None
@@ -49,6 +50,7 @@ class SelfAttention(nn.Module):
             group=groups.tp,
             sequence_parallel=config.sequence_parallel,
             dtype=config.params_dtype,
+            matmul=ops.matmul,
         )
 
     def forward(

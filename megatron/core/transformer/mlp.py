@@ -25,6 +25,7 @@ class MLP(nn.Module):
             group=groups.tp,
             sequence_parallel=config.sequence_parallel,
             dtype=config.params_dtype,
+            matmul=ops.matmul,
             stride=2,
         )
         self.linear_fc2 = RowParallelLinear(
@@ -33,6 +34,7 @@ class MLP(nn.Module):
             group=groups.tp,
             sequence_parallel=config.sequence_parallel,
             dtype=config.params_dtype,
+            matmul=ops.matmul,
         )
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:

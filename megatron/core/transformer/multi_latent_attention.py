@@ -43,16 +43,19 @@ class MLASelfAttention(nn.Module):
                 group=groups.tp,
                 sequence_parallel=config.sequence_parallel,
                 dtype=config.params_dtype,
+                matmul=ops.matmul,
             )
 
         query_size = config.qk_head_dim + config.qk_pos_emb_head_dim
         if config.q_lora_rank is None:
             self.linear_q_proj = by_heads(hidden, query_size)
         else:
-            self.linear_q_down_proj = ReplicatedLinear(config, hidden, config.q_lora_rank)
+            self.linear_q_down_proj = ReplicatedLinear(config, ops, hidden, config.q_lora_rank)
             self.q_layernorm = RMSNorm(config, ops, config.q_lora_rank)
             self.linear_q_up_proj = by_heads(config.q_lora_rank, query_size)
-        self.linear_kv_down_proj = ReplicatedLinear(config, hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        self.linear_kv_down_proj = ReplicatedLinear(
+            config, ops, hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim
+        )
         self.kv_layernorm = RMSNorm(config, ops, config.kv_lora_rank)
         self.linear_kv_up_proj = by_heads(config.kv_lora_rank, config.qk_head_dim + config.v_head_dim)
         self.linear_proj = RowParallelLinear(
@@ -61,6 +64,7 @@ class MLASelfAttention(nn.Module):
             group=groups.tp,
             sequence_parallel=config.sequence_parallel,
             dtype=config.params_dtype,
+            matmul=ops.matmul,
         )
 
     def forward(

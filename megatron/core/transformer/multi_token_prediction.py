@@ -48,6 +48,7 @@ class MultiTokenPredictionLayer(nn.Module):
             group=groups.tp,
             sequence_parallel=config.sequence_parallel,
             dtype=config.params_dtype,
+            matmul=ops.matmul,
         )
         self.transformer_layer = TransformerLayer(config, groups, ops, config.num_layers + depth - 1)
         self.final_layernorm = RMSNorm(config, ops, hidden)

@@ -85,6 +85,7 @@ class GPTModel(nn.Module):
                 group=groups.tp,
                 sequence_parallel=config.sequence_parallel,
                 dtype=config.params_dtype,
+                matmul=ops.matmul,
                 has_weight=not (self.is_output_tied and (self.pre_process or has_mtp)),
             )
         self.mtp = MultiTokenPredictionBlock(config, groups, ops) if has_mtp else None
