@@ -34,10 +34,15 @@ def _saved_value(directory: Path) -> float:
     return model.weight[0].item()
 
 
+def _maps_of(pid: str) -> str:
+    path = Path(f"/proc/{pid}/maps")
+    return path.read_text() if path.exists() else ""
+
+
 def _holds_snapshot() -> bool:
     """Whether this process has a snapshot's memory mapped or its file open."""
     files = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
-    return any("memfd:checkpoint" in text for text in [*files, Path("/proc/self/maps").read_text()])
+    return any("memfd:checkpoint" in text for text in [*files, _maps_of("self")])
 
 
 def test_what_is_saved_is_the_state_at_the_call_and_its_copy_is_freed(tmp_path: Path) -> None:
@@ -56,7 +61,8 @@ def test_what_is_saved_is_the_state_at_the_call_and_its_copy_is_freed(tmp_path: 
     pid = saver.running.pid
     saver.wait()
     assert time.monotonic() - begin > 2 * in_call_s
-    assert not Path(f"/proc/{pid}").exists()
+    while _maps_of(str(pid)):
+        time.sleep(0.01)
     assert latest.read_text() == "1" and _saved_value(tmp_path / "step_1") == 1.0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.txt", "step_1"]
 
@@ -79,7 +85,9 @@ def _fail_and_go_on(root: str) -> str:
             told = str(error)
             break
         time.sleep(0.02)
-    with pytest.raises(OSError, match=r"rank 0: .*rank 1: .*signal 9"):  # on both ranks, at the next save or at the end
+    with pytest.raises(
+        OSError, match=r"rank 0: .*rank 1: .*was killed"
+    ):  # on both ranks, at the next save or at the end
         saver.wait()
     assert not (Path(root) / "step_1").exists()
     saver.save(Path(root) / "step_1", model, None, None, {})
@@ -92,8 +100,8 @@ def _fail_and_go_on(root: str) -> str:
 
 def test_a_writer_that_dies_is_an_error_at_the_next_step_and_on_all_ranks(tmp_path: Path) -> None:
     told = run_ranks(_fail_and_go_on, 2, str(tmp_path))
-    assert "its writer ended with signal 9" in told[1]
-    assert "rank-1: its writer ended with signal 9" in told[0]
+    assert "its writer was killed" in told[1]
+    assert "rank-1: its writer was killed" in told[0]
 
 
 def test_a_snapshot_holds_any_tensor(tmp_path: Path) -> None:

@@ -13,7 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from megatron.core.dist_checkpointing.manifest import Manifest, record_file, write_manifest
+from megatron.core.dist_checkpointing.manifest import (
+    Manifest,
+    file_problems,
+    read_manifest,
+    record_file,
+    write_manifest,
+)
 from megatron.core.parallel_layout import ParallelLayout
 from recipes.r1_zero.tokenizer import write_tokenizer
 from verl.protocol import DataProto
@@ -137,6 +143,10 @@ def bandit_worker(digits: list[int]) -> type[Worker]:
                 files = {"logits.pt": record_file(directory / "logits.pt")}
                 write_manifest(directory, Manifest(ParallelLayout(world_size=self.world_size), files))
             torch.distributed.barrier()
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def verify_checkpoint(self, checkpoint_path: str) -> list[str]:
+            return file_problems(Path(checkpoint_path), read_manifest(Path(checkpoint_path)), verify_digests=True)
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def load_checkpoint(self, checkpoint_path: str) -> None:

@@ -126,6 +126,7 @@ class ActorRolloutRefWorker(Worker):
     def update_actor(self, data: DataProto) -> DataProto:
         """One GRPO update; metrics are in ``meta_info["metrics"]``. Weights stay for the next sync, kept rows go."""
         megatron = self.config.actor.megatron
+        self.checkpoint_manager.check()
         self.actor_module.onload_params()
         self.actor_module.onload_grads()
         self.optimizer.onload()
@@ -146,12 +147,26 @@ class ActorRolloutRefWorker(Worker):
         hdfs_path: str | None = None,
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
+        latest_path: str | None = None,
     ) -> None:
-        """Collective; ``checkpoint_path`` exists only once it is complete. Old ones are the trainer's to remove."""
+        """Collective; ``checkpoint_path`` exists only once it is complete, then ``latest_path`` gets the step's number.
+
+        With ``actor.checkpoint.async_save`` this returns before. Old ones are the trainer's to remove.
+        """
         if hdfs_path is not None:
             raise ValueError(f"hdfs_path={hdfs_path!r}: only file systems that are mounted are supported")
         self._with_training_state()
-        self.checkpoint_manager.save_checkpoint(checkpoint_path, global_step)
+        self.checkpoint_manager.save_checkpoint(checkpoint_path, global_step, latest_path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wait_for_checkpoint(self) -> None:
+        """Collective; returns when a save in the background is complete, raises when it failed."""
+        self.checkpoint_manager.wait()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def verify_checkpoint(self, checkpoint_path: str) -> list[str]:
+        """Collective; every missing or damaged file of a checkpoint, the same list on all ranks."""
+        return self.checkpoint_manager.problems_of(checkpoint_path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, checkpoint_path: str) -> int:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,18 +65,33 @@ def checkpoints(root: str) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
-def find_latest_ckpt_path(root: str) -> Checkpoint | None:
-    """The newest complete checkpoint; incomplete ones are named in the log and passed over."""
+def complete_checkpoints(root: str) -> Iterator[Checkpoint]:
+    """Complete checkpoints, newest first; incomplete ones are named in the log and passed over."""
     for checkpoint in reversed(checkpoints(root)):
         if checkpoint.is_complete:
+            yield checkpoint
+        else:
+            logger.warning("%s is incomplete and not used", checkpoint.directory)
+
+
+def find_latest_ckpt_path(root: str, problems_of: Callable[[Checkpoint], list[str]] | None = None) -> Checkpoint | None:
+    """The newest complete checkpoint in which ``problems_of`` (reads it all) finds nothing damaged."""
+    for checkpoint in complete_checkpoints(root):
+        problems = problems_of(checkpoint) if problems_of is not None else []
+        if not problems:
             return checkpoint
-        logger.warning("%s is incomplete and not used", checkpoint.directory)
+        logger.warning("%s is damaged and not used: %s", checkpoint.directory, "; ".join(problems))
     return None
+
+
+def latest_path(root: str) -> Path:
+    """The file that names the newest complete checkpoint's step."""
+    return Path(root) / LATEST
 
 
 def publish(root: str, checkpoint: Checkpoint, max_to_keep: int | None) -> None:
     """Points ``latest`` at a complete checkpoint, then removes older ones beyond ``max_to_keep`` and broken ones."""
-    write_text(Path(root) / LATEST, str(checkpoint.step))
+    write_text(latest_path(root), str(checkpoint.step))
     if max_to_keep is None:
         return
     older = [other for other in checkpoints(root) if other.step < checkpoint.step]

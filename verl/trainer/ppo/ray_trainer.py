@@ -96,6 +96,7 @@ class RayPPOTrainer:
         self.global_step = 0
         self.workers: Any = None
         self._carried_timing: dict[str, float] = {}
+        self._unpublished: checkpointing.Checkpoint | None = None
 
     def init_workers(self) -> None:
         """Starts one process per device and builds the models in it."""
@@ -124,12 +125,14 @@ class RayPPOTrainer:
         while self.global_step < self.total_training_steps:
             self.global_step += 1
             metrics = self._train_step(self._next_prompts(batches))
+            self._publish_checkpoint(is_needed=False)
             is_last = self.global_step == self.total_training_steps
             if is_last or (trainer.test_freq > 0 and self.global_step % trainer.test_freq == 0):
                 metrics |= self._validate()
             self.tracking.log(metrics | self._take_carried_timing(), step=self.global_step)
             if is_last or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0):
                 self._save_checkpoint()
+        self._publish_checkpoint(is_needed=True)
         self.tracking.close()
         if trainer.export_hf:
             path = str(Path(trainer.report_dir) / "export_hf")
@@ -279,15 +282,36 @@ class RayPPOTrainer:
         checkpointing.write_text(directory / f"step_{self.global_step}.jsonl", "\n".join(lines) + "\n")
 
     def _save_checkpoint(self) -> None:
-        """Trainer state, then the workers' part, then ``latest``: what ``latest`` names is always whole."""
+        """Trainer state, then the workers' part, then ``latest``: what ``latest`` names is always whole.
+
+        With ``actor.checkpoint.async_save`` the workers return early, and ``latest`` follows when they are done.
+        """
         timing: dict[str, float] = {}
         root = self.config.trainer.default_local_dir
         checkpoint = checkpointing.checkpoint_at(root, self.global_step)
         with marked_timer("save_checkpoint", timing):
+            self._publish_checkpoint(is_needed=True)
             checkpoint.write_state({"loader": self.train_loader.state_dict(), "kl_coef": self.kl_ctrl.value})
-            self.workers.save_checkpoint(str(checkpoint.actor.absolute()), global_step=self.global_step)
-            checkpointing.publish(root, checkpoint, self.config.trainer.max_actor_ckpt_to_keep)
+            latest_path = checkpointing.latest_path(root).absolute()
+            self.workers.save_checkpoint(
+                str(checkpoint.actor.absolute()), global_step=self.global_step, latest_path=str(latest_path)
+            )
+            self._unpublished = checkpoint
+            self._publish_checkpoint(is_needed=False)
         self._carried_timing = {"timing_s/save_checkpoint": timing["save_checkpoint"]}
+
+    def _publish_checkpoint(self, is_needed: bool) -> None:
+        """When the last checkpoint is whole: ``latest`` names it, older ones go; until then waits if ``is_needed``."""
+        checkpoint = self._unpublished
+        if checkpoint is None:
+            return
+        if not checkpoint.is_complete:
+            if not is_needed:
+                return
+            self.workers.wait_for_checkpoint()
+        trainer = self.config.trainer
+        checkpointing.publish(trainer.default_local_dir, checkpoint, trainer.max_actor_ckpt_to_keep)
+        self._unpublished = None
 
     def _load_checkpoint(self) -> None:
         """Continues from the newest complete checkpoint, or the one asked for; says which, or that there is none."""
@@ -299,7 +323,9 @@ class RayPPOTrainer:
             if not checkpoint.is_complete:
                 raise ValueError(f"trainer.resume_from_path: {checkpoint.directory} is not a complete checkpoint")
         else:
-            found = checkpointing.find_latest_ckpt_path(trainer.default_local_dir)
+            found = checkpointing.find_latest_ckpt_path(
+                trainer.default_local_dir, lambda each: self.workers.verify_checkpoint(str(each.actor.absolute()))[0]
+            )
             if found is None:
                 logger.info("no checkpoint in %s: starting from the model's weights", trainer.default_local_dir)
                 return

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megatron.core.dist_checkpointing import load_checkpoint, save_checkpoint
+from megatron.core.dist_checkpointing import CheckpointSaver, load_checkpoint, verify_checkpoint
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups
@@ -20,7 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 class MegatronCheckpointManager:
-    """Writes ``<local_path>/`` so that it exists only when complete, and reads it back bit for bit.
+    """Writes ``<local_path>/`` so that it exists only when complete; any layout reads it, the same one bit for bit.
+
+    With ``async_save`` writing goes on beside the next steps; ``check`` and ``wait`` tell of failures.
 
     Args:
         model: this rank's stage, without its DDP wrapper.
@@ -44,14 +46,36 @@ class MegatronCheckpointManager:
         self.hf_config = hf_config
         self.hf_dir = hf_dir
         self.groups = groups
+        self.saver = CheckpointSaver(groups)
 
-    def save_checkpoint(self, local_path: str, global_step: int = 0) -> None:
-        """Collective. The HF form comes first, so the sharded checkpoint, whose manifest is last, completes it all."""
+    def save_checkpoint(self, local_path: str, global_step: int = 0, latest_path: str | None = None) -> None:
+        """Collective. The HF form comes first, so the sharded checkpoint, whose manifest is last, completes it all.
+
+        ``latest_path`` gets the step's number after that, whoever is still alive then.
+        """
         if "hf_model" in self.config.save_contents:
             self.export_hf(str(Path(local_path).parent / "huggingface"))
-        save_checkpoint(
-            local_path, self.model, self.optimizer, self.scheduler, {"global_step": global_step}, self.groups
+        self.saver.save(
+            local_path,
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            {"global_step": global_step},
+            async_save=self.config.async_save,
+            latest=None if latest_path is None else (latest_path, str(global_step)),
         )
+
+    def check(self) -> None:
+        """Raise ``OSError`` when this rank's part of a running save has failed; does not wait."""
+        self.saver.check()
+
+    def wait(self) -> None:
+        """Collective. Wait until a running save is complete; ``OSError`` on all ranks when it failed."""
+        self.saver.wait()
+
+    def problems_of(self, local_path: str) -> list[str]:
+        """Collective. Every file of a checkpoint that is missing or damaged by size or digest; ranks share the work."""
+        return verify_checkpoint(local_path, self.groups)
 
     def load_checkpoint(self, local_path: str) -> int:
         """Collective. Restores everything that ``save_checkpoint`` wrote; returns its global step."""
