@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.transformer.moe.aux_loss import AuxLossScaler, collect_moe_aux_losses, set_aux_loss_scale
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from tests.megatron.model_helpers import one_process_groups, one_process_world
+from tests.megatron.model_helpers import make_model, one_process_groups, one_process_world, packed_batch, tiny_config
 from tests.megatron.moe_helpers import assert_close, make_layer, reduced_grads
 from tests.parallel.launcher import run_ranks
 
@@ -96,6 +96,26 @@ def test_losses_that_are_off_cost_nothing() -> None:
         assert layer.router.aux_losses.totals is None
         assert not make_layer(groups).router.aux_losses.is_on
         assert not make_layer(groups, **BALANCE, moe_router_load_balancing_type="none").router.aux_losses.is_on
+
+
+@pytest.mark.parametrize("modules", [None, ("moe", "moe_act", "layernorm")], ids=["full", "selective"])
+def test_recompute_counts_nothing_twice(modules: tuple[str, ...] | None) -> None:
+    recompute: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": modules}
+    if modules is None:
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    batch = packed_batch(LENGTHS, 128)
+    results = []
+    with one_process_groups() as groups:
+        for change in ({}, recompute):
+            model = make_model(tiny_config(**BY_SEQUENCE, **Z, **change), groups)
+            model(batch.ids_T, batch.positions_T, batch.params, labels_T=batch.labels_T).mean().backward()
+            grads = {name: param.grad for name, param in model.named_parameters()}
+            results.append((grads, collect_moe_aux_losses(model, groups)))
+    (grads, values), (grads_again, values_again) = results
+    assert values == values_again and sorted(values["z_loss"]) == [1, 2]
+    for name, grad in grads.items():
+        assert grad is not None
+        assert_close(grads_again[name], grad, name, 1e-6)
 
 
 def _shard(groups: ProcessGroups) -> tuple[torch.Tensor, PackedSeqParams]:

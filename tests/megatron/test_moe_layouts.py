@@ -8,12 +8,21 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ops import reference_ops
-from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
+from megatron.core.parallel_layout import ParallelLayout
+from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_model_parallel
 from megatron.core.transformer.moe.uneven_rows import gather_rows, reduce_scatter_rows
-from tests.megatron.model_helpers import one_process_groups, tiny_config
-from tests.megatron.moe_helpers import assert_layouts_equal_one_process, make_layer
+from tests.megatron.model_helpers import one_process_groups, one_process_world, tiny_config
+from tests.megatron.moe_helpers import (
+    assert_close,
+    assert_layouts_equal_one_process,
+    local_part,
+    make_layer,
+    rows_of_rank,
+    tokens,
+)
 from tests.parallel.launcher import run_ranks
 
 DISPATCHERS = [{"moe_token_dispatcher_type": kind} for kind in ("alltoall", "allgather")]
@@ -31,7 +40,7 @@ def _layout(tp: int = 1, ep: int = 1, etp: int = 1, order: str = "tp-cp-ep-dp-pp
 
 def test_two_ranks_equal_one_process() -> None:
     layouts = [_layout(etp=2), _layout(tp=2, etp=2), _layout(tp=2, ep=2), _layout(ep=2), _layout(tp=2)]
-    assert_layouts_equal_one_process(2, layouts, DISPATCHERS)
+    assert_layouts_equal_one_process(2, layouts, [*DISPATCHERS, {"moe_shared_expert_overlap": True}])
 
 
 def test_four_ranks_equal_one_process() -> None:
@@ -45,6 +54,32 @@ def test_four_ranks_equal_one_process() -> None:
         _layout(ep=2, etp=2, order="ep-dp-tp-cp-pp"),
     ]
     assert_layouts_equal_one_process(4, layouts, [*DISPATCHERS, {**DISPATCHERS[0], **ONE_EXPERT_EACH}])
+
+
+def _mean_grads(sizes: dict[str, object]) -> tuple[int, dict[str, torch.Tensor]]:
+    """Every data-parallel replica has its own loss, gradients are the mean of theirs; as DDP leaves them."""
+    groups = initialize_model_parallel(**sizes)  # type: ignore[arg-type]
+    layer = make_layer(groups)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=False)
+    model = DistributedDataParallel(layer.router.config, ddp_config, layer, groups)
+    x_TH, weight_TH = tokens()
+    rows = rows_of_rank(groups)
+    (model(x_TH[rows]) * weight_TH[rows]).sum().backward()
+    finalize_model_grads(model, groups)
+    grads = {name: param.main_grad.clone() for name, param in layer.named_parameters()}  # type: ignore[attr-defined]
+    destroy_model_parallel()
+    return groups.dp.size(), grads
+
+
+def test_a_mean_over_replicas_scales_experts_as_everything_else() -> None:
+    with one_process_world():
+        _, whole = _mean_grads({})
+    for sizes in (_layout(etp=2), _layout(tp=2, etp=2), {**_layout(ep=2), "context_parallel_size": 2}):
+        layout = ParallelLayout(world_size=4, **sizes)  # type: ignore[arg-type]
+        for rank, (num_replicas, grads) in enumerate(run_ranks(_mean_grads, 4, sizes)):
+            for name, grad in grads.items():
+                expected = local_part(name, whole[name] / num_replicas, layout, rank)
+                assert_close(grad, expected, (sizes, rank, name))
 
 
 def _marks(groups: ProcessGroups) -> dict[str, tuple[object, ...]]:
