@@ -79,7 +79,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--num-layers", type=int, default=8)
     parser.add_argument("--num-experts", type=int, default=32)
     parser.add_argument("--vocab-size", type=int, default=32768)
-    parser.add_argument("--train-ops", default="megatron.core.ops.reference:reference_ops", help="our table of ops")
+    parser.add_argument("--train-ops", default="megatron.core.ops.cpu:cpu_ops", help="our table of ops")
     parser.add_argument("--engines", default=",".join(ENGINES), help=f"comma-separated, of {', '.join(ENGINES)}")
     parser.add_argument("--json", help="also write everything measured to this file")
     return parser

@@ -11,7 +11,7 @@ import torch
 from verl.trainer.config import TrainerConfig
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-_TRAIN_OPS = {"npu": "mindspeed.ops:train_ops"}
+_TRAIN_OPS = {"cpu": "megatron.core.ops.cpu:cpu_ops", "npu": "mindspeed.ops:train_ops"}
 _ROLLOUT_OPS = {"npu": "vllm_ascend.ops:rollout_ops"}
 
 
