@@ -10,7 +10,7 @@ import torch
 
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.cli_io import companion_files, progress, run_cli, run_once, say
-from mindspeed_llm.convert_ckpt_deepseek3 import add_layout_flags, expert_naming
+from mindspeed_llm.convert_ckpt_deepseek3 import add_layout_flags, expert_naming, num_chunks
 from mindspeed_llm.hf_checkpoint import DEFAULT_SHARD_BYTES, write_hf_files
 from mindspeed_llm.hf_config import load_hf_config
 from mindspeed_llm.hf_shapes import hf_bytes
@@ -24,14 +24,15 @@ def convert_to_hf(
     hf_config_dir: Path,
     layout: ParallelLayout | None = None,
     naming: Naming = "mindspeed_llm",
+    mtp_num_layers: int = 0,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> bool:
     """Write the sharded ``load_dir`` as an HF directory; False when it is there already from the same input.
 
-    config.json and tokenizer come from ``hf_config_dir``. ``layout`` and ``naming`` are for checkpoints without a
-    layout manifest; with one they may be left out and must not contradict it.
+    config.json and tokenizer come from ``hf_config_dir``. ``layout``, ``naming`` and ``mtp_num_layers`` are for
+    checkpoints without a layout manifest; with one they may be left out and must not contradict it.
     """
-    hf = load_hf_config(hf_config_dir)
+    hf = load_hf_config(hf_config_dir).with_mtp(mtp_num_layers)
     source = ShardedCheckpoint(load_dir, hf, layout, naming)
     if layout is not None and (layout, naming) != (source.layout, source.naming):
         raise ValueError(f"{load_dir} was written for {source.layout} ({source.naming}), not {layout} ({naming})")
@@ -61,12 +62,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--hf-config-dir", type=Path, required=True, help="where config.json and tokenizer come from")
     parser.add_argument("--max-shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="size limit of one shard file")
     add_layout_flags(parser, "source", default=None)
+    parser.add_argument("--num-nextn-predict-layers", type=int, default=0, help="MTP layers in the sharded checkpoint")
 
     def body(arguments: argparse.Namespace) -> None:
         layout, naming = _layout_of(arguments)
+        num_mtp = arguments.num_nextn_predict_layers
         out = arguments.save_dir
         is_new = convert_to_hf(
-            arguments.load_dir, out, arguments.hf_config_dir, layout, naming, arguments.max_shard_bytes
+            arguments.load_dir, out, arguments.hf_config_dir, layout, naming, num_mtp, arguments.max_shard_bytes
         )
         say(f"HF checkpoint written to {out}" if is_new else f"HF checkpoint {out} is complete; nothing to do")
 
@@ -80,7 +83,13 @@ def _layout_of(arguments: argparse.Namespace) -> tuple[ParallelLayout | None, Na
         arguments.source_pipeline_parallel_size,
         arguments.source_expert_parallel_size,
     ]
-    others = (arguments.num_layer_list, arguments.moe_grouped_gemm, arguments.moe_tp_extend_ep)
+    others = (
+        arguments.num_layer_list,
+        arguments.num_layers_per_virtual_pipeline_stage,
+        arguments.noop_layers,
+        arguments.moe_grouped_gemm,
+        arguments.moe_tp_extend_ep,
+    )
     if not any(sizes) and not any(others) and read_manifest(arguments.load_dir) is not None:
         return None, "mindspeed_llm"
     tensor, pipeline, expert = (size or 1 for size in sizes)
@@ -90,6 +99,8 @@ def _layout_of(arguments: argparse.Namespace) -> tuple[ParallelLayout | None, Na
         expert,
         tp_extend_ep=arguments.moe_tp_extend_ep,
         num_layer_list=arguments.num_layer_list,
+        virtual_pipeline=num_chunks(arguments, load_hf_config(arguments.hf_config_dir), pipeline),
+        noop_layers=arguments.noop_layers,
     )
     return layout, expert_naming(arguments)
 

@@ -16,14 +16,17 @@ from mindspeed_llm.hf_shapes import hf_bytes, hf_tensors
 from mindspeed_llm.sources import raise_problems
 
 
-def cast_fp8_to_bf16(input_dir: Path, output_dir: Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> bool:
+def cast_fp8_to_bf16(
+    input_dir: Path, output_dir: Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES, mtp_num_layers: int = 0
+) -> bool:
     """Write the BF16 form of ``input_dir`` to ``output_dir``; False when it is there already from the same input.
 
     FP8 weights are multiplied by their blocks' scales and rounded to BF16, other tensors copied, scales and MTP layers
-    dropped, config.json and index written to match, tokenizer files copied. One shard is in memory at a time.
+    after the first ``mtp_num_layers`` dropped, config.json and index written to match, tokenizer files copied. One
+    shard is in memory at a time.
     """
     config = read_config_dict(input_dir)
-    hf = parse_hf_config(config, source=str(input_dir / "config.json"))
+    hf = parse_hf_config(config, source=str(input_dir / "config.json")).with_mtp(mtp_num_layers)
     with HFCheckpoint(input_dir) as source:
         check_against_config(source, hf)
         _check_scales(source, hf, (config.get("quantization_config") or {}).get("weight_block_size"))
@@ -31,7 +34,7 @@ def cast_fp8_to_bf16(input_dir: Path, output_dir: Path, max_shard_bytes: int = D
         def build(building: Path) -> None:
             write_hf_files(_plain_tensors(source, hf), building, input_dir, max_shard_bytes)
 
-        arguments = {"max_shard_bytes": max_shard_bytes}
+        arguments = {"max_shard_bytes": max_shard_bytes, "mtp_num_layers": mtp_num_layers}
         return run_once(output_dir, "fp8_cast_bf16", arguments, hf_files(input_dir), build, hf_bytes(hf))
 
 
@@ -41,10 +44,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--input-fp8-hf-path", type=Path, required=True, help="directory as DeepSeek publishes it")
     parser.add_argument("--output-bf16-hf-path", type=Path, required=True, help="directory to make")
     parser.add_argument("--max-shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="size limit of one shard file")
+    parser.add_argument("--num-nextn-predict-layers", type=int, default=0, help="MTP layers to keep")
 
     def body(arguments: argparse.Namespace) -> None:
         out = arguments.output_bf16_hf_path
-        is_new = cast_fp8_to_bf16(arguments.input_fp8_hf_path, out, arguments.max_shard_bytes)
+        num_mtp = arguments.num_nextn_predict_layers
+        is_new = cast_fp8_to_bf16(arguments.input_fp8_hf_path, out, arguments.max_shard_bytes, num_mtp)
         say(f"BF16 checkpoint written to {out}" if is_new else f"BF16 checkpoint {out} is complete; nothing to do")
 
     return run_cli(parser, body, argv)

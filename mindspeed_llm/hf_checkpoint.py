@@ -183,7 +183,8 @@ def save_hf_checkpoint(
 ) -> None:
     """Write ``tensors`` as an HF directory that ``transformers`` loads; it appears whole at ``out_dir`` or not at all.
 
-    config.json is ``hf_config_dir``'s without quantisation and MTP, its ``torch_dtype`` the dtype of the tensors; the
+    config.json is ``hf_config_dir``'s without quantisation, its ``num_nextn_predict_layers`` the MTP modules among
+    the tensors, its ``torch_dtype`` their dtype; the
     tokenizer files are copied. When ``tensors`` is collective (``export_weights``) every rank calls this, and those
     with ``is_writer`` False only take part. An existing HF directory at ``out_dir`` is replaced, anything else refused.
     """
@@ -206,6 +207,7 @@ def write_hf_files(
     writer = ShardedWriter(directory, max_shard_bytes)
     for name, tensor in tensors:
         writer.add(name, tensor)
+        config["num_nextn_predict_layers"] += name.endswith(".enorm.weight")  # one in every MTP module
     writer.finish()
     copy_companions(hf_config_dir, directory)
     main_dtype = max(writer.dtypes, key=lambda dtype: writer.dtypes[dtype])

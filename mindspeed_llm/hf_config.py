@@ -181,7 +181,7 @@ def parse_hf_config(raw: Mapping[str, Any], source: str = "config") -> HFModelCo
 
 
 def without_quantisation_and_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json that is right for plain BF16 weights without the multi-token-prediction layer.
+    """The config.json that is right for plain BF16 weights without multi-token-prediction layers.
 
     ``quantization_config`` is dropped and ``num_nextn_predict_layers`` is 0; every other key stays as it was,
     ``topk_method`` and ``scoring_func`` among them.

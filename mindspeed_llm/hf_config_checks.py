@@ -91,6 +91,8 @@ def _deepseek_problems(raw: Mapping[str, Any]) -> list[str]:
         found.append("tie_word_embeddings is true; only models with a separate lm_head are supported")
     if raw.get("scoring_func") not in (None, "sigmoid", "softmax"):
         found.append(f"scoring_func is {raw.get('scoring_func')!r}; sigmoid or softmax is needed")
+    if raw.get("rope_interleave", True) is not True:
+        found.append(f"rope_interleave is {raw['rope_interleave']!r}; the training engine rotates neighbours (true)")
     return found + _router_problems(raw) + _rope_problems(raw)
 
 

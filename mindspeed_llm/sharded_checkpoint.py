@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import zipfile
 from collections.abc import Callable, Collection
 from dataclasses import asdict
@@ -40,6 +41,8 @@ def shard_layout(
     *,
     tp_extend_ep: bool,
     num_layer_list: tuple[int, ...] | None = None,
+    virtual_pipeline: int = 1,
+    noop_layers: tuple[int, ...] = (),
 ) -> ParallelLayout:
     """The layout whose ranks are the files of a sharded checkpoint: one per (tp, pp, ep).
 
@@ -53,6 +56,8 @@ def shard_layout(
         expert_model_parallel_size=expert_parallel * (tensor_parallel if tp_extend_ep else 1),
         expert_tensor_parallel_size=1 if tp_extend_ep else tensor_parallel,
         num_layer_list=num_layer_list,
+        virtual_pipeline_model_parallel_size=virtual_pipeline,
+        noop_layers=noop_layers,
     )
 
 
@@ -73,25 +78,30 @@ def write_sharded(
     naming: Naming,
     directory: Path,
     on_file: Callable[[], None] = lambda: None,
+    mtp_num_layers: int = 0,
 ) -> None:
     """Fill the empty ``directory`` with one file per rank of ``layout`` and the layout manifest.
 
-    A file is ``{"model": {name: tensor}, "checkpoint_version": 3.0, "iteration": 1}`` in the dtypes of ``source``; one
-    rank's tensors are in memory at a time. ``hf_config`` is config.json as read; ``on_file`` is called after each file.
+    A file is ``{"model": {name: tensor}, "checkpoint_version": 3.0, "iteration": 1}`` in the dtypes of ``source``, with
+    virtual stages "model0", "model1" ... instead of "model"; one rank's tensors are in memory at a time. ``hf_config``
+    is config.json as read; ``on_file`` is called after each file.
     """
-    hf = parse_hf_config(hf_config)
+    hf = parse_hf_config(hf_config).with_mtp(mtp_num_layers)
     sizes = {}
     for rank in range(layout.world_size):
         coords = layout.coords(rank)
-        model = {tensor.name: _assemble(tensor, source) for tensor in local_plan(hf, layout, coords, naming)}
+        models: dict[str, dict[str, torch.Tensor]] = {}
+        for tensor in local_plan(hf, layout, coords, naming):
+            model, name = _place(tensor)
+            models.setdefault(model, {})[name] = _assemble(tensor, source)
         file = directory / rank_file(layout, coords)
         file.parent.mkdir(parents=True)
-        torch.save({"model": model, "checkpoint_version": 3.0, "iteration": ITERATION}, file)
+        torch.save({**models, "checkpoint_version": 3.0, "iteration": ITERATION}, file)
         sizes[rank_file(layout, coords)] = file.stat().st_size
         on_file()
     (directory / LATEST_NAME).write_text(str(ITERATION))
-    manifest = {"version": 1, "naming": naming, "layout": asdict(layout), "hf_config": hf_config, "files": sizes}
-    write_json(directory / MANIFEST_NAME, manifest)
+    described = {"naming": naming, "layout": asdict(layout), "hf_config": hf_config, "mtp_num_layers": mtp_num_layers}
+    write_json(directory / MANIFEST_NAME, {"version": 1, **described, "files": sizes})
 
 
 class ShardedCheckpoint:
@@ -167,23 +177,24 @@ class ShardedCheckpoint:
         coords = self.layout.coords(rank)
         file = self.path / rank_file(self.layout, coords)
         try:
-            model = torch.load(file, map_location="cpu", weights_only=True, mmap=True)["model"]
-        except (pickle.UnpicklingError, KeyError) as error:
+            stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
             # MindSpeed-LLM's own files use pickle protocol 4, which torch's safe loader does not read.
             raise ValueError(
-                f"{file} is no file of plain tensors under 'model' that torch's safe loader reads; convert from the "
+                f"{file} is no file of plain tensors that torch's safe loader reads; convert from the "
                 f"Hugging Face checkpoint with convert_ckpt_deepseek3 instead"
             ) from error
         problems, tensors = [], {}
         for tensor in local_plan(self.hf, self.layout, coords, self.naming):
-            stored = model.get(tensor.name)
-            if stored is None:
-                problems.append(f"{tensor.name} is missing")
-            elif tuple(stored.shape) not in (tensor.shape, tensor.file_shape):
+            model, name = _place(tensor)
+            found = stored.get(model, {}).get(name)
+            if found is None:
+                problems.append(f"{name} of {model!r} is missing")
+            elif tuple(found.shape) not in (tensor.shape, tensor.file_shape):
                 expected = tensor.file_shape or tensor.shape
-                problems.append(f"{tensor.name} has shape {tuple(stored.shape)}; the layout makes it {expected}")
+                problems.append(f"{name} has shape {tuple(found.shape)}; the layout makes it {expected}")
             else:
-                tensors[tensor.name] = stored.view(tensor.shape)
+                tensors[tensor.name] = found.view(tensor.shape)
         raise_problems(str(file), problems, "Give the layout and config.json with which it was made.")
         return tensors
 
@@ -218,7 +229,14 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 def _from_manifest(path: Path, manifest: dict[str, Any]) -> tuple[HFModelConfig, ParallelLayout, Naming]:
     hf = parse_hf_config(manifest["hf_config"], source=f"{path / MANIFEST_NAME}: hf_config")
+    hf = hf.with_mtp(manifest.get("mtp_num_layers", 0))
     return hf, ParallelLayout.from_json(manifest["layout"]), manifest["naming"]
+
+
+def _place(tensor: LocalTensor) -> tuple[str, str]:
+    """The file's key of the chunk that a tensor belongs to, and its name inside."""
+    match = re.match(r"chunks\.(\d+)\.(.+)", tensor.name)
+    return (f"model{match[1]}", match[2]) if match else ("model", tensor.name)
 
 
 def _assemble(tensor: LocalTensor, source: WeightSource) -> torch.Tensor:

@@ -182,7 +182,7 @@ class _RankPlanner:
             yield from self._mtp(depth)
         if not hf.tie_word_embeddings:
             yield self._split("output_layer.weight", ["lm_head.weight"], 0)
-        elif not is_first:
+        elif not is_first and not hf.mtp_num_layers:  # MTP has a copy of the embedding there already
             yield self._split("output_layer.weight", ["model.embed_tokens.weight"], 0)
 
     @property

@@ -46,6 +46,16 @@ CASES: dict[str, tuple[list[str], dict[str, Any], int]] = {
     "pp3": ([*sizes(1, 3, 1), *GROUPED, "--num-layers", "3", "--first-k-dense-replace", "1"], {}, 3),
     "ep4": ([*sizes(1, 1, 4), *GROUPED], {}, 4),
     "tp4 without q-lora": ([*sizes(4, 1, 1), *EXTENDED], {"q_lora_rank": None}, 4),
+    "chunks, two slots without a layer": (
+        [*sizes(1, 2, 2), *EXTENDED, "--num-layers-per-virtual-pipeline-stage", "1", "--noop-layers", "1,5"],
+        {"num_hidden_layers": 4},
+        4,
+    ),
+    "tp2 pp2 with prediction layers": (
+        [*sizes(2, 2, 1), *GROUPED, "--num-layer-list", "1,2", "--num-nextn-predict-layers", "2"],
+        {"num_nextn_predict_layers": 2},
+        4,
+    ),
     "all dense": ([*sizes(2, 1, 1), *GROUPED], {"first_k_dense_replace": 3}, 2),
 }
 

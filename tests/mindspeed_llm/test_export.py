@@ -1,4 +1,4 @@
-"""Weights loaded into the training model in any layout come out under HF names bit for bit, on every rank."""
+"""Weights and gradients of the training model in any layout come out under HF names bit for bit, on every rank."""
 
 from __future__ import annotations
 
@@ -8,15 +8,30 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.ops.reference import reference_ops
-from megatron.core.parallel_state import destroy_model_parallel, initialize_model_parallel
+from megatron.core.parallel_layout import ParallelLayout
+from megatron.core.parallel_state import destroy_model_parallel, initialize_from_layout, initialize_model_parallel
 from mindspeed_llm import convert_ckpt_deepseek3
 from mindspeed_llm.hf_config import load_hf_config, parse_hf_config
 from mindspeed_llm.hf_shapes import always_fp32, hf_tensors
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
-from mindspeed_llm.weights import HFCheckpoint, ShardedCheckpoint, export_weights, load_weights, save_hf_checkpoint
-from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
+from mindspeed_llm.weights import (
+    HFCheckpoint,
+    ShardedCheckpoint,
+    export_weights,
+    hf_gradients,
+    load_weights,
+    save_hf_checkpoint,
+)
+from tests.mindspeed_llm.tiny import (
+    tiny_hf_config,
+    tiny_moonlight_config,
+    tiny_qwen3_config,
+    tiny_v2_lite_config,
+    write_tiny_checkpoint,
+)
 from tests.parallel.launcher import run_ranks
 
 
@@ -76,6 +91,60 @@ def test_export_returns_what_was_loaded(case: tuple[int, dict[str, Any], int, li
         for name, tensor in weights.items():
             expected = tensor if always_fp32(name) else tensor.bfloat16()
             assert torch.equal(saved.read(name), expected), name
+
+
+def layout(num_ranks: int, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1, **more: Any) -> Any:
+    return ParallelLayout(num_ranks, tp, pp, cp, ep, etp, **more)
+
+
+TWO_STAGES = {"virtual_pipeline_model_parallel_size": 2, "noop_layers": (2,)}
+FOUR_RANKS: dict[str, tuple[dict[str, Any], ParallelLayout]] = {
+    "qwen3, tp2 pp2": (tiny_qwen3_config(), layout(4, tp=2, pp=2, num_layer_list=(2, 1))),
+    "qwen3 tied, tp2 pp2": (tiny_qwen3_config(tie_word_embeddings=True), layout(4, tp=2, pp=2, num_layer_list=(1, 2))),
+    "qwen3 tied, one stage, tp2 cp2": (tiny_qwen3_config(tie_word_embeddings=True), layout(4, tp=2, cp=2)),
+    "v3, experts split over tp2, ep2": (tiny_hf_config(), layout(4, tp=2, ep=2, etp=2)),
+    "v3, pp2 of two chunks, one slot without a layer, ep2": (tiny_hf_config(), layout(4, pp=2, ep=2, **TWO_STAGES)),
+    "moonlight, tp2 cp2, whole experts over all": (tiny_moonlight_config(), layout(4, tp=2, cp=2, ep=4)),
+    "v2-lite, cp2, dp varying before cp": (tiny_v2_lite_config(), layout(4, cp=2, ep=2, order="tp-dp-ep-cp-pp")),
+    "v3 with its prediction layer, tp2 pp2": (
+        tiny_hf_config(num_nextn_predict_layers=1),
+        layout(4, tp=2, pp=2, ep=2, num_layers_in_first_pipeline_stage=1),
+    ),
+}
+
+
+def weights_and_gradients(path: str, layout: ParallelLayout) -> list[str]:
+    """Names that come out unlike they went in: exported weights, and gradients that are set to the weights."""
+    hf = load_hf_config(path)
+    hf = hf.with_mtp(hf.num_nextn_predict_layers)
+    groups = initialize_from_layout(layout)
+    model = build_model(hf, groups, reference_ops(), params_dtype=torch.float32)
+    source = HFCheckpoint(path)
+    load_weights(model, local_plan(hf, layout, groups.coords), source)
+    expected = {name: source.read(name) for name in hf_tensors(hf)}
+    exported = dict(export_weights(model, hf, layout, groups, bucket_bytes=30_000))
+    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(bucket_size=5000), model, groups)
+    for buffer in ddp.param_and_grad_buffers:
+        buffer.grad_shard.copy_(buffer.param_shard)  # the rest is what a reduce-scatter leaves: meaningless
+    ddp.grads_are_final = True
+    gradients = hf_gradients(ddp, hf, groups, bucket_bytes=30_000)
+    destroy_model_parallel()
+    assert list(exported) == list(expected)
+    assert [name for name in expected if not always_fp32(name)] == list(gradients)
+    wrong = [name for name, tensor in exported.items() if not torch.equal(tensor, expected[name])]
+    return wrong + [f"gradient of {name}" for name, grad in gradients.items() if not torch.equal(grad, expected[name])]
+
+
+def all_weights_and_gradients(cases: dict[str, tuple[str, ParallelLayout]]) -> dict[str, list[str]]:
+    return {name: weights_and_gradients(path, layout) for name, (path, layout) in cases.items()}
+
+
+def test_every_model_and_axis_returns_weights_and_gradients(tmp_path: Path) -> None:
+    cases = {}
+    for number, (name, (config, layout)) in enumerate(FOUR_RANKS.items()):
+        write_tiny_checkpoint(tmp_path / str(number), config)
+        cases[name] = str(tmp_path / str(number)), layout
+    assert run_ranks(all_weights_and_gradients, 4, cases, timeout_s=180) == [{name: [] for name in cases}] * 4
 
 
 def alone(paths: dict[str, str]) -> tuple[list[str], str]:

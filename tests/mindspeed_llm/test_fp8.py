@@ -14,6 +14,7 @@ from transformers import DeepseekV3ForCausalLM
 from mindspeed_llm import fp8_cast_bf16, fp8_quantize
 from mindspeed_llm.fp8 import dequantize, is_quantised, quantize_fp8_blockwise
 from mindspeed_llm.hf_checkpoint import HFCheckpoint
+from mindspeed_llm.hf_config import load_hf_config
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 
 
@@ -145,6 +146,11 @@ def test_mtp_of_the_input_is_kept(tmp_path: Path) -> None:
         assert checkpoint.read("model.layers.3.enorm.weight").tolist() == [3.0] * 64
         head = checkpoint.read("model.layers.3.shared_head.head.weight")
         assert torch.equal(head, weights["lm_head.weight"].bfloat16())
+    assert fp8_cast_bf16.cast_fp8_to_bf16(tmp_path / "fp8", tmp_path / "bf16", mtp_num_layers=1)
+    assert load_hf_config(tmp_path / "bf16").num_nextn_predict_layers == 1
+    with HFCheckpoint(tmp_path / "bf16") as checkpoint:
+        assert checkpoint.read("model.layers.3.enorm.weight").tolist() == [3.0] * 64
+        assert checkpoint.dtype("model.layers.3.mlp.experts.0.up_proj.weight") == torch.bfloat16
 
 
 def test_a_missing_scale_is_an_error_before_anything_is_written(

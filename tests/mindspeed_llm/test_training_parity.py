@@ -41,6 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "moonlight": tiny_moonlight_config(),
     "deepseek-v2-lite": tiny_v2_lite_config(),
     "qwen3": tiny_qwen3_config(),
+    "qwen3 tied": tiny_qwen3_config(tie_word_embeddings=True),
 }
 NUM_STEPS = 10
 LENGTHS = [21, 40, 3, 32]

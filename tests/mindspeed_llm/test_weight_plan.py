@@ -23,7 +23,7 @@ from mindspeed_llm.weight_plan import (
     plan_problems,
     slice_shape,
 )
-from tests.mindspeed_llm.tiny import tiny_hf_config
+from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_qwen3_config
 
 DEEPSEEK_V3 = {
     "vocab_size": 129280,
@@ -51,6 +51,21 @@ LAYOUTS = {
     "tp2 ep2 experts split": shard_layout(2, 1, 2, tp_extend_ep=False),
     "pp3 ep4 edp2": ParallelLayout(world_size=24, pipeline_model_parallel_size=3, expert_model_parallel_size=4),
     "tp4 ep1": ParallelLayout(world_size=4, tensor_model_parallel_size=4),
+    "pp2 of two chunks, a slot without a layer, cp2 ep2": ParallelLayout(
+        world_size=4,
+        pipeline_model_parallel_size=2,
+        context_parallel_size=2,
+        expert_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        noop_layers=(1,),
+    ),
+    "tp2 cp2, experts over etp2 ep2 edp2": ParallelLayout(
+        world_size=8,
+        tensor_model_parallel_size=2,
+        context_parallel_size=2,
+        expert_model_parallel_size=2,
+        expert_tensor_parallel_size=2,
+    ),
 }
 
 
@@ -74,7 +89,8 @@ def test_each_element_is_held_once_per_replica(layout: ParallelLayout, naming: N
         assert sum(math.prod(slice_shape(part)) for part in holders[name]) == math.prod(shape), name
         assert len(set(holders[name].values())) == 1, f"{name}: fragments have different numbers of holders"
         is_expert = ".experts." in name
-        replicas = layout.expert_data_parallel_size if is_expert else layout.data_parallel_size
+        dense_replicas = layout.data_parallel_size * layout.context_parallel_size
+        replicas = layout.expert_data_parallel_size if is_expert else dense_replicas
         is_split = is_expert or len(holders[name]) > 1
         tp = 1 if is_split else layout.tensor_model_parallel_size
         assert set(holders[name].values()) == {replicas * tp}, name
@@ -134,6 +150,42 @@ def test_without_q_lora() -> None:
     names = {tensor.name for tensor in local_plan(tiny(q_lora_rank=None), ParallelLayout(), ParallelLayout().coords(0))}
     assert "decoder.layers.0.self_attention.linear_q_proj.weight" in names
     assert not any("linear_q_down_proj" in name or "q_layernorm" in name for name in names)
+
+
+def test_chunks_count_their_layers_and_files_keep_holes() -> None:
+    hf = tiny(num_hidden_layers=6)
+    layout = ParallelLayout(
+        world_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2, noop_layers=(0, 5)
+    )
+
+    def layers(naming: Naming) -> dict[str, str]:
+        end = ".input_layernorm.weight"
+        plan = local_plan(hf, layout, layout.coords(0), naming)
+        return {
+            tensor.name.removesuffix(end): tensor.pieces[0].hf_name.removesuffix(end)
+            for tensor in plan
+            if tensor.name.endswith(end)
+        }
+
+    # Stage 0 has slots 0, 1 and 4, 5 of 8.
+    first, second = "model.layers.0", "model.layers.3"
+    assert layers("core") == {"chunks.0.decoder.layers.0": first, "chunks.1.decoder.layers.0": second}
+    assert layers("mindspeed_llm") == {"chunks.0.decoder.layers.1": first, "chunks.1.decoder.layers.0": second}
+
+
+def test_groups_of_query_heads_follow_one_another() -> None:
+    hf, layout = parse_hf_config(tiny_qwen3_config()), ParallelLayout(world_size=2, tensor_model_parallel_size=2)
+    plan = {tensor.name: tensor for tensor in local_plan(hf, layout, layout.coords(1))}
+    qkv = plan["decoder.layers.2.self_attention.linear_qkv.weight"]
+    assert qkv.shape == (4 * 24, 64)  # two heads of queries, one of keys, one of values
+    names = [(piece.hf_name.rsplit(".", 2)[1], piece.hf_slice[0], piece.local_slice[0]) for piece in qkv.pieces]
+    assert names == [("q_proj", (48, 96), (0, 48)), ("k_proj", (24, 48), (48, 72)), ("v_proj", (24, 48), (72, 96))]
+    assert plan["decoder.layers.2.self_attention.q_layernorm.weight"].shape == (24,)
+    tied = parse_hf_config(tiny_qwen3_config(tie_word_embeddings=True))
+    assert "lm_head.weight" not in hf_tensors(tied)
+    assert "output_layer.weight" not in {tensor.name for tensor in local_plan(tied, layout, layout.coords(1))}
+    layout = ParallelLayout(world_size=4, tensor_model_parallel_size=4)
+    assert plan_problems(hf, layout) == ["num_key_value_heads 2 does not divide by 4"]
 
 
 def test_all_layout_problems_at_once() -> None:

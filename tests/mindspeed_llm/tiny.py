@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from mindspeed_llm.hf_config import parse_hf_config
-from mindspeed_llm.hf_shapes import hf_tensors
+from mindspeed_llm.hf_shapes import hf_tensors, shared_copies
 
 
 def tiny_hf_config(**overrides: Any) -> dict[str, Any]:
@@ -140,6 +140,7 @@ def tiny_qwen3_config(**overrides: Any) -> dict[str, Any]:
 def tiny_weights(config: dict[str, Any], seed: int = 0, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Random weights under HF names: matrices N(0, 1/fan_in), norms near 1, a non-zero fp32 correction bias."""
     hf = parse_hf_config(config)
+    hf = hf.with_mtp(hf.num_nextn_predict_layers)
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, (shape, dtype_name) in hf_tensors(hf).items():
@@ -151,6 +152,8 @@ def tiny_weights(config: dict[str, Any], seed: int = 0, dtype: torch.dtype | Non
             weights[name] = (1 + 0.1 * noise).to(target)
         else:
             weights[name] = (noise * shape[-1] ** -0.5).to(target)
+    for name, original in shared_copies(hf).items():
+        weights[name] = weights[original].clone()
     return weights
 
 
