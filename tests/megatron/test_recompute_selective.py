@@ -165,5 +165,7 @@ def test_without_gradients_nothing_is_freed() -> None:
 def test_a_module_that_is_not_known_is_told() -> None:
     with pytest.raises(ValueError, match="recompute_modules has 'attention'; the modules are mla_up_proj, core_attn"):
         tiny_config(**_selective("core_attn", "attention"))
+    with pytest.raises(ValueError, match="'mla_up_proj', but attention is not latent; .* 'moe', but the model has no"):
+        TransformerConfig(num_layers=4, **_selective("mla_up_proj", "moe"))
     assert not tiny_config(**_selective("moe_act", "moe")).recomputes("moe_act"), "part of moe"
     assert not tiny_config().recomputes("core_attn")

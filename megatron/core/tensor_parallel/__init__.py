@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism: collectives with gradients, parallel layers, losses on sharded logits."""
 
-from megatron.core.tensor_parallel.checkpoint import checkpoint
+from megatron.core.tensor_parallel.checkpoint import CheckpointWithoutOutput, checkpoint
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_entropy
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 __all__ = [
+    "CheckpointWithoutOutput",
     "ColumnParallelLinear",
     "RowParallelLinear",
     "VocabParallelEmbedding",

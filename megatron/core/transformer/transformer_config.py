@@ -194,9 +194,15 @@ class TransformerConfig(ModelParallelConfig):
             return []
         if self.recompute_granularity == "selective":
             unknown = [name for name in self.recompute_modules if name not in RECOMPUTE_MODULES]
-            return [
+            found = [
                 f"recompute_modules has {name!r}; the modules are {', '.join(RECOMPUTE_MODULES)}" for name in unknown
             ]
+            if "mla_up_proj" in self.recompute_modules and not self.multi_latent_attention:
+                found.append("recompute_modules has 'mla_up_proj', but attention is not latent")
+            if self.num_moe_experts is None:
+                of_experts = [name for name in self.recompute_modules if name in ("moe", "moe_act")]
+                found.extend(f"recompute_modules has {name!r}, but the model has no experts" for name in of_experts)
+            return found
         found = []
         if self.recompute_granularity != "full":
             found.append(f"recompute_granularity is {self.recompute_granularity!r}; use None, 'selective' or 'full'")
@@ -222,6 +228,7 @@ class MLATransformerConfig(TransformerConfig):
     max_position_embeddings: int = 4096  # longest sequence the model is served with
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    cp_send_latents: bool = False  # context parallelism: latents travel, each rank makes keys and values of them
     mscale: float = 0.707
     mscale_all_dim: float = 0.707
 
