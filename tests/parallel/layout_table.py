@@ -63,6 +63,12 @@ MODELS: dict[str, TransformerConfig] = {
     "qwen3": TransformerConfig(**_COMMON, num_query_groups=2, kv_channels=8, qk_layernorm=True),
 }
 MODELS["deepseek_v3 with MTP"] = replace(MODELS["deepseek_v3"], mtp_num_layers=2, mtp_loss_scaling_factor=0.5)
+MODELS["deepseek_v3 with balance losses"] = replace(
+    MODELS["deepseek_v3"],
+    moe_aux_loss_coeff=0.01,
+    moe_router_load_balancing_type="seq_aux_loss",
+    moe_z_loss_coeff=0.001,
+)
 MODELS["qwen3, tied"] = replace(MODELS["qwen3"], share_embeddings_and_output_weights=True)
 # Every length divides by 8, so that context parallelism up to 4 adds no padding.
 _LENGTHS = ([8, 16], [24], [8, 8, 16], [16, 8], [32], [8, 24], [16], [40, 8])
@@ -147,6 +153,8 @@ CASES = [
     _case(4, tp=2, cp=2, ep=4, note="MoE recompute", changes=_MOE),
     _case(4, ep=2, cp=2, order="tp-ep-dp-cp-pp", note="order tp-ep-dp-cp-pp"),
     _case(4, model="qwen3", tp=2, pp=2, vpp=2),
+    _case(4, model="deepseek_v3 with balance losses", tp=2, cp=2, etp=2, note="full recompute", changes=_FULL),
+    _case(4, model="deepseek_v3 with balance losses", pp=2, vpp=2, ep=2),
     _case(4, model="qwen3, tied", pp=2, vpp=2),
     _case(4, model="deepseek_v3 with MTP", tp=2, pp=2, vpp=2, ep=2, note="full recompute", changes=_FULL),
     _case(4, model="deepseek_v3 with MTP", pp=2, cp=2, ep=2, note="selective recompute", changes=_SELECTIVE),
