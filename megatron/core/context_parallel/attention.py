@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.context_parallel.block import BlockAttention, keys_of
-from megatron.core.context_parallel.by_heads import attention_by_heads
+from megatron.core.context_parallel.block import Block, BlockAttention, keys_of
+from megatron.core.context_parallel.by_heads import HeadExchange
 from megatron.core.context_parallel.gathered import gathered_attention
 from megatron.core.context_parallel.ring import ring_attention
 from megatron.core.context_parallel.zigzag import ContextShard
@@ -49,9 +49,41 @@ class ContextParallelAttention:
         if self.group.size() == 1:
             bounds = params.cu_seqlens, params.max_seqlen
             return self.ops.core_attention(q, keys_of(block), v, *bounds, self.scale, True)
+        shard = self._shard(q, params)
+        if self.cp_comm_type == "a2a":
+            return HeadExchange(self.ops, self.scale, params, shard, self.group).attend(q, block)
+        return self._attend_blocks(q, block, None, BlockAttention(self.ops, self.scale), shard)
+
+    def attend_to_latents(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        shared_k: torch.Tensor,
+        weight: torch.Tensor,
+        params: PackedSeqParams,
+        value_size: int,
+    ) -> torch.Tensor:
+        """q [t, N, D+R], latent [t, C], shared_k [t, 1, R], weight [N * (D+Dv), C] -> [t, N, Dv], for CP > 1.
+
+        Latent attention (MLA) in which latents travel, not the keys and values that each head makes of them: a
+        fraction of the bytes, but with "p2p" and "all_gather" the rank with the queries makes keys and values anew
+        (also in backward). ``weight`` holds each head's rows for keys, then for values.
+        """
+        shard = self._shard(q, params)
+        key_size = weight.shape[0] // q.shape[1] - value_size
+        attention = BlockAttention(self.ops, self.scale, key_size, value_size)
+        if self.cp_comm_type == "a2a":
+            exchange = HeadExchange(self.ops, self.scale, params, shard, self.group)
+            return exchange.attend_to_latents(q, (latent, shared_k), weight, attention)
+        return self._attend_blocks(q, (latent, shared_k), weight, attention, shard)
+
+    def _attend_blocks(
+        self, q: torch.Tensor, block: Block, weight: torch.Tensor | None, attention: BlockAttention, shard: ContextShard
+    ) -> torch.Tensor:
+        attend = ring_attention if self.cp_comm_type == "p2p" else gathered_attention
+        return attend(q, block, weight, attention, shard, self.group)
+
+    def _shard(self, q: torch.Tensor, params: PackedSeqParams) -> ContextShard:
         shard = ContextShard.of(params, self.group.size(), self.group.rank(), q.device)
         assert len(q) == int(shard.local[-1]), f"{len(q)} tokens; bounds {params.cu_seqlens} over {shard.cp_size} ranks"
-        if self.cp_comm_type == "a2a":
-            return attention_by_heads(q, block, self.ops, self.scale, params, shard, self.group)
-        attend = ring_attention if self.cp_comm_type == "p2p" else gathered_attention
-        return attend(q, block, BlockAttention(self.ops, self.scale), shard, self.group)
+        return shard

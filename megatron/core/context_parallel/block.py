@@ -9,8 +9,10 @@ import torch
 
 from megatron.core.ops import TrainOps
 
-# keys [k, M, D], values [k, M, Dv], and where all heads share a part of their key that part [k, 1, R].
+# Heads: keys [k, M, D], values [k, M, Dv], and where all heads share a part of their key that part [k, 1, R].
+# Latents: what keys and values are made of [k, C], and the shared part [k, 1, R].
 Block = tuple[torch.Tensor, ...]
+Bounds = tuple[torch.Tensor, torch.Tensor]  # of the queries, of the keys
 
 
 def keys_of(block: Block) -> torch.Tensor:
@@ -32,36 +34,56 @@ def widen(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """The pair of ops for one softmax scale; ``bounds``: those of the queries and of the keys."""
+    """The pair of ops for one softmax scale.
+
+    With a ``weight`` [M * (D+Dv), C] a block holds latents: each head's keys (of ``key_size``) and values are
+    ``latent weight^T``, made where a block is needed and not kept.
+    """
 
     ops: TrainOps
     scale: float
+    key_size: int = 0
+    value_size: int = 0
 
     def forward(
-        self, q: torch.Tensor, block: Block, bounds: tuple[torch.Tensor, torch.Tensor], causal: bool
+        self, q: torch.Tensor, block: Block, weight: torch.Tensor | None, bounds: Bounds, causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """-> out [q, N, Dv], lse [q, N]."""
-        return self.ops.attention_block(q, keys_of(block), block[1], *bounds, self.scale, causal)
+        heads = self.heads(block, weight)
+        return self.ops.attention_block(q, keys_of(heads), heads[1], *bounds, self.scale, causal)
 
     def backward(
         self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
+        queries: Sequence[torch.Tensor],
         block: Block,
-        out_and_lse: Sequence[torch.Tensor],
-        bounds: tuple[torch.Tensor, torch.Tensor],
+        weight: torch.Tensor | None,
+        bounds: Bounds,
         causal: bool,
-    ) -> tuple[torch.Tensor, Block]:
-        """-> gradients of q and of the block; ``out_and_lse`` are those of all keys."""
-        out, lse = out_and_lse
+    ) -> tuple[torch.Tensor, Block, torch.Tensor | None]:
+        """-> gradients of q, block and weight; queries: the output's gradient, q, and out and lse of all keys."""
+        grad_out, q, out, lse = queries
+        heads = self.heads(block, weight)
         grad_q, grad_k, grad_v = self.ops.attention_block_grad(
-            grad_out, q, keys_of(block), block[1], out, lse, *bounds, self.scale, causal
+            grad_out, q, keys_of(heads), heads[1], out, lse, *bounds, self.scale, causal
         )
-        if len(block) == 2:
-            return grad_q, (grad_k, grad_v)
-        size = block[0].shape[-1]
+        if len(heads) == 2:
+            return grad_q, (grad_k, grad_v), None
+        size = heads[0].shape[-1]
         grad_shared = widen(grad_k[..., size:]).sum(1, keepdim=True).to(grad_k.dtype)
-        return grad_q, (grad_k[..., :size].contiguous(), grad_v, grad_shared)
+        if weight is None:
+            return grad_q, (grad_k[..., :size].contiguous(), grad_v, grad_shared), None
+        grad_kv = torch.cat([grad_k[..., :size], grad_v], dim=-1).flatten(1)
+        grad_latent = self.ops.matmul(grad_kv, weight)
+        return grad_q, (grad_latent, grad_shared), self.ops.matmul(grad_kv.t(), block[0])
+
+    def heads(self, block: Block, weight: torch.Tensor | None) -> Block:
+        """The block as keys, values and the shared part of the keys."""
+        if weight is None:
+            return block
+        latent, shared = block
+        kv = self.ops.matmul(latent, weight.t()).unflatten(1, (-1, self.key_size + self.value_size))
+        k, v = kv.split([self.key_size, self.value_size], dim=-1)
+        return k, v, shared
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:

@@ -2,58 +2,80 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
-from megatron.core.context_parallel.block import Block, keys_of
+from megatron.core.context_parallel.block import Block, BlockAttention, keys_of
 from megatron.core.context_parallel.zigzag import ContextShard
 from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import linear
 from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 
 
-def attention_by_heads(
-    q: torch.Tensor,
-    block: Block,
-    ops: TrainOps,
-    scale: float,
-    params: PackedSeqParams,
-    shard: ContextShard,
-    group: dist.ProcessGroup,
-) -> torch.Tensor:
-    """q [t, N, Dq] and this rank's own block -> [t, N, Dv]; N is a multiple of CP, collective over ``group``.
+@dataclass(frozen=True)
+class HeadExchange:
+    """What the exchange between the ranks of one micro-batch needs."""
 
-    Where fewer heads of keys than ranks are shared by the queries, they are repeated before they travel. What all heads
-    share of their keys goes to every rank once.
-    """
-    size = shard.cp_size
-    assert q.shape[1] % size == 0, f"{q.shape[1]} heads do not divide over {size} context-parallel ranks"
-    by_head = [q, *(_at_least(x, size) for x in block[:2])]
-    columns = [x.unflatten(1, (size, -1)).flatten(2) for x in by_head]  # [t, CP, columns for one rank]
-    arrived = _to_tokens(torch.cat(columns, dim=2), group).index_select(0, shard.gathered_rows)
-    parts = arrived.split([x.shape[2] for x in columns], dim=1)
-    q_TND, k_TMD, v_TMD = (part.unflatten(1, (-1, x.shape[2])) for part, x in zip(parts, by_head, strict=True))
-    heads: Block = (k_TMD, v_TMD)
-    if len(block) == 3:
-        shared = gather_from_sequence_parallel_region(block[2], group).index_select(0, shard.gathered_rows)
-        heads = (k_TMD, v_TMD, shared)
-    out_TND = ops.core_attention(q_TND, keys_of(heads), v_TMD, params.cu_seqlens, params.max_seqlen, scale, True)
-    leaving = out_TND.index_select(0, shard.gathered_order).flatten(1).unflatten(0, (size, -1))
-    return _to_heads(leaving, group).unflatten(1, (-1, out_TND.shape[2]))
+    ops: TrainOps
+    scale: float
+    params: PackedSeqParams
+    shard: ContextShard
+    group: dist.ProcessGroup
+
+    def attend(self, q: torch.Tensor, block: Block) -> torch.Tensor:
+        """q [t, N, Dq] and this rank's own block -> [t, N, Dv]; N is a multiple of CP, collective over ``group``.
+
+        Where fewer heads of keys than ranks are shared by the queries, they are repeated before they travel. What all
+        heads share of their keys goes to every rank once.
+        """
+        by_head = [q, *(_at_least(x, self.group.size()) for x in block[:2])]
+        q_TND, k_TMD, v_TMD = self._all_tokens(by_head)
+        shared = tuple(self._gather(x) for x in block[2:])
+        return self._own_tokens(self._core_attention(q_TND, (k_TMD, v_TMD, *shared)))
+
+    def attend_to_latents(
+        self, q: torch.Tensor, block: Block, weight: torch.Tensor, attention: BlockAttention
+    ) -> torch.Tensor:
+        """The same with a block of latents, which go to every rank; each makes the keys and values of its own heads."""
+        (q_TND,) = self._all_tokens([q])
+        latent, shared = (self._gather(x) for x in block)
+        of_own_heads = weight.chunk(self.group.size())[self.group.rank()]
+        kv = linear(latent, of_own_heads, self.ops.matmul).unflatten(1, (q_TND.shape[1], -1))
+        k_TND, v_TND = kv.split([attention.key_size, attention.value_size], dim=-1)
+        return self._own_tokens(self._core_attention(q_TND, (k_TND, v_TND, shared)))
+
+    def _core_attention(self, q_TND: torch.Tensor, block: Block) -> torch.Tensor:
+        bounds = self.params.cu_seqlens, self.params.max_seqlen
+        return self.ops.core_attention(q_TND, keys_of(block), block[1], *bounds, self.scale, True)
+
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Values of all tokens; their gradient is the sum over what every rank does with them."""
+        return gather_from_sequence_parallel_region(x, self.group).index_select(0, self.shard.gathered_rows)
+
+    def _all_tokens(self, by_head: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Each [t, heads, size] -> [T, heads / CP, size], all in one exchange."""
+        size = self.group.size()
+        assert all(x.shape[1] % size == 0 for x in by_head), f"heads of {[x.shape for x in by_head]} over {size} ranks"
+        columns = [x.unflatten(1, (size, -1)).flatten(2) for x in by_head]  # [t, CP, columns for one rank]
+        leaving = torch.cat(columns, dim=2).transpose(0, 1)
+        arrived = self._exchange(leaving).flatten(0, 1).index_select(0, self.shard.gathered_rows)
+        parts = arrived.split([x.shape[2] for x in columns], dim=1)
+        return [part.unflatten(1, (-1, x.shape[2])) for part, x in zip(parts, by_head, strict=True)]
+
+    def _own_tokens(self, x_TND: torch.Tensor) -> torch.Tensor:
+        """[T, heads / CP, size] -> [t, heads, size]."""
+        by_rank = x_TND.index_select(0, self.shard.gathered_order).unflatten(0, (self.group.size(), -1))
+        return self._exchange(by_rank).transpose(0, 1).flatten(1, 2)
+
+    def _exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """[CP, t, ...], one part for each rank -> [CP, t, ...], one part from each."""
+        splits = [x.shape[1]] * self.group.size()
+        return all_to_all(self.group, x.flatten(0, 1), splits, splits).unflatten(0, x.shape[:2])
 
 
 def _at_least(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Neighbouring copies of every head, if there are less than ``num_heads``."""
     return x if x.shape[1] % num_heads == 0 else x.repeat_interleave(num_heads // x.shape[1], dim=1)
-
-
-def _to_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[t, CP, columns of each rank] -> this rank's columns of all tokens [T, columns], rank by rank."""
-    splits = [x.shape[0]] * group.size()
-    return all_to_all(group, x.transpose(0, 1).flatten(0, 1), splits, splits)
-
-
-def _to_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[CP, t, columns]: one part of the tokens for each rank -> this rank's tokens [t, CP * columns]."""
-    splits = [x.shape[1]] * group.size()
-    return all_to_all(group, x.flatten(0, 1), splits, splits).unflatten(0, x.shape[:2]).transpose(0, 1).flatten(1)

@@ -18,10 +18,15 @@ from megatron.core.tensor_parallel import collectives
 
 
 def gathered_attention(
-    q: torch.Tensor, block: Block, attention: BlockAttention, shard: ContextShard, group: dist.ProcessGroup
+    q: torch.Tensor,
+    block: Block,
+    weight: torch.Tensor | None,
+    attention: BlockAttention,
+    shard: ContextShard,
+    group: dist.ProcessGroup,
 ) -> torch.Tensor:
     """q [t, N, Dq] and this rank's own block -> [t, N, Dv]; collective over ``group``, as is the backward."""
-    out: torch.Tensor = _GatheredAttention.apply(attention, shard, group, q, *block)
+    out: torch.Tensor = _GatheredAttention.apply(attention, shard, group, weight, q, *block)
     return out
 
 
@@ -32,35 +37,44 @@ class _GatheredAttention(torch.autograd.Function):
         attention: BlockAttention,
         shard: ContextShard,
         group: dist.ProcessGroup,
+        weight: torch.Tensor | None,
         q: torch.Tensor,
         *block: torch.Tensor,
     ) -> Any:
         everything, _ = collectives.all_gather(_joined(block), group)
-        out = q.new_empty(*q.shape[:2], block[1].shape[-1])
-        lse = torch.empty(q.shape[:2], dtype=widen(q).dtype, device=q.device)
+        results = []
         for rows, keys, bounds in _halves(shard):
             half = _split(everything.index_select(0, keys), block)
-            half_out, half_lse = attention.forward(q.index_select(0, rows), half, bounds, causal=True)
-            out.index_copy_(0, rows, half_out)
-            lse.index_copy_(0, rows, half_lse)
-        ctx.save_for_backward(q, out, lse, *block)
+            results.append(attention.forward(q.index_select(0, rows), half, weight, bounds, causal=True))
+        out, lse = (_put_together(shard, *halves) for halves in zip(*results, strict=True))
+        ctx.save_for_backward(q, out, lse, weight, *block)
         ctx.attention, ctx.shard, ctx.group = attention, shard, group
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
-        q, out, lse, *saved = ctx.saved_tensors
-        out_and_lse, block = (out, lse), tuple(saved)
+        q, out, lse, weight, *saved = ctx.saved_tensors
+        block = tuple(saved)
         everything, _ = collectives.all_gather(_joined(block), ctx.group)
-        grad_q, grad_everything = torch.empty_like(q), torch.zeros_like(everything, dtype=widen(everything).dtype)
+        grad_everything = torch.zeros_like(everything, dtype=widen(everything).dtype)
+        grads_q, grad_weight = [], None if weight is None else torch.zeros_like(weight, dtype=widen(weight).dtype)
         for rows, keys, bounds in _halves(ctx.shard):
             half = _split(everything.index_select(0, keys), block)
-            of_rows = [x.index_select(0, rows) for x in (grad_out, q, *out_and_lse)]
-            grads = ctx.attention.backward(of_rows[0], of_rows[1], half, of_rows[2:], bounds, causal=True)
-            grad_q.index_copy_(0, rows, grads[0])
-            grad_everything.index_add_(0, keys, widen(_joined(grads[1])))
+            queries = [x.index_select(0, rows) for x in (grad_out, q, out, lse)]
+            grad_q, grad_half, term = ctx.attention.backward(queries, half, weight, bounds, causal=True)
+            grads_q.append(grad_q)
+            grad_everything.index_add_(0, keys, widen(_joined(grad_half)))
+            if grad_weight is not None:
+                grad_weight += term
         grad_block, _ = collectives.reduce_scatter(grad_everything.to(everything.dtype), ctx.group)
-        return None, None, None, grad_q, *_split(grad_block, block)
+        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return None, None, None, of_weight, _put_together(ctx.shard, *grads_q), *_split(grad_block, block)
+
+
+def _put_together(shard: ContextShard, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Values of the first and of the second chunks -> of this rank's tokens."""
+    whole = first.new_empty(len(first) + len(second), *first.shape[1:])
+    return whole.index_copy_(0, shard.first_rows, first).index_copy_(0, shard.second_rows, second)
 
 
 def _halves(shard: ContextShard) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]:

@@ -21,10 +21,15 @@ from megatron.core.context_parallel.zigzag import ContextShard
 
 
 def ring_attention(
-    q: torch.Tensor, block: Block, attention: BlockAttention, shard: ContextShard, group: dist.ProcessGroup
+    q: torch.Tensor,
+    block: Block,
+    weight: torch.Tensor | None,
+    attention: BlockAttention,
+    shard: ContextShard,
+    group: dist.ProcessGroup,
 ) -> torch.Tensor:
     """q [t, N, Dq] and this rank's own block -> [t, N, Dv]; collective over ``group``, as is the backward."""
-    out: torch.Tensor = _RingAttention.apply(attention, _Ring(group, shard), q, *block)
+    out: torch.Tensor = _RingAttention.apply(attention, _Ring(group, shard), weight, q, *block)
     return out
 
 
@@ -98,11 +103,17 @@ class _Ring:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, attention: BlockAttention, ring: _Ring, q: torch.Tensor, *block: torch.Tensor) -> Any:
-        shard = ring.shard
-        second = shard.second_rows
+    def forward(
+        ctx: Any,
+        attention: BlockAttention,
+        ring: _Ring,
+        weight: torch.Tensor | None,
+        q: torch.Tensor,
+        *block: torch.Tensor,
+    ) -> Any:
+        shard, second = ring.shard, ring.shard.second_rows
         arriving = ring.pass_on(block, 0)  # beside the attention to the own block
-        first_out, lse = attention.forward(q, block, (shard.local, shard.local), causal=True)
+        first_out, lse = attention.forward(q, block, weight, (shard.local, shard.local), causal=True)
         out, q_second = widen(first_out), q.index_select(0, second)
         for step in range(1, ring.size):
             (held,) = arriving.wait()
@@ -110,41 +121,42 @@ class _RingAttention(torch.autograd.Function):
                 arriving = ring.pass_on(held, step)
             if ring.is_whole(step):
                 joined = out.index_select(0, second), lse.index_select(0, second)
-                merge(*joined, *attention.forward(q_second, held, (shard.half, shard.local), causal=False))
+                merge(*joined, *attention.forward(q_second, held, weight, (shard.half, shard.local), causal=False))
                 out.index_copy_(0, second, joined[0])
                 lse.index_copy_(0, second, joined[1])
             else:
-                merge(out, lse, *attention.forward(q, held, (shard.local, shard.half), causal=False))
+                merge(out, lse, *attention.forward(q, held, weight, (shard.local, shard.half), causal=False))
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, out, lse, *block)
+        ctx.save_for_backward(q, out, lse, weight, *block)
         ctx.attention, ctx.ring = attention, ring
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         attention, ring = ctx.attention, ctx.ring
-        q, out, lse, *saved = ctx.saved_tensors
+        q, out, lse, weight, *saved = ctx.saved_tensors
         block, shard, second = tuple(saved), ring.shard, ring.shard.second_rows
         queries = (grad_out.contiguous(), q, out, lse)
         second_queries = [x.index_select(0, second) for x in queries]
 
-        def grads_of(queries: Sequence[torch.Tensor], keys: Block, bounds: Any, causal: bool) -> Any:
-            return attention.backward(queries[0], queries[1], keys, queries[2:], bounds, causal)
-
         arriving = ring.pass_on(block, 0)
-        grad_q, own_grads = grads_of(queries, block, (shard.local, shard.local), True)
-        grad_q, home = widen(grad_q), tuple(widen(x) for x in own_grads)
+        own = attention.backward(queries, block, weight, (shard.local, shard.local), causal=True)
+        grad_q, home = widen(own[0]), tuple(widen(x) for x in own[1])
+        grad_weight = None if own[2] is None else widen(own[2])
         returning: _Arriving | None = None
         for step in range(1, ring.size):
             (held,) = arriving.wait()
             if step + 1 < ring.size:
                 arriving = ring.pass_on(held, step)
             if ring.is_whole(step):
-                grad_second, grads = grads_of(second_queries, held, (shard.half, shard.local), False)
-                grad_q.index_add_(0, second, widen(grad_second))
+                found = attention.backward(second_queries, held, weight, (shard.half, shard.local), causal=False)
+                grad_q.index_add_(0, second, widen(found[0]))
             else:
-                grad_all, grads = grads_of(queries, held, (shard.local, shard.half), False)
-                grad_q += grad_all
+                found = attention.backward(queries, held, weight, (shard.local, shard.half), causal=False)
+                grad_q += found[0]
+            grads = found[1]
+            if grad_weight is not None:
+                grad_weight += found[2]
             if returning is not None:
                 arrived, *from_rank_0 = returning.wait()
                 grads = tuple(x + y for x, y in zip(grads, arrived, strict=True))
@@ -154,7 +166,9 @@ class _RingAttention(torch.autograd.Function):
         arrived, *from_rank_0 = returning.wait()
         _add_rows(home, shard.first_rows, [arrived])
         _add_rows(home, second, from_rank_0)
-        return None, None, grad_q.to(q.dtype), *(x.to(y.dtype) for x, y in zip(home, block, strict=True))
+        of_block = (x.to(y.dtype) for x, y in zip(home, block, strict=True))
+        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return None, None, of_weight, grad_q.to(q.dtype), *of_block
 
 
 def _add_rows(total: Block, rows: torch.Tensor, terms: Sequence[Block]) -> None:

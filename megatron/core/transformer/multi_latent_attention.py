@@ -34,6 +34,7 @@ class MLASelfAttention(nn.Module):
         self.tp_group = groups.tp
         self.num_heads = heads // groups.tp.size()
         self.core_attention = ContextParallelAttention(groups, ops, attention_scale(config), config.cp_comm_type)
+        self.sends_latents = config.cp_send_latents and groups.cp.size() > 1
         self.rotary = ops.rotary_interleaved
 
         def by_heads(input_size: int, head_size: int) -> ColumnParallelLinear:
@@ -71,17 +72,23 @@ class MLASelfAttention(nn.Module):
         self, x_TH: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor], packed_seq_params: PackedSeqParams
     ) -> torch.Tensor:
         up_projection = CheckpointWithoutOutput(self.config.recomputes("mla_up_proj"))
-        q_TND, k_TND, v_TND, *rest_of_k = up_projection.checkpoint(
-            self.up_project, *self.down_project(x_TH), *rotary_cos_sin
-        )
-        arguments = (q_TND, k_TND, v_TND, packed_seq_params, *rest_of_k)
+        projected = up_projection.checkpoint(self.up_project, *self.down_project(x_TH), *rotary_cos_sin)
         if self.config.recomputes("core_attn") and torch.is_grad_enabled():
-            out_TND = checkpoint(self.core_attention, *arguments)
+            out_TND = checkpoint(self._attend, packed_seq_params, *projected)
         else:
-            out_TND = self.core_attention(*arguments)
+            out_TND = self._attend(packed_seq_params, *projected)
         up_projection.discard_output_and_register_recompute(out_TND)
         y_TH: torch.Tensor = self.linear_proj(out_TND.flatten(1))
         return y_TH
+
+    def _attend(self, packed_seq_params: PackedSeqParams, *projected: torch.Tensor) -> torch.Tensor:
+        """[T, N, Dv] from what ``up_project`` gave."""
+        if self.sends_latents:
+            q_TND, latent_TC, k_rope = projected
+            weight, size = self.linear_kv_up_proj.weight, self.config.v_head_dim
+            return self.core_attention.attend_to_latents(q_TND, latent_TC, k_rope, weight, packed_seq_params, size)
+        q_TND, k_TND, v_TND, *rest_of_k = projected
+        return self.core_attention(q_TND, k_TND, v_TND, packed_seq_params, *rest_of_k)
 
     def down_project(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What queries are made of (their latents, or x itself), latents of keys and values [T/TP, C], rotary keys."""
@@ -100,7 +107,8 @@ class MLASelfAttention(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """Queries and keys [T, N, D+R] and values [T, N, Dv] of this rank's heads.
 
-        With context parallelism keys are [T, N, D], and what all heads share [T, 1, R] comes after the values.
+        With context parallelism keys are [T, N, D], and what all heads share [T, 1, R] comes after the values; with
+        ``cp_send_latents`` there is the latent [T, C] in the place of keys and values.
         """
         config = self.config
         if config.q_lora_rank is None:
@@ -110,13 +118,16 @@ class MLASelfAttention(nn.Module):
         sizes = [config.qk_head_dim, config.qk_pos_emb_head_dim]
         q_nope, q_rope = query.unflatten(1, (self.num_heads, -1)).split(sizes, dim=-1)
 
-        kv = self.linear_kv_up_proj(self.kv_layernorm(latent_TC)).unflatten(1, (self.num_heads, -1))
-        k_nope, v_TND = kv.split([config.qk_head_dim, config.v_head_dim], dim=-1)
         # All heads share this key. Each rank's gradient covers its own heads only: the gather's backward adds them up.
         k_rope = gather_from_sequence_parallel_region(k_rope, self.tp_group)
         k_rope = self.rotary(k_rope.unsqueeze(1), cos, sin)
 
         q_TND = torch.cat([q_nope, self.rotary(q_rope, cos, sin)], dim=-1)
+        latent_TC = self.kv_layernorm(latent_TC)
+        if self.sends_latents:
+            return q_TND, gather_from_sequence_parallel_region(latent_TC, self.tp_group), k_rope
+        kv = self.linear_kv_up_proj(latent_TC).unflatten(1, (self.num_heads, -1))
+        k_nope, v_TND = kv.split([config.qk_head_dim, config.v_head_dim], dim=-1)
         if self.core_attention.group.size() == 1:
             return q_TND, keys_of((k_nope, v_TND, k_rope)), v_TND
         return q_TND, k_nope, v_TND, k_rope
