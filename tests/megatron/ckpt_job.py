@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from megatron.core.context_parallel.zigzag import zigzag_indices
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.model_chunks import make_gpt_model, model_chunks
 from megatron.core.ops import reference_ops
@@ -23,7 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from tests.megatron.model_helpers import PackedBatch, packed_batch, tiny_config
 
-_LENGTHS = [[5, 6, 1], [9, 3], [3, 4, 5], [7, 4, 1]]  # one micro-batch each, four a step
+_LENGTHS = [[4, 8], [12], [4, 4, 4], [8, 4]]  # one micro-batch each, four a step; halves divide over CP 2
 
 
 def job_config(**changes: Any) -> MLATransformerConfig:
@@ -83,7 +84,7 @@ class TrainingJob:
             num_microbatches=len(own),
             seq_length=1,
             micro_batch_size=1,
-            tensor_shapes=[(len(batch.ids_T) // groups.tp.size(), config.hidden_size) for batch in own],
+            tensor_shapes=[(12 // groups.cp.size() // groups.tp.size(), config.hidden_size)] * len(own),
         )
         finalize_model_grads(self.model, groups)
         is_updated, grad_norm, _ = self.optimizer.step()
@@ -91,14 +92,17 @@ class TrainingJob:
         self.scheduler.step()
         return grad_norm
 
-    @staticmethod
-    def _forward_step(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def _forward_step(
+        self, batches: Iterator[PackedBatch], model: nn.Module
+    ) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(batches)
+        own = zigzag_indices(batch.params.cu_seqlens, self.groups.cp.size(), self.groups.cp.rank())
 
         def loss_func(loss_T: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
             return loss_T.sum() / 48, {}
 
-        return model(batch.ids_T, batch.positions_T, batch.params, labels_T=batch.labels_T), loss_func
+        ids_T, positions_T, labels_T = (values[own] for values in (batch.ids_T, batch.positions_T, batch.labels_T))
+        return model(ids_T, positions_T, batch.params, labels_T=labels_T), loss_func
 
 
 def seed_all(seed: int) -> None:

@@ -20,21 +20,22 @@ _PP2: Sizes = {"pipeline_model_parallel_size": 2, "num_layer_list": (1, 3)}
 _EP2: Sizes = {"expert_model_parallel_size": 2}
 _DP: Sizes = {}
 _UNSHARDED: Sizes = {"is_sharded": False}
+_TIED: Sizes = {"model": {"mtp_num_layers": 1, "share_embeddings_and_output_weights": True}}
 
 
 def _job(sizes: Sizes, seed: int = 7) -> TrainingJob:
     sizes = dict(sizes)
-    is_sharded = sizes.pop("is_sharded", True)
-    return TrainingJob(initialize_model_parallel(**sizes), is_sharded=is_sharded, seed=seed)
+    is_sharded, model = sizes.pop("is_sharded", True), sizes.pop("model", {})
+    return TrainingJob(initialize_model_parallel(**sizes), is_sharded=is_sharded, seed=seed, **model)
 
 
 def _save(root: str, layouts: dict[str, Sizes]) -> None:
-    """Per layout: two steps, a checkpoint, two more, and where they end."""
+    """Per layout: a step, a checkpoint, two more steps, and where they end."""
     for name, sizes in layouts.items():
         job = _job(sizes)
         seed_all(job.groups.rank)
-        job.train(2)
-        save_checkpoint(Path(root) / name, *job.state, {"steps": 2}, job.groups)
+        job.train(1)
+        save_checkpoint(Path(root) / name, *job.state, {"steps": 1}, job.groups)
         job.train(2)
         save_checkpoint(Path(root) / f"{name}.end", *job.state, {}, job.groups)
         destroy_model_parallel()
@@ -46,7 +47,7 @@ def _resume(root: str, pairs: list[tuple[str, str, Sizes]]) -> list[list[float]]
     for source, name, sizes in pairs:
         job = _job(sizes, seed=8)
         seed_all(99)
-        assert load_checkpoint(Path(root) / source, *job.state, job.groups, verify_digests=True) == {"steps": 2}
+        assert load_checkpoint(Path(root) / source, *job.state, job.groups, verify_digests=True) == {"steps": 1}
         numbers.append(torch.rand(2).tolist())
         job.train(2)
         save_checkpoint(Path(root) / name, *job.state, {}, job.groups)
@@ -91,20 +92,28 @@ def test_two_ranks_and_one(tmp_path: Path) -> None:
 def test_four_ranks_and_fewer(tmp_path: Path) -> None:
     four = {
         "tp2 ep4": _TP2 | {"expert_model_parallel_size": 4},
-        "tp2 pp2": _TP2 | _PP2,
-        "pp2 ep2": _PP2 | _EP2,
+        "tp2 etp2 ep2": _TP2 | _EP2 | {"expert_tensor_parallel_size": 2},
+        "cp2 pp2": {"context_parallel_size": 2} | _PP2,
+        "tied pp2 vpp2": _TIED
+        | {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+        | {"expert_model_parallel_size": 2},
     }
     run_ranks(_save, 4, str(tmp_path), four)
     _on_one_process(_save, str(tmp_path), {"one": _DP})
     to_four = [
         ("tp2 ep4", "tp2 ep4 again", four["tp2 ep4"]),
-        ("tp2 pp2", "tp2 pp2 to pp2 ep2", four["pp2 ep2"]),
-        ("one", "one to tp2 ep4", four["tp2 ep4"]),
+        ("tp2 etp2 ep2", "tp2 etp2 ep2 to cp2 pp2", four["cp2 pp2"]),
+        ("one", "one to tp2 etp2 ep2", four["tp2 etp2 ep2"]),
+        ("tied pp2 vpp2", "tied pp2 vpp2 again", four["tied pp2 vpp2"]),
     ]
     first, second = run_ranks(_resume, 4, str(tmp_path), to_four)[:2]
     assert first[1] != second[1]  # in another layout every rank draws its own numbers
-    to_two = [("pp2 ep2", "pp2 ep2 to tp2", _TP2), ("tp2 ep4", "tp2 ep4 to dp2", _DP)]
+    to_two = [
+        ("cp2 pp2", "cp2 pp2 to tp2", _TP2),
+        ("tp2 ep4", "tp2 ep4 to dp2", _DP),
+        ("tied pp2 vpp2", "tied pp2 vpp2 to tp2", _TP2 | _TIED),
+    ]
     numbers = run_ranks(_resume, 2, str(tmp_path), [*to_two, to_two[1]])
-    assert all(own[1] == own[2] for own in numbers)  # and the same ones whenever it is loaded
+    assert all(own[1] == own[3] for own in numbers)  # and the same ones whenever it is loaded
     for source, name, _ in to_four + to_two:
         _assert_same_end(tmp_path, source, name, 0.0 if name.endswith("again") else 1e-5)
