@@ -197,3 +197,8 @@ def test_heads_that_do_not_divide_are_told(one_rank: parallel_state.ProcessGroup
     groups = replace(one_rank, layout=layout, coords=layout.coords(0))
     with pytest.raises(ValueError, match="num_attention_heads 4 does not divide .* 2 times context_parallel_size 8"):
         GPTModel(tiny_config(sequence_parallel=True, cp_comm_type="a2a"), groups, reference_ops())
+
+
+def test_config_names_what_cannot_travel() -> None:
+    with pytest.raises(ValueError, match="cp_comm_type is 'ring'; use .*; cp_send_latents is True; only latent"):
+        grouped_query_config(cp_comm_type="ring", cp_send_latents=True)

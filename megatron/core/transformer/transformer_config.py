@@ -50,6 +50,7 @@ class TransformerConfig(ModelParallelConfig):
     rotary_base: float = 10000.0
     rotary_interleaved: bool = False  # rotate neighbours; False: rotate element i with element i + size/2 (NeoX)
     cp_comm_type: str | None = None  # context parallelism: "p2p" (also None), "all_gather" or "a2a"
+    cp_send_latents: bool = False  # latent attention: latents travel, and ranks make the keys and values they need
 
     mtp_num_layers: int | None = None  # depths of multi-token prediction; None: none
     mtp_loss_scaling_factor: float = 0.1  # weight of the mean of their losses
@@ -128,6 +129,8 @@ class TransformerConfig(ModelParallelConfig):
         found.extend(self._attention_problems())
         if self.cp_comm_type not in (None, "p2p", "all_gather", "a2a"):
             found.append(f"cp_comm_type is {self.cp_comm_type!r}; use None, 'p2p', 'all_gather' or 'a2a'")
+        if self.cp_send_latents and not self.multi_latent_attention:
+            found.append("cp_send_latents is True; only latent attention (MLATransformerConfig) has latents")
         found.extend(self._recompute_problems())
         if self.mtp_num_layers is not None and self.mtp_num_layers < 1:
             found.append(f"mtp_num_layers is {self.mtp_num_layers}; it must be None or at least 1")
@@ -228,7 +231,6 @@ class MLATransformerConfig(TransformerConfig):
     max_position_embeddings: int = 4096  # longest sequence the model is served with
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    cp_send_latents: bool = False  # context parallelism: latents travel, each rank makes keys and values of them
     mscale: float = 0.707
     mscale_all_dim: float = 0.707
 
