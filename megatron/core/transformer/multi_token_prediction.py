@@ -83,7 +83,8 @@ class MultiTokenPredictionBlock(nn.Module):
     The loss is ``mtp_loss_scaling_factor`` times the mean over depths of each depth's loss: the mean over the tokens of
     the micro-batch, weighted by their loss mask, or their weighted sum when ``calculate_per_token_loss``. It enters the
     backward pass through the hidden state of the main model, at the scale that ``set_aux_loss_scale`` sets. A token has
-    no loss at depth k when token i+k of its sequence does not exist or is padding: no sequence sees another.
+    no loss at depth k when token i+k of its sequence does not exist or is padding: no sequence sees another. With full
+    recompute only the input of each depth's layer and of its logits is kept.
 
     Differs from the paper: the hidden state of the main model and of each depth is taken behind its final norm (as
     upstream and the engines that speculate with these layers take it), and the mean counts the tokens that have a loss.
@@ -129,7 +130,10 @@ class MultiTokenPredictionBlock(nn.Module):
             else:
                 target_T, has_target_T = tokens.ahead(labels_T, depth)
             weight_T = tokens.ahead(mask_T, depth)[0] * has_target_T
-            loss_T = token_losses(before_TH, target_T)
+            if self.config.recompute_granularity == "full":  # a depth's logits are as large as the model's
+                loss_T = checkpoint(token_losses, before_TH, target_T)
+            else:
+                loss_T = token_losses(before_TH, target_T)
             losses.append(self._loss(loss_T, weight_T))
             totals.append(torch.stack([(loss_T.detach() * weight_T).sum(), weight_T.sum()]))
         self.loss_totals = torch.stack(totals) + (0.0 if self.loss_totals is None else self.loss_totals)
