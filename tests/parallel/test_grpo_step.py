@@ -55,6 +55,7 @@ def config_overrides(model_dir: str, world_size: int) -> list[str]:
     return [
         "trainer.device=cpu",
         f"trainer.n_gpus_per_node={world_size}",
+        f"trainer.report_dir={model_dir}/run",
         f"actor_rollout_ref.model.path={model_dir}",
         f"data.max_prompt_length={PROMPT_LENGTH}",
         "data.max_response_length=8",

@@ -16,6 +16,7 @@ from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps, resolve
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups, initialize_from_layout
+from megatron.core.watchdog import HangWatchdog
 from mindspeed_llm.hf_config import HFModelConfig, load_hf_config
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
@@ -32,7 +33,7 @@ from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import McoreEngineConfig
 from verl.workers.engine_setup import ddp_config, model_fields, optimizer_config, trained_model
 from verl.workers.kept_rows import HANDLE, KeptRows
-from verl.workers.phases import training_phase
+from verl.workers.phases import make_watchdog, training_phase, watched
 from verl.workers.rollout import get_rollout_class
 from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
 
@@ -52,8 +53,10 @@ class ActorRolloutRefWorker(Worker):
 
     def __init__(self, config: PPOTrainerConfig, role: str) -> None:
         super().__init__()
+        self.run_config = config
         self.config = config.actor_rollout_ref
         self.role = role
+        self.watchdog: HangWatchdog | None = None
         self.device_type = resolve_device(config.trainer.device)
         self.train_ops_provider, self.rollout_ops_provider = ops_providers(config.trainer, self.device_type)
         self.total_training_steps = config.trainer.total_training_steps or 0
@@ -67,12 +70,12 @@ class ActorRolloutRefWorker(Worker):
         self.device = _init_device(self.device_type)
         self.hf_config = load_hf_config(self.config.model.path)
         self.groups = self._init_groups()
-        self._build_actor(ops)
-        self.ref = self._build_ref(ops) if self.role.endswith("ref") else None
-        self._build_rollout()
+        self.watchdog = make_watchdog(self.run_config, self.groups)
+        self._build_models(ops)
         return {"training": ops.names, "rollout": load_provider(self.rollout_ops_provider)().names}
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_ROLLOUT))
+    @watched
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Syncs the weights, then one response per row; see ``BaseRollout.generate_sequences``."""
         self.kept_rows.drop()
@@ -90,6 +93,7 @@ class ActorRolloutRefWorker(Worker):
         return output
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
+    @watched
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """``old_log_probs`` fp32 [B, R] of the actor as it is now; they stay here where rows are kept."""
         self.actor_module.onload_params()
@@ -103,6 +107,7 @@ class ActorRolloutRefWorker(Worker):
         return self._log_prob_output(data, "old_log_probs", log_probs)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
+    @watched
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """``ref_log_prob`` fp32 [B, R] of the reference; the actor's weights leave the device meanwhile.
 
@@ -123,6 +128,7 @@ class ActorRolloutRefWorker(Worker):
         return self._log_prob_output(data, "ref_log_prob", log_probs)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
+    @watched
     def update_actor(self, data: DataProto) -> DataProto:
         """One GRPO update; metrics are in ``meta_info["metrics"]``. Weights stay for the next sync, kept rows go."""
         megatron = self.config.actor.megatron
@@ -138,9 +144,12 @@ class ActorRolloutRefWorker(Worker):
         if megatron.optimizer_offload:
             self.optimizer.offload()
         metrics |= self._memory_metrics()
+        if self.watchdog is not None:
+            self.watchdog.note_metrics(metrics)
         return DataProto(meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @watched
     def save_checkpoint(
         self,
         checkpoint_path: str,
@@ -159,26 +168,36 @@ class ActorRolloutRefWorker(Worker):
         self.checkpoint_manager.save_checkpoint(checkpoint_path, global_step, latest_path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @watched
     def wait_for_checkpoint(self) -> None:
         """Collective; returns when a save in the background is complete, raises when it failed."""
         self.checkpoint_manager.wait()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @watched
     def verify_checkpoint(self, checkpoint_path: str) -> list[str]:
         """Collective; every missing or damaged file of a checkpoint, the same list on all ranks."""
         return self.checkpoint_manager.problems_of(checkpoint_path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @watched
     def load_checkpoint(self, checkpoint_path: str) -> int:
         """Collective; returns the global step of the checkpoint."""
         self._with_training_state()
         return self.checkpoint_manager.load_checkpoint(checkpoint_path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @watched
     def export_hf(self, path: str) -> None:
         """Collective; writes the actor's weights under Hugging Face names."""
         self.actor_module.onload_params()
         self.checkpoint_manager.export_hf(path)
+
+    @watched
+    def _build_models(self, ops: TrainOps) -> None:
+        self._build_actor(ops)
+        self.ref = self._build_ref(ops) if self.role.endswith("ref") else None
+        self._build_rollout()
 
     def _init_groups(self) -> ProcessGroups:
         if not dist.is_initialized():

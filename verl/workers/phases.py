@@ -1,13 +1,58 @@
-"""What changes on a device when a worker goes from generation to training and back."""
+"""The phases of a worker: what changes on the device between generation and training, and who watches over them."""
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+
+from megatron.core.parallel_state import ProcessGroups
+from megatron.core.watchdog import HangWatchdog, group_list
+from verl.trainer.config import PPOTrainerConfig
+from verl.trainer.config.load import to_yaml
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def make_watchdog(config: PPOTrainerConfig, groups: ProcessGroups) -> HangWatchdog | None:
+    """Watches this rank's phases as ``trainer.hang_timeout_s`` says; collective over the world.
+
+    Its files are in ``hang/<time of the start>`` of ``trainer.report_dir``, which all hosts must see.
+    """
+    timeout_s = config.trainer.hang_timeout_s
+    if timeout_s is None:
+        timeout_s = config.actor_rollout_ref.nccl_timeout / 2
+    if timeout_s == 0:
+        return None
+    starts = [""] * groups.world.size()
+    dist.all_gather_object(starts, time.strftime("%Y%m%d-%H%M%S"), group=groups.world)
+    return HangWatchdog(
+        Path(config.trainer.report_dir) / "hang" / starts[0],
+        groups.rank,
+        groups.world.size(),
+        timeout_s,
+        config=to_yaml(config),
+        groups=group_list(groups),
+    )
+
+
+def watched(method: Method) -> Method:
+    """Make a worker's method a phase of its ``watchdog``, where it has one."""
+
+    @functools.wraps(method)
+    def in_phase(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self.watchdog is None else self.watchdog.phase(method.__name__.lstrip("_")):
+            return method(self, *args, **kwargs)
+
+    return in_phase  # type: ignore[return-value]
 
 
 @contextmanager

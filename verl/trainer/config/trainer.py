@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """``*_freq`` count steps, -1 is never; ``train_ops``/``rollout_ops`` are "module:function", absent = by device."""
+    """``*_freq`` count steps, -1 is never; ``train_ops``/``rollout_ops`` are "module:function", absent = by device.
+
+    hang_timeout_s: when nothing has moved in a worker's phase for so long, one file in ``report_dir``/hang says which
+    ranks wait where; absent = half of ``actor_rollout_ref.nccl_timeout``, after which the job ends; 0 = no watchdog.
+    """
 
     project_name: str = "r1_zero"
     experiment_name: str = "grpo"
@@ -29,6 +33,7 @@ class TrainerConfig:
     log_val_generations: int = 0
     balance_batch: bool = True
     worker_timeout_s: float | None = None
+    hang_timeout_s: float | None = None
     report_dir: str = "outputs"
     export_hf: bool = True
 
@@ -55,6 +60,8 @@ class TrainerConfig:
             found.append(f"{where}.resume_mode is resume_path but {where}.resume_from_path is empty")
         if self.max_actor_ckpt_to_keep is not None and self.max_actor_ckpt_to_keep < 1:
             found.append(f"{where}.max_actor_ckpt_to_keep is {self.max_actor_ckpt_to_keep}; it must be at least 1")
+        if self.hang_timeout_s is not None and self.hang_timeout_s < 0:
+            found.append(f"{where}.hang_timeout_s is {self.hang_timeout_s}; give seconds, or 0 for no watchdog")
         for key in ("save_freq", "test_freq"):
             if getattr(self, key) == 0:
                 found.append(f"{where}.{key} is 0; use -1 for never")
