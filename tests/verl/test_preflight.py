@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
+from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_qwen3_config, write_tiny_checkpoint
 from verl.trainer.config import PPOTrainerConfig, load_config
 from verl.trainer.main_ppo import EXIT_BAD_INPUT, main
 from verl.trainer.preflight import preflight_problems, writable_problem
@@ -46,6 +46,15 @@ def _config(keys: dict[str, Any]) -> PPOTrainerConfig:
 
 def test_a_complete_run_has_no_problems(keys: dict[str, Any]) -> None:
     assert preflight_problems(_config(keys)) == []
+
+
+def test_a_model_that_only_the_training_engine_knows_is_named(keys: dict[str, Any]) -> None:
+    model = Path(keys["actor_rollout_ref.model.path"])
+    for file in model.glob("model*"):
+        file.unlink()
+    write_tiny_checkpoint(model, tiny_qwen3_config())
+    [problem] = preflight_problems(_config(keys))
+    assert "rollout engine does not know this model yet" in problem and "Qwen3ForCausalLM is unknown" in problem
 
 
 def test_a_truncated_and_a_missing_shard_are_named(keys: dict[str, Any]) -> None:

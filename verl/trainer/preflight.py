@@ -17,6 +17,7 @@ from verl.utils.dataset.parquet import schema_problems
 from verl.utils.import_utils import load_extern_type
 from verl.workers.engine_setup import engine_problems
 from verl.workers.reward_manager import get_reward_manager_cls
+from vllm.transformers_utils.config import load_config as load_rollout_config
 
 
 def preflight_problems(config: PPOTrainerConfig) -> list[str]:
@@ -42,6 +43,7 @@ def _weight_problems(config: PPOTrainerConfig) -> Iterator[str]:
     try:
         hf = load_hf_config(path)
         yield from engine_problems(models, config.trainer.world_size, hf)
+        yield from _rollout_model_problems(path)
         if not (models.actor.load_weight and engine.load_weight):
             return
         if engine.use_dist_checkpointing:
@@ -52,6 +54,14 @@ def _weight_problems(config: PPOTrainerConfig) -> Iterator[str]:
                 check_against_config(source, hf)
     except ValueError as error:
         yield f"actor_rollout_ref.{key}: {error}"
+
+
+def _rollout_model_problems(path: Path) -> Iterator[str]:
+    """Models that can be trained and not generated with: the training engine knows more of them."""
+    try:
+        load_rollout_config(str(path))
+    except ValueError as error:
+        yield f"actor_rollout_ref.rollout: the rollout engine does not know this model yet: {error}"
 
 
 def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
