@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing import load_checkpoint, save_checkpoint
+from megatron.core.dist_checkpointing import CheckpointSaver, load_checkpoint, save_checkpoint
 from megatron.core.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.megatron.ckpt_job import TrainingJob, read_whole, seed_all
 from tests.megatron.model_helpers import one_process_world
@@ -35,7 +35,7 @@ def _save(root: str, layouts: dict[str, Sizes]) -> None:
         job = _job(sizes)
         seed_all(job.groups.rank)
         job.train(1)
-        save_checkpoint(Path(root) / name, *job.state, {"steps": 1}, job.groups)
+        CheckpointSaver(job.groups, max_chunk_bytes=2000).save(Path(root) / name, *job.state, {"steps": 1})
         job.train(2)
         save_checkpoint(Path(root) / f"{name}.end", *job.state, {}, job.groups)
         destroy_model_parallel()

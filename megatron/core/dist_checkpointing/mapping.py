@@ -39,6 +39,20 @@ class Piece:
         """Extent in every dimension."""
         return tuple(self.tensor.shape)
 
+    def split(self, max_bytes: int) -> Iterator[Piece]:
+        """Slices of ``max_bytes`` or less along the first dimensions; itself when it is small enough."""
+        num_bytes = self.tensor.numel() * self.tensor.element_size()
+        dim = next((dim for dim, size in enumerate(self.sizes) if size > 1), None)
+        if num_bytes <= max_bytes or dim is None:
+            yield self
+            return
+        size = self.sizes[dim]
+        step = max(1, max_bytes * size // num_bytes)
+        for start in range(0, size, step):
+            offsets = (*self.offsets[:dim], self.offsets[dim] + start, *self.offsets[dim + 1 :])
+            part = self.tensor.narrow(dim, start, min(step, size - start))
+            yield from Piece(self.key, self.global_shape, offsets, part).split(max_bytes)
+
 
 @dataclass(frozen=True)
 class Span:

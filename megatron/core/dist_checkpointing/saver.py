@@ -35,13 +35,19 @@ from megatron.core.parallel_state import ProcessGroups
 class CheckpointSaver:
     """Writes checkpoints that any layout can load; keeps the running write and the plan, which saves have in common.
 
-    ``groups`` None means one process without torch.distributed. A rank that writes nothing and whose disk holds nothing
-    new for ``stall_timeout_s`` lets a save in the background fail.
+    Args:
+        groups: None means one process without torch.distributed.
+        stall_timeout_s: a save in the background fails when nothing has changed in its directory for so long.
+        max_chunk_bytes: larger pieces are cut, so that their holders share the writing, and another layout need not
+            read much that it does not hold.
     """
 
-    def __init__(self, groups: ProcessGroups | None = None, stall_timeout_s: float = 1800) -> None:
+    def __init__(
+        self, groups: ProcessGroups | None = None, *, stall_timeout_s: float = 1800, max_chunk_bytes: int = 1 << 26
+    ) -> None:
         self.ranks = Ranks(groups)
         self.stall_timeout_s = stall_timeout_s
+        self.max_chunk_bytes = max_chunk_bytes
         self.snapshot_bytes = 0  # of the last save in the background
         self._running: BackgroundWrite | None = None
         self._planned: tuple[Offers, GlobalPlan] | None = None
@@ -114,7 +120,8 @@ class CheckpointSaver:
         pieces = model_pieces(module, placed)
         if optimizer is not None:
             pieces += optimizer_pieces(optimizer, placed)
-        return pieces + random_pieces(get_random_states(next(model.parameters()).device), self.ranks.rank)
+        pieces += random_pieces(get_random_states(next(model.parameters()).device), self.ranks.rank)
+        return [part for piece in pieces for part in piece.split(self.max_chunk_bytes)]
 
     def _new_partial(self, final: Path) -> Path:
         """On rank 0 an empty directory of this save's own; what dead saves of this checkpoint left is removed."""
