@@ -10,6 +10,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.core.dist_checkpointing import verify_checkpoint
 from megatron.core.dist_checkpointing.manifest import Manifest, record_file, write_manifest
 from megatron.core.parallel_layout import ParallelLayout
 from verl.protocol import DataProto
@@ -85,6 +86,14 @@ def test_the_newest_complete_checkpoint_is_found_and_older_ones_go(tmp_path: Pat
     assert [checkpoint.step for checkpoint in checkpointing.checkpoints(str(tmp_path))] == [4, 10, 12]
     (kept[-1].actor / "part.bin").write_bytes(b"1")  # truncated later
     assert checkpointing.find_latest_ckpt_path(str(tmp_path)) == kept[1]
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    for step in (2, 4):
+        _checkpoint(tmp_path, step, is_whole=True)
+    (tmp_path / "global_step_4" / "actor" / "part.bin").write_bytes(b"12346")  # as many bytes, others
+    found = checkpointing.find_latest_ckpt_path(str(tmp_path), lambda each: verify_checkpoint(each.actor))
+    assert found is not None and found.step == 2
 
 
 def test_seeds_depend_on_the_sample_alone() -> None:
