@@ -71,12 +71,17 @@ def _mean_grads(sizes: dict[str, object]) -> tuple[int, dict[str, torch.Tensor]]
     return groups.dp.size(), grads
 
 
+def _mean_grads_of_layouts(layouts: list[dict[str, object]]) -> list[tuple[int, dict[str, torch.Tensor]]]:
+    return [_mean_grads(sizes) for sizes in layouts]
+
+
 def test_a_mean_over_replicas_scales_experts_as_everything_else() -> None:
     with one_process_world():
         _, whole = _mean_grads({})
-    for sizes in (_layout(etp=2), _layout(tp=2, etp=2), {**_layout(ep=2), "context_parallel_size": 2}):
-        layout = ParallelLayout(world_size=4, **sizes)  # type: ignore[arg-type]
-        for rank, (num_replicas, grads) in enumerate(run_ranks(_mean_grads, 4, sizes)):
+    layouts = [_layout(etp=2), _layout(tp=2, etp=2), {**_layout(ep=2), "context_parallel_size": 2}]
+    for rank, found in enumerate(run_ranks(_mean_grads_of_layouts, 4, layouts)):
+        for sizes, (num_replicas, grads) in zip(layouts, found, strict=True):
+            layout = ParallelLayout(world_size=4, **sizes)  # type: ignore[arg-type]
             for name, grad in grads.items():
                 expected = local_part(name, whole[name] / num_replicas, layout, rank)
                 assert_close(grad, expected, (sizes, rank, name))

@@ -184,18 +184,15 @@ def _run(layouts: list[dict[str, Any]]) -> list[tuple[list[Choices], list[Choice
 @pytest.mark.parametrize(
     ("world_size", "layouts"),
     [
-        (2, [{"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}, {"context_parallel_size": 2}]),
-        (2, [{"pipeline_model_parallel_size": 2, "num_layer_list": (1, 2)}]),
         (
-            4,
+            2,
             [
-                {
-                    "tensor_model_parallel_size": 2,
-                    "context_parallel_size": 2,
-                    "expert_model_parallel_size": 2,
-                }
+                {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+                {"context_parallel_size": 2},
+                {"pipeline_model_parallel_size": 2, "num_layer_list": (1, 2)},
             ],
         ),
+        (4, [{"tensor_model_parallel_size": 2, "context_parallel_size": 2, "expert_model_parallel_size": 2}]),
     ],
 )
 def test_layouts_record_and_replay_the_same(world_size: int, layouts: list[dict[str, Any]]) -> None:

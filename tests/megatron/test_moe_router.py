@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.megatron.model_helpers import one_process_groups, one_process_world, tiny_config
-from tests.megatron.moe_helpers import make_layer, tokens
+from tests.megatron.moe_helpers import assert_close, make_layer, tokens
 from tests.parallel.launcher import run_ranks
 
+EXPERT_WEIGHTS = {"experts.gate_up_proj": 1, "experts.down_proj": 2}
 DEEPSEEK_V2 = {
     "moe_router_score_function": "softmax",
     "moe_router_pre_softmax": True,
@@ -41,6 +43,51 @@ def test_group_limited_greedy_keeps_the_groups_of_the_best_experts() -> None:
         torch.testing.assert_close(probs, 16.0 * scores[indices])
         differs += expected != sorted(scores.topk(3).indices.tolist())
     assert differs > 5  # the limit matters here
+
+
+def test_a_layer_of_deepseek_v2_equals_transformers() -> None:
+    """Output, and gradients of input and gate; routing that differs anywhere would show."""
+    config = DeepseekV2Config(
+        hidden_size=64,
+        num_hidden_layers=1,
+        first_k_dense_replace=0,
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=16.0,
+        norm_topk_prob=False,
+        vocab_size=8,
+    )
+    theirs = DeepseekV2ForCausalLM(config).model.layers[0].mlp
+    x_TH, weight_TH = tokens()
+    with one_process_groups() as groups:
+        ours = make_layer(groups, **DEEPSEEK_V2)
+        state = ours.state_dict()
+        experts = {key: state[f"experts.weight{number}"].transpose(1, 2) for key, number in EXPERT_WEIGHTS.items()}
+        gate, up = state["shared_experts.linear_fc1.weight"].chunk(2)
+        theirs.load_state_dict(
+            experts
+            | {
+                "gate.weight": state["router.weight"],
+                "shared_experts.gate_proj.weight": gate,
+                "shared_experts.up_proj.weight": up,
+                "shared_experts.down_proj.weight": state["shared_experts.linear_fc2.weight"],
+            }
+        )
+        found = []
+        for layer, shape in ((ours, x_TH.shape), (theirs, (1, *x_TH.shape))):
+            x = x_TH.clone().requires_grad_()
+            y_TH = layer(x.view(shape)).view(x_TH.shape)
+            (y_TH * weight_TH).sum().backward()
+            gate_weight = (ours.router if layer is ours else theirs.gate).weight
+            found.append((y_TH, x.grad, gate_weight.grad))
+    for one, other in zip(*found, strict=True):
+        assert one is not None and other is not None
+        assert_close(one, other, "DeepSeek-V2")
 
 
 @pytest.mark.parametrize(("name", "gap"), [("fp64", 1e-6), ("bf16", 0.03), (None, 1e-6)])
@@ -96,6 +143,10 @@ def _bias_after_a_step(sizes: dict[str, int]) -> torch.Tensor:
     return layer.router.expert_bias
 
 
+def _biases(layouts: list[dict[str, int]]) -> list[torch.Tensor]:
+    return [_bias_after_a_step(sizes) for sizes in layouts]
+
+
 def test_biases_move_by_the_tokens_of_all_ranks() -> None:
     """bias_e += rate * sign(mean - count_e) (arXiv 2408.15664), the counts summed over TP, CP and DP."""
     with one_process_world():
@@ -105,12 +156,12 @@ def test_biases_move_by_the_tokens_of_all_ranks() -> None:
     counts = torch.bincount(indices_TK.flatten(), minlength=8)
     torch.testing.assert_close(expected, 0.1 * torch.sign(10.0 - counts))
     assert len(set(expected.tolist())) > 1
-    for sizes in (
+    layouts = [
         {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "expert_model_parallel_size": 2},
         {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4},
-    ):
-        for bias in run_ranks(_bias_after_a_step, 4, sizes):
-            assert bias.equal(expected), sizes
+    ]
+    for biases in run_ranks(_biases, 4, layouts):
+        assert all(bias.equal(expected) for bias in biases)
 
 
 def test_forced_balance_gives_every_expert_the_same_load() -> None:
