@@ -11,8 +11,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.ops import reference_ops
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -147,6 +149,27 @@ def _a_part_that_is_not_used() -> list[str]:
 
 def test_a_parameter_without_a_gradient_holds_nothing_up() -> None:
     run_ranks(_a_part_that_is_not_used, 2, timeout_s=60)
+
+
+def _unread_weights(changes: dict[str, Any]) -> list[str]:
+    """Buckets that are still on their way behind a forward pass, each of one parameter."""
+    groups = initialize_model_parallel(context_parallel_size=2)
+    config = tiny_config(**changes)
+    ddp_config = DistributedDataParallelConfig(bucket_size=1, overlap_param_gather=True)
+    module = GPTModel(config, groups, reference_ops())
+    module.init_weights(1)
+    for name, param in module.named_parameters():
+        param.requires_grad_(not name.endswith("router.weight"))  # frozen ones are in no bucket
+    model = DistributedDataParallel(config, ddp_config, module, groups)
+    model.start_param_sync()
+    ids_T = torch.arange(4)
+    model(ids_T, ids_T, PackedSeqParams(torch.tensor([0, 8], dtype=torch.int32), 8))
+    return [name for buffer in model.param_and_grad_buffers if buffer._param_work for name in buffer.param_ranges]
+
+
+@pytest.mark.parametrize("changes", [{}, {"cp_send_latents": True}])
+def test_no_weight_is_read_before_it_is_there(changes: dict[str, Any]) -> None:
+    assert run_ranks(_unread_weights, 2, changes, timeout_s=60) == [[], []]
 
 
 def test_what_cannot_be_is_told() -> None:

@@ -51,12 +51,15 @@ class GradSync:
 def wait_before_use(module: nn.Module, buffers: Sequence[ParamAndGradBuffer]) -> None:
     """Make every part of ``module``, before its forward, wait for the buckets that hold its own parameters.
 
-    Reading or loading a state dict waits for all buckets.
+    A part that reads a parameter of a part inside it says so in ``parameters_read_here`` (their names within it).
+    Reading or loading a state dict waits for all buckets. Frozen parameters are in no bucket.
     """
     buffer_of = {name: buffer for buffer in buffers for name in buffer.param_ranges}
     for prefix, part in module.named_modules():
-        names = [f"{prefix}.{name}" if prefix else name for name, _ in part.named_parameters(recurse=False)]
-        own = list({id(buffer_of[name]): buffer_of[name] for name in names}.values())
+        read = [name for name, _ in part.named_parameters(recurse=False)]
+        read.extend(getattr(part, "parameters_read_here", ()))
+        names = [f"{prefix}.{name}" if prefix else name for name in read]
+        own = list({id(buffer_of[name]): buffer_of[name] for name in names if name in buffer_of}.values())
         if own:
             part.register_forward_pre_hook(_Wait(own))
     module.register_state_dict_pre_hook(_Wait(buffers))

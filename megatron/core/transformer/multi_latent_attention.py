@@ -35,6 +35,7 @@ class MLASelfAttention(nn.Module):
         self.num_heads = heads // groups.tp.size()
         self.core_attention = ContextParallelAttention(groups, ops, attention_scale(config), config.cp_comm_type)
         self.sends_latents = config.cp_send_latents and groups.cp.size() > 1
+        self.parameters_read_here = ("linear_kv_up_proj.weight",) if self.sends_latents else ()
         self.rotary = ops.rotary_interleaved
 
         def by_heads(input_size: int, head_size: int) -> ColumnParallelLinear:
