@@ -52,7 +52,7 @@ class ProcessGroups:
 
 
 # Group -> (axes in which its members differ, whether these are axes of the expert grid).
-_GROUP_AXES: dict[str, tuple[tuple[str, ...], bool]] = {
+GROUP_AXES: dict[str, tuple[tuple[str, ...], bool]] = {
     "tp": (("tp",), False),
     "cp": (("cp",), False),
     "dp": (("dp",), False),
@@ -124,7 +124,7 @@ def initialize_from_layout(layout: ParallelLayout, distributed_timeout_minutes: 
         raise ValueError("parallel layout: " + "; ".join(problems))
     rank, timeout = dist.get_rank(), timedelta(minutes=distributed_timeout_minutes)
     mine: dict[str, dist.ProcessGroup] = {}
-    for name in _GROUP_AXES:
+    for name in GROUP_AXES:
         for ranks in group_ranks(layout, name):
             # Collective over the world: also the ranks outside a group must reach the call, in this order.
             group = dist.new_group(ranks, timeout=timeout, group_desc=name)
@@ -144,7 +144,7 @@ def _world_size() -> int:
 
 def group_ranks(layout: ParallelLayout, name: str) -> list[list[int]]:
     """Global ranks of every group of that name (a field of ``ProcessGroups``), ordered by their lowest member."""
-    axes, is_expert = _GROUP_AXES[name]
+    axes, is_expert = GROUP_AXES[name]
     found: list[list[int]] = []
     seen = bytearray(layout.world_size)
     for rank in range(layout.world_size):
@@ -160,7 +160,7 @@ def destroy_model_parallel() -> None:
     global _GROUPS
     if _GROUPS is None:
         return
-    for name in _GROUP_AXES:
+    for name in GROUP_AXES:
         dist.destroy_process_group(getattr(_GROUPS, name))
     _GROUPS = None
 

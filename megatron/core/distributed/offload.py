@@ -27,6 +27,16 @@ class OffloadableTensor:
         assert self._host is not None, "the values were dropped, not copied"
         return self._host
 
+    @property
+    def device_bytes(self) -> int:
+        """What it holds on the device now."""
+        return self.tensor.untyped_storage().nbytes()
+
+    @property
+    def host_bytes(self) -> int:
+        """What it holds on the host now, for an offload or kept from one."""
+        return 0 if self._host is None else self._host.nbytes
+
     def offload(self, keep_values: bool = True) -> None:
         """Free the storage, after copying the values to the host unless they are not needed any more."""
         if not self.is_resident:
@@ -70,6 +80,16 @@ class HostTensor(OffloadableTensor):
         if device.type == "meta":  # memory that is only planned
             return HostTensor(torch.zeros(numel, dtype=dtype, device=device))
         return HostTensor(torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=is_pinned and device.type != "cpu"))
+
+    @property
+    def device_bytes(self) -> int:
+        """Nothing."""
+        return 0
+
+    @property
+    def host_bytes(self) -> int:
+        """All of it."""
+        return self.tensor.nbytes
 
     def offload(self, keep_values: bool = True) -> None:
         """Nothing to do: no device storage."""

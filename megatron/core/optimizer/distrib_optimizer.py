@@ -17,7 +17,7 @@ from megatron.core.distributed import (
     ParamAndGradBuffer,
 )
 from megatron.core.distributed.finite_check import find_non_finite
-from megatron.core.distributed.offload import OffloadableTensor
+from megatron.core.distributed.offload import HostTensor, OffloadableTensor
 from megatron.core.ops import TrainOps
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32, local_square_sum
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -98,6 +98,7 @@ class DistributedOptimizer:
             {"lr": config.lr, "weight_decay": config.weight_decay},
             {"lr": config.lr, "weight_decay": 0.0},
         ]
+        self.host_slots: dict[str, HostTensor] = {}  # memory through which an update passes, by name
         self.shards = [state for buffer in model.param_and_grad_buffers for state in self._new_states(buffer)]
 
     @torch.no_grad()

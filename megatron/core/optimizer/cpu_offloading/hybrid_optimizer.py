@@ -53,8 +53,10 @@ class HybridDeviceOptimizer(DistributedOptimizer):
         self._piece_size = min(piece_size, max((state.numel for state in self.on_host), default=0))
         grads = {self._grad_dtype(state.buffer) for state in self.on_host}
         params = {state.buffer.params.tensor.dtype for state in self.on_host}
-        self.grad_slots = {dtype: self._new_slots(dtype, config.pin_cpu_grads) for dtype in grads}
-        self.param_slots = {dtype: self._new_slots(dtype, config.pin_cpu_params) for dtype in params}
+        for dtype in grads:
+            self.host_slots[f"gradients {dtype}"] = self._new_slots(dtype, config.pin_cpu_grads)
+        for dtype in params:
+            self.host_slots[f"parameters {dtype}"] = self._new_slots(dtype, config.pin_cpu_params)
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
@@ -118,12 +120,13 @@ class HybridDeviceOptimizer(DistributedOptimizer):
         params.copy_(piece.state[0])
 
     def _grad_slot(self, piece: Piece, index: int) -> torch.Tensor:
-        slots = self.grad_slots[self._grad_dtype(piece.buffer)].tensor
-        return slots.view(NUM_SLOTS, -1)[index % NUM_SLOTS, : piece.params.numel()]
+        return self._slot(f"gradients {self._grad_dtype(piece.buffer)}", piece, index)
 
     def _param_slot(self, piece: Piece, index: int) -> torch.Tensor:
-        slots = self.param_slots[piece.params.dtype].tensor
-        return slots.view(NUM_SLOTS, -1)[index % NUM_SLOTS, : piece.params.numel()]
+        return self._slot(f"parameters {piece.params.dtype}", piece, index)
+
+    def _slot(self, name: str, piece: Piece, index: int) -> torch.Tensor:
+        return self.host_slots[name].tensor.view(NUM_SLOTS, -1)[index % NUM_SLOTS, : piece.params.numel()]
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
