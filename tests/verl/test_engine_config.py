@@ -148,6 +148,14 @@ def test_state_on_the_host_and_in_small_dtypes_reaches_the_optimizer() -> None:
         (f"{TRANSFORMER}.noop_layers='a,b'", "expected numbers of layer slots"),
         (f"{TRANSFORMER}.noop_layers=[99]", "must be different numbers in 0.."),
         (f"{TRANSFORMER}.num_layers_in_first_pipeline_stage=two", "expected a whole number, at least 1"),
+        (
+            f"{TRANSFORMER}={{cp_comm_type:a2a}} {ENGINE}.context_parallel_size=8",
+            "num_attention_heads 4 does not divide over tensor_model_parallel_size 1 times context_parallel_size 8",
+        ),
+        (
+            f"{TRANSFORMER}.microbatch_group_size_per_vp_stage=1 {ENGINE}.pipeline_model_parallel_size=2",
+            "must be at least the 2 pipeline stages",
+        ),
         (f"{ENGINE}.virtual_pipeline_model_parallel_size=2", "chunks need at least 2 stages"),
         (f"{ENGINE}.context_parallel_size=3", "world size 8 is not a multiple of TP 1 x PP 1 x CP 3"),
         (f"{ENGINE}={{moe_tp_extend_ep:true,expert_tensor_parallel_size:2}}", "exclude each other"),
@@ -176,7 +184,7 @@ def test_state_on_the_host_and_in_small_dtypes_reaches_the_optimizer() -> None:
     ],
 )
 def test_a_wrong_value_is_told(model_path: Path, override: str, told: str) -> None:
-    assert told in _problems(model_path, override)
+    assert told in _problems(model_path, *override.split(" "))
 
 
 def test_the_state_lives_on_the_host_in_one_way(model_path: Path) -> None:

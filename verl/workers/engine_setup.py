@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_model import layout_problems
 from megatron.core.optimizer import OptimizerConfig
 from mindspeed_llm.hf_config import HFModelConfig, to_transformer_config
 from verl.trainer.config.config import ActorRolloutRefConfig
@@ -62,7 +63,10 @@ def engine_problems(models: ActorRolloutRefConfig, world_size: int, hf: HFModelC
     where = "actor_rollout_ref.actor"
     try:
         layout = actor.megatron.layout(world_size)
-        to_transformer_config(trained_model(hf, actor.megatron), layout=layout, **model_fields(models, actor.megatron))
+        config = to_transformer_config(
+            trained_model(hf, actor.megatron), layout=layout, **model_fields(models, actor.megatron)
+        )
+        found += [f"{where}.megatron: {problem}" for problem in layout_problems(config, layout)]
     except ValueError as error:
         found.append(f"{where}.megatron: {error}")
     try:

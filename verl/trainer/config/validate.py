@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron.core.parallel_layout import ParallelLayout
 from verl.trainer.config.config import ActorRolloutRefConfig, PPOTrainerConfig
-from verl.workers.config import McoreEngineConfig
 from verl.workers.config.engine import END_STAGES, LAYOUT_KEYS
 
 
@@ -105,7 +103,6 @@ def _layout_problems(config: PPOTrainerConfig, dims: dict[str, int]) -> list[str
                 f"actor_rollout_ref.ref.megatron.{key} is {getattr(ref, key)} and the actor's {getattr(engine, key)}; "
                 "the reference lives in the actor's processes and needs the same layout"
             )
-    found += _head_problems(layout, engine, dims)
     rollout_tp = models.rollout.tensor_model_parallel_size
     if rollout_tp < 1 or world % rollout_tp:
         return [
@@ -140,20 +137,6 @@ def _stage_layer_problems(models: ActorRolloutRefConfig) -> list[str]:
         "the actor's processes and needs the same layout"
         for key in ours
         if ours[key] != theirs[key]
-    ]
-
-
-def _head_problems(layout: ParallelLayout, engine: McoreEngineConfig, dims: dict[str, int]) -> list[str]:
-    heads, tp, cp = (
-        dims.get("num_attention_heads"),
-        layout.tensor_model_parallel_size,
-        layout.context_parallel_size,
-    )
-    if engine.override_transformer_config.get("cp_comm_type") != "a2a" or heads is None or heads % (tp * cp) == 0:
-        return []
-    return [
-        f"actor_rollout_ref.actor.megatron: cp_comm_type 'a2a' gives each of TP {tp} x CP {cp} ranks whole heads, and "
-        f"{heads} attention heads do not divide over them; use p2p or all_gather"
     ]
 
 

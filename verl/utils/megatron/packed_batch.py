@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from megatron.core.context_parallel import zigzag_indices
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.router_replay import MicroBatchRouting
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,16 @@ class PackedMicroBatch:
     def num_tokens(self) -> int:
         """Packed tokens T of this rank, padding included."""
         return int(self.input_ids_T.numel())
+
+    @property
+    def loss_mask_T(self) -> Tensor:
+        """1 where the prediction of the next token is scored, fp32 [T]."""
+        mask_T = torch.zeros(self.num_tokens, device=self.input_ids_T.device)
+        return mask_T.index_fill_(0, self.positions_S, 1.0)
+
+    def with_routing(self, routing: MicroBatchRouting) -> PackedMicroBatch:
+        """The same tokens, whose experts are recorded or given by ``routing``."""
+        return replace(self, packed_seq_params=replace(self.packed_seq_params, routing=routing))
 
 
 def padded_lengths(lengths: Tensor, cp_size: int) -> Tensor:
@@ -94,11 +106,7 @@ def pack_micro_batch(
     position_ids_F = steps_F - torch.repeat_interleave(lengths_q.cumsum(0) - lengths_q, lengths_q)
     labels_F = torch.cat([ids_F[1:], ids_F.new_zeros(1)])
 
-    order_T = steps_F
-    if cp_size > 1:
-        from megatron.core.context_parallel import zigzag_indices
-
-        order_T = zigzag_indices(cu_seqlens, cp_size, cp_rank).to(device)
+    order_T = zigzag_indices(cu_seqlens, cp_size, cp_rank).to(device)
     local_F = torch.full_like(steps_F, -1)
     local_F[order_T] = torch.arange(order_T.numel(), device=device)
     is_here_s, is_here_n = local_F[positions_s] >= 0, local_F[positions_n] >= 0

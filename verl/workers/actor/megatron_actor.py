@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
@@ -16,12 +17,15 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_entropy
+from megatron.core.transformer.moe.router_replay import MicroBatchRouting, RouterReplay
 from megatron.core.transformer.transformer_config import TransformerConfig
 from verl.protocol import DataProto
 from verl.utils.megatron.packed_batch import PackedMicroBatch, pack_micro_batch, padded_lengths, scatter_to_rows
+from verl.workers.actor.auxiliary import auxiliary_losses, set_auxiliary_scales
 from verl.workers.actor.base import BasePPOActor
 from verl.workers.actor.micro_batching import split_rows
 from verl.workers.actor.policy_loss import LossInputs, PolicyLoss, UpdateMetrics
+from verl.workers.actor.routing_rows import RoutingRows, with_row_numbers
 from verl.workers.config import ActorConfig
 
 logger = logging.getLogger(__name__)
@@ -51,6 +55,9 @@ class MegatronPPOActor(BasePPOActor):
         self.actor_optimizer = actor_optimizer
         self.scheduler = scheduler
         self._forward_backward = get_forward_backward_func(groups)
+        is_replayed = config.replays_routing and actor_optimizer is not None and tf_config.num_moe_experts is not None
+        self._replay = RouterReplay(tf_config.num_moe_experts or 0, groups) if is_replayed else None
+        self._routing: RoutingRows | None = None  # of the rows of the last compute_log_prob
 
     @property
     def is_last_stage(self) -> bool:
@@ -79,9 +86,17 @@ class MegatronPPOActor(BasePPOActor):
             return log_probs_S.new_zeros(()), {"log_probs_S": log_probs_S}
 
         self.actor_module.eval()
+        replay = self._replay
         outputs, micro_batches = self.forward_backward_batch(
-            data, score, forward_only=True, micro_batch_size=micro_batch_size, max_token_len=max_token_len
+            data,
+            score,
+            forward_only=True,
+            micro_batch_size=micro_batch_size,
+            max_token_len=max_token_len,
+            routing=None if replay is None else lambda micro: replay.record(),
         )
+        if replay is not None:
+            self._routing = RoutingRows.recorded(replay, micro_batches, data, self.groups)
         if not self.is_last_stage:
             return None
         log_probs_BR = scatter_to_rows(
@@ -96,11 +111,18 @@ class MegatronPPOActor(BasePPOActor):
         assert self.actor_optimizer is not None, "update_policy needs an optimizer"
         self.actor_module.train()
         metrics = UpdateMetrics(self.groups)
+        if self._replay is not None:
+            if self._routing is None:
+                raise ValueError("router replay: compute_log_prob must record the rows before update_policy")
+            self._routing.check(data)
+            data = with_row_numbers(data)
         for mini_batch in self.make_minibatch_iterator(data):
             self._update_minibatch(mini_batch, metrics)
         if self.scheduler is not None:
             self.scheduler.step(1)  # one per training step, as upstream, however many mini-batches it has
-        return metrics.result() if self.is_last_stage else {}
+        self._routing = None
+        auxiliary = auxiliary_losses(self.actor_module, self.tf_config, self.groups)
+        return metrics.result() | auxiliary if self.is_last_stage else {}
 
     def make_minibatch_iterator(self, data: DataProto) -> Iterator[DataProto]:
         """This rank's rows in mini-batches of ``ppo_mini_batch_size`` prompts (times n over data-parallel ranks)."""
@@ -116,7 +138,9 @@ class MegatronPPOActor(BasePPOActor):
 
     def _update_minibatch(self, data: DataProto, metrics: UpdateMetrics) -> None:
         assert self.actor_optimizer is not None
-        loss = PolicyLoss(self.config, LossInputs.from_batch(data, self.config, self.groups))
+        inputs = LossInputs.from_batch(data, self.config, self.groups)
+        loss = PolicyLoss(self.config, inputs)
+        set_auxiliary_scales(self.actor_module, inputs.num_tokens, inputs.num_response_tokens)
         temperature = float(data.meta_info["temperature"])
 
         def policy_loss(logits_TV: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, dict]:
@@ -126,6 +150,10 @@ class MegatronPPOActor(BasePPOActor):
                 entropy_T = vocab_parallel_entropy(logits_TV, self.groups.tp)
             return loss(log_probs_T[micro.positions_S], entropy_T[micro.positions_S], micro)
 
+        replay, recorded = self._replay, self._routing
+        routing = None
+        if replay is not None and recorded is not None:
+            routing = functools.partial(recorded.replayed, replay, data=data)
         self.actor_optimizer.zero_grad()
         outputs, _ = self.forward_backward_batch(
             data,
@@ -133,6 +161,7 @@ class MegatronPPOActor(BasePPOActor):
             forward_only=False,
             micro_batch_size=self.config.ppo_micro_batch_size_per_gpu,
             max_token_len=self.config.ppo_max_token_len_per_gpu if self.config.use_dynamic_bsz else None,
+            routing=routing,
         )
         assert isinstance(self.actor_module, DistributedDataParallel)
         finalize_model_grads(self.actor_module, self.groups)
@@ -147,8 +176,11 @@ class MegatronPPOActor(BasePPOActor):
         forward_only: bool,
         micro_batch_size: int | None,
         max_token_len: int | None,
+        routing: Callable[[PackedMicroBatch], MicroBatchRouting] | None = None,
     ) -> tuple[list[dict], list[PackedMicroBatch]]:
         """Runs all rows of ``data`` through the pipeline; gradients are the plain sum of the micro-batch losses.
+
+        ``routing`` makes what records the experts of a micro-batch, or gives them.
 
         Returns:
             loss_func's dicts (last stage; empty elsewhere) and the micro-batches they belong to, in the same order.
@@ -173,15 +205,20 @@ class MegatronPPOActor(BasePPOActor):
             )
             for rows in chunks
         ]
+        if routing is not None:
+            micro_batches = [micro.with_routing(routing(micro)) for micro in micro_batches]
         outputs = self._run_pipeline(micro_batches, loss_func, forward_only)
         return outputs, micro_batches
 
     def _run_pipeline(
         self, micro_batches: Sequence[PackedMicroBatch], loss_func: LossFunc, forward_only: bool
     ) -> list[dict]:
+        has_mtp = self.tf_config.mtp_num_layers is not None and not forward_only
+
         def forward_step(iterator: Iterator[PackedMicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
             micro = next(iterator)
-            output = model(micro.input_ids_T, micro.position_ids_T, micro.packed_seq_params)
+            loss_mask_T = micro.loss_mask_T if has_mtp else None
+            output = model(micro.input_ids_T, micro.position_ids_T, micro.packed_seq_params, loss_mask_T=loss_mask_T)
             return output, lambda logits_TV: loss_func(logits_TV, micro)
 
         tp, hidden = self.groups.tp.size(), self.tf_config.hidden_size

@@ -41,6 +41,7 @@ class LossInputs:
         old_log_probs: of the policy that acted; None when it is provably the one being updated.
         ref_log_prob: of the reference policy; None without a KL loss.
         rollout_log_probs: as the rollout engine reported them; None when it did not.
+        num_tokens, num_response_tokens: of the mini-batch over all ranks; numbers, the first with prompts.
     """
 
     weights: Tensor
@@ -48,6 +49,8 @@ class LossInputs:
     old_log_probs: Tensor | None
     ref_log_prob: Tensor | None
     rollout_log_probs: Tensor | None
+    num_tokens: float = 1.0
+    num_response_tokens: float = 1.0
 
     @classmethod
     def from_batch(cls, data: DataProto, config: ActorConfig, groups: ProcessGroups) -> LossInputs:
@@ -57,17 +60,18 @@ class LossInputs:
         """
         batch = data.batch
         mask = batch["response_mask"].float()
-        counts = torch.stack([mask.sum(), (mask.sum(-1) > 0).sum().float()]).double()
-        counts = reduce_over(counts, groups.dp, dist.ReduceOp.SUM)
-        weights = token_loss_weights(
-            mask, config.loss_agg_mode, num_tokens=float(counts[0]), num_sequences=float(counts[1])
-        )
+        counts = torch.stack([mask.sum(), (mask.sum(-1) > 0).sum().float(), batch["attention_mask"].sum().float()])
+        counts = reduce_over(counts.double(), groups.dp, dist.ReduceOp.SUM)
+        num_scored, num_sequences, num_tokens = counts.tolist()
+        weights = token_loss_weights(mask, config.loss_agg_mode, num_tokens=num_scored, num_sequences=num_sequences)
         return cls(
             weights=weights,
             advantages=batch["advantages"].float(),
             old_log_probs=batch.get("old_log_probs", None),
             ref_log_prob=batch["ref_log_prob"] if config.use_kl_loss else None,
             rollout_log_probs=batch.get("rollout_log_probs", None),
+            num_tokens=max(num_tokens, 1.0),
+            num_response_tokens=max(num_scored, 1.0),
         )
 
 

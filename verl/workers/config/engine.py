@@ -125,6 +125,12 @@ class McoreEngineConfig:
                 f"{where}: moe_tp_extend_ep hands the tensor-parallel ranks to the experts as they are; it and "
                 f"expert_tensor_parallel_size {self.expert_tensor_parallel_size} exclude each other"
             )
+        group = self.override_transformer_config.get("microbatch_group_size_per_vp_stage")
+        if isinstance(group, int) and group < self.pipeline_model_parallel_size:
+            found.append(
+                f"{where}: microbatch_group_size_per_vp_stage is {group}; it must be at least "
+                f"the {self.pipeline_model_parallel_size} pipeline stages"
+            )
         if self.swap_optimizer and self.optimizer_offload:
             found.append(f"{where}: swap_optimizer and optimizer_offload exclude each other; choose one")
         if self.use_dist_checkpointing and self.load_weight and not self.dist_checkpointing_path:

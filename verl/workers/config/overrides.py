@@ -73,6 +73,7 @@ _FIELDS: dict[str, Values] = {
     "recompute_modules": Values(f"a list of {', '.join(RECOMPUTE_MODULES)}", _modules),
     "cp_comm_type": _one_of("p2p", "all_gather", "a2a"),
     "cp_send_latents": _FLAG,
+    "microbatch_group_size_per_vp_stage": _count(1),
     "mtp_num_layers": _count(0),
     "mtp_loss_scaling_factor": _number(0),
     "moe_aux_loss_coeff": _number(0),

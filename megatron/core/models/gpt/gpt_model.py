@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
@@ -163,17 +164,21 @@ class GPTModel(nn.Module):
 
 
 def _check(config: TransformerConfig, groups: ProcessGroups, vp_stage: int | None) -> None:
-    problems = groups.layout.problems(
-        config.num_layers, config.num_moe_experts, config.num_attention_heads, config.vocab_size
-    )
-    layout = groups.layout
-    tp_size = layout.tensor_model_parallel_size
-    num_chunks = layout.virtual_pipeline_model_parallel_size
+    problems = layout_problems(config, groups.layout)
+    num_chunks = groups.layout.virtual_pipeline_model_parallel_size
     if vp_stage not in range(num_chunks) and not (vp_stage is None and num_chunks == 1):
         problems.append(
             f"vp_stage is {vp_stage}; virtual_pipeline_model_parallel_size {num_chunks} needs one of "
             f"0..{num_chunks - 1} (make_gpt_model makes all chunks of a rank)"
         )
+    if problems:
+        raise ValueError("model and layout do not fit: " + "; ".join(problems))
+
+
+def layout_problems(config: TransformerConfig, layout: ParallelLayout) -> list[str]:
+    """Every reason why this model cannot be laid out so, one sentence each; needs no process group."""
+    problems = layout.problems(config.num_layers, config.num_moe_experts, config.num_attention_heads, config.vocab_size)
+    tp_size = layout.tensor_model_parallel_size
     if tp_size > 1 and not config.sequence_parallel:
         problems.append(f"sequence_parallel is False; tensor_model_parallel_size {tp_size} needs it to be True")
     for name in ("ffn_hidden_size", "moe_shared_expert_intermediate_size"):
@@ -189,9 +194,7 @@ def _check(config: TransformerConfig, groups: ProcessGroups, vp_stage: int | Non
         problems.append(
             f"num_query_groups {config.query_groups} does not divide over tensor_model_parallel_size {tp_size}"
         )
-    problems.extend(_head_problems(config, tp_size, layout.context_parallel_size))
-    if problems:
-        raise ValueError("model and layout do not fit: " + "; ".join(problems))
+    return problems + _head_problems(config, tp_size, layout.context_parallel_size)
 
 
 def _head_problems(config: TransformerConfig, tp_size: int, cp_size: int) -> list[str]:

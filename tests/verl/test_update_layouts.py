@@ -1,0 +1,134 @@
+"""A policy update in any layout equals one process: log-probs, loss, metrics, each gradient, the experts' biases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.parallel_layout import ParallelLayout
+from megatron.core.parallel_state import initialize_from_layout
+from tests.parallel.launcher import run_ranks
+from tests.verl.updates import Update, Updated, make_actor, some_rows, updates
+from verl.workers.config import RouterReplayConfig
+
+EVERYTHING = {
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+    "mtp_loss_scaling_factor": 0.3,
+}
+BUDGET = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 60}
+R2 = {"router_replay": RouterReplayConfig("R2")}
+WAYS = {
+    "plain": Update(),
+    "replay": Update(actor=R2),
+    "gates moved": Update(gate_noise=0.2),
+    "gates moved, replay": Update(actor=R2, gate_noise=0.2),
+    "everything": Update(
+        model=EVERYTHING, actor=R2 | {"loss_agg_mode": "seq-mean-token-mean"}, num_mtp=1, gate_noise=0.2
+    ),
+}
+
+
+def _layout(world_size: int, **sizes: int) -> ParallelLayout:
+    return ParallelLayout(world_size=world_size, **{f"{axis}_parallel_size": size for axis, size in sizes.items()})
+
+
+CP2 = _layout(2, context=2)
+PP2_VPP2 = _layout(2, pipeline_model=2, virtual_pipeline_model=2)
+DP2_EP2 = _layout(2, expert_model=2)
+TP2_CP2_EP4 = _layout(4, tensor_model=2, context=2, expert_model=4)
+CP2_DP2 = _layout(4, context=2)
+
+CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
+    2: {
+        "cp2": ("plain", {"layout": CP2, "actor": BUDGET}),
+        "cp2 a2a, everything": ("everything", {"layout": CP2, "model": {"cp_comm_type": "a2a"}, "actor": BUDGET}),
+        "pp2 vpp2, everything": ("everything", {"layout": PP2_VPP2, "actor": {"ppo_micro_batch_size_per_gpu": 3}}),
+        "dp2 ep2, everything": ("everything", {"layout": DP2_EP2, "actor": BUDGET}),
+    },
+    4: {
+        "tp2 cp2 ep4, everything": ("everything", {"layout": TP2_CP2_EP4, "actor": BUDGET}),
+        "cp2 dp2": ("plain", {"layout": CP2_DP2, "actor": BUDGET}),
+    },
+}
+
+
+def _case(way: str, changes: dict[str, Any]) -> Update:
+    base = WAYS[way]
+    return replace(
+        base,
+        layout=changes["layout"],
+        model=base.model | changes.get("model", {}),
+        actor=base.actor | changes.get("actor", {}),
+    )
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, Updated]:
+    (found,) = run_ranks(updates, 1, WAYS)
+    return found
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("world_size", CASES)
+def test_layouts_equal_one_process(world_size: int, one_process: dict[str, Updated]) -> None:
+    cases = {name: _case(way, changes) for name, (way, changes) in CASES[world_size].items()}
+    found = run_ranks(updates, world_size, cases)[0]
+    for name, (way, _) in CASES[world_size].items():
+        _assert_equal(name, found[name], one_process[way])
+
+
+def _assert_equal(name: str, ours: Updated, expected: Updated) -> None:
+    torch.testing.assert_close(ours.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5, msg=f"{name}: log-probs")
+    assert ours.metrics.keys() == expected.metrics.keys(), name
+    for metric, value in expected.metrics.items():
+        assert ours.metrics[metric] == pytest.approx(value, rel=1e-5, abs=1e-6), (name, metric)
+    assert ours.gradients.keys() == expected.gradients.keys(), name
+    for tensor, gradient in expected.gradients.items():
+        distance = float((ours.gradients[tensor] - gradient).norm() / gradient.norm())
+        assert distance <= 1e-5, (name, tensor, distance)
+    assert ours.biases.keys() == expected.biases.keys(), name
+    for layer, bias in expected.biases.items():
+        assert bias.abs().sum() > 0 and torch.equal(ours.biases[layer], bias), (name, layer)
+
+
+def test_what_is_switched_on_is_in_the_metrics_and_the_gradient(one_process: dict[str, Updated]) -> None:
+    plain, everything = one_process["plain"], one_process["everything"]
+    added = {"actor/seq_load_balancing_loss", "actor/z_loss", "actor/mtp_1_loss"}
+    assert everything.metrics.keys() - plain.metrics.keys() == added
+    assert everything.metrics["actor/seq_load_balancing_loss"] > 0.9  # 1 when balanced
+    assert 3.0 < everything.metrics["actor/mtp_1_loss"] < 12.0  # ln(128) = 4.9 without knowledge
+    assert any("layers.4." in tensor for tensor in everything.gradients)
+
+
+def test_replay_keeps_the_experts_of_the_old_log_prob_pass(one_process: dict[str, Updated]) -> None:
+    _assert_equal("gates that did not move", one_process["replay"], one_process["plain"])
+    moved, replayed = one_process["gates moved"], one_process["gates moved, replay"]
+    for layer, bias in one_process["plain"].biases.items():
+        assert torch.equal(replayed.biases[layer], bias), "the same choices, so the same counts"
+    assert any(not torch.equal(moved.biases[layer], bias) for layer, bias in one_process["plain"].biases.items())
+    assert moved.metrics["actor/pg_loss"] != pytest.approx(replayed.metrics["actor/pg_loss"], rel=1e-3)
+
+
+def test_replay_refuses_rows_that_were_not_recorded() -> None:
+    (told,) = run_ranks(_refusals, 1)
+    assert "compute_log_prob must record the rows before update_policy" in told[0]
+    assert "both must get the same rows in the same order" in told[1]
+
+
+def _refusals() -> list[str]:
+    groups = initialize_from_layout(ParallelLayout())
+    case = WAYS["replay"]
+    _, _, actor = make_actor(case, groups)
+    data, told = some_rows(case.num_rows), []
+    with pytest.raises(ValueError) as error:
+        actor.update_policy(data)
+    told.append(str(error.value))
+    actor.compute_log_prob(data)
+    with pytest.raises(ValueError) as error:
+        actor.update_policy(data.select_idxs(torch.arange(len(data)).flip(0)))
+    return [*told, str(error.value)]

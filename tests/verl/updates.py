@@ -1,0 +1,162 @@
+"""One policy update on fixed rows, in any layout, for tests: log-probs, metrics and gradients under HF names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.model_chunks import model_chunks
+from megatron.core.ops import reference_ops
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.parallel_layout import ParallelLayout
+from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_from_layout
+from mindspeed_llm.gradients import hf_gradients
+from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
+from mindspeed_llm.model import build_model
+from tests.mindspeed_llm.tiny import tiny_hf_config
+from verl.protocol import DataProto
+from verl.utils.seqlen_balancing import dealt_order
+from verl.workers.actor import MegatronPPOActor
+from verl.workers.config import ActorConfig
+
+PROMPT, RESPONSE = 12, 40
+
+
+@dataclass(frozen=True)
+class Update:
+    """What is updated and how.
+
+    Attributes:
+        model: fields of the engine's TransformerConfig.
+        actor: fields of ActorConfig; micro-batches of rows, unless they say otherwise.
+        num_mtp: multi-token-prediction modules of the model.
+        gate_noise: how far routers move between the old log-prob pass and the update, as an optimizer would move them.
+    """
+
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    model: dict[str, Any] = field(default_factory=dict)
+    actor: dict[str, Any] = field(default_factory=dict)
+    num_rows: int = 16
+    num_mtp: int = 0
+    gate_noise: float = 0.0
+
+
+@dataclass
+class Updated:
+    """Log-probs [B, R] in the order of ``some_rows``, metrics, HF name -> gradient, global layer -> expert bias."""
+
+    log_probs: torch.Tensor
+    metrics: dict[str, float]
+    gradients: dict[str, torch.Tensor]
+    biases: dict[int, torch.Tensor]
+
+
+def some_rows(num_rows: int) -> DataProto:
+    """Rows of 4 to 52 tokens; advantages, old and reference log-probs as after a few updates."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(2, PROMPT + 1, (num_rows, 1), generator=generator)
+    responses = torch.randint(1, RESPONSE + 1, (num_rows, 1), generator=generator)
+    mask = torch.cat([torch.arange(PROMPT) >= PROMPT - prompts, torch.arange(RESPONSE) < responses], dim=1).long()
+    response_mask = mask[:, PROMPT:]
+    noise = torch.rand(2, num_rows, RESPONSE, generator=generator)
+    tensors = {
+        "input_ids": torch.randint(2, 128, mask.shape, generator=generator) * mask,
+        "attention_mask": mask,
+        "response_mask": response_mask,
+        "advantages": torch.randn(num_rows, 1, generator=generator) * response_mask,
+        "old_log_probs": -4.8 - 0.3 * noise[0],
+        "ref_log_prob": -4.8 - 0.3 * noise[1],
+        "rollout_log_probs": -4.8 - 0.3 * noise[0],
+    }
+    return DataProto.from_dict(tensors, meta_info={"temperature": 0.9, "rollout_n": 1, "global_step": 1})
+
+
+def update(case: Update) -> Updated | None:
+    """Runs on every rank; the result is on the first rank of the last stage, None elsewhere."""
+    groups = initialize_from_layout(case.layout)
+    try:
+        return _update(case, groups)
+    finally:
+        destroy_model_parallel()
+
+
+def updates(cases: dict[str, Update]) -> dict[str, Updated | None]:
+    """Several layouts of one world, one after another."""
+    return {name: update(case) for name, case in cases.items()}
+
+
+def make_actor(case: Update, groups: ProcessGroups) -> tuple[HFModelConfig, DistributedDataParallel, MegatronPPOActor]:
+    """The model with random weights, the same in every layout, and an optimizer that leaves them where they are."""
+    given = tiny_hf_config(num_hidden_layers=4, num_nextn_predict_layers=1, initializer_range=0.1)
+    hf = parse_hf_config(given, source="tests").with_mtp(case.num_mtp)
+    fields = {"calculate_per_token_loss": True, "params_dtype": torch.float32} | case.model
+    model = build_model(hf, groups, reference_ops(), **fields)
+    model.init_weights(7)
+    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(bucket_size=10_000), model, groups)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0, clip_grad=0.0), ddp, groups, reference_ops())
+    config = ActorConfig(
+        **(
+            {
+                "ppo_mini_batch_size": case.num_rows,
+                "ppo_micro_batch_size_per_gpu": 4,
+                "use_kl_loss": True,
+                "kl_loss_coef": 0.1,
+                "entropy_coeff": 0.01,
+            }
+            | case.actor
+        )
+    )
+    return hf, ddp, MegatronPPOActor(config, model.config, groups, ddp, optimizer)
+
+
+def _update(case: Update, groups: ProcessGroups) -> Updated | None:
+    hf, ddp, actor = make_actor(case, groups)
+    config = actor.config
+    data, num_ranks = some_rows(case.num_rows), groups.dp.size()
+    order = torch.tensor(dealt_order(data.batch["attention_mask"].sum(-1).tolist(), num_ranks, case.num_rows))
+    data.reorder(order)
+    mine = data.chunk(num_ranks)[groups.coords.dp]
+    log_probs = actor.compute_log_prob(
+        mine,
+        micro_batch_size=config.ppo_micro_batch_size_per_gpu,
+        max_token_len=2 * config.ppo_max_token_len_per_gpu if config.use_dynamic_bsz else None,  # packed in another way
+    )
+    _move_gates(ddp.module, case.gate_noise)
+    metrics = actor.update_policy(mine)
+    gradients = hf_gradients(ddp, hf, groups)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (groups.coords, log_probs, metrics, _biases(ddp.module)))
+    if dist.get_rank() != 0:
+        return None
+    last = groups.layout.pipeline_model_parallel_size - 1
+    ends = sorted(
+        (entry for entry in gathered if (entry[0].pp, entry[0].tp, entry[0].cp) == (last, 0, 0)), key=lambda e: e[0].dp
+    )
+    rows = torch.empty_like(some_rows(case.num_rows).batch["old_log_probs"])
+    rows[order] = torch.cat([entry[1] for entry in ends])
+    biases = {layer: bias for entry in gathered for layer, bias in entry[3].items()}
+    return Updated(rows, ends[0][2], gradients, biases)
+
+
+def _routers(model: torch.nn.Module) -> list[Any]:
+    return [
+        layer.mlp.router
+        for chunk in model_chunks(model)
+        for layer in chunk.decoder.layers  # type: ignore[union-attr]
+        if hasattr(layer.mlp, "router")
+    ]
+
+
+@torch.no_grad()
+def _move_gates(model: torch.nn.Module, noise: float) -> None:
+    for router in _routers(model):
+        generator = torch.Generator().manual_seed(router.global_layer)
+        router.weight += noise * torch.randn(router.weight.shape, generator=generator)
+
+
+def _biases(model: torch.nn.Module) -> dict[int, torch.Tensor]:
+    return {router.global_layer: router.expert_bias.clone() for router in _routers(model)}

@@ -1,0 +1,33 @@
+"""Losses that the model attaches itself (expert balance, z-loss, multi-token prediction): their scale, their values."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from megatron.core.parallel_state import ProcessGroups
+from megatron.core.transformer.moe.aux_loss import collect_moe_aux_losses, set_aux_loss_scale
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock, collect_mtp_losses
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def set_auxiliary_scales(model: nn.Module, num_tokens: float, num_response_tokens: float) -> None:
+    """The model sums over tokens; these are the tokens of the whole mini-batch, so that packing changes nothing.
+
+    Routers see prompts and responses, multi-token prediction learns the responses.
+    """
+    set_aux_loss_scale(model, 1.0 / num_tokens)
+    for module in model.modules():
+        if isinstance(module, MultiTokenPredictionBlock):
+            module.aux_loss_scaler.scale = 1.0 / num_response_tokens
+
+
+def auxiliary_losses(model: nn.Module, config: TransformerConfig, groups: ProcessGroups) -> dict[str, float]:
+    """Metrics of the losses that are on, without coefficients, experts' as the mean over layers; collective."""
+    found = {}
+    if config.num_moe_experts is not None and (config.moe_aux_loss_coeff or config.moe_z_loss_coeff):
+        for name, by_layer in collect_moe_aux_losses(model, groups).items():
+            found[f"actor/{name}"] = sum(by_layer.values()) / len(by_layer)
+    if config.mtp_num_layers is not None:
+        for depth, value in enumerate(collect_mtp_losses(model, config, groups), start=1):
+            found[f"actor/mtp_{depth}_loss"] = value
+    return found

@@ -1,0 +1,101 @@
+"""Router replay over a batch of rows (R2): what the old log-prob pass chose, kept by row, for any later packing.
+
+Letters: B rows, L columns (prompt and response), M MoE layers of this rank, K experts of a token, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.parallel_state import ProcessGroups
+from megatron.core.transformer.moe.router_replay import MicroBatchRouting, RouterReplay
+from verl.protocol import DataProto
+from verl.utils.megatron.packed_batch import PackedMicroBatch
+
+ROW = "routing_row"  # column that update batches carry: the row of the recorded batch, int64 [B]
+
+
+@dataclass(frozen=True)
+class RoutingRows:
+    """The experts of every real token of a batch, on the host, for the MoE layers of this pipeline stage.
+
+    Attributes:
+        choices_BLMK: uint8 or int32; zero where there is no token. 4096 tokens of 8 layers and 8 experts are 256 KB.
+        layers: global number of each of the M layers.
+        prints_B: fingerprint of each row's tokens, int64, to know the rows again.
+    """
+
+    choices_BLMK: Tensor
+    layers: tuple[int, ...]
+    prints_B: Tensor
+
+    @staticmethod
+    def recorded(
+        replay: RouterReplay, micro_batches: Sequence[PackedMicroBatch], data: DataProto, groups: ProcessGroups
+    ) -> RoutingRows:
+        """Collects what the micro-batches of ``data`` recorded; collective over tp and cp of each stage."""
+        choices_BLMK: Tensor | None = None
+        layers: tuple[int, ...] = ()
+        num_rows, num_cols = data.batch["input_ids"].shape
+        for micro in micro_batches:
+            assert micro.packed_seq_params.routing is not None, "the pass was not recorded"
+            chosen = replay.choices(micro.packed_seq_params.routing)
+            layers = tuple(chosen)
+            if choices_BLMK is None:
+                num_experts_of_token = next(iter(chosen.values())).shape[1] if chosen else 0
+                shape = (num_rows, num_cols, len(chosen), num_experts_of_token)
+                choices_BLMK = torch.zeros(shape, dtype=replay.dtype)
+            rows, cols = micro.token_rows_N.cpu(), micro.token_cols_N.cpu()
+            for place, layer in enumerate(layers):
+                choices_BLMK[rows, cols, place] = chosen[layer][micro.token_positions_N].cpu()
+        assert choices_BLMK is not None, "a pass has at least one micro-batch"
+        _sum_over_context_parts(choices_BLMK, groups, data.batch["input_ids"].device)
+        return RoutingRows(choices_BLMK, layers, _fingerprints(data))
+
+    def check(self, data: DataProto) -> None:
+        """``ValueError`` unless ``data`` has the rows that were recorded, in their order."""
+        prints_B = _fingerprints(data)
+        if not torch.equal(prints_B, self.prints_B):
+            raise ValueError(
+                f"router replay: the update has {len(prints_B)} rows, and the old log-prob pass recorded "
+                f"{len(self.prints_B)}; both must get the same rows in the same order"
+            )
+
+    def replayed(self, replay: RouterReplay, micro: PackedMicroBatch, data: DataProto) -> MicroBatchRouting:
+        """The choices of the tokens of ``micro``, which was packed from ``data``; padding is routed by the gate."""
+        rows = data.batch[ROW].cpu()[micro.token_rows_N.cpu()]
+        cols, places = micro.token_cols_N.cpu(), micro.token_positions_N.cpu()
+        is_known_T = torch.zeros(micro.num_tokens, dtype=torch.bool)
+        is_known_T[places] = True
+        choices = {}
+        for place, layer in enumerate(self.layers):
+            choices[layer] = self.choices_BLMK.new_zeros(micro.num_tokens, self.choices_BLMK.size(-1))
+            choices[layer][places] = self.choices_BLMK[rows, cols, place]
+        return replay.replay(choices, is_known_T)
+
+
+def with_row_numbers(data: DataProto) -> DataProto:
+    """``data`` with the column ``ROW``, so that mini-batches find their rows again."""
+    numbers = torch.arange(len(data), device=data.batch["input_ids"].device)
+    return DataProto.from_dict({**dict(data.batch.items()), ROW: numbers}, data.non_tensor_batch, data.meta_info)
+
+
+def _fingerprints(data: DataProto) -> Tensor:
+    ids_BL = data.batch["input_ids"].cpu() * data.batch["attention_mask"].cpu()
+    generator = torch.Generator().manual_seed(0)
+    return (ids_BL * torch.randint(1, 1 << 40, (ids_BL.size(1),), generator=generator)).sum(-1)
+
+
+def _sum_over_context_parts(choices_BLMK: Tensor, groups: ProcessGroups, device: torch.device) -> None:
+    """Each token was recorded by one context-parallel rank and is zero on the others; layer by layer, in int32."""
+    if groups.cp.size() == 1:
+        return
+    for place in range(choices_BLMK.size(2)):
+        of_layer = choices_BLMK[:, :, place].to(device, torch.int32)
+        dist.all_reduce(of_layer, group=groups.cp)
+        choices_BLMK[:, :, place] = of_layer.to(choices_BLMK.dtype)
