@@ -216,9 +216,9 @@ def _table(report: dict[str, Any]) -> str:
             continue
         mine = ours.get((row["batch"], True))
         if mine is not None:
+            quicker, larger = (mine[key] / row[key] for key in ("tokens_per_s", "peak_bytes"))
             lines.append(
-                f"{row['batch']}: ours / {row['engine']}: {mine['tokens_per_s'] / row['tokens_per_s']:.2f} x tokens per "
-                f"second, {mine['peak_bytes'] / row['peak_bytes']:.2f} x peak memory"
+                f"{row['batch']}: ours / {row['engine']}: {quicker:.2f} x tokens per second, {larger:.2f} x peak memory"
             )
     if ("mixed", False) in ours:
         ratio = ours["mixed", True]["tokens_per_s"] / ours["mixed", False]["tokens_per_s"]

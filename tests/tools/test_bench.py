@@ -1,0 +1,52 @@
+"""The benchmarks run and report what they measured; their figures are not judged here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.bench import scale, train
+from tools.bench.train_model import Batch, hf_config_dict, matmul_flops, mixed_batch, parsed
+
+TINY = "--hidden-size 64 --num-layers 2 --num-experts 8 --vocab-size 64 --tokens 96 --length 32 --micro-tokens 64"
+
+
+def test_training_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "report.json"
+    options = f"{TINY} --threads 1 --steps 1 --engines megatron,transformers-bf16 --json {file}"
+    assert train.main(options.split()) == 0
+    rows = json.loads(file.read_text())["rows"]
+    kinds = [(row["engine"].split(",")[0], row["batch"], row["is_packed"]) for row in rows]
+    assert kinds == [
+        ("megatron", "equal", True),
+        ("transformers", "equal", False),
+        ("megatron", "mixed", False),
+        ("transformers", "mixed", False),
+        ("megatron", "mixed", True),
+    ]
+    assert all(row["tokens_per_s"] > 0 and row["peak_bytes"] > 0 and row["matmul_use"] > 0 for row in rows)
+    # Random ids, nearly untrained: every engine and every way to batch sees a loss of about ln(64).
+    assert all(row["losses"][-1] == pytest.approx(4.16, abs=0.3) for row in rows)
+    assert "packed / padded" in capsys.readouterr().out
+
+
+def test_an_unknown_engine_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--engines", "megatron,deepspeed"]) == 2
+    assert "deepspeed" in capsys.readouterr().err
+
+
+def test_work_of_a_step() -> None:
+    hf = parsed(hf_config_dict(64, 2, 8, 64))
+    lengths = list(map(len, mixed_batch(200, 64, 64, 0).sequences))
+    assert sum(lengths) >= 200 and max(lengths) <= 64
+    # Twice the sequences are twice the work; one sequence of twice the length is more than that.
+    assert matmul_flops(hf, [16, 16]) == 2 * matmul_flops(hf, [16]) < matmul_flops(hf, [32])
+    assert Batch(((1, 2), (3,))).num_tokens == 3
+
+
+def test_scale_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(scale, "LAYOUTS", {256: scale.LAYOUTS[256]})
+    assert scale.main([]) == 0
+    assert "members of every group" in capsys.readouterr().out
