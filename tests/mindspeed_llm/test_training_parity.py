@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.ops import reference_ops
@@ -33,6 +31,7 @@ from tests.mindspeed_llm.tiny import (
     tiny_v2_lite_config,
     write_tiny_checkpoint,
 )
+from tests.mindspeed_llm.transformers_side import ADAM, BETAS, EPS, MAX_NORM, Theirs, largest_difference
 
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v3": tiny_hf_config(),
@@ -40,16 +39,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v3 without yarn": tiny_hf_config(rope_scaling=None),
     "moonlight": tiny_moonlight_config(),
     "deepseek-v2-lite": tiny_v2_lite_config(),
+    "deepseek-v2": tiny_v2_lite_config(
+        q_lora_rank=32, n_group=4, topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=4.0
+    ),
     "qwen3": tiny_qwen3_config(),
     "qwen3 tied": tiny_qwen3_config(tie_word_embeddings=True),
 }
 NUM_STEPS = 10
 LENGTHS = [21, 40, 3, 32]
 TOLERANCE = 1e-5
-ADAM = {"lr": 1e-4, "weight_decay": 0.1}
-# The smaller eps, the less an update depends on the size of its gradient: with 1e-8 an element whose gradient is mere
-# rounding moves by the whole rate, in a direction that the order of a sum decides (differences up to 9.7e-6).
-BETAS, EPS, MAX_NORM = (0.9, 0.95), 1e-6, 1.0
 
 
 @pytest.fixture(scope="module")
@@ -92,77 +90,6 @@ class Ours:
         return dict(export_weights(self.ddp.module, self.hf, self.groups.layout, self.groups))
 
 
-class Theirs:
-    """transformers' model, sequence by sequence, and torch's AdamW."""
-
-    def __init__(self, path: Path) -> None:
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager"
-        )
-        decayed = [param for param in self.model.parameters() if param.dim() > 1]
-        plain = [param for param in self.model.parameters() if param.dim() <= 1]
-        param_groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(param_groups, **ADAM, betas=BETAS, eps=EPS)
-        self.routes_of_layer: dict[str, list[torch.Tensor]] = {}
-        for name, module in self.model.named_modules():
-            if name.endswith("mlp.experts"):
-                module.register_forward_pre_hook(self._note_routes(name))
-
-    @property
-    def routes(self) -> list[torch.Tensor]:
-        return [torch.cat(indices) for indices in self.routes_of_layer.values()]
-
-    def gradients(self, batch: PackedBatch) -> tuple[float, dict[str, torch.Tensor]]:
-        self.routes_of_layer.clear()
-        self.optimizer.zero_grad()
-        total = 0.0
-        for ids, labels in zip(batch.ids_T.split(LENGTHS), batch.labels_T.split(LENGTHS), strict=True):
-            loss = F.cross_entropy(self.model(ids[None]).logits[0], labels, reduction="sum") / len(batch.ids_T)
-            loss.backward()
-            total += loss.item()
-        found = {name: param.grad for name, param in self.model.named_parameters() if param.grad is not None}
-        return total, {name: grad.clone() for name, grad in _as_published(found)}
-
-    def step(self) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        self.optimizer.step()
-        return norm.item()
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return dict(_as_published(dict(self.model.named_parameters())))
-
-    def _note_routes(self, name: str) -> Any:
-        def hook(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            self.routes_of_layer.setdefault(name, []).append(inputs[1].sort(dim=-1).values)
-
-        return hook
-
-
-def _as_published(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names of a checkpoint: in memory the experts of a layer are one tensor, gate rows before up rows."""
-    for name, tensor in tensors.items():
-        layer, is_expert, kind = name.partition(".experts.")
-        if not is_expert:
-            yield name, tensor
-            continue
-        for expert, matrix in enumerate(tensor):
-            if kind == "gate_up_proj":
-                gate, up = matrix.chunk(2)
-                yield f"{layer}.experts.{expert}.gate_proj.weight", gate
-                yield f"{layer}.experts.{expert}.up_proj.weight", up
-            else:
-                yield f"{layer}.experts.{expert}.down_proj.weight", matrix
-
-
-def _largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """Over all of ``theirs``, relative to the largest element of the tensor, and whose it is."""
-    found = [(0.0, "nothing")]
-    for name, expected in theirs.items():
-        difference, largest = (ours[name] - expected).abs().max().item(), expected.abs().max().item()
-        found.append((difference / largest if largest else difference, name))
-    return max(found)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_steps_equal_transformers(name: str, groups: ProcessGroups, tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path, MODELS[name], seed=3)
@@ -176,8 +103,8 @@ def test_ten_steps_equal_transformers(name: str, groups: ProcessGroups, tmp_path
             assert torch.equal(route, expected_route), step
         assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
         assert grads.keys() == expected_grads.keys()
-        worst = _largest_difference(grads, expected_grads)
+        worst = largest_difference(grads, expected_grads)
         assert worst[0] < TOLERANCE, (step, worst)
         assert ours.step() == pytest.approx(theirs.step(), rel=TOLERANCE)
-        worst = _largest_difference(ours.weights(), theirs.weights())
+        worst = largest_difference(ours.weights(), theirs.weights())
         assert worst[0] < TOLERANCE, (step, worst)
