@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,16 +46,23 @@ def job_config(**changes: Any) -> MLATransformerConfig:
 class TrainingJob:
     """Model, optimizer and scheduler of this rank; ``train`` continues wherever the state says."""
 
-    def __init__(self, groups: ProcessGroups, *, is_sharded: bool = True, seed: int = 7, **changes: Any) -> None:
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        *,
+        seed: int = 7,
+        optimizer: Mapping[str, Any] | None = None,
+        **changes: Any,
+    ) -> None:
         self.groups = groups
+        optimizer_config = OptimizerConfig(lr=1e-2, adam_eps=1e-4, **(optimizer or {}))
         config = job_config(sequence_parallel=groups.tp.size() > 1, **changes)
         module = make_gpt_model(config, groups, reference_ops())
         module.init_weights(seed)
         for name, param in module.named_parameters():
             param.requires_grad_(not name.endswith("router.weight"))  # frozen, and still in the checkpoint
-        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=is_sharded)
+        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=optimizer_config.use_distributed_optimizer)
         self.model = DistributedDataParallel(config, ddp_config, module, groups)
-        optimizer_config = OptimizerConfig(lr=1e-2, adam_eps=1e-4, use_distributed_optimizer=is_sharded)
         self.optimizer: DistributedOptimizer = get_megatron_optimizer(
             optimizer_config, self.model, groups, reference_ops()
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -68,6 +69,22 @@ def test_what_is_saved_is_the_state_at_the_call_and_its_copy_is_freed(tmp_path: 
 
     saver.save(tmp_path / "step_2", model, None, None, {}, latest=(str(latest), "2"))  # the same, waited for
     assert latest.read_text() == "2" and _saved_value(tmp_path / "step_2") == 2.0
+
+
+def _save_and_die(directory: Path) -> None:
+    CheckpointSaver().save(directory, _Weight(3.0), None, None, {}, async_save=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_writer_finishes_what_a_killed_process_began(tmp_path: Path) -> None:
+    training = multiprocessing.get_context("forkserver").Process(target=_save_and_die, args=(tmp_path / "step_3",))
+    training.start()
+    training.join(120)
+    assert training.exitcode == -signal.SIGKILL
+    while not is_complete(tmp_path / "step_3"):
+        assert any(tmp_path.iterdir()), "the save was given up"
+        time.sleep(0.05)
+    assert _saved_value(tmp_path / "step_3") == 3.0
 
 
 def _fail_and_go_on(root: str) -> str:

@@ -114,7 +114,7 @@ def _check(root: Path, round_: int, world_size: int) -> int:
     return newest.step
 
 
-def _rounds(root: Path, num_rounds: int, world_size: int) -> tuple[int, int]:
+def _rounds(root: Path, num_rounds: int, world_size: int, longest_s: float = 10) -> tuple[int, int]:
     """Start, kill at a random moment, look; the step that the run has come to, and how many saves were cut off.
 
     Every other moment is within 0.2 s of the beginning of a file, the others are anywhere in the first saves; the first
@@ -143,7 +143,7 @@ def _rounds(root: Path, num_rounds: int, world_size: int) -> tuple[int, int]:
                 _wait_for(root, "global_step_*/.actor.*.partial/__*", timeout_s=30)
                 time.sleep(draws.uniform(0, 0.2))
             else:
-                time.sleep(draws.uniform(0, 10))
+                time.sleep(draws.uniform(0, longest_s))
             who = draws.choice(["all", "trainers", "writers", "one writer"])
             pids = _pids(root)
             trainers = [process.pid for process in ranks if process.pid is not None]
@@ -172,7 +172,7 @@ def _end_writers(root: Path) -> None:
 
 def test_a_few_kills(tmp_path: Path) -> None:
     try:
-        assert _rounds(tmp_path, 3, 1)[0] > 0
+        assert _rounds(tmp_path, 3, 1, longest_s=3)[0] > 0
     finally:
         _end_writers(tmp_path)
 

@@ -19,14 +19,15 @@ _TP2: Sizes = {"tensor_model_parallel_size": 2}
 _PP2: Sizes = {"pipeline_model_parallel_size": 2, "num_layer_list": (1, 3)}
 _EP2: Sizes = {"expert_model_parallel_size": 2}
 _DP: Sizes = {}
-_UNSHARDED: Sizes = {"is_sharded": False}
+_UNSHARDED: Sizes = {"optimizer": {"use_distributed_optimizer": False}}
+_CPU_ADAM: Sizes = {"optimizer": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}}
 _TIED: Sizes = {"model": {"mtp_num_layers": 1, "share_embeddings_and_output_weights": True}}
 
 
 def _job(sizes: Sizes, seed: int = 7) -> TrainingJob:
     sizes = dict(sizes)
-    is_sharded, model = sizes.pop("is_sharded", True), sizes.pop("model", {})
-    return TrainingJob(initialize_model_parallel(**sizes), is_sharded=is_sharded, seed=seed, **model)
+    optimizer, model = sizes.pop("optimizer", {}), sizes.pop("model", {})
+    return TrainingJob(initialize_model_parallel(**sizes), seed=seed, optimizer=optimizer, **model)
 
 
 def _save(root: str, layouts: dict[str, Sizes]) -> None:
@@ -78,7 +79,7 @@ def test_two_ranks_and_one(tmp_path: Path) -> None:
         ("tp2", "tp2 again", _TP2),
         ("dp2", "dp2 again", _DP),
         ("tp2", "tp2 to pp2", _PP2),
-        ("ep2", "ep2 to tp2", _TP2),
+        ("ep2", "ep2 to tp2 with CPU Adam", _TP2 | _CPU_ADAM),
         ("pp2", "pp2 to dp2", _DP),
         ("dp2", "dp2 to unsharded ep2", _EP2 | _UNSHARDED),
     ]

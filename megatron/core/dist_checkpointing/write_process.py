@@ -84,23 +84,22 @@ class BackgroundWrite:
 
 def main(address: str) -> None:
     """Write what the snapshot holds; on failure the text goes to the training process, if it is still there."""
-    with os.fdopen(os.dup(1), "w") as reports:
-        os.dup2(2, 1)  # what libraries print goes to the log
-        os.nice(5)
-        tensors, job = read_snapshot(address)
-        text = _DONE
-        try:
-            write_rank(job, tensors, copy_ahead_bytes=0)
-            del tensors
-            if job.completion is not None:
-                complete(job)
-        except Exception as error:
-            text = str(error) if isinstance(error, OSError) else repr(error)
-            print(f"rank {job.rank}: checkpoint {job.final}: {text}", file=sys.stderr)
-            if job.completion is None:
-                tell_failure(job, text)
-            else:
-                shutil.rmtree(job.partial, ignore_errors=True)
-        with contextlib.suppress(BrokenPipeError):  # the training process is gone
-            print(text, file=reports, flush=True)
-    os._exit(0)
+    reports = os.dup(1)
+    os.dup2(2, 1)  # what libraries print goes to the log
+    os.nice(5)
+    tensors, job = read_snapshot(address)
+    text = _DONE
+    try:
+        write_rank(job, tensors, copy_ahead_bytes=0)
+        del tensors
+        if job.completion is not None:
+            complete(job)
+    except Exception as error:
+        text = str(error) if isinstance(error, OSError) else repr(error)
+        print(f"rank {job.rank}: checkpoint {job.final}: {text}", file=sys.stderr)
+        if job.completion is None:
+            tell_failure(job, text)
+        else:
+            shutil.rmtree(job.partial, ignore_errors=True)
+    with contextlib.suppress(BrokenPipeError):  # the training process is gone
+        os.write(reports, text.encode())
