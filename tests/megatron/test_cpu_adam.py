@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.ops import TrainOps, reference_ops
+from megatron.core.ops.cpu import cpu_ops
 from megatron.core.optimizer import (
     DistributedOptimizer,
     HybridDeviceOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
 )
-from megatron.core.optimizer.cpu_offloading.cpu_adam import fused_adamw_step
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import NUM_SLOTS
 from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
 from tests.megatron.lanes_in_any_order import AnyOrder
@@ -29,17 +28,12 @@ ON_HOST = replace(CONFIG, optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_
 BF16 = torch.bfloat16
 
 
-def _ops() -> TrainOps:
-    """The reference, with the update that the host makes; its weights differ from the reference's in the last bit."""
-    return replace(reference_ops(), adamw_step=fused_adamw_step)
-
-
 def _model(groups: ProcessGroups, stage: ToyStage) -> DistributedDataParallel:
     return DistributedDataParallel(toy_config(), DistributedDataParallelConfig(), copy.deepcopy(stage), groups)
 
 
 def _plain(groups: ProcessGroups, stage: ToyStage) -> DistributedOptimizer:
-    return get_megatron_optimizer(CONFIG, _model(groups, stage), groups, _ops())
+    return get_megatron_optimizer(CONFIG, _model(groups, stage), groups, cpu_ops())
 
 
 def _step(optimizer: DistributedOptimizer, seed: int) -> float:
@@ -77,10 +71,10 @@ def test_updates_are_the_plain_optimizers_bits(one_rank: ProcessGroups, fraction
     stage = ToyStage(toy_config(), range(9)).to(dtype)
     plain = _plain(one_rank, stage)
     config = replace(ON_HOST, optimizer_offload_fraction=fraction)
-    hosted = get_megatron_optimizer(config, _model(one_rank, stage), one_rank, _ops())
+    hosted = get_megatron_optimizer(config, _model(one_rank, stage), one_rank, cpu_ops())
     lanes = map(AnyOrder, itertools.count())
     shuffled = HybridDeviceOptimizer(
-        config, _model(one_rank, stage), one_rank, _ops(), piece_size=128, make_lanes=lambda *_: next(lanes)
+        config, _model(one_rank, stage), one_rank, cpu_ops(), piece_size=128, make_lanes=lambda *_: next(lanes)
     )
     numel = plain.shards[0].numel
     assert sum(state.numel for state in shuffled.on_host) == pytest.approx(fraction * numel, abs=64)
@@ -98,7 +92,7 @@ def test_the_state_goes_on_from_the_plain_optimizers_and_back(one_rank: ProcessG
     config = replace(ON_HOST, optimizer_offload_fraction=0.5)
     plain, hosted = (
         _plain(one_rank, stage),
-        HybridDeviceOptimizer(config, _model(one_rank, stage), one_rank, _ops(), 64),
+        HybridDeviceOptimizer(config, _model(one_rank, stage), one_rank, cpu_ops(), 64),
     )
     _step(plain, 0), _step(hosted, 0)
     hosted.offload()
@@ -107,7 +101,7 @@ def test_the_state_goes_on_from_the_plain_optimizers_and_back(one_rank: ProcessG
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in on_device)
     _assert_same(hosted, plain)  # its state can be read, and saved, wherever it is
     hosted.onload()
-    fresh = HybridDeviceOptimizer(config, _model(one_rank, stage), one_rank, _ops())
+    fresh = HybridDeviceOptimizer(config, _model(one_rank, stage), one_rank, cpu_ops())
     fresh.load_state_dict(hosted.state_dict())
     fresh.model.load_state_dict(plain.model.state_dict())
     _step(plain, 1), _step(fresh, 1)
@@ -131,8 +125,8 @@ def test_moments_in_bfloat16_take_half_the_memory_and_follow(one_rank: ProcessGr
     )
     for is_hosted in (False, True):
         config = replace(narrow, optimizer_cpu_offload=is_hosted)
-        optimizer = get_megatron_optimizer(config, _model(one_rank, stage), one_rank, _ops())
-        wide = get_megatron_optimizer(replace(CONFIG, adam_beta2=0.98), _model(one_rank, stage), one_rank, _ops())
+        optimizer = get_megatron_optimizer(config, _model(one_rank, stage), one_rank, cpu_ops())
+        wide = get_megatron_optimizer(replace(CONFIG, adam_beta2=0.98), _model(one_rank, stage), one_rank, cpu_ops())
         for seed in range(3):
             _step(optimizer, seed), _step(wide, seed)
         (state,) = optimizer.shards
@@ -150,7 +144,7 @@ def _two_replicas() -> None:
     groups = initialize_model_parallel()
     stage = ToyStage(toy_config(), range(3)).to(BF16)
     plain = _plain(groups, stage)
-    hosted = HybridDeviceOptimizer(ON_HOST, _model(groups, stage), groups, _ops(), piece_size=64)
+    hosted = HybridDeviceOptimizer(ON_HOST, _model(groups, stage), groups, cpu_ops(), piece_size=64)
     for seed in range(3):
         assert _step(hosted, seed) == _step(plain, seed)
         _assert_same(hosted, plain)

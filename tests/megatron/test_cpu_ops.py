@@ -57,6 +57,22 @@ def test_matmul_takes_transposed_operands(dtype: torch.dtype) -> None:
     assert (got - want).abs().max() <= TOLERANCE[dtype] * want.abs().max()
 
 
+def test_adamw_in_one_pass() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = [*torch.randn(3, 1000, generator=generator), torch.rand(1000, generator=generator)]
+    found = []
+    for ops in (CPU, REFERENCE):
+        param, grad, exp_avg, exp_avg_sq = (tensor.clone() for tensor in start)
+        for step in (1, 2, 3):
+            ops.adamw_step(
+                param, grad, exp_avg, exp_avg_sq, step=step, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1
+            )
+        found.append((param, exp_avg, exp_avg_sq))
+    (param, *moments), (want, *want_moments) = found
+    assert (param - want).abs().max() <= 1e-6 * want.abs().max()
+    assert all(torch.equal(got, expected) for got, expected in zip(moments, want_moments, strict=True))
+
+
 def test_products_without_bfloat16_instructions_are_rounded_once() -> None:
     if multiplies_bfloat16():
         pytest.skip("this CPU multiplies bfloat16 itself")

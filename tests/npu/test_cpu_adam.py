@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.ops import reference_ops
+from megatron.core.ops.cpu import cpu_ops
 from megatron.core.optimizer import DistributedOptimizer, HybridDeviceOptimizer, OptimizerConfig
-from megatron.core.optimizer.cpu_offloading.cpu_adam import fused_adamw_step
 from megatron.core.parallel_state import ProcessGroups
 from mindspeed.ops import train_ops
 from tests.parallel.toy import toy_config
@@ -53,8 +52,7 @@ def test_the_device_holds_no_state_and_gets_the_hosts_updates(groups: ProcessGro
     hosted = HybridDeviceOptimizer(config, model, groups, train_ops(), piece_size=4096)
     assert _held_bytes() == held  # not even while it is made
     assert all(slots.tensor.is_pinned() for slots in hosted.host_slots.values())
-    on_cpu = replace(reference_ops(), adamw_step=fused_adamw_step)
-    plain = DistributedOptimizer(CONFIG, _model(groups, torch.device("cpu")), groups, on_cpu)
+    plain = DistributedOptimizer(CONFIG, _model(groups, torch.device("cpu")), groups, cpu_ops())
     for seed in range(3):
         _set_grads(plain, seed), _set_grads(hosted, seed)
         before = _held_bytes()

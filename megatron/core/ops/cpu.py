@@ -17,14 +17,21 @@ from megatron.core.ops.reference_moe import GroupedMatmulFunction
 # What torch calls the instructions that multiply bfloat16; without one of them it multiplies several times slower than
 # in float32, so there the products are made from float32 copies and rounded once.
 _BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
-_NATIVE = ("matmul", "grouped_matmul", "core_attention")
+_NATIVE = ("matmul", "grouped_matmul", "core_attention", "adamw_step")
 
 
 def cpu_ops() -> TrainOps:
-    """Matmuls in float32 where bfloat16 has no instruction; attention without padding."""
+    """Matmuls in float32 where bfloat16 has no instruction; attention without padding; AdamW in one pass."""
     table = reference_ops()
     names = table.names | dict.fromkeys(_NATIVE, "native")
-    return replace(table, matmul=matmul, grouped_matmul=grouped_matmul, core_attention=core_attention, names=names)
+    return replace(
+        table,
+        matmul=matmul,
+        grouped_matmul=grouped_matmul,
+        core_attention=core_attention,
+        adamw_step=adamw_step,
+        names=names,
+    )
 
 
 @cache
@@ -125,3 +132,36 @@ def _mm_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
 def _is_widened(x: torch.Tensor) -> bool:
     return x.dtype in (torch.bfloat16, torch.float16) and not multiplies_bfloat16()
+
+
+def adamw_step(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """See ``contract.AdamwStep``: torch's fused kernel, which reads and writes each value once, on all its threads.
+
+    Without temporaries; moments equal the reference's bits, weights to 1e-6 relative. CPU Adam updates with it too.
+    """
+    torch._fused_adamw_(
+        [param],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [torch.tensor(float(step))],
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )

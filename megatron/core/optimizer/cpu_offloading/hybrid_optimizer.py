@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, ParamAndGradBuffe
 from megatron.core.distributed.offload import HostTensor
 from megatron.core.distributed.param_and_grad_buffer import ALIGNMENT
 from megatron.core.ops import TrainOps
-from megatron.core.optimizer.cpu_offloading.cpu_adam import fused_adamw_step
+from megatron.core.ops.cpu import cpu_ops
 from megatron.core.optimizer.distrib_optimizer import PIECE_SIZE, DistributedOptimizer, Piece, ShardState
 from megatron.core.optimizer.lanes import COMPUTE, HOST, TO_DEVICE, TO_HOST, Lanes, lanes_of
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -32,7 +31,7 @@ class HybridDeviceOptimizer(DistributedOptimizer):
     Piece i + 1 comes and piece i - 1 goes while the CPU updates piece i (``overlap_cpu_optimizer_d2h_h2d``; else one
     after the other). The host's state never crosses the link, so it is ordinary memory; only the slots are pinned. The
     result does not depend on the fraction, the pieces or the overlap, and equals that of a plain optimizer on the CPU
-    whose ``adamw_step`` is ``fused_adamw_step`` bit for bit. ``step`` returns when the last weights are on the device.
+    with ``cpu_ops`` bit for bit. ``step`` returns when the last weights are on the device.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class HybridDeviceOptimizer(DistributedOptimizer):
     ) -> None:
         super().__init__(config, model, groups, ops)
         self.device = next(model.parameters()).device
-        self.host_ops = replace(ops, adamw_step=fused_adamw_step)
+        self.host_ops = cpu_ops()
         self._make_lanes = make_lanes
         self.on_host = [state for state in self.shards if isinstance(state.master, HostTensor)]
         self.on_device = [state for state in self.shards if not isinstance(state.master, HostTensor)]
