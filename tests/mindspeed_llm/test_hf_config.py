@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.hf_config import load_hf_config, parse_hf_config, to_transformer_config, without_quantisation_and_mtp
-from tests.mindspeed_llm.tiny import tiny_hf_config
+from mindspeed_llm.hf_shapes import hf_tensors
+from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_qwen3_config
 
 
 def test_reads_a_directory(tmp_path: Path) -> None:
@@ -61,6 +64,80 @@ def test_v2_like_config_has_softmax_router_without_bias() -> None:
     assert config.q_lora_rank is None
     assert config.moe_router_pre_softmax
     assert config.moe_router_num_groups is None
+
+
+QWEN3_0_6B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+QWEN3_8B = QWEN3_0_6B | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": False,
+}
+DEEPSEEK_V2_LITE = {
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "num_params"),
+    [(QWEN3_0_6B, 596_049_920), (QWEN3_8B, 8_190_735_360), (DEEPSEEK_V2_LITE, 15_706_484_224)],
+)
+def test_published_models_have_their_published_sizes(raw: dict[str, Any], num_params: int) -> None:
+    assert sum(math.prod(shape) for shape, _ in hf_tensors(parse_hf_config(raw)).values()) == num_params
+
+
+def test_qwen3_is_grouped_query_attention_without_experts() -> None:
+    hf = parse_hf_config(QWEN3_0_6B)
+    assert not hf.is_mla and not any(hf.is_moe_layer(layer) for layer in range(28))
+    config = to_transformer_config(hf, params_dtype=torch.float32, layout=ParallelLayout())
+    assert not config.multi_latent_attention and config.num_moe_experts is None
+    assert (config.query_groups, config.head_size, config.qk_layernorm) == (8, 128, True)
+    assert config.share_embeddings_and_output_weights
+
+
+def test_every_problem_of_a_qwen3_is_listed() -> None:
+    raw = tiny_qwen3_config(
+        num_key_value_heads=3, head_dim=7, use_sliding_window=True, rope_scaling={"rope_type": "yarn", "factor": 4.0}
+    )
+    with pytest.raises(ValueError, match="has 4 problem") as error:
+        parse_hf_config(raw)
+    for part in ("num_key_value_heads 3", "head_dim is 7", "use_sliding_window", "rope_scaling is"):
+        assert part in str(error.value)
+
+
+def test_more_prediction_layers_than_the_checkpoint_has() -> None:
+    hf = parse_hf_config(tiny_hf_config(num_nextn_predict_layers=1))
+    assert (hf.mtp_num_layers, hf.with_mtp(1).mtp_num_layers) == (0, 1)
+    with pytest.raises(ValueError, match="num_nextn_predict_layers 1"):
+        hf.with_mtp(2)
 
 
 def test_quantisation_and_mtp_are_cut_out_and_nothing_else() -> None:

@@ -37,6 +37,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v3": tiny_hf_config(),
     "deepseek-v3 without q-lora": tiny_hf_config(q_lora_rank=None),
     "deepseek-v3 without yarn": tiny_hf_config(rope_scaling=None),
+    "deepseek-v3, weights not normalised": tiny_hf_config(
+        norm_topk_prob=False, first_k_dense_replace=0, num_experts_per_tok=4
+    ),
     "moonlight": tiny_moonlight_config(),
     "deepseek-v2-lite": tiny_v2_lite_config(),
     "deepseek-v2": tiny_v2_lite_config(
