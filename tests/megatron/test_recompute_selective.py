@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron.core import parallel_state
+from megatron.core.memory_ledger import activation_ledger, total_bytes
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel.checkpoint import CheckpointWithoutOutput
 from megatron.core.transformer.transformer_config import RECOMPUTE_MODULES, MLATransformerConfig, TransformerConfig
@@ -24,27 +23,6 @@ STEPS = [("core_attn",), ("core_attn", "mla_up_proj"), ("moe_act",), ("layernorm
 OUTPUTS = ("mla_up_proj", "core_attn", "moe_act", "layernorm")  # all but whole blocks
 
 
-class KeptBytes(TorchDispatchMode):
-    """``now``: bytes of all tensors made inside that are still alive; the op's own scratch memory is not seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._given: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._made: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-
-    @property
-    def now(self) -> int:
-        return sum(storage.nbytes() for storage in self._made)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        self._given.update(storage for storage in given if storage not in self._made)
-        made = func(*args, **(kwargs or {}))
-        storages = [x.untyped_storage() for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
-        self._made.update(storage for storage in storages if storage not in self._given)
-        return made
-
-
 def _selective(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
@@ -55,9 +33,9 @@ def _pass(
     """Loss, gradients, routed tokens of each layer, and the bytes that forward keeps for backward."""
     batch = packed_batch(LENGTHS, config.vocab_size)
     model = make_model(config, groups)
-    with KeptBytes() as kept:
-        loss = model(batch.ids_T, batch.positions_T, batch.params, labels_T=batch.labels_T).mean()
-        num_bytes = kept.now
+    inputs = (batch.ids_T, batch.positions_T, batch.params, batch.labels_T)
+    loss, activations = activation_ledger(model, lambda: model(*inputs).mean())
+    num_bytes = total_bytes(activations)
     loss.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     routers = [module for name, module in model.named_modules() if name.endswith("router")]
