@@ -21,7 +21,7 @@ from typing import Any
 
 from tools.bench.train_model import Batch, equal_batch, hf_config_dict, matmul_flops, mixed_batch, parsed
 
-ENGINES = ("megatron", "transformers-bf16", "transformers-autocast")
+ENGINES = ("megatron", "megatron-lean", "transformers-bf16", "transformers-autocast")
 STEP_TIMEOUT_S = 1800
 
 
@@ -51,9 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tools.bench.train: --engines has {', '.join(unknown)}; known: {', '.join(ENGINES)}", file=sys.stderr)
         return 2
     # What is measured: (engine, kind of batch, whether packed).
-    cases = [(engine, "equal", engine == "megatron") for engine in engines]
+    ours = [name for name in engines if name.startswith("megatron")]
+    cases = [(engine, "equal", engine in ours) for engine in engines]
     cases += [(engine, "mixed", False) for engine in engines]
-    cases += [("megatron", "mixed", True)] if "megatron" in engines else []
+    cases += [(engine, "mixed", True) for engine in ours]
     workers = {name: _Worker(name, raw, options) for name in engines}
     try:
         measured = _in_turns(workers, cases, batches, options.steps)
@@ -123,8 +124,9 @@ def _serve(pipe: Connection, engine: str, raw: dict[str, Any], options: argparse
     from tools.bench import train_engines
 
     built: train_engines.Engine
-    if engine == "megatron":
-        built = train_engines.MegatronEngine(raw, options.train_ops, options.micro_tokens)
+    if engine.startswith("megatron"):
+        is_lean = engine == "megatron-lean"
+        built = train_engines.MegatronEngine(raw, options.train_ops, options.micro_tokens, is_lean)
     else:
         precision = engine.removeprefix("transformers-")
         experts, attention = train_engines.fastest_variant(raw, precision, options.micro_tokens)
@@ -210,20 +212,22 @@ def _table(report: dict[str, Any]) -> str:
             f"{row['engine']:60} {batch:13} {row['tokens_per_s']:8.0f} {row['tokens_per_cpu_s']:9.0f} "
             f"{row['matmul_use']:6.1%} {row['peak_bytes'] / 2**30:8.2f} {row['losses'][-1]:8.4f}"
         )
-    ours = {(row["batch"], row["is_packed"]): row for row in report["rows"] if row["engine"].startswith("megatron")}
     for row in report["rows"]:
-        if row["engine"].startswith("megatron"):
-            continue
-        mine = ours.get((row["batch"], True))
-        if mine is not None:
-            quicker, larger = (mine[key] / row[key] for key in ("tokens_per_s", "peak_bytes"))
-            lines.append(
-                f"{row['batch']}: ours / {row['engine']}: {quicker:.2f} x tokens per second, {larger:.2f} x peak memory"
-            )
-    if ("mixed", False) in ours:
-        ratio = ours["mixed", True]["tokens_per_s"] / ours["mixed", False]["tokens_per_s"]
-        lines.append(f"mixed: packed / padded, both ours: {ratio:.2f} x tokens per second")
+        if row["engine"].startswith("megatron") and row["is_packed"]:
+            lines += [_ratios(row, other) for other in report["rows"] if _is_beside(other, row)]
     return "\n".join(lines)
+
+
+def _is_beside(other: dict[str, Any], ours: dict[str, Any]) -> bool:
+    """Whether ``ours``, which is packed, is compared with ``other``: transformers, or itself padded."""
+    is_padded_self = other["engine"] == ours["engine"] and not other["is_packed"]
+    return other["batch"] == ours["batch"] and (is_padded_self or not other["engine"].startswith("megatron"))
+
+
+def _ratios(ours: dict[str, Any], other: dict[str, Any]) -> str:
+    quicker, larger = (ours[key] / other[key] for key in ("tokens_per_s", "peak_bytes"))
+    pair = f"{ours['engine']}{', packed' * (ours['batch'] == 'mixed')} / {other['engine']}"
+    return f"{ours['batch']}: {pair}: {quicker:.2f} x tokens per second, {larger:.2f} x peak memory"
 
 
 def _forget_peak() -> None:

@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from mindspeed_llm.model import build_model
 from tools.bench.train_model import Batch, parsed
 
-LEARNING_RATE, WEIGHT_DECAY = 1e-5, 0.1
+LEARNING_RATE, WEIGHT_DECAY, BETAS = 1e-5, 0.1, (0.9, 0.95)
 
 
 class Engine(Protocol):
@@ -34,20 +34,32 @@ class Engine(Protocol):
 
 
 class MegatronEngine:
-    """This repository's engine in one process: packed tokens, fp32 master weights and moments, sharded optimizer."""
+    """This repository's engine in one process, with fp32 master weights.
 
-    def __init__(self, raw: dict[str, Any], train_ops: str, tokens_per_micro_batch: int) -> None:
+    Gradients and moments are fp32 too, unless ``is_lean``: then they are bfloat16 (each update still runs in fp32).
+    """
+
+    def __init__(self, raw: dict[str, Any], train_ops: str, tokens_per_micro_batch: int, is_lean: bool) -> None:
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        self.name = f"megatron, {train_ops}"
+        self.name = f"megatron, {'bf16' if is_lean else 'fp32'} moments"
         self.tokens_per_micro_batch = tokens_per_micro_batch
         self.groups = initialize_model_parallel()
         ops, hf = resolve(train_ops), parsed(raw)
         model = build_model(hf, self.groups, ops, params_dtype=torch.bfloat16, calculate_per_token_loss=True)
         model.init_weights(0)
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=not is_lean)
         self.model = DistributedDataParallel(model.config, ddp_config, model, self.groups)
-        config = OptimizerConfig(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, clip_grad=1.0)
+        moments = torch.bfloat16 if is_lean else torch.float32
+        config = OptimizerConfig(
+            lr=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+            adam_beta2=BETAS[1],
+            clip_grad=1.0,
+            use_precision_aware_optimizer=is_lean,
+            exp_avg_dtype=moments,
+            exp_avg_sq_dtype=moments,
+        )
         self.optimizer = get_megatron_optimizer(config, self.model, self.groups, ops)
 
     def step(self, batch: Batch, is_packed: bool) -> float:
@@ -101,7 +113,7 @@ class TransformersEngine:
             experts_implementation=experts,
         )
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
+            self.model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, betas=BETAS, fused=True
         )
 
     def step(self, batch: Batch, is_packed: bool) -> float:
