@@ -1,8 +1,9 @@
 """Packing rows into micro-batches and back loses nothing and mixes nothing up."""
 
+import pytest
 import torch
 
-from verl.utils.megatron.packed_batch import pack_micro_batch, scatter_to_rows
+from verl.utils.megatron.packed_batch import pack_micro_batch, padded_lengths, scatter_to_rows
 
 
 def padded_batch(prompt_lengths: list[int], response_lengths: list[int], width: int = 5) -> dict[str, torch.Tensor]:
@@ -45,3 +46,44 @@ def test_empty_micro_batch_is_one_dummy_sequence() -> None:
     assert micro.num_tokens == 2
     assert micro.rows_S.numel() == 0
     assert micro.packed_seq_params.cu_seqlens.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(("cp_size", "tp_size"), [(2, 1), (4, 1), (2, 4), (3, 2)])
+def test_parts_of_context_parallel_ranks_make_up_the_micro_batch(cp_size: int, tp_size: int) -> None:
+    batch = padded_batch([3, 5, 1], [2, 0, 4])
+    parts = [
+        pack_micro_batch(
+            batch["input_ids"], batch["attention_mask"], batch["response_mask"], [2, 0, 1], tp_size, cp_size, cp_rank
+        )
+        for cp_rank in range(cp_size)
+    ]
+    width = batch["response_mask"].size(1)
+    cu_seqlens = parts[0].packed_seq_params.cu_seqlens
+    assert all(int(length) % (2 * cp_size) == 0 for length in cu_seqlens.diff())
+    assert padded_lengths(torch.tensor([5]), cp_size).item() == cu_seqlens[1]
+    for part in parts:
+        assert part.num_tokens * cp_size == cu_seqlens[-1]
+        assert part.num_tokens % tp_size == 0
+        assert torch.equal(part.packed_seq_params.cu_seqlens, cu_seqlens)
+        assert torch.equal(part.labels_T[part.positions_S], batch["input_ids"][part.rows_S, width + part.cols_S])
+        is_real_T = ~part.packed_seq_params.is_padding_T
+        assert is_real_T.nonzero().flatten().tolist() == sorted(part.token_positions_N.tolist())
+        own_ids = batch["input_ids"][part.token_rows_N, part.token_cols_N]
+        assert torch.equal(part.input_ids_T[part.token_positions_N], own_ids)
+        first_col = batch["attention_mask"].argmax(-1)[part.token_rows_N]
+        assert torch.equal(part.position_ids_T[part.token_positions_N], part.token_cols_N - first_col)
+        assert part.loss_mask_T.sum() == part.positions_S.numel()
+    scored = sorted((int(row), int(col)) for part in parts for row, col in zip(part.rows_S, part.cols_S, strict=True))
+    assert scored == sorted((int(row), int(col)) for row, col in batch["response_mask"].nonzero())
+    assert sum(part.token_rows_N.numel() for part in parts) == int(batch["attention_mask"].sum())
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_empty_micro_batch_has_a_part_for_every_rank(cp_size: int) -> None:
+    batch = padded_batch([3], [2])
+    for cp_rank in range(cp_size):
+        micro = pack_micro_batch(
+            batch["input_ids"], batch["attention_mask"], batch["response_mask"], [], 4, cp_size, cp_rank
+        )
+        assert micro.num_tokens == 4 and bool(micro.packed_seq_params.is_padding_T.all())
+        assert micro.packed_seq_params.cu_seqlens.tolist() == [0, 4 * cp_size]
