@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    NonFiniteGradientError,
+    finalize_model_grads,
+)
 from megatron.core.ops import reference_ops
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
+from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_model_parallel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from tests.parallel.launcher import run_ranks
 from tests.parallel.toy import ToyStage, toy_batches, toy_config
 
@@ -103,6 +111,52 @@ def _check_bad_gradient_on_one_rank(groups: ProcessGroups) -> None:
     is_updated, _, _ = optimizer.step()
     assert not is_updated
     assert all(torch.equal(a, b) for a, b in zip(before, optimizer.model.parameters(), strict=True))
+    optimizer.config = replace(optimizer.config, on_non_finite_grads="stop")
+    with pytest.raises(NonFiniteGradientError, match=r"^[^;]*rank [01]: 1 values of layers.0.bias are not finite$"):
+        optimizer.step()  # also on the rank that has nothing to tell
+
+
+class _Kinds(nn.Module):
+    """A weight split over TP, one that all TP ranks have, and an expert's, split over expert TP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.split, self.copied, self.expert = (
+            nn.Parameter(torch.ones(shape)) for shape in ((4, 4), (3, 3), (2, 2, 2))
+        )
+        set_tensor_model_parallel_attributes(self.split, is_parallel=True, dim=0)
+        set_tensor_model_parallel_attributes(self.copied, is_parallel=False)
+        set_tensor_model_parallel_attributes(self.expert, is_parallel=False, allreduce=False)
+
+
+def _every_axis() -> None:
+    for axes in (
+        {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "expert_tensor_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+        {"context_parallel_size": 2},
+    ):
+        groups = initialize_model_parallel(**axes)
+        at = groups.layout
+        dp, cp, tp = at.data_parallel_size, at.context_parallel_size, at.tensor_model_parallel_size
+        for is_mean, is_sharded in ((True, True), (False, True), (True, False)):
+            ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=is_sharded)
+            model = DistributedDataParallel(toy_config(not is_mean), ddp_config, _Kinds(), groups)
+            config = OptimizerConfig(lr=1.0, weight_decay=0.0, use_distributed_optimizer=is_sharded, clip_grad=0.0)
+            optimizer = get_megatron_optimizer(config, model, groups, reference_ops())
+            for param in model.parameters():
+                param.main_grad.fill_(1.0)  # type: ignore[attr-defined]
+            finalize_model_grads(model, groups)
+            _, grad_norm, _ = optimizer.step()
+            scale = 1 / dp if is_mean else 1.0
+            of_dense, of_expert = dp * cp * scale, at.expert_data_parallel_size * scale
+            num_expert = at.expert_model_parallel_size * at.expert_tensor_parallel_size * 8
+            assert grad_norm**2 == pytest.approx(of_dense**2 * (tp * 16 + 9) + of_expert**2 * num_expert)
+            assert all(torch.allclose(param, torch.zeros(())) for param in model.parameters())  # 1 - lr: all moved once
+        destroy_model_parallel()
+
+
+def test_context_and_expert_parallel_replicas_are_summed_and_counted_once() -> None:
+    run_ranks(_every_axis, 4, timeout_s=60)
 
 
 def test_two_replicas_equal_one_process() -> None:
