@@ -8,6 +8,7 @@ where its owner keeps it: with ``adam_beta1`` 0 the first moment after one step 
 from __future__ import annotations
 
 import argparse
+import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -138,6 +139,7 @@ CASES = [
     _case(2, pp=2, noop_layers=(0, 9), note="no-op layers 0,9"),
     _case(2, cp=2, note="all-gather", changes={"cp_comm_type": "all_gather"}),
     _case(2, cp=2, note="all-to-all", changes={"cp_comm_type": "a2a"}),
+    _case(4, tp=2, cp=2, note="latents travel", changes={"cp_send_latents": True}),
     _case(2, ep=2, note="tokens by all-gather", changes={"moe_token_dispatcher_type": "allgather"}),
     _case(2, model="qwen3", tp=2),
     _case(2, model="qwen3", cp=2),
@@ -223,7 +225,9 @@ def micro_batches(vocab_size: int, cp_size: int, cp_rank: int) -> list[MicroBatc
 
 def compare(cases: Sequence[Case], timeout_s: float = 240) -> Iterator[tuple[Case, Difference]]:
     """Run every case on as many gloo processes as it has ranks."""
-    wholes = {model: run_ranks(_whole, 1, model)[0] for model in dict.fromkeys(case.model for case in cases)}
+    models = dict.fromkeys(case.model for case in cases)
+    # As bytes: each tensor handed to a new process is an open file, of which there may be 250.
+    wholes = pickle.dumps({model: run_ranks(_whole, 1, model)[0] for model in models})
     for world_size in sorted({case.layout.world_size for case in cases}):
         of_size = [case for case in cases if case.layout.world_size == world_size]
         by_rank = run_ranks(_differences, world_size, of_size, wholes, timeout_s=timeout_s)
@@ -238,7 +242,8 @@ def _whole(model: str) -> Whole:
     return Whole(loss, grad_norm, {name: grad.view(shape) for name, shape, _, grad in shards})
 
 
-def _differences(cases: Sequence[Case], wholes: dict[str, Whole]) -> list[Difference]:
+def _differences(cases: Sequence[Case], pickled_wholes: bytes) -> list[Difference]:
+    wholes: dict[str, Whole] = pickle.loads(pickled_wholes)
     return [_difference(case, wholes[case.model]) for case in cases]
 
 
