@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -11,6 +12,9 @@ from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups
 
 Result = TypeVar("Result")
+
+# What disks, devices and damaged files raise on one rank while the others are well.
+_SHARED_ERRORS = (OSError, RuntimeError, MemoryError, pickle.UnpicklingError)
 
 
 class Ranks:
@@ -24,15 +28,15 @@ class Ranks:
         self.rank = 0 if groups is None else groups.rank
 
     def together(self, what: str, action: Callable[[], Result]) -> list[Result]:
-        """Run ``action`` on every rank; all results in rank order, or ``OSError`` on all ranks when one failed.
+        """Run ``action`` on every rank; all results in rank order, or ``OSError`` on all ranks when it failed on one.
 
         Every rank waits for all others here, so what one rank did before is done when any rank goes on.
         """
         result, failure = None, None
         try:
             result = action()
-        except OSError as error:
-            failure = f"rank {self.rank}: {error}"
+        except _SHARED_ERRORS as error:
+            failure = f"rank {self.rank}: {error if isinstance(error, OSError) else repr(error)}"
         outcomes = [(result, failure)]
         if self.groups is not None and self.layout.world_size > 1:
             outcomes = [(None, None)] * self.layout.world_size

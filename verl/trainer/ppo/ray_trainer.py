@@ -209,13 +209,12 @@ class RayPPOTrainer:
         """Orders rows so that every data-parallel rank gets its share, by length, of the rows of each mini-batch."""
         models = self.config.actor_rollout_ref
         num_ranks = models.actor.megatron.layout(self.config.trainer.world_size).data_parallel_size
-        if num_ranks == 1:
-            return batch
         order = dealt_order(
             batch.batch["num_tokens"].tolist(),
             num_ranks,
             models.actor.ppo_mini_batch_size * models.rollout.n,
             balance=self.config.trainer.balance_batch,
+            shuffle_seed=models.actor.shuffle_seed(self.global_step) if models.actor.shuffle else None,
         )
         batch.reorder(torch.tensor(order))
         return batch
@@ -320,12 +319,11 @@ class RayPPOTrainer:
             return
         if trainer.resume_mode == "resume_path":
             checkpoint = checkpointing.Checkpoint(Path(str(trainer.resume_from_path)))
-            if not checkpoint.is_complete:
-                raise ValueError(f"trainer.resume_from_path: {checkpoint.directory} is not a complete checkpoint")
+            problems = self._problems_of(checkpoint) if checkpoint.is_complete else ["it is not complete"]
+            if problems:
+                raise ValueError(f"trainer.resume_from_path: {checkpoint.directory}: {'; '.join(problems)}")
         else:
-            found = checkpointing.find_latest_ckpt_path(
-                trainer.default_local_dir, lambda each: self.workers.verify_checkpoint(str(each.actor.absolute()))[0]
-            )
+            found = checkpointing.find_latest_ckpt_path(trainer.default_local_dir, self._problems_of)
             if found is None:
                 logger.info("no checkpoint in %s: starting from the model's weights", trainer.default_local_dir)
                 return
@@ -336,6 +334,11 @@ class RayPPOTrainer:
         self.workers.load_checkpoint(str(checkpoint.actor.absolute()))
         self.global_step = checkpoint.step
         logger.info("resumed after step %d from %s", self.global_step, checkpoint.directory)
+
+    def _problems_of(self, checkpoint: checkpointing.Checkpoint) -> list[str]:
+        """What the workers find missing or damaged in it."""
+        found: list[str] = self.workers.verify_checkpoint(str(checkpoint.actor.absolute()))[0]
+        return found
 
     def _first_logged_step(self) -> int:
         return self.global_step + 1 if self.global_step else 0
