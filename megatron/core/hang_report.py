@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import socket
 import sys
 import threading
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
+_DEVICE_READ = re.compile(r"\.(item|tolist|cpu|numpy|synchronize)\(")
 _TENSOR_NAMES = ("tensor", "output_tensor", "output", "tensor_list", "input_tensor", "input", "obj", "object_list")
 
 
@@ -86,7 +88,7 @@ def waits_for(frame: FrameType) -> str:
     """The collective or transfer that the thread of ``frame`` (its innermost one) waits in, "" for none.
 
     Known by: a function of torch.distributed; an object with a text ``waits_for`` (``p2p_communication.Receiving``);
-    a line that calls ``wait`` on a work.
+    a line that calls ``wait`` on a work, or reads from a device: collectives of a device end in its queue, not here.
     """
     innermost, found = frame, ""
     at: FrameType | None = frame
@@ -98,8 +100,11 @@ def waits_for(frame: FrameType) -> str:
             if isinstance(text, str):
                 return text
         at = at.f_back
-    if not found and ".wait()" in linecache.getline(innermost.f_code.co_filename, innermost.f_lineno):
+    line = linecache.getline(innermost.f_code.co_filename, innermost.f_lineno)
+    if not found and ".wait()" in line:
         return "work that was started before"
+    if not found and _DEVICE_READ.search(line):
+        return "the device, in whose queue a collective may wait"
     return found
 
 

@@ -1,8 +1,8 @@
 """Notices that a phase hangs and has all ranks say where they are, in one file.
 
 Ranks meet in a directory that all of them see (where checkpoints are, say), not in collectives: those are what hangs.
-Each has a thread that every ``timeout_s / 20`` looks whether the thread in the phase still moves, writes a sign of
-life, and answers when some rank has raised the alarm.
+Each has a thread that every ``timeout_s / 20`` looks whether the thread in the phase still moves, answers when some
+rank has raised the alarm, and now and then writes a sign of life.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ class HangWatchdog:
         self._phases: list[_Phase] = []
         self._num_phases = self._num_progress = 0
         self._seen: Any = None
-        self._moved_at = time.monotonic()
+        self._stuck_s, self._looked_at = 0.0, time.monotonic()
         self._answered: str | None = None
         self._told = False
+        self._shown: tuple[str, float] | None = None
         self._closed = threading.Event()
         self._alive_dir.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._watch, name="hang-watchdog", daemon=True)
@@ -120,8 +121,8 @@ class HangWatchdog:
                 logger.exception("rank %d: the hang watchdog cannot use %s", self.rank, self.directory)
 
     def _look(self) -> None:
-        stuck_s = self._stuck_s()
-        _write_json(self._alive_dir / f"rank-{self.rank}.json", {"phase": self._phase_name(), "time": time.time()})
+        stuck_s = self._measure()
+        self._show_life()
         alarm = _read_json(self._alarm)
         if alarm is not None:
             if alarm["id"] != self._answered:
@@ -137,7 +138,13 @@ class HangWatchdog:
             self._answer(alarm_id, stuck_s)
             self._collect(alarm_id)
 
-    def _stuck_s(self) -> float:
+    def _show_life(self) -> None:
+        sign = (self._phase_name(), time.monotonic() // (self.timeout_s / 5))
+        if sign != self._shown:
+            _write_json(self._alive_dir / f"rank-{self.rank}.json", {"phase": sign[0], "time": time.time()})
+            self._shown = sign
+
+    def _measure(self) -> float:
         """Seconds for which nothing has moved, 0 outside of a phase."""
         phase = self._phases[-1] if self._phases else None
         seen = None
@@ -150,9 +157,13 @@ class HangWatchdog:
             # The same calls at the same places may be new ones; then collectives or progress have been counted.
             counts = [count for _, count in launched(self._groups)]
             seen = (phase.serial, self._num_progress, calls, counts)
+        now = time.monotonic()
+        # A gap in which this thread did not run either (a stopped process, a crowded machine) hardly counts.
+        self._stuck_s += min(now - self._looked_at, 4 * self._interval_s)
+        self._looked_at = now
         if seen is None or seen != self._seen:
-            self._seen, self._moved_at, self._told = seen, time.monotonic(), False
-        return time.monotonic() - self._moved_at
+            self._seen, self._stuck_s, self._told = seen, 0.0, False
+        return self._stuck_s
 
     def _phase_name(self) -> str:
         return "/".join(phase.name for phase in list(self._phases))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -162,6 +163,41 @@ def test_two_stages_of_two_chunks_equal_one_process() -> None:
 def test_three_uneven_stages_of_three_chunks_equal_one_process() -> None:
     layouts = [{"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 3}]
     run_ranks(_stages, 3, 3, 3, 12, layouts, timeout_s=60)
+
+
+def _outputs_in_memory(num_chunks: int) -> int:
+    """The most outputs of the first stage that were in memory when it began another forward."""
+    groups = initialize_model_parallel(1, 2, num_chunks)
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def forward_step(batches: Iterator[Any], model: nn.Module) -> tuple[torch.Tensor, object]:
+        nonlocal most
+        most = max(most, sum(output() is not None for output in outputs))
+        output, loss_func = toy_forward_step(batches, model)
+        outputs.append(weakref.ref(output))
+        return output, loss_func
+
+    get_forward_backward_func(groups)(
+        forward_step_func=forward_step,
+        data_iterator=iter(toy_batches([3] * 6)),
+        model=toy_stage(groups, toy_config(), 8),
+        num_microbatches=6,
+        seq_length=3,
+        micro_batch_size=1,
+        tensor_shapes=[(3, HIDDEN)] * 6,
+    )
+    destroy_model_parallel()
+    return most if groups.is_first_stage else 0
+
+
+def _outputs_of_both_schedules() -> list[int]:
+    return [_outputs_in_memory(num_chunks) for num_chunks in (1, 2)]
+
+
+def test_what_was_sent_is_not_kept() -> None:
+    """Micro-batches wait on the first stage for their gradients; their outputs are on the next one and not here."""
+    assert run_ranks(_outputs_of_both_schedules, 2, timeout_s=60)[0] == [0, 0]
 
 
 def _forward_step(batches: Iterator[PackedBatch], model: nn.Module) -> tuple[torch.Tensor, Callable]:

@@ -53,26 +53,20 @@ def forward_backward_pipelining_with_interleaving(
     steps = timetable(num_microbatches, num_chunks, num_stages, _group_size(model, num_stages), forward_only)
     transfers = RingTransfers(groups, model_config(model).pipeline_dtype, next(model.parameters()).device)
     with torch.set_grad_enabled(not forward_only):
-        _run_steps(steps[groups.coords.pp], run, shapes, transfers, forward_only)
+        _run_steps(steps[groups.coords.pp], run, shapes, transfers)
     return run.results
 
 
-def _run_steps(
-    steps: Sequence[Step], run: MicroBatchRun, shapes: Sequence[Shape], transfers: RingTransfers, forward_only: bool
-) -> None:
+def _run_steps(steps: Sequence[Step], run: MicroBatchRun, shapes: Sequence[Shape], transfers: RingTransfers) -> None:
     arriving: dict[tuple[bool, Task], Receiving] = {}
-    in_flight: dict[Task, tuple[torch.Tensor | None, torch.Tensor]] = {}
     for step in steps:
         result: torch.Tensor | None = None
         if step.task is not None:
             receiving = arriving.pop((step.is_backward, step.task), None)
             received = None if receiving is None else receiving.wait()
-            if step.is_backward:
-                result = run.backward(*in_flight.pop(step.task), received, step.task.chunk)
-            else:
-                result = run.forward(received, step.task.chunk)
-                if not forward_only:
-                    in_flight[step.task] = (received, result)
+            # The chunk's micro-batches come in ascending order in both directions.
+            compute = run.backward if step.is_backward else run.forward
+            result = compute(received, step.task.chunk)
         posted = transfers.exchange(
             step.is_backward,
             result if step.sends else None,
@@ -82,7 +76,7 @@ def _run_steps(
         if step.receives is not None and posted is not None:
             arriving[step.is_backward, step.receives] = posted
     transfers.finish()
-    assert not arriving and not in_flight, f"left over: {sorted(arriving)}, {sorted(in_flight)}"
+    assert not arriving, f"received and not used: {sorted(arriving)}"
 
 
 def _group_size(model: nn.Module, num_stages: int) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,30 +54,46 @@ class MicroBatchRun:
         self.loss_scale = 1.0 if is_sum else 1.0 / num_microbatches
         if not is_sum and not forward_only:
             set_aux_loss_scale(model, self.loss_scale)
+        self._forward_only = forward_only
         self._num_forwards = [0] * len(self.chunks)
         self._num_backwards = [0] * len(self.chunks)
+        self._in_flight: list[deque[_InFlight]] = [deque() for _ in self.chunks]
 
     def forward(self, input_tensor: torch.Tensor | None, chunk: int = 0) -> torch.Tensor:
-        """Output of ``chunk`` for its next micro-batch; of the model's last chunk the scaled loss."""
+        """What ``chunk`` sends onwards for its next micro-batch; of the model's last chunk its output or loss."""
         part = self.chunks[chunk]
         part.set_input_tensor(input_tensor)  # type: ignore[operator]
+        microbatch = self._num_forwards[chunk]
         try:
             output, loss_func = self.forward_step_func(self.data_iterators[chunk], part)
         except StopIteration:
             raise ValueError(
-                f"data_iterator ended after {self._num_forwards[chunk]} micro-batches; "
-                f"num_microbatches is {self.num_microbatches}"
+                f"data_iterator ended after {microbatch} micro-batches; num_microbatches is {self.num_microbatches}"
             ) from None
-        microbatch = self._num_forwards[chunk]
         self._num_forwards[chunk] += 1
-        if not self.has_loss or chunk != len(self.chunks) - 1:
-            if tuple(output.shape) != tuple(self.shapes[microbatch]):
-                # The receiver has allocated what was announced; anything else would be misread, or hang.
-                raise ValueError(
-                    f"micro-batch {microbatch}: the output of chunk {chunk} of this stage is {tuple(output.shape)}; "
-                    f"tensor_shapes announced {tuple(self.shapes[microbatch])}"
-                )
-            return output
+        if self.has_loss and chunk == len(self.chunks) - 1:
+            output = self._finish(output, loss_func)
+        elif tuple(output.shape) != tuple(self.shapes[microbatch]):
+            # The receiver has allocated what was announced; anything else would be misread, or hang.
+            raise ValueError(
+                f"micro-batch {microbatch}: the output of chunk {chunk} of this stage is {tuple(output.shape)}; "
+                f"tensor_shapes announced {tuple(self.shapes[microbatch])}"
+            )
+        if not self._forward_only:
+            self._in_flight[chunk].append(_InFlight.of(input_tensor, output))
+        return output
+
+    def backward(self, output_grad: torch.Tensor | None, chunk: int = 0) -> torch.Tensor | None:
+        """Back-propagate the next micro-batch of ``chunk``; returns its input's gradient (None where it has none)."""
+        microbatch = self._num_backwards[chunk]
+        self._num_backwards[chunk] += 1
+        backward_of = getattr(self.model, "backward_of", None)
+        # The last one of this chunk completes the gradients of its parameters, whatever the other chunks still do.
+        is_last = microbatch == self.num_microbatches - 1
+        with backward_of(microbatch, is_last) if backward_of else nullcontext():
+            return self._in_flight[chunk].popleft().backward(output_grad)
+
+    def _finish(self, output: torch.Tensor, loss_func: LossFunc) -> torch.Tensor:
         if self.collect_non_loss_data:
             self.results.append(loss_func(output, non_loss_data=True))
             return output
@@ -84,22 +102,45 @@ class MicroBatchRun:
         scaled: torch.Tensor = loss * self.loss_scale
         return scaled
 
-    def backward(
-        self,
-        input_tensor: torch.Tensor | None,
-        output_tensor: torch.Tensor,
-        output_grad: torch.Tensor | None,
-        chunk: int = 0,
-    ) -> torch.Tensor | None:
-        """Back-propagate the next micro-batch of ``chunk``; returns its input's gradient (None where it has none)."""
-        microbatch = self._num_backwards[chunk]
-        self._num_backwards[chunk] += 1
-        backward_of = getattr(self.model, "backward_of", None)
-        # The last one of this chunk completes the gradients of its parameters, whatever the other chunks still do.
-        is_last = microbatch == self.num_microbatches - 1
-        with backward_of(microbatch, is_last) if backward_of else nullcontext():
-            torch.autograd.backward(output_tensor, grad_tensors=output_grad)
-        return None if input_tensor is None else input_tensor.grad
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A micro-batch between its forward and its backward.
+
+    It keeps the graph and not the output: the next stage has a copy of that, and here nothing reads it again
+    (upstream: ``deallocate_pipeline_outputs``).
+    """
+
+    input_tensor: torch.Tensor | None
+    root: torch.Tensor
+    grads: list[torch.Tensor | None]
+
+    @staticmethod
+    def of(input_tensor: torch.Tensor | None, output: torch.Tensor) -> _InFlight:
+        grads: list[torch.Tensor | None] = []
+        return _InFlight(input_tensor, _Root.apply(output, grads), grads)
+
+    def backward(self, output_grad: torch.Tensor | None) -> torch.Tensor | None:
+        self.grads.append(output_grad)
+        self.root.backward()
+        return None if self.input_tensor is None else self.input_tensor.grad
+
+
+class _Root(torch.autograd.Function):
+    """A scalar that stands for ``output`` in its graph; its backward starts with the gradient put into ``grads``."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, grads: list[torch.Tensor | None]) -> torch.Tensor:
+        ctx.grads, ctx.is_loss = grads, output.dim() == 0
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        output_grad = ctx.grads.pop()
+        if output_grad is None:
+            assert ctx.is_loss, "only a loss, a scalar, has no gradient from the next stage"
+            return torch.ones_like(grad), None
+        return output_grad, None
 
 
 def model_config(model: nn.Module) -> Any:

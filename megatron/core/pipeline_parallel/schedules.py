@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +15,21 @@ from megatron.core.pipeline_parallel.agreement import microbatch_shapes
 from megatron.core.pipeline_parallel.interleaved import forward_backward_pipelining_with_interleaving
 from megatron.core.pipeline_parallel.microbatch_run import ForwardStepFunc, MicroBatchRun, model_config
 from megatron.core.pipeline_parallel.p2p_communication import PipelineLink, Shape
+from megatron.core.pipeline_parallel.schedule_table import (
+    convert_schedule_table_to_order,
+    get_pp_rank_microbatches,
+    get_schedule_table,
+)
+
+__all__ = [
+    "convert_schedule_table_to_order",
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+    "get_forward_backward_func",
+    "get_pp_rank_microbatches",
+    "get_schedule_table",
+]
 
 
 def get_forward_backward_func(groups: ProcessGroups) -> Callable[..., list[Any]]:
@@ -49,9 +63,9 @@ def forward_backward_no_pipelining(
     )
     with torch.set_grad_enabled(not forward_only):
         for _ in range(num_microbatches):
-            output = run.forward(None)
+            run.forward(None)
             if not forward_only:
-                run.backward(None, output, None)
+                run.backward(None)
     return run.results
 
 
@@ -108,25 +122,18 @@ def _one_forward_one_backward(
     num_stages, num_microbatches = groups.layout.pipeline_model_parallel_size, len(shapes)
     num_warmup = min(num_stages - 1 - groups.coords.pp, num_microbatches)
     num_steady = num_microbatches - num_warmup
-    in_flight: deque[tuple[torch.Tensor | None, torch.Tensor]] = deque()
 
     for i in range(num_warmup):
-        input_tensor = p2p.recv_forward(shapes[i], link)
-        output_tensor = run.forward(input_tensor)
-        p2p.send_forward(output_tensor, link)
-        in_flight.append((input_tensor, output_tensor))
+        p2p.send_forward(run.forward(p2p.recv_forward(shapes[i], link)), link)
 
     input_tensor = p2p.recv_forward(shapes[num_warmup], link) if num_steady else None
     for i in range(num_steady):
-        output_tensor = run.forward(input_tensor)
-        output_grad = p2p.send_forward_recv_backward(output_tensor, shapes[i], link)
-        in_flight.append((input_tensor, output_tensor))
-        input_grad = run.backward(*in_flight.popleft(), output_grad)
+        output_grad = p2p.send_forward_recv_backward(run.forward(input_tensor), shapes[i], link)
+        input_grad = run.backward(output_grad)
         if i + 1 < num_steady:
             input_tensor = p2p.send_backward_recv_forward(input_grad, shapes[num_warmup + i + 1], link)
         else:
             p2p.send_backward(input_grad, link)
 
     for i in range(num_steady, num_microbatches):
-        output_grad = p2p.recv_backward(shapes[i], link)
-        p2p.send_backward(run.backward(*in_flight.popleft(), output_grad), link)
+        p2p.send_backward(run.backward(p2p.recv_backward(shapes[i], link)), link)

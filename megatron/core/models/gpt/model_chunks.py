@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -30,11 +29,6 @@ class ModelChunks(nn.Module):
         """Fill every chunk; the same model in every layout."""
         for chunk in self.chunks:
             chunk.init_weights(seed)  # type: ignore[operator]
-
-    def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
-        """Hand every chunk the same input; a schedule gives each chunk its own instead."""
-        for chunk in self.chunks:
-            chunk.set_input_tensor(input_tensor)  # type: ignore[operator]
 
 
 def make_gpt_model(
