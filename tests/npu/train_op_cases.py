@@ -61,6 +61,15 @@ def rms_norm_of_the_latent(new: Maker, size: Sizes) -> Call:
     return Call(run, [new.leaf(size.tokens, size.latent + size.rope), new.leaf(size.latent)])
 
 
+def rms_norm_of_heads(new: Maker, size: Sizes) -> Call:
+    """One weight for every head, as of Qwen3's queries and keys."""
+
+    def run(ops: TrainOps, x: Tensor, weight: Tensor) -> Tensor:
+        return ops.rms_norm(x, weight, 1e-6)
+
+    return Call(run, [new.leaf(size.tokens, size.heads, size.value), new.leaf(size.value)])
+
+
 def swiglu(new: Maker, size: Sizes) -> Call:
     return Call(lambda ops, x: ops.swiglu(x), [new.leaf(size.tokens, 2 * size.width)])
 
@@ -303,7 +312,9 @@ def _entry(*cases: Any, npu_ops: tuple[str, ...], **options: Any) -> Entry:
 
 
 CASES: dict[str, Entry] = {
-    "rms_norm": _entry(rms_norm, rms_norm_of_the_latent, npu_ops=("npu_rms_norm", "npu_rms_norm_backward")),
+    "rms_norm": _entry(
+        rms_norm, rms_norm_of_the_latent, rms_norm_of_heads, npu_ops=("npu_rms_norm", "npu_rms_norm_backward")
+    ),
     "swiglu": _entry(swiglu, swiglu_without_tokens, npu_ops=("npu_swiglu", "npu_swiglu_backward")),
     "rotary_interleaved": _entry(
         rotary,

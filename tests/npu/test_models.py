@@ -1,0 +1,56 @@
+"""Every model family on the simulated device, by native ops, has the loss and gradients of the reference table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.ops import TrainOps, reference_ops
+from megatron.core.parallel_state import ProcessGroups
+from mindspeed.ops import train_ops
+from mindspeed_llm.hf_config import load_hf_config
+from mindspeed_llm.model import build_model
+from mindspeed_llm.weight_plan import local_plan
+from mindspeed_llm.weights import HFCheckpoint, load_weights
+from tests.megatron.model_helpers import PackedBatch, packed_batch
+from tests.mindspeed_llm.tiny import (
+    tiny_hf_config,
+    tiny_moonlight_config,
+    tiny_qwen3_config,
+    tiny_v2_lite_config,
+    write_tiny_checkpoint,
+)
+
+MODELS: dict[str, dict[str, Any]] = {
+    "deepseek-v3": tiny_hf_config(),
+    "moonlight": tiny_moonlight_config(),
+    "deepseek-v2-lite": tiny_v2_lite_config(),
+    "qwen3": tiny_qwen3_config(),
+    "qwen3 tied": tiny_qwen3_config(tie_word_embeddings=True),
+}
+
+
+def _loss_and_gradients(
+    path: Path, groups: ProcessGroups, ops: TrainOps, device: str, batch: PackedBatch
+) -> tuple[float, dict[str, torch.Tensor]]:
+    hf = load_hf_config(path)
+    model = build_model(hf, groups, ops, params_dtype=torch.float32).to(device)
+    load_weights(model, local_plan(hf, groups.layout, groups.coords), HFCheckpoint(path))
+    tensors = (tensor.to(device) for tensor in (batch.ids_T, batch.positions_T))
+    loss = model(*tensors, batch.params, batch.labels_T.to(device)).mean()
+    loss.backward()
+    return loss.item(), {name: param.grad.cpu() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_native_equals_reference(name: str, groups: ProcessGroups, tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, MODELS[name], seed=3)
+    batch = packed_batch([9, 20, 1, 14], 128)
+    loss, grads = _loss_and_gradients(tmp_path, groups, train_ops(), "npu:0", batch)
+    expected_loss, expected_grads = _loss_and_gradients(tmp_path, groups, reference_ops(), "cpu", batch)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    for parameter, expected in expected_grads.items():
+        assert (grads[parameter] - expected).abs().max() <= 1e-4 * expected.abs().max(), parameter
