@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing import load_checkpoint, save_checkpoint
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.ops.cpu import cpu_ops
 from megatron.core.optimizer import (
@@ -111,6 +113,24 @@ def test_the_state_goes_on_from_the_plain_optimizers_and_back(one_rank: ProcessG
             param.fill_(0.5)
     fresh.reload_model_params()
     assert all(tensor.eq(0.5).all() for name, tensor in _state(fresh).items() if name.endswith(".master"))
+
+
+def test_checkpoints_do_not_know_where_the_state_was(one_rank: ProcessGroups, tmp_path: Path) -> None:
+    stage = ToyStage(toy_config(), range(3))
+    plain = _plain(one_rank, stage)
+    _step(plain, 0), _step(plain, 1)
+    save_checkpoint(tmp_path / "plain", plain.model, plain, None, {}, one_rank)
+    config = replace(ON_HOST, optimizer_offload_fraction=0.3)
+    hosted = get_megatron_optimizer(config, _model(one_rank, stage), one_rank, cpu_ops())
+    load_checkpoint(tmp_path / "plain", hosted.model, hosted, None, one_rank)
+    _step(plain, 2), _step(hosted, 2)
+    _assert_same(hosted, plain)
+    hosted.offload()
+    save_checkpoint(tmp_path / "hosted", hosted.model, hosted, None, {}, one_rank)
+    fresh = _plain(one_rank, stage)
+    load_checkpoint(tmp_path / "hosted", fresh.model, fresh, None, one_rank)
+    _step(plain, 3), _step(fresh, 3)
+    _assert_same(fresh, plain)
 
 
 def test_moments_in_bfloat16_take_half_the_memory_and_follow(one_rank: ProcessGroups) -> None:

@@ -36,8 +36,9 @@ def needs_of(config: PPOTrainerConfig, hf: HFModelConfig) -> Needs:
         dense = sum(tensor.num_elements for tensor in tensors) - expert
         copies = engine.param_offload + config.actor_rollout_ref.actor.use_kl_loss
         state = 0.0
-        if engine.swap_optimizer or engine.optimizer_offload:
-            state = MASTER_AND_MOMENTS * (dense / layout.data_parallel_size + expert / layout.expert_data_parallel_size)
+        if on_host := _host_fraction(config):
+            replicas = layout.data_parallel_size * layout.context_parallel_size
+            state = on_host * MASTER_AND_MOMENTS * (dense / replicas + expert / layout.expert_data_parallel_size)
         bytes_of_rank.append(copies * WEIGHT * (dense + expert) + state)
         shards[coords.tp, coords.pp, coords.ep] = WEIGHT * (dense + expert)
     per_node = trainer.n_gpus_per_node
@@ -47,3 +48,13 @@ def needs_of(config: PPOTrainerConfig, hf: HFModelConfig) -> Needs:
         inputs = hf_bytes(hf) * (1 + FP8_OF_BF16) + (sum(shards.values()) if engine.use_dist_checkpointing else 0)
     num_params = sum(math.prod(shape) for shape, _ in hf_tensors(hf).values())
     return Needs(int(host), int(inputs), num_params * (WEIGHT + MASTER_AND_MOMENTS))
+
+
+def _host_fraction(config: PPOTrainerConfig) -> float:
+    """How much of the optimizer's state is on the host between the phases."""
+    actor = config.actor_rollout_ref.actor
+    if actor.megatron.swap_optimizer or actor.megatron.optimizer_offload:
+        return 1.0
+    overrides = actor.optim.override_optimizer_config
+    is_hosted = overrides.get("optimizer_cpu_offload", False)
+    return float(overrides.get("optimizer_offload_fraction", 1.0)) if is_hosted else 0.0
