@@ -30,6 +30,9 @@ def test_every_rank_gets_its_share_of_the_same_mini_batches(num_ranks: int) -> N
         assert sorted(row for share in shares for row in share) == list(range(mini_batch * 32, mini_batch * 32 + 32))
         loads = [sum(lengths[row] for row in share) for share in shares]
         assert max(loads) <= 1.2 * sum(loads) / num_ranks
+    shuffled = dealt_order(lengths, num_ranks, rows_per_mini_batch=32, shuffle_seed=1)
+    firsts = [shuffled[rank * 64 // num_ranks :][: 32 // num_ranks] for rank in range(num_ranks)]
+    assert sorted(row for first in firsts for row in first) == sorted(dealt_order(lengths, 1, 32, shuffle_seed=1)[:32])
     unbalanced = dealt_order(lengths, num_ranks, rows_per_mini_batch=32, balance=False)
     assert unbalanced[: 32 // num_ranks] == list(range(32 // num_ranks))
 

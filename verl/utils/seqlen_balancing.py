@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import random
 from collections.abc import Sequence
 
 # One partition under construction: (minus its tokens, lowest row, its rows); the natural order is by falling sum.
@@ -37,23 +38,32 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
 
 
 def dealt_order(
-    seqlen_list: Sequence[int], num_ranks: int, rows_per_mini_batch: int, *, balance: bool = True
+    seqlen_list: Sequence[int],
+    num_ranks: int,
+    rows_per_mini_batch: int,
+    *,
+    balance: bool = True,
+    shuffle_seed: int | None = None,
 ) -> list[int]:
     """An order of the rows whose ``num_ranks`` equal parts hold, in turn, a rank's share of each mini-batch.
 
-    A mini-batch is the next ``rows_per_mini_batch`` rows of the batch, whatever the number of ranks: an update learns
-    from the same rows in every layout. Its share goes to a rank by length, or in order without ``balance``.
+    A mini-batch is the next ``rows_per_mini_batch`` rows of the batch (with a seed: of the shuffled batch), whatever
+    the number of ranks: an update learns from the same rows in every layout. Its rows go to the ranks by length, or in
+    order without ``balance``.
     """
+    order = list(range(len(seqlen_list)))
+    if shuffle_seed is not None:
+        random.Random(shuffle_seed).shuffle(order)
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    for first in range(0, len(seqlen_list), rows_per_mini_batch):
-        lengths = seqlen_list[first : first + rows_per_mini_batch]
+    for first in range(0, len(order), rows_per_mini_batch):
+        lengths = [seqlen_list[row] for row in order[first : first + rows_per_mini_batch]]
         if balance:
             parts = get_seqlen_balanced_partitions(lengths, num_ranks, equal_size=True)
         else:
             size = len(lengths) // num_ranks
             parts = [list(range(rank * size, (rank + 1) * size)) for rank in range(num_ranks)]
         for share, part in zip(shares, parts, strict=True):
-            share.extend(first + row for row in part)
+            share.extend(order[first + place] for place in part)
     return [row for share in shares for row in share]
 
 

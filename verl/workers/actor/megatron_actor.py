@@ -125,16 +125,21 @@ class MegatronPPOActor(BasePPOActor):
         return metrics.result() | auxiliary if self.is_last_stage else {}
 
     def make_minibatch_iterator(self, data: DataProto) -> Iterator[DataProto]:
-        """This rank's rows in mini-batches of ``ppo_mini_batch_size`` prompts (times n over data-parallel ranks)."""
+        """This rank's rows in mini-batches of ``ppo_mini_batch_size`` prompts (times n over data-parallel ranks).
+
+        Which rows a mini-batch has was decided where the rows were dealt out, for all ranks together; ``shuffle``
+        changes the order of the mini-batches in each epoch.
+        """
         rollout_n = int(data.meta_info["rollout_n"])
         rows = self.config.ppo_mini_batch_size * rollout_n // self.groups.dp.size()
+        starts = range(0, len(data), rows)
         for epoch in range(self.config.ppo_epochs):
-            order = torch.arange(len(data))
+            order = torch.arange(len(starts))
             if self.config.shuffle:
-                seed = (self.config.data_loader_seed or 0) + int(data.meta_info["global_step"]) * 1009 + epoch
-                order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
-            for first in range(0, len(data), rows):
-                yield data.select_idxs(order[first : first + rows])
+                seed = self.config.shuffle_seed(int(data.meta_info["global_step"]), epoch)
+                order = torch.randperm(len(starts), generator=torch.Generator().manual_seed(seed))
+            for place in order.tolist():
+                yield data.select_idxs(torch.arange(starts[place], min(starts[place] + rows, len(data))))
 
     def _update_minibatch(self, data: DataProto, metrics: UpdateMetrics) -> None:
         assert self.actor_optimizer is not None

@@ -39,7 +39,12 @@ class RouterReplayConfig:
 
 @dataclass(frozen=True)
 class ActorConfig:
-    """One PPO/GRPO update; batch sizes count prompts (``ppo_mini_batch_size``) and samples (micro)."""
+    """One PPO/GRPO update; batch sizes count prompts (``ppo_mini_batch_size``) and samples (micro).
+
+    ppo_max_token_len_per_gpu: packed tokens of a micro-batch, on each rank: with context parallelism a micro-batch has
+    CP times as many · shuffle: rows are shuffled before they are cut into mini-batches, and these in each epoch; as
+    without it, a mini-batch has the same rows in every layout.
+    """
 
     strategy: str = "megatron"
     ppo_mini_batch_size: int = 256
@@ -65,6 +70,10 @@ class ActorConfig:
     megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
+
+    def shuffle_seed(self, global_step: int, epoch: int = 0) -> int:
+        """Of the rows of a step's mini-batches, and of their order in each epoch."""
+        return self.data_loader_seed + global_step * 1009 + epoch
 
     @property
     def clip_low(self) -> float:
