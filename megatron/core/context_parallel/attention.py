@@ -32,6 +32,11 @@ class ContextParallelAttention:
         if self.cp_comm_type not in COMM_TYPES:
             raise ValueError(f"cp_comm_type is {cp_comm_type!r}; use one of {', '.join(COMM_TYPES)}")
 
+    @property
+    def keeps_only_inputs(self) -> bool:
+        """Whether backward keeps q, k, v, the output and its statistics: to attend again would free nothing."""
+        return self.group.size() > 1 and self.cp_comm_type != "a2a"
+
     def __call__(
         self,
         q: torch.Tensor,

@@ -30,6 +30,7 @@ class SelfAttention(nn.Module):
         self.config = config
         scale = 1.0 / math.sqrt(config.head_size)
         self.core_attention = ContextParallelAttention(groups, ops, scale, config.cp_comm_type)
+        self.recomputes_attention = config.recomputes("core_attn") and not self.core_attention.keeps_only_inputs
         self.rotary = ops.rotary_interleaved
         self.num_groups = config.query_groups // groups.tp.size()
         self.heads_per_group = config.num_attention_heads // config.query_groups
@@ -57,7 +58,7 @@ class SelfAttention(nn.Module):
         self, x_TH: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor], packed_seq_params: PackedSeqParams
     ) -> torch.Tensor:
         arguments = (*self.get_query_key_value_tensors(x_TH, rotary_cos_sin), packed_seq_params)
-        if self.config.recomputes("core_attn") and torch.is_grad_enabled():
+        if self.recomputes_attention and torch.is_grad_enabled():
             out_TND = checkpoint(self.core_attention, *arguments)
         else:
             out_TND = self.core_attention(*arguments)

@@ -34,6 +34,7 @@ class MLASelfAttention(nn.Module):
         self.tp_group = groups.tp
         self.num_heads = heads // groups.tp.size()
         self.core_attention = ContextParallelAttention(groups, ops, attention_scale(config), config.cp_comm_type)
+        self.recomputes_attention = config.recomputes("core_attn") and not self.core_attention.keeps_only_inputs
         self.sends_latents = config.cp_send_latents and groups.cp.size() > 1
         self.parameters_read_here = ("linear_kv_up_proj.weight",) if self.sends_latents else ()
         self.rotary = ops.rotary_interleaved
@@ -74,7 +75,7 @@ class MLASelfAttention(nn.Module):
     ) -> torch.Tensor:
         up_projection = CheckpointWithoutOutput(self.config.recomputes("mla_up_proj"))
         projected = up_projection.checkpoint(self.up_project, *self.down_project(x_TH), *rotary_cos_sin)
-        if self.config.recomputes("core_attn") and torch.is_grad_enabled():
+        if self.recomputes_attention and torch.is_grad_enabled():
             out_TND = checkpoint(self._attend, packed_seq_params, *projected)
         else:
             out_TND = self._attend(packed_seq_params, *projected)
