@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.ops import reference_ops
+from megatron.core.ops import TrainOps, reference_ops
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -36,20 +36,23 @@ NUM_TOKENS = 16
 
 
 def _forward_step(rest: Iterator[PackedBatch], model: nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
-    batch = next(rest)
-    labels_T = batch.labels_T if getattr(model, "module", model).post_process else None
-    output = model(batch.ids_T, batch.positions_T, batch.params, labels_T)
+    batch, device = next(rest), next(model.parameters()).device
+    labels_T = batch.labels_T.to(device) if getattr(model, "module", model).post_process else None
+    output = model(batch.ids_T.to(device), batch.positions_T.to(device), batch.params, labels_T)
     return output, lambda loss_T: (loss_T.sum() / 64, {})
 
 
-def _train(groups: ProcessGroups, **ddp: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(
+    config: TransformerConfig, groups: ProcessGroups, ops: TrainOps, device: str = "cpu", **ddp: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Three steps of four micro-batches: gradient norms, and the weights at the end."""
-    model = GPTModel(replace(CONFIG, sequence_parallel=groups.tp.size() > 1), groups, reference_ops())
+    model = GPTModel(config, groups, ops)
     model.init_weights(3)
+    model.to(device)
     wrapped = DistributedDataParallel(
         model.config, DistributedDataParallelConfig(bucket_size=500, **ddp), model, groups
     )
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2), wrapped, groups, reference_ops())
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2), wrapped, groups, ops)
     norms = []
     for step in range(3):
         batches = [packed_batch([6, 10], CONFIG.vocab_size, seed=4 * step + index) for index in range(4)]
@@ -67,17 +70,17 @@ def _train(groups: ProcessGroups, **ddp: Any) -> tuple[list[float], dict[str, to
         _, norm, _ = optimizer.step()
         norms.append(norm)
     wrapped.finish_param_sync()
-    return norms, {name: param.detach().clone() for name, param in model.named_parameters()}
+    return norms, {name: param.detach().cpu().clone() for name, param in model.named_parameters()}
 
 
 def _train_rank(sizes: dict[str, Any], ddp: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    return _train(initialize_model_parallel(**sizes), **ddp)
+    return train(CONFIG, initialize_model_parallel(**sizes), reference_ops(), **ddp)
 
 
 @pytest.mark.parametrize("ddp", [{}, {"overlap_grad_reduce": True, "overlap_param_gather": True}])
 def test_two_stages_train_as_one(ddp: dict[str, Any]) -> None:
     with one_process_groups() as groups:
-        norms, weights = _train(groups)
+        norms, weights = train(CONFIG, groups, reference_ops())
     assert "output_layer.weight" not in weights
     first, last = "embedding.word_embeddings.weight", "output_layer.weight"
     by_rank = run_ranks(_train_rank, 4, {"pipeline_model_parallel_size": 2}, ddp, timeout_s=120)
