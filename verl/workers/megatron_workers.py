@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.memory_ledger import ledger, table
 from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps, resolve
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -235,6 +236,8 @@ class ActorRolloutRefWorker(Worker):
         make_optimizer = load_provider(config.megatron.optimizer_provider)
         optim = config.optim
         self.optimizer = make_optimizer(optimizer_config(optim, config.megatron), self.actor_module, self.groups, ops)
+        if self.groups.rank == 0:
+            logger.info("what rank 0 holds, in bytes:\n%s", table(ledger(self.actor_module, self.optimizer)))
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             max_lr=optim.lr,

@@ -41,8 +41,9 @@ class SwapOptimizer(DistributedOptimizer):
     ) -> None:
         if swap_times < 1:
             raise ValueError(f"swap_times is {swap_times}; it must be at least 1 (16 is usual)")
+        _check(config)
         super().__init__(config, model, groups, ops)
-        self.device = self.shards[0].buffer.params.tensor.device
+        self.device = next(model.parameters()).device
         num_elements = sum(state.master.tensor.numel() for state in self.shards)
         self.chunk_size = -(-num_elements // (NUM_SLOTS * swap_times * ALIGNMENT)) * ALIGNMENT
         self._make_lanes = make_lanes
@@ -85,6 +86,20 @@ def get_swap_optimizer(
 ) -> SwapOptimizer:
     """Like ``megatron.core.optimizer.get_megatron_optimizer``, with the state on the host."""
     return SwapOptimizer(config, ddp_model, groups, ops)
+
+
+def _check(config: OptimizerConfig) -> None:
+    found = [
+        f"{key}_dtype is {dtype}; the swap optimizer keeps float32"
+        for key, dtype in config.state_dtypes.items()
+        if dtype != torch.float32
+    ]
+    if config.optimizer_cpu_offload:
+        found.append(
+            "optimizer_cpu_offload is True; the swap optimizer updates on the device, so choose one"
+        )
+    if found:
+        raise ValueError("; ".join(found))
 
 
 def _copy(sources: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> None:
