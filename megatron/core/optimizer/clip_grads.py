@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+_ROW = 1 << 13  # elements whose squares are added up in float32 without loss
+
 
 def local_square_sum(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum of the squares of all elements, an fp32 scalar; ``grads`` must not be empty."""
-    norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads])
-    return norms.square().sum()
+    """Sum of the squares of all elements of flat tensors, an fp32 scalar; ``grads`` must not be empty."""
+    return torch.stack([_square_sum(grad) for grad in grads]).sum()
 
 
 def get_grad_norm_fp32(square_sum: torch.Tensor, grad_stats_parallel_group: dist.ProcessGroup) -> float:
@@ -28,3 +29,11 @@ def clip_grad_by_total_norm_fp32(grads: Sequence[torch.Tensor], max_norm: float,
     if scale < 1.0:
         for grad in grads:
             grad.mul_(scale)
+
+
+def _square_sum(grad: torch.Tensor) -> torch.Tensor:
+    """By rows: on a CPU a norm adds up one element after another, and of 3e7 in float32 it would lose 0.2%."""
+    num_rows = grad.numel() // _ROW
+    rows, rest = grad[: num_rows * _ROW].view(num_rows, _ROW), grad[num_rows * _ROW :]
+    squares = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).square().sum()
+    return squares + torch.linalg.vector_norm(rest, dtype=torch.float32).square()

@@ -84,7 +84,7 @@ class OptimizerConfig:
                 found.append(f"{name} is {dtype}; it must be {' or '.join(map(str, allowed))}")
             elif dtype != torch.float32 and not self.use_precision_aware_optimizer:
                 found.append(f"{name} is {dtype}; that needs use_precision_aware_optimizer")
-        smallest_change = torch.finfo(self.exp_avg_sq_dtype).eps / 2 if self.exp_avg_sq_dtype.is_floating_point else 0
+        smallest_change = torch.finfo(torch.bfloat16).eps / 2
         if self.exp_avg_sq_dtype == torch.bfloat16 and 1 - self.adam_beta2 <= smallest_change:
             found.append(
                 f"adam_beta2 is {self.adam_beta2} with exp_avg_sq_dtype torch.bfloat16, which cannot hold a change by "

@@ -95,9 +95,7 @@ def _check(config: OptimizerConfig) -> None:
         if dtype != torch.float32
     ]
     if config.optimizer_cpu_offload:
-        found.append(
-            "optimizer_cpu_offload is True; the swap optimizer updates on the device, so choose one"
-        )
+        found.append("optimizer_cpu_offload is True; the swap optimizer updates on the device, so choose one")
     if found:
         raise ValueError("; ".join(found))
 
