@@ -64,6 +64,31 @@ def test_core_attention_stays_inside_sequences(causal: bool, value_size: int) ->
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("key_heads", [2, 4])
+def test_attention_block_and_its_gradient(causal: bool, key_heads: int) -> None:
+    """Queries are the last ones of their sequence; ``lse`` and the gradient are those of a plain softmax."""
+    queries, keys = [2, 1, 3], [4, 1, 5]
+    bounds = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (queries, keys)]
+    q = _randn(6, 4, 6).requires_grad_()
+    k, v = _randn(10, key_heads, 6, seed=1).requires_grad_(), _randn(10, key_heads, 3, seed=2).requires_grad_()
+    outs, denominators = [], []
+    for q_s, k_s, v_s in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
+        k_s, v_s = (x.repeat_interleave(4 // key_heads, dim=1) for x in (k_s, v_s))
+        scores = torch.einsum("ind,jnd->nij", q_s, k_s) * 0.3
+        if causal:
+            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + len(k_s) - len(q_s))
+            scores = scores.masked_fill(hidden, float("-inf"))
+        denominators.append(scores.logsumexp(-1).T)
+        outs.append(torch.einsum("nij,jnd->ind", scores.softmax(-1), v_s))
+    wanted = torch.cat(outs)
+    out, lse = OPS.attention_block(q, k, v, *bounds, 0.3, causal)
+    torch.testing.assert_close((out, lse), (wanted, torch.cat(denominators)))
+    grad = _randn(6, 4, 3, seed=3)
+    found = OPS.attention_block_grad(grad, q, k, v, out, lse, *bounds, 0.3, causal)
+    torch.testing.assert_close(found, torch.autograd.grad(wanted, (q, k, v), grad))
+
+
 def test_grouped_matmul_with_idle_experts() -> None:
     counts = torch.tensor([3, 0, 5, 0])
     x, w = _randn(8, 4).requires_grad_(), _randn(4, 4, 6, seed=1).requires_grad_()
