@@ -17,6 +17,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.ops import reference_ops
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import local_square_sum
 from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_model_parallel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from tests.parallel.launcher import run_ranks
@@ -161,3 +162,10 @@ def test_context_and_expert_parallel_replicas_are_summed_and_counted_once() -> N
 
 def test_two_replicas_equal_one_process() -> None:
     run_ranks(_two_replicas, 2, timeout_s=60)
+
+
+def test_the_norm_of_many_small_gradients_loses_nothing() -> None:
+    grad = torch.randn(3 * 2**20 + 5, generator=torch.Generator().manual_seed(0))
+    exact = grad.double().square().sum().item()
+    assert local_square_sum([grad, grad[:7]]).item() == pytest.approx(exact + grad[:7].square().sum().item(), rel=1e-6)
+    assert local_square_sum([grad[:0], grad.bfloat16()]).dtype == torch.float32
