@@ -39,6 +39,20 @@ LAYOUTS = {
             KEEP,
         ],
     ),
+    "cp2_pp2_vpp2_replay": (
+        4,
+        [
+            f"{ENGINE}.context_parallel_size=2",
+            f"{ENGINE}.pipeline_model_parallel_size=2",
+            f"{ENGINE}.virtual_pipeline_model_parallel_size=2",
+            f"{ENGINE}.override_transformer_config.noop_layers='1'",
+            f"{ENGINE}.expert_model_parallel_size=2",
+            "actor_rollout_ref.actor.use_dynamic_bsz=True",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24",
+            "actor_rollout_ref.actor.router_replay.mode=R2",
+            KEEP,
+        ],
+    ),
     "dp2_ep2_swap": (
         2,
         [
@@ -133,7 +147,7 @@ def grpo_step(model_dir: str, out_dir: str, overrides: list[str]) -> dict[str, A
         with pytest.raises(ValueError, match="freed since"):
             on_my_part(worker.compute_log_prob)
     worker.export_hf(out_dir)
-    is_collected = groups.coords.dp == 0 and groups.coords.tp == 0 and groups.is_last_stage
+    is_collected = groups.coords.dp == 0 and worker._query_collect_info("train")
     return {"responses": responses, "metrics": metrics} if is_collected else None
 
 

@@ -55,13 +55,19 @@ def _node_place(rank: int, master: str, nnodes: int, here: Place) -> Place:
 def _print_layout(job: Job, console: Console) -> None:
     models, world = job.config.actor_rollout_ref, job.config.trainer.world_size
     engine, rollout = models.actor.megatron, models.rollout
-    tp, pp = engine.tensor_model_parallel_size, engine.pipeline_model_parallel_size
-    counts = engine.layer_counts()
+    layout, counts = engine.layout(world), engine.layer_counts()
     stage_layers = "even" if counts is None else ",".join(map(str, counts))
-    ranks = (
-        f"training: TP{tp} PP{pp} DP{world // (tp * pp)} EP{engine.expert_parallel}, layers per stage {stage_layers}"
+    further = {
+        "VPP": layout.virtual_pipeline_model_parallel_size,
+        "CP": layout.context_parallel_size,
+        "ETP": layout.expert_tensor_parallel_size,
+    }
+    console.print(
+        f"training: TP{layout.tensor_model_parallel_size} PP{layout.pipeline_model_parallel_size} "
+        f"DP{layout.data_parallel_size} EP{engine.expert_parallel}"
+        + "".join(f" {axis}{size}" for axis, size in further.items() if size > 1)
+        + f", layers per stage {stage_layers}"
     )
-    console.print(ranks)
     rollout_dp = world // rollout.tensor_model_parallel_size
     expert = f" EP{world}" if rollout.enable_expert_parallel else ""
     console.print(f"rollout:  TP{rollout.tensor_model_parallel_size} DP{rollout_dp}{expert}")

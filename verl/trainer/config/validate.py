@@ -41,9 +41,10 @@ def config_warnings(config: PPOTrainerConfig) -> list[str]:
     found = models.rollout.warnings("actor_rollout_ref.rollout")
     needs_old = models.actor.needs_old_log_prob(config.data.train_batch_size)
     if models.actor.recompute_old_log_prob.lower() == "false" and needs_old:
+        why = "routing is recorded there" if models.actor.replays_routing else "the run makes several updates per batch"
         found.append(
-            "actor_rollout_ref.actor.recompute_old_log_prob is False, but the run makes several updates per batch, so "
-            "old log-probs are computed all the same"
+            f"actor_rollout_ref.actor.recompute_old_log_prob is False, but {why}, so old log-probs are computed all "
+            "the same"
         )
     if models.rollout.n == 1 and config.algorithm.adv_estimator in ("grpo", "rloo"):
         found.append(

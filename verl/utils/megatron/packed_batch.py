@@ -80,7 +80,9 @@ def pack_micro_batch(
     device = input_ids_BL.device
     chosen = torch.as_tensor(list(rows), dtype=torch.long, device=device)
     mask_bL = attention_mask_BL[chosen].bool()
-    lengths_b = padded_lengths(mask_bL.sum(-1), cp_size)
+    lengths_b = mask_bL.sum(-1).cpu()
+    num_real = int(lengths_b.sum())
+    lengths_b = padded_lengths(lengths_b, cp_size)
     lengths = lengths_b.tolist()
     num_used, step = sum(lengths), math.lcm(2 * cp_size if cp_size > 1 else 1, cp_size * multiple)
     num_dummy = -num_used % step if num_used else step
@@ -90,7 +92,7 @@ def pack_micro_batch(
 
     # The packed index of every real token; a response token is predicted at the one before its own.
     rows_n, cols_n = mask_bL.nonzero(as_tuple=True)
-    starts_b = lengths_b.cumsum(0) - lengths_b
+    starts_b = (lengths_b.cumsum(0) - lengths_b).to(device)
     index_bL = starts_b[:, None] + mask_bL.long().cumsum(-1) - 1
     positions_n = index_bL[rows_n, cols_n]
     num_cols = response_mask_BR.size(1)
@@ -109,6 +111,7 @@ def pack_micro_batch(
     order_T = zigzag_indices(cu_seqlens, cp_size, cp_rank).to(device)
     local_F = torch.full_like(steps_F, -1)
     local_F[order_T] = torch.arange(order_T.numel(), device=device)
+    is_padding_T = is_padding_F[order_T] if num_real < ids_F.numel() else None
     is_here_s, is_here_n = local_F[positions_s] >= 0, local_F[positions_n] >= 0
     return PackedMicroBatch(
         rows_S=chosen[rows_s[is_here_s]],
@@ -120,7 +123,7 @@ def pack_micro_batch(
         input_ids_T=ids_F[order_T],
         position_ids_T=position_ids_F[order_T],
         labels_T=labels_F[order_T],
-        packed_seq_params=PackedSeqParams(cu_seqlens, max(lengths), is_padding_F[order_T]),
+        packed_seq_params=PackedSeqParams(cu_seqlens, max(lengths), is_padding_T),
     )
 
 
