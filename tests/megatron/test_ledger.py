@@ -52,13 +52,9 @@ def _engine(config: TransformerConfig, groups: ProcessGroups, optimizer_config: 
     return ddp, get_megatron_optimizer(optimizer_config, ddp, groups, reference_ops())
 
 
-def _ranks(layout: ParallelLayout) -> set[int]:
-    """One of the first stage and one of the last."""
-    return {0, layout.world_size - 1} if layout.pipeline_model_parallel_size > 1 else {0}
-
-
 def test_every_layout_of_the_table_is_predicted_to_the_byte() -> None:
-    places = [(case, rank) for case in CASES for rank in _ranks(case.layout)]
+    # Of every other layout the first rank, of the rest the last.
+    places = [(case, (index % 2) * (case.layout.world_size - 1)) for index, case in enumerate(CASES)]
     predicted = [predict_ledger(_config(case), case.layout, rank, DDP, PLAIN) for case, rank in places]
     made = net_allocated(*(partial(_engine, _config(case), planned_groups(case.layout, rank)) for case, rank in places))
     for (case, _), want, (engine, measured) in zip(places, predicted, made, strict=True):
