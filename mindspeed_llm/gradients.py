@@ -28,7 +28,7 @@ def hf_gradients(
     see before clipping: a sum or a mean over micro-batches and replicas as the schedule and the config have it.
     Collective; every rank gets everything, so it is for tests and small models. Tensors without a gradient anywhere
     (frozen parameters, the routers' correction bias) are left out; the gradient of a tied head is part of the
-    embedding's.
+    embedding's, and an MTP module's published copies of embedding and head repeat theirs.
     """
     local = local_gradients(module)
     plan = fragments(hf, groups.layout, "core")
