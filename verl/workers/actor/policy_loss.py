@@ -100,10 +100,11 @@ class PolicyLoss:
             clip_high=config.clip_high,
             clip_ratio_c=config.clip_ratio_c,
         )
-        loss = (weights_S * pg_S).sum()
+        weighted_S = weights_S * pg_S
+        loss = weighted_S.sum()
         sums = {
             "tokens": log_probs_S.new_tensor(log_probs_S.numel()),
-            "pg_loss": loss,
+            "pg_loss": weighted_S.detach().double().sum(),
             "entropy": entropy_S.sum(),
             "clipfrac": clipped_S.float().sum(),
             "clipfrac_lower": clipped_lower_S.float().sum(),
