@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.model_chunks import model_chunks
-from megatron.core.ops import reference_ops
+from megatron.core.ops import TrainOps, reference_ops
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_from_layout
@@ -75,11 +75,11 @@ def some_rows(num_rows: int) -> DataProto:
     return DataProto.from_dict(tensors, meta_info={"temperature": 0.9, "rollout_n": 1, "global_step": 1})
 
 
-def update(case: Update) -> Updated | None:
-    """Runs on every rank; the result is on the first rank of the last stage, None elsewhere."""
+def update(case: Update, device: str = "cpu", ops: TrainOps | None = None) -> Updated | None:
+    """Runs on every rank; the result is on the first one, on the CPU, None elsewhere."""
     groups = initialize_from_layout(case.layout)
     try:
-        return _update(case, groups)
+        return _update(case, groups, device, ops)
     finally:
         destroy_model_parallel()
 
@@ -89,15 +89,19 @@ def updates(cases: dict[str, Update]) -> dict[str, Updated | None]:
     return {name: update(case) for name, case in cases.items()}
 
 
-def make_actor(case: Update, groups: ProcessGroups) -> tuple[HFModelConfig, DistributedDataParallel, MegatronPPOActor]:
+def make_actor(
+    case: Update, groups: ProcessGroups, device: str = "cpu", ops: TrainOps | None = None
+) -> tuple[HFModelConfig, DistributedDataParallel, MegatronPPOActor]:
     """The model with random weights, the same in every layout, and an optimizer that leaves them where they are."""
     given = tiny_hf_config(num_hidden_layers=4, num_nextn_predict_layers=1, initializer_range=0.1)
     hf = parse_hf_config(given, source="tests").with_mtp(case.num_mtp)
     fields = {"calculate_per_token_loss": True, "params_dtype": torch.float32} | case.model
-    model = build_model(hf, groups, reference_ops(), **fields)
+    ops = ops or reference_ops()
+    model = build_model(hf, groups, ops, **fields)
     model.init_weights(7)
+    model = model.to(device)
     ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(bucket_size=10_000), model, groups)
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0, clip_grad=0.0), ddp, groups, reference_ops())
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0, clip_grad=0.0), ddp, groups, ops)
     config = ActorConfig(
         **(
             {
@@ -113,13 +117,13 @@ def make_actor(case: Update, groups: ProcessGroups) -> tuple[HFModelConfig, Dist
     return hf, ddp, MegatronPPOActor(config, model.config, groups, ddp, optimizer)
 
 
-def _update(case: Update, groups: ProcessGroups) -> Updated | None:
-    hf, ddp, actor = make_actor(case, groups)
+def _update(case: Update, groups: ProcessGroups, device: str, ops: TrainOps | None) -> Updated | None:
+    hf, ddp, actor = make_actor(case, groups, device, ops)
     config = actor.config
     data, num_ranks = some_rows(case.num_rows), groups.dp.size()
     order = torch.tensor(dealt_order(data.batch["attention_mask"].sum(-1).tolist(), num_ranks, case.num_rows))
     data.reorder(order)
-    mine = data.chunk(num_ranks)[groups.coords.dp]
+    mine = data.chunk(num_ranks)[groups.coords.dp].to(device)
     log_probs = actor.compute_log_prob(
         mine,
         micro_batch_size=config.ppo_micro_batch_size_per_gpu,
@@ -127,7 +131,8 @@ def _update(case: Update, groups: ProcessGroups) -> Updated | None:
     )
     _move_gates(ddp.module, case.gate_noise)
     metrics = actor.update_policy(mine)
-    gradients = hf_gradients(ddp, hf, groups)
+    gradients = {name: gradient.cpu() for name, gradient in hf_gradients(ddp, hf, groups).items()}
+    log_probs = None if log_probs is None else log_probs.cpu()
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (groups.coords, log_probs, metrics, _biases(ddp.module)))
     if dist.get_rank() != 0:
@@ -155,8 +160,8 @@ def _routers(model: torch.nn.Module) -> list[Any]:
 def _move_gates(model: torch.nn.Module, noise: float) -> None:
     for router in _routers(model):
         generator = torch.Generator().manual_seed(router.global_layer)
-        router.weight += noise * torch.randn(router.weight.shape, generator=generator)
+        router.weight += noise * torch.randn(router.weight.shape, generator=generator).to(router.weight)
 
 
 def _biases(model: torch.nn.Module) -> dict[int, torch.Tensor]:
-    return {router.global_layer: router.expert_bias.clone() for router in _routers(model)}
+    return {router.global_layer: router.expert_bias.cpu().clone() for router in _routers(model)}
