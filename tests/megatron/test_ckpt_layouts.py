@@ -31,26 +31,26 @@ def _job(sizes: Sizes, seed: int = 7) -> TrainingJob:
 
 
 def _save(root: str, layouts: dict[str, Sizes]) -> None:
-    """Per layout: a step, a checkpoint, two more steps, and where they end."""
+    """Per layout: a step, a checkpoint, one more step, and where it ends."""
     for name, sizes in layouts.items():
         job = _job(sizes)
         seed_all(job.groups.rank)
         job.train(1)
-        CheckpointSaver(job.groups, max_chunk_bytes=2000).save(Path(root) / name, *job.state, {"steps": 1})
-        job.train(2)
+        CheckpointSaver(job.groups, max_chunk_bytes=8_000).save(Path(root) / name, *job.state, {"steps": 1})
+        job.train(1)
         save_checkpoint(Path(root) / f"{name}.end", *job.state, {}, job.groups)
         destroy_model_parallel()
 
 
 def _resume(root: str, pairs: list[tuple[str, str, Sizes]]) -> list[list[float]]:
-    """Per (checkpoint, name of this run, layout): load, two steps, and where they end; the next random numbers."""
+    """Per (checkpoint, name of this run, layout): load, a step, and where it ends; the next random numbers."""
     numbers = []
     for source, name, sizes in pairs:
         job = _job(sizes, seed=8)
         seed_all(99)
         assert load_checkpoint(Path(root) / source, *job.state, job.groups, verify_digests=True) == {"steps": 1}
         numbers.append(torch.rand(2).tolist())
-        job.train(2)
+        job.train(1)
         save_checkpoint(Path(root) / name, *job.state, {}, job.groups)
         destroy_model_parallel()
     return numbers
