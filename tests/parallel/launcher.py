@@ -39,9 +39,13 @@ def run_ranks(
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    # The server keeps the environment in which it was started; what has been set since goes with each rank.
+    environment = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="ranks-") as tmp:
         ranks = [
-            context.Process(target=_run_rank, args=(fn, rank, world_size, tmp, timeout_s, device, args), daemon=True)
+            context.Process(
+                target=_run_rank, args=(fn, rank, world_size, tmp, timeout_s, device, environment, args), daemon=True
+            )
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -79,8 +83,10 @@ def _run_rank(
     tmp: str,
     timeout_s: float,
     device: str,
+    environment: dict[str, str],
     args: tuple[Any, ...],
 ) -> None:
+    os.environ.update(environment)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
