@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -26,6 +28,7 @@ Entries = list[LedgerEntry]
 
 
 def _held_bytes() -> int:
+    gc.collect()  # what other tests have left in reference cycles must not go in between
     torch.npu.synchronize()
     return int(torch.npu.memory_allocated(DEVICE))
 
