@@ -24,8 +24,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.megatron.model_helpers import make_model, one_process_world, packed_batch, tiny_config
-from tests.megatron.test_model_layouts import _local_part, _partition_dim, _reduced_grads
+from tests.megatron.test_model_layouts import _reduced_grads
 from tests.parallel.launcher import run_ranks
+from tests.parallel.layout_table import local_part
 
 ATTENTION_LENGTHS = [16, 8, 40, 24]
 MODEL_LENGTHS = [[16, 8, 24], [8, 40]]
@@ -146,7 +147,7 @@ def _assert_models_equal_one_process(
             assert abs(rank_loss - loss) < 1e-5 * abs(loss), (case, rank_loss, loss)
             assert rank_grads.keys() == grads.keys()
             for name, grad in rank_grads.items():
-                expected = _local_part(name, grads[name], _partition_dim(name), layout, at)
+                expected = local_part(name, grads[name], layout, at)
                 difference = (grad - expected).abs().max() / grads[name].abs().max()
                 assert difference < 1e-5, (case, at, name, difference.item())
 

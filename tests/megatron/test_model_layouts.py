@@ -14,6 +14,7 @@ from megatron.core.parallel_layout import ParallelLayout, RankCoords
 from megatron.core.parallel_state import ProcessGroups
 from tests.megatron.model_helpers import PackedBatch, make_model, one_process_world, packed_batch, tiny_config
 from tests.parallel.launcher import run_ranks
+from tests.parallel.layout_table import local_part
 
 _LENGTHS = [[9, 17, 6], [5, 1, 20, 2]]  # two micro-batches with an even number of tokens
 _VOCAB = 128
@@ -77,22 +78,6 @@ def _run(layouts: list[dict[str, Any]]) -> list[tuple[RankCoords, float, dict[st
     return results
 
 
-def _local_part(name: str, full: torch.Tensor, parameter_dim: int, layout: ParallelLayout, at: RankCoords) -> Any:
-    """What a rank should hold of the whole gradient ``full``."""
-    if ".experts." in name:
-        return full.chunk(layout.expert_model_parallel_size)[at.ep]
-    if parameter_dim < 0 or layout.tensor_model_parallel_size == 1:
-        return full
-    if "linear_fc1" in name:
-        return torch.cat([half.chunk(layout.tensor_model_parallel_size)[at.tp] for half in full.chunk(2)])
-    return full.chunk(layout.tensor_model_parallel_size, dim=parameter_dim)[at.tp]
-
-
-def _partition_dim(name: str) -> int:
-    split = {"word_embeddings": 0, "output_layer": 0, "_up_proj": 0, "linear_fc1": 0, "linear_proj": 1, "linear_fc2": 1}
-    return next((dim for part, dim in split.items() if part in name), -1)
-
-
 def _global_name(name: str, first_layer: int) -> str:
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
@@ -114,7 +99,7 @@ def _assert_equal_to_one_process(world_size: int, layouts: list[dict[str, Any]])
             for name, grad in rank_grads.items():
                 global_name = _global_name(name, first_layer)
                 seen.add(global_name)
-                expected = _local_part(name, grads[global_name], _partition_dim(name), layout, at)
+                expected = local_part(name, grads[global_name], layout, at)
                 difference = (grad - expected).abs().max() / grads[global_name].abs().max()
                 assert difference < 1e-5, (sizes, at, name, difference.item())
         assert seen == set(grads)

@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from tests.parallel.launcher import run_ranks
+from tests.parallel.layout_table import MicroBatch, local_part
 from verl.workers.config.engine import McoreEngineConfig
 
 CONFIG = MLATransformerConfig(
@@ -65,17 +66,6 @@ class Layout:
     is_mean: bool = False
     recompute_num_layers: int | None = None
     overlap: bool | None = None
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Packed tokens [T] with a weight [T] for each one's loss."""
-
-    input_ids_T: torch.Tensor
-    position_ids_T: torch.Tensor
-    labels_T: torch.Tensor
-    weight_T: torch.Tensor
-    packed: PackedSeqParams
 
 
 def _micro_batches(step: int) -> list[MicroBatch]:
@@ -194,16 +184,7 @@ def _part_of(whole: dict[str, torch.Tensor], name: str, groups: ProcessGroups) -
     """What this rank holds, under its local ``name``, of the whole model's tensors."""
     first = groups.layout.stage_layers(groups.coords.pp, CONFIG.num_layers)[0]
     full = whole[re.sub(r"layers\.(\d+)", lambda match: f"layers.{int(match[1]) + first}", name)]
-    if ".experts.weight" in name:
-        return full.chunk(groups.layout.expert_model_parallel_size)[groups.coords.ep]
-    tp_size, tp = groups.layout.tensor_model_parallel_size, groups.coords.tp
-    if "linear_fc1" in name:  # gate and up are cut apart
-        return torch.cat([half.chunk(tp_size)[tp] for half in full.chunk(2)])
-    if re.search(r"word_embeddings|output_layer|_up_proj", name):
-        return full.chunk(tp_size)[tp]
-    if re.search(r"linear_proj|linear_fc2", name):
-        return full.chunk(tp_size, dim=1)[tp]
-    return full
+    return local_part(name, full, groups.layout, groups.coords)
 
 
 def test_tp_ranks_that_join_the_experts_are_a_layout() -> None:

@@ -15,9 +15,10 @@ TINY = "--hidden-size 64 --num-layers 2 --num-experts 8 --vocab-size 64 --tokens
 
 def test_training_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
-    options = f"{TINY} --threads 1 --steps 1 --engines megatron,transformers-bf16 --json {file}"
+    options = f"{TINY} --threads 1 --steps 1 --engines megatron,transformers-bf16 --mixed all --json {file}"
     assert train.main(options.split()) == 0
-    rows = json.loads(file.read_text())["rows"]
+    [report] = json.loads(file.read_text())
+    rows = report["rows"]
     kinds = [(row["engine"].split(",")[0], row["batch"], row["is_packed"]) for row in rows]
     assert kinds == [
         ("megatron", "equal", True),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.parallel_layout import ParallelLayout
-from megatron.core.parallel_state import destroy_model_parallel, group_ranks, initialize_from_layout
+from megatron.core.parallel_state import GROUP_AXES, destroy_model_parallel, group_ranks, initialize_from_layout
 from verl.utils.seqlen_balancing import dealt_order, partitions_within
 
 NUM_LAYERS, ROWS_PER_REPLICA, MAX_TOKENS = 61, 1024, 8192
@@ -25,7 +25,6 @@ LAYOUTS = {
     ),  # r1_zero on 16 Atlas A3 nodes
     16384: ParallelLayout(16384, 8, 16, 4, expert_model_parallel_size=64, num_layer_list=(3, *[4] * 14, 2)),
 }
-_GROUPS = ("tp", "cp", "dp", "dp_cp", "pp", "mp", "tp_cp", "tp_dp_cp", "ep", "etp", "etp_ep", "edp")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +51,7 @@ def _parts(layout: ParallelLayout) -> dict[str, Callable[[], object]]:
     lengths = [min(4096, 200 + round(rng.lognormvariate(6.0, 0.9))) for _ in range(num_replicas * ROWS_PER_REPLICA)]
     return {
         "coordinates and layers of every rank": lambda: _maps(layout),
-        "members of every group": lambda: [group_ranks(layout, name) for name in _GROUPS],
+        "members of every group": lambda: [group_ranks(layout, name) for name in GROUP_AXES],
         "process groups of one rank (fake backend)": lambda: _make_groups(layout),
         f"{len(lengths)} rows dealt to {num_replicas} replicas": lambda: dealt_order(
             lengths, num_replicas, len(lengths) // 4

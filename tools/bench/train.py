@@ -1,7 +1,8 @@
 """``python -m tools.bench.train``: tokens per second, peak memory and use of the matmul peak, beside transformers.
 
-Every engine lives in a process of its own with the same number of threads; their steps are taken in turns on the same
-sequences, so that whatever else the machine does meets all of them. Figures are medians; ratios are of medians.
+Every engine lives in a process of its own with the same number of threads and the same allocator; the engines of a
+group are alive together and take their steps in turns on the same sequences, so that whatever else the machine does
+meets all of them. Figures are medians; ratios are of medians within a group. At the default size a group needs 20 GiB.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import platform
 import statistics
 import sys
@@ -21,13 +23,18 @@ from typing import Any
 
 from tools.bench.train_model import Batch, equal_batch, hf_config_dict, matmul_flops, mixed_batch, parsed
 
-ENGINES = ("megatron", "megatron-lean", "transformers-bf16", "transformers-autocast")
+# bf16 weights and moments; fp32 weights and moments, products in bf16; products in fp32, as this CPU likes it most.
+GROUPS = ("megatron-lean,transformers-bf16", "megatron,transformers-autocast", "megatron,transformers-fp32")
+ENGINES = tuple(sorted({name for group in GROUPS for name in group.split(",")}))
 STEP_TIMEOUT_S = 1800
 
 
 @dataclass
 class Measured:
-    """Steps of one engine on one kind of batch: seconds and CPU seconds each, losses, peak resident bytes."""
+    """Steps of one engine on one kind of batch: seconds and CPU seconds each, losses, peak resident bytes.
+
+    ``matmul_peaks``: floating-point operations per second of large matmuls by dtype, right before each step.
+    """
 
     engine: str
     batch: str
@@ -35,6 +42,7 @@ class Measured:
     cpu_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     peak_bytes: int = 0
+    matmul_peaks: list[dict[str, float]] = field(default_factory=list)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,28 +53,52 @@ def main(argv: Sequence[str] | None = None) -> int:
         "equal": [equal_batch(options.tokens, options.length, options.vocab_size, i) for i in range(options.steps + 1)],
         "mixed": [mixed_batch(options.tokens, options.length, options.vocab_size, i) for i in range(options.steps + 1)],
     }
-    engines = [name for name in options.engines.split(",") if name]
-    unknown = [name for name in engines if name not in ENGINES]
+    unknown = sorted({name for group in options.engines for name in group.split(",")} - set(ENGINES))
     if unknown:
         print(f"tools.bench.train: --engines has {', '.join(unknown)}; known: {', '.join(ENGINES)}", file=sys.stderr)
         return 2
+    allocator = _preload_jemalloc()
+    reports = []
+    for group in options.engines:
+        measured = _measured(group.split(","), raw, batches, options)
+        reports.append(_report(raw, options, batches, measured) | {"allocator": allocator})
+        print(_table(reports[-1]), flush=True)
+    if options.json:
+        Path(options.json).write_text(json.dumps(reports, indent=1) + "\n")
+    return 0
+
+
+def _measured(
+    engines: list[str], raw: dict[str, Any], batches: dict[str, list[Batch]], options: argparse.Namespace
+) -> list[tuple[bool, Measured]]:
+    """The steps of one group of engines."""
     # What is measured: (engine, kind of batch, whether packed).
     ours = [name for name in engines if name.startswith("megatron")]
     cases = [(engine, "equal", engine in ours) for engine in engines]
-    cases += [(engine, "mixed", False) for engine in engines]
-    cases += [(engine, "mixed", True) for engine in ours]
-    workers = {name: _Worker(name, raw, options) for name in engines}
+    mixed = {"none": [], "megatron": ours, "all": engines}[options.mixed]
+    cases += [(engine, "mixed", False) for engine in mixed]
+    cases += [(engine, "mixed", True) for engine in ours if engine in mixed]
+    workers: dict[str, _Worker] = {}
     try:
-        measured = _in_turns(workers, cases, batches, options.steps)
-        peaks = next(iter(workers.values())).ask("peak")
+        for name in engines:
+            workers[name] = _Worker(name, raw, options)
+        return _in_turns(workers, cases, batches, options.steps)
     finally:
         for worker in workers.values():
             worker.end()
-    report = _report(raw, options, batches, measured, peaks)
-    print(_table(report))
-    if options.json:
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
-    return 0
+
+
+def _preload_jemalloc() -> str:
+    """Makes processes started from now on use jemalloc with huge pages, where it is installed; returns the allocator.
+
+    A step allocates and frees gigabytes; without it, a fifth of the time of every engine goes to page faults.
+    """
+    library = Path(f"/usr/lib/{platform.machine()}-linux-gnu/libjemalloc.so.2")
+    if not library.is_file():
+        return "the system's"
+    os.environ["LD_PRELOAD"] = ":".join(filter(None, [str(library), os.environ.get("LD_PRELOAD", "")]))
+    os.environ["MALLOC_CONF"] = "thp:always,dirty_decay_ms:-1"
+    return "jemalloc"
 
 
 def _options() -> argparse.ArgumentParser:
@@ -81,7 +113,10 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--num-experts", type=int, default=32)
     parser.add_argument("--vocab-size", type=int, default=32768)
     parser.add_argument("--train-ops", default="megatron.core.ops.cpu:cpu_ops", help="our table of ops")
-    parser.add_argument("--engines", default=",".join(ENGINES), help=f"comma-separated, of {', '.join(ENGINES)}")
+    mixed = "who also steps on mixed lengths, packed (only megatron) and padded (default: megatron)"
+    parser.add_argument("--mixed", choices=("none", "megatron", "all"), default="megatron", help=mixed)
+    groups = f"groups of engines, each comma-separated, of {', '.join(ENGINES)} (default: {' '.join(GROUPS)})"
+    parser.add_argument("--engines", nargs="+", default=list(GROUPS), metavar="GROUP", help=groups)
     parser.add_argument("--json", help="also write everything measured to this file")
     return parser
 
@@ -154,7 +189,7 @@ def _matmul_peaks() -> dict[str, float]:
     for dtype in (torch.bfloat16, torch.float32):
         left, right = (torch.randn(2048, 2048, dtype=dtype) for _ in range(2))
         best = float("inf")
-        for _ in range(10):
+        for _ in range(4):
             start = time.perf_counter()
             left @ right
             best = min(best, time.perf_counter() - start)
@@ -168,12 +203,14 @@ def _in_turns(
     measured = [(is_packed, Measured(workers[engine].name, kind)) for engine, kind, is_packed in cases]
     for step in range(steps + 1):
         for (engine, kind, is_packed), (_, found) in zip(cases, measured, strict=True):
+            matmul_peaks = workers[engine].ask("peak")
             seconds, cpu_seconds, loss, peak_bytes = workers[engine].ask("step", batches[kind][step], is_packed)
             print(f"step {step}: {found.engine}, {kind}{' packed' * is_packed}: {seconds:.2f} s", file=sys.stderr)
             if step:  # the first one warms up
                 found.seconds.append(seconds)
                 found.cpu_seconds.append(cpu_seconds)
                 found.losses.append(loss)
+                found.matmul_peaks.append(matmul_peaks)
                 found.peak_bytes = max(found.peak_bytes, peak_bytes)
     return measured
 
@@ -183,7 +220,6 @@ def _report(
     options: argparse.Namespace,
     batches: dict[str, list[Batch]],
     measured: list[tuple[bool, Measured]],
-    peaks: dict[str, float],
 ) -> dict[str, Any]:
     import torch
 
@@ -193,17 +229,25 @@ def _report(
         timed = batches[found.batch][1:]
         rates = [batch.num_tokens / s for batch, s in zip(timed, found.seconds, strict=True)]
         flops = [matmul_flops(hf, list(map(len, batch.sequences))) for batch in timed]
-        use = statistics.median(f / s for f, s in zip(flops, found.seconds, strict=True)) / max(peaks.values())
-        row = asdict(found) | {"is_packed": is_packed, "tokens_per_s": statistics.median(rates), "matmul_use": use}
+        of_peak = [f / s / max(p.values()) for f, s, p in zip(flops, found.seconds, found.matmul_peaks, strict=True)]
+        row = asdict(found) | {
+            "is_packed": is_packed,
+            "tokens_per_s": statistics.median(rates),
+            "matmul_use": statistics.median(of_peak),
+        }
         rows.append(row | {"tokens_per_cpu_s": sum(b.num_tokens for b in timed) / sum(found.cpu_seconds)})
+    every = [peaks for _, found in measured for peaks in found.matmul_peaks]
+    peaks = {dtype: statistics.median(peak[dtype] for peak in every) for dtype in every[0]}
     machine = {"cpu": platform.processor() or platform.machine(), "threads": options.threads, "peaks": peaks}
     return {"machine": machine, "torch": torch.__version__, "options": vars(options), "model": raw, "rows": rows}
 
 
 def _table(report: dict[str, Any]) -> str:
     peaks = ", ".join(f"{dtype} {peak / 1e9:.0f} GFLOP/s" for dtype, peak in report["machine"]["peaks"].items())
+    threads = report["machine"]["threads"]
     lines = [
-        f"{report['machine']['threads']} threads; matmul peak: {peaks}; use is of the higher one, padding not counted"
+        f"{threads} threads; allocator {report['allocator']}; matmul peak: {peaks}",
+        "use: of the higher peak, as it was right before the step; padding is not counted as work",
     ]
     lines.append(f"{'engine':60} {'batch':13} {'tok/s':>8} {'tok/cpu-s':>9} {'use':>6} {'peak GiB':>8} {'loss':>8}")
     for row in report["rows"]:

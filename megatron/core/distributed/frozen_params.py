@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.offload import OffloadableTensor
-from megatron.core.distributed.param_and_grad_buffer import assign_ranges
+from megatron.core.distributed.param_and_grad_buffer import assign_ranges, move_into
 
 
 class FrozenParams:
@@ -19,11 +19,7 @@ class FrozenParams:
         self.param_ranges, numel = assign_ranges(params)
         first = params[0][1]
         self.params = OffloadableTensor(torch.zeros(numel, dtype=first.dtype, device=first.device))
-        for param_name, param in params:
-            start, end = self.param_ranges[param_name]
-            view = self.params.tensor[start:end].view(param.shape)
-            view.copy_(param.data)
-            param.data = view
+        move_into(self.params.tensor, params, self.param_ranges)
 
 
 def frozen_params(params: Sequence[tuple[str, nn.Parameter]]) -> list[FrozenParams]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -74,11 +74,9 @@ class ParamAndGradBuffer:
         first = ordered[0][1]
         self.params = OffloadableTensor(torch.zeros(self.numel, dtype=first.dtype, device=first.device))
         self.grads = OffloadableTensor(torch.zeros(self.numel, dtype=grad_dtype, device=first.device))
+        move_into(self.params.tensor, ordered, self.param_ranges)
         for param_name, param in ordered:
             start, end = self.param_ranges[param_name]
-            view = self.params.tensor[start:end].view(param.shape)
-            view.copy_(param.data)
-            param.data = view
             param.main_grad = self.grads.tensor[start:end].view(param.shape)  # type: ignore[attr-defined]
         self._grad_work: dist.Work | None = None
         self._param_work: dist.Work | None = None
@@ -158,6 +156,15 @@ def assign_ranges(params: Sequence[tuple[str, nn.Parameter]]) -> tuple[dict[str,
         end = start + param.numel()
         ranges[name] = (start, end)
     return ranges, end
+
+
+def move_into(flat: torch.Tensor, params: Sequence[tuple[str, nn.Parameter]], ranges: Mapping[str, Range]) -> None:
+    """Make every parameter, with its values, a view of its range of ``flat``."""
+    for name, param in params:
+        start, end = ranges[name]
+        view = flat[start:end].view(param.shape)
+        view.copy_(param.data)
+        param.data = view
 
 
 def _span(ranges: Sequence[Range]) -> Range:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
-from typing import Any
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from megatron.core.ops.contract import TrainOps
+from megatron.core.ops.fused_adamw import adamw_step
 from megatron.core.ops.reference import reference_ops
 from megatron.core.ops.reference_moe import GroupedMatmulFunction
 
 # What torch calls the instructions that multiply bfloat16; without one of them it multiplies several times slower than
 # in float32, so there the products are made from float32 copies and rounded once.
 _BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+# Widened rows and their products are made in parts of about so many elements (64 MiB), of no fewer rows than these:
+# logits of a large vocabulary would take more memory than all the layers.
+_WIDE_ELEMENTS, _MIN_WIDE_ROWS = 1 << 24, 256
 _NATIVE = ("matmul", "grouped_matmul", "core_attention", "adamw_step")
 
 
@@ -43,7 +47,9 @@ def multiplies_bfloat16() -> bool:
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """See ``contract.Matmul``."""
-    return torch.mm(a.float(), b.float()).to(a.dtype) if _is_widened(a) else torch.mm(a, b)
+    out = a.new_empty(a.shape[0], b.shape[1])
+    _mm_into(a, b, out)
+    return out
 
 
 def grouped_matmul(x: torch.Tensor, w: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
@@ -63,105 +69,105 @@ def core_attention(
 ) -> torch.Tensor:
     """See ``contract.CoreAttention``.
 
-    Sequences of one length go together, so that no time is spent on padding. Backward attends again: nothing is kept
-    but the inputs, in their dtype.
+    Only neighbours of one length go together, so that nothing is padded or gathered. Kept for backward: the inputs and
+    the output in their dtype, and the logarithm of each row's sum.
     """
     out: torch.Tensor = _Attention.apply(q, k, v, cu_seqlens.tolist(), scale, causal)
     return out
 
 
 class _Attention(torch.autograd.Function):
+    """torch's fused kernel for CPUs, on views of the packed tokens; it wants values and keys of one head size."""
+
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], scale: float, causal: bool
     ) -> torch.Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.arguments = bounds, scale, causal
+        runs = _runs(bounds)
         out = q.new_empty(*q.shape[:2], v.shape[-1])
-        for rows_BL in _by_length(bounds):
-            out[rows_BL.flatten()] = _attend(q, k, v, rows_BL, scale, causal).to(out.dtype)
+        wide = _wide(q, k, v)
+        sums = []
+        for run in runs:
+            attended, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *(run.rectangle(x) for x in wide), 0.0, causal, scale=scale
+            )
+            run.rectangle(out).copy_(attended[..., : v.shape[-1]])
+            sums.append(log_sum)
+        ctx.save_for_backward(q, k, v, out, *sums)
+        ctx.arguments = runs, scale, causal
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        bounds, scale, causal = ctx.arguments
-        inputs = [tensor.detach() for tensor in ctx.saved_tensors]
-        grads = [torch.zeros_like(tensor) for tensor in inputs]
-        for rows_BL in _by_length(bounds):
-            rows = rows_BL.flatten()
-            q, k, v = parts = [tensor[rows].requires_grad_() for tensor in inputs]
-            with torch.enable_grad():
-                out = _attend(q, k, v, torch.arange(len(rows)).view_as(rows_BL), scale, causal)
-            for whole, part in zip(grads, torch.autograd.grad(out, parts, grad[rows].to(out.dtype)), strict=True):
-                whole[rows] = part
+        runs, scale, causal = ctx.arguments
+        q, k, v, out, *sums = ctx.saved_tensors
+        wide = _wide(q, k, v)
+        wide_grad, wide_out = (_padded(x, wide[0].shape[-1]) for x in (grad, out))
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        for run, log_sum in zip(runs, sums, strict=True):
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                run.rectangle(wide_grad),
+                *(run.rectangle(x) for x in wide),
+                run.rectangle(wide_out),
+                log_sum,
+                0.0,
+                causal,
+                scale=scale,
+            )
+            for whole, part in zip(grads, parts, strict=True):
+                target = run.rectangle(whole)
+                heads = target.shape[1]  # query heads of one key head: their gradients are one sum
+                part = part[..., : target.shape[-1]]
+                target.copy_(part if part.shape[1] == heads else part.unflatten(1, (heads, -1)).sum(2))
         return *grads, None, None, None
 
 
-def _by_length(bounds: list[int]) -> list[torch.Tensor]:
-    """Rows of all sequences of one length, int64 [B, L], for every length."""
-    starts: dict[int, list[int]] = {}
-    for start, stop in pairwise(bounds):
-        starts.setdefault(stop - start, []).append(start)
-    return [torch.tensor(firsts).unsqueeze(1) + torch.arange(length) for length, firsts in starts.items() if length > 0]
+class _Run(NamedTuple):
+    """``num_sequences`` sequences of ``length`` tokens, one after the other from token ``start`` on."""
+
+    start: int
+    num_sequences: int
+    length: int
+
+    def rectangle(self, x: torch.Tensor) -> torch.Tensor:
+        """The view [num_sequences, N, length, D] of these sequences in x [T, N, D]."""
+        rows = x[self.start : self.start + self.num_sequences * self.length]
+        return rows.unflatten(0, (self.num_sequences, self.length)).transpose(1, 2)
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows_BL: torch.Tensor, scale: float, causal: bool
-) -> torch.Tensor:
-    """[B * L, N, Dv] of the sequences at ``rows_BL``; v is padded to q's head size, as torch's fused kernel wants."""
+def _runs(bounds: list[int]) -> list[_Run]:
+    runs = []
+    start = 0
+    for length, neighbours in groupby(stop - start for start, stop in pairwise(bounds)):
+        count = len(list(neighbours))
+        if length > 0:
+            runs.append(_Run(start, count, length))
+        start += count * length
+    return runs
 
-    def rectangle(x: torch.Tensor) -> torch.Tensor:
-        x_BLND = x[rows_BL]
-        return (x_BLND.float() if _is_widened(x) else x_BLND).transpose(1, 2)
 
-    value_size = v.shape[-1]
-    if value_size < q.shape[-1]:
-        v = F.pad(v, (0, q.shape[-1] - value_size))
-    out_BNLD = F.scaled_dot_product_attention(
-        rectangle(q), rectangle(k), rectangle(v), is_causal=causal, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
-    )
-    return out_BNLD.transpose(1, 2).flatten(0, 1)[..., :value_size]
+def _wide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As the kernel takes them: a key and value head for each query head, all of one head size."""
+    repeats, size = q.shape[1] // k.shape[1], max(q.shape[-1], v.shape[-1])
+    k, v = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    return _padded(q, size), _padded(k, size), _padded(v, size)
+
+
+def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
+    """x in the dtype of the products, with zeros up to a last dimension of ``size``."""
+    x = x.float() if _is_widened(x) else x
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
 def _mm_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    if _is_widened(a):
-        out.copy_(torch.mm(a.float(), b.float()))
-    else:
+    if not _is_widened(a):
         torch.mm(a, b, out=out)
+        return
+    wide_b = b.float()
+    rows = max(_MIN_WIDE_ROWS, _WIDE_ELEMENTS // sum(b.shape))
+    for a_part, out_part in zip(a.split(rows), out.split(rows), strict=True):
+        out_part.copy_(torch.mm(a_part.float(), wide_b))
 
 
 def _is_widened(x: torch.Tensor) -> bool:
     return x.dtype in (torch.bfloat16, torch.float16) and not multiplies_bfloat16()
-
-
-def adamw_step(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """See ``contract.AdamwStep``: torch's fused kernel, which reads and writes each value once, on all its threads.
-
-    Without temporaries; moments equal the reference's bits, weights to 1e-6 relative. CPU Adam updates with it too.
-    """
-    torch._fused_adamw_(
-        [param],
-        [grad],
-        [exp_avg],
-        [exp_avg_sq],
-        [],
-        [torch.tensor(float(step))],
-        lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )

@@ -1,7 +1,7 @@
-"""AdamW as one kernel, through torch's own fused entry point, which torch_npu serves with aclnnApplyAdamWV2.
+"""AdamW through torch's fused entry point, which each device serves with a kernel of its own.
 
-Why neither torch_npu's older npu_apply_adam_w (it wants the powers of the betas) nor apex: see mindspeed/README.md.
-Limits: float32, contiguous. Tolerance: 1e-6 relative.
+On Ascend torch_npu serves it with aclnnApplyAdamWV2; why neither the older npu_apply_adam_w (it wants the powers
+of the betas) nor apex: see mindspeed/README.md. Limits there: float32, contiguous. Tolerance: 1e-6 relative.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def adamw_step(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """See ``megatron.core.ops.contract.AdamwStep``."""
+    """See ``contract.AdamwStep``: each value is read and written once, without temporaries."""
     torch._fused_adamw_(
         [param],
         [grad],
