@@ -63,6 +63,27 @@ def new_kv_cache(new: Maker, size: Sizes) -> Call:
     return Call(run, [torch.empty(0, dtype=new.dtype)])
 
 
+def linear(new: Maker, size: Sizes) -> Call:
+    """A slice of columns, and both memory orders of the weight."""
+
+    def run(ops: RolloutOps, x: Tensor, weight_OI: Tensor, weight_IO: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.linear(x[:, : size.hidden], weight_OI), ops.linear(x[:, : size.hidden], weight_IO.t())
+
+    weights = [new.floats(size.width, size.hidden), new.floats(size.hidden, size.width)]
+    return Call(run, [new.floats(size.tokens, size.hidden + 3), *weights])
+
+
+def head_linear(new: Maker, size: Sizes) -> Call:
+    """Into the latent space and out of it, as absorbed attention does."""
+
+    def run(ops: RolloutOps, q: Tensor, kv_b: Tensor) -> tuple[Tensor, Tensor]:
+        q_latent = ops.head_linear(q[..., : size.nope], kv_b[:, : size.nope])
+        return q_latent, ops.head_linear(q_latent, kv_b[:, size.nope :].transpose(1, 2))
+
+    kv_b = new.floats(size.heads, size.nope + size.value, size.latent) / size.latent**0.5
+    return Call(run, [new.floats(size.tokens, size.heads, size.nope + size.rope), kv_b])
+
+
 def rms_norm(new: Maker, size: Sizes) -> Call:
     """A slice of columns."""
 
@@ -188,6 +209,8 @@ def _entry(*cases: Any, npu_ops: tuple[str, ...] = (), **options: Any) -> Entry:
 
 CASES: dict[str, Entry] = {
     "new_kv_cache": _entry(new_kv_cache),
+    "linear": _entry(linear, tolerance={FP32: 1e-5, BF16: 1e-2}),
+    "head_linear": _entry(head_linear, tolerance={FP32: 1e-5, BF16: 1e-2}),
     "rms_norm": _entry(rms_norm, npu_ops=("npu_rms_norm",)),
     "rotary_interleaved": _entry(rotary, npu_ops=("npu_interleave_rope", "npu_rotary_mul")),
     "mla_prefill": _entry(

@@ -90,6 +90,12 @@ class RolloutOps:
         One layer's cache, finite everywhere (masked positions are multiplied by zero, so garbage must not be NaN).
         layout: "nd", or another that the platform names in supported_kv_layouts; the other ops see it by the shapes.
         Reference: one tensor [num_blocks, block_size, L+R], latent then rope channels.
+    linear(x_TI, weight_OI) -> [T, O]
+        x weight^T. x may be a slice of columns; the weight's memory is [O, I] or [I, O], both of one dtype. T may be 0.
+        1e-5 (fp32), 1e-2 (bf16).
+    head_linear(x_TNI, weight_NIO) -> [T, N, O]
+        out[t, n] = x[t, n] weight[n], a matrix of its own for each head. x may be a slice of channels; the memory of
+        each weight[n] is [I, O] or [O, I]. Tolerance of linear.
     rms_norm(x_TH, weight_H, eps) -> [T, H]
         x / sqrt(mean(x^2) + eps) * weight, the mean in fp32. x may be a strided slice of columns. 1e-6 (fp32), 1e-2
         (bf16).
@@ -137,6 +143,8 @@ class RolloutOps:
     """
 
     new_kv_cache: Callable[[int, int, int, int, torch.dtype, torch.device, str], KVCache]
+    linear: Callable[[Tensor, Tensor], Tensor]
+    head_linear: Callable[[Tensor, Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rotary_interleaved: Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -29,6 +29,10 @@ def new_kv_cache(
     return (torch.zeros(num_blocks, block_size, latent + rope, dtype=dtype, device=device),)
 
 
+def head_linear(x_TNI: Tensor, weight_NIO: Tensor) -> Tensor:
+    return torch.bmm(x_TNI.transpose(0, 1), weight_NIO).transpose(0, 1)
+
+
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     if x_TH.dtype == torch.float32:
         return F.rms_norm(x_TH, weight_H.shape, weight_H, eps)
@@ -78,6 +82,8 @@ def rollout_ops() -> RolloutOps:
     entries = {field.name for field in fields(RolloutOps)} - {"names", "not_recordable"}
     return RolloutOps(
         new_kv_cache=new_kv_cache,
+        linear=F.linear,
+        head_linear=head_linear,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         rotary_interleaved=rotary_interleaved,

@@ -6,6 +6,7 @@ from vllm.ops.contract import RolloutOps
 from vllm_ascend.ops.exchanged_experts import exchanged_experts
 from vllm_ascend.ops.fused_experts import fused_experts
 from vllm_ascend.ops.kv_cache import new_kv_cache, norm_rope_write_kv
+from vllm_ascend.ops.linear import head_linear, linear
 from vllm_ascend.ops.mla_decode import mla_decode
 from vllm_ascend.ops.mla_prefill import MlaPrefill
 from vllm_ascend.ops.rms_norm import add_rms_norm, rms_norm
@@ -16,6 +17,8 @@ from vllm_ascend.ops.topk_router import topk_router
 
 NAMES = {
     "new_kv_cache": "native",
+    "linear": "native",
+    "head_linear": "native",
     "rms_norm": "native",
     "add_rms_norm": "native",
     "rotary_interleaved": "native",
@@ -34,6 +37,8 @@ def rollout_ops() -> RolloutOps:
     """The Ascend table (provider ``vllm_ascend.ops:rollout_ops``); nothing touches a device before an op is called."""
     return RolloutOps(
         new_kv_cache=new_kv_cache,
+        linear=linear,
+        head_linear=head_linear,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
         rotary_interleaved=rotary_interleaved,

@@ -36,8 +36,8 @@ class DeepseekMLP(nn.Module):
     def __init__(self, hidden: int, width: int, parallel: ParallelState, ops: RolloutOps) -> None:
         super().__init__()
         self.ops = ops
-        self.gate_up_proj = ColumnParallelLinear(hidden, [width, width], parallel.tp)
-        self.down_proj = RowParallelLinear(width, hidden, parallel.tp)
+        self.gate_up_proj = ColumnParallelLinear(hidden, [width, width], ops, parallel.tp)
+        self.down_proj = RowParallelLinear(width, hidden, ops, parallel.tp)
 
     def forward(self, x_TH: Tensor, reduce: bool = True) -> Tensor:
         return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x_TH)), reduce)
@@ -109,7 +109,7 @@ class FusedMoE(nn.Module):
     def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         hf = self.hf
         return self.ops.topk_router(
-            F.linear(x_TH.float(), self.gate),
+            self.ops.linear(x_TH.float(), self.gate),
             self.e_score_correction_bias,
             hf.num_experts_per_tok,
             hf.n_group,

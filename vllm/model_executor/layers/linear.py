@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.model_loader.weight_target import WeightTarget
+from vllm.ops.contract import RolloutOps
 
 ALONE = GroupCoordinator(0, 1, None)
 
@@ -41,14 +42,15 @@ class ColumnParallelLinear(nn.Module):
     Several matrices of the same input may share one product.
     """
 
-    def __init__(self, in_size: int, out_sizes: Sequence[int], tp: GroupCoordinator = ALONE) -> None:
+    def __init__(self, in_size: int, out_sizes: Sequence[int], ops: RolloutOps, tp: GroupCoordinator = ALONE) -> None:
         super().__init__()
+        self.ops = ops
         self.in_size, self.out_sizes, self.tp = in_size, list(out_sizes), tp
         self.weight = empty_matrix(sum(out_sizes) // tp.world_size, in_size)
 
     def forward(self, x_TI: Tensor) -> Tensor:
         """[T, in] -> [T, sum(out) / TP], the matrices' outputs one after the other."""
-        return F.linear(x_TI, self.weight)
+        return self.ops.linear(x_TI, self.weight)
 
     def targets(self, *names: str) -> dict[str, WeightTarget]:
         """Targets of the matrices, in the order of out_sizes."""
@@ -64,14 +66,15 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """Input columns split over TP; the partial outputs are summed over TP unless the caller does it."""
 
-    def __init__(self, in_size: int, out_size: int, tp: GroupCoordinator) -> None:
+    def __init__(self, in_size: int, out_size: int, ops: RolloutOps, tp: GroupCoordinator) -> None:
         super().__init__()
+        self.ops = ops
         self.in_size, self.out_size, self.tp = in_size, out_size, tp
         self.weight = empty_matrix(out_size, in_size // tp.world_size)
 
     def forward(self, x_TI: Tensor, reduce: bool = True) -> Tensor:
         """[T, in / TP] -> [T, out]."""
-        out = F.linear(x_TI, self.weight)
+        out = self.ops.linear(x_TI, self.weight)
         return self.tp.all_reduce(out) if reduce else out
 
     def targets(self, name: str) -> dict[str, WeightTarget]:
@@ -104,9 +107,13 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(VocabParallelEmbedding):
     """The output matrix, split like the embedding; its logits are gathered."""
 
+    def __init__(self, vocab_size: int, hidden_size: int, ops: RolloutOps, tp: GroupCoordinator) -> None:
+        super().__init__(vocab_size, hidden_size, tp)
+        self.ops = ops
+
     def forward(self, x_BH: Tensor) -> Tensor:
         """[B, H] -> fp32 logits [B, V], the same on every TP rank."""
-        logits = F.linear(x_BH, self.weight).float()
+        logits = self.ops.linear(x_BH, self.weight).float()
         if self.tp.world_size == 1:
             return logits
         return self.tp.all_gather(logits).permute(1, 0, 2).reshape(len(x_BH), self.vocab_size)

@@ -39,15 +39,15 @@ class MultiHeadLatentAttention(nn.Module):
         query_rows = hf.num_attention_heads * (hf.qk_nope_head_dim + hf.qk_rope_head_dim)
         kv_a_rows = hf.kv_lora_rank + hf.qk_rope_head_dim
         if hf.q_lora_rank is None:
-            self.qkv_a_proj = ColumnParallelLinear(hf.hidden_size, [kv_a_rows])
-            self.q_proj = ColumnParallelLinear(hf.hidden_size, [query_rows], parallel.tp)
+            self.qkv_a_proj = ColumnParallelLinear(hf.hidden_size, [kv_a_rows], ops)
+            self.q_proj = ColumnParallelLinear(hf.hidden_size, [query_rows], ops, parallel.tp)
         else:
-            self.qkv_a_proj = ColumnParallelLinear(hf.hidden_size, [hf.q_lora_rank, kv_a_rows])
+            self.qkv_a_proj = ColumnParallelLinear(hf.hidden_size, [hf.q_lora_rank, kv_a_rows], ops)
             self.q_a_layernorm = Norm(hf.q_lora_rank)
-            self.q_proj = ColumnParallelLinear(hf.q_lora_rank, [query_rows], parallel.tp)
+            self.q_proj = ColumnParallelLinear(hf.q_lora_rank, [query_rows], ops, parallel.tp)
         self.kv_a_layernorm = Norm(hf.kv_lora_rank)
         self.kv_b_NCL = empty_parameter(self.num_heads, hf.qk_nope_head_dim + hf.v_head_dim, hf.kv_lora_rank)
-        self.o_proj = RowParallelLinear(hf.num_attention_heads * hf.v_head_dim, hf.hidden_size, parallel.tp)
+        self.o_proj = RowParallelLinear(hf.num_attention_heads * hf.v_head_dim, hf.hidden_size, ops, parallel.tp)
 
     def forward(self, x_TH: Tensor, cos_TR: Tensor, sin_TR: Tensor, cache: KVCache, context: ForwardContext) -> Tensor:
         """[T, H] -> [T, H]; writes the tokens' latents to the cache."""
@@ -62,9 +62,9 @@ class MultiHeadLatentAttention(nn.Module):
         if context.decode is not None:
             w_uk_NPL = self.kv_b_NCL[:, : hf.qk_nope_head_dim]
             w_uv_NLV = self.kv_b_NCL[:, hf.qk_nope_head_dim :].transpose(1, 2)
-            q_latent_BNL = torch.bmm(q_nope_TNP[:split].transpose(0, 1), w_uk_NPL).transpose(0, 1)
+            q_latent_BNL = ops.head_linear(q_nope_TNP[:split], w_uk_NPL)
             out_BNL = ops.mla_decode(q_latent_BNL, q_rope_TNR[:split], cache, context.decode, self.scale)
-            parts.append(torch.bmm(out_BNL.transpose(0, 1), w_uv_NLV).transpose(0, 1))
+            parts.append(ops.head_linear(out_BNL, w_uv_NLV))
         if context.prefill is not None:
             prefill = (q_nope_TNP[split:], q_rope_TNR[split:], self.kv_b_NCL, cache, context.prefill, self.scale)
             parts.append(ops.mla_prefill(*prefill))

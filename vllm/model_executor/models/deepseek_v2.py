@@ -69,7 +69,7 @@ class DeepseekV3ForCausalLM(nn.Module):
             DeepseekV2DecoderLayer(hf, layer, parallel, ops) for layer in range(hf.num_hidden_layers)
         )
         self.norm = Norm(hf.hidden_size)
-        self.lm_head = ParallelLMHead(hf.vocab_size, hf.hidden_size, parallel.tp)
+        self.lm_head = ParallelLMHead(hf.vocab_size, hf.hidden_size, ops, parallel.tp)
         self.rotary = RotaryTable(hf.rope, hf.qk_rope_head_dim, max_model_len, device)
         self.weight_targets = self._targets()
 
