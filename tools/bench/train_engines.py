@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from mindspeed_llm.model import build_model
 from tools.bench.train_model import Batch, parsed
 
+LEAN_RECOMPUTE = ("layernorm", "moe_act", "mla_up_proj")
 LEARNING_RATE, WEIGHT_DECAY, BETAS = 1e-5, 0.1, (0.9, 0.95)
 
 
@@ -36,7 +37,8 @@ class Engine(Protocol):
 class MegatronEngine:
     """This repository's engine in one process, with fp32 master weights.
 
-    Gradients and moments are fp32 too, unless ``is_lean``: then they are bfloat16 (each update still runs in fp32).
+    Gradients and moments are fp32 too, unless ``is_lean``: then they are bfloat16 (each update still runs in fp32), and
+    backward makes norms, activations and up-projections again instead of keeping them.
     """
 
     def __init__(self, raw: dict[str, Any], train_ops: str, tokens_per_micro_batch: int, is_lean: bool) -> None:
@@ -46,7 +48,15 @@ class MegatronEngine:
         self.tokens_per_micro_batch = tokens_per_micro_batch
         self.groups = initialize_model_parallel()
         ops, hf = resolve(train_ops), parsed(raw)
-        model = build_model(hf, self.groups, ops, params_dtype=torch.bfloat16, calculate_per_token_loss=True)
+        model = build_model(
+            hf,
+            self.groups,
+            ops,
+            params_dtype=torch.bfloat16,
+            calculate_per_token_loss=True,
+            recompute_granularity="selective" if is_lean else None,
+            recompute_modules=LEAN_RECOMPUTE,
+        )
         model.init_weights(0)
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=not is_lean)
         self.model = DistributedDataParallel(model.config, ddp_config, model, self.groups)
