@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.output_processor import PromptGroup
 
 
 @dataclass(frozen=True)
@@ -21,11 +25,12 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]  # the end or stop token included
-    sampled_logprobs: list[float]  # log_softmax(logits / temperature) of each token, before top-k and top-p
+    sampled_logprobs: list[float]  # of each token by EngineArgs.logprobs_mode, else log_softmax(logits / temperature)
     cumulative_logprob: float
-    finish_reason: str | None  # "stop" or "length"
-    stop_reason: int | None = None  # the stop token when one of stop_token_ids ended the sample, None for EOS
+    finish_reason: str | None  # "stop", "length", "abort" when cut before its end, None while it runs
+    stop_reason: int | str | None = None  # the stop string or the one of stop_token_ids that ended it, None for EOS
     top_logprobs: list[dict[int, Logprob]] | None = None  # per position: the most likely tokens and the sampled one
+    policy_versions: list[int] = field(default_factory=list)  # per token: of the weights that it was drawn from
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
@@ -35,11 +40,15 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """All samples of one prompt."""
+    """All samples of one prompt; of a running one, those that the last step brought a token."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
-    finished: bool = True
+    finished: bool = True  # every sample has ended
     num_cached_tokens: int = 0  # prompt tokens of all samples that were not computed again thanks to prefix caching
+    # With SamplingParams.prompt_logprobs, per prompt token: log_softmax(logits) of the model; None for the first token.
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    # Of a generation that was cut before its end: its samples, for LLM.generate to go on with. It may be pickled.
+    resumable: PromptGroup | None = None

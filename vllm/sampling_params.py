@@ -2,48 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+
+
+class RequestOutputKind(Enum):
+    """What a stream of outputs holds: all so far, what is new, or nothing before the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling of one request, under vLLM's names.
 
-    temperature 0 is greedy. top_k 0 or -1 and top_p 1 do not limit. max_tokens None goes to max_model_len. Neither
-    EOS nor stop tokens are among the first `min_tokens`. `seed` makes the result independent of the batch, of n and of
-    the layout; sample i of n is seeded by derive_seed(seed, i), sample 0 by the seed itself. `logprobs` k adds the k
-    most likely tokens of each position to the sampled one, whose log-prob is always returned.
+    temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 do not limit. max_tokens None goes to max_model_len.
+    Neither EOS nor stop tokens are among the first `min_tokens`, and no stop string that ends there ends the sample.
+    `seed` makes the result independent of the batch, of n and of the layout; sample i of n is seeded by
+    derive_seed(seed, i), sample 0 by the seed itself. `logprobs` k adds the k most likely tokens of each position to the
+    sampled one, whose log-prob is always returned; `prompt_logprobs` k does so for the prompt, by the raw model.
+
+    repetition_penalty divides positive logits of all tokens of prompt and output and multiplies negative ones;
+    frequency_penalty times a token's count in the output and presence_penalty once are subtracted. logit_bias is added
+    before them. A sample holds only allowed_token_ids (EOS too must be among them), and no sequence of bad_words.
     """
 
     n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     max_tokens: int | None = 16
     min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    bad_words: Sequence[str] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    logit_bias: Mapping[int, float] | None = None
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of LLMEngine.add_request
 
     def __post_init__(self) -> None:
+        problems = [*self._length_problems(), *self._distribution_problems(), *self._text_problems()]
+        if problems:
+            raise ValueError("SamplingParams: " + "; ".join(problems))
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def _length_problems(self) -> list[str]:
         problems = []
         if self.n < 1:
             problems.append(f"n={self.n} must be at least 1")
-        if not self.temperature >= 0:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            problems.append(f"max_tokens={self.max_tokens} must be at least 1")
+        if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
+            problems.append(f"min_tokens={self.min_tokens} must be between 0 and max_tokens={self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and count < 0:
+                problems.append(f"{name}={count} must be None or at least 0")
+        return problems
+
+    def _distribution_problems(self) -> list[str]:
+        problems = []
+        if not 0 <= self.temperature < math.inf:
             problems.append(f"temperature={self.temperature} must be 0 (greedy) or more")
         if self.top_k < -1:
             problems.append(f"top_k={self.top_k} must be 0 or -1 (no limit) or positive")
         if not 0 < self.top_p <= 1:
             problems.append(f"top_p={self.top_p} must be in (0, 1]")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            problems.append(f"max_tokens={self.max_tokens} must be at least 1")
-        if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
-            problems.append(f"min_tokens={self.min_tokens} must be between 0 and max_tokens={self.max_tokens}")
-        if self.logprobs is not None and self.logprobs < 0:
-            problems.append(f"logprobs={self.logprobs} must be None or at least 0")
-        if problems:
-            raise ValueError("SamplingParams: " + "; ".join(problems))
+        if not 0 <= self.min_p <= 1:
+            problems.append(f"min_p={self.min_p} must be in [0, 1]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                problems.append(f"{name}={getattr(self, name)} must be in [-2, 2]")
+        if not 0 < self.repetition_penalty < math.inf:
+            problems.append(f"repetition_penalty={self.repetition_penalty} must be greater than 0")
+        strange = [f"{token}: {bias}" for token, bias in (self.logit_bias or {}).items() if not -100 <= bias <= 100]
+        if strange:
+            problems.append(f"logit_bias holds {', '.join(strange)}, expected biases in [-100, 100]")
+        if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
+            problems.append("allowed_token_ids is empty, no token could be drawn; leave it out to allow all")
+        return problems
+
+    def _text_problems(self) -> list[str]:
+        problems = []
+        if isinstance(self.bad_words, str):
+            problems.append(f"bad_words={self.bad_words!r} must be a list of strings")
+        if not all(self.bad_words):
+            problems.append("bad_words holds an empty string")
+        if not all(self.stop_strings):
+            problems.append("stop holds an empty string")
+        if self.stop_strings and not self.detokenize:
+            problems.append("stop strings need detokenize=True; use stop_token_ids without text")
+        return problems

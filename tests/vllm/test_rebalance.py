@@ -18,6 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.move_plan import Load, Move, plan_moves, target_load
 from vllm.v1.engine.request_codec import decode, encode
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.sample.extras import SamplingExtras
 
 PLENTY = 10**6
 
@@ -77,15 +78,27 @@ def test_a_request_survives_its_encoding() -> None:
         min_tokens=2,
         stop_ids=frozenset({7, 5}),
         num_top_logprobs=2,
+        num_prompt_logprobs=1,
+        extras=SamplingExtras(
+            min_p=0.1,
+            repetition_penalty=1 / 3,
+            logit_bias=((3, -0.7), (9, 100.0)),
+            allowed_token_ids=(1, 9),
+            bad_words=((4,), (5, 6)),
+            stop=("é\n", "]"),
+        ),
     )
     first.home, first.status = (3, 12), RequestStatus.PREEMPTED
     first.num_cached_tokens, first.num_preemptions = 2, 4
     first.append(8, -0.1)
     first.append(9, float("-inf"))
     first.output_top = [(1, [8, 4], [-0.1, -2.5]), (7, [], [])]
+    first.prompt_logprobs, first.prompt_top = [-0.5, -7.5], [(1, [2], [-0.5]), (3, [9], [-0.25])]
+    first.finish_reason, first.stop_reason = "stop", "]"
     second = Request("b", [0], max_tokens=1)
     second.home = (0, 0)
     second.append(4, -1.0)
+    assert second.num_prompt_logprobs is None and second.extras is None
     words = np.concatenate([encode(first), encode(second)])
     for request, copy in zip((first, second), decode(words), strict=True):
         for name in set(Request.__slots__) - {"request_id", "block_hashes"}:
@@ -147,6 +160,8 @@ def step_once(scheduler: Scheduler, cache: torch.Tensor) -> None:
     if not scheduler.has_unfinished:
         return
     step = scheduler.schedule()
+    for source, block in [(cache[source].clone(), block) for source, block in step.block_copies]:
+        cache[block] = source
     pairs = list(zip(step.requests, step.num_tokens, strict=True))
     for request, num_new in pairs:
         for position in range(request.num_computed_tokens, request.num_computed_tokens + num_new):
@@ -331,7 +346,15 @@ def generate(path: str, layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     prompts = as_inputs(make_prompts(NUM_PROMPTS, 20, seed=4))
     params = [
         SamplingParams(
-            max_tokens=6 + 9 * (i % 4), ignore_eos=True, seed=i, temperature=0.8, n=1 + i % 2, logprobs=2 * (i % 2)
+            max_tokens=6 + 9 * (i % 4),
+            ignore_eos=True,
+            seed=i,
+            temperature=0.8,
+            n=1 + i % 2,
+            logprobs=2 * (i % 2),
+            prompt_logprobs=1 if i == 6 else None,
+            repetition_penalty=1.3 if i % 4 == 3 else 1.0,
+            frequency_penalty=0.5 if i == 7 else 0.0,
         )
         for i in range(NUM_PROMPTS)
     ]

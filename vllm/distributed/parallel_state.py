@@ -94,6 +94,15 @@ class ParallelState:
         counts, unfinished, decode_only = self.dp.all_gather(mine).T.tolist()
         return StepExchange(counts, any(unfinished), all(decode_only))
 
+    def is_any(self, flag: bool, device: torch.device) -> bool:
+        """Whether any rank says so that generates together with this one: TP ranks, and replicas that share experts or
+        requests. All of them call it.
+        """
+        flags = self.tp.all_gather(torch.tensor([flag], dtype=torch.int64, device=device))
+        if self.config.steps_in_lockstep or self.config.rebalance_steps:
+            flags = self.dp.all_gather(flags)
+        return bool(flags.any())
+
     def destroy(self) -> None:
         """Give the groups back; every rank calls it."""
         for coordinator in (self.tp, self.dp, self.ep, self.exchange):

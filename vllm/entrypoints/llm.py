@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +20,7 @@ from vllm.platforms import Platform, resolve_platform
 from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.tokenizer import get_tokenizer
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.llm_engine import Cut, LLMEngine
 from vllm.v1.engine.output_processor import PromptGroup
 
 if TYPE_CHECKING:
@@ -109,31 +110,45 @@ class LLM:
         logger.info("rollout ops on %s: %s", platform.name, ops.names)
         self.parallel = init_model_parallel(self.config.parallel)
         self.core = EngineCore(self.config, self.parallel, platform, ops, platform.device(_local_rank(rank, platform)))
-        self.engine = LLMEngine(self.config, self.core)
+        self.engine = LLMEngine(self.config, self.core, self.tokenizer)
+        self._request_counter = itertools.count()
 
     def generate(
         self,
-        prompts: PromptType | Sequence[PromptType],
+        prompts: PromptType | RequestOutput | Sequence[PromptType | RequestOutput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
+        *,
+        priority: Sequence[int] | None = None,
+        max_steps: int | None = None,
+        max_seconds: float | None = None,
+        on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        """One RequestOutput per prompt, in order; every sample runs to its end.
+        """One RequestOutput per prompt, in order; every sample runs to its end, or to a cut.
+
+        Waiting prompts with the lower `priority` go first. After `max_steps` engine steps or `max_seconds` what has not
+        ended is returned as it is, with finish_reason "abort" and RequestOutput.finished False. Given as a prompt to a
+        later call, here or in another engine of the model, such an output goes on where it was, with its own sampling
+        parameters and the weights of that call. `on_output` gets each prompt's output
+        as soon as its samples have ended. Ranks that step together are given the same limits.
 
         ValueError lists all prompts that cannot be run (index, length, limit); RuntimeError while the engine sleeps.
         use_tqdm is accepted for vLLM's callers; progress is the caller's business.
         """
-        prompt_list = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        prompt_list = [prompts] if isinstance(prompts, (str, dict, RequestOutput)) else list(prompts)
+        count = len(prompt_list)
         params = sampling_params if sampling_params is not None else SamplingParams()
-        param_list = [params] * len(prompt_list) if isinstance(params, SamplingParams) else list(params)
-        if len(param_list) != len(prompt_list):
-            raise ValueError(
-                f"{len(prompt_list)} prompts came with {len(param_list)} sampling_params, expected as many"
-            )
+        param_list = [params] * count if isinstance(params, SamplingParams) else list(params)
+        priorities = [0] * count if priority is None else list(priority)
+        for name, values in (("sampling_params", param_list), ("priority", priorities)):
+            if len(values) != count:
+                raise ValueError(f"{count} prompts came with {len(values)} {name}, expected as many")
         groups = [
-            self._group(index, prompt, p) for index, (prompt, p) in enumerate(zip(prompt_list, param_list, strict=True))
+            self._group(f"prompt {index}", *settings)
+            for index, settings in enumerate(zip(prompt_list, param_list, priorities, strict=True))
         ]
-        self.engine.generate(groups)
-        return [group.output(self._decoder(group.params)) for group in groups]
+        self.engine.generate(groups, priorities, Cut(max_steps, max_seconds), on_output)
+        return [group.output(self.engine.processor.decoder(group.params)) for group in groups]
 
     def sleep(self, level: int = 1) -> None:
         """Free weights and KV cache. Level 1 keeps the weights on the host.
@@ -186,24 +201,15 @@ class LLM:
         self.core.sleep(level=2)
         self.parallel.destroy()
 
-    def _group(self, index: int, prompt: PromptType, params: SamplingParams) -> PromptGroup:
-        fields: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
-        text: str | None = fields.get("prompt")
-        if "prompt_token_ids" in fields:
-            tokens = [int(token) for token in fields["prompt_token_ids"]]
-        elif text is None:
-            raise ValueError(f"prompt {index} has keys {list(fields)}, expected 'prompt' or 'prompt_token_ids'")
-        elif self.tokenizer is None:
-            raise ValueError(f"prompt {index} is text, but the engine has no tokenizer (skip_tokenizer_init=True)")
-        else:
-            tokens = self.tokenizer.encode(text)
-        return PromptGroup(str(index), text, tokens, params, self.config.model.hf.eos_token_ids)
-
-    def _decoder(self, params: SamplingParams) -> Any:
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            return None
-        return lambda ids: tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+    def _group(
+        self, name: str, prompt: PromptType | RequestOutput, params: SamplingParams, priority: int
+    ) -> PromptGroup:
+        request_id = str(next(self._request_counter))
+        if not isinstance(prompt, RequestOutput):
+            return self.engine.processor.group(name, request_id, prompt, params)
+        if prompt.resumable is None:
+            raise ValueError(f"{name} is a finished RequestOutput, expected one that was cut before its end")
+        return prompt.resumable.resumed(name, request_id, priority)
 
 
 def _local_rank(rank: int, platform: Platform) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 
 BlockHash = int
 
@@ -12,7 +13,8 @@ class BlockPool:
     reused.
 
     Free blocks are handed out least recently freed first. A full block can be registered under the hash of its tokens
-    and of all tokens before it; `find` then gives it to a sequence with the same prefix.
+    and of all tokens before it; `find` then gives it to a sequence with the same prefix. A block that begins with the
+    last, too few tokens of a prompt can be registered for these, as a tail: another sequence may copy them.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -23,6 +25,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
+        self._tail_of: list[BlockHash | None] = [None] * num_blocks
+        self._blocks_of_tail: dict[BlockHash, dict[int, None]] = {}  # the first registered first
 
     @property
     def num_free_blocks(self) -> int:
@@ -66,9 +70,21 @@ class BlockPool:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
+    def tails(self, tail_hash: BlockHash) -> Collection[int]:
+        """Blocks that begin with this content."""
+        return self._blocks_of_tail.get(tail_hash, ())
+
+    def register_tail(self, block: int, tail_hash: BlockHash) -> None:
+        """Make `block` findable by the tokens that it begins with."""
+        if self._tail_of[block] is None:
+            self._tail_of[block] = tail_hash
+            self._blocks_of_tail.setdefault(tail_hash, {})[block] = None
+
     def forget_contents(self) -> None:
         """Nothing is findable any more: weights or cache have changed."""
         self._block_of.clear()
+        self._blocks_of_tail.clear()
+        self._tail_of = [None] * self.num_blocks
         self._hash_of = [None] * self.num_blocks
 
     def _forget(self, block: int) -> None:
@@ -76,3 +92,9 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hash_of[block] = None
+        tail_hash = self._tail_of[block]
+        if tail_hash is not None:
+            del self._blocks_of_tail[tail_hash][block]
+            if not self._blocks_of_tail[tail_hash]:
+                del self._blocks_of_tail[tail_hash]
+            self._tail_of[block] = None

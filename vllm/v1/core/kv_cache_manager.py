@@ -10,21 +10,29 @@ from vllm.v1.request import Request
 
 
 class KVCacheManager:
-    """Gives requests blocks for their tokens and takes them back; knows shared prefixes when prefix caching is on."""
+    """Gives requests blocks for their tokens and takes them back; knows shared prefixes when prefix caching is on.
+
+    A prompt of P tokens is computed once for all sequences that begin with it: they share its full blocks, and each
+    copies what the block of its P-1st token holds before that one. The last token is computed by each, to sample from.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self._block_copies: list[tuple[int, int]] = []  # of the step being scheduled
+        self._fresh_tails: set[int] = set()  # blocks whose tail this step computes or copies
+        self._tail_sources: dict[str, int] = {}  # by request, from take_cached_prefix to allocate_slots
 
-    def take_cached_prefix(self, request: Request) -> None:
-        """Give a request without blocks those that already hold its leading full blocks.
+    def take_cached_prefix(self, request: Request) -> bool:
+        """Give a request without blocks those that already hold its leading full blocks, and find a block to copy the
+        rest of its prompt from. At least one token stays to be computed.
 
-        At least one token stays to be computed.
+        False, and nothing given, when this very step computes what it would copy: the next step has it.
         """
         assert not request.block_ids and request.num_computed_tokens == 0, request.request_id
-        if not self.enable_prefix_caching:
-            return
+        if not self.enable_prefix_caching or request.needs_prompt_logprobs:
+            return True
         blocks: list[int] = []
         usable = (len(request.token_ids) - 1) // self.block_size
         for block_hash in self._hashes(request, usable):
@@ -32,18 +40,28 @@ class KVCacheManager:
             if block is None:
                 break
             blocks.append(block)
+        num_computed = len(blocks) * self.block_size
+        num_shared = request.num_prompt_tokens - 1
+        if num_computed < num_shared < num_computed + self.block_size:
+            tails = self.pool.tails(self._tail_hash(request))
+            source = next((block for block in tails if block not in self._fresh_tails), None)
+            if source is not None:
+                self._tail_sources[request.request_id] = source
+                num_computed = num_shared
+            elif tails:
+                return False
         self.pool.share(blocks)
         request.block_ids = blocks
         request.num_registered_blocks = len(blocks)
-        request.num_computed_tokens = len(blocks) * self.block_size
+        request.num_computed_tokens = num_computed
+        return True
 
     def allocate_slots(self, request: Request, num_new_tokens: int) -> list[int] | None:
         """Blocks added so that `num_new_tokens` more tokens fit (maybe none, []), or None, and nothing changed, when
         too few are free.
         """
-        end = request.num_computed_tokens + num_new_tokens
-        missing = -(-end // self.block_size) - len(request.block_ids)
-        if missing <= 0:
+        missing = self.blocks_missing(request, num_new_tokens)
+        if missing == 0:
             new_blocks: list[int] = []
         elif missing > self.pool.num_free_blocks:
             return None
@@ -51,11 +69,25 @@ class KVCacheManager:
             new_blocks = self.pool.allocate(missing)
             request.block_ids += new_blocks
         if self.enable_prefix_caching:
-            self._register_full_blocks(request, end // self.block_size)
+            self._register(request, request.num_computed_tokens + num_new_tokens)
         return new_blocks
+
+    def blocks_missing(self, request: Request, num_new_tokens: int) -> int:
+        """Blocks that `num_new_tokens` more tokens need."""
+        return max(0, -(-(request.num_computed_tokens + num_new_tokens) // self.block_size) - len(request.block_ids))
+
+    def take_block_copies(self) -> list[tuple[int, int]]:
+        """(source, target) blocks that the scheduled step begins with."""
+        copies, self._block_copies = self._block_copies, []
+        return copies
+
+    def finish_step(self) -> None:
+        """What the last step wrote can be read."""
+        self._fresh_tails.clear()
 
     def free(self, request: Request) -> None:
         """Take back all blocks of a request that finished or is preempted."""
+        self._tail_sources.pop(request.request_id, None)
         self.pool.release(request.block_ids)
         request.block_ids = []
         request.num_registered_blocks = 0
@@ -64,15 +96,34 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> None:
         """Forget all contents: the weights or the cache have changed."""
         self.pool.forget_contents()
+        self._fresh_tails.clear()
+        self._block_copies.clear()
 
-    def _register_full_blocks(self, request: Request, num_full: int) -> None:
+    def _register(self, request: Request, end: int) -> None:
+        """Make the blocks of the first `end` tokens findable."""
         # The step that computes these tokens writes them to the cache before any sequence of the step attends, so a
-        # request admitted later in the same step may already share them.
+        # request admitted later in the same step may already share them. Copies are made before that.
+        num_full = end // self.block_size
         if num_full > request.num_registered_blocks:
             hashes = self._hashes(request, num_full)
             for index in range(request.num_registered_blocks, num_full):
                 self.pool.register(request.block_ids[index], hashes[index])
             request.num_registered_blocks = num_full
+        num_shared = request.num_prompt_tokens - 1
+        if request.num_computed_tokens <= num_shared <= end and num_shared % self.block_size:
+            block = request.block_ids[num_shared // self.block_size]
+            source = self._tail_sources.pop(request.request_id, None)
+            if source is not None:
+                self._block_copies.append((source, block))
+            self.pool.register_tail(block, self._tail_hash(request))
+            self._fresh_tails.add(block)
+
+    def _tail_hash(self, request: Request) -> int:
+        """Content hash of the prompt but its last token, which ends within a block."""
+        num_shared = request.num_prompt_tokens - 1
+        start = num_shared // self.block_size * self.block_size
+        before = self._hashes(request, start // self.block_size)
+        return self._hash(before[-1] if before else 0, request.token_ids[start:num_shared])
 
     def _hashes(self, request: Request, count: int) -> list[int]:
         """Content hashes of the first `count` blocks, each over its tokens and the hash before it.
@@ -82,7 +133,12 @@ class KVCacheManager:
         hashes = request.block_hashes
         while len(hashes) < count:
             start = len(hashes) * self.block_size
-            digest = hashlib.blake2b((hashes[-1] if hashes else 0).to_bytes(16, "little"), digest_size=16)
-            digest.update(array("q", request.token_ids[start : start + self.block_size]).tobytes())
-            hashes.append(int.from_bytes(digest.digest(), "little"))
+            tokens = request.token_ids[start : start + self.block_size]
+            hashes.append(self._hash(hashes[-1] if hashes else 0, tokens))
         return hashes[:count]
+
+    @staticmethod
+    def _hash(before: int, tokens: list[int]) -> int:
+        digest = hashlib.blake2b(before.to_bytes(16, "little"), digest_size=16)
+        digest.update(array("q", tokens).tobytes())
+        return int.from_bytes(digest.digest(), "little")

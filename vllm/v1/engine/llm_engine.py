@@ -1,113 +1,220 @@
-"""Prompts in, outputs out: checks requests, fans n samples out, runs the core until all are done."""
+"""The requests of one process: prompts in, outputs out, one step at a time or until all are done."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from vllm.config import VllmConfig
+from vllm.inputs import PromptType
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.output_processor import PromptGroup
+from vllm.v1.engine.output_processor import OutputStream, PromptGroup
+from vllm.v1.engine.processor import Processor
 from vllm.v1.engine.rebalancer import RebalanceConfig, Rebalancer
-from vllm.v1.request import Request
-from vllm.v1.sample.rng import derive_seed
+from vllm.v1.request import Request, RequestStatus
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Cut:
+    """When a generation is cut short: at the end of the first step that reaches one of these."""
+
+    max_steps: int | None = None
+    max_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_steps", self.max_steps), ("max_seconds", self.max_seconds)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value} must be positive, or None to run every sample to its end")
+
+
+NO_CUT = Cut()
 
 
 class LLMEngine:
-    """The requests of one process."""
+    """Driven by `step`, for requests that come one by one, or by `generate`, for all at once; never both at a time.
 
-    def __init__(self, config: VllmConfig, core: EngineCore) -> None:
+    The TP ranks of a replica, and replicas that share experts, make the same calls in the same order.
+    """
+
+    def __init__(self, config: VllmConfig, core: EngineCore, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.config, self.core = config, core
+        self.processor = Processor(config, tokenizer)
         padded_sizes = () if config.compilation.enforce_eager else config.compilation.cudagraph_capture_sizes
         rebalance = RebalanceConfig(config.parallel.rebalance_steps, padded_sizes)
         self.rebalancer = Rebalancer(
-            rebalance, core.scheduler, core.parallel, core.device, lambda: core.worker.kv_caches
+            rebalance,
+            core.scheduler,
+            core.parallel,
+            core.device,
+            lambda: core.worker.kv_caches,
+            self.processor.watch_stop_strings,
         )
-        self._num_prompts = 0  # over the engine's life: names requests, and seeds those without a seed
+        self._streams: dict[str, OutputStream] = {}  # of unfinished requests
+        self._stream_of: dict[str, OutputStream] = {}  # by the id of an unfinished sample
+        self._is_anyone_busy = False
 
-    def generate(self, groups: list[PromptGroup]) -> None:
-        """Run every group's samples to their end; fills `samples`.
+    def add_request(self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0) -> None:
+        """Queue the n samples of a prompt; of waiting ones those with the lower `priority` go first.
 
-        ValueError, before anything runs, lists every bad prompt.
+        ValueError for a prompt that cannot be run or an id that is in use, RuntimeError while the engine sleeps.
         """
-        self.core.require_ready()
-        problems = [p for index, group in enumerate(groups) for p in self._problems(index, group)]
-        if problems:
-            raise ValueError("prompts cannot be run:\n" + "\n".join(f"  - {p}" for p in problems))
-        for group in groups:
-            self._add(group)
+        if self.rebalancer.config.interval:
+            raise ValueError(
+                "add_request: requests move between replicas in LLM.generate alone; set rebalance_interval=0"
+            )
+        if request_id in self._streams:
+            raise ValueError(f"request id {request_id!r} belongs to an unfinished request, expected a new one")
+        group = self.processor.group("the prompt", request_id, prompt, params)
+        self._add([group], [priority], params.output_kind)
+
+    def abort_request(self, request_ids: Iterable[str]) -> None:
+        """Drop requests, between two steps; nothing more comes of them. Ids that have ended are left alone."""
+        for request_id in request_ids:
+            stream = self._streams.pop(request_id, None)
+            if stream is None:
+                continue
+            for request in stream.group.samples:
+                if self._stream_of.pop(request.request_id, None) is not None:
+                    self.core.scheduler.abort(request)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; what it brought to those who asked for it by `SamplingParams.output_kind`.
+
+        Where replicas share experts, each calls it, with or without requests, while `has_unfinished_requests` of any.
+        A step that fails drops all requests.
+        """
         try:
-            self._run_to_the_end()
+            finished, self._is_anyone_busy = self.core.step()
+        except BaseException:
+            self._drop_all()
+            raise
+        return self._outputs_of(finished)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step has something to do: here or, when replicas share experts, as of the last step elsewhere."""
+        return bool(self._streams) or (self.config.parallel.steps_in_lockstep and self._is_anyone_busy)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Prompts with samples that have not ended."""
+        return len(self._streams)
+
+    def generate(
+        self,
+        groups: Sequence[PromptGroup],
+        priorities: Sequence[int],
+        cut: Cut = NO_CUT,
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> None:
+        """Run every group's samples to their end or to the cut; `groups` then hold what became of them.
+
+        A group without samples gets new ones. ValueError, before anything runs, lists every bad prompt. `on_output` is
+        told of each prompt as soon as its samples have ended, of one that ended on another replica at the end.
+        """
+        if self._streams:
+            raise RuntimeError(f"generate while {len(self._streams)} requests of add_request run: step until they end")
+        self._add(groups, priorities, RequestOutputKind.FINAL_ONLY)
+        tell = on_output if on_output is not None else _ignore
+        try:
+            self._run(cut, tell)
+            self.core.scheduler.withdraw_all()
             self.rebalancer.bring_home()
         except BaseException:
-            self.core.scheduler.abort_all()
-            self.rebalancer.forget()
+            self._drop_all()
             raise
+        for stream in self._streams.values():
+            if stream.group.is_finished:
+                tell(stream.group.output(stream.decode))
+        self._forget_streams()
 
-    def _run_to_the_end(self) -> None:
-        """Step until no request is left: of this replica, or of all that it steps or rebalances with.
+    def _run(self, cut: Cut, tell: Callable[[RequestOutput], None]) -> None:
+        """Step until no request is left, of this replica or of all that it steps or rebalances with; or to the cut.
 
         In lock-step a replica consumes its own requests, then empty steps; it leaves with all others at the first
         exchange in which nobody has work. Else one that rebalances and has no work waits for the others' next round.
         """
         core, scheduler, parallel = self.core, self.core.scheduler, self.config.parallel
         interval, num_steps, is_anyone_busy = self.rebalancer.config.interval, 0, True
+        total_steps, started = 0, time.monotonic()
+        finished: list[Request] = []
         while is_anyone_busy:
             if parallel.steps_in_lockstep:
-                _, is_anyone_busy = core.step()
+                finished, is_anyone_busy = core.step()
             elif scheduler.has_unfinished:
-                core.step()
+                finished, _ = core.step()
                 is_anyone_busy = scheduler.has_unfinished
             else:
-                is_anyone_busy = False
-            num_steps += 1
+                finished, is_anyone_busy = [], False
+            for output in self._outputs_of(finished):
+                tell(output)
+            num_steps, total_steps, is_round = num_steps + 1, total_steps + 1, not interval
             # NPU-ADAPTATION(rollout-rebalance): a step takes as long as the fullest replica's, whose batch size the
             # graphs and the expert exchange are padded to; drop when prompts are handed to replicas one by one as
             # they become free.
             if interval and (num_steps >= interval or not (is_anyone_busy or parallel.steps_in_lockstep)):
-                is_anyone_busy, num_steps = self.rebalancer.balance(), 0
+                is_anyone_busy, num_steps, is_round = self.rebalancer.balance(), 0, True
+            # NPU-ADAPTATION END
+            if is_round and is_anyone_busy and cut is not NO_CUT and self._is_due(cut, total_steps, started):
+                return
 
-    def _problems(self, index: int, group: PromptGroup) -> list[str]:
-        tokens, limit = group.prompt_token_ids, self.config.model.max_model_len - 1
-        vocab_size = self.config.model.hf.vocab_size
-        if not tokens:
-            return [f"prompt {index} is empty"]
-        problems = []
-        if len(tokens) > limit:
-            problems.append(
-                f"prompt {index} has {len(tokens)} tokens, the limit is {limit} (max_model_len={limit + 1} less one "
-                "new token); shorten it or raise max_model_len"
-            )
-        if min(tokens) < 0 or max(tokens) >= vocab_size:
-            outside = next(t for t in tokens if not 0 <= t < vocab_size)
-            problems.append(f"prompt {index} holds token id {outside}, outside of the vocabulary of {vocab_size}")
-        problems += [
-            f"prompt {index}: stop_token_ids holds {t}, outside of the vocabulary of {vocab_size}"
-            for t in group.params.stop_token_ids
-            if not 0 <= t < vocab_size
+    def _is_due(self, cut: Cut, num_steps: int, started: float) -> bool:
+        """Whether to cut now; where clocks or step counts may differ, the ranks that step together agree."""
+        is_due = cut.max_steps is not None and num_steps >= cut.max_steps
+        is_due |= cut.max_seconds is not None and time.monotonic() - started >= cut.max_seconds
+        if cut.max_seconds is not None or self.rebalancer.config.interval:
+            is_due = self.core.parallel.is_any(is_due, self.core.device)
+        return is_due
+
+    def _add(self, groups: Sequence[PromptGroup], priorities: Sequence[int], kind: RequestOutputKind) -> None:
+        """Queue all groups or, on a ValueError that lists every problem, none."""
+        self.core.require_ready()
+        problems = [problem for group in groups for problem in self.processor.problems(group)]
+        if problems:
+            raise ValueError("prompts cannot be run:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        for group, priority in zip(groups, priorities, strict=True):
+            if not group.samples:
+                self.processor.add_samples(group, priority)
+            unfinished = [request for request in group.samples if request.status is not RequestStatus.FINISHED]
+            for request in unfinished:
+                self.processor.watch_stop_strings(request)
+            if unfinished:
+                stream = OutputStream(group, kind, self.processor.decoder(group.params), len(unfinished))
+                self._streams[group.request_id] = stream
+                self._stream_of |= dict.fromkeys((request.request_id for request in unfinished), stream)
+            for request in unfinished:
+                self.core.scheduler.add_request(request)
+
+    def _outputs_of(self, finished: Iterable[Request]) -> list[RequestOutput]:
+        """What the last step, in which these requests finished, brought to those who asked for it."""
+        outputs = []
+        for request in finished:
+            stream = self._stream_of.pop(request.request_id, None)
+            if stream is None:
+                continue  # a guest of another replica
+            stream.num_unfinished -= 1
+            if stream.num_unfinished == 0:
+                outputs.append(stream.next())
+                del self._streams[stream.group.request_id]
+        outputs += [
+            stream.next() for stream in self._streams.values() if stream.kind is not RequestOutputKind.FINAL_ONLY
         ]
-        return problems
+        return [output for output in outputs if output is not None]
 
-    def _add(self, group: PromptGroup) -> None:
-        params = group.params
-        room = self.config.model.max_model_len - len(group.prompt_token_ids)
-        seed = params.seed
-        if seed is None:
-            seed = derive_seed(self.config.model.seed, self.config.parallel.replica, self._num_prompts)
-        group.request_id = str(self._num_prompts)
-        self._num_prompts += 1
-        stop_ids = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else frozenset(group.eos_token_ids)
-        )
-        for index in range(params.n):
-            request = Request(
-                f"{group.request_id}_{index}",
-                group.prompt_token_ids,
-                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-                min_tokens=params.min_tokens,
-                seed=seed % 2**64 if index == 0 else derive_seed(seed, index),
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                stop_ids=stop_ids,
-                num_top_logprobs=params.logprobs or 0,
-            )
-            group.samples.append(request)
-            self.core.scheduler.add_request(request)
+    def _drop_all(self) -> None:
+        self.core.scheduler.abort_all()
+        self.rebalancer.forget()
+        self._forget_streams()
+
+    def _forget_streams(self) -> None:
+        self._streams.clear()
+        self._stream_of.clear()
+
+
+def _ignore(_: RequestOutput) -> None:
+    pass

@@ -24,6 +24,9 @@ from vllm.v1.request import Request
 PROGRESS = (
     "output_logprobs",
     "output_top",
+    "prompt_logprobs",
+    "prompt_top",
+    "policy_starts",
     "status",
     "finish_reason",
     "stop_reason",
@@ -56,8 +59,11 @@ class Rebalancer:
         parallel: ParallelState,
         device: torch.device,
         kv_caches: Callable[[], Sequence[tuple[Tensor, ...]]],
+        prepare: Callable[[Request], None] = lambda request: None,
     ) -> None:
-        self.config, self.scheduler, self.device, self._kv_caches = config, scheduler, device, kv_caches
+        """`prepare` is told of each request that came from another replica before it is queued here."""
+        self.config, self.scheduler, self.device = config, scheduler, device
+        self._kv_caches, self._prepare = kv_caches, prepare
         self.dp, self.tp = parallel.dp, parallel.tp
         self.rank, self.num_replicas = self.dp.rank_in_group, self.dp.world_size
         self.num_moves = self.num_blocks_moved = 0  # of the whole instance, over its life
@@ -145,6 +151,7 @@ class Rebalancer:
             request = self._restore(request)
         else:
             self._guests.append(request)
+        self._prepare(request)
         self.scheduler.add_request(request)
         if num_computed:
             blocks = self.scheduler.kv.allocate_slots(request, num_computed)

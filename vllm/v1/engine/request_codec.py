@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.sample.extras import SamplingExtras
 
-# One word each, in this order; then the tokens, the tokens that stop it, the log-probs, and the top log-probs, each
-# entry of those as its rank, its length, ids and log-probs. Floats are the bits of a float64.
+# One word each, in this order; then the tokens, the tokens that stop it, the starts of policy versions, the extras, the
+# log-probs and the top log-probs, of output and prompt, each entry of those as its rank, its length, ids and log-probs.
+# Floats are the bits of a float64.
 HEADER = (
     "num_words",
     "num_computed_tokens",
@@ -16,6 +18,7 @@ HEADER = (
     "num_tokens",
     "num_prompt_tokens",
     "num_stop_ids",
+    "num_policy_starts",
     "num_outputs",
     "num_top_entries",
     "max_tokens",
@@ -30,10 +33,15 @@ HEADER = (
     "stop_reason",
     "num_cached_tokens",
     "num_preemptions",
+    "priority",
+    "num_prompt_logprobs",
+    "num_prompt_entries",
+    "num_extras_words",
 )
 STATUSES = tuple(RequestStatus)
-FINISH_REASONS = (None, "stop", "length")
-NO_STOP_REASON = -1
+FINISH_REASONS = (None, "stop", "length", "abort")
+NO_STOP_REASON = NO_PROMPT_LOGPROBS = -1
+FIRST_STOP_STRING = -2  # and down
 
 
 def encode(request: Request, num_computed_tokens: int = 0) -> np.ndarray:
@@ -42,7 +50,8 @@ def encode(request: Request, num_computed_tokens: int = 0) -> np.ndarray:
     """
     assert request.home is not None and not request.block_ids, request.request_id
     stop_ids = sorted(request.stop_ids)
-    top = [_encode_top(*entry) for entry in request.output_top]
+    top = [_encode_top(*entry) for entry in [*request.output_top, *request.prompt_top]]
+    extras = _encode_extras(request)
     header = {
         "num_computed_tokens": num_computed_tokens,
         "home_rank": request.home[0],
@@ -50,6 +59,7 @@ def encode(request: Request, num_computed_tokens: int = 0) -> np.ndarray:
         "num_tokens": len(request.token_ids),
         "num_prompt_tokens": request.num_prompt_tokens,
         "num_stop_ids": len(stop_ids),
+        "num_policy_starts": len(request.policy_starts),
         "num_outputs": len(request.output_logprobs),
         "num_top_entries": len(request.output_top),
         "max_tokens": request.max_tokens,
@@ -61,11 +71,19 @@ def encode(request: Request, num_computed_tokens: int = 0) -> np.ndarray:
         "num_top_logprobs": request.num_top_logprobs,
         "status": STATUSES.index(request.status),
         "finish_reason": FINISH_REASONS.index(request.finish_reason),
-        "stop_reason": NO_STOP_REASON if request.stop_reason is None else request.stop_reason,
+        "stop_reason": _encode_stop_reason(request),
         "num_cached_tokens": request.num_cached_tokens,
         "num_preemptions": request.num_preemptions,
+        "priority": request.priority,
+        "num_prompt_logprobs": (
+            NO_PROMPT_LOGPROBS if request.num_prompt_logprobs is None else request.num_prompt_logprobs
+        ),
+        "num_prompt_entries": len(request.prompt_top),
+        "num_extras_words": len(extras),
     }
-    body = [_words(request.token_ids), _words(stop_ids), _bits(request.output_logprobs), *top]
+    policy_starts = [word for entry in request.policy_starts for word in entry]
+    logprobs = [_bits(request.output_logprobs), _bits(request.prompt_logprobs)]
+    body = [_words(request.token_ids), _words(stop_ids), _words(policy_starts), extras, *logprobs, *top]
     num_words = len(HEADER) + sum(map(len, body))
     return np.concatenate([_words([{"num_words": num_words, **header}[name] for name in HEADER]), *body])
 
@@ -86,7 +104,11 @@ def _decode_one(words: np.ndarray) -> Request:
     rest = words[len(HEADER) :]
     tokens, rest = np.split(rest, [header["num_tokens"]])
     stop_ids, rest = np.split(rest, [header["num_stop_ids"]])
+    policy_starts, rest = np.split(rest, [2 * header["num_policy_starts"]])
+    extras, rest = np.split(rest, [header["num_extras_words"]])
     logprobs, rest = np.split(rest, [header["num_outputs"]])
+    prompt_logprobs, rest = np.split(rest, [header["num_prompt_entries"]])
+    top = _decode_top(rest, header["num_top_entries"] + header["num_prompt_entries"])
     token_ids, num_prompt = tokens.tolist(), header["num_prompt_tokens"]
     request = Request(
         f"guest_{header['home_rank']}_{header['home_key']}",
@@ -99,18 +121,48 @@ def _decode_one(words: np.ndarray) -> Request:
         top_p=_float(header["top_p"]),
         stop_ids=frozenset(stop_ids.tolist()),
         num_top_logprobs=header["num_top_logprobs"],
+        num_prompt_logprobs=None if header["num_prompt_logprobs"] < 0 else header["num_prompt_logprobs"],
+        extras=SamplingExtras.from_json(extras.tobytes()) if len(extras) else None,
+        priority=header["priority"],
     )
     request.home = (header["home_rank"], header["home_key"])
     request.token_ids += token_ids[num_prompt:]
     request.num_computed_tokens = header["num_computed_tokens"]
+    request.policy_starts = [(begin, version) for begin, version in policy_starts.reshape(-1, 2).tolist()]
     request.output_logprobs = _floats(logprobs)
-    request.output_top = _decode_top(rest, header["num_top_entries"])
+    request.prompt_logprobs = _floats(prompt_logprobs)
+    request.output_top, request.prompt_top = top[: header["num_top_entries"]], top[header["num_top_entries"] :]
     request.status = STATUSES[header["status"]]
     request.finish_reason = FINISH_REASONS[header["finish_reason"]]
-    request.stop_reason = None if header["stop_reason"] == NO_STOP_REASON else header["stop_reason"]
+    request.stop_reason = _decode_stop_reason(header["stop_reason"], request)
     request.num_cached_tokens = header["num_cached_tokens"]
     request.num_preemptions = header["num_preemptions"]
     return request
+
+
+def _encode_extras(request: Request) -> np.ndarray:
+    """Their JSON, filled up with spaces to whole words."""
+    text = b"" if request.extras is None else request.extras.to_json()
+    return np.frombuffer(text.ljust(-(-len(text) // 8) * 8), dtype=np.int64)
+
+
+def _encode_stop_reason(request: Request) -> int:
+    reason = request.stop_reason
+    if reason is None:
+        return NO_STOP_REASON
+    if isinstance(reason, int):
+        return reason
+    assert request.extras is not None, request.request_id
+    return FIRST_STOP_STRING - request.extras.stop.index(reason)
+
+
+def _decode_stop_reason(word: int, request: Request) -> int | str | None:
+    if word >= 0:
+        return word
+    if word == NO_STOP_REASON:
+        return None
+    assert request.extras is not None, request.request_id
+    return request.extras.stop[FIRST_STOP_STRING - word]
 
 
 def _encode_top(rank: int, ids: list[int], logprobs: list[float]) -> np.ndarray:

@@ -46,6 +46,8 @@ class Worker:
 
     def execute(self, step: SchedulerOutput, exchange: StepExchange) -> SamplerOutput:
         """Run one scheduled step."""
+        if step.block_copies:
+            copy_blocks(self.kv_caches, step.block_copies)
         return self.runner.execute(step, exchange, self.kv_caches)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -174,3 +176,11 @@ class Worker:
         blocks = min(affordable, scheduler.max_num_seqs * blocks_per_seq)
         logger.info("KV cache: %d blocks of %d tokens (%d affordable)", blocks, cache.block_size, affordable)
         return blocks
+
+
+@torch.inference_mode()
+def copy_blocks(caches: list[KVCache], pairs: list[tuple[int, int]]) -> None:
+    """Copy KV blocks, (source, target) pairs, in all layers: every source is read before any target is written."""
+    for pages in (tensor for cache in caches for tensor in cache):
+        sources, targets = torch.tensor(pairs, dtype=torch.int64, device=pages.device).unbind(1)
+        pages.index_copy_(0, targets, pages.index_select(0, sources))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vllm.v1.request import Request
 
 
 @dataclass
 class SchedulerOutput:
-    """One step: request i computes its next num_tokens[i] tokens. Requests keep their order between steps."""
+    """One step: request i computes its next num_tokens[i] tokens. Running requests keep their order between steps, a
+    newly admitted one comes in its place among them from the next step on.
+    """
 
     requests: list[Request]
     num_tokens: list[int]
@@ -18,6 +20,8 @@ class SchedulerOutput:
     ]  # per request: blocks added in this step; None: use request.block_ids, it is (re)admitted
     removed: list[Request]  # finished, aborted or preempted since the last step: their rows are free
     total_num_tokens: int
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source, target) blocks, all sources read before any target is written: done before the step computes."""
 
     @property
     def is_decode_only(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 
 from vllm.config import SchedulerConfig
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -11,19 +11,26 @@ from vllm.v1.request import Request, RequestStatus
 
 
 class Scheduler:
-    """First come, first served under a token budget per step.
+    """By priority, then first come, first served, under a token budget per step.
 
     Running requests go first, then waiting ones are admitted. Prefill and decode are the same thing: a request computes
-    the tokens it has but the cache has not, at most the budget (a chunk). When a running request gets no block, the one
-    admitted last gives all of its blocks back and waits at the front to be recomputed with the tokens it has.
+    the tokens it has but the cache has not, at most the budget (a chunk). When a running request gets no block, the
+    least urgent one gives all of its blocks back and waits to be recomputed with the tokens it has.
+
+    Fairness: every running request computes a token in every step, a long prompt takes what is left of the budget.
+    Nobody is admitted before a more urgent one that waits for blocks, however few it needs itself; only while the
+    prompt of a waiting request is being computed for another one do those behind it go ahead, for that step. Who has
+    run before, here or elsewhere, is more urgent than who has not.
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self.config = config
         self.kv = kv
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.waiting: list[Request] = []  # the most urgent first
+        self.running: list[Request] = []  # likewise
         self.num_preemptions = 0
+        self.policy_version = 0  # of the weights that tokens are drawn from
+        self._num_arrivals = 0
         self._removed: list[Request] = []
 
     @property
@@ -31,14 +38,19 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def add_request(self, request: Request) -> None:
-        """Queue a request behind all others; one that has run before, here or elsewhere, in front of them."""
-        if request.status is RequestStatus.WAITING:
-            self.waiting.append(request)
-        else:
-            self.waiting.appendleft(request)
+        """Queue a request behind all of its priority; one that has run before in front of those that have not."""
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        insort(self.waiting, request, key=_urgency)
+
+    def set_policy_version(self, version: int) -> None:
+        """Tokens are drawn from new weights from now on."""
+        self.policy_version = version
+        for request in self.running:
+            request.note_policy(version)
 
     def withdraw(self, request: Request) -> None:
-        """Take an unfinished request out, between two steps; it gives its blocks back."""
+        """Take an unfinished request out, between two steps, to go on with it later; it gives its blocks back."""
         self.kv.free(request)
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
@@ -47,24 +59,36 @@ class Scheduler:
         else:
             self.waiting.remove(request)
 
+    def withdraw_all(self) -> None:
+        """Take every unfinished request out."""
+        for request in [*self.running, *self.waiting]:
+            self.withdraw(request)
+
+    def abort(self, request: Request) -> None:
+        """End an unfinished request, between two steps."""
+        self.withdraw(request)
+        request.status, request.finish_reason = RequestStatus.FINISHED, "abort"
+
     def schedule(self) -> SchedulerOutput:
         """Choose the next step; requests are counted as computed only by `update_from_output`."""
         step = SchedulerOutput([], [], [], [], 0)
-        budget = self.config.max_num_batched_tokens
         preempted_before = self.num_preemptions
-        budget -= self._schedule_running(step, budget)
+        budget = self._schedule_running(step, self.config.max_num_batched_tokens)
         if self.num_preemptions == preempted_before:  # a preempted request at once readmitted would only preempt again
             self._admit_waiting(step, budget)
         step.total_num_tokens = sum(step.num_tokens)
+        step.block_copies = self.kv.take_block_copies()
         step.removed, self._removed = self._removed, []
         return step
 
     def _schedule_running(self, step: SchedulerOutput, budget: int) -> int:
-        allocate, left = self.kv.allocate_slots, budget
+        """Add all running requests but those it has to preempt; the budget that is left."""
+        allocate = self.kv.allocate_slots
         index = 0
-        while index < len(self.running) and left > 0:
+        while index < len(self.running):
             request = self.running[index]
-            num_new = min(len(request.token_ids) - request.num_computed_tokens, left)
+            num_behind = len(self.running) - index - 1
+            num_new = min(len(request.token_ids) - request.num_computed_tokens, budget - num_behind)
             new_blocks = allocate(request, num_new)
             while new_blocks is None:
                 if self._free_waiting():
@@ -74,44 +98,58 @@ class Scheduler:
                 victim = self.running.pop()
                 self._preempt(victim)
                 if victim is request:
-                    return budget - left
+                    return budget
                 new_blocks = allocate(request, num_new)
             step.requests.append(request)
             step.num_tokens.append(num_new)
             step.new_block_ids.append(new_blocks)
-            left -= num_new
+            budget -= num_new
             index += 1
-        return budget - left
+        return budget
 
     def _admit_waiting(self, step: SchedulerOutput, budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
-            request = self.waiting[0]
-            if not request.block_ids:
-                self.kv.take_cached_prefix(request)
+        index = 0  # of the most urgent one that is not put off to the next step
+        admitted: list[Request] = []
+        while index < len(self.waiting) and budget > 0 and len(self.running) + len(admitted) < self.config.max_num_seqs:
+            request = self.waiting[index]
+            if not request.block_ids and not self.kv.take_cached_prefix(request):
+                index += 1
+                continue
             num_new = len(request.token_ids) - request.num_computed_tokens
             fits = num_new <= budget or self.config.enable_chunked_prefill
             num_new = min(num_new, budget)
-            if not fits or self.kv.allocate_slots(request, num_new) is None:
+            if not fits or not self._has_room(request, num_new, len(step.requests)):
                 self.kv.free(request)
                 if self._free_waiting():
                     continue
-                return
-            self.waiting.popleft()
+                break
+            self.kv.allocate_slots(request, num_new)
+            del self.waiting[index]
             if request.status is RequestStatus.WAITING:
                 request.num_cached_tokens = request.num_computed_tokens
             request.status = RequestStatus.RUNNING
-            self.running.append(request)
+            request.note_policy(self.policy_version)
+            admitted.append(request)
             step.requests.append(request)
             step.num_tokens.append(num_new)
             step.new_block_ids.append(None)
             budget -= num_new
+        for request in admitted:
+            insort(self.running, request, key=_urgency)
+
+    def _has_room(self, request: Request, num_new: int, num_running: int) -> bool:
+        """Whether there are blocks for the request, and if it was preempted one more for each that runs: else it would
+        soon be preempted again, and what it has computed by then lost.
+        """
+        reserve = num_running if request.status is RequestStatus.PREEMPTED and not request.block_ids else 0
+        return self.kv.blocks_missing(request, num_new) + reserve <= self.kv.pool.num_free_blocks
 
     def _preempt(self, request: Request) -> None:
         self.kv.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(request)
+        insort(self.waiting, request, key=_urgency)
         self._removed.append(request)
 
     def _free_waiting(self) -> bool:
@@ -144,6 +182,7 @@ class Scheduler:
             for request in finished:
                 self._finish(request)
             self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+        self.kv.finish_step()
         return finished
 
     def abort_all(self) -> None:
@@ -153,10 +192,15 @@ class Scheduler:
         for request in self.waiting:
             self.kv.free(request)
             request.status = RequestStatus.FINISHED
-        self.running, self.waiting = [], deque()
+        self.running, self.waiting = [], []
         self.kv.reset_prefix_cache()
 
     def _finish(self, request: Request) -> None:
         self.kv.free(request)
         request.status = RequestStatus.FINISHED
         self._removed.append(request)
+
+
+def _urgency(request: Request) -> tuple[int, bool, int]:
+    """Sorts requests, the most urgent first."""
+    return request.priority, request.status is RequestStatus.WAITING, request.arrival

@@ -1,0 +1,114 @@
+"""A caller's prompt and parameters as the requests of its samples, checked before anything is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import VllmConfig
+from vllm.inputs import PromptType
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.output_processor import PromptGroup
+from vllm.v1.engine.sampling_extras import sampling_extras, sampling_problems
+from vllm.v1.request import Request
+from vllm.v1.sample.rng import derive_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Processor:
+    """Knows the tokenizer and the limits of the engine."""
+
+    def __init__(self, config: VllmConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        self._num_prompts = 0  # over the engine's life: seeds those without a seed
+
+    def group(self, name: str, request_id: str, prompt: PromptType, params: SamplingParams) -> PromptGroup:
+        """The prompt with no samples yet; ValueError, saying `name`, when it is no prompt."""
+        fields: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
+        text: str | None = fields.get("prompt")
+        if "prompt_token_ids" in fields:
+            tokens = [int(token) for token in fields["prompt_token_ids"]]
+        elif text is None:
+            raise ValueError(f"{name} has keys {list(fields)}, expected 'prompt' or 'prompt_token_ids'")
+        elif self.tokenizer is None:
+            raise ValueError(f"{name} is text, but the engine has no tokenizer (skip_tokenizer_init=True)")
+        else:
+            tokens = self.tokenizer.encode(text)
+        return PromptGroup(name, request_id, text, tokens, params, self.config.model.hf.eos_token_ids)
+
+    def problems(self, group: PromptGroup) -> list[str]:
+        """Why the group cannot be run; empty when it can."""
+        name, tokens, limit = group.name, group.prompt_token_ids, self.config.model.max_model_len - 1
+        vocab_size = self.config.model.hf.vocab_size
+        longest = len(tokens) + max((request.max_tokens for request in group.samples), default=0)
+        if longest > limit + 1:
+            return [f"{name} goes on to {longest} tokens, more than max_model_len={limit + 1} of this engine; raise it"]
+        if not tokens:
+            return [f"{name} is empty"]
+        problems = []
+        if len(tokens) > limit:
+            problems.append(
+                f"{name} has {len(tokens)} tokens, the limit is {limit} (max_model_len={limit + 1} less one "
+                "new token); shorten it or raise max_model_len"
+            )
+        if min(tokens) < 0 or max(tokens) >= vocab_size:
+            outside = next(t for t in tokens if not 0 <= t < vocab_size)
+            problems.append(f"{name} holds token id {outside}, outside of the vocabulary of {vocab_size}")
+        found = sampling_problems(group.params, group.eos_token_ids, vocab_size, self.tokenizer)
+        return problems + [f"{name}: {problem}" for problem in found]
+
+    def add_samples(self, group: PromptGroup, priority: int) -> None:
+        """Make the n requests of the group."""
+        params = group.params
+        room = self.config.model.max_model_len - len(group.prompt_token_ids)
+        seed = params.seed
+        if seed is None:
+            seed = derive_seed(self.config.model.seed, self.config.parallel.replica, self._num_prompts)
+        self._num_prompts += 1
+        stop_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else frozenset(group.eos_token_ids)
+        )
+        extras, is_greedy = sampling_extras(params, self.tokenizer), params.temperature == 0
+        for index in range(params.n):
+            group.samples.append(
+                Request(
+                    group.sample_id(index),
+                    group.prompt_token_ids,
+                    max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                    min_tokens=params.min_tokens,
+                    seed=seed % 2**64 if index == 0 else derive_seed(seed, index),
+                    temperature=params.temperature,
+                    top_k=0 if is_greedy else params.top_k,
+                    top_p=1.0 if is_greedy else params.top_p,
+                    stop_ids=stop_ids,
+                    num_top_logprobs=params.logprobs or 0,
+                    num_prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+                    extras=extras,
+                    priority=priority,
+                )
+            )
+
+    def watch_stop_strings(self, request: Request) -> None:
+        """Before a request is queued here: decode its output from now on if it has stop strings."""
+        extras, tokenizer = request.extras, self.tokenizer
+        if extras is None or not extras.stop:
+            return
+        assert tokenizer is not None, request.request_id
+        decode = partial(tokenizer.decode, skip_special_tokens=extras.skip_special_tokens)
+        if request.detokenizer is None:
+            request.detokenizer = IncrementalDetokenizer(
+                decode, extras.stop, extras.include_stop_str_in_output, request.min_tokens
+            )
+        request.detokenizer.attach(decode)
+        request.detokenizer.catch_up(request.output_token_ids)
+
+    def decoder(self, params: SamplingParams) -> Callable[[list[int]], str] | None:
+        """Token ids to text as the parameters ask; None without a tokenizer or when no text is wanted."""
+        tokenizer = self.tokenizer
+        if tokenizer is None or not params.detokenize:
+            return None
+        return lambda ids: tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)

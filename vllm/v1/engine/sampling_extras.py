@@ -1,0 +1,77 @@
+"""What SamplingParams asks beyond the everyday, checked against the model and turned into tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.sample.extras import NO_EXTRAS, SamplingExtras
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def sampling_extras(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None) -> SamplingExtras | None:
+    """The extras of a request; None, as for most, when it has none."""
+    extras = SamplingExtras(
+        min_p=params.min_p if params.temperature > 0 else 0.0,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=tuple(sorted((params.logit_bias or {}).items())),
+        allowed_token_ids=None if params.allowed_token_ids is None else tuple(sorted(set(params.allowed_token_ids))),
+        bad_words=_tokenized(params.bad_words, tokenizer),
+        stop=params.stop_strings,
+        include_stop_str_in_output=params.include_stop_str_in_output if params.stop_strings else False,
+        skip_special_tokens=params.skip_special_tokens if params.stop_strings else True,
+    )
+    return None if extras == NO_EXTRAS else extras
+
+
+def sampling_problems(
+    params: SamplingParams,
+    eos_token_ids: tuple[int, ...],
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> list[str]:
+    """Why this model cannot sample so; empty when it can."""
+    problems = [
+        f"{name} holds {token}, outside of the vocabulary of {vocab_size}"
+        for name, tokens in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias or {}),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+        )
+        for token in tokens
+        if not 0 <= token < vocab_size
+    ]
+    if tokenizer is None:
+        problems += [
+            f"{name} holds text, but the engine has no tokenizer (skip_tokenizer_init=True)"
+            for name, texts in (("stop", params.stop_strings), ("bad_words", params.bad_words))
+            if texts
+        ]
+    if problems:
+        return problems
+    drawable = set(range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids)
+    banned = {word[-1] for word in _tokenized(params.bad_words, tokenizer)}
+    if params.min_tokens > 0:
+        banned.update(params.stop_token_ids, () if params.ignore_eos else eos_token_ids)
+    if banned and not drawable - banned:
+        return ["bad_words, and min_tokens with its stop tokens, may leave no token to draw; allow more tokens"]
+    return []
+
+
+def _tokenized(words: Iterable[str], tokenizer: PreTrainedTokenizerBase | None) -> tuple[tuple[int, ...], ...]:
+    """Each word as a text begins with it, and behind a space where only the first token is another one then."""
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        assert tokenizer is not None, word
+        alone, behind_space = (
+            tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
+        )
+        sequences[alone] = None
+        if behind_space[0] != alone[0] and len(behind_space) == len(alone):
+            sequences[behind_space] = None
+    return tuple(sequences)
