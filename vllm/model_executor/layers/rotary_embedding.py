@@ -17,7 +17,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 def softmax_scale(rope: RopeConfig, qk_head_dim: int) -> float:
     """1 / sqrt(head dim), times yarn_mscale(factor, mscale_all_dim)^2 when the config asks for it."""
-    scale = qk_head_dim**-0.5
+    scale = 1.0 / math.sqrt(qk_head_dim)
     if rope.rope_type == "yarn" and rope.mscale_all_dim:
         scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
     return scale
@@ -48,18 +48,21 @@ def _table_magnitude(rope: RopeConfig) -> float:
 
 
 def _inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
-    """fp32 [dim/2]; YaRN keeps fast rotations, slows slow ones down by `factor`, and blends linearly in between."""
-    base = 1.0 / rope.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    """fp32 [dim/2]; YaRN keeps fast rotations, slows slow ones down by `factor`, and blends linearly in between.
+
+    Computed in float64 and rounded once, as the training engine does: the angles of both are equal bit for bit.
+    """
+    plain = [rope.rope_theta ** (-2 * i / dim) for i in range(dim // 2)]
     if rope.rope_type != "yarn":
-        return base
+        return torch.tensor(plain, dtype=torch.float32)
 
     def dim_of(num_rotations: float) -> float:
         wavelengths = rope.original_max_position_embeddings / (num_rotations * 2 * math.pi)
         return dim * math.log(wavelengths) / (2 * math.log(rope.rope_theta))
 
     low = max(math.floor(dim_of(rope.beta_fast)), 0)
-    high: float = min(math.ceil(dim_of(rope.beta_slow)), dim - 1)
-    if low == high:
-        high += 0.001  # a step instead of a ramp, without dividing by zero
-    slow = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    return base / rope.factor * slow + base * (1 - slow)
+    high = min(math.ceil(dim_of(rope.beta_slow)), dim - 1)
+    width = (high - low) or 0.001  # a step instead of a ramp, without dividing by zero
+    slow = [min(max((i - low) / width, 0.0), 1.0) for i in range(dim // 2)]
+    blended = [f * (1 - share) + f / rope.factor * share for f, share in zip(plain, slow, strict=True)]
+    return torch.tensor(blended, dtype=torch.float32)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import linear, set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.weight_init import WeightInit
 from megatron.core.transformer.moe.aux_loss import AuxLossScaler, MoEAuxLosses, TokenRows
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -35,7 +34,7 @@ class TopKRouter(nn.Module):
         self.config = config
         self.num_experts = config.num_moe_experts
         self.groups = groups
-        self.topk_router = ops.topk_router
+        self.matmul, self.topk_router = ops.matmul, ops.topk_router
         self.global_layer = global_layer
         self.is_counting = True
         self.aux_loss_scaler = AuxLossScaler()
@@ -75,7 +74,7 @@ class TopKRouter(nn.Module):
     def _gate(self, x_TH: torch.Tensor) -> torch.Tensor:
         config = self.config
         dtype = self.weight.dtype if config.moe_router_dtype is None else GATE_DTYPES[config.moe_router_dtype]
-        logits_TE = F.linear(x_TH.to(dtype), self.weight.to(dtype)).float()
+        logits_TE = linear(x_TH.to(dtype), self.weight.to(dtype), self.matmul).float()
         return (
             _balanced_logits(logits_TE, config.moe_router_topk) if config.moe_router_force_load_balancing else logits_TE
         )

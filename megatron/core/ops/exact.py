@@ -1,0 +1,236 @@
+"""The exact mode's table: on a CPU, log-probabilities equal those of the rollout engine's exact table bit for bit.
+
+Forward follows exact_math.py, so a token's bits do not depend on packing or micro-batches. Backward is the gradient of
+the reference ops at the same inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.core.ops import cpu, exact_math, reference
+from megatron.core.ops.contract import TrainOps
+from megatron.core.ops.exact_math import KEYS, QUERIES
+from megatron.core.ops.reference_moe import GroupedMatmulFunction
+from megatron.core.ops.reference_moe import token_unpermute as reference_token_unpermute
+from megatron.core.ops.reference_moe import topk_router as reference_topk_router
+
+_MAX_RECTANGLE = 1 << 24  # elements of queries that are copied at a time: 64 MiB
+
+
+def exact_ops() -> TrainOps:
+    """The exact table; attention in blocks (context parallelism) has no exact form and stays the reference."""
+    table = cpu.cpu_ops()
+    entries: dict[str, Any] = {
+        "rms_norm": rms_norm,
+        "swiglu": swiglu,
+        "rotary_interleaved": rotary_interleaved,
+        "core_attention": core_attention,
+        "matmul": exact_math.matmul,
+        "grouped_matmul": grouped_matmul,
+        "token_unpermute": token_unpermute,
+        "topk_router": topk_router,
+    }
+    return replace(table, **entries, names=table.names | dict.fromkeys(entries, "exact"))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See ``contract.RmsNorm``."""
+    return _differentiable(
+        lambda x, weight: exact_math.rms_norm(x, weight, eps),
+        lambda x, weight: reference.rms_norm(x, weight, eps),
+        x,
+        weight,
+    )
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """See ``contract.Swiglu``."""
+    return _differentiable(exact_math.swiglu, reference.swiglu, x)
+
+
+def rotary_interleaved(x_TNR: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """See ``contract.RotaryInterleaved``; all first members of the pairs, then all second ones, as in rollout."""
+
+    def in_halves(x: torch.Tensor) -> torch.Tensor:
+        return reference.rotary_interleaved(x, cos, sin).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+    return _differentiable(lambda x: exact_math.rotary(x, cos, sin), in_halves, x_TNR)
+
+
+def core_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    causal: bool = True,
+) -> torch.Tensor:
+    """See ``contract.CoreAttention``."""
+    return _differentiable(
+        lambda q, k, v: _attention(q, k, v, cu_seqlens, scale, causal),
+        lambda q, k, v: cpu.core_attention(q, k, v, cu_seqlens, max_seqlen, scale, causal),
+        q,
+        k,
+        v,
+    )
+
+
+def grouped_matmul(x: torch.Tensor, w: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    """See ``contract.GroupedMatmul``."""
+    out: torch.Tensor = GroupedMatmulFunction.apply(x, w, tokens_per_expert.tolist(), _matmul_into)
+    return out
+
+
+def token_unpermute(
+    rows: torch.Tensor, row_map: torch.Tensor, probs_TK: torch.Tensor | None = None, topk: int = 1
+) -> torch.Tensor:
+    """See ``contract.TokenUnpermute``."""
+    if probs_TK is None:
+        return reference_token_unpermute(rows, row_map, None, topk)
+    shape = (*probs_TK.shape, rows.shape[-1])
+    return _differentiable(
+        lambda rows, probs: exact_math.weighted_rows(rows.index_select(0, row_map).view(shape), probs),
+        lambda rows, probs: reference_token_unpermute(rows, row_map, probs),
+        rows,
+        probs_TK,
+    )
+
+
+def topk_router(
+    logits_TE: torch.Tensor,
+    *,
+    topk: int,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    score_function: str = "softmax",
+    pre_softmax: bool = False,
+    norm_topk_prob: bool = True,
+    scaling_factor: float | None = None,
+    expert_bias: torch.Tensor | None = None,
+    chosen_TK: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``contract.TopkRouter``; choices in ascending order."""
+    is_sigmoid = score_function == "sigmoid"
+
+    def scores(logits_TE: torch.Tensor) -> torch.Tensor:
+        if is_sigmoid:
+            return exact_math.sigmoid(logits_TE)
+        return exact_math.softmax(logits_TE) if pre_softmax else logits_TE
+
+    if chosen_TK is None:
+        groups = (num_groups or 1, group_topk or 1)
+        with torch.no_grad():
+            chosen_TK = exact_math.choose_experts(scores(logits_TE), expert_bias, topk, *groups, 2 if is_sigmoid else 1)
+    indices_TK = chosen_TK
+
+    def weights(logits_TE: torch.Tensor) -> torch.Tensor:
+        probs_TK = scores(logits_TE).gather(1, indices_TK)
+        if is_sigmoid and norm_topk_prob and topk > 1:
+            probs_TK = probs_TK / (exact_math.in_order(probs_TK) + 1e-20)
+        elif not is_sigmoid and not pre_softmax:
+            probs_TK = exact_math.softmax(probs_TK)
+        return probs_TK if scaling_factor is None else probs_TK * scaling_factor
+
+    def reference_weights(logits_TE: torch.Tensor) -> torch.Tensor:
+        return reference_topk_router(
+            logits_TE,
+            topk=topk,
+            score_function=score_function,
+            pre_softmax=pre_softmax,
+            norm_topk_prob=norm_topk_prob,
+            scaling_factor=scaling_factor,
+            chosen_TK=indices_TK,
+        )[0]
+
+    return _differentiable(weights, reference_weights, logits_TE), indices_TK
+
+
+def _differentiable(
+    exact: Callable[..., torch.Tensor], differentiable: Callable[..., torch.Tensor], *inputs: torch.Tensor
+) -> torch.Tensor:
+    """``exact(*inputs)`` with the gradient of ``differentiable``."""
+    out: torch.Tensor = _GradientOfAnother.apply(exact, differentiable, *inputs)
+    return out
+
+
+class _GradientOfAnother(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        exact: Callable[..., torch.Tensor],
+        differentiable: Callable[..., torch.Tensor],
+        *inputs: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.differentiable = differentiable
+        return exact(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        with torch.enable_grad():
+            inputs = [
+                x.detach().requires_grad_(is_needed) for x, is_needed in zip(ctx.saved_tensors, needed, strict=True)
+            ]
+            grads = torch.autograd.grad(ctx.differentiable(*inputs), [x for x in inputs if x.requires_grad], grad)
+        remaining = iter(grads)
+        return None, None, *(next(remaining) if is_needed else None for is_needed in needed)
+
+
+def _matmul_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(exact_math.matmul(a, b))
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float, causal: bool
+) -> torch.Tensor:
+    """[T, N, Dv]; sequences with as many blocks of keys go together."""
+    heads = q.shape[1]
+    k, v = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+    bounds = cu_seqlens.cpu().numpy().astype(np.int64)
+    starts, lengths = bounds[:-1], np.diff(bounds)
+    num_blocks = -(-lengths // KEYS)
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
+    for count in np.unique(num_blocks[lengths > 0]):
+        same = np.flatnonzero(num_blocks == count)
+        at_once = max(1, _MAX_RECTANGLE // (int(count) * KEYS * q[0].numel()))
+        for first in range(0, len(same), at_once):
+            rows = same[first : first + at_once]
+            _attend(q, k, v, starts[rows, None], lengths[rows, None], scale, causal, out)
+    return out
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    scale: float,
+    causal: bool,
+    out: torch.Tensor,
+) -> None:
+    """Write the outputs of b sequences, ``starts`` and ``lengths`` [b, 1]; padding repeats a sequence's last token."""
+    longest, heads = int(lengths.max()), q.shape[1]
+
+    def tokens(block: int) -> tuple[np.ndarray, np.ndarray]:
+        offsets = np.arange(-(-longest // block) * block)
+        return offsets < lengths, np.minimum(offsets, lengths - 1)
+
+    def pairs(x: torch.Tensor, offsets: np.ndarray) -> torch.Tensor:
+        return x[torch.from_numpy(starts + offsets)].transpose(1, 2).flatten(0, 1)
+
+    (is_real, query), (_, key) = tokens(QUERIES), tokens(KEYS)
+    last = query if causal else np.broadcast_to(lengths - 1, query.shape)
+    last_GQ = torch.from_numpy(np.repeat(last, heads, axis=0))
+    out_GQV = exact_math.attend(pairs(q, query), pairs(k, key), pairs(v, key), last_GQ, scale)
+    out_bQNV = out_GQV.unflatten(0, (len(starts), heads)).transpose(1, 2)
+    real = torch.from_numpy(is_real)
+    out[torch.from_numpy(starts + query)[real]] = out_bQNV[real].to(out.dtype)
