@@ -10,6 +10,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 KV_CACHE_LAYOUTS = ("nd", "nz")
 EXPERT_EXCHANGES = ("all_gather", "dispatch")
+LOGPROBS_MODES = ("scaled_logprobs", "raw_logprobs", "processed_logprobs")
+"""Of which distribution log-probs are: log_softmax(logits / temperature) of the model; log_softmax(logits) of the
+model; the one that tokens are drawn from, after edits, temperature and limits."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ class VllmConfig:
     enable_sleep_mode: bool
 
     def problems(self) -> list[str]:
+    logprobs_mode: str = LOGPROBS_MODES[0]
         """Every problem of this configuration, empty when it can run."""
         return [
             *_model_problems(self.model, self.load_format),
@@ -125,9 +129,16 @@ class VllmConfig:
         ]
 
 
+            *_sampling_problems(self.logprobs_mode),
 def _model_problems(model: ModelConfig, load_format: str) -> list[str]:
     problems = []
     if model.dtype not in DTYPES:
+def _sampling_problems(logprobs_mode: str) -> list[str]:
+    if logprobs_mode in LOGPROBS_MODES:
+        return []
+    return [f"logprobs_mode={logprobs_mode!r} is unknown, expected one of {', '.join(LOGPROBS_MODES)}"]
+
+
         problems.append(f"dtype={model.dtype!r} is unknown, expected auto or one of {', '.join(DTYPES)}")
     if load_format not in LOAD_FORMATS:
         problems.append(f"load_format={load_format!r} is unknown, expected one of {', '.join(LOAD_FORMATS)}")

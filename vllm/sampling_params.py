@@ -23,8 +23,8 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 do not limit. max_tokens None goes to max_model_len.
     Neither EOS nor stop tokens are among the first `min_tokens`, and no stop string that ends there ends the sample.
     `seed` makes the result independent of the batch, of n and of the layout; sample i of n is seeded by
-    derive_seed(seed, i), sample 0 by the seed itself. `logprobs` k adds the k most likely tokens of each position to the
-    sampled one, whose log-prob is always returned; `prompt_logprobs` k does so for the prompt, by the raw model.
+    derive_seed(seed, i), sample 0 by the seed itself. `logprobs` k adds the k most likely tokens of each position to
+    the sampled one, whose log-prob is always returned; `prompt_logprobs` k does so for the prompt, by the raw model.
 
     repetition_penalty divides positive logits of all tokens of prompt and output and multiplies negative ones;
     frequency_penalty times a token's count in the output and presence_penalty once are subtracted. logit_bias is added

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.npu.op_parity import BF16, FP32, Call, Entry, Maker, assert_same, assert_same_form, outcome, pairs
 from tests.vllm.tiny import write_checkpoint
-from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps, SamplingBatch
+from vllm.ops.contract import DecodeMetadata, KVCache, LogitEdits, PrefillMetadata, RolloutOps, SamplingBatch
 from vllm.ops.reference import rollout_ops as reference_rollout_ops
 from vllm.v1.sample.rng import row_keys, vocab_keys
 from vllm_ascend.ops import rollout_ops
@@ -78,34 +78,54 @@ def all_tokens(cache: KVCache) -> Tensor:
     return torch.cat([read_tokens(pages, slots) for pages in cache], dim=-1)
 
 
-def sample(new: Maker, size: Sizes, top_k: list[int] | None, top_p: list[float] | None) -> Call:
-    """Tokens and log-probs; every third row is greedy."""
+def sample(
+    new: Maker,
+    size: Sizes,
+    top_k: list[int] | None = None,
+    top_p: list[float] | None = None,
+    min_p: float = 0.0,
+    has_edits: bool = False,
+    logprobs_mode: str = "scaled_logprobs",
+) -> Call:
+    """Tokens and log-probs; every third row is greedy. Edits: biases, penalties, bans on a few tokens of a row."""
     rows = size.tokens
     seeds, positions = np.arange(rows).astype(np.uint64), np.arange(rows)
 
     def run(ops: RolloutOps, logits: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
-        temperature, keys, vocabulary, k, p = more
+        temperature, keys, vocabulary, k, p, places, values, banned = more
+        edits = LogitEdits(
+            bias_at_M=places, bias_M=values, seen_at_S=places + 1, repetition_S=values.abs() + 1, penalty_S=values
+        )
         batch = SamplingBatch(
             temperature_B=temperature,
             keys_B2=keys,
             vocab_keys_W=vocabulary,
             top_k_B=None if top_k is None else k,
             top_p_B=None if top_p is None else p,
-            banned_BW=None,
+            banned_BW=banned if has_edits else None,
             has_greedy=True,
             has_random=True,
             max_top_k=0 if top_k is None else max(top_k),
+            min_p_B=torch.full_like(temperature, min_p) if min_p else None,
+            edits=edits if has_edits else None,
+            logprobs_mode=logprobs_mode,
         )
         sampled = ops.sample(logits, batch)
         return sampled.token_ids_B, sampled.logprobs_B
 
     with new.mode:
+        tokens = torch.arange(0, size.vocabulary - 1, 5)[None, :4]
+        banned = torch.zeros(rows, size.vocabulary, dtype=torch.bool)
+        banned[:, 7] = True
         settings = [
             torch.tensor([0.0, 0.7, 1.3] * rows)[:rows],
             torch.from_numpy(row_keys(seeds, positions)),
             torch.from_numpy(vocab_keys(size.vocabulary)),
             torch.tensor((top_k or [1]) * rows, dtype=torch.int32)[:rows],
             torch.tensor((top_p or [1.0]) * rows)[:rows],
+            (torch.arange(rows)[:, None] * size.vocabulary + tokens).flatten(),
+            torch.linspace(-3, 3, 4).repeat(rows),
+            banned,
         ]
     return Call(run, [new.floats(rows, size.vocabulary, dtype=FP32), *settings])
 
@@ -122,7 +142,13 @@ CASES = {
             "top-k": partial(sample, top_k=[5, 50, 1], top_p=None),
             "top-k and top-p": partial(sample, top_k=[5, 40, 3], top_p=[0.7, 0.95, 1.0]),
             "top-p alone": partial(sample, top_k=None, top_p=[0.5]),
-            "neither": partial(sample, top_k=None, top_p=None),
+            "neither": sample,
+            "min-p, top-k and edits": partial(sample, top_k=[5, 40, 3], min_p=0.1, has_edits=True),
+            "edits alone": partial(sample, has_edits=True),
+            "raw log-probs": partial(sample, logprobs_mode="raw_logprobs"),
+            "processed log-probs": partial(
+                sample, top_k=[5, 40, 3], min_p=0.05, has_edits=True, logprobs_mode="processed_logprobs"
+            ),
         },
         frozenset({"npu_top_k_top_p"}),
         dtypes=(FP32,),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,31 +14,38 @@ from torch import Tensor
 from tests.vllm.test_parity import as_inputs, make_prompts
 from tests.vllm.tiny import TINY, write_checkpoint
 from vllm import LLM, SamplingParams
-from vllm.ops.contract import SampledTokens, SamplingBatch
+from vllm.ops.contract import LogitEdits, SampledTokens, SamplingBatch
 from vllm.ops.reference_sample import sample
 from vllm.v1.sample.rng import derive_seed, exponential_noise, row_keys, vocab_keys
 
 DRAWS = 40_000
 
 
-def draw(
-    logits_W: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None, seed: int = 0
-) -> SampledTokens:
-    """DRAWS samples: half over seeds, half over positions of one seed."""
+def sampling_batch(seeds: np.ndarray, positions: np.ndarray, vocab_size: int, **settings: Any) -> SamplingBatch:
+    """Rows with these noise keys; all random at temperature 1 and without limits but for `settings`."""
+    plain = {
+        "temperature_B": torch.ones(len(seeds)),
+        "keys_B2": torch.from_numpy(row_keys(seeds, positions)),
+        "vocab_keys_W": torch.from_numpy(vocab_keys(vocab_size)),
+        "top_k_B": None,
+        "top_p_B": None,
+        "banned_BW": None,
+        "has_greedy": False,
+        "has_random": True,
+    }
+    return SamplingBatch(**plain | settings)
+
+
+def draw(logits_W: Tensor, temperature: float = 1.0, seed: int = 0, **limits: Any) -> SampledTokens:
+    """DRAWS samples: half over seeds, half over positions of one seed; `limits` are of every row."""
     half = DRAWS // 2
     seeds = np.concatenate((np.arange(half), np.full(half, 12345 + seed))).astype(np.uint64)
     positions = np.concatenate((np.zeros(half, dtype=np.int64), np.arange(half)))
-    batch = SamplingBatch(
-        temperature_B=torch.full((DRAWS,), temperature),
-        keys_B2=torch.from_numpy(row_keys(seeds, positions)),
-        vocab_keys_W=torch.from_numpy(vocab_keys(len(logits_W))),
-        top_k_B=None if top_k is None else torch.full((DRAWS,), top_k),
-        top_p_B=None if top_p is None else torch.full((DRAWS,), top_p),
-        banned_BW=None,
-        has_greedy=False,
-        has_random=True,
-    )
-    return sample(logits_W.expand(DRAWS, -1), batch)
+    settings = {
+        f"{name}_B": torch.full((DRAWS,), limits.pop(name)) for name in ("top_k", "top_p", "min_p") if name in limits
+    }
+    settings |= limits | {"temperature_B": torch.full((DRAWS,), temperature)}
+    return sample(logits_W.expand(DRAWS, -1), sampling_batch(seeds, positions, len(logits_W), **settings))
 
 
 def chi_square_is_plausible(tokens: Tensor, probs: Tensor) -> bool:
@@ -73,6 +82,66 @@ def test_top_k_and_top_p_cut_and_renormalise(logits_W: Tensor) -> None:
     assert chi_square_is_plausible(result.token_ids_B, top_p / top_p.sum())
     torch.testing.assert_close(result.logprobs_B, probs.log()[result.token_ids_B], atol=1e-5, rtol=0)
     assert set(draw(logits_W, top_k=5, top_p=1e-6).token_ids_B.tolist()) == {int(probs.argmax())}
+
+
+def test_min_p_leaves_out_what_is_far_less_likely_than_the_best(logits_W: Tensor) -> None:
+    probs = (logits_W / 1.3).softmax(-1)
+    limited = torch.where(probs < 0.04 * probs.max(), 0.0, probs)
+    assert 2 < int((limited > 0).sum()) < 25
+    result = draw(logits_W, 1.3, min_p=0.04)
+    assert chi_square_is_plausible(result.token_ids_B, limited / limited.sum())
+    torch.testing.assert_close(result.logprobs_B, probs.log()[result.token_ids_B], atol=1e-5, rtol=0)
+    # Of 30 tokens min-p keeps some, of these top-p the better part.
+    both = set(draw(logits_W, 1.3, min_p=0.04, top_p=0.6).token_ids_B.tolist())
+    ranked = (limited / limited.sum()).sort(descending=True)
+    assert both == set(ranked.indices[: int((ranked.values.cumsum(0) < 0.6).sum()) + 1].tolist())
+
+
+def edits_of_all_rows(vocab_size: int, bias: dict[int, float], seen: dict[int, tuple[float, float]]) -> LogitEdits:
+    """The same biases and seen tokens {token: (repetition penalty, subtracted penalty)} in DRAWS rows."""
+
+    def places(tokens: dict[int, Any]) -> Tensor:
+        return (torch.arange(DRAWS)[:, None] * vocab_size + torch.tensor(list(tokens))).flatten()
+
+    values = torch.tensor(list(seen.values())).repeat(DRAWS, 1)
+    return LogitEdits(
+        places(bias), torch.tensor(list(bias.values())).repeat(DRAWS), places(seen), values[:, 0], values[:, 1]
+    )
+
+
+def test_bias_penalties_and_bans_change_the_distribution(logits_W: Tensor) -> None:
+    best, worst = int(logits_W.argmax()), int(logits_W.argmin())
+    assert logits_W[best] > 1 and logits_W[worst] < -1
+    edited = logits_W.clone()
+    edited[3] += 2.5
+    edited[worst] += 4.0
+    edited[best] = edited[best] / 1.4 - 0.6
+    edited[worst] = torch.where(edited[worst] > 0, edited[worst] / 1.4, edited[worst] * 1.4)
+    edited[0] = -math.inf
+    banned = torch.zeros(DRAWS, len(logits_W), dtype=torch.bool)
+    banned[:, 0] = True
+    edits = edits_of_all_rows(len(logits_W), {3: 2.5, worst: 4.0}, {best: (1.4, 0.6), worst: (1.4, 0.0)})
+    probs, model = (edited / 0.8).softmax(-1), (logits_W / 0.8).log_softmax(-1)
+    result = draw(logits_W, 0.8, edits=edits, banned_BW=banned)
+    assert chi_square_is_plausible(result.token_ids_B, probs)
+    torch.testing.assert_close(result.logprobs_B, model[result.token_ids_B], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "limits", [{}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9}], ids=str
+)
+def test_log_probs_of_the_raw_model_and_of_the_sampling_distribution(logits_W: Tensor, limits: dict[str, Any]) -> None:
+    """The reported probabilities of what can be drawn sum to 1, and are the frequencies."""
+    edits = edits_of_all_rows(len(logits_W), {4: 1.5}, {7: (1.2, 0.5)})
+    raw = draw(logits_W, 0.7, edits=edits, logprobs_mode="raw_logprobs", **limits)
+    torch.testing.assert_close(raw.logprobs_B, logits_W.log_softmax(-1)[raw.token_ids_B], atol=1e-5, rtol=0)
+    result = draw(logits_W, 0.7, edits=edits, logprobs_mode="processed_logprobs", num_top_logprobs=30, **limits)
+    assert torch.equal(result.token_ids_B, raw.token_ids_B)
+    assert result.top_ids_BK is not None and result.top_logprobs_BK is not None
+    probs = torch.zeros_like(logits_W).index_copy(0, result.top_ids_BK[0], result.top_logprobs_BK[0].exp())
+    assert float(probs.sum()) == pytest.approx(1, abs=1e-5) and int((probs > 0).sum()) < 30 + (not limits)
+    assert chi_square_is_plausible(result.token_ids_B, probs)
+    torch.testing.assert_close(result.logprobs_B, probs.log()[result.token_ids_B], atol=1e-4, rtol=0)
 
 
 def test_ties_at_the_edge_of_top_k_and_top_p() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm.config import (
+    LOGPROBS_MODES,
     CacheConfig,
     CompilationConfig,
     ModelConfig,
@@ -51,6 +52,7 @@ class EngineArgs:
 
     def create_engine_config(self, rank: int, world_size: int) -> VllmConfig:
         """The configuration of one process; ValueError listing every problem."""
+    logprobs_mode: str = LOGPROBS_MODES[0]
         hf = load_config(self.model)
         max_model_len = hf.max_position_embeddings if self.max_model_len is None else self.max_model_len
         problems, dp_size = self._data_parallel_size()
@@ -96,6 +98,7 @@ class EngineArgs:
                 "supported; start one process per device (torchrun, Ray) and build an LLM in each"
             )
         problems += config.problems()
+            logprobs_mode=self.logprobs_mode,
         if problems:
             raise ValueError("the engine cannot be built:\n" + "\n".join(f"  - {p}" for p in problems))
         return config

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.config import LOGPROBS_MODES
 from vllm.distributed.parallel_state import GroupCoordinator
 
 KVCache: TypeAlias = tuple[Tensor, ...]
@@ -61,12 +62,24 @@ class SamplingBatch:
     vocab_keys_W: Tensor  # int32, noise keys of the vocabulary
     top_k_B: Tensor | None  # int32 in [1, W], None when no row limits it
     top_p_B: Tensor | None  # fp32 in (0, 1], None when no row limits it
-    banned_BW: (
-        Tensor | None
-    )  # bool, tokens that must not be drawn (stop tokens before min_tokens); None when there are none
+    banned_BW: Tensor | None  # bool, tokens that must not be drawn, never all of a row; None when there are none
     has_greedy: bool
     has_random: bool
     max_top_k: int = 0  # largest value of top_k_B, known on the host; 0 without
+@dataclass
+class LogitEdits:
+    """Changes of single logits before the temperature, of the rows that ask: first the bias, then the penalties.
+
+    A place is row * W + token, int64; no place twice in one list.
+    """
+
+    bias_at_M: Tensor | None = None
+    bias_M: Tensor | None = None  # fp32, added
+    seen_at_S: Tensor | None = None  # tokens of the row's prompt and output
+    repetition_S: Tensor | None = None  # fp32, a positive logit is divided by it, another multiplied
+    penalty_S: Tensor | None = None  # fp32, then subtracted: frequency_penalty * count in the output + presence_penalty
+
+
     num_top_logprobs: int = 0  # how many of the most likely tokens to report besides the sampled one
 
 
@@ -75,14 +88,22 @@ class SampledTokens:
     """Result of `RolloutOps.sample` for B rows."""
 
     token_ids_B: Tensor  # int64
-    # fp32: log_softmax(logits / temperature) of the token, before top-k and top-p; temperature 1 when greedy
-    logprobs_B: Tensor
+    logprobs_B: Tensor  # fp32, of the token by the batch's logprobs_mode; a greedy row counts as temperature 1
     ranks_B: Tensor | None = None  # int64, 1 = the most likely; only with num_top_logprobs > 0
     top_ids_BK: Tensor | None = None  # int64
-    top_logprobs_BK: Tensor | None = None  # fp32
+    top_logprobs_BK: Tensor | None = None  # fp32, -inf for tokens that processed_logprobs leaves out
 
 
 @dataclass(frozen=True)
+    min_p_B: Tensor | None = None  # fp32 in [0, 1], None when no row limits it
+    edits: LogitEdits | None = None  # None when no row has any
+    logprobs_mode: str = LOGPROBS_MODES[0]  # see there
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are drawn from softmax(logits / temperature) itself, and their log-probs are of that."""
+        limits = (self.top_k_B, self.top_p_B, self.min_p_B, self.banned_BW, self.edits)
+        return all(limit is None for limit in limits) and self.logprobs_mode == LOGPROBS_MODES[0]
 class RolloutOps:
     """A complete op table. Unless said, outputs have the dtype of the first tensor; tolerance is against the reference.
 
@@ -135,10 +156,11 @@ class RolloutOps:
     silu_and_mul(x_T2F) -> [T, F]
         silu(x[:, :F]) * x[:, F:].
     sample(logits_BW fp32, batch: SamplingBatch) -> SampledTokens
-        Greedy rows: argmax. Others: a draw from softmax(logits / temperature) after top-k (tokens as likely as the k-th
-        stay), then top-p (the smallest set of most likely tokens that reaches top_p; among equals the last of the
-        vocabulary first), by the exponential race of vllm/v1/sample/rng.py, so a row's draw depends on its logits and
-        keys alone.
+        Edits first, in the order of LogitEdits; banned tokens weigh nothing. Greedy rows: argmax. Others: a draw from
+        softmax(logits / temperature) after min-p (tokens less likely than min_p times the best go), then top-k (tokens
+        as likely as the k-th stay), then top-p (the smallest set of most likely tokens that reaches top_p; among equals
+        the last of the vocabulary first), each renormalised, by the exponential race of vllm/v1/sample/rng.py, so a
+        row's draw depends on its logits and keys alone. logits are not changed.
     names: native or reference, for each entry, or which part is which; logged once at start.
     """
 

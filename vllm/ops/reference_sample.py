@@ -1,4 +1,4 @@
-"""Reference sampling: temperature, top-k, top-p, and a draw that depends on the row alone."""
+"""Reference sampling: edits, temperature, min-p, top-k, top-p, and a draw that depends on the row alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm.ops.contract import SampledTokens, SamplingBatch
+from vllm.ops.contract import LogitEdits, SampledTokens, SamplingBatch
 from vllm.v1.sample.rng import exponential_noise
 
 Filter = Callable[[Tensor, SamplingBatch], Tensor]
@@ -19,36 +19,73 @@ def sample(logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
 
 def sample_with(logits_BW: Tensor, batch: SamplingBatch, find_left_out: Filter) -> SampledTokens:
     """`sample` with any implementation of `left_out`."""
-    scaled_BW = logits_BW
-    if batch.has_random:
-        temperature_B = batch.temperature_B
-        scaled_BW = logits_BW / torch.where(temperature_B > 0, temperature_B, 1.0)[:, None]
+    edited_BW = logits_BW if batch.edits is None else edit(logits_BW, batch.edits)
+    scaled_BW = _over_temperature(edited_BW, batch)
+    probs_BW, log_total_B = _weights(scaled_BW)
+    limited_BW = _limit(scaled_BW, batch, find_left_out)
+    if limited_BW is not scaled_BW:
+        probs_BW.masked_fill_(limited_BW == float("-inf"), 0.0)
+    tokens_B = _draw(limited_BW, probs_BW, batch)
+    reported_BW = scaled_BW
+    if batch.logprobs_mode == "processed_logprobs":
+        reported_BW = limited_BW
+    elif batch.logprobs_mode == "raw_logprobs":
+        reported_BW = logits_BW
+    elif batch.edits is not None:
+        reported_BW = _over_temperature(logits_BW, batch)
+    if reported_BW is not scaled_BW:
+        log_total_B = _weights(reported_BW)[1]
+    return _report(tokens_B, reported_BW, log_total_B, batch.num_top_logprobs)
+
+
+def edit(logits_BW: Tensor, edits: LogitEdits) -> Tensor:
+    """A copy with bias and penalties."""
+    edited_BW = logits_BW.clone(memory_format=torch.contiguous_format)
+    flat = edited_BW.view(-1)
+    if edits.bias_at_M is not None and edits.bias_M is not None:
+        flat.index_copy_(0, edits.bias_at_M, flat[edits.bias_at_M] + edits.bias_M)
+    if edits.seen_at_S is not None and edits.repetition_S is not None and edits.penalty_S is not None:
+        seen_S = flat[edits.seen_at_S]
+        repeated_S = torch.where(seen_S > 0, seen_S / edits.repetition_S, seen_S * edits.repetition_S)
+        flat.index_copy_(0, edits.seen_at_S, repeated_S - edits.penalty_S)
+    return edited_BW
+
+
+def _over_temperature(logits_BW: Tensor, batch: SamplingBatch) -> Tensor:
+    if not batch.has_random:
+        return logits_BW
+    temperature_B = batch.temperature_B
+    return logits_BW / torch.where(temperature_B > 0, temperature_B, 1.0)[:, None]
+
+
+def _weights(scaled_BW: Tensor) -> tuple[Tensor, Tensor]:
+    """([B, W] unnormalised probabilities, [B] logs of the sums of exponents)."""
     peak_B1 = scaled_BW.amax(-1, keepdim=True)
     probs_BW = (scaled_BW - peak_B1).exp_()
-    log_total_B = probs_BW.sum(-1).log_() + peak_B1[:, 0]
-    top = _top_logprobs(scaled_BW, log_total_B, batch.num_top_logprobs)
-    tokens_B = _draw(scaled_BW, probs_BW, batch, find_left_out)
-    chosen_B = scaled_BW.gather(1, tokens_B[:, None])
-    result = SampledTokens(tokens_B, chosen_B[:, 0] - log_total_B)
-    if top is not None:
-        result.ranks_B = (scaled_BW > chosen_B).sum(-1) + 1
-        result.top_logprobs_BK, result.top_ids_BK = top
-    return result
+    return probs_BW, probs_BW.sum(-1).log_() + peak_B1[:, 0]
 
 
-def _draw(scaled_BW: Tensor, probs_BW: Tensor, batch: SamplingBatch, find_left_out: Filter) -> Tensor:
-    """Token of each row; overwrites `probs_BW` (unnormalised probabilities)."""
+def _limit(scaled_BW: Tensor, batch: SamplingBatch, find_left_out: Filter) -> Tensor:
+    """[B, W] `scaled_BW` with -inf where nothing may be drawn; itself when there are no limits."""
+    nothing = float("-inf")
     if batch.banned_BW is not None:
-        scaled_BW = scaled_BW.masked_fill(batch.banned_BW, float("-inf"))
-        probs_BW.masked_fill_(batch.banned_BW, 0.0)
-    if not batch.has_random:
-        return scaled_BW.argmax(-1)
+        scaled_BW = scaled_BW.masked_fill(batch.banned_BW, nothing)
+    if batch.min_p_B is not None:
+        floor_B1 = scaled_BW.amax(-1, keepdim=True) + batch.min_p_B.log()[:, None]
+        scaled_BW = scaled_BW.masked_fill(scaled_BW < floor_B1, nothing)
     if batch.top_k_B is not None or batch.top_p_B is not None:
-        probs_BW.masked_fill_(find_left_out(scaled_BW, batch), 0.0)
+        scaled_BW = scaled_BW.masked_fill(find_left_out(scaled_BW, batch), nothing)
+    return scaled_BW
+
+
+def _draw(limited_BW: Tensor, probs_BW: Tensor, batch: SamplingBatch) -> Tensor:
+    """Token of each row; overwrites `probs_BW`."""
+    if not batch.has_random:
+        return limited_BW.argmax(-1)
     drawn_B = probs_BW.div_(exponential_noise(batch.keys_B2, batch.vocab_keys_W)).argmax(-1)
     if not batch.has_greedy:
         return drawn_B
-    return torch.where(batch.temperature_B > 0, drawn_B, scaled_BW.argmax(-1))
+    return torch.where(batch.temperature_B > 0, drawn_B, limited_BW.argmax(-1))
 
 
 def left_out(scaled_BW: Tensor, batch: SamplingBatch) -> Tensor:
@@ -67,9 +104,11 @@ def left_out(scaled_BW: Tensor, batch: SamplingBatch) -> Tensor:
     return torch.zeros_like(dropped_BW).scatter_(1, order_BW, dropped_BW)
 
 
-def _top_logprobs(scaled_BW: Tensor, log_total_B: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
-    """([B, K] log-probs, [B, K] ids) of the most likely tokens, or None when none are asked for."""
-    if count == 0:
-        return None
-    best = scaled_BW.topk(min(count, scaled_BW.shape[1]), dim=-1)
-    return best.values - log_total_B[:, None], best.indices
+def _report(tokens_B: Tensor, reported_BW: Tensor, log_total_B: Tensor, num_top: int) -> SampledTokens:
+    chosen_B = reported_BW.gather(1, tokens_B[:, None])
+    result = SampledTokens(tokens_B, chosen_B[:, 0] - log_total_B)
+    if num_top > 0:
+        result.ranks_B = (reported_BW > chosen_B).sum(-1) + 1
+        best = reported_BW.topk(min(num_top, reported_BW.shape[1]), dim=-1)
+        result.top_logprobs_BK, result.top_ids_BK = best.values - log_total_B[:, None], best.indices
+    return result

@@ -47,6 +47,9 @@ class EngineCore:
         self.num_steps += 1
         if output.top is not None:
             self._record_top(step, output.top)
+        for scores in output.prompt_scores:
+            scores.request.prompt_logprobs += scores.logprobs
+            scores.request.prompt_top += scores.top
         return self.scheduler.update_from_output(step, output.token_ids.tolist(), output.logprobs), True
 
     def sleep(self, level: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
@@ -94,11 +93,11 @@ class Processor:
 
     def watch_stop_strings(self, request: Request) -> None:
         """Before a request is queued here: decode its output from now on if it has stop strings."""
-        extras, tokenizer = request.extras, self.tokenizer
+        extras = request.extras
         if extras is None or not extras.stop:
             return
-        assert tokenizer is not None, request.request_id
-        decode = partial(tokenizer.decode, skip_special_tokens=extras.skip_special_tokens)
+        decode = self._decoder(extras.skip_special_tokens)
+        assert decode is not None, request.request_id
         if request.detokenizer is None:
             request.detokenizer = IncrementalDetokenizer(
                 decode, extras.stop, extras.include_stop_str_in_output, request.min_tokens
@@ -108,7 +107,10 @@ class Processor:
 
     def decoder(self, params: SamplingParams) -> Callable[[list[int]], str] | None:
         """Token ids to text as the parameters ask; None without a tokenizer or when no text is wanted."""
+        return self._decoder(params.skip_special_tokens) if params.detokenize else None
+
+    def _decoder(self, skip_special_tokens: bool) -> Callable[[list[int]], str] | None:
         tokenizer = self.tokenizer
-        if tokenizer is None or not params.detokenize:
+        if tokenizer is None:
             return None
-        return lambda ids: tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+        return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm.ops.contract import RolloutOps, SampledTokens, SamplingBatch
+from vllm.v1.sample.logit_edits import gather_bans, gather_edits
+from vllm.v1.sample.prompt_logprobs import PromptScores
 from vllm.v1.sample.rng import row_keys, vocab_keys
 from vllm.v1.worker.input_batch import InputBatch
 
@@ -19,16 +21,17 @@ class SamplerOutput:
 
     token_ids: np.ndarray  # int64 [B]
     logprobs: list[float]
-    top: (
-        list[tuple[int, list[int], list[float]]] | None
-    )  # per row: rank of the sampled token, most likely ids, their log-probs
+    # Per row: rank of the sampled token, most likely ids, their log-probs.
+    top: list[tuple[int, list[int], list[float]]] | None
+    prompt_scores: list[PromptScores] = field(default_factory=list)
 
 
 class Sampler:
     """Samples rows of an InputBatch from their logits."""
 
-    def __init__(self, vocab_size: int, ops: RolloutOps, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, ops: RolloutOps, device: torch.device, logprobs_mode: str) -> None:
         self.vocab_size, self.ops, self.device = vocab_size, ops, device
+        self.logprobs_mode = logprobs_mode  # one of vllm.config.LOGPROBS_MODES
         self.vocab_keys_W = torch.from_numpy(vocab_keys(vocab_size)).to(device)
 
     def __call__(self, logits_BW: Tensor, batch: InputBatch, rows: np.ndarray) -> SamplerOutput:
@@ -41,29 +44,34 @@ class Sampler:
         positions = batch.num_tokens[rows] - batch.num_prompt[rows]
         limited_k = np.where((top_k > 0) & (top_k < self.vocab_size), top_k, self.vocab_size)
         has_top_k, has_top_p = bool((limited_k < self.vocab_size).any()), bool((top_p < 1).any())
-        has_random = bool((temperature > 0).any())
-        return SamplingBatch(
+        settings = SamplingBatch(
             temperature_B=self._send(temperature),
             keys_B2=self._send(row_keys(batch.seed[rows], positions)),
             vocab_keys_W=self.vocab_keys_W,
             top_k_B=self._send(limited_k.astype(np.int32)) if has_top_k else None,
             max_top_k=int(limited_k.max()) if has_top_k else 0,
             top_p_B=self._send(top_p) if has_top_p else None,
-            banned_BW=self._banned(batch, rows, positions),
+            banned_BW=None,
             has_greedy=bool((temperature == 0).any()),
-            has_random=has_random,
+            has_random=bool((temperature > 0).any()),
             num_top_logprobs=int(batch.num_top_logprobs[rows].max()),
+            logprobs_mode=self.logprobs_mode,
         )
+        if batch.min_p:
+            self._add_min_p(settings, batch, rows)
+        if batch.edits:
+            self._add_edits(settings, batch, rows)
+        return settings
 
-    def _banned(self, batch: InputBatch, rows: np.ndarray, positions: np.ndarray) -> Tensor | None:
-        """Stop tokens of the rows that have fewer than min_tokens output tokens."""
-        early = np.flatnonzero(positions < batch.min_tokens[rows])
-        if len(early) == 0:
-            return None
-        banned = np.zeros((len(rows), self.vocab_size), dtype=np.bool_)
-        for index in early:
-            banned[index, list(batch.stop_ids[int(rows[index])])] = True
-        return self._send(banned)
+    def _add_min_p(self, settings: SamplingBatch, batch: InputBatch, rows: np.ndarray) -> None:
+        min_p = np.array([batch.min_p.get(row, 0.0) for row in rows.tolist()], dtype=np.float32)
+        if min_p.any():
+            settings.min_p_B = self._send(min_p)
+
+    def _add_edits(self, settings: SamplingBatch, batch: InputBatch, rows: np.ndarray) -> None:
+        edited = [(index, batch.edits[row]) for index, row in enumerate(rows.tolist()) if row in batch.edits]
+        settings.edits = gather_edits(edited, self.vocab_size, self._send)
+        settings.banned_BW = gather_bans(edited, len(rows), self.vocab_size, self.device)
 
     def _send(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -6,6 +6,7 @@ import numpy as np
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
+from vllm.v1.sample.logit_edits import RowEdits
 
 
 class InputBatch:
@@ -25,8 +26,9 @@ class InputBatch:
         self.top_p = np.ones(max_num_seqs, dtype=np.float32)
         self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
         self.num_top_logprobs = np.zeros(max_num_seqs, dtype=np.int64)
-        self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self.stop_ids: dict[int, frozenset[int]] = {}  # of the rows with min_tokens
+        self.min_p: dict[int, float] = {}  # of the rows that have one
+        self.edits: dict[int, RowEdits] = {}  # of the rows whose logits are changed or banned
+        self.prompts_to_score: dict[int, Request] = {}  # of the rows that still miss log-probs of their prompt
         self.row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
@@ -48,6 +50,10 @@ class InputBatch:
         """Record the tokens sampled for `rows`."""
         self.token_ids[rows, np.minimum(self.num_tokens[rows], self.token_ids.shape[1] - 1)] = token_ids
         self.num_tokens[rows] += 1
+        if self.edits:
+            for row, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
+                if row in self.edits:
+                    self.edits[row].append(token)
 
     def _add(self, request: Request) -> None:
         row = self._free_rows.pop()
@@ -63,9 +69,12 @@ class InputBatch:
         self.top_p[row] = request.top_p
         self.seed[row] = request.seed
         self.num_top_logprobs[row] = request.num_top_logprobs
-        self.min_tokens[row] = request.min_tokens
-        if request.min_tokens > 0:
-            self.stop_ids[row] = request.stop_ids
+        if request.extras is not None and request.extras.min_p > 0:
+            self.min_p[row] = request.extras.min_p
+        if RowEdits.wanted_by(request):
+            self.edits[row] = RowEdits(request)
+        if request.needs_prompt_logprobs:
+            self.prompts_to_score[row] = request
 
     def _append_blocks(self, row: int, blocks: list[int]) -> None:
         start = self.num_blocks[row]
@@ -75,6 +84,6 @@ class InputBatch:
     def _remove(self, request: Request) -> None:
         row = self.row_of.pop(request.request_id, None)
         if row is not None:  # None: dropped before it ever ran
-            self.stop_ids.pop(row, None)
-            self.min_tokens[row] = 0
+            for special in (self.min_p, self.edits, self.prompts_to_score):
+                special.pop(row, None)
             self._free_rows.append(row)

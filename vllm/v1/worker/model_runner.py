@@ -12,6 +12,7 @@ from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM
 from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.sample.prompt_logprobs import score_prompts
 from vllm.v1.sample.sampler import Sampler, SamplerOutput
 from vllm.v1.worker.decode_graphs import DecodeGraphs
 from vllm.v1.worker.input_batch import InputBatch
@@ -32,7 +33,7 @@ class ModelRunner:
         self.model, self.graphs, self.device = model, graphs, device
         self.block_size = config.cache.block_size
         self.batch = InputBatch(config.scheduler.max_num_seqs, config.model.max_model_len, self.block_size)
-        self.sampler = Sampler(config.model.hf.vocab_size, ops, device)
+        self.sampler = Sampler(config.model.hf.vocab_size, ops, device, config.logprobs_mode)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput, exchange: StepExchange, caches: list[KVCache]) -> SamplerOutput:
@@ -40,12 +41,16 @@ class ModelRunner:
         rows = self.batch.update(step)
         plan = plan_step(self.batch, rows, np.array(step.num_tokens, dtype=np.int64))
         hidden_TH = self._forward(plan, exchange, caches)
+        prompt_scores = []
+        if self.batch.prompts_to_score:
+            prompt_scores = score_prompts(hidden_TH, plan, self.batch.prompts_to_score, self.model.compute_logits)
         if len(plan.sampled_rows) == 0:
-            return SamplerOutput(np.empty(0, dtype=np.int64), [], None)
+            return SamplerOutput(np.empty(0, dtype=np.int64), [], None, prompt_scores)
         if plan.sampled_T is not None:
             hidden_TH = hidden_TH.index_select(0, self._send(plan.sampled_T))
         output = self.sampler(self.model.compute_logits(hidden_TH), self.batch, plan.sampled_rows)
         self.batch.append_tokens(plan.sampled_rows, output.token_ids)
+        output.prompt_scores = prompt_scores
         return output
 
     def _forward(self, plan: StepPlan, exchange: StepExchange, caches: list[KVCache]) -> Tensor:
