@@ -1,0 +1,392 @@
+"""The HTTP server through the official client: answers equal the engine's, and no client hurts another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from tests.vllm.serving import server_process, wait_until, write_served_checkpoint
+from vllm import LLM, SamplingParams
+from vllm.entrypoints.openai.api_server import BackgroundServer, bind, serve_in_background
+from vllm.entrypoints.openai.cli_args import ServerArgs, parse_args
+
+MODEL = "tiny"
+MAX_QUEUE = 100
+MAX_BODY = 50_000
+TIMEOUT_S = 1.0
+ARGS = ServerArgs(
+    port=0,
+    served_model_name=MODEL,
+    max_queue_size=MAX_QUEUE,
+    max_body_bytes=MAX_BODY,
+    request_timeout=TIMEOUT_S,
+    shutdown_timeout=1,
+)
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n"
+)
+LONG = {"max_tokens": 500, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_served_checkpoint(tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: str) -> Iterator[BackgroundServer]:
+    with serve_in_background(LLM(checkpoint, max_num_seqs=80, num_gpu_blocks_override=4000), ARGS) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: BackgroundServer) -> Iterator[openai.OpenAI]:
+    with client_of(server.url) as client:
+        yield client
+    wait_until(lambda: server.server.engine.num_unfinished_samples == 0)
+
+
+def client_of(url: str, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=url + "/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def post(url: str, body: bytes) -> tuple[int, dict[str, Any]]:
+    """(status, JSON) of a body sent as it is, however malformed."""
+    with raw(url) as connection:
+        connection.sendall(HEAD % len(body) + body)
+        return answer(connection)
+
+
+def raw(url: str) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def answer(connection: socket.socket) -> tuple[int, dict[str, Any]]:
+    received = b""
+    while part := connection.recv(65536):
+        received += part
+    head, _, body = received.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body) if body else {}
+
+
+def get(url: str, path: str) -> tuple[int, str]:
+    with raw(url) as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        received = b""
+        while part := connection.recv(65536):
+            received += part
+    head, _, body = received.partition(b"\r\n\r\n")
+    return int(head.split()[1]), body.decode()
+
+
+def test_an_answer_is_what_the_engine_generates(server: BackgroundServer, client: openai.OpenAI) -> None:
+    params = {"max_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 5, "n": 2, "logprobs": 2}
+    got = client.completions.create(model=MODEL, prompt=["one", "two words"], **params)
+    with server.paused():
+        wanted = server.server.engine.llm.generate(["one", "two words"], SamplingParams(**params))
+    samples = [sample for output in wanted for sample in output.outputs]
+    assert [choice.index for choice in got.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in got.choices] == [sample.text for sample in samples]
+    assert [choice.finish_reason for choice in got.choices] == [sample.finish_reason for sample in samples]
+    for choice, sample in zip(got.choices, samples, strict=True):
+        assert choice.logprobs.token_logprobs == pytest.approx(sample.sampled_logprobs, abs=1e-5)
+        assert len(choice.logprobs.tokens) == len(choice.logprobs.text_offset) == len(sample.token_ids)
+        assert all(len(top) <= 3 for top in choice.logprobs.top_logprobs)
+    assert got.usage.prompt_tokens == sum(len(output.prompt_token_ids) for output in wanted)
+    assert got.usage.completion_tokens == sum(len(sample.token_ids) for sample in samples)
+
+
+def test_a_stream_adds_up_to_the_whole_answer(client: openai.OpenAI) -> None:
+    body = {"model": MODEL, "prompt": "stream", "max_tokens": 20, "seed": 3, "n": 3, "logprobs": 1}
+    whole = client.completions.create(**body)
+    texts, tokens, reasons, usage = [""] * 3, [[], [], []], [None] * 3, None
+    for chunk in client.completions.create(**body, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            tokens[choice.index] += choice.logprobs.tokens
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices]
+    assert tokens == [choice.logprobs.tokens for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage
+
+
+def test_a_chat_is_the_completion_of_its_rendered_messages(client: openai.OpenAI) -> None:
+    params = {"model": MODEL, "max_tokens": 16, "temperature": 0}
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    ]
+    rendered = client.completions.create(prompt="[system]be brief[user]hi[assistant]", **params)
+    chat = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, **params)
+    assert chat.choices[0].message.role == "assistant"
+    assert chat.choices[0].message.content == rendered.choices[0].text
+    assert len(chat.choices[0].logprobs.content) == chat.usage.completion_tokens
+    assert all(len(position.top_logprobs) == 2 for position in chat.choices[0].logprobs.content)
+    chunks = list(client.chat.completions.create(messages=messages, stream=True, **params))
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == rendered.choices[0].text
+    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
+
+
+def test_stop_strings_and_echo(client: openai.OpenAI) -> None:
+    params = {"model": MODEL, "prompt": "abc", "temperature": 0, "max_tokens": 30}
+    text = client.completions.create(**params).choices[0].text
+    stop = text[10:12]
+    cut = client.completions.create(**params, stop=[stop]).choices[0]
+    assert cut.text == text[: text.index(stop)] and cut.finish_reason == "stop"
+    echoed = client.completions.create(**params | {"max_tokens": 2}, echo=True, logprobs=0).choices[0]
+    assert echoed.text == "abc" + text[:2]
+    assert echoed.logprobs.tokens[:3] == ["a", "b", "c"] and echoed.logprobs.text_offset[:3] == [0, 1, 2]
+    assert echoed.logprobs.token_logprobs[0] is None and all(p < 0 for p in echoed.logprobs.token_logprobs[1:])
+
+
+BAD_BODIES = {
+    "not json": (b"{", 400, "JSON"),
+    "not an object": (b"[1]", 400, "object"),
+    "no body": (b"", 400, "required"),
+    "not utf-8": (b'{"prompt": "\xff"}', 400, "pars"),
+    "deeply nested": (b'{"prompt":' + b"[" * 20_000, 400, "pars"),
+    "no prompt": (b'{"max_tokens": 1}', 400, "prompt: Field required"),
+    "empty prompt": (b'{"prompt": []}', 400, "prompt is empty"),
+    "prompt of another type": (b'{"prompt": {"a": 1}}', 400, "prompt"),
+    "unknown field": (b'{"prompt": "a", "max_token": 1}', 400, "did you mean 'max_tokens'"),
+    "another model": (b'{"prompt": "a", "model": "gpt-9"}', 404, "gpt-9"),
+    "too many tokens": (json.dumps({"prompt": "a" * 700}).encode(), 400, "700 tokens"),
+    "token outside": (b'{"prompt": [1, 99999]}', 400, "99999"),
+    "nothing to generate": (b'{"prompt": "a", "max_tokens": 0}', 400, "max_tokens=0"),
+    "negative temperature": (b'{"prompt": "a", "temperature": -1}', 400, "temperature=-1"),
+    "not a number": (b'{"prompt": "a", "temperature": NaN}', 400, "temperature"),
+    "too many logprobs": (b'{"prompt": "a", "logprobs": 21}', 400, "limit of 20"),
+    "more than ever fits": (b'{"prompt": "a", "n": 101}', 400, "exceed the 100"),
+    "usage without stream": (b'{"prompt": "a", "stream_options": {}}', 400, "stream=true"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD_BODIES))
+def test_a_malformed_request_is_told_what_is_wrong(server: BackgroundServer, name: str) -> None:
+    body, status, text = BAD_BODIES[name]
+    got_status, got = post(server.url, body)
+    assert got_status == status, got
+    assert text in got["error"]["message"] and got["error"]["type"] == "invalid_request_error"
+
+
+def test_errors_reach_the_client_as_its_own(server: BackgroundServer, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="unknown role wizard"):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "wizard", "content": "x"}])  # type: ignore[list-item]
+    with pytest.raises(openai.BadRequestError, match="top_logprobs needs logprobs"):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}], top_logprobs=1)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")
+    with pytest.raises(openai.APIStatusError) as too_large:
+        client.completions.create(model=MODEL, prompt="x" * 2 * MAX_BODY)
+    assert too_large.value.status_code == 413
+    with raw(server.url) as connection:
+        connection.sendall(b"this is not HTTP\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400")
+    assert get(server.url, "/nothing")[0] == 404 and get(server.url, "/v1/completions")[0] == 405
+
+
+def test_models_health_and_metrics(server: BackgroundServer, client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    before = metrics(server.url)
+    client.completions.create(model=MODEL, prompt="abcd", max_tokens=3, extra_body={"ignore_eos": True})
+    after = metrics(server.url)
+    labels = f'{{model_name="{MODEL}"}}'
+    assert after[f"vllm:prompt_tokens_total{labels}"] - before[f"vllm:prompt_tokens_total{labels}"] == 4
+    assert after[f"vllm:generation_tokens_total{labels}"] - before[f"vllm:generation_tokens_total{labels}"] == 3
+    assert after[f"vllm:num_requests_running{labels}"] == 0
+    assert get(server.url, "/health")[0] == 200
+
+
+def metrics(url: str) -> dict[str, float]:
+    lines = get(url, "/metrics")[1].splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
+def test_64_streams_beside_bad_clients_all_arrive(server: BackgroundServer, client: openai.OpenAI) -> None:
+    prompts = [f"client {index}: " + "x" * (index % 7) for index in range(64)]
+    options = {"model": MODEL, "max_tokens": 40, "extra_body": {"ignore_eos": True}}
+    is_over = threading.Event()
+    mischief = [
+        threading.Thread(target=act, args=(server.url, is_over)) for act in (malformed, oversized, slow, leaving)
+    ]
+    for thread in mischief:
+        thread.start()
+    try:
+        texts = asyncio.run(stream_all(server.url, prompts, options))
+    finally:
+        is_over.set()
+        for thread in mischief:
+            thread.join()
+    alone = client.completions.create(prompt=prompts[:8], seed=0, **options)
+    assert texts[:8] == [choice.text for choice in alone.choices]
+    assert all(texts)
+    assert get(server.url, "/health")[0] == 200
+
+
+async def stream_all(url: str, prompts: list[str], options: dict[str, Any]) -> list[str]:
+    async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
+
+        async def one(prompt: str) -> str:
+            text, reason, num_chunks = "", None, 0
+            async for chunk in await client.completions.create(prompt=prompt, seed=0, stream=True, **options):
+                text, reason, num_chunks = text + chunk.choices[0].text, chunk.choices[0].finish_reason, num_chunks + 1
+            assert reason == "length" and num_chunks > 1
+            return text
+
+        return await asyncio.gather(*map(one, prompts))
+
+
+def malformed(url: str, is_over: threading.Event) -> None:
+    while not is_over.wait(0.02):
+        assert post(url, b'{"prompt": ')[0] == 400
+
+
+def oversized(url: str, is_over: threading.Event) -> None:
+    while not is_over.wait(0.1):
+        assert post(url, b"x" * 4 * MAX_BODY)[0] == 413
+
+
+def slow(url: str, is_over: threading.Event) -> None:
+    with raw(url) as connection:
+        for byte in b"POST /v1/completions HTTP/1.1\r\n" * 1000:
+            if is_over.wait(0.05):
+                return
+            try:
+                connection.send(bytes([byte]))
+            except OSError:
+                return  # cut, as it should be
+
+
+def leaving(url: str, is_over: threading.Event) -> None:
+    body = json.dumps({"prompt": "bye", "max_tokens": 500, "stream": True}).encode()
+    while not is_over.wait(0.1):
+        with raw(url) as connection:
+            connection.sendall(HEAD % len(body) + body)
+            connection.recv(10)
+
+
+def test_a_client_that_leaves_ends_its_request(server: BackgroundServer, client: openai.OpenAI) -> None:
+    stream = client.completions.create(model=MODEL, prompt="long", stream=True, **LONG)
+    next(iter(stream))
+    assert server.server.engine.num_unfinished_samples == 1
+    stream.close()
+    wait_until(lambda: server.server.engine.num_unfinished_samples == 0, 1.0)
+    with pytest.raises(openai.APITimeoutError):
+        client.completions.create(model=MODEL, prompt="long", timeout=0.1, **LONG)
+    wait_until(lambda: server.server.engine.num_unfinished_samples == 0, 1.0)
+
+
+def test_a_full_queue_refuses_until_there_is_room(client: openai.OpenAI) -> None:
+    with client.completions.create(model=MODEL, prompt="full", n=MAX_QUEUE, stream=True, **LONG) as stream:
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError, match=f"limit of {MAX_QUEUE}"):
+            client.completions.create(model=MODEL, prompt="one more")
+    patient = client.with_options(max_retries=10)
+    assert patient.completions.create(model=MODEL, prompt="one more", max_tokens=1).choices
+
+
+def test_slow_clients_are_cut_off(server: BackgroundServer) -> None:
+    started = time.monotonic()
+    with raw(server.url) as silent, raw(server.url) as half_a_head, raw(server.url) as half_a_body:
+        half_a_head.sendall(HEAD[:30])
+        half_a_body.sendall(HEAD % 100 + b'{"prompt"')
+        assert silent.recv(100) == b""
+        assert answer(half_a_head)[0] == 408
+        status, body = answer(half_a_body)
+        assert status == 408 and "did not come within" in body["error"]["message"]
+    assert TIMEOUT_S * 0.9 < time.monotonic() - started < TIMEOUT_S + 2
+
+
+def test_a_client_that_does_not_read_is_cut_off(server: BackgroundServer) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 500, "ignore_eos": True, "n": 90, "stream": True}).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = server.url.removeprefix("http://").split(":")
+        connection.connect((host, int(port)))
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        wait_until(lambda: server.server.engine.num_unfinished_samples > 0)
+        wait_until(lambda: server.server.engine.num_unfinished_samples == 0, 30)
+    assert metrics(server.url)[f'vllm:requests_aborted_total{{model_name="{MODEL}"}}'] > 0
+
+
+def test_a_pause_lets_requests_finish_or_cuts_them(server: BackgroundServer, client: openai.OpenAI) -> None:
+    with client.completions.create(model=MODEL, prompt="long", stream=True, **LONG) as stream:
+        next(iter(stream))
+        with server.paused(drain_s=0.05):
+            assert server.server.engine.llm.generate("mine", SamplingParams(max_tokens=2))[0].finished
+            with pytest.raises(openai.APIError, match="taken for something else"):
+                list(stream)
+    assert client.completions.create(model=MODEL, prompt="after", max_tokens=1).choices
+
+
+def test_no_request_survives_a_failed_step_and_none_hangs(checkpoint: str) -> None:
+    llm = LLM(checkpoint, num_gpu_blocks_override=200)
+    with serve_in_background(llm, ARGS) as server, client_of(server.url) as client:
+        stream = client.completions.create(model=MODEL, prompt="long", stream=True, **LONG)
+        next(iter(stream))
+        llm.core.worker.kv_caches.clear()
+        with pytest.raises(openai.APIError, match="the engine failed"):
+            list(stream)
+        wait_until(lambda: server.server.uvicorn.should_exit and server.server.has_failed)
+
+
+def test_without_a_chat_template_chats_are_refused_and_a_key_is_asked_for(tmp_path: Path) -> None:
+    llm = LLM(write_served_checkpoint(tmp_path / "model", chat_template=None), num_gpu_blocks_override=200)
+    with serve_in_background(llm, ServerArgs(port=0, api_key="secret")) as server:
+        messages: Any = [{"role": "user", "content": "x"}]
+        with client_of(server.url, "secret") as client, pytest.raises(openai.BadRequestError, match="no chat template"):
+            client.chat.completions.create(model=llm.config.model.model, messages=messages)
+        with client_of(server.url, "guess") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        assert get(server.url, "/health")[0] == 200
+
+
+def test_kill_and_restart_leave_no_process_and_no_port(checkpoint: str) -> None:
+    options = ("--num-gpu-blocks-override", "400", "--shutdown-timeout", "1")
+    with server_process(checkpoint, 0, *options) as (process, port):
+        url = f"http://127.0.0.1:{port}"
+        with client_of(url) as client:
+            next(iter(client.completions.create(model=checkpoint, prompt="long", stream=True, **LONG)))
+            assert psutil.Process(process.pid).children(recursive=True) == []
+            process.kill()
+            process.wait(10)
+    with server_process(checkpoint, port, *options) as (process, same_port), client_of(url) as client:
+        assert same_port == port
+        stream = client.completions.create(model=checkpoint, prompt="long", stream=True, **LONG)
+        next(iter(stream))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 0
+    bind("127.0.0.1", port).close()
+
+
+def test_a_taken_port_and_bad_arguments_are_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(OSError, match="cannot listen on .* choose another --port"):
+            bind("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(SystemExit):
+        parse_args(["--model", "x", "--port", "70000", "--max-body-bytes", "0", "--chat-template", "/not/there"])
+    message = capsys.readouterr().err
+    assert "port=70000" in message and "max_body_bytes=0" in message and "/not/there" in message
+    server, engine = parse_args(["--model", "x", "--enable-prefix-caching", "--cudagraph-capture-sizes", "1", "8"])
+    assert server.host == "127.0.0.1"
+    assert engine.enable_prefix_caching and engine.cudagraph_capture_sizes == [1, 8] and engine.max_model_len is None

@@ -1,0 +1,213 @@
+"""An engine behind OpenAI's HTTP interface: python -m vllm.entrypoints.openai.api_server --model DIR.
+
+One process, whose threads end with it: the event loop that talks to clients, the engine's thread that steps, and one
+for the tokenizer. Also `serve_in_background`, for an engine that lives in another program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse, Response
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.llm import LLM
+from vllm.entrypoints.openai.cli_args import ServerArgs, parse_args
+from vllm.entrypoints.openai.errors import ApiError, add_error_handlers
+from vllm.entrypoints.openai.http_protocol import http_protocol
+from vllm.entrypoints.openai.limits import RequestLimits
+from vllm.entrypoints.openai.metrics import ServerMetrics
+from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ModelCard, ModelList
+from vllm.entrypoints.openai.serving_chat import OpenAIServingChat
+from vllm.entrypoints.openai.serving_completion import OpenAIServingCompletion
+from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+
+def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
+    """The routes over an engine, which starts and ends with the app."""
+    metrics, created = ServerMetrics(), int(time.time())
+    name = args.served_model_name or engine.llm.config.model.model
+    template = None if args.chat_template is None else Path(args.chat_template).read_text(encoding="utf-8")
+    completion = OpenAIServingCompletion(engine, name, args.max_logprobs, metrics)
+    chat = OpenAIServingChat(engine, name, args.max_logprobs, metrics, template)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        engine.start()
+        yield
+        await engine.shutdown()
+        completion.close()
+        chat.close()
+
+    app = FastAPI(title="vllm", lifespan=lifespan, docs_url=None, redoc_url=None)
+    add_error_handlers(app)
+    app.add_middleware(
+        RequestLimits,
+        max_body_bytes=args.max_body_bytes,
+        timeout_s=args.request_timeout,
+        api_key=args.api_key,
+        metrics=metrics,
+    )
+    config = engine.llm.config
+    card = ModelCard(id=name, created=created, root=config.model.model, max_model_len=config.model.max_model_len)
+
+    @app.post("/v1/completions")
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        return await completion.create_completion(body, request)
+
+    @app.post("/v1/chat/completions")
+    async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+        return await chat.create_chat_completion(body, request)
+
+    @app.get("/v1/models")
+    async def list_models() -> ModelList:
+        return ModelList(data=[card])
+
+    @app.get("/v1/models/{model:path}")
+    async def retrieve_model(model: str) -> ModelCard:
+        completion.check_model(model)
+        return card
+
+    @app.get("/health")
+    async def health() -> Response:
+        if not engine.is_running:
+            raise ApiError(503, "the engine does not run", code="engine_unavailable")
+        return Response()
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return PlainTextResponse(_metrics_page(engine, metrics, name), media_type="text/plain; version=0.0.4")
+
+    return app
+
+
+class ApiServer:
+    """A bound port and the uvicorn server that will listen on it."""
+
+    def __init__(self, llm: LLM, args: ServerArgs, listener: socket.socket) -> None:
+        self.engine = AsyncLLM(llm, args.max_queue_size, self._end_with_engine)
+        self.listener, self.has_failed = listener, False
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.uvicorn = uvicorn.Server(
+            uvicorn.Config(
+                build_app(self.engine, args),
+                http=http_protocol(args.request_timeout),
+                ws="none",
+                loop="asyncio",
+                lifespan="on",
+                log_config=None,
+                access_log=args.log_level == "debug",
+                server_header=False,
+                limit_concurrency=args.max_connections,
+                timeout_graceful_shutdown=max(1, round(args.shutdown_timeout)),
+            )
+        )
+
+    def run(self) -> None:
+        """Serve until a signal, or `uvicorn.should_exit`."""
+        self.uvicorn.run(sockets=[self.listener])
+
+    def _end_with_engine(self) -> None:
+        self.has_failed = True
+        self.uvicorn.should_exit = True
+
+
+@dataclasses.dataclass(frozen=True)
+class BackgroundServer:
+    """A server in a thread of this process."""
+
+    server: ApiServer
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    def paused(self, drain_s: float = 30.0) -> AbstractContextManager[None]:
+        """AsyncLLM.paused: the engine for the caller alone, while clients wait."""
+        return self.server.engine.paused(drain_s)
+
+
+@contextmanager
+def serve_in_background(llm: LLM, args: ServerArgs) -> Iterator[BackgroundServer]:
+    """Serve an engine of this process until the end of the block; use the engine itself only within `paused`."""
+    problems = args.problems()
+    if problems:
+        raise ValueError("the server cannot start: " + "; ".join(problems))
+    with bind(args.host, args.port) as listener:
+        server = ApiServer(llm, args, listener)
+        thread = threading.Thread(target=server.run, name="api-server")
+        thread.start()
+        while not server.uvicorn.started and thread.is_alive():
+            time.sleep(0.01)
+        try:
+            yield BackgroundServer(server)
+        finally:
+            server.uvicorn.should_exit = True
+            thread.join()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that nobody can connect to yet; OSError at once when the address is not to be had."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else a restart waits for old connections
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise OSError(
+            error.errno, f"cannot listen on {host}:{port}: {error.strerror}; choose another --port"
+        ) from error
+    return listener
+
+
+def _metrics_page(engine: AsyncLLM, metrics: ServerMetrics, name: str) -> str:
+    scheduler = engine.llm.core.scheduler
+    gauges = {
+        "num_requests_running": len(scheduler.running),
+        "num_requests_waiting": len(scheduler.waiting),
+        "num_unfinished_samples": engine.num_unfinished_samples,
+    }
+    counters = {"num_preemptions_total": scheduler.num_preemptions, "requests_aborted_total": engine.num_aborted}
+    return metrics.text(name, gauges, counters)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve a checkpoint until SIGTERM or SIGINT; 1 when the engine has failed."""
+    server_args, engine_args = parse_args(argv)
+    logging.basicConfig(
+        level=server_args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    with bind(server_args.host, server_args.port) as listener:
+        llm = LLM(**{field.name: getattr(engine_args, field.name) for field in dataclasses.fields(EngineArgs)})
+        server = ApiServer(llm, server_args, listener)
+        logger.info("serving %s on %s", engine_args.model, server.url)
+        for name in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(name, _go_on)
+        server.run()
+    if not server.engine.is_running:  # else its step hangs, and ends with the process
+        llm.shutdown()
+    return int(server.has_failed)
+
+
+def _go_on(signum: int, frame: FrameType | None) -> None:
+    """uvicorn takes signals while it runs and raises them again when it is done: what is left to do is to end well."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

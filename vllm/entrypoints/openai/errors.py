@@ -1,0 +1,83 @@
+"""Errors in OpenAI's form."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from vllm.entrypoints.openai.protocol import ErrorInfo, ErrorResponse
+from vllm.v1.engine.async_llm import QueueFullError
+
+MAX_PROBLEMS = 5
+MAX_MESSAGE = 2000
+
+
+class ApiError(Exception):
+    """A request that gets an error for an answer."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> str:
+        """The JSON of the answer, or of a stream's last event."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
+        message = str(self)
+        message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + " ..."
+        info = ErrorInfo(message=message, type=kind, param=self.param, code=self.code)
+        return ErrorResponse(error=info).model_dump_json()
+
+    def response(self) -> Response:
+        headers = {}
+        if self.status in (429, 503):
+            headers["Retry-After"] = "1"
+        if self.status in (408, 413):  # what is left of the body is not waited for
+            headers["Connection"] = "close"
+        return Response(self.body(), self.status, headers, media_type="application/json")
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """What the engine raised, as an answer: a client's mistake is a 400, a full queue 429, the engine's state 503."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full")
+    if isinstance(error, ValueError):
+        return ApiError(400, str(error))
+    if isinstance(error, RuntimeError):  # asleep, taken for something else, dead
+        return ApiError(503, str(error), code="engine_unavailable")
+    return ApiError(500, f"{type(error).__name__}: {error}")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Give every error of `app`, the framework's own included, OpenAI's form."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def bad_body(request: Request, error: RequestValidationError) -> Response:
+        problems = error.errors()
+        texts = [_problem(problem["loc"], problem["msg"]) for problem in problems[:MAX_PROBLEMS]]
+        if len(problems) > MAX_PROBLEMS:
+            texts.append(f"and {len(problems) - MAX_PROBLEMS} more")
+        names = [part for part in problems[0]["loc"][1:] if isinstance(part, str)] if problems else []
+        return ApiError(400, "; ".join(texts), param=names[0] if names else None).response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        return ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}").response()
+
+    @app.exception_handler(Exception)
+    async def own_error(request: Request, error: Exception) -> Response:
+        return ApiError(500, f"{type(error).__name__}: {error}").response()
+
+
+def _problem(where: tuple[int | str, ...], text: str) -> str:
+    path = ".".join(str(part) for part in where[1:])
+    return f"{path}: {text}" if path else text

@@ -1,0 +1,117 @@
+"""What a client may cost with a request: the size of its body, and the time to send it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm.entrypoints.openai.errors import ApiError
+from vllm.entrypoints.openai.metrics import ServerMetrics
+
+# A client that still writes its body does not read the answer, and a connection closed meanwhile may take the answer
+# with it. So an oversized body is read to its end and thrown away, within these bounds.
+DRAIN_TIMES_LIMIT = 16
+DRAIN_S = 5.0
+
+
+class RequestLimits:
+    """ASGI middleware, outermost. Reads the whole body before the app sees the request.
+
+    401 without the key (paths under /v1), 413 for a body beyond `max_body_bytes`, 408 for one that takes longer than
+    `timeout_s`.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, max_body_bytes: int, timeout_s: float, api_key: str | None, metrics: ServerMetrics
+    ) -> None:
+        self.app, self.max_body_bytes, self.timeout_s = app, max_body_bytes, timeout_s
+        self.api_key, self.metrics = api_key, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        send = self._counted(scope, send)
+        try:
+            self._check_key(scope)
+            body = await self._read(scope, receive)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        if body is None:
+            return  # the client left
+        await self.app(scope, _replay(body, receive), send)
+
+    def _check_key(self, scope: Scope) -> None:
+        if self.api_key is None or not scope["path"].startswith("/v1"):
+            return
+        given = _header(scope, b"authorization")
+        if not secrets.compare_digest(given, b"Bearer " + self.api_key.encode()):
+            raise ApiError(401, "the Authorization header does not hold the server's API key", code="invalid_api_key")
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        declared = _header(scope, b"content-length")
+        is_too_large = declared.isdigit() and int(declared) > self.max_body_bytes
+        deadline = time.monotonic() + self.timeout_s
+        parts: list[bytes] = []
+        size = 0
+        has_more = True
+        while has_more and not (is_too_large or size > self.max_body_bytes):
+            try:
+                message = await asyncio.wait_for(receive(), deadline - time.monotonic())
+            except TimeoutError:
+                raise ApiError(408, f"the body did not come within {self.timeout_s:g} s ({size} bytes did)") from None
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            has_more = message.get("more_body", False)
+        if is_too_large or size > self.max_body_bytes:
+            if has_more:
+                await self._drain(receive)
+            raise ApiError(413, f"the body is larger than the limit of {self.max_body_bytes} bytes")
+        return b"".join(parts)
+
+    async def _drain(self, receive: Receive) -> None:
+        left = DRAIN_TIMES_LIMIT * self.max_body_bytes
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
+        except TimeoutError:
+            pass
+
+    def _counted(self, scope: Scope, send: Send) -> Send:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")
+                path = getattr(route, "path", "other")  # of our routes only: a client must not invent labels
+                self.metrics.http[path, message["status"]] += 1
+            await send(message)
+
+        return counted
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives `body`, then what comes after it: the disconnect."""
+    is_given = False
+
+    async def replay() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    value: bytes = next((value for key, value in scope["headers"] if key == name), b"")
+    return value

@@ -1,0 +1,267 @@
+"""What goes over the wire: OpenAI's request and response bodies, with vLLM's extra sampling fields.
+
+Source: OpenAI's public API reference and vLLM's documentation of its extra parameters. A field that this server does
+not know is an error, not ignored: an answer never silently lacks what was asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, model_validator
+
+MAX_STOPS = 16
+# Of OpenAI's fields, those that say who asks and why: taken, and without effect on the answer.
+NO_EFFECT = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
+
+
+class StreamOptions(BaseModel):
+    """`include_usage`: one more chunk at the end, without choices, says the tokens used."""
+
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+
+
+class GenerationRequest(BaseModel):
+    """What both kinds of completion take; None means the default of the engine's SamplingParams."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    model: str | None = None
+    max_tokens: int | None = None
+    n: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: StrictStr | Annotated[list[StrictStr], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
+    bad_words: Annotated[list[str], Field(max_length=1024)] | None = None
+    allowed_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: int = 0
+    # OpenAI's without effect here
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            raise ValueError("the body must be a JSON object")
+        for name in body:
+            if name not in cls.model_fields:
+                close = difflib.get_close_matches(name[:100], cls.model_fields, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(cls.model_fields)}"
+                raise ValueError(f"this server does not know the field {name[:100]!r}; {hint}")
+        return body
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only for stream=true")
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of /v1/completions. A prompt is text or token ids; several are answered by n choices each, in order."""
+
+    prompt: StrictStr | list[StrictInt] | list[StrictStr] | list[list[StrictInt]]
+    logprobs: int | None = Field(None, ge=0)
+    echo: bool = False
+    best_of: int | None = None
+    suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _supported(self) -> Self:
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError(f"best_of={self.best_of} is not supported: ask for n and choose")
+        if self.suffix:
+            raise ValueError("suffix is not supported: the model only continues a prompt")
+        return self
+
+
+class TextPart(BaseModel):
+    """A piece of a message's content; only text."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """A message; fields beside these go to the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow")
+    role: str
+    content: StrictStr | list[TextPart] | None = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text"]
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _supported(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise ValueError("max_tokens and max_completion_tokens differ: give one of them")
+        if (
+            self.continue_final_message
+            and "add_generation_prompt" in self.model_fields_set
+            and self.add_generation_prompt
+        ):
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        return self
+
+
+class ErrorInfo(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(BaseModel):
+    """OpenAI's form of an error, as a body and as an event of a stream."""
+
+    error: ErrorInfo
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = 0
+
+
+class UsageInfo(BaseModel):
+    """Tokens of all prompts, each counted once, and of all choices."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class CompletionLogProbs(BaseModel):
+    """Parallel lists, one entry a token; text_offset counts characters from the start of the choice's text."""
+
+    text_offset: list[int] = []
+    token_logprobs: list[float | None] = []
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogProbs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class CompletionResponse(BaseModel):
+    """An answer of /v1/completions, or a chunk of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageInfo | None = None
+
+
+class TokenLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class PositionLogprobs(TokenLogprob):
+    top_logprobs: list[TokenLogprob] = []
+
+
+class ChoiceLogprobs(BaseModel):
+    content: list[PositionLogprobs]
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"] | None = "assistant"
+    content: str | None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatCompletionResponse(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageInfo
+
+
+class ChatStreamChoice(BaseModel):
+    index: int
+    delta: AssistantMessage
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatCompletionStreamResponse(BaseModel):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatStreamChoice]
+    usage: UsageInfo | None = None
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "vllm"
+    root: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

@@ -1,0 +1,151 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from vllm.entrypoints.openai.errors import ApiError
+from vllm.entrypoints.openai.protocol import (
+    CompletionChoice,
+    CompletionLogProbs,
+    CompletionRequest,
+    CompletionResponse,
+    UsageInfo,
+)
+from vllm.entrypoints.openai.serving_engine import OpenAIServing, UsageCount, finite, unless_client_leaves
+from vllm.entrypoints.openai.sse import EventStream, event
+from vllm.outputs import CompletionOutput, Logprob, RequestOutput
+from vllm.v1.engine.async_llm import RequestOutputCollector
+
+
+class OpenAIServingCompletion(OpenAIServing):
+    """Continues prompts."""
+
+    async def create_completion(self, body: CompletionRequest, request: Request) -> Response:
+        self.check_model(body.model)
+        params = self.sampling_params(body, 16 if body.max_tokens is None else body.max_tokens, body.logprobs)
+        if body.echo and body.logprobs is not None:
+            if body.stream:
+                raise ApiError(400, "echo with logprobs is not supported for stream=true", "echo")
+            params = dataclasses.replace(params, prompt_logprobs=body.logprobs)
+        prompts = await self.off_loop(lambda: self._prompts(body))
+        echoes = await self.off_loop(lambda: self._echoes(body, prompts))
+        collector = await unless_client_leaves(request, self.submit("cmpl", prompts, params, body.priority))
+        answer = _Answer(self, body, collector, prompts, echoes)
+        if body.stream:
+            return EventStream(answer.events(), lambda: self.engine.abort(collector))
+        try:
+            response = await unless_client_leaves(request, answer.whole())
+        finally:
+            self.engine.abort(collector)
+        return Response(response.model_dump_json(), media_type="application/json")
+
+    def _prompts(self, body: CompletionRequest) -> list[list[int]]:
+        """The prompts as tokens; runs on the tokenizer's thread."""
+        prompt = body.prompt
+        if not prompt:
+            raise ApiError(400, "prompt is empty: send text, token ids, or a list of either", "prompt")
+        parts: Sequence[str | int | list[int]] = [prompt] if isinstance(prompt, str) else prompt
+        with_special = body.add_special_tokens is not False
+        prompts: list[list[int]] = []
+        token_ids = [part for part in parts if isinstance(part, int)]
+        if token_ids:
+            return [token_ids]
+        for part in parts:
+            if isinstance(part, str):
+                prompts.append(self.tokenizer.encode(part, add_special_tokens=with_special))
+            elif isinstance(part, list):
+                prompts.append(part)
+        return prompts
+
+    def _echoes(self, body: CompletionRequest, prompts: Sequence[list[int]]) -> list[str]:
+        """The text that goes before each prompt's choices."""
+        if not body.echo:
+            return [""] * len(prompts)
+        texts = [
+            part for part in ([body.prompt] if isinstance(body.prompt, str) else body.prompt) if isinstance(part, str)
+        ]
+        return texts or [str(self.tokenizer.decode(tokens)) for tokens in prompts]
+
+
+class _Answer:
+    """The choices of one body, put together from the engine's outputs."""
+
+    def __init__(
+        self,
+        serving: OpenAIServing,
+        body: CompletionRequest,
+        collector: RequestOutputCollector,
+        prompts: Sequence[list[int]],
+        echoes: Sequence[str],
+    ) -> None:
+        self.serving, self.body, self.collector, self.echoes = serving, body, collector, echoes
+        self.num_samples = body.n or 1
+        self.usage = UsageCount(prompts, self.num_samples)
+        self.created = int(time.time())
+        self._offsets: dict[int, int] = {}  # characters of a choice's tokens so far, of those that were streamed
+
+    async def events(self) -> AsyncIterator[str]:
+        """Chunks as they come; then the usage, if wanted."""
+        async for batch in self.serving.outputs(self.collector):
+            texts = []
+            for prompt, output in batch:
+                self.usage.add(output)
+                for sample in output.outputs:
+                    is_first = prompt * self.num_samples + sample.index not in self._offsets
+                    choice = self._choice(prompt, output, sample, self.echoes[prompt] if is_first else "")
+                    texts.append(event(self._response([choice])))
+            yield "".join(texts)
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+            yield event(self._response([], self.usage.info()))
+
+    async def whole(self) -> CompletionResponse:
+        choices: list[CompletionChoice] = []
+        async for batch in self.serving.outputs(self.collector):
+            for prompt, output in batch:
+                self.usage.add(output)
+                choices += [self._choice(prompt, output, one, self.echoes[prompt]) for one in output.outputs]
+        return self._response(sorted(choices, key=lambda choice: choice.index), self.usage.info())
+
+    def _response(self, choices: list[CompletionChoice], usage: UsageInfo | None = None) -> CompletionResponse:
+        return CompletionResponse(
+            id=self.collector.name, created=self.created, model=self.serving.model_name, choices=choices, usage=usage
+        )
+
+    def _choice(self, prompt: int, output: RequestOutput, sample: CompletionOutput, echo: str) -> CompletionChoice:
+        index = prompt * self.num_samples + sample.index
+        offset = self._offsets.setdefault(index, 0)
+        logprobs = None
+        if sample.top_logprobs is not None:
+            of_prompt = (getattr(output, "prompt_logprobs", None) or []) if self.body.echo else []
+            shown = [*output.prompt_token_ids[: len(of_prompt)], *sample.token_ids]
+            logprobs = self._logprobs(shown, [*of_prompt, *sample.top_logprobs], offset or len(echo) * (not of_prompt))
+            self._offsets[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
+        return CompletionChoice(
+            index=index,
+            text=echo + sample.text,
+            logprobs=logprobs,
+            finish_reason=sample.finish_reason,
+            stop_reason=sample.stop_reason,
+        )
+
+    def _logprobs(
+        self, tokens: Sequence[int], positions: Sequence[dict[int, Logprob] | None], offset: int
+    ) -> CompletionLogProbs:
+        """One entry a token; a position without an entry is a prompt's first token."""
+        result, text_of = CompletionLogProbs(top_logprobs=[]), self.serving.token_text
+        assert result.top_logprobs is not None
+        for token, entry in zip(tokens, positions, strict=True):
+            text = text_of(token)
+            result.tokens.append(text)
+            result.text_offset.append(offset)
+            offset += len(text)
+            result.token_logprobs.append(None if entry is None else finite(entry[token].logprob))
+            top = None if entry is None else {text_of(one): finite(value.logprob) for one, value in entry.items()}
+            result.top_logprobs.append(top)
+        return result

@@ -1,0 +1,180 @@
+"""What both kinds of completion need of the engine: prompts as tokens, sampling parameters, outputs, token texts."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastapi import Request
+
+from vllm.entrypoints.openai.errors import ApiError, to_api_error
+from vllm.entrypoints.openai.metrics import ServerMetrics
+from vllm.entrypoints.openai.protocol import GenerationRequest, PromptTokensDetails, UsageInfo
+from vllm.inputs import TokensPrompt
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM, RequestOutputCollector
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Result = TypeVar("Result")
+
+# Fields of a request that are fields of SamplingParams, by the same name.
+SAMPLING_FIELDS = (
+    "n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "logit_bias", "bad_words", "allowed_token_ids", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens",
+)  # fmt: skip
+LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
+
+
+class OpenAIServing:
+    """One engine as the handlers see it."""
+
+    def __init__(self, engine: AsyncLLM, model_name: str, max_logprobs: int, metrics: ServerMetrics) -> None:
+        self.engine, self.model_name, self.max_logprobs, self.metrics = engine, model_name, max_logprobs, metrics
+        # The engine's thread decodes with its own copy: a tokenizer is not made for two threads.
+        self.tokenizer: PreTrainedTokenizerBase = copy.deepcopy(engine.llm.get_tokenizer())
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._token_texts: dict[int, str] = {}
+        self._known_params = {field.name for field in dataclasses.fields(SamplingParams)}
+
+    def close(self) -> None:
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+
+    def check_model(self, name: str | None) -> None:
+        if name not in (None, self.model_name):
+            raise ApiError(
+                404, f"the model {name!r} is not served here, {self.model_name!r} is", "model", "model_not_found"
+            )
+
+    def sampling_params(self, body: GenerationRequest, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """ApiError for what the engine cannot do or a value it refuses."""
+        if logprobs is not None and logprobs > self.max_logprobs:
+            raise ApiError(400, f"logprobs={logprobs} exceeds the server's limit of {self.max_logprobs}", "logprobs")
+        given: dict[str, Any] = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+        if isinstance(given.get("logit_bias"), dict):
+            given["logit_bias"] = _token_keys(given["logit_bias"])
+        unknown = sorted(set(given) - self._known_params)
+        if unknown:
+            raise ApiError(400, f"the engine does not know {', '.join(unknown)}", unknown[0])
+        kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+        try:
+            return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind)
+        except (ValueError, TypeError) as error:
+            raise ApiError(400, str(error)) from error
+
+    async def off_loop(self, call: Callable[[], Result]) -> Result:
+        """Run work on the tokenizer outside of the event loop, one piece at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, call)
+
+    async def submit(
+        self, kind: str, prompts: Sequence[list[int]], params: SamplingParams, priority: int
+    ) -> RequestOutputCollector:
+        """Hand prompts to the engine under a new name that begins with `kind`; ApiError when it does not take them."""
+        if len(prompts) * params.n > self.engine.max_queue_size:
+            raise ApiError(
+                400,
+                f"{len(prompts)} prompts of n={params.n} samples exceed the {self.engine.max_queue_size} that the "
+                "server takes at once: send fewer",
+            )
+        tokens = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        try:
+            return await self.engine.add_requests(f"{kind}-{uuid.uuid4().hex}", tokens, params, priority)
+        except Exception as error:
+            raise to_api_error(error) from error
+
+    async def outputs(self, collector: RequestOutputCollector) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
+        """(which prompt, output) as they come, counted in the metrics; ApiError when the engine gives up."""
+        started, has_token = time.monotonic(), False
+        index_of = {name: index for index, name in enumerate(collector.request_ids)}
+        try:
+            async for batch in collector:
+                for output in batch:
+                    has_token = has_token or self._count_first(started)
+                    self._count(output)
+                yield [(index_of[output.request_id], output) for output in batch]
+        except (RuntimeError, ValueError) as error:
+            raise to_api_error(error) from error
+        self.metrics.request_latency.observe(time.monotonic() - started)
+
+    def token_text(self, token: int) -> str:
+        """The text of one token alone."""
+        text = self._token_texts.get(token)
+        if text is None:
+            text = self._token_texts[token] = str(self.tokenizer.decode([token]))
+        return text
+
+    def _count_first(self, started: float) -> bool:
+        self.metrics.time_to_first_token.observe(time.monotonic() - started)
+        return True
+
+    def _count(self, output: RequestOutput) -> None:
+        self.metrics.prompt_tokens += len(output.prompt_token_ids) if output.finished else 0
+        for sample in output.outputs:
+            self.metrics.generation_tokens += len(sample.token_ids)
+            if sample.finish_reason is not None:
+                self.metrics.finished[sample.finish_reason] += 1
+
+
+class UsageCount:
+    """The tokens of one body's requests."""
+
+    def __init__(self, prompts: Sequence[list[int]], num_samples: int) -> None:
+        self.prompt_tokens, self.completion_tokens, self.cached_tokens = sum(map(len, prompts)), 0, 0
+        self.num_samples = num_samples
+
+    def add(self, output: RequestOutput) -> None:
+        self.completion_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+        if output.finished:
+            self.cached_tokens += output.num_cached_tokens
+
+    def info(self) -> UsageInfo:
+        # Samples after the first always find their prompt in the cache: what earlier requests left is seen with n=1.
+        details = PromptTokensDetails(cached_tokens=self.cached_tokens) if self.num_samples == 1 else None
+        total = self.prompt_tokens + self.completion_tokens
+        return UsageInfo(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            total_tokens=total,
+            prompt_tokens_details=details,
+        )
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
+async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled when the client disconnects."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client left")
+        return task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _token_keys(bias: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except ValueError:
+        raise ApiError(400, "logit_bias: its keys must be token ids", "logit_bias") from None
