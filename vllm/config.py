@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm.transformers_utils.config import DeepseekV3Config
+from vllm.transformers_utils.config import HFConfig, Qwen3Config
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -25,7 +25,7 @@ class ModelConfig:
     dtype: str  # resolved, one of DTYPES
     seed: int
     max_model_len: int  # tokens of a sequence, prompt and output together
-    hf: DeepseekV3Config
+    hf: HFConfig
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class CacheConfig:
     num_gpu_blocks_override: int | None
     enable_prefix_caching: bool
     kv_cache_layout: str = "nd"  # one of KV_CACHE_LAYOUTS: how a page lies in memory; prefill and decode share it
+    enable_return_routed_experts: bool = False  # keep the experts of every token beside its latent
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class VllmConfig:
         return [
             *_model_problems(self.model, self.load_format),
             *_cache_problems(self.cache, self.model.max_model_len),
+            *_kept_problems(self.cache, self.model.hf),
             *_scheduler_problems(self.scheduler, self.model.max_model_len),
             *_compilation_problems(self.compilation, self.scheduler.max_num_seqs),
             *_parallel_problems(self.parallel, self.model.hf),
@@ -149,8 +151,6 @@ def _sampling_problems(logprobs_mode: str) -> list[str]:
             f"max_model_len={model.max_model_len} exceeds the model's max_position_embeddings="
             f"{model.hf.max_position_embeddings}; lower max_model_len"
         )
-    if model.hf.n_routed_experts % model.hf.n_group:
-        problems.append(f"n_routed_experts={model.hf.n_routed_experts} does not divide by n_group={model.hf.n_group}")
     return problems
 
 
@@ -170,6 +170,18 @@ def _cache_problems(cache: CacheConfig, max_model_len: int) -> list[str]:
             f"num_gpu_blocks_override={blocks} of block_size={cache.block_size} holds "
             f"{blocks * cache.block_size} tokens, less than one sequence of max_model_len={max_model_len}"
         )
+    return problems
+
+
+def _kept_problems(cache: CacheConfig, hf: HFConfig) -> list[str]:
+    """What this model's tokens cannot leave in the cache."""
+    problems = []
+    if cache.kv_cache_layout != "nd" and isinstance(hf, Qwen3Config):
+        problems.append(
+            f"kv_cache_layout={cache.kv_cache_layout!r} is for latents, {hf.architecture} keeps keys and values; use nd"
+        )
+    if cache.enable_return_routed_experts and not hf.num_moe_layers:
+        problems.append(f"enable_return_routed_experts=True: {hf.architecture} has no experts; leave it out")
     return problems
 
 
@@ -200,7 +212,7 @@ def _compilation_problems(compilation: CompilationConfig, max_num_seqs: int) -> 
     ]
 
 
-def _parallel_problems(parallel: ParallelConfig, hf: DeepseekV3Config) -> list[str]:
+def _parallel_problems(parallel: ParallelConfig, hf: HFConfig) -> list[str]:
     tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
     if tp < 1 or dp < 1:
         return [f"tensor_parallel_size={tp} and data_parallel_size={dp} must be at least 1"]
@@ -217,14 +229,9 @@ def _parallel_problems(parallel: ParallelConfig, hf: DeepseekV3Config) -> list[s
         )
     if parallel.expert_exchange != "all_gather" and not parallel.enable_expert_parallel:
         problems.append(f"expert_exchange={parallel.expert_exchange!r} needs enable_expert_parallel=True")
-    sliced = {"num_attention_heads": hf.num_attention_heads, "vocab_size": hf.vocab_size}
-    sliced["intermediate_size"] = hf.intermediate_size
-    sliced["moe_intermediate_size"] = (
-        hf.moe_intermediate_size
-    )  # shared experts, and routed ones without expert parallel
-    problems += [
-        f"{name}={size} does not divide by tensor_parallel_size={tp}" for name, size in sliced.items() if size % tp
-    ]
+    problems += hf.tp_problems(tp)
+    if parallel.enable_expert_parallel and not hf.n_routed_experts:
+        problems.append(f"enable_expert_parallel=True: {hf.architecture} has no experts; leave it out")
     if hf.n_routed_experts % parallel.expert_parallel_size:
         problems.append(
             f"n_routed_experts={hf.n_routed_experts} does not divide by the {parallel.expert_parallel_size} ranks of "

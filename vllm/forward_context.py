@@ -22,3 +22,5 @@ class ForwardContext:
     decode: DecodeMetadata | None  # None when there are no decode tokens
     prefill: PrefillMetadata | None
     dp_token_counts: list[int]  # T of every DP replica that shares experts with this one; [T] without
+    # int64 [T, K], the experts of this replica's tokens in each MoE layer that has run, where they are kept.
+    routed_experts: list[Tensor] | None = None

@@ -25,10 +25,12 @@ def fusion_attention(call: Arguments) -> bool:
 
 def infer_attention(call: Arguments) -> bool:
     query, rope, heads, page = call["query"], call["query_rope"], call["num_heads"], call["block_size"]
-    is_deepseek = rope is not None and query.shape[-1] == 512 and rope.shape[-1] == 64
-    return (
-        query.dtype in HALF and is_deepseek and heads in (1, 2, 4, 8, 16, 32, 64, 128) and page % 16 == 0 < page <= 512
-    )
+    is_page = page % 16 == 0 < page <= 512
+    if rope is None:  # grouped queries, [B, 1, N D]
+        size, groups = query.shape[-1] // heads, heads // (call["num_key_value_heads"] or heads)
+        return query.dtype in HALF and is_page and size % 16 == 0 < size <= 512 and heads <= 256 and groups <= 64
+    is_deepseek = query.shape[-1] == 512 and rope.shape[-1] == 64
+    return query.dtype in HALF and is_deepseek and heads in (1, 2, 4, 8, 16, 32, 64, 128) and is_page
 
 
 def gating(call: Arguments) -> bool:

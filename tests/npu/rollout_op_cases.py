@@ -146,11 +146,12 @@ def decode_from_fractals(new: Maker, size: Sizes) -> Call:
     return decode(new, size, "nz")
 
 
-def router(new: Maker, size: Sizes, normalize: bool = True) -> Call:
+def router(new: Maker, size: Sizes, normalize: bool = True, scoring: str = "sigmoid") -> Call:
     """Compares the weights by expert: the order of the choices is free."""
 
     def run(ops: RolloutOps, logits: Tensor, bias: Tensor) -> Tensor:
-        weights, ids = ops.topk_router(logits, bias, size.choices, size.groups, size.kept_groups, normalize, 2.5)
+        how = (size.choices, size.groups, size.kept_groups, normalize, 2.5, scoring)
+        weights, ids = ops.topk_router(logits, bias if scoring == "sigmoid" else None, *how)
         assert weights.dtype == FP32 and ids.dtype == torch.int64
         return torch.zeros_like(logits).scatter(1, ids, weights)
 
@@ -159,6 +160,61 @@ def router(new: Maker, size: Sizes, normalize: bool = True) -> Call:
 
 def router_without_division(new: Maker, size: Sizes) -> Call:
     return router(new, size, normalize=False)
+
+
+def router_of_softmax_scores(new: Maker, size: Sizes) -> Call:
+    return router(new, size, normalize=False, scoring="softmax")
+
+
+def gqa_write(new: Maker, size: Sizes) -> Call:
+    """The queries, and all slots of the cache, keys before values, after a write to scattered ones."""
+    kv_heads, channels = 2, size.rope
+
+    def run(ops: RolloutOps, qkv: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        q_weight, k_weight, cos, sin, slots = rest
+        blocks = -(-2 * size.tokens // size.block_size)
+        cache = ops.new_gqa_cache(blocks, size.block_size, kv_heads, channels, qkv.dtype, qkv.device)
+        q = ops.norm_rope_write_gqa(cache, qkv[:, 3:], q_weight, k_weight, 1e-6, cos, sin, slots)
+        return q, torch.cat([pages.flatten(0, 1).flatten(1) for pages in cache], -1)
+
+    with new.mode:
+        slots = torch.arange(size.tokens).flip(0) * 2
+    angles = (table.repeat(1, 2) for table in new.angles(size.tokens, channels // 2))
+    qkv = new.floats(size.tokens, 3 + (size.heads * 2 + 2 * kv_heads) * channels)
+    return Call(run, [qkv, new.floats(channels), new.floats(channels), *angles, slots])
+
+
+def new_gqa_cache(new: Maker, size: Sizes) -> Call:
+    def run(ops: RolloutOps, like: Tensor) -> Tensor:
+        cache = ops.new_gqa_cache(7, size.block_size, 2, size.rope, like.dtype, like.device)
+        return torch.cat([pages.flatten(0, 1).flatten(1) for pages in cache], -1)
+
+    return Call(run, [torch.empty(0, dtype=new.dtype)])
+
+
+def gqa_prefill(new: Maker, size: Sizes) -> Call:
+    query_lens, seq_lens = np.array(size.query_lens), np.array(size.seq_lens)
+
+    def run(ops: RolloutOps, q: Tensor, keys: Tensor, values: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        tables, lens, ends = rest
+        meta = PrefillMetadata(query_lens, seq_lens, ends, lens, tables, size.block_size)
+        cache = as_gqa_cache(ops, keys, values)
+        return ops.gqa_prefill(q, cache, meta, 0.15), ops.gqa_prefill(q, cache, meta, 0.15)
+
+    ends = torch.tensor([0, *size.query_lens]).cumsum(0).int()
+    return Call(run, [new.floats(size.tokens, 2 * size.heads, size.rope), *_gqa_pages(new, size), ends])
+
+
+def gqa_decode(new: Maker, size: Sizes) -> Call:
+    seq_lens = np.array(size.seq_lens)
+
+    def run(ops: RolloutOps, q: Tensor, keys: Tensor, values: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        tables, lens = rest
+        meta = DecodeMetadata(seq_lens, lens, tables, size.block_size)
+        cache = as_gqa_cache(ops, keys, values)
+        return ops.gqa_decode(q, cache, meta, 0.05), ops.gqa_decode(q, cache, meta, 0.05)
+
+    return Call(run, [new.floats(len(seq_lens), 2 * size.heads, size.rope), *_gqa_pages(new, size)])
 
 
 def experts(new: Maker, size: Sizes, tokens: int | None = None, first: int = 2, choices_of: int | None = None) -> Call:
@@ -195,6 +251,19 @@ def as_cache(ops: RolloutOps, latent: Tensor, rope: Tensor, layout: str) -> KVCa
     return (pack(latent), pack(rope)) if layout == "nz" else (latent, rope)
 
 
+def as_gqa_cache(ops: RolloutOps, keys: Tensor, values: Tensor) -> KVCache:
+    """Pages [num_blocks, block_size, 2, D] as the table keeps them: in one (reference) or two (Ascend) tensors."""
+    if ops.names["new_gqa_cache"] == "reference":
+        return (torch.stack((keys, values), dim=2),)
+    return keys.flatten(2), values.flatten(2)
+
+
+def _gqa_pages(new: Maker, size: Sizes) -> list[Tensor]:
+    _, _, tables, lens = _pages(new, size)
+    pages = [new.floats(tables.numel(), size.block_size, 2, size.rope) for _ in range(2)]
+    return [*pages, tables, lens]
+
+
 def _pages(new: Maker, size: Sizes) -> list[Tensor]:
     """Latent and rope pages, block tables in scattered order, lengths; tables and lengths always hold values."""
     count = size.blocks_of_a_sequence
@@ -222,7 +291,19 @@ CASES: dict[str, Entry] = {
         npu_ops=("npu_fused_infer_attention_score", "npu_fusion_attention"),
         tolerance={FP32: 1e-5, BF16: 1e-2},
     ),
-    "topk_router": _entry(router, router_without_division, npu_ops=("npu_moe_gating_top_k",), dtypes=(FP32,)),
+    "new_gqa_cache": _entry(new_gqa_cache),
+    "norm_rope_write_gqa": _entry(
+        gqa_write, npu_ops=("npu_rms_norm", "npu_rotary_mul"), tolerance={FP32: 1e-5, BF16: 2e-2}
+    ),
+    "gqa_prefill": _entry(gqa_prefill, npu_ops=("npu_fusion_attention",), tolerance={FP32: 1e-5, BF16: 1e-2}),
+    "gqa_decode": _entry(
+        gqa_decode,
+        npu_ops=("npu_fused_infer_attention_score",),
+        tolerance={FP32: 1e-5, BF16: 1e-2},
+    ),
+    "topk_router": _entry(
+        router, router_without_division, router_of_softmax_scores, npu_ops=("npu_moe_gating_top_k",), dtypes=(FP32,)
+    ),
     "fused_experts": _entry(
         experts,
         experts_of_all_tokens,

@@ -15,6 +15,7 @@ from vllm_ascend.ops import rollout_ops
 
 npusim = pytest.importorskip("npusim", reason="needs the simulator: source tests/npu/env.sh")
 NATIVE, REFERENCE = rollout_ops(), reference_ops()
+RUNS_NO_KERNEL = ("experts_without_tokens", "router_of_softmax_scores")
 
 
 @pytest.mark.parametrize("size", list(TINY))
@@ -35,7 +36,7 @@ def test_shapes_and_limits_at_the_sizes_of_deepseek_v3(entry: str, case: str) ->
     with Watch() as watch:
         found = outcome(NATIVE, call, "npu")
     assert not watch.problems
-    assert watch.seen or not how.npu_ops & LIMITS.keys() or case == "experts_without_tokens"
+    assert watch.seen or not how.npu_ops & LIMITS.keys() or case in RUNS_NO_KERNEL
     if how.output_like is not None:
         like = call.tensors[how.output_like]
         assert like is not None

@@ -122,9 +122,79 @@ def test_experts_add_only_what_this_rank_holds(first: int) -> None:
 def test_router_bias_selects_but_does_not_weigh() -> None:
     logits = torch.zeros(1, 8)
     bias = torch.tensor([0.0, 0.0, 5.0, 4.0, 9.0, -9.0, 0.0, 0.0])
-    weights, ids = OPS.topk_router(logits, bias, 2, 4, 1, True, 2.5)
+    weights, ids = OPS.topk_router(logits, bias, 2, 4, 1, True, 2.5, "sigmoid")
     assert sorted(ids[0].tolist()) == [2, 3]  # the group's two best sum to 9 + 1, group 2's to 0 + 1
     torch.testing.assert_close(weights, torch.full((1, 2), 1.25))
+
+
+def test_softmax_router_ranks_groups_by_their_best_expert() -> None:
+    logits = torch.tensor([[2.0, -9.0, 1.8, 1.7, -9.0, -9.0]])
+    weights, ids = OPS.topk_router(logits, None, 2, 3, 1, False, 4.0, "softmax")
+    assert sorted(ids[0].tolist()) == [0, 1]  # group 1 has the larger sum, group 0 the best expert
+    torch.testing.assert_close(weights, 4.0 * logits.softmax(-1).gather(1, ids))
+    normalized, ids = OPS.topk_router(logits, None, 2, 1, 1, True, 4.0, "softmax")
+    assert sorted(ids[0].tolist()) == [0, 2]
+    torch.testing.assert_close(normalized.sum(), torch.tensor(4.0))
+
+
+def make_gqa_cache(seq_lens: list[int]) -> tuple[tuple[Tensor, ...], Tensor, list[Tensor]]:
+    """(cache, block tables, each sequence's [len, 2, G, D] keys and values), blocks scattered."""
+    counts = [-(-n // BLOCK) for n in seq_lens]
+    ids = torch.randperm(sum(counts) + 3)
+    (pages,) = cache = OPS.new_gqa_cache(len(ids), BLOCK, 2, R, torch.float32, torch.device("cpu"))
+    tables, used, contexts = torch.zeros(len(seq_lens), max(counts), dtype=torch.int32), 0, []
+    for i, (length, count) in enumerate(zip(seq_lens, counts, strict=True)):
+        tables[i, :count] = ids[used : used + count]
+        used += count
+        contexts.append(torch.randn(length, 2, 2, R))
+        positions = torch.arange(length)
+        slots = tables[i].long()[positions // BLOCK] * BLOCK + positions % BLOCK
+        pages.view(-1, 2, 2, R)[slots] = contexts[-1]
+    return cache, tables, contexts
+
+
+@pytest.mark.parametrize("lens", [[(1, 1), (1, 5), (1, 8)], [(1, 2), (1, 90), (1, 7)], [(4, 4), (3, 9), (2, 70)]])
+def test_grouped_query_attention(lens: list[tuple[int, int]]) -> None:
+    """(new, total) lengths; head n of 4 reads head n // 2 of keys and values."""
+    query_lens, seq_lens = np.array(lens).T
+    cache, tables, contexts = make_gqa_cache(seq_lens.tolist())
+    q, totals = torch.randn(int(query_lens.sum()), 4, R), torch.from_numpy(seq_lens).int()
+    starts = np.concatenate(([0], query_lens.cumsum()))
+    prefill = PrefillMetadata(query_lens, seq_lens, torch.from_numpy(starts).int(), totals, tables, BLOCK)
+    found = [OPS.gqa_prefill(q, cache, prefill, 0.3) for _ in range(2)]  # the second layer reuses the plan
+    if query_lens.max() == 1:
+        decode = DecodeMetadata(seq_lens, totals, tables, BLOCK)
+        found += [OPS.gqa_decode(q, cache, decode, 0.3) for _ in range(2)]
+    for i, context in enumerate(contexts):
+        keys, values = (context[:, part].repeat_interleave(2, dim=1) for part in (0, 1))
+        rows = slice(int(starts[i]), int(starts[i + 1]))
+        scores = torch.einsum("qnd,snd->nqs", q[rows], keys) * 0.3
+        position = torch.arange(int(seq_lens[i] - query_lens[i]), int(seq_lens[i]))[:, None]
+        scores.masked_fill_(torch.arange(int(seq_lens[i])) > position, float("-inf"))
+        expected = torch.einsum("nqs,snd->qnd", scores.softmax(-1), values)
+        for out in found:
+            torch.testing.assert_close(out[rows], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_cache_holds_normed_and_turned_keys_beside_values() -> None:
+    heads, kv_heads, half = 4, 2, R // 2
+    angles = torch.rand(5, half) * 6
+    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+    qkv, (q_weight, k_weight) = torch.randn(5, 3 + (heads + 2 * kv_heads) * R)[:, 3:], torch.rand(2, R)
+    (pages,) = cache = OPS.new_gqa_cache(3, BLOCK, kv_heads, R, torch.float32, torch.device("cpu"))
+    slots = torch.tensor([7, 0, 11, 2, 5])
+    q = OPS.norm_rope_write_gqa(cache, qkv, q_weight, k_weight, 1e-3, cos, sin, slots)
+
+    def turned(x: Tensor, weight: Tensor) -> Tensor:
+        x = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
+        first, second, c, s = x[..., :half], x[..., half:], angles[:, None].cos(), angles[:, None].sin()
+        return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+
+    q_in, k_in, v_in = qkv.unflatten(1, (-1, R)).split((heads, kv_heads, kv_heads), dim=1)
+    torch.testing.assert_close(q, turned(q_in, q_weight))
+    expected = torch.zeros(3 * BLOCK, 2, kv_heads, R)
+    expected[slots] = torch.stack((turned(k_in, k_weight), v_in), dim=1)
+    torch.testing.assert_close(pages.flatten(0, 1), expected)
 
 
 def test_a_table_must_name_its_entries() -> None:

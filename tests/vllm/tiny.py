@@ -126,9 +126,9 @@ def write_checkpoint(path: Path, seed: int = 0, shards: int = 2, **overrides: An
 
 def hf_model(path: str) -> Any:
     """transformers' model of the checkpoint, fp32."""
-    from transformers import DeepseekV3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    return DeepseekV3ForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.no_grad()

@@ -42,6 +42,7 @@ class EngineArgs:
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = False
     kv_cache_layout: str = "nd"
+    enable_return_routed_experts: bool = False  # CompletionOutput.routed_experts, for replay in training
     expert_exchange: str = "all_gather"
     enable_sleep_mode: bool = True
     enforce_eager: bool = True
@@ -75,6 +76,7 @@ class EngineArgs:
                 self.num_gpu_blocks_override,
                 self.enable_prefix_caching,
                 self.kv_cache_layout,
+                self.enable_return_routed_experts,
             ),
             scheduler=SchedulerConfig(self.max_num_seqs, batched_tokens, self.enable_chunked_prefill),
             compilation=CompilationConfig(self.enforce_eager, self._capture_sizes()),

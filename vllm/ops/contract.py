@@ -2,7 +2,7 @@
 
 Letters: T tokens, B sequences, H hidden, N heads of this rank, P / R channels of a query head without / with position,
 L KV latent, D = L + R cached channels, V value channels of a head, E experts of this rank, K experts per token, F
-expert width, W vocabulary.
+expert width, W vocabulary. In the gqa entries G are the heads of keys and values and D the channels of a head.
 """
 
 from __future__ import annotations
@@ -137,11 +137,25 @@ class RolloutOps:
         Causal attention of packed new tokens over each sequence's whole cached context (the new tokens have been
         written before). kv_b_NCL, C = P + V, expands a latent into the keys (first P) and values of each head. 1e-5
         (fp32).
-    topk_router(logits_TE fp32, bias_E fp32, top_k, num_groups, topk_groups, normalize, scaling) -> (weights_TK fp32,
-    ids_TK int64)
-        DeepSeek-V3 routing (arXiv:2412.19437 eq. 12-16): scores = sigmoid(logits); scores + bias only select: the
-        groups with the largest sum of their two best, then the top_k experts of those groups. weights = scores of the
-        chosen, divided by their sum (+1e-20) if normalize, times scaling. The order of the K choices is free.
+    new_gqa_cache(num_blocks, block_size, G, D, dtype, device) -> KVCache
+        One layer's cache of keys and values, finite everywhere. Reference: [num_blocks, block_size, 2, G, D].
+    norm_rope_write_gqa(cache, qkv_TC, q_weight_D, k_weight_D, eps, cos_TD, sin_TD, slots_T) -> q_TND
+        qkv holds N heads of queries, then G of keys, then G of values, D channels each. Queries and keys become
+        rms_norm of each head, then channels (i, i + D/2) are turned by angle i:
+        out[i] = x[i] cos[i] - x[i+D/2] sin[i]; out[i+D/2] = x[i+D/2] cos[i] + x[i] sin[i]. Keys and values go to the
+        tokens' slots, as norm_rope_write_kv says; the queries are returned. 1e-6 (fp32), 1e-2 (bf16).
+    gqa_decode(q_BND, cache, meta: DecodeMetadata, scale) -> [B, N, D]
+        softmax(scale * q . k_s) weighted sum of v_s over the sequence; query head n reads head n // (N / G). 1e-5
+        (fp32).
+    gqa_prefill(q_TND, cache, meta: PrefillMetadata, scale) -> [T, N, D]
+        The same, causal, of packed new tokens over each sequence's whole cached context. 1e-5 (fp32).
+    topk_router(logits_TE fp32, bias_E fp32 | None, top_k, num_groups, topk_groups, normalize, scaling, scoring) ->
+    (weights_TK fp32, ids_TK int64)
+        scoring "sigmoid" (DeepSeek-V3, arXiv:2412.19437 eq. 12-16): scores = sigmoid(logits); scores + bias only
+        select: the groups with the largest sum of their two best, then the top_k experts of those groups. "softmax"
+        (DeepSeek-V2, arXiv:2405.04434 sec. 2.1.2): scores = softmax(logits), a group counts as its best expert.
+        weights = scores of the chosen, divided by their sum (+1e-20) if normalize, times scaling. bias None is 0. The
+        order of the K choices is free.
     fused_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, first_expert) -> [T, H]
         sum_k weights[t,k] * w2[e] silu_and_mul(w13[e] x[t]) over the chosen experts that this rank holds,
         e = ids[t,k] - first_expert in [0, E). w13 holds gate rows then up rows. Both are
@@ -173,7 +187,11 @@ class RolloutOps:
     norm_rope_write_kv: Callable[[KVCache, Tensor, Tensor, float, Tensor, Tensor, Tensor], None]
     mla_decode: Callable[[Tensor, Tensor, KVCache, DecodeMetadata, float], Tensor]
     mla_prefill: Callable[[Tensor, Tensor, Tensor, KVCache, PrefillMetadata, float], Tensor]
-    topk_router: Callable[[Tensor, Tensor, int, int, int, bool, float], tuple[Tensor, Tensor]]
+    new_gqa_cache: Callable[[int, int, int, int, torch.dtype, torch.device], KVCache]
+    norm_rope_write_gqa: Callable[[KVCache, Tensor, Tensor, Tensor, float, Tensor, Tensor, Tensor], Tensor]
+    gqa_decode: Callable[[Tensor, KVCache, DecodeMetadata, float], Tensor]
+    gqa_prefill: Callable[[Tensor, KVCache, PrefillMetadata, float], Tensor]
+    topk_router: Callable[[Tensor, Tensor | None, int, int, int, bool, float, str], tuple[Tensor, Tensor]]
     fused_experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
     exchanged_experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, GroupCoordinator], Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]

@@ -11,7 +11,9 @@ from torch import Tensor
 from vllm.ops.contract import KVCache, RolloutOps
 from vllm.ops.reference_attention import mla_decode, mla_prefill
 from vllm.ops.reference_exchange import exchanged_experts
+from vllm.ops.reference_gqa import gqa_decode, gqa_prefill, new_gqa_cache, norm_rope_write_gqa
 from vllm.ops.reference_moe import fused_experts, silu_and_mul, topk_router
+from vllm.ops.reference_norm import add_rms_norm, rms_norm
 from vllm.ops.reference_sample import sample
 
 
@@ -31,19 +33,6 @@ def new_kv_cache(
 
 def head_linear(x_TNI: Tensor, weight_NIO: Tensor) -> Tensor:
     return torch.bmm(x_TNI.transpose(0, 1), weight_NIO).transpose(0, 1)
-
-
-def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    if x_TH.dtype == torch.float32:
-        return F.rms_norm(x_TH, weight_H.shape, weight_H, eps)
-    x_fp32 = x_TH.float()
-    normed = x_fp32 * torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)
-    return weight_H * normed.to(x_TH.dtype)
-
-
-def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    sum_TH = x_TH.add_(residual_TH)
-    return rms_norm(sum_TH, weight_H, eps), sum_TH
 
 
 def rotary_interleaved(x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
@@ -90,11 +79,15 @@ def rollout_ops() -> RolloutOps:
         norm_rope_write_kv=norm_rope_write_kv,
         mla_decode=mla_decode,
         mla_prefill=mla_prefill,
+        new_gqa_cache=new_gqa_cache,
+        norm_rope_write_gqa=norm_rope_write_gqa,
+        gqa_decode=gqa_decode,
+        gqa_prefill=gqa_prefill,
         topk_router=topk_router,
         fused_experts=fused_experts,
         exchanged_experts=exchanged_experts,
         silu_and_mul=silu_and_mul,
         sample=sample,
-        not_recordable=("mla_decode", "fused_experts", "exchanged_experts"),
+        not_recordable=("mla_decode", "fused_experts", "exchanged_experts", "gqa_decode"),
         names=dict.fromkeys(entries, "reference"),
     )

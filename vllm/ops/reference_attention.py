@@ -21,7 +21,7 @@ MAX_PADDING_RATIO = 2.0
 
 
 @dataclass
-class _DecodeGroup:
+class DecodeGroup:
     rows: Tensor | None  # int64 [b] rows of the step, None = all of them in order
     blocks: Tensor  # [b, n] block ids
     mask: Tensor  # [b, 1, S] 0 or -inf
@@ -29,7 +29,7 @@ class _DecodeGroup:
 
 
 @dataclass
-class _PrefillGroup:
+class PrefillGroup:
     tokens: (
         Tensor  # int64 [b * Q] index of each padded query among the step's new tokens (padding repeats the last one)
     )
@@ -56,7 +56,8 @@ def _context_mask(lens: Tensor, num_positions: int, dtype: torch.dtype) -> Tenso
     )
 
 
-def _plan_decode(meta: DecodeMetadata, pages: Tensor) -> list[_DecodeGroup]:
+def plan_decode(meta: DecodeMetadata, pages: Tensor) -> list[DecodeGroup]:
+    """The step's sequences in groups, with room for the pages [num_blocks, block_size, channels] of each."""
     num_blocks = -(-meta.seq_lens_host // meta.block_size)
     split = split_by_cost(num_blocks)
     groups = []
@@ -67,7 +68,7 @@ def _plan_decode(meta: DecodeMetadata, pages: Tensor) -> list[_DecodeGroup]:
         width = int(num_blocks[host_rows].max())
         mask = _context_mask(lens, width * meta.block_size, pages.dtype)[:, None]
         workspace = pages.new_empty(len(host_rows) * width, meta.block_size * pages.shape[-1])
-        groups.append(_DecodeGroup(rows, tables[:, :width].contiguous(), mask, workspace))
+        groups.append(DecodeGroup(rows, tables[:, :width].contiguous(), mask, workspace))
     return groups
 
 
@@ -75,7 +76,7 @@ def mla_decode(q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: D
     (pages,) = cache
     groups = meta.scratch.get("groups")
     if groups is None:
-        groups = meta.scratch["groups"] = _plan_decode(meta, pages)
+        groups = meta.scratch["groups"] = plan_decode(meta, pages)
     latent = q_latent_BNL.shape[-1]
     q_BND = torch.cat((q_latent_BNL, q_rope_BNR), dim=-1)
     if len(groups) == 1:
@@ -86,7 +87,7 @@ def mla_decode(q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: D
     return out_BNL
 
 
-def _decode_group(q_bND: Tensor, pages: Tensor, group: _DecodeGroup, latent: int, scale: float) -> Tensor:
+def _decode_group(q_bND: Tensor, pages: Tensor, group: DecodeGroup, latent: int, scale: float) -> Tensor:
     flat = pages.view(pages.shape[0], -1)
     torch.index_select(flat, 0, group.blocks.view(-1), out=group.pages)
     kv_bSD = group.pages.view(len(q_bND), -1, pages.shape[-1])
@@ -95,7 +96,8 @@ def _decode_group(q_bND: Tensor, pages: Tensor, group: _DecodeGroup, latent: int
     return torch.bmm(weights_bNS, kv_bSD[..., :latent])
 
 
-def _plan_prefill(meta: PrefillMetadata, pages: Tensor) -> list[_PrefillGroup]:
+def plan_prefill(meta: PrefillMetadata, pages: Tensor) -> list[PrefillGroup]:
+    """The step's sequences in groups, their new tokens and contexts padded to one length."""
     starts = np.cumsum(meta.query_lens_host) - meta.query_lens_host
     groups = []
     for rows in split_by_cost(meta.query_lens_host * meta.seq_lens_host):
@@ -110,7 +112,7 @@ def _plan_prefill(meta: PrefillMetadata, pages: Tensor) -> list[_PrefillGroup]:
         real = np.flatnonzero(offsets < query_lens[:, None])
         keep = None if len(real) == tokens.size else torch.from_numpy(real).to(pages.device)
         tables = meta.block_tables[torch.from_numpy(rows).to(pages.device), :width]
-        groups.append(_PrefillGroup(torch.from_numpy(tokens.ravel()).to(pages.device), keep, tables, mask))
+        groups.append(PrefillGroup(torch.from_numpy(tokens.ravel()).to(pages.device), keep, tables, mask))
     return groups
 
 
@@ -120,7 +122,7 @@ def mla_prefill(
     (pages,) = cache
     groups = meta.scratch.get("groups")
     if groups is None:
-        groups = meta.scratch["groups"] = _plan_prefill(meta, pages)
+        groups = meta.scratch["groups"] = plan_prefill(meta, pages)
     heads, nope = q_nope_TNP.shape[1:]
     expanded, latent = kv_b_NCL.shape[1:]
     out_TNV = q_nope_TNP.new_empty(len(q_nope_TNP), heads, expanded - nope)

@@ -1,4 +1,4 @@
-"""Reference MoE ops: DeepSeek-V3 routing and the experts of this rank."""
+"""Reference MoE ops: DeepSeek's routing and the experts of this rank."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ def silu_and_mul(x_T2F: Tensor) -> Tensor:
 
 def topk_router(
     logits_TE: Tensor,
-    bias_E: Tensor,
+    bias_E: Tensor | None,
     top_k: int,
     num_groups: int,
     topk_groups: int,
     normalize: bool,
     scaling: float,
+    scoring: str,
 ) -> tuple[Tensor, Tensor]:
-    scores_TE = logits_TE.sigmoid()
-    choice_TE = scores_TE + bias_E
+    assert scoring in ("sigmoid", "softmax"), scoring
+    scores_TE = logits_TE.sigmoid() if scoring == "sigmoid" else logits_TE.softmax(-1)
+    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if topk_groups < num_groups:
         grouped_TGe = choice_TE.view(len(choice_TE), num_groups, -1)
-        group_scores_TG = grouped_TGe.topk(min(2, grouped_TGe.shape[-1]), dim=-1, sorted=False).values.sum(-1)
+        best_of_group = min(2 if scoring == "sigmoid" else 1, grouped_TGe.shape[-1])
+        group_scores_TG = grouped_TGe.topk(best_of_group, dim=-1, sorted=False).values.sum(-1)
         kept_TG = group_scores_TG.topk(topk_groups, dim=-1, sorted=False).indices
         dropped_TG = torch.ones_like(group_scores_TG, dtype=torch.bool).scatter_(1, kept_TG, False)
         choice_TE = grouped_TGe.masked_fill(dropped_TG[..., None], float("-inf")).view_as(choice_TE)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from vllm.ops.contract import RolloutOps
 from vllm_ascend.ops.exchanged_experts import exchanged_experts
 from vllm_ascend.ops.fused_experts import fused_experts
+from vllm_ascend.ops.gqa_cache import new_gqa_cache, norm_rope_write_gqa
+from vllm_ascend.ops.gqa_decode import gqa_decode
+from vllm_ascend.ops.gqa_prefill import GqaPrefill
 from vllm_ascend.ops.kv_cache import new_kv_cache, norm_rope_write_kv
 from vllm_ascend.ops.linear import head_linear, linear
 from vllm_ascend.ops.mla_decode import mla_decode
@@ -25,7 +28,11 @@ NAMES = {
     "norm_rope_write_kv": "native",
     "mla_decode": "native",
     "mla_prefill": "native",
-    "topk_router": "native",
+    "new_gqa_cache": "native",
+    "norm_rope_write_gqa": "native",
+    "gqa_decode": "native",
+    "gqa_prefill": "native",
+    "topk_router": "native (softmax scores: reference)",
     "fused_experts": "native",
     "exchanged_experts": "native",
     "silu_and_mul": "native",
@@ -45,6 +52,10 @@ def rollout_ops() -> RolloutOps:
         norm_rope_write_kv=norm_rope_write_kv,
         mla_decode=mla_decode,
         mla_prefill=MlaPrefill(),
+        new_gqa_cache=new_gqa_cache,
+        norm_rope_write_gqa=norm_rope_write_gqa,
+        gqa_decode=gqa_decode,
+        gqa_prefill=GqaPrefill(),
         topk_router=topk_router,
         fused_experts=fused_experts,
         exchanged_experts=exchanged_experts,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.contract import DecodeMetadata, KVCache
-from vllm.transformers_utils.config import DeepseekV3Config
+from vllm.transformers_utils.config import DeepseekV3Config, HFConfig
 from vllm_ascend.compilation.acl_graph import record_renewable
 from vllm_ascend.ops.kv_layout import read_blocks
 
@@ -31,8 +31,10 @@ def mla_decode(q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: D
     return _gathered(torch.cat((q_latent_BNL, q_rope_BNR), dim=-1), cache, meta, scale)[..., : q_latent_BNL.shape[-1]]
 
 
-def head_problem(heads: int, hf: DeepseekV3Config, dtype: str) -> str | None:
+def head_problem(heads: int, hf: HFConfig, dtype: str) -> str | None:
     """Why the paged kernel cannot take a rank's `heads`, None when it can or is not used."""
+    if not isinstance(hf, DeepseekV3Config):
+        return None
     is_power_of_two = heads > 0 and heads & (heads - 1) == 0
     if not _is_paged(hf.kv_lora_rank, hf.qk_rope_head_dim, dtype != "float32") or (
         is_power_of_two and heads <= MAX_HEADS

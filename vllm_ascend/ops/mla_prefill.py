@@ -14,17 +14,14 @@ from torch import Tensor
 
 from vllm.ops.contract import KVCache, PrefillMetadata
 from vllm_ascend.ops.kv_layout import read_tokens
-
-# The kernel reads causality from one fixed triangle of this size, whatever the sequence lengths are.
-MASK_SIZE = 2048
-CAUSAL_FROM_THE_END = 3  # sparse_mode: the last query sees the last key
+from vllm_ascend.ops.packed_context import CAUSAL_FROM_THE_END, CausalTriangle, context_slots
 
 
 class MlaPrefill:
     """See ``RolloutOps.mla_prefill``. Holds the causal triangle (4 MiB) of each device it ran on."""
 
     def __init__(self) -> None:
-        self._masks: dict[torch.device, Tensor] = {}
+        self._triangle = CausalTriangle()
 
     def __call__(
         self,
@@ -38,7 +35,7 @@ class MlaPrefill:
         import torch_npu
 
         heads, nope = q_nope_TNP.shape[1:]
-        latent_SL, rope_SR = (read_tokens(pages, _context_slots(meta)) for pages in cache)
+        latent_SL, rope_SR = (read_tokens(pages, context_slots(meta)) for pages in cache)
         expanded_SNC = F.linear(latent_SL, kv_b_NCL.flatten(0, 1)).unflatten(-1, (heads, -1))
         q_TND = torch.cat((q_nope_TNP, q_rope_TNR), dim=-1)
         k_SND = torch.cat((expanded_SNC[..., :nope], rope_SR.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
@@ -53,32 +50,10 @@ class MlaPrefill:
             v_SND,
             heads,
             "TND",
-            atten_mask=self._causal_mask(q_TND.device),
+            atten_mask=self._triangle.on(q_TND.device),
             scale=scale,
             actual_seq_qlen=np.cumsum(meta.query_lens_host).tolist(),
             actual_seq_kvlen=np.cumsum(meta.seq_lens_host).tolist(),
             sparse_mode=CAUSAL_FROM_THE_END,
         )[0]
         return out_TND[..., : v_SNV.shape[-1]]
-
-    def _causal_mask(self, device: torch.device) -> Tensor:
-        if device not in self._masks:
-            full = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device)
-            self._masks[device] = full.triu(diagonal=1)  # True = out of sight
-        return self._masks[device]
-
-
-def _context_slots(meta: PrefillMetadata) -> Tensor:
-    """[S] cache slot of every context token of the step's sequences, one sequence after the other; once per step."""
-    if "context_slots" not in meta.scratch:
-        num_tokens = int(meta.seq_lens_host.sum())
-        lens_B = meta.seq_lens.long()
-        sequence_S = torch.repeat_interleave(
-            torch.arange(len(lens_B), device=lens_B.device), lens_B, output_size=num_tokens
-        )
-        starts_B = lens_B.cumsum(0) - lens_B
-        position_S = torch.arange(num_tokens, device=lens_B.device) - starts_B[sequence_S]
-        block_S = meta.block_tables[sequence_S, position_S // meta.block_size].long()
-        meta.scratch["context_slots"] = block_S * meta.block_size + position_S % meta.block_size
-    slots: Tensor = meta.scratch["context_slots"]
-    return slots

@@ -1,4 +1,5 @@
-"""DeepSeek-V3's routing as one kernel.
+"""DeepSeek-V3's routing as one kernel; softmax scores (DeepSeek-V2) run the reference, as in training: the versions of
+the kernel differ in whether they divide those by their sum.
 
 Limits: float32 logits; CANN 8.2 takes DeepSeek-V3's shape only (256 experts in 8 groups, 4 kept, up to 32 choices),
 CANN 8.5 up to 2048 experts with more than 2 in a group, a group's number rounded up to a multiple of 32. Tolerance: the
@@ -7,7 +8,10 @@ same experts except where scores tie, weights 1e-6.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from vllm.ops import reference_moe
 
 # Codes of npu_moe_gating_top_k.
 SIGMOID = 1  # norm_type
@@ -17,16 +21,20 @@ NORMALISE_THEN_CHOOSE = 0  # renorm, the only one there is
 
 def topk_router(
     logits_TE: Tensor,
-    bias_E: Tensor,
+    bias_E: Tensor | None,
     top_k: int,
     num_groups: int,
     topk_groups: int,
     normalize: bool,
     scaling: float,
+    scoring: str,
 ) -> tuple[Tensor, Tensor]:
     """See ``RolloutOps.topk_router``."""
+    if scoring != "sigmoid":
+        return reference_moe.topk_router(logits_TE, bias_E, top_k, num_groups, topk_groups, normalize, scaling, scoring)
     import torch_npu
 
+    bias_E = torch.zeros_like(logits_TE[0]) if bias_E is None else bias_E
     weights_TK, ids_TK, _ = torch_npu.npu_moe_gating_top_k(
         logits_TE,
         top_k,

@@ -1,4 +1,4 @@
-"""A DeepSeek-V3 mixture of experts over the ranks of an engine.
+"""A DeepSeek mixture of experts over the ranks of an engine.
 
 With expert parallel, the experts are split over all TP x DP ranks, and tokens reach them in one of two ways
 (`expert_exchange`):
@@ -60,7 +60,9 @@ class FusedMoE(nn.Module):
         width = hf.moe_intermediate_size // self.width_group.world_size
         # The router is computed in fp32; its weight is kept so, because every step needs it.
         self.gate = empty_parameter(hf.n_routed_experts, hf.hidden_size, dtype=torch.float32)
-        self.e_score_correction_bias = empty_parameter(hf.n_routed_experts, dtype=torch.float32)
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if hf.scoring_func == "sigmoid":
+            self.e_score_correction_bias = empty_parameter(hf.n_routed_experts, dtype=torch.float32)
         self.w13 = empty_matrix(self.num_local_experts, 2 * width, hf.hidden_size)
         self.w2 = empty_matrix(self.num_local_experts, hf.hidden_size, width)
         self.shared_experts = None
@@ -74,20 +76,22 @@ class FusedMoE(nn.Module):
         if longest == 0:
             return x_TH
         if self.parallel.exchange.world_size > 1:
-            return self._dispatched(x_TH, longest)
+            return self._dispatched(x_TH, longest, context)
         if not self.parallel.config.steps_in_lockstep:
-            out_TH = self._routed(x_TH)
+            out_TH = self._routed(x_TH, context, slice(None))
             self._add_shared(out_TH, x_TH)
             group = self.parallel.ep if self.is_expert_parallel else self.parallel.tp
             return group.all_reduce(out_TH)
         padded_SH = F.pad(x_TH, (0, 0, 0, longest - len(x_TH)))
-        out_GSH = self._routed(self.parallel.dp.all_gather(padded_SH).flatten(0, 1)).view(-1, *padded_SH.shape)
+        everyones_TH = self.parallel.dp.all_gather(padded_SH).flatten(0, 1)
+        own = slice(dp_rank * longest, dp_rank * longest + len(x_TH))
+        out_GSH = self._routed(everyones_TH, context, own).view(-1, *padded_SH.shape)
         own_TH = out_GSH[dp_rank, : len(x_TH)]
         self._add_shared(own_TH, x_TH)  # the TP ranks' partial sums ride on the all-reduce of the experts
         self.parallel.ep.all_reduce(out_GSH)
         return own_TH
 
-    def _dispatched(self, x_TH: Tensor, longest: int) -> Tensor:
+    def _dispatched(self, x_TH: Tensor, longest: int, context: ForwardContext) -> Tensor:
         """`longest`: tokens of the replica that has most; every rank of the group sends as many rows."""
         tp = self.parallel.tp
         num_rows = -(-longest // tp.world_size)
@@ -95,16 +99,23 @@ class FusedMoE(nn.Module):
         own_tH = x_TH[first : first + num_rows]
         num_active = len(own_tH)
         rows_SH = F.pad(own_tH, (0, 0, 0, num_rows - num_active))
+        weights_SK, ids_SK = self._route(rows_SH)
+        if context.routed_experts is not None:
+            context.routed_experts.append(tp.all_gather(ids_SK).flatten(0, 1)[: len(x_TH)])
         out_SH = self.ops.exchanged_experts(
-            rows_SH, self.w13, self.w2, *self._route(rows_SH), num_active, self.parallel.exchange
+            rows_SH, self.w13, self.w2, weights_SK, ids_SK, num_active, self.parallel.exchange
         )
         out_TH = torch.zeros_like(x_TH)
         out_TH[first : first + num_rows] = out_SH[:num_active]
         self._add_shared(out_TH, x_TH)
         return tp.all_reduce(out_TH)
 
-    def _routed(self, x_TH: Tensor) -> Tensor:
-        return self.ops.fused_experts(x_TH, self.w13, self.w2, *self._route(x_TH), self.first_expert)
+    def _routed(self, x_TH: Tensor, context: ForwardContext, own: slice) -> Tensor:
+        """This rank's experts on all of x; `own` are the rows of this replica."""
+        weights_TK, ids_TK = self._route(x_TH)
+        if context.routed_experts is not None:
+            context.routed_experts.append(ids_TK[own])
+        return self.ops.fused_experts(x_TH, self.w13, self.w2, weights_TK, ids_TK, self.first_expert)
 
     def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         hf = self.hf
@@ -116,6 +127,7 @@ class FusedMoE(nn.Module):
             hf.topk_group,
             hf.norm_topk_prob,
             hf.routed_scaling_factor,
+            hf.scoring_func,
         )
 
     def _add_shared(self, out_TH: Tensor, x_TH: Tensor) -> None:
@@ -126,10 +138,11 @@ class FusedMoE(nn.Module):
         hf, everything = self.hf, (slice(None),)
         result = {
             f"{prefix}.gate.weight": WeightTarget(tuple(self.gate.shape), self.gate, everything, everything),
-            f"{prefix}.gate.e_score_correction_bias": WeightTarget(
-                (hf.n_routed_experts,), self.e_score_correction_bias, everything, everything
-            ),
         }
+        if self.e_score_correction_bias is not None:
+            result[f"{prefix}.gate.e_score_correction_bias"] = WeightTarget(
+                (hf.n_routed_experts,), self.e_score_correction_bias, everything, everything
+            )
         for expert in range(hf.n_routed_experts):
             result |= self._expert_targets(f"{prefix}.experts.{expert}", expert - self.first_expert)
         if self.shared_experts is not None:

@@ -1,11 +1,9 @@
-"""DeepSeek-V3: latent attention, first layers dense, then mixtures of experts.
+"""DeepSeek-V2 and DeepSeek-V3: latent attention, first layers dense, then mixtures of experts.
 
-Numerics as transformers' DeepseekV3ForCausalLM.
+Numerics as transformers' DeepseekV2ForCausalLM and DeepseekV3ForCausalLM.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +11,10 @@ from torch import Tensor, nn
 from vllm.distributed.parallel_state import ParallelState
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.fused_moe import DeepseekMLP, FusedMoE
-from vllm.model_executor.layers.linear import Norm, ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.linear import Norm
 from vllm.model_executor.layers.mla import MultiHeadLatentAttention
-from vllm.model_executor.layers.rotary_embedding import RotaryTable
-from vllm.model_executor.model_loader.weight_target import WeightTarget, load_weights
+from vllm.model_executor.model_loader.weight_target import WeightTarget
+from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import KVCache, RolloutOps
 from vllm.transformers_utils.config import DeepseekV3Config
 
@@ -56,42 +54,20 @@ class DeepseekV2DecoderLayer(nn.Module):
         }
 
 
-class DeepseekV3ForCausalLM(nn.Module):
-    """This rank's part of the model. Parameters are empty until `load_weights`."""
+class DeepseekV2ForCausalLM(CausalLM):
+    """See `CausalLM`."""
 
-    def __init__(
-        self, hf: DeepseekV3Config, max_model_len: int, parallel: ParallelState, ops: RolloutOps, device: torch.device
-    ) -> None:
-        super().__init__()
-        self.hf, self.ops = hf, ops
-        self.embed_tokens = VocabParallelEmbedding(hf.vocab_size, hf.hidden_size, parallel.tp)
-        self.layers = nn.ModuleList(
-            DeepseekV2DecoderLayer(hf, layer, parallel, ops) for layer in range(hf.num_hidden_layers)
-        )
-        self.norm = Norm(hf.hidden_size)
-        self.lm_head = ParallelLMHead(hf.vocab_size, hf.hidden_size, ops, parallel.tp)
-        self.rotary = RotaryTable(hf.rope, hf.qk_rope_head_dim, max_model_len, device)
-        self.weight_targets = self._targets()
+    hf: DeepseekV3Config
 
-    def forward(self, ids_T: Tensor, kv_caches: list[KVCache], context: ForwardContext) -> Tensor:
-        """Hidden states [T, H] before the final norm. ids_T int64 [T]; kv_caches holds one cache per layer."""
-        x_TH = self.embed_tokens(ids_T)
-        cos_TR, sin_TR = self.rotary.at(context.positions_T)
-        for layer, cache in zip(self.layers, kv_caches, strict=True):
-            x_TH = layer(x_TH, cos_TR, sin_TR, cache, context)
-        return x_TH
+    def make_layer(self, layer: int, parallel: ParallelState) -> DeepseekV2DecoderLayer:
+        return DeepseekV2DecoderLayer(self.hf, layer, parallel, self.ops)
 
-    def compute_logits(self, x_BH: Tensor) -> Tensor:
-        """fp32 [B, V] next-token logits of hidden states [B, H]."""
-        return self.lm_head(self.ops.rms_norm(x_BH, self.norm.weight, self.hf.rms_norm_eps))
+    def new_kv_cache(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, layout: str
+    ) -> KVCache:
+        sizes = (num_blocks, block_size, self.hf.kv_lora_rank, self.hf.qk_rope_head_dim)
+        return self.ops.new_kv_cache(*sizes, dtype, device, layout)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take (hf_name, full tensor) pairs, any part of the model in any order; returns the names taken."""
-        return load_weights(self.weight_targets, self.hf.num_hidden_layers, weights)
 
-    def _targets(self) -> dict[str, WeightTarget]:
-        targets = self.embed_tokens.targets("model.embed_tokens.weight")
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, DeepseekV2DecoderLayer)
-            targets |= layer.targets(f"model.layers.{index}")
-        return targets | self.norm.targets("model.norm.weight") | self.lm_head.targets("lm_head.weight")
+class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
+    """DeepSeek-V3 and Moonlight: its routing is in the config."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import StepExchange
 from vllm.forward_context import ForwardContext
-from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM
+from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.sample.prompt_logprobs import score_prompts
@@ -25,7 +25,7 @@ class ModelRunner:
     def __init__(
         self,
         config: VllmConfig,
-        model: DeepseekV3ForCausalLM,
+        model: CausalLM,
         ops: RolloutOps,
         graphs: DecodeGraphs | None,
         device: torch.device,

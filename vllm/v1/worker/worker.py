@@ -10,8 +10,10 @@ from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import ParallelState, StepExchange
+from vllm.model_executor.layers.routed_experts import bytes_per_token, new_choices_cache
 from vllm.model_executor.model_loader.loader import iterate_checkpoint, iterate_dummy
-from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM
+from vllm.model_executor.models.causal_lm import CausalLM
+from vllm.model_executor.models.registry import MODELS
 from vllm.ops.contract import KVCache, RolloutOps
 from vllm.platforms import Platform
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -94,11 +96,12 @@ class Worker:
         self.num_gpu_blocks = self._decide_blocks()
         hf, cache = self.config.model.hf, self.config.cache
         num_blocks = self.num_gpu_blocks + num_scratch_blocks(self.config)
-        shape = (num_blocks, cache.block_size, hf.kv_lora_rank, hf.qk_rope_head_dim)
         self.kv_caches = [
-            self.ops.new_kv_cache(*shape, self.dtype, self.device, cache.kv_cache_layout)
+            self.model.new_kv_cache(num_blocks, cache.block_size, self.dtype, self.device, cache.kv_cache_layout)
             for _ in range(hf.num_hidden_layers)
         ]
+        if cache.enable_return_routed_experts:
+            self.kv_caches.append(new_choices_cache(hf, num_blocks, cache.block_size, self.device))
         self.is_kv_cache_awake = True
 
     def memory_report(self) -> dict[str, int]:
@@ -115,14 +118,13 @@ class Worker:
             "device_total_bytes": memory.total_bytes,
         }
 
-    def _build_model(self, parallel: ParallelState) -> DeepseekV3ForCausalLM:
+    def _build_model(self, parallel: ParallelState) -> CausalLM:
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
             with self.device:
-                return DeepseekV3ForCausalLM(
-                    self.config.model.hf, self.config.model.max_model_len, parallel, self.ops, self.device
-                )
+                hf = self.config.model.hf
+                return MODELS[hf.architecture](hf, self.config.model.max_model_len, parallel, self.ops, self.device)
         finally:
             torch.set_default_dtype(default_dtype)
 
@@ -162,7 +164,10 @@ class Worker:
         if cache.num_gpu_blocks_override is not None:
             return cache.num_gpu_blocks_override
         hf, scheduler = model.hf, self.config.scheduler
-        token_bytes = (hf.kv_lora_rank + hf.qk_rope_head_dim) * self.dtype.itemsize * hf.num_hidden_layers
+        values = hf.kv_values_per_token(self.config.parallel.tensor_parallel_size)
+        token_bytes = values * self.dtype.itemsize * hf.num_hidden_layers
+        if cache.enable_return_routed_experts:
+            token_bytes += bytes_per_token(hf)
         affordable = self.platform.kv_cache_budget_bytes(self.device, cache.gpu_memory_utilization) // (
             token_bytes * cache.block_size
         )

@@ -1,0 +1,95 @@
+"""What the decoders have in common: embedding, layers, norm, head, and how weights get in."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from vllm.distributed.parallel_state import ParallelState
+from vllm.forward_context import ForwardContext
+from vllm.model_executor.layers.linear import Norm, ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.rotary_embedding import RotaryTable
+from vllm.model_executor.layers.routed_experts import write_choices
+from vllm.model_executor.model_loader.weight_target import WeightTarget, load_weights
+from vllm.ops.contract import KVCache, RolloutOps
+from vllm.transformers_utils.config import HFConfig
+
+HEAD = "lm_head.weight"
+
+
+class DecoderLayer(Protocol):
+    """One layer: a module that knows its weights' places."""
+
+    def __call__(
+        self, x_TH: Tensor, cos_TR: Tensor, sin_TR: Tensor, cache: KVCache, context: ForwardContext
+    ) -> Tensor: ...
+
+    def targets(self, prefix: str) -> dict[str, WeightTarget]: ...
+
+
+class CausalLM(nn.Module, ABC):
+    """This rank's part of a model. Parameters are empty until `load_weights`.
+
+    A tied head is the embedding's parameter; a checkpoint's copy of it is passed over.
+    """
+
+    def __init__(
+        self, hf: HFConfig, max_model_len: int, parallel: ParallelState, ops: RolloutOps, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.hf, self.ops = hf, ops
+        self.embed_tokens = VocabParallelEmbedding(hf.vocab_size, hf.hidden_size, parallel.tp)
+        self.layers = nn.ModuleList(self.make_layer(layer, parallel) for layer in range(hf.num_hidden_layers))
+        self.norm = Norm(hf.hidden_size)
+        self.lm_head = ParallelLMHead(hf.vocab_size, hf.hidden_size, ops, parallel.tp)
+        if hf.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.rotary = RotaryTable(hf.rope, hf.rope_dim, max_model_len, device)
+        self.weight_targets = self._targets()
+
+    @abstractmethod
+    def make_layer(self, layer: int, parallel: ParallelState) -> nn.Module:
+        """The `DecoderLayer` number `layer`."""
+
+    @abstractmethod
+    def new_kv_cache(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, layout: str
+    ) -> KVCache:
+        """One layer's paged cache."""
+
+    def forward(self, ids_T: Tensor, kv_caches: list[KVCache], context: ForwardContext) -> Tensor:
+        """Hidden states [T, H] before the final norm. ids_T int64 [T].
+
+        kv_caches holds one cache per layer and, where choices of experts are kept, one more for those.
+        """
+        num_layers = len(self.layers)
+        keeps_choices = len(kv_caches) > num_layers
+        context.routed_experts = [] if keeps_choices else None
+        x_TH = self.embed_tokens(ids_T)
+        cos_TR, sin_TR = self.rotary.at(context.positions_T)
+        for layer, cache in zip(self.layers, kv_caches[:num_layers], strict=True):
+            x_TH = layer(x_TH, cos_TR, sin_TR, cache, context)
+        if context.routed_experts:
+            write_choices(kv_caches[num_layers], context.routed_experts, context.slots_T)
+        return x_TH
+
+    def compute_logits(self, x_BH: Tensor) -> Tensor:
+        """fp32 [B, V] next-token logits of hidden states [B, H]."""
+        return self.lm_head(self.ops.rms_norm(x_BH, self.norm.weight, self.hf.rms_norm_eps))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Take (hf_name, full tensor) pairs, any part of the model in any order; returns the names taken."""
+        if self.hf.tie_word_embeddings:
+            weights = ((name, tensor) for name, tensor in weights if name != HEAD)
+        return load_weights(self.weight_targets, self.hf.num_hidden_layers, weights)
+
+    def _targets(self) -> dict[str, WeightTarget]:
+        targets = self.embed_tokens.targets("model.embed_tokens.weight")
+        for index, layer in enumerate(self.layers):
+            targets |= cast(DecoderLayer, layer).targets(f"model.layers.{index}")
+        targets |= self.norm.targets("model.norm.weight")
+        return targets if self.hf.tie_word_embeddings else targets | self.lm_head.targets(HEAD)
