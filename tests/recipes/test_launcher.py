@@ -180,6 +180,23 @@ def test_stages_say_why_they_are_left_out(tmp_path: Path) -> None:
     assert set(left_out) == {"base_model", "fp8_to_bf16", "sharding"}
 
 
+def test_the_shards_are_cut_as_the_engine_reads_them(tmp_path: Path) -> None:
+    """No-op slots, a shorter end stage and virtual stages reach the converter; the tiny model has three layers."""
+
+    def flags(*overrides: str) -> str:
+        keys = [f"+actor_rollout_ref.actor.megatron.{text}" for text in overrides]
+        keys += ["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"]
+        command = next(stage for stage in stages(job_of(tmp_path, {}, *keys)) if stage.name == "sharding").command
+        return " ".join(command)
+
+    transformer = "override_transformer_config"
+    with_noop = flags(f"{transformer}.noop_layers=[3]", "virtual_pipeline_model_parallel_size=2")
+    assert "--noop-layers 3" in with_noop
+    assert "--num-layers-per-virtual-pipeline-stage 1" in with_noop and "--num-layer-list" not in with_noop
+    uneven = flags(f"{transformer}.num_layers_in_first_pipeline_stage=1", "num_layer_list=null")
+    assert "--num-layer-list 1,2" in uneven
+
+
 def test_ray_is_ours_alone(tmp_path: Path) -> None:
     job = job_of(tmp_path)
     head = ray_command(job, Place(True, "10.0.0.1", "10.0.0.1", "eth0"), "/tmp/x", RayPorts(1, 2, 3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -10,9 +9,8 @@ from pathlib import Path
 
 from recipes.r1_zero.json_to_parquet import read_rows
 from recipes.r1_zero.launcher import network
-from recipes.r1_zero.launcher.job import Job, has_shards, is_fp8, model_dir, stages
+from recipes.r1_zero.launcher.job import Job, has_shards, is_fp8, model_dimensions, model_dir, stages
 from recipes.r1_zero.launcher.settings import Place, Settings
-from recipes.r1_zero.make_base_model import HF_CONFIG
 
 LEAST_FREE_BYTES = 2**30
 
@@ -101,11 +99,10 @@ def parquet_problems(job: Job) -> list[str]:
 
 def layout_problems(job: Job) -> list[str]:
     """Where the layout does not fit a model whose BF16 form is yet to be made: the tiny one, or a quantised one."""
-    path = job.settings.model_path
+    path, dims = job.settings.model_path, model_dimensions(job.settings)
     if path is None:
-        dims, where, advice = HF_CONFIG, "without MODEL_PATH the model is the tiny one", "set MODEL_PATH, or change"
+        where, advice = "without MODEL_PATH the model is the tiny one", "set MODEL_PATH, or change"
     elif is_fp8(path):
-        dims = json.loads((path / "config.json").read_text(encoding="utf-8"))
         where, advice = f"MODEL_PATH {path}", "change"
     else:
         return []  # the config's own check has read this one

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from recipes.r1_zero.launcher.settings import CONFIG_DIR, RECIPE_DIR, ROOT, Place, Settings
+from recipes.r1_zero.make_base_model import HF_CONFIG
 
 if TYPE_CHECKING:
     from verl.trainer.config.config import PPOTrainerConfig
@@ -191,14 +192,41 @@ def _sharding_stage(job: Job) -> Stage:
     command = [job.python, "-m", "mindspeed_llm.convert_ckpt_deepseek3", "--moe-grouped-gemm"]
     command += ["--target-tensor-parallel-size", str(engine.tensor_model_parallel_size)]
     command += ["--target-pipeline-parallel-size", str(engine.pipeline_model_parallel_size)]
-    counts = engine.layer_counts()
-    if counts is not None:
-        command += ["--num-layer-list", ",".join(map(str, counts))]
+    command += _slot_flags(job)
     command += ["--target-expert-parallel-size", str(engine.expert_model_parallel_size)]
     if engine.moe_tp_extend_ep:
         command.append("--moe-tp-extend-ep")
     command += ["--load-dir", str(model_dir(settings)), "--save-dir", str(settings.dist_ckpt_dir)]
     return Stage(name, title, tuple(command))
+
+
+def _slot_flags(job: Job) -> list[str]:
+    """The converter's flags for which layer lies in which pipeline stage; none for a layout that the checks refuse."""
+    engine = job.config.actor_rollout_ref.actor.megatron
+    num_layers = model_dimensions(job.settings).get("num_hidden_layers")
+    try:
+        counts = engine.layer_counts(num_layers)
+        noops = engine.layout(job.config.trainer.world_size).noop_layers
+    except ValueError:
+        return []
+    flags = ["--num-layer-list", ",".join(map(str, counts))] if counts is not None else []
+    if noops:
+        flags += ["--noop-layers", ",".join(map(str, noops))]
+    num_chunks = (engine.virtual_pipeline_model_parallel_size or 1) * engine.pipeline_model_parallel_size
+    if num_chunks > engine.pipeline_model_parallel_size and num_layers is not None:
+        flags += ["--num-layers-per-virtual-pipeline-stage", str((num_layers + len(noops)) // num_chunks)]
+    return flags
+
+
+def model_dimensions(settings: Settings) -> Mapping[str, Any]:
+    """The config.json of the model that the run starts from; empty when it cannot be read, which the checks report."""
+    if settings.model_path is None:
+        return HF_CONFIG
+    try:
+        found: dict[str, Any] = json.loads((settings.model_path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return {}
+    return found
 
 
 def has_shards(directory: Path) -> bool:
