@@ -48,12 +48,12 @@ class EngineArgs:
     enforce_eager: bool = True
     cudagraph_capture_sizes: Sequence[int] | None = None  # None: powers of two up to max_num_seqs
     load_format: str = "auto"
+    logprobs_mode: str = LOGPROBS_MODES[0]
     rollout_ops: str = "vllm.ops.reference:rollout_ops"
     device: str | None = None
 
     def create_engine_config(self, rank: int, world_size: int) -> VllmConfig:
         """The configuration of one process; ValueError listing every problem."""
-    logprobs_mode: str = LOGPROBS_MODES[0]
         hf = load_config(self.model)
         max_model_len = hf.max_position_embeddings if self.max_model_len is None else self.max_model_len
         problems, dp_size = self._data_parallel_size()
