@@ -117,9 +117,9 @@ class VllmConfig:
     rollout_ops: str
     device: str | None
     enable_sleep_mode: bool
+    logprobs_mode: str = LOGPROBS_MODES[0]
 
     def problems(self) -> list[str]:
-    logprobs_mode: str = LOGPROBS_MODES[0]
         """Every problem of this configuration, empty when it can run."""
         return [
             *_model_problems(self.model, self.load_format),
@@ -128,19 +128,19 @@ class VllmConfig:
             *_scheduler_problems(self.scheduler, self.model.max_model_len),
             *_compilation_problems(self.compilation, self.scheduler.max_num_seqs),
             *_parallel_problems(self.parallel, self.model.hf),
+            *_sampling_problems(self.logprobs_mode),
         ]
 
 
-            *_sampling_problems(self.logprobs_mode),
-def _model_problems(model: ModelConfig, load_format: str) -> list[str]:
-    problems = []
-    if model.dtype not in DTYPES:
 def _sampling_problems(logprobs_mode: str) -> list[str]:
     if logprobs_mode in LOGPROBS_MODES:
         return []
     return [f"logprobs_mode={logprobs_mode!r} is unknown, expected one of {', '.join(LOGPROBS_MODES)}"]
 
 
+def _model_problems(model: ModelConfig, load_format: str) -> list[str]:
+    problems = []
+    if model.dtype not in DTYPES:
         problems.append(f"dtype={model.dtype!r} is unknown, expected auto or one of {', '.join(DTYPES)}")
     if load_format not in LOAD_FORMATS:
         problems.append(f"load_format={load_format!r} is unknown, expected one of {', '.join(LOAD_FORMATS)}")

@@ -48,9 +48,9 @@ class EngineArgs:
     enforce_eager: bool = True
     cudagraph_capture_sizes: Sequence[int] | None = None  # None: powers of two up to max_num_seqs
     load_format: str = "auto"
-    logprobs_mode: str = LOGPROBS_MODES[0]
     rollout_ops: str = "vllm.ops.reference:rollout_ops"
     device: str | None = None
+    logprobs_mode: str = LOGPROBS_MODES[0]
 
     def create_engine_config(self, rank: int, world_size: int) -> VllmConfig:
         """The configuration of one process; ValueError listing every problem."""
@@ -93,6 +93,7 @@ class EngineArgs:
             rollout_ops=self.rollout_ops,
             device=self.device,
             enable_sleep_mode=self.enable_sleep_mode,
+            logprobs_mode=self.logprobs_mode,
         )
         if self.distributed_executor_backend != "external_launcher":
             problems.append(
@@ -100,7 +101,6 @@ class EngineArgs:
                 "supported; start one process per device (torchrun, Ray) and build an LLM in each"
             )
         problems += config.problems()
-            logprobs_mode=self.logprobs_mode,
         if problems:
             raise ValueError("the engine cannot be built:\n" + "\n".join(f"  - {p}" for p in problems))
         return config

@@ -70,8 +70,8 @@ class LLM:
         load_format: str = "auto",
         rollout_ops: str = "vllm.ops.reference:rollout_ops",
         device: str | None = None,
-    ) -> None:
         logprobs_mode: str = "scaled_logprobs",
+    ) -> None:
         args = EngineArgs(
             model=model,
             tokenizer=tokenizer,
@@ -100,10 +100,10 @@ class LLM:
             load_format=load_format,
             rollout_ops=rollout_ops,
             device=device,
+            logprobs_mode=logprobs_mode,
         )
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.config = args.create_engine_config(rank, world_size)
-            logprobs_mode=logprobs_mode,
         platform, ops = resolve_platform(self.config.device), resolve(self.config.rollout_ops)
         problems = platform.config_problems(self.config, ops)
         if problems:

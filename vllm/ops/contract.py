@@ -54,19 +54,6 @@ class PrefillMetadata:
 
 
 @dataclass
-class SamplingBatch:
-    """What sampling needs to know of each of B rows."""
-
-    temperature_B: Tensor  # fp32, 0 = greedy
-    keys_B2: Tensor  # int32, noise keys of (request seed, token position); see vllm/v1/sample/rng.py
-    vocab_keys_W: Tensor  # int32, noise keys of the vocabulary
-    top_k_B: Tensor | None  # int32 in [1, W], None when no row limits it
-    top_p_B: Tensor | None  # fp32 in (0, 1], None when no row limits it
-    banned_BW: Tensor | None  # bool, tokens that must not be drawn, never all of a row; None when there are none
-    has_greedy: bool
-    has_random: bool
-    max_top_k: int = 0  # largest value of top_k_B, known on the host; 0 without
-@dataclass
 class LogitEdits:
     """Changes of single logits before the temperature, of the rows that ask: first the bias, then the penalties.
 
@@ -80,7 +67,29 @@ class LogitEdits:
     penalty_S: Tensor | None = None  # fp32, then subtracted: frequency_penalty * count in the output + presence_penalty
 
 
+@dataclass
+class SamplingBatch:
+    """What sampling needs to know of each of B rows."""
+
+    temperature_B: Tensor  # fp32, 0 = greedy
+    keys_B2: Tensor  # int32, noise keys of (request seed, token position); see vllm/v1/sample/rng.py
+    vocab_keys_W: Tensor  # int32, noise keys of the vocabulary
+    top_k_B: Tensor | None  # int32 in [1, W], None when no row limits it
+    top_p_B: Tensor | None  # fp32 in (0, 1], None when no row limits it
+    banned_BW: Tensor | None  # bool, tokens that must not be drawn, never all of a row; None when there are none
+    has_greedy: bool
+    has_random: bool
+    max_top_k: int = 0  # largest value of top_k_B, known on the host; 0 without
     num_top_logprobs: int = 0  # how many of the most likely tokens to report besides the sampled one
+    min_p_B: Tensor | None = None  # fp32 in [0, 1], None when no row limits it
+    edits: LogitEdits | None = None  # None when no row has any
+    logprobs_mode: str = LOGPROBS_MODES[0]  # see there
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are drawn from softmax(logits / temperature) itself, and their log-probs are of that."""
+        limits = (self.top_k_B, self.top_p_B, self.min_p_B, self.banned_BW, self.edits)
+        return all(limit is None for limit in limits) and self.logprobs_mode == LOGPROBS_MODES[0]
 
 
 @dataclass
@@ -95,15 +104,6 @@ class SampledTokens:
 
 
 @dataclass(frozen=True)
-    min_p_B: Tensor | None = None  # fp32 in [0, 1], None when no row limits it
-    edits: LogitEdits | None = None  # None when no row has any
-    logprobs_mode: str = LOGPROBS_MODES[0]  # see there
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether tokens are drawn from softmax(logits / temperature) itself, and their log-probs are of that."""
-        limits = (self.top_k_B, self.top_p_B, self.min_p_B, self.banned_BW, self.edits)
-        return all(limit is None for limit in limits) and self.logprobs_mode == LOGPROBS_MODES[0]
 class RolloutOps:
     """A complete op table. Unless said, outputs have the dtype of the first tensor; tolerance is against the reference.
 
