@@ -12,8 +12,8 @@ from verl.trainer.config import TrainerConfig
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _TRAIN_OPS = {"cpu": "megatron.core.ops.cpu:cpu_ops", "npu": "mindspeed.ops:train_ops"}
+_ROLLOUT_OPS = {"cpu": "vllm.ops.cpu:rollout_ops", "npu": "vllm_ascend.ops:rollout_ops"}
 EXACT_OPS = ("megatron.core.ops.exact:exact_ops", "vllm.ops.exact:rollout_ops")
-_ROLLOUT_OPS = {"npu": "vllm_ascend.ops:rollout_ops"}
 
 
 def resolve_device(name: str) -> str:
@@ -50,6 +50,12 @@ def get_torch_device(device: str) -> ModuleType | None:
 
 def ops_providers(trainer: TrainerConfig, device: str) -> tuple[str, str]:
     """``module:function`` providers of the training and the rollout op tables for ``device``."""
+    if trainer.exact_log_probs:
+        if device != "cpu":
+            raise ValueError(
+                f"trainer.exact_log_probs=True on {device}: only a CPU has exact ops; set trainer.device=cpu"
+            )
+        return EXACT_OPS
     return (
         trainer.train_ops or _TRAIN_OPS.get(device, "megatron.core.ops.reference:reference_ops"),
         trainer.rollout_ops or _ROLLOUT_OPS.get(device, "vllm.ops.reference:rollout_ops"),

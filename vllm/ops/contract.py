@@ -39,6 +39,21 @@ class DecodeMetadata:
     # of them are called before each replay.
     before_replay: list[Callable[[], None]] | None = None
 
+    def as_prefill(self) -> PrefillMetadata:
+        """The same sequences as a prefill of one token each; made once for all layers."""
+        made: PrefillMetadata | None = self.scratch.get("as_prefill")
+        if made is None:
+            cu_query_lens = torch.arange(len(self.seq_lens_host) + 1, dtype=torch.int32, device=self.seq_lens.device)
+            made = self.scratch["as_prefill"] = PrefillMetadata(
+                np.ones_like(self.seq_lens_host),
+                self.seq_lens_host,
+                cu_query_lens,
+                self.seq_lens,
+                self.block_tables,
+                self.block_size,
+            )
+        return made
+
 
 @dataclass
 class PrefillMetadata:
@@ -200,9 +215,11 @@ class RolloutOps:
     # Entries of a decode step's model that read the device or shape their work by host values: a step with them cannot
     # be recorded as a device graph.
     not_recordable: tuple[str, ...] = ()
+    # Decode steps of latent attention go through mla_prefill, by the keys and values of each head, as training does.
+    expands_decode: bool = False
 
     def __post_init__(self) -> None:
-        entries = {f.name for f in fields(self)} - {"names", "not_recordable"}
+        entries = {f.name for f in fields(self)} - {"names", "not_recordable", "expands_decode"}
         if set(self.names) != entries:
             raise ValueError(
                 f"names of an op table must say native or reference for each of {sorted(entries)}, got {self.names}"

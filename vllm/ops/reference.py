@@ -68,7 +68,7 @@ def write_kv(cache: KVCache, latent_TL: Tensor, rope_TR: Tensor, slots_T: Tensor
 
 def rollout_ops() -> RolloutOps:
     """The reference table."""
-    entries = {field.name for field in fields(RolloutOps)} - {"names", "not_recordable"}
+    entries = {field.name for field in fields(RolloutOps)} - {"names", "not_recordable", "expands_decode"}
     return RolloutOps(
         new_kv_cache=new_kv_cache,
         linear=F.linear,

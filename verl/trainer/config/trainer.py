@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 class TrainerConfig:
     """``*_freq`` count steps, -1 is never; ``train_ops``/``rollout_ops`` are "module:function", absent = by device.
 
+    exact_log_probs: the exact op tables of both engines, whose log-probs are equal bit for bit; on a CPU, slower.
     hang_timeout_s: when nothing has moved in a worker's phase for so long, one file in ``report_dir``/hang says which
     ranks wait where; absent = half of ``actor_rollout_ref.nccl_timeout``, after which the job ends; 0 = no watchdog.
     """
@@ -20,6 +21,7 @@ class TrainerConfig:
     device: str = "auto"
     train_ops: str | None = None
     rollout_ops: str | None = None
+    exact_log_probs: bool = False
     total_epochs: int = 1
     total_training_steps: int | None = None
     logger: list[str] = field(default_factory=lambda: ["console", "tensorboard"])

@@ -1,0 +1,245 @@
+"""The exact mode's table: on a CPU, log-probabilities equal those of the training engine's exact table bit for bit.
+
+A token's bits depend on the tokens before it alone: not on the batch, the chunks of its prompt, preemption or cached
+prefixes (see exact_math.py). Decode attends as prefill and training do, through keys and values that each head makes of
+the latents, so every step expands each sequence's whole context again: right, and several times slower.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.ops import exact_math
+from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps, SampledTokens, SamplingBatch
+from vllm.ops.exact_math import KEYS, QUERIES
+from vllm.ops.reference import rollout_ops as reference_ops
+from vllm.ops.reference import write_kv
+from vllm.ops.reference_exchange import all_to_all_experts
+from vllm.ops.reference_sample import sample as reference_sample
+
+
+def rollout_ops() -> RolloutOps:
+    """The exact table."""
+    table = reference_ops()
+    entries = {
+        "linear": linear,
+        "rms_norm": exact_math.rms_norm,
+        "add_rms_norm": add_rms_norm,
+        "rotary_interleaved": rotary_interleaved,
+        "norm_rope_write_kv": norm_rope_write_kv,
+        "mla_prefill": mla_prefill,
+        "norm_rope_write_gqa": norm_rope_write_gqa,
+        "gqa_decode": gqa_decode,
+        "gqa_prefill": gqa_prefill,
+        "topk_router": topk_router,
+        "fused_experts": fused_experts,
+        "exchanged_experts": exchanged_experts,
+        "silu_and_mul": exact_math.swiglu,
+        "sample": sample,
+    }
+    names = table.names | dict.fromkeys(entries, "exact")
+    return replace(table, **entries, expands_decode=True, names=names)  # type: ignore[arg-type]
+
+
+def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    return exact_math.matmul(x_TI, weight_OI.t())
+
+
+def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    sum_TH = x_TH + residual_TH
+    return exact_math.rms_norm(sum_TH, weight_H, eps), sum_TH
+
+
+def rotary_interleaved(x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    half = x_TNR.shape[-1] // 2
+    return exact_math.rotary(x_TNR, cos_TR[:, :half], sin_TR[:, :half])
+
+
+def norm_rope_write_kv(
+    cache: KVCache, kv_TD: Tensor, weight_L: Tensor, eps: float, cos_TR: Tensor, sin_TR: Tensor, slots_T: Tensor
+) -> None:
+    latent = len(weight_L)
+    rope_TR = rotary_interleaved(kv_TD[:, None, latent:], cos_TR, sin_TR)[:, 0]
+    write_kv(cache, exact_math.rms_norm(kv_TD[:, :latent], weight_L, eps), rope_TR, slots_T)
+
+
+@dataclass
+class _Rectangle:
+    """b sequences of a step with as many blocks of KEYS keys: Q padded queries each, S padded keys."""
+
+    tokens_bQ: Tensor  # int64, place of each query among the step's new tokens; padding repeats the last
+    is_real_bQ: Tensor
+    last_bQ: Tensor  # int64, position of each query: the last key that it sees
+    slots_bS: Tensor  # int64, where each key lies in the cache; padding repeats the last
+
+
+def mla_prefill(
+    q_nope_TNP: Tensor, q_rope_TNR: Tensor, kv_b_NCL: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float
+) -> Tensor:
+    (pages,) = cache
+    nope, (_, expanded, latent) = q_nope_TNP.shape[-1], kv_b_NCL.shape
+    kv_TD = pages.view(-1, pages.shape[-1])
+    q_TND = torch.cat((q_nope_TNP, q_rope_TNR), dim=-1)
+    out_TNV = q_TND.new_empty(*q_TND.shape[:2], expanded - nope)
+    for part in _rectangles(meta):
+        kv_SD = kv_TD[part.slots_bS.flatten()]
+        heads_SNC = linear(kv_SD[:, :latent], kv_b_NCL.flatten(0, 1)).unflatten(-1, (-1, expanded))
+        k_rope = kv_SD[:, None, latent:].expand(-1, heads_SNC.shape[1], -1)
+        k_SND = torch.cat((heads_SNC[..., :nope], k_rope), dim=-1)
+        _attend(q_TND, k_SND, heads_SNC[..., nope:], part, scale, out_TNV)
+    return out_TNV
+
+
+def norm_rope_write_gqa(
+    cache: KVCache,
+    qkv_TC: Tensor,
+    q_weight_D: Tensor,
+    k_weight_D: Tensor,
+    eps: float,
+    cos_TD: Tensor,
+    sin_TD: Tensor,
+    slots_T: Tensor,
+) -> Tensor:
+    (pages,) = cache
+    kv_heads, size = pages.shape[3:]
+
+    def placed(x_TND: Tensor, weight_D: Tensor) -> Tensor:
+        neighbours = exact_math.rms_norm(x_TND, weight_D, eps).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        return rotary_interleaved(neighbours, cos_TD, sin_TD)
+
+    q_TND, k_TGD, v_TGD = qkv_TC.unflatten(1, (-1, size)).tensor_split((-2 * kv_heads, -kv_heads), dim=1)
+    kv_T2GD = torch.stack((placed(k_TGD, k_weight_D), v_TGD), dim=1)
+    pages.view(-1, *pages.shape[2:]).index_copy_(0, slots_T, kv_T2GD)
+    return placed(q_TND, q_weight_D)
+
+
+def gqa_decode(q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
+    return gqa_prefill(q_BND, cache, meta.as_prefill(), scale)
+
+
+def gqa_prefill(q_TND: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float) -> Tensor:
+    (pages,) = cache
+    kv_T2GD = pages.view(-1, *pages.shape[2:])
+    repeats = q_TND.shape[1] // pages.shape[3]
+    out_TND = torch.empty_like(q_TND)
+    for part in _rectangles(meta):
+        kv_S2ND = kv_T2GD[part.slots_bS.flatten()].repeat_interleave(repeats, dim=2)
+        _attend(q_TND, kv_S2ND[:, 0], kv_S2ND[:, 1], part, scale, out_TND)
+    return out_TND
+
+
+def topk_router(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    top_k: int,
+    num_groups: int,
+    topk_groups: int,
+    normalize: bool,
+    scaling: float,
+    scoring: str,
+) -> tuple[Tensor, Tensor]:
+    assert scoring in ("sigmoid", "softmax"), scoring
+    is_sigmoid = scoring == "sigmoid"
+    scores_TE = exact_math.sigmoid(logits_TE) if is_sigmoid else exact_math.softmax(logits_TE)
+    best_of_group = 2 if is_sigmoid else 1
+    ids_TK = exact_math.choose_experts(scores_TE, bias_E, top_k, num_groups, topk_groups, best_of_group)
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if normalize:
+        weights_TK = weights_TK / (exact_math.in_order(weights_TK) + 1e-20)
+    return weights_TK * scaling, ids_TK
+
+
+def fused_experts(
+    x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, weights_TK: Tensor, ids_TK: Tensor, first_expert: int
+) -> Tensor:
+    top_k = ids_TK.shape[1]
+    experts_S = ids_TK.flatten() - first_expert
+    rows_SH = x_TH.new_zeros(len(experts_S), x_TH.shape[1])
+    for expert in experts_S.unique().tolist():
+        if 0 <= expert < len(w13_E2FH):
+            chosen_S = (experts_S == expert).nonzero()[:, 0]
+            gate_up = linear(x_TH[torch.div(chosen_S, top_k, rounding_mode="floor")], w13_E2FH[expert])
+            rows_SH[chosen_S] = linear(exact_math.swiglu(gate_up), w2_EHF[expert])
+    return exact_math.weighted_rows(rows_SH.view(*ids_TK.shape, x_TH.shape[1]), weights_TK)
+
+
+def exchanged_experts(
+    x_TH: Tensor,
+    w13_E2FH: Tensor,
+    w2_EHF: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    num_active: int,
+    group: GroupCoordinator,
+) -> Tensor:
+    """Every choice travels as a token with one expert; its rows are weighted and added up at home."""
+    top_k = ids_TK.shape[1]
+    rows_SH = all_to_all_experts(
+        x_TH.repeat_interleave(top_k, dim=0),
+        w13_E2FH,
+        w2_EHF,
+        weights_TK.new_ones(weights_TK.numel(), 1),
+        ids_TK.reshape(-1, 1),
+        num_active * top_k,
+        group,
+        fused_experts,
+    )
+    return exact_math.weighted_rows(rows_SH.view(*ids_TK.shape, x_TH.shape[1]), weights_TK)
+
+
+def sample(logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
+    """The reference's draw; of the log-probs those that training compares with are exact, not the processed ones."""
+    sampled = reference_sample(logits_BW, batch)
+    if batch.logprobs_mode == "processed_logprobs":
+        return sampled
+    reported_BW = logits_BW
+    if batch.has_random and batch.logprobs_mode == "scaled_logprobs":
+        reported_BW = logits_BW / torch.where(batch.temperature_B > 0, batch.temperature_B, 1.0)[:, None]
+    chosen_B = reported_BW.gather(1, sampled.token_ids_B[:, None])[:, 0]
+    return replace(sampled, logprobs_B=chosen_B - exact_math.log_sum_exp(reported_BW))
+
+
+def _rectangles(meta: PrefillMetadata) -> list[_Rectangle]:
+    """The step's sequences, by the number of blocks of keys; kept for the other layers."""
+    found: list[_Rectangle] | None = meta.scratch.get("rectangles")
+    if found is not None:
+        return found
+    starts = np.cumsum(meta.query_lens_host) - meta.query_lens_host
+    num_blocks = -(-meta.seq_lens_host // KEYS)
+    found = []
+    for count in np.unique(num_blocks):
+        rows = np.flatnonzero(num_blocks == count)
+        query_lens, seq_lens = meta.query_lens_host[rows, None], meta.seq_lens_host[rows, None]
+        query = np.arange(-(-int(query_lens.max()) // QUERIES) * QUERIES)
+        real_query = np.minimum(query, query_lens - 1)
+        key = torch.from_numpy(np.minimum(np.arange(count * KEYS), seq_lens - 1))
+        blocks = meta.block_tables[torch.from_numpy(rows)].long().gather(1, key // meta.block_size)
+        found.append(
+            _Rectangle(
+                tokens_bQ=torch.from_numpy(starts[rows, None] + real_query),
+                is_real_bQ=torch.from_numpy(query < query_lens),
+                last_bQ=torch.from_numpy(seq_lens - query_lens + real_query),
+                slots_bS=blocks * meta.block_size + key % meta.block_size,
+            )
+        )
+    meta.scratch["rectangles"] = found
+    return found
+
+
+def _attend(q_TND: Tensor, k_SND: Tensor, v_SNV: Tensor, part: _Rectangle, scale: float, out_TNV: Tensor) -> None:
+    """Write the outputs of the part's queries; k and v hold its sequences' padded keys, one after the other."""
+    count, heads = len(part.tokens_bQ), q_TND.shape[1]
+
+    def pairs(x_bMNC: Tensor) -> Tensor:
+        return x_bMNC.transpose(1, 2).flatten(0, 1)
+
+    k_GSD, v_GSV = (pairs(x.unflatten(0, (count, -1))) for x in (k_SND, v_SNV))
+    last_GQ = part.last_bQ.repeat_interleave(heads, dim=0)
+    out_GQV = exact_math.attend(pairs(q_TND[part.tokens_bQ]), k_GSD, v_GSV, last_GQ, scale)
+    out_bQNV = out_GQV.unflatten(0, (count, heads)).transpose(1, 2)
+    out_TNV[part.tokens_bQ[part.is_real_bQ]] = out_bQNV[part.is_real_bQ].to(out_TNV.dtype)
