@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from verl.trainer.config.config import ActorRolloutRefConfig, PPOTrainerConfig
+from verl.trainer.config.exact import exact_problems
 from verl.workers.config.engine import END_STAGES, LAYOUT_KEYS
 
 
@@ -23,6 +24,7 @@ def validate_config(config: PPOTrainerConfig) -> list[str]:
         *config.algorithm.problems("algorithm"),
         *config.reward_model.problems("reward_model"),
         *config.trainer.problems("trainer"),
+        *exact_problems(config),
     ]
     if not models.hybrid_engine:
         found.append("actor_rollout_ref.hybrid_engine is False; actor and rollout always share their processes here")

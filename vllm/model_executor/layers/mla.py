@@ -59,7 +59,10 @@ class MultiHeadLatentAttention(nn.Module):
         norm = (self.kv_a_layernorm.weight, hf.rms_norm_eps)
         ops.norm_rope_write_kv(cache, kv_TD, *norm, cos_TR, sin_TR, context.slots_T)
         split, parts = context.num_decode_tokens, []
-        if context.decode is not None:
+        if context.decode is not None and ops.expands_decode:
+            meta = context.decode.as_prefill()
+            parts.append(ops.mla_prefill(q_nope_TNP[:split], q_rope_TNR[:split], self.kv_b_NCL, cache, meta, self.scale))
+        elif context.decode is not None:
             w_uk_NPL = self.kv_b_NCL[:, : hf.qk_nope_head_dim]
             w_uv_NLV = self.kv_b_NCL[:, hf.qk_nope_head_dim :].transpose(1, 2)
             q_latent_BNL = ops.head_linear(q_nope_TNP[:split], w_uk_NPL)
