@@ -30,6 +30,9 @@ ONLY_IN = {
     "torch_npu": ("mindspeed", "vllm_ascend", "tests"),
     "ray": ("verl/single_controller/ray", "verl/trainer", "tools", "recipes", "tests"),
     "hydra": ("verl/trainer", "recipes", "tests"),
+    "fastapi": ("vllm/entrypoints/openai",),
+    "uvicorn": ("vllm/entrypoints/openai",),
+    "openai": ("tests",),
 }
 # Read before any process starts, on machines that may have neither.
 CONFIG_FOLDERS = ("verl/trainer/config", "verl/workers/config")

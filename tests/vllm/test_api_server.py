@@ -220,7 +220,7 @@ def metrics(url: str) -> dict[str, float]:
 
 def test_64_streams_beside_bad_clients_all_arrive(server: BackgroundServer, client: openai.OpenAI) -> None:
     prompts = [f"client {index}: " + "x" * (index % 7) for index in range(64)]
-    options = {"model": MODEL, "max_tokens": 40, "extra_body": {"ignore_eos": True}}
+    options = {"model": MODEL, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
     is_over = threading.Event()
     mischief = [
         threading.Thread(target=act, args=(server.url, is_over)) for act in (malformed, oversized, slow, leaving)
@@ -314,7 +314,7 @@ def test_slow_clients_are_cut_off(server: BackgroundServer) -> None:
 
 
 def test_a_client_that_does_not_read_is_cut_off(server: BackgroundServer) -> None:
-    body = json.dumps({"prompt": "x", "max_tokens": 500, "ignore_eos": True, "n": 90, "stream": True}).encode()
+    body = json.dumps({"prompt": "x", "max_tokens": 500, "ignore_eos": True, "n": 8, "stream": True}).encode()
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = server.url.removeprefix("http://").split(":")

@@ -36,6 +36,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
+SEND_BUFFER_BYTES = 2**17
+
 
 def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
     """The routes over an engine, which starts and ends with the app."""
@@ -167,6 +169,8 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else a restart waits for old connections
+        # Connections inherit it: how much of an answer that its client does not read one holds. Linux takes MiBs.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind(address)
     except OSError as error:
         listener.close()
@@ -200,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, _go_on)
         server.run()
-    if not server.engine.is_running:  # else its step hangs, and ends with the process
+    if not (server.engine.is_running or server.has_failed):  # else its step hangs or broke: it ends with the process
         llm.shutdown()
     return int(server.has_failed)
 

@@ -122,7 +122,7 @@ class _Answer:
         offset = self._offsets.setdefault(index, 0)
         logprobs = None
         if sample.top_logprobs is not None:
-            of_prompt = (getattr(output, "prompt_logprobs", None) or []) if self.body.echo else []
+            of_prompt = (output.prompt_logprobs or []) if self.body.echo else []
             shown = [*output.prompt_token_ids[: len(of_prompt)], *sample.token_ids]
             logprobs = self._logprobs(shown, [*of_prompt, *sample.top_logprobs], offset or len(echo) * (not of_prompt))
             self._offsets[index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
