@@ -114,7 +114,7 @@ class VllmConfig:
     compilation: CompilationConfig
     parallel: ParallelConfig
     load_format: str
-    rollout_ops: str
+    rollout_ops: str | None  # None: the platform's
     device: str | None
     enable_sleep_mode: bool
     logprobs_mode: str = LOGPROBS_MODES[0]

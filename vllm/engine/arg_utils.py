@@ -48,7 +48,7 @@ class EngineArgs:
     enforce_eager: bool = True
     cudagraph_capture_sizes: Sequence[int] | None = None  # None: powers of two up to max_num_seqs
     load_format: str = "auto"
-    rollout_ops: str = "vllm.ops.reference:rollout_ops"
+    rollout_ops: str | None = None  # None: the table of the platform
     device: str | None = None
     logprobs_mode: str = LOGPROBS_MODES[0]
 

@@ -68,7 +68,7 @@ class LLM:
         enforce_eager: bool = True,
         cudagraph_capture_sizes: Sequence[int] | None = None,
         load_format: str = "auto",
-        rollout_ops: str = "vllm.ops.reference:rollout_ops",
+        rollout_ops: str | None = None,
         device: str | None = None,
         logprobs_mode: str = "scaled_logprobs",
     ) -> None:
@@ -104,7 +104,8 @@ class LLM:
         )
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.config = args.create_engine_config(rank, world_size)
-        platform, ops = resolve_platform(self.config.device), resolve(self.config.rollout_ops)
+        platform = resolve_platform(self.config.device)
+        ops = resolve(self.config.rollout_ops or platform.rollout_ops)
         problems = platform.config_problems(self.config, ops)
         if problems:
             raise ValueError("the engine cannot be built:\n" + "\n".join(f"  - {p}" for p in problems))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from vllm.platforms.interface import DeviceMemory, Platform
 
 KV_CACHE_FRACTION_OF_HOST = 0.1  # the host also holds the trainer, other ranks and everything else
+PURGE_ALL_ARENAS = b"arena.4096.purge"
 
 
 class CpuPlatform(Platform):
@@ -16,7 +18,7 @@ class CpuPlatform(Platform):
 
     name = "cpu"
     dist_backend = "gloo"
-    rollout_ops = "vllm.ops.reference:rollout_ops"
+    rollout_ops = "vllm.ops.cpu:rollout_ops"
 
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")
@@ -24,6 +26,14 @@ class CpuPlatform(Platform):
     def memory(self, device: torch.device) -> DeviceMemory:
         page = os.sysconf("SC_PAGE_SIZE")
         return DeviceMemory(os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page)
+
+    def empty_cache(self) -> None:
+        """Hand free memory back to the host: allocators keep what they think they will need again."""
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "malloc_trim"):  # glibc; others have nothing of the kind
+            libc.malloc_trim(0)
+        if hasattr(libc, "mallctl"):  # jemalloc in front of it
+            libc.mallctl(PURGE_ALL_ARENAS, None, None, None, 0)
 
     def kv_cache_budget_bytes(self, device: torch.device, utilization: float) -> int:
         """A fixed share of the host, so that every rank and every restart gets the same number of blocks."""

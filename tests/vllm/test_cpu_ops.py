@@ -1,0 +1,184 @@
+"""The CPU table against the reference, entry by entry, and what a row's result must not depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.npu.op_parity import Maker, assert_same, outcome, pairs
+from tests.npu.rollout_op_cases import CASES, SMALL
+from vllm.ops.contract import DecodeMetadata, PrefillMetadata, RolloutOps, SamplingBatch, resolve
+from vllm.ops.cpu import _CpuOps, multiplies_bfloat16
+from vllm.ops.reference import rollout_ops as reference_ops
+from vllm.platforms import resolve_platform
+from vllm.v1.sample.rng import row_keys, vocab_keys
+
+REFERENCE = reference_ops()
+WIDENED, DOT = _CpuOps(has_bfloat16=False).table(), _CpuOps(has_bfloat16=True).table()
+# bfloat16 instructions are emulated where the processor has none.
+TABLES = {"fp32": (WIDENED, torch.float32), "bf16 widened": (WIDENED, torch.bfloat16), "bf16": (DOT, torch.bfloat16)}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.mark.parametrize("how", list(TABLES))
+@pytest.mark.parametrize(("entry", "case"), [p for p in pairs(CASES) if not p[1].endswith("fractals")])
+def test_an_entry_equals_the_reference(entry: str, case: str, how: str) -> None:
+    table, dtype = TABLES[how]
+    if dtype not in CASES[entry].dtypes:
+        pytest.skip(f"{entry} takes {CASES[entry].dtypes}")
+    call = CASES[entry].cases[case](Maker(dtype), SMALL)
+    assert_same(outcome(table, call, "cpu"), outcome(REFERENCE, call, "cpu"), TOLERANCE)
+
+
+def gap(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).abs().max() / wanted.double().abs().max())
+
+
+@pytest.mark.parametrize("how", list(TABLES))
+@pytest.mark.parametrize("rows", [1, 13, 29, 130])
+@pytest.mark.parametrize(("size_in", "size_out"), [(33, 40), (256, 96), (64, 20)])
+def test_products_of_all_shapes(how: str, rows: int, size_in: int, size_out: int) -> None:
+    table, dtype = TABLES[how]
+    x = torch.randn(rows, size_in + 5).to(dtype)[:, 5:]
+    for weight in (torch.randn(size_out, size_in), torch.randn(size_in, size_out).t()):
+        wanted = x.double() @ weight.to(dtype).double().t()
+        assert gap(table.linear(x, weight.to(dtype)), wanted) < TOLERANCE[dtype] / 4
+
+
+def attention(
+    table: RolloutOps, lens: list[int], dtype: torch.dtype, sizes: tuple[int, int, int], block: int
+) -> Tensor:
+    heads, latent, rope = sizes
+    generator = torch.Generator().manual_seed(0)
+    blocks = -(-max(lens) // block)
+    tables = torch.randperm(len(lens) * blocks, generator=generator).int().view(len(lens), blocks)
+    pages = torch.randn(tables.numel(), block, latent + rope, generator=generator).to(dtype)
+    q = torch.randn(len(lens), heads, latent + rope, generator=generator).to(dtype)
+    meta = DecodeMetadata(np.array(lens), torch.tensor(lens).int(), tables, block)
+    return table.mla_decode(q[..., :latent], q[..., latent:], (pages,), meta, 0.1)
+
+
+@pytest.mark.parametrize("how", list(TABLES))
+@pytest.mark.parametrize("sizes", [(8, 512, 64), (3, 64, 16), (17, 44, 6)])
+def test_decode_over_spans(how: str, sizes: tuple[int, int, int]) -> None:
+    """Contexts of one token, of one span, at its border, and of several."""
+    table, dtype = TABLES[how]
+    lens = [1, 511, 512, 513, 1300, 17]
+    found, wanted = (attention(ops, lens, dtype, sizes, 16) for ops in (table, REFERENCE))
+    assert gap(found, wanted) < TOLERANCE[dtype]
+
+
+def rows_of(ops: RolloutOps, dtype: torch.dtype, rows: slice) -> list[Tensor]:
+    """Every entry on some rows of a batch of 40."""
+    generator = torch.Generator().manual_seed(1)
+
+    def new(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    x, weight, w13, w2 = new(40, 48), new(48, 64).t(), new(5, 48, 64).transpose(1, 2), new(5, 32, 48).transpose(1, 2)
+    logits = torch.randn(40, 5, generator=generator)
+    routed = ops.topk_router(logits[rows], torch.zeros(5), 2, 1, 1, True, 1.0, "sigmoid")
+    kv_b, q = new(2, 24, 32), new(40, 2, 20)
+    return [
+        ops.linear(x[rows], weight),
+        ops.rms_norm(x[rows], weight[0].contiguous(), 1e-6),
+        ops.fused_experts(x[rows], w13, w2, *routed, 0),
+        ops.head_linear(q[rows][..., :12], kv_b[:, :12]),
+    ]
+
+
+@pytest.mark.parametrize("how", list(TABLES))
+def test_a_row_is_the_same_in_any_batch(how: str) -> None:
+    table, dtype = TABLES[how]
+    everything = rows_of(table, dtype, slice(None))
+    for part in (slice(0, 1), slice(3, 20), slice(39, 40)):
+        for alone, together in zip(rows_of(table, dtype, part), everything, strict=True):
+            assert torch.equal(alone, together[part])
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append([*rows_of(WIDENED, torch.bfloat16, slice(None)), *_attended()])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def _attended() -> list[Tensor]:
+    return [attention(WIDENED, [700, 3, 1025], torch.float32, (8, 64, 16), 16)]
+
+
+@pytest.mark.parametrize("how", list(TABLES))
+def test_prefill_equals_decode_bit_by_bit(how: str) -> None:
+    """A prompt in one step, in chunks, and token by token."""
+    table, dtype = TABLES[how]
+    heads, nope, latent, rope, value, length = 4, 24, 64, 16, 20, 37
+    q = torch.randn(length, heads, nope + rope).to(dtype)
+    kv_b, pages = torch.randn(heads, nope + value, latent).to(dtype), torch.randn(3, 16, latent + rope).to(dtype)
+    tables = torch.tensor([[2, 0, 1]]).int()
+
+    def prefill(start: int, stop: int) -> Tensor:
+        new, total = np.array([stop - start]), np.array([stop])
+        cu, seen = torch.tensor([0, stop - start]).int(), torch.tensor([stop]).int()
+        meta = PrefillMetadata(new, total, cu, seen, tables, 16)
+        return table.mla_prefill(q[start:stop, :, :nope], q[start:stop, :, nope:], kv_b, (pages,), meta, 0.1)
+
+    def decode(position: int) -> Tensor:
+        meta = DecodeMetadata(np.array([position + 1]), torch.tensor([position + 1]).int(), tables, 16)
+        one = q[position : position + 1]
+        q_latent = table.head_linear(one[..., :nope], kv_b[:, :nope])
+        attended = table.mla_decode(q_latent, one[..., nope:], (pages,), meta, 0.1)
+        return table.head_linear(attended, kv_b[:, nope:].transpose(1, 2))
+
+    whole = prefill(0, length)
+    assert torch.equal(torch.cat([prefill(0, 20), prefill(20, 37)]), whole)
+    assert torch.equal(torch.cat([decode(i) for i in range(length)]), whole)
+
+
+def sampled(ops: RolloutOps, vocabulary: int, temperatures: list[float]) -> tuple[Tensor, Tensor]:
+    rows = len(temperatures)
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(2)) * 3
+    keys = torch.from_numpy(row_keys(np.arange(rows).astype(np.uint64), np.arange(rows)))
+    batch = SamplingBatch(
+        temperature_B=torch.tensor(temperatures),
+        keys_B2=keys,
+        vocab_keys_W=torch.from_numpy(vocab_keys(vocabulary)),
+        top_k_B=None,
+        top_p_B=None,
+        banned_BW=None,
+        has_greedy=0.0 in temperatures,
+        has_random=any(temperatures),
+    )
+    found = ops.sample(logits, batch)
+    return found.token_ids_B, found.logprobs_B
+
+
+@pytest.mark.parametrize("vocabulary", [5, 50, 2048])
+def test_sampling_draws_what_the_reference_draws(vocabulary: int) -> None:
+    temperatures = [0.0, 0.7, 1.0, 1.5] * 100
+    found, wanted = (sampled(ops, vocabulary, temperatures) for ops in (WIDENED, REFERENCE))
+    assert torch.equal(found[0], wanted[0])
+    torch.testing.assert_close(found[1], wanted[1], atol=2e-6, rtol=2e-6)
+
+
+def test_the_cpu_platform_uses_this_table() -> None:
+    table = resolve(resolve_platform("cpu").rollout_ops)
+    assert table.names["linear"] == "native"
+    assert table.names["mla_decode"] == "native"
+    assert multiplies_bfloat16() == bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
+
+
+def test_without_a_compiler_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.ops.cpu_build import kernels
+
+    build: Callable[[], object] = kernels.__wrapped__
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RuntimeError, match=r"no-such-compiler.*rollout_ops='vllm.ops.reference"):
+        build()

@@ -1,0 +1,366 @@
+"""The table of a CPU: own kernels for everything a decode step runs, the reference for the rest.
+
+Weights stay bfloat16 in memory; the products are made with the processor's bfloat16 instructions where it has them and
+in float32 registers where not. A row's result does not depend on the rows beside it or on the number of threads, and a
+prompt's tokens go through the same sums as decoded ones: chunks, preemption and cached prefixes change no bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.ops import reference
+from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps, SampledTokens, SamplingBatch
+from vllm.ops.cpu_build import kernels
+from vllm.ops.reference_exchange import all_to_all_experts
+
+_FLOAT32, _WIDENED, _DOT = 0, 1, 2  # modes of the kernels
+_PREFILL_TOKENS = 512  # attended to at a time: queries in latent space are wider than the model's own
+_NATIVE = (
+    "linear",
+    "head_linear",
+    "rms_norm",
+    "add_rms_norm",
+    "rotary_interleaved",
+    "norm_rope_write_kv",
+    "mla_decode",
+    "mla_prefill",
+    "topk_router",
+    "fused_experts",
+    "silu_and_mul",
+)
+
+
+def rollout_ops() -> RolloutOps:
+    """The table for this processor; builds the kernels when they are not there yet.
+
+    Raises:
+        RuntimeError: they cannot be built.
+    """
+    return _CpuOps(multiplies_bfloat16()).table()
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the kernels have instructions for bfloat16 products on this CPU."""
+    return bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
+
+
+class _CpuOps:
+    """The entries, with the kernels' way of multiplying bfloat16 chosen."""
+
+    def __init__(self, has_bfloat16: bool) -> None:
+        self.modes = {torch.float32: _FLOAT32, torch.bfloat16: _DOT if has_bfloat16 else _WIDENED}
+        self.kernels = kernels()
+
+    def table(self) -> RolloutOps:
+        base = reference.rollout_ops()
+        entries = {name: getattr(self, name) for name in (*_NATIVE, "exchanged_experts", "sample")}
+        names = base.names | dict.fromkeys(_NATIVE, "native")
+        names |= {"exchanged_experts": "native experts, reference exchange"}
+        names |= {"sample": "native without filters, reference with them"}
+        return replace(base, **entries, names=names)
+
+    def linear(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+        rows = len(x_TI)
+        size_out, size_in = weight_OI.shape
+        out_TO = x_TI.new_empty(rows, size_out)
+        x_TI = _last_contiguous(x_TI)
+        n_stride, k_stride = weight_OI.stride()
+        self.kernels.cpu_head_linear(
+            self._mode(x_TI, weight_OI),
+            x_TI.data_ptr(),
+            x_TI.stride(0),
+            0,
+            rows,
+            1,
+            weight_OI.data_ptr(),
+            0,
+            k_stride,
+            n_stride,
+            size_in,
+            size_out,
+            out_TO.data_ptr(),
+        )
+        return out_TO
+
+    def head_linear(self, x_TNI: Tensor, weight_NIO: Tensor) -> Tensor:
+        rows, heads, size_in = x_TNI.shape
+        size_out = weight_NIO.shape[2]
+        out_TNO = x_TNI.new_empty(rows, heads, size_out)
+        x_TNI = _last_contiguous(x_TNI)
+        self.kernels.cpu_head_linear(
+            self._mode(x_TNI, weight_NIO),
+            x_TNI.data_ptr(),
+            x_TNI.stride(0),
+            x_TNI.stride(1),
+            rows,
+            heads,
+            weight_NIO.data_ptr(),
+            *weight_NIO.stride(),
+            size_in,
+            size_out,
+            out_TNO.data_ptr(),
+        )
+        return out_TNO
+
+    def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        rows, size = x_TH.shape
+        out_TH = x_TH.new_empty(rows, size)
+        x_TH = _last_contiguous(x_TH)
+        self.kernels.cpu_rms_norm(
+            self._mode(x_TH, weight_H),
+            x_TH.data_ptr(),
+            x_TH.stride(0),
+            rows,
+            size,
+            weight_H.data_ptr(),
+            eps,
+            out_TH.data_ptr(),
+        )
+        return out_TH
+
+    def add_rms_norm(self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x_TH, residual_TH = x_TH.contiguous(), residual_TH.contiguous()
+        out_TH = torch.empty_like(x_TH)
+        self.kernels.cpu_add_rms_norm(
+            self._mode(x_TH, weight_H),
+            x_TH.data_ptr(),
+            residual_TH.data_ptr(),
+            *x_TH.shape,
+            weight_H.data_ptr(),
+            eps,
+            out_TH.data_ptr(),
+        )
+        return out_TH, x_TH
+
+    def rotary_interleaved(self, x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+        out_TNR = x_TNR.new_empty(x_TNR.shape)
+        x_TNR = _last_contiguous(x_TNR)
+        self.kernels.cpu_rotary(
+            self._mode(x_TNR),
+            x_TNR.data_ptr(),
+            x_TNR.stride(0),
+            x_TNR.stride(1),
+            *x_TNR.shape,
+            cos_TR.contiguous().data_ptr(),
+            sin_TR.contiguous().data_ptr(),
+            out_TNR.data_ptr(),
+        )
+        return out_TNR
+
+    def norm_rope_write_kv(
+        self,
+        cache: KVCache,
+        kv_TD: Tensor,
+        weight_L: Tensor,
+        eps: float,
+        cos_TR: Tensor,
+        sin_TR: Tensor,
+        slots_T: Tensor,
+    ) -> None:
+        (pages,) = cache
+        kv_TD = _last_contiguous(kv_TD)
+        latent = len(weight_L)
+        self.kernels.cpu_write_kv(
+            self._mode(kv_TD, weight_L, pages),
+            pages.data_ptr(),
+            kv_TD.data_ptr(),
+            kv_TD.stride(0),
+            len(kv_TD),
+            latent,
+            kv_TD.shape[1] - latent,
+            weight_L.data_ptr(),
+            eps,
+            cos_TR.contiguous().data_ptr(),
+            sin_TR.contiguous().data_ptr(),
+            slots_T.data_ptr(),
+        )
+
+    def mla_decode(
+        self, q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float
+    ) -> Tensor:
+        return self._attend(q_latent_BNL, q_rope_BNR, cache, meta.block_tables, meta.seq_lens_host, scale)
+
+    def mla_prefill(
+        self,
+        q_nope_TNP: Tensor,
+        q_rope_TNR: Tensor,
+        kv_b_NCL: Tensor,
+        cache: KVCache,
+        meta: PrefillMetadata,
+        scale: float,
+    ) -> Tensor:
+        """In latent space like a decode step, each token a query that sees the tokens before it."""
+        if "queries" not in meta.scratch:
+            meta.scratch["queries"] = _queries_of(meta)
+        tables_TW, visible_T = meta.scratch["queries"]
+        nope = q_nope_TNP.shape[2]
+        w_uk_NPL, w_uv_NLV = kv_b_NCL[:, :nope], kv_b_NCL[:, nope:].transpose(1, 2)
+        parts = []
+        for start in range(0, len(q_nope_TNP), _PREFILL_TOKENS):
+            part = slice(start, start + _PREFILL_TOKENS)
+            q_latent = self.head_linear(q_nope_TNP[part], w_uk_NPL)
+            attended = self._attend(q_latent, q_rope_TNR[part], cache, tables_TW[part], visible_T[part], scale)
+            parts.append(self.head_linear(attended, w_uv_NLV))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend(
+        self,
+        q_latent_BNL: Tensor,
+        q_rope_BNR: Tensor,
+        cache: KVCache,
+        tables_BW: Tensor,
+        seq_lens_B: np.ndarray,
+        scale: float,
+    ) -> Tensor:
+        (pages,) = cache
+        q_latent_BNL, q_rope_BNR = _last_contiguous(q_latent_BNL), _last_contiguous(q_rope_BNR)
+        queries, heads, latent = q_latent_BNL.shape
+        out_BNL = q_latent_BNL.new_empty(queries, heads, latent)
+        self.kernels.cpu_mla_attention(
+            self._mode(q_latent_BNL, q_rope_BNR, pages),
+            q_latent_BNL.data_ptr(),
+            q_latent_BNL.stride(0),
+            q_latent_BNL.stride(1),
+            q_rope_BNR.data_ptr(),
+            q_rope_BNR.stride(0),
+            q_rope_BNR.stride(1),
+            queries,
+            heads,
+            pages.data_ptr(),
+            tables_BW.data_ptr(),
+            seq_lens_B.ctypes.data,
+            tables_BW.stride(0),
+            pages.shape[1],
+            latent,
+            q_rope_BNR.shape[2],
+            scale,
+            out_BNL.data_ptr(),
+        )
+        return out_BNL
+
+    def topk_router(
+        self,
+        logits_TE: Tensor,
+        bias_E: Tensor | None,
+        top_k: int,
+        num_groups: int,
+        topk_groups: int,
+        normalize: bool,
+        scaling: float,
+        scoring: str = "sigmoid",
+    ) -> tuple[Tensor, Tensor]:
+        assert logits_TE.dtype == torch.float32 and scoring in ("sigmoid", "softmax"), (logits_TE.dtype, scoring)
+        logits_TE = logits_TE.contiguous()
+        rows, experts = logits_TE.shape
+        weights_TK = logits_TE.new_empty(rows, top_k)
+        ids_TK = logits_TE.new_empty(rows, top_k, dtype=torch.int64)
+        self.kernels.cpu_topk_router(
+            logits_TE.data_ptr(),
+            None if bias_E is None else bias_E.data_ptr(),
+            rows,
+            experts,
+            top_k,
+            num_groups,
+            topk_groups,
+            int(normalize),
+            scaling,
+            int(scoring == "softmax"),
+            weights_TK.data_ptr(),
+            ids_TK.data_ptr(),
+        )
+        return weights_TK, ids_TK
+
+    def fused_experts(
+        self,
+        x_TH: Tensor,
+        w13_E2FH: Tensor,
+        w2_EHF: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        first_expert: int,
+    ) -> Tensor:
+        out_TH = x_TH.new_empty(x_TH.shape)
+        if len(x_TH) == 0:
+            return out_TH
+        x_TH, weights_TK, ids_TK = _last_contiguous(x_TH), weights_TK.float().contiguous(), ids_TK.contiguous()
+        w13_EH2F, w2_EFH = w13_E2FH.transpose(1, 2).contiguous(), w2_EHF.transpose(1, 2).contiguous()
+        experts, width, hidden = w2_EFH.shape
+        self.kernels.cpu_fused_experts(
+            self._mode(x_TH, w13_EH2F, w2_EFH),
+            x_TH.data_ptr(),
+            x_TH.stride(0),
+            *ids_TK.shape,
+            weights_TK.data_ptr(),
+            ids_TK.data_ptr(),
+            w13_EH2F.data_ptr(),
+            w2_EFH.data_ptr(),
+            experts,
+            hidden,
+            width,
+            first_expert,
+            out_TH.data_ptr(),
+        )
+        return out_TH
+
+    def exchanged_experts(
+        self,
+        x_TH: Tensor,
+        w13_E2FH: Tensor,
+        w2_EHF: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        num_active: int,
+        group: GroupCoordinator,
+    ) -> Tensor:
+        return all_to_all_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group, self.fused_experts)
+
+    def silu_and_mul(self, x_T2F: Tensor) -> Tensor:
+        rows, double = x_T2F.shape
+        out_TF = x_T2F.new_empty(rows, double // 2)
+        x_T2F = _last_contiguous(x_T2F)
+        self.kernels.cpu_silu_and_mul(
+            self._mode(x_T2F), x_T2F.data_ptr(), x_T2F.stride(0), rows, double // 2, out_TF.data_ptr()
+        )
+        return out_TF
+
+    def sample(self, logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
+        if not batch.is_plain or batch.num_top_logprobs:
+            return reference.sample(logits_BW, batch)
+        logits_BW = logits_BW.contiguous()
+        tokens_B = logits_BW.new_empty(len(logits_BW), dtype=torch.int64)
+        logprobs_B = logits_BW.new_empty(len(logits_BW))
+        self.kernels.cpu_sample(
+            logits_BW.data_ptr(),
+            *logits_BW.shape,
+            batch.temperature_B.data_ptr(),
+            batch.keys_B2.data_ptr(),
+            batch.vocab_keys_W.data_ptr(),
+            tokens_B.data_ptr(),
+            logprobs_B.data_ptr(),
+        )
+        return SampledTokens(tokens_B, logprobs_B)
+
+    def _mode(self, *tensors: Tensor) -> int:
+        first = tensors[0].dtype
+        assert all(x.dtype == first for x in tensors), [x.dtype for x in tensors]
+        return self.modes[first]
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _queries_of(meta: PrefillMetadata) -> tuple[Tensor, np.ndarray]:
+    """Of each new token: (int32 [T, max_blocks] its block table, int64 [T] the tokens it sees)."""
+    lens = meta.query_lens_host
+    starts = np.repeat(np.cumsum(lens) - lens, lens)
+    before = np.repeat(meta.seq_lens_host - lens, lens)
+    visible_T = np.ascontiguousarray(before + np.arange(len(starts)) - starts + 1, dtype=np.int64)
+    rows_T = torch.from_numpy(np.repeat(np.arange(len(lens)), lens))
+    return meta.block_tables.index_select(0, rows_T), visible_T

@@ -1,0 +1,102 @@
+"""Builds and loads the CPU kernels (vllm/ops/csrc): compiled for this processor at first use, kept in the user's cache.
+
+`CXX` names another compiler, `XDG_CACHE_HOME` another place. The library shares torch's threads: their number is
+torch.set_num_threads'.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SOURCES = Path(__file__).parent / "csrc"
+OTHER_TABLE = "or set rollout_ops='vllm.ops.reference:rollout_ops' (plain torch, several times slower)"
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared")
+_P, _L, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+_SIGNATURES: dict[str, list[type]] = {
+    "cpu_head_linear": [_L, _P, *[_L] * 4, _P, *[_L] * 5, _P],
+    "cpu_mla_attention": [_L, _P, _L, _L, _P, *[_L] * 4, _P, _P, _P, *[_L] * 4, _F, _P],
+    "cpu_fused_experts": [_L, _P, _L, _L, _L, _P, _P, _P, _P, *[_L] * 4, _P],
+    "cpu_topk_router": [_P, _P, *[_L] * 6, _F, _L, _P, _P],
+    "cpu_rms_norm": [_L, _P, _L, _L, _L, _P, _F, _P],
+    "cpu_add_rms_norm": [_L, _P, _P, _L, _L, _P, _F, _P],
+    "cpu_silu_and_mul": [_L, _P, _L, _L, _L, _P],
+    "cpu_rotary": [_L, _P, *[_L] * 5, _P, _P, _P],
+    "cpu_write_kv": [_L, _P, _P, *[_L] * 4, _P, _F, _P, _P, _P],
+    "cpu_sample": [_P, _L, _L, _P, _P, _P, _P, _P],
+}
+
+
+@cache
+def kernels() -> ctypes.CDLL:
+    """The loaded library.
+
+    Raises:
+        RuntimeError: there is no compiler, or it refuses the sources.
+    """
+    library = ctypes.CDLL(str(_build()))
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    return library
+
+
+def _build() -> Path:
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise RuntimeError(
+            f"the CPU kernels of the rollout engine need a C++ compiler with OpenMP, and {compiler!r} is not found: "
+            f"install g++ 12 or newer, name another in CXX, {OTHER_TABLE}"
+        )
+    command = [compiler, *_FLAGS, *_target_flags(), *_openmp_of_torch()]
+    target = _cache_dir() / f"kernels-{_fingerprint(command)}.so"
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Built beside its place and moved there: processes that build at the same time never load half a file.
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        built = Path(scratch) / "kernels.so"
+        source = str(SOURCES / "kernels.cpp")
+        result = subprocess.run([*command[:1], source, *command[1:], "-o", str(built)], capture_output=True, text=True)
+        if result.returncode != 0:
+            raise RuntimeError(
+                f"{compiler} cannot build the CPU kernels ({source}): use g++ 12 or newer, {OTHER_TABLE}. It said:\n"
+                f"{result.stderr[-2000:]}"
+            )
+        os.replace(built, target)
+    return target
+
+
+def _target_flags() -> list[str]:
+    if platform.machine() in ("x86_64", "AMD64"):
+        return ["-fPIC", "-march=native", "-mprefer-vector-width=512"]
+    return ["-fPIC", "-mcpu=native"]
+
+
+def _openmp_of_torch() -> list[str]:
+    """Link flags for the OpenMP library that torch has loaded: with another, each would keep its own threads."""
+    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    return ["-Wl,--as-needed", str(found[0])] if found else []
+
+
+def _fingerprint(command: list[str]) -> str:
+    digest = hashlib.sha256(repr((command, sorted(torch.cpu.get_capabilities().items()))).encode())
+    version = subprocess.run([command[0], "-dumpfullversion"], capture_output=True, text=True, check=False)
+    digest.update(version.stdout.encode())
+    for file in sorted(SOURCES.iterdir()):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _cache_dir() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "r1-zero-ascend" / "vllm-cpu"

@@ -1,0 +1,87 @@
+// The C entry points of vllm/ops/cpu.py. `mode`: 0 float32, 1 bfloat16 widened to float32, 2 bfloat16 instructions.
+// Strides count elements; the last dimension of a tensor is contiguous unless a stride is given for it.
+#include "attention.h"
+#include "moe.h"
+#include "rows.h"
+
+#define BY_MODE(mode, call)                         \
+  switch (mode) {                                   \
+    case 0: { typedef Float32 M; call; } break;     \
+    case 1: { typedef Widened M; call; } break;     \
+    default: { typedef Dot M; call; } break;        \
+  }
+#define BY_TYPE(mode, call)                         \
+  switch (mode) {                                   \
+    case 0: { typedef float T; call; } break;       \
+    default: { typedef bf16 T; call; } break;       \
+  }
+
+extern "C" {
+
+int num_threads() { return omp_get_max_threads(); }
+
+void cpu_head_linear(long mode, const void* x, long x_token, long x_head, long tokens, long heads, const void* w,
+                     long w_head, long w_k, long w_n, long k, long n, void* out) {
+  BY_MODE(mode, (head_linear<M>({(const M::T*)x, x_token, x_head}, tokens, heads, {(const M::T*)w, w_k, w_n}, w_head, k,
+                                n, {(M::T*)out, heads * n, n})));
+}
+
+void cpu_mla_attention(long mode, const void* q_latent, long latent_token, long latent_head, const void* q_rope,
+                       long rope_token, long rope_head, long queries, long heads, const void* pages,
+                       const int32_t* tables, const int64_t* seq_lens, long table_width, long block_size, long latent,
+                       long rope, float scale, void* out) {
+  BY_MODE(mode, (mla_attention<M>({(const M::T*)q_latent, latent_token, latent_head},
+                                  {(const M::T*)q_rope, rope_token, rope_head}, queries, heads,
+                                  {(const M::T*)pages, tables, seq_lens, table_width, block_size, latent, rope}, scale,
+                                  {(M::T*)out, heads * latent, latent})));
+}
+
+void cpu_fused_experts(long mode, const void* x, long x_token, long tokens, long choices, const float* weights,
+                       const int64_t* ids, const void* w13, const void* w2, long experts, long hidden, long width,
+                       long first, void* out) {
+  BY_MODE(mode, (fused_experts<M>({(const M::T*)x, x_token, 0}, tokens, choices, weights, ids,
+                                  {(const M::T*)w13, (const M::T*)w2, experts, hidden, width, first}, (M::T*)out)));
+}
+
+void cpu_topk_router(const float* logits, const float* bias, long tokens, long experts, long top_k, long groups,
+                     long kept_groups, long normalize, float scaling, long is_softmax, float* weights, int64_t* ids) {
+#pragma omp parallel num_threads(threads_for(tokens * experts * top_k))
+  {
+    static thread_local Buffer buffer;
+    float* scores = buffer.get(2 * experts + groups);
+#pragma omp for
+    for (long t = 0; t < tokens; ++t)
+      route(logits + t * experts, bias, experts, top_k, groups, kept_groups, normalize, scaling, is_softmax, scores,
+            scores + experts, weights + t * top_k, ids + t * top_k);
+  }
+}
+
+void cpu_rms_norm(long mode, const void* x, long stride, long tokens, long size, const void* weight, float eps,
+                  void* out) {
+  BY_TYPE(mode, (rms_norm((const T*)x, stride, tokens, size, (const T*)weight, eps, (T*)out)));
+}
+
+void cpu_add_rms_norm(long mode, void* x, const void* residual, long tokens, long size, const void* weight, float eps,
+                      void* out) {
+  BY_TYPE(mode, (add_rms_norm((T*)x, (const T*)residual, tokens, size, (const T*)weight, eps, (T*)out)));
+}
+
+void cpu_silu_and_mul(long mode, const void* x, long stride, long tokens, long width, void* out) {
+  BY_TYPE(mode, (silu_and_mul((const T*)x, stride, tokens, width, (T*)out)));
+}
+
+void cpu_rotary(long mode, const void* x, long x_token, long x_head, long tokens, long heads, long size,
+                const float* cos, const float* sin, void* out) {
+  BY_TYPE(mode, (rotary<T>({(const T*)x, x_token, x_head}, tokens, heads, size, cos, sin, (T*)out)));
+}
+
+void cpu_write_kv(long mode, void* pages, const void* kv, long stride, long tokens, long latent, long rope,
+                  const void* weight, float eps, const float* cos, const float* sin, const int64_t* slots) {
+  BY_TYPE(mode, (write_kv((T*)pages, (const T*)kv, stride, tokens, latent, rope, (const T*)weight, eps, cos, sin, slots)));
+}
+
+void cpu_sample(const float* logits, long rows, long size, const float* temperature, const int32_t* keys,
+                const int32_t* vocab_keys, int64_t* tokens, float* logprobs) {
+  sample_rows(logits, rows, size, temperature, keys, vocab_keys, tokens, logprobs);
+}
+}

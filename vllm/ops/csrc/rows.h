@@ -1,0 +1,149 @@
+// Work on one row after the other: norms, rotary positions, gates, cache writes and sampling.
+#pragma once
+#include <cmath>
+
+#include "gemm.h"
+
+template <class T>
+static float mean_square(const T* x, long size) {
+  vf total = {};
+  for (long i = 0; i < size; i += LANES) {
+    vf v = load_n(x + i, size - i);
+    total += v * v;
+  }
+  return sum(total) / size;
+}
+
+template <class T>
+static void norm_row(const T* x, const T* weight, long size, float eps, T* out) {
+  const float factor = 1.0f / std::sqrt(mean_square(x, size) + eps);
+  for (long i = 0; i < size; i += LANES)
+    store_n(out + i, load_n(x + i, size - i) * factor * load_n(weight + i, size - i), size - i);
+}
+
+// Pairs (x[2i], x[2i + 1]) turned by angle i: first members, then second ones.
+template <class T>
+static void turn_row(const T* x, const float* cos, const float* sin, long size, T* out) {
+  const long half = size / 2;
+  float even[LANES] = {}, odd[LANES] = {};
+  for (long start = 0; start < half; start += LANES) {
+    const long count = std::min(LANES, half - start);
+    for (long i = 0; i < count; ++i) {
+      if constexpr (sizeof(T) == 2) {
+        uint32_t a = (uint32_t)x[2 * (start + i)] << 16, b = (uint32_t)x[2 * (start + i) + 1] << 16;
+        std::memcpy(even + i, &a, 4), std::memcpy(odd + i, &b, 4);
+      } else {
+        even[i] = x[2 * (start + i)], odd[i] = x[2 * (start + i) + 1];
+      }
+    }
+    const vf a = load(even), b = load(odd), c = load_n(cos + start, count), s = load_n(sin + start, count);
+    store_n(out + start, a * c - b * s, count);
+    store_n(out + half + start, b * c + a * s, count);
+  }
+}
+
+static inline int threads_for(long work) { return work < 16384 ? 1 : omp_get_max_threads(); }
+
+template <class T>
+static void rms_norm(const T* x, long stride, long tokens, long size, const T* weight, float eps, T* out) {
+#pragma omp parallel for num_threads(threads_for(tokens * size))
+  for (long t = 0; t < tokens; ++t) norm_row(x + t * stride, weight, size, eps, out + t * size);
+}
+
+// x becomes x + residual
+template <class T>
+static void add_rms_norm(T* x, const T* residual, long tokens, long size, const T* weight, float eps, T* out) {
+#pragma omp parallel for num_threads(threads_for(tokens * size))
+  for (long t = 0; t < tokens; ++t) {
+    T* row = x + t * size;
+    for (long i = 0; i < size; i += LANES)
+      store_n(row + i, load_n(row + i, size - i) + load_n(residual + t * size + i, size - i), size - i);
+    norm_row(row, weight, size, eps, out + t * size);
+  }
+}
+
+template <class T>
+static void silu_and_mul(const T* x, long stride, long tokens, long width, T* out) {
+#pragma omp parallel for num_threads(threads_for(tokens * width))
+  for (long t = 0; t < tokens; ++t)
+    for (long i = 0; i < width; i += LANES)
+      store_n(out + t * width + i,
+              silu(load_n(x + t * stride + i, width - i)) * load_n(x + t * stride + width + i, width - i), width - i);
+}
+
+template <class T>
+static void rotary(Batch<const T> x, long tokens, long heads, long size, const float* cos, const float* sin, T* out) {
+#pragma omp parallel for num_threads(threads_for(tokens * heads * size))
+  for (long t = 0; t < tokens; ++t)
+    for (long h = 0; h < heads; ++h)
+      turn_row(x.data + t * x.token_stride + h * x.head_stride, cos + t * size, sin + t * size, size,
+               out + (t * heads + h) * size);
+}
+
+template <class T>
+static void write_kv(T* pages, const T* kv, long stride, long tokens, long latent, long rope, const T* weight, float eps,
+                     const float* cos, const float* sin, const int64_t* slots) {
+#pragma omp parallel for num_threads(threads_for(tokens * (latent + rope)))
+  for (long t = 0; t < tokens; ++t) {
+    T* slot = pages + slots[t] * (latent + rope);
+    norm_row(kv + t * stride, weight, latent, eps, slot);
+    turn_row(kv + t * stride + latent, cos + t * rope, sin + t * rope, rope, slot + latent);
+  }
+}
+
+// Exp(1) noise of vllm/v1/sample/rng.py
+static inline vf exponential_noise(int32_t a, int32_t b, vi vocab_keys) {
+  vu x = ((vu)vocab_keys ^ (uint32_t)a) * 747796405u;
+  x ^= x >> 15;
+  x = (x + (uint32_t)b) * 277803737u;
+  vi bits = (vi)x ^ ((vi)x >> 15);
+  vf u = (__builtin_convertvector(bits, vf) + 0.5f) * 4.656612873077393e-10f;
+  u = select(u > splat(1.0f - 5.9604644775390625e-08f), splat(1.0f - 5.9604644775390625e-08f), u);
+  vf w = 1.0f - u, rounded = w - 1.0f;  // log1p(-u) = log(w) * u / (1 - w), exact where log(w) alone is not
+  vi is_tiny = rounded == vf{};
+  return select(is_tiny, u, log(w) * u / select(is_tiny, splat(1.0f), rounded));
+}
+
+// One row: the greedy token at temperature 0, else the winner of the exponential race.
+static int64_t sample_row(const float* logits, long size, float temperature, const int32_t* keys,
+                          const int32_t* vocab_keys, float* logprob) {
+  const float factor = temperature > 0 ? temperature : 1.0f;
+  vf peaks = splat(-INFINITY);
+  long i = 0;
+  auto scaled = [&](long at) {
+    vf v = load_n(logits + at, size - at) / factor;
+    if (at + LANES > size)
+      for (long lane = size - at; lane < LANES; ++lane) v[lane] = -INFINITY;
+    return v;
+  };
+  for (i = 0; i < size; i += LANES) peaks = maximum(peaks, scaled(i));
+  float peak = peaks[0];
+  for (int lane = 1; lane < LANES; ++lane) peak = std::max(peak, peaks[lane]);
+  vf total = {}, best = splat(-1.0f);
+  vi places = {}, lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (i = 0; i < size; i += LANES) {
+    vf p = exp(scaled(i) - peak);
+    total += p;
+    if (temperature > 0) {
+      int32_t padded[LANES] = {};
+      std::memcpy(padded, vocab_keys + i, std::min(LANES, size - i) * sizeof(int32_t));
+      p = p / exponential_noise(keys[0], keys[1], load_bits<vi>(padded));
+    }
+    vi is_better = p > best;
+    best = select(is_better, p, best);
+    places = (is_better & (lanes + (int)i)) | (~is_better & places);
+  }
+  int winner = 0;
+  for (int lane = 1; lane < LANES; ++lane)
+    if (best[lane] > best[winner] || (best[lane] == best[winner] && places[lane] < places[winner])) winner = lane;
+  const int64_t token = places[winner];
+  *logprob = logits[token] / factor - (std::log(sum(total)) + peak);
+  return token;
+}
+
+static void sample_rows(const float* logits, long rows, long size, const float* temperature, const int32_t* keys,
+                        const int32_t* vocab_keys, int64_t* tokens, float* logprobs) {
+#pragma omp parallel for num_threads(threads_for(rows * size))
+  for (long b = 0; b < rows; ++b)
+    tokens[b] = sample_row(logits + b * size, size, temperature[b], keys + 2 * b, vocab_keys, logprobs + b);
+}

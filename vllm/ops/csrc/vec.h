@@ -1,0 +1,154 @@
+// Sixteen 32-bit lanes as a compiler vector: AVX-512 registers where there are some, else what the compiler makes of it.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+typedef uint16_t bf16;  // the upper half of a float
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
+typedef uint16_t vh __attribute__((vector_size(32)));   // 16 bf16
+typedef uint16_t vhh __attribute__((vector_size(64)));  // 32 bf16
+
+constexpr long LANES = 16;
+
+static inline vf splat(float x) { return vf{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+
+template <class V, class P>
+static inline V load_bits(const P* p) {
+  V v;
+  std::memcpy(&v, p, sizeof(V));
+  return v;
+}
+template <class V, class P>
+static inline void store_bits(P* p, V v) {
+  std::memcpy(p, &v, sizeof(V));
+}
+
+static inline vf widen(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+static inline vh narrow(vf v) {
+  vu bits = (vu)v;
+  vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  vi is_nan = v != v;
+  vu word = ((vu)is_nan & 0x7fc0u) | (~(vu)is_nan & rounded);
+  return __builtin_convertvector(word, vh);
+}
+
+static inline vf load(const float* p) { return load_bits<vf>(p); }
+static inline vf load(const bf16* p) { return widen(load_bits<vh>(p)); }
+static inline void store(float* p, vf v) { store_bits(p, v); }
+static inline void store(bf16* p, vf v) { store_bits(p, narrow(v)); }
+
+template <class T>
+static inline vf load_n(const T* p, long n) {  // the first n lanes, zeros behind
+  if (n >= LANES) return load(p);
+  T lanes[LANES] = {};
+  std::memcpy(lanes, p, n * sizeof(T));
+  return load(lanes);
+}
+template <class T>
+static inline void store_n(T* p, vf v, long n) {
+  if (n >= LANES) return store(p, v);
+  T lanes[LANES];
+  store(lanes, v);
+  std::memcpy(p, lanes, n * sizeof(T));
+}
+
+static inline vf select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+static inline vf maximum(vf a, vf b) { return select(a > b, a, b); }
+
+// Lane j of butterfly<S>(a, b): a[j] where bit S of j is clear, b[j ^ S] where it is set; crossed: a[j ^ S] and b[j].
+#define LANES_OF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+template <int S>
+static inline void butterfly(vf a, vf b, vf& straight, vf& crossed) {
+  if constexpr (S == 1) {
+    straight = LANES_OF(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+    crossed = LANES_OF(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  } else if constexpr (S == 2) {
+    straight = LANES_OF(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    crossed = LANES_OF(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  } else if constexpr (S == 4) {
+    straight = LANES_OF(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+    crossed = LANES_OF(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  } else {
+    straight = LANES_OF(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    crossed = LANES_OF(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  }
+}
+
+template <int S>
+static inline void transpose_stage(vf* rows) {
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; ++i)
+    if (!(i & S)) butterfly<S>(rows[i], rows[i | S], rows[i], rows[i | S]);
+}
+static inline void transpose16(vf* rows) {  // rows[i][j] <-> rows[j][i]
+  transpose_stage<1>(rows);
+  transpose_stage<2>(rows);
+  transpose_stage<4>(rows);
+  transpose_stage<8>(rows);
+}
+
+template <int S>
+static inline vf sum_stage(vf a, vf b) {
+  vf straight, crossed;
+  butterfly<S>(a, b, straight, crossed);
+  return straight + crossed;
+}
+static inline vf row_sums(const vf* rows) {  // lane i = the sum of rows[i]
+  vf half[8], quarter[4], two[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) half[i] = sum_stage<1>(rows[2 * i], rows[2 * i + 1]);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) quarter[i] = sum_stage<2>(half[2 * i], half[2 * i + 1]);
+  two[0] = sum_stage<4>(quarter[0], quarter[1]);
+  two[1] = sum_stage<4>(quarter[2], quarter[3]);
+  return sum_stage<8>(two[0], two[1]);
+}
+static inline float sum(vf v) {
+  vf rows[LANES] = {v};
+  return row_sums(rows)[0];
+}
+
+static inline vf exp(vf x) {  // about 1 unit in the last place; 0 below -87.3
+  vi is_zero = x < splat(-87.3f);
+  x = select(x > splat(88.7f), splat(88.7f), select(is_zero, splat(-87.3f), x));
+  vf shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the low bits
+  vi n = (vi)shifted - 0x4b400000;
+  vf r = x - (shifted - 12582912.0f) * 0.693359375f;
+  r = r - (shifted - 12582912.0f) * -2.12194440e-4f;
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  vf scaled = (vf)((vi)p + (n << 23));
+  return select(is_zero, vf{}, scaled);
+}
+
+static inline vf log(vf x) {  // of positive normal numbers
+  vi bits = (vi)x;
+  vi exponent = ((bits >> 23) & 0xff) - 126;
+  vf m = (vf)((bits & 0x007fffff) | 0x3f000000);  // [0.5, 1)
+  vi is_low = m < splat(0.707106781186547524f);
+  exponent = exponent + is_low;  // -1 where true
+  m = m + select(is_low, m, vf{}) - 1.0f;
+  vf e = __builtin_convertvector(exponent, vf), z = m * m;
+  vf p = splat(7.0376836292e-2f);
+  p = p * m - 1.1514610310e-1f;
+  p = p * m + 1.1676998740e-1f;
+  p = p * m - 1.2420140846e-1f;
+  p = p * m + 1.4249322787e-1f;
+  p = p * m - 1.6668057665e-1f;
+  p = p * m + 2.0000714765e-1f;
+  p = p * m - 2.4999993993e-1f;
+  p = p * m + 3.3333331174e-1f;
+  vf y = p * m * z + e * -2.12194440e-4f - 0.5f * z;
+  return m + y + e * 0.693359375f;
+}
+static inline vf silu(vf x) { return x / (exp(-x) + 1.0f); }
