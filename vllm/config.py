@@ -26,6 +26,7 @@ class ModelConfig:
     seed: int
     max_model_len: int  # tokens of a sequence, prompt and output together
     hf: HFConfig
+    quantization: str | None = None  # "fp8": weights are held in FP8 blocks, else in `dtype`
 
 
 @dataclass(frozen=True)

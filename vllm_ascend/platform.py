@@ -31,6 +31,7 @@ class NPUPlatform(Platform):
     rollout_ops = "vllm_ascend.ops:rollout_ops"
     supported_dtypes = ("bfloat16", "float16", "float32")
     supported_kv_layouts = ("nd", "nz")
+    holds_fp8 = False
 
     def device(self, local_rank: int) -> torch.device:
         """See ``Platform.device``; ValueError when there is no torch_npu or no such device."""

@@ -49,8 +49,8 @@ class WatchedRollout(vLLMRollout):
         super().resume(tags)
         self._note(f"resume {tags[0]}")
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        super().update_weights(weights)
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        super().update_weights(weights, version)
         self._note("update_weights")
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:

@@ -283,6 +283,7 @@ class ActorRolloutRefWorker(Worker):
             self.groups,
             offload_param=self.config.actor.megatron.param_offload,
             bucket_bytes=config.update_weights_bucket_megabytes << 20,
+            verify=config.verify_weights,
             accelerator=get_torch_device(self.device_type),
         )
 

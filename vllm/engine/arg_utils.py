@@ -17,6 +17,7 @@ from vllm.config import (
     default_capture_sizes,
 )
 from vllm.transformers_utils.config import load_config
+from vllm.transformers_utils.quantization import resolve_quantization
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class EngineArgs:
     enforce_eager: bool = True
     cudagraph_capture_sizes: Sequence[int] | None = None  # None: powers of two up to max_num_seqs
     load_format: str = "auto"
+    quantization: str | None = None  # fp8, dequantize; None: as the checkpoint stores its weights
     rollout_ops: str | None = None  # None: the table of the platform
     device: str | None = None
     logprobs_mode: str = LOGPROBS_MODES[0]
@@ -57,6 +59,8 @@ class EngineArgs:
         hf = load_config(self.model)
         max_model_len = hf.max_position_embeddings if self.max_model_len is None else self.max_model_len
         problems, dp_size = self._data_parallel_size()
+        found, quantization = resolve_quantization(self.model, self.quantization)
+        problems += found
         batched_tokens = self.max_num_batched_tokens
         if batched_tokens is None:
             batched_tokens = max(2048, self.max_num_seqs, 0 if self.enable_chunked_prefill else max_model_len)
@@ -69,6 +73,7 @@ class EngineArgs:
                 seed=self.seed,
                 max_model_len=max_model_len,
                 hf=hf,
+                quantization=quantization,
             ),
             cache=CacheConfig(
                 self.block_size,

@@ -14,12 +14,13 @@ from torch import Tensor
 from vllm.distributed.parallel_state import init_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import PromptType
+from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.ops.contract import resolve
 from vllm.outputs import RequestOutput
 from vllm.platforms import Platform, resolve_platform
 from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.tokenizer import get_tokenizer
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core import SLEEP_TAGS, EngineCore
 from vllm.v1.engine.llm_engine import Cut, LLMEngine
 from vllm.v1.engine.output_processor import PromptGroup
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-SLEEP_TAGS = ("weights", "kv_cache")
 
 
 class LLM:
@@ -68,6 +67,7 @@ class LLM:
         enforce_eager: bool = True,
         cudagraph_capture_sizes: Sequence[int] | None = None,
         load_format: str = "auto",
+        quantization: str | None = None,
         rollout_ops: str | None = None,
         device: str | None = None,
         logprobs_mode: str = "scaled_logprobs",
@@ -98,6 +98,7 @@ class LLM:
             enforce_eager=enforce_eager,
             cudagraph_capture_sizes=cudagraph_capture_sizes,
             load_format=load_format,
+            quantization=quantization,
             rollout_ops=rollout_ops,
             device=device,
             logprobs_mode=logprobs_mode,
@@ -155,8 +156,8 @@ class LLM:
         self.engine.generate(groups, priorities, Cut(max_steps, max_seconds), on_output)
         return [group.output(self.engine.processor.decoder(group.params)) for group in groups]
 
-    def sleep(self, level: int = 1) -> None:
-        """Free weights and KV cache. Level 1 keeps the weights on the host.
+    def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None:
+        """Free "weights" and "kv_cache", or what `tags` names of them. Level 1 keeps the weights on the host.
 
         Level 2 drops them, new ones must be loaded.
         """
@@ -164,15 +165,11 @@ class LLM:
             raise RuntimeError("sleep: the engine was built with enable_sleep_mode=False")
         if level not in (1, 2):
             raise ValueError(f"sleep level {level} is unknown, expected 1 (keep weights on the host) or 2 (drop them)")
-        self.core.sleep(level)
+        self.core.sleep(level, _known_tags("sleep", tags))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Bring back "weights" (empty buffers after level 2) and "kv_cache" (the same block count); None means both."""
-        wanted = list(SLEEP_TAGS if tags is None else tags)
-        unknown = [tag for tag in wanted if tag not in SLEEP_TAGS]
-        if unknown:
-            raise ValueError(f"wake_up tags {unknown} are unknown, expected some of {list(SLEEP_TAGS)}")
-        self.core.wake_up(wanted)
+        self.core.wake_up(_known_tags("wake_up", tags))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take (hf_name, full tensor) pairs, all of the model or a part, in any order; returns the names taken.
@@ -181,6 +178,28 @@ class LLM:
         forgotten.
         """
         return self.core.load_weights(weights)
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int | None = None) -> None:
+        """Replace all weights by the (hf_name, full tensor) pairs of a policy version (None: the next one).
+
+        Each tensor is copied to its place as it comes, so the stream may reuse its buffers. ValueError for a name that
+        is unknown, comes twice or is missing, or a wrong shape; until a whole update has come, `generate` refuses.
+        """
+        self.core.update_weights(weights, version)
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights, as the last `update_weights` said; 0 for those the engine started with."""
+        return self.core.policy_version
+
+    def weights_digest(self) -> dict[str, WeightDigest]:
+        """Hugging Face name -> digest of the whole tensor as this engine holds it, for comparison with a trainer's
+        (`vllm.model_executor.model_loader.digest`). Weights held in FP8 are the two tensors of an FP8 checkpoint.
+
+        Collective over the ranks of an instance; a rank's own copies are what it counts of tensors that others hold
+        too.
+        """
+        return self.core.worker.weights_digest()
 
     def check_weights_loaded(self) -> None:
         """ValueError naming every weight that has not come since a level-2 sleep.
@@ -215,6 +234,13 @@ class LLM:
         if prompt.resumable is None:
             raise ValueError(f"{name} is a finished RequestOutput, expected one that was cut before its end")
         return prompt.resumable.resumed(name, request_id, priority)
+
+
+def _known_tags(action: str, tags: Sequence[str] | None) -> list[str]:
+    unknown = [tag for tag in tags or () if tag not in SLEEP_TAGS]
+    if unknown:
+        raise ValueError(f"{action} tags {unknown} are unknown, expected some of {list(SLEEP_TAGS)}")
+    return list(SLEEP_TAGS if tags is None else tags)
 
 
 def _local_rank(rank: int, platform: Platform) -> int:

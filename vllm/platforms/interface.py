@@ -54,6 +54,7 @@ class Platform(ABC):
     rollout_ops: ClassVar[str]  # dotted provider of the op table written for this device
     supported_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
     supported_kv_layouts: ClassVar[tuple[str, ...]] = ("nd",)
+    holds_fp8: ClassVar[bool] = True  # whether tensors of float8_e4m3fn exist there
 
     @abstractmethod
     def device(self, local_rank: int) -> torch.device:
@@ -76,7 +77,7 @@ class Platform(ABC):
         used = memory.total_bytes - memory.free_bytes
         return max(0, allowed - used - int(allowed * ACTIVATION_FRACTION))
 
-    def empty_cache(self) -> None:  # noqa: B027 - a host has no allocator cache to give back
+    def empty_cache(self) -> None:  # noqa: B027 - not every kind of device has an allocator cache
         """Give the allocator's unused blocks back to the device."""
 
     def synchronize(self) -> None:  # noqa: B027 - a host has no queue
@@ -100,6 +101,8 @@ class Platform(ABC):
                 f"kv_cache_layout={layout} is not supported on {self.name}; use "
                 f"{' or '.join(self.supported_kv_layouts)}"
             )
+        if config.model.quantization == "fp8" and not self.holds_fp8:
+            problems.append(f'quantization: {self.name} has no FP8 tensors; set quantization="dequantize"')
         if not config.compilation.enforce_eager:
             problems += self.graph_problems(ops)
         return problems

@@ -18,10 +18,6 @@ def config_problems(raw: dict[str, Any]) -> list[str]:
     architecture = (raw.get("architectures") or ["(none)"])[0]
     if architecture not in SUPPORTED_MODEL_TYPES:
         problems.append(f"architectures[0]={architecture} is unknown; known: {', '.join(SUPPORTED_MODEL_TYPES)}")
-    if raw.get("quantization_config"):
-        problems.append(
-            "quantization_config is present: convert the weights first (python -m mindspeed_llm.fp8_cast_bf16)"
-        )
     problems += _unexpected(raw, {"hidden_act": "silu", "attention_bias": False})
     rope_type = rope_parameters(raw).get("rope_type", "default")
     if SUPPORTED_MODEL_TYPES.get(architecture) == "qwen3":

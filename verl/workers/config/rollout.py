@@ -24,6 +24,9 @@ class RolloutConfig:
     that graphs are recorded for, absent = powers of two up to max_num_seqs · kv_cache_layout: ``nd``, or ``nz`` on an
     NPU · expert_exchange: how tokens reach the experts of other ranks, ``all_gather`` or ``dispatch`` ·
     rebalance_interval: steps between two rounds of moving requests between data-parallel replicas, 0 = never ·
+    quantization: ``fp8`` holds linear weights in e4m3 blocks of 128 x 128, quantised as they arrive ·
+    verify_weights: after each sync compare every weight of the engine with the trainer's, and stop where one differs ·
+    enable_rollout_routing_replay: the experts of every token come back with it, for router replay R3 ·
     device_handover: generated tensors stay on the devices until they are trained on; ``auto`` = on an NPU.
     """
 
@@ -43,6 +46,8 @@ class RolloutConfig:
     cudagraph_capture_sizes: list[int] | None = None
     free_cache_engine: bool = True
     load_format: str = "dummy"
+    quantization: str | None = None
+    verify_weights: bool = False
     tensor_model_parallel_size: int = 1
     data_parallel_size: int | None = None
     enable_expert_parallel: bool = True
@@ -56,6 +61,7 @@ class RolloutConfig:
     kv_cache_layout: str = "nd"
     expert_exchange: str = "all_gather"
     rebalance_interval: int = 0
+    enable_rollout_routing_replay: bool = False
     log_prob_micro_batch_size_per_gpu: int | None = None
     log_prob_use_dynamic_bsz: bool = False
     log_prob_max_token_len_per_gpu: int = 16384
@@ -89,6 +95,8 @@ class RolloutConfig:
         for key, value, allowed in choices:
             if value not in allowed:
                 found.append(f"{where}.{key} is {value!r}; expected one of {', '.join(allowed)}")
+        if self.quantization not in (None, "fp8"):
+            found.append(f"{where}.quantization is {self.quantization!r}; expected fp8, or leave it out")
         for key, size in (("n", self.n), ("val_kwargs.n", self.val_kwargs.n), ("max_num_seqs", self.max_num_seqs)):
             if size < 1:
                 found.append(f"{where}.{key} is {size}; it must be at least 1")
@@ -129,6 +137,8 @@ class RolloutConfig:
         found = []
         if device == "cpu" and not self.enforce_eager:
             found.append(f"{where}.enforce_eager is False, but a CPU records no graphs; set {where}.enforce_eager=True")
+        if device == "npu" and self.quantization == "fp8":
+            found.append(f"{where}.quantization is 'fp8', but an NPU has no FP8 tensors; leave it out")
         if device in ("cpu", "cuda") and self.kv_cache_layout != "nd":
             found.append(f"{where}.kv_cache_layout is {self.kv_cache_layout!r}, which only an NPU has; use nd")
         return found

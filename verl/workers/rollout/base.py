@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
+from vllm.model_executor.model_loader.digest import WeightDigest
 
 _ROLLOUT_REGISTRY = {
     ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout",
@@ -28,8 +29,14 @@ class BaseRollout(ABC):
         """Allocates ``weights`` (empty, to be written by ``update_weights``) and/or ``kv_cache``."""
 
     @abstractmethod
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Writes every weight from ``(hf_name, tensor)`` pairs; collective over the ranks of the stream."""
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Writes every weight of policy ``version`` from ``(hf_name, tensor)`` pairs; collective over the ranks of the
+        stream. An unknown, repeated or missing name is an error.
+        """
+
+    @abstractmethod
+    def weights_digest(self) -> dict[str, WeightDigest]:
+        """HF name -> digest of each whole weight as the engine holds it; collective over the engine's ranks."""
 
     @abstractmethod
     def release(self) -> None:

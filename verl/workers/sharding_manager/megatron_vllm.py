@@ -12,6 +12,7 @@ from mindspeed_llm.hf_config import HFModelConfig
 from mindspeed_llm.weights import export_weights
 from verl.workers.phases import release_cached_memory
 from verl.workers.rollout.base import BaseRollout
+from verl.workers.sharding_manager.weights_check import check_rollout_weights
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ class MegatronVLLMShardingManager:
     Args:
         offload_param: the training weights leave the device while the engine generates.
         bucket_bytes: how much of the weights travels at once.
+        verify: after each sync the rollout engine's weights are compared with the actor's, by digest and name.
         accelerator: ``torch.npu`` or ``torch.cuda``, whose allocator gives back what one side freed before the other
             allocates; None on the CPU.
     """
@@ -39,6 +41,7 @@ class MegatronVLLMShardingManager:
         *,
         offload_param: bool,
         bucket_bytes: int,
+        verify: bool = False,
         accelerator: ModuleType | None = None,
     ) -> None:
         self.actor_module = actor_module
@@ -47,8 +50,10 @@ class MegatronVLLMShardingManager:
         self.groups = groups
         self.offload_param = offload_param
         self.bucket_bytes = bucket_bytes
+        self.verify = verify
         self.accelerator = accelerator
         self.sync_seconds = 0.0
+        self.policy_version = 0  # syncs so far
 
     def __enter__(self) -> MegatronVLLMShardingManager:
         start = time.perf_counter()
@@ -59,7 +64,11 @@ class MegatronVLLMShardingManager:
         stream = export_weights(
             self.actor_module.module, self.hf_config, self.groups.layout, self.groups, bucket_bytes=self.bucket_bytes
         )
-        self.rollout.update_weights(stream)
+        self.policy_version += 1
+        self.rollout.update_weights(stream, self.policy_version)
+        if self.verify:
+            found = self.rollout.weights_digest()
+            check_rollout_weights(self.actor_module.module, self.hf_config, self.groups, found, self.bucket_bytes)
         if self.offload_param:
             self.actor_module.offload_params()
             release_cached_memory(self.accelerator)

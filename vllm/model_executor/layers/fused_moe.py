@@ -25,6 +25,7 @@ from vllm.model_executor.layers.linear import (
     empty_parameter,
     local_slice,
 )
+from vllm.model_executor.layers.quantization.fp8 import dense
 from vllm.model_executor.model_loader.weight_target import WeightTarget
 from vllm.ops.contract import RolloutOps
 from vllm.transformers_utils.config import DeepseekV3Config
@@ -103,7 +104,7 @@ class FusedMoE(nn.Module):
         if context.routed_experts is not None:
             context.routed_experts.append(tp.all_gather(ids_SK).flatten(0, 1)[: len(x_TH)])
         out_SH = self.ops.exchanged_experts(
-            rows_SH, self.w13, self.w2, weights_SK, ids_SK, num_active, self.parallel.exchange
+            rows_SH, dense(self.w13), dense(self.w2), weights_SK, ids_SK, num_active, self.parallel.exchange
         )
         out_TH = torch.zeros_like(x_TH)
         out_TH[first : first + num_rows] = out_SH[:num_active]
@@ -115,7 +116,7 @@ class FusedMoE(nn.Module):
         weights_TK, ids_TK = self._route(x_TH)
         if context.routed_experts is not None:
             context.routed_experts.append(ids_TK[own])
-        return self.ops.fused_experts(x_TH, self.w13, self.w2, weights_TK, ids_TK, self.first_expert)
+        return self.ops.fused_experts(x_TH, dense(self.w13), dense(self.w2), weights_TK, ids_TK, self.first_expert)
 
     def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         hf = self.hf

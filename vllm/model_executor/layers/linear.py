@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.model_executor.layers.quantization.fp8 import dense
 from vllm.model_executor.model_loader.weight_target import WeightTarget
 from vllm.ops.contract import RolloutOps
 
@@ -50,7 +51,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         """[T, in] -> [T, sum(out) / TP], the matrices' outputs one after the other."""
-        return self.ops.linear(x_TI, self.weight)
+        return self.ops.linear(x_TI, dense(self.weight))
 
     def targets(self, *names: str) -> dict[str, WeightTarget]:
         """Targets of the matrices, in the order of out_sizes."""
@@ -74,7 +75,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x_TI: Tensor, reduce: bool = True) -> Tensor:
         """[T, in / TP] -> [T, out]."""
-        out = self.ops.linear(x_TI, self.weight)
+        out = self.ops.linear(x_TI, dense(self.weight))
         return self.tp.all_reduce(out) if reduce else out
 
     def targets(self, name: str) -> dict[str, WeightTarget]:

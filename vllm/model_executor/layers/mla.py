@@ -18,6 +18,7 @@ from vllm.model_executor.layers.linear import (
     empty_parameter,
     local_slice,
 )
+from vllm.model_executor.layers.quantization.fp8 import dense
 from vllm.model_executor.layers.rotary_embedding import softmax_scale
 from vllm.model_executor.model_loader.weight_target import WeightTarget
 from vllm.ops.contract import KVCache, RolloutOps
@@ -28,7 +29,8 @@ class MultiHeadLatentAttention(nn.Module):
     """Prefill expands the latents into keys and values; decode stays in latent space: q W_UK against the cache, then
     W_UV.
 
-    W_UK and W_UV are views of kv_b_proj's weight, so new weights need no refresh.
+    W_UK and W_UV are views of kv_b_proj's weight, so new weights need no refresh (held in FP8, of its blocks multiplied
+    out for the call).
     """
 
     def __init__(self, hf: DeepseekV3Config, parallel: ParallelState, ops: RolloutOps) -> None:
@@ -46,7 +48,7 @@ class MultiHeadLatentAttention(nn.Module):
             self.q_a_layernorm = Norm(hf.q_lora_rank)
             self.q_proj = ColumnParallelLinear(hf.q_lora_rank, [query_rows], ops, parallel.tp)
         self.kv_a_layernorm = Norm(hf.kv_lora_rank)
-        self.kv_b_NCL = empty_parameter(self.num_heads, hf.qk_nope_head_dim + hf.v_head_dim, hf.kv_lora_rank)
+        self.kv_b = empty_parameter(self.num_heads * (hf.qk_nope_head_dim + hf.v_head_dim), hf.kv_lora_rank)
         self.o_proj = RowParallelLinear(hf.num_attention_heads * hf.v_head_dim, hf.hidden_size, ops, parallel.tp)
 
     def forward(self, x_TH: Tensor, cos_TR: Tensor, sin_TR: Tensor, cache: KVCache, context: ForwardContext) -> Tensor:
@@ -58,18 +60,19 @@ class MultiHeadLatentAttention(nn.Module):
         q_rope_TNR = ops.rotary_interleaved(q_TNC[..., hf.qk_nope_head_dim :], cos_TR, sin_TR)
         norm = (self.kv_a_layernorm.weight, hf.rms_norm_eps)
         ops.norm_rope_write_kv(cache, kv_TD, *norm, cos_TR, sin_TR, context.slots_T)
+        kv_b_NCL = dense(self.kv_b).view(self.num_heads, -1, hf.kv_lora_rank)
         split, parts = context.num_decode_tokens, []
         if context.decode is not None and ops.expands_decode:
-            meta = context.decode.as_prefill()
-            parts.append(ops.mla_prefill(q_nope_TNP[:split], q_rope_TNR[:split], self.kv_b_NCL, cache, meta, self.scale))
+            decode = (q_nope_TNP[:split], q_rope_TNR[:split], kv_b_NCL, cache, context.decode.as_prefill(), self.scale)
+            parts.append(ops.mla_prefill(*decode))
         elif context.decode is not None:
-            w_uk_NPL = self.kv_b_NCL[:, : hf.qk_nope_head_dim]
-            w_uv_NLV = self.kv_b_NCL[:, hf.qk_nope_head_dim :].transpose(1, 2)
+            w_uk_NPL = kv_b_NCL[:, : hf.qk_nope_head_dim]
+            w_uv_NLV = kv_b_NCL[:, hf.qk_nope_head_dim :].transpose(1, 2)
             q_latent_BNL = ops.head_linear(q_nope_TNP[:split], w_uk_NPL)
             out_BNL = ops.mla_decode(q_latent_BNL, q_rope_TNR[:split], cache, context.decode, self.scale)
             parts.append(ops.head_linear(out_BNL, w_uv_NLV))
         if context.prefill is not None:
-            prefill = (q_nope_TNP[split:], q_rope_TNR[split:], self.kv_b_NCL, cache, context.prefill, self.scale)
+            prefill = (q_nope_TNP[split:], q_rope_TNR[split:], kv_b_NCL, cache, context.prefill, self.scale)
             parts.append(ops.mla_prefill(*prefill))
         out_TNV = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.o_proj(out_TNV.reshape(len(x_TH), -1))
@@ -84,16 +87,15 @@ class MultiHeadLatentAttention(nn.Module):
         return self.q_proj(self.ops.rms_norm(q_T, self.q_a_layernorm.weight, eps)), kv_TD
 
     def targets(self, prefix: str) -> dict[str, WeightTarget]:
-        kv_a, rows = f"{prefix}.kv_a_proj_with_mqa.weight", self.hf.num_attention_heads * self.kv_b_NCL.shape[1]
+        kv_a, rows = f"{prefix}.kv_a_proj_with_mqa.weight", len(self.kv_b) * self.tp.world_size
         if self.hf.q_lora_rank is None:
             result = self.qkv_a_proj.targets(kv_a) | self.q_proj.targets(f"{prefix}.q_proj.weight")
         else:
             result = self.qkv_a_proj.targets(f"{prefix}.q_a_proj.weight", kv_a)
             result |= self.q_a_layernorm.targets(f"{prefix}.q_a_layernorm.weight")
             result |= self.q_proj.targets(f"{prefix}.q_b_proj.weight")
-        kv_b_flat = nn.Parameter(self.kv_b_NCL.data.view(-1, self.hf.kv_lora_rank), requires_grad=False)
         result[f"{prefix}.kv_b_proj.weight"] = WeightTarget(
-            (rows, self.hf.kv_lora_rank), kv_b_flat, (slice(None),), (local_slice(rows, self.tp),)
+            (rows, self.hf.kv_lora_rank), self.kv_b, (slice(None),), (local_slice(rows, self.tp),)
         )
         result |= self.kv_a_layernorm.targets(f"{prefix}.kv_a_layernorm.weight")
         return result | self.o_proj.targets(f"{prefix}.o_proj.weight")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -46,6 +46,16 @@ def iterate_checkpoint(model_dir: str, is_wanted: Callable[[str], bool]) -> Iter
                         yield name, shard.get_tensor(name)
         except SafetensorError as error:
             raise ValueError(f"{file} cannot be read (truncated or not safetensors): {error}") from error
+
+
+def each_once(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """`weights`; ValueError for a name that comes a second time."""
+    seen: set[str] = set()
+    for name, tensor in weights:
+        if name in seen:
+            raise ValueError(f"weight {name} came twice in one update")
+        seen.add(name)
+        yield name, tensor
 
 
 def iterate_dummy(targets: dict[str, WeightTarget], seed: int) -> Iterator[tuple[str, Tensor]]:

@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
+
+from vllm.model_executor.layers.quantization.fp8 import Fp8Blocks, check_scales, dequantize
+from vllm.model_executor.model_loader.digest import slice_digest
 
 _DERIVED_NAME = re.compile(r".*\.rotary_emb\.inv_freq$")
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
+
+Weight: TypeAlias = Tensor | Fp8Blocks
+"""A full tensor as it arrives: in a floating dtype, or in FP8 with its scales."""
+
+
+@dataclass(frozen=True)
+class StoredSlice:
+    """What this rank holds of a tensor under its Hugging Face name, for its digest."""
+
+    hf_name: str
+    hf_shape: tuple[int, ...]
+    dtype: torch.dtype
+    part: Tensor | None  # None: nothing
+    starts: tuple[int, ...] = ()  # where the part begins in the tensor
+
+    def digest(self) -> Tensor:
+        """int64 scalar, see `slice_digest`."""
+        assert self.part is not None, self.hf_name
+        return slice_digest(self.part, self.starts)
 
 
 @dataclass(frozen=True)
@@ -21,14 +45,41 @@ class WeightTarget:
     local: tuple[int | slice, ...] = ()
     source: tuple[slice, ...] = ()
 
-    def load(self, name: str, tensor: Tensor) -> None:
+    def load(self, name: str, weight: Weight) -> None:
         """Copy this rank's slice, converting dtype and device; ValueError when the full tensor has another shape."""
+        tensor = weight.weight_OI if isinstance(weight, Fp8Blocks) else weight
         if tuple(tensor.shape) != self.hf_shape:
             raise ValueError(
                 f"weight {name} has shape {tuple(tensor.shape)}, the model config asks for {self.hf_shape}"
             )
+        if isinstance(weight, Fp8Blocks):
+            check_scales(name, weight)
+        elif not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise ValueError(
+                f"weight {name} is {tensor.dtype}; expected a floating dtype of 16 bits or more, or float8_e4m3fn with "
+                "its scales"
+            )
         if self.parameter is not None:
-            self.parameter.data[self.local].copy_(tensor[self.source])
+            self.store(name, weight)
+
+    def store(self, name: str, weight: Weight) -> None:
+        """`load` once the weight is known to fit."""
+        assert self.parameter is not None, name
+        tensor = dequantize(weight, self.parameter.dtype) if isinstance(weight, Fp8Blocks) else weight
+        self.parameter.data[self.local].copy_(tensor[self.source])
+
+    def stored(self, name: str, dtype: torch.dtype) -> Iterator[StoredSlice]:
+        """What this rank holds under Hugging Face names; `dtype`: what tensors of other ranks only are held in."""
+        if self.parameter is None:
+            yield StoredSlice(name, self.hf_shape, dtype, None)
+        else:
+            part = self.parameter.data[self.local]
+            yield StoredSlice(name, self.hf_shape, part.dtype, part, tuple(start for start, _ in self.ranges()))
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """[start, stop) of this rank's slice along each dimension of the Hugging Face tensor."""
+        source = (*self.source, *[slice(None)] * (len(self.hf_shape) - len(self.source)))
+        return [part.indices(size)[:2] for part, size in zip(source, self.hf_shape, strict=True)]
 
 
 def is_skipped(name: str, num_layers: int) -> bool:
@@ -37,13 +88,13 @@ def is_skipped(name: str, num_layers: int) -> bool:
     return (layer is not None and int(layer.group(1)) >= num_layers) or _DERIVED_NAME.match(name) is not None
 
 
-def load_weights(targets: dict[str, WeightTarget], num_layers: int, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+def load_weights(targets: dict[str, WeightTarget], num_layers: int, weights: Iterable[tuple[str, Weight]]) -> set[str]:
     """Put every (hf_name, full tensor) where it belongs; returns the names taken.
 
     ValueError for a name the model does not have.
     """
     loaded: set[str] = set()
-    for name, tensor in weights:
+    for name, weight in weights:
         target = targets.get(name)
         if target is None:
             if is_skipped(name, num_layers):
@@ -51,6 +102,6 @@ def load_weights(targets: dict[str, WeightTarget], num_layers: int, weights: Ite
             raise ValueError(
                 f"weight {name} is unknown to this model; expected names such as {', '.join(list(targets)[:3])}"
             )
-        target.load(name, tensor)
+        target.load(name, weight)
         loaded.add(name)
     return loaded

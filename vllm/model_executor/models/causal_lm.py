@@ -14,7 +14,7 @@ from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.linear import Norm, ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.layers.rotary_embedding import RotaryTable
 from vllm.model_executor.layers.routed_experts import write_choices
-from vllm.model_executor.model_loader.weight_target import WeightTarget, load_weights
+from vllm.model_executor.model_loader.weight_target import Weight, WeightTarget, load_weights
 from vllm.ops.contract import KVCache, RolloutOps
 from vllm.transformers_utils.config import HFConfig
 
@@ -81,7 +81,7 @@ class CausalLM(nn.Module, ABC):
         """fp32 [B, V] next-token logits of hidden states [B, H]."""
         return self.lm_head(self.ops.rms_norm(x_BH, self.norm.weight, self.hf.rms_norm_eps))
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+    def load_weights(self, weights: Iterable[tuple[str, Weight]]) -> set[str]:
         """Take (hf_name, full tensor) pairs, any part of the model in any order; returns the names taken."""
         if self.hf.tie_word_embeddings:
             weights = ((name, tensor) for name, tensor in weights if name != HEAD)

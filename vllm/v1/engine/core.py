@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 from vllm.v1.worker.worker import Worker
 
+SLEEP_TAGS = ("weights", "kv_cache")
+
 
 class EngineCore:
     """Scheduler and worker of one rank."""
@@ -29,6 +31,7 @@ class EngineCore:
         kv = KVCacheManager(self.worker.num_gpu_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(config.scheduler, kv)
         self.num_steps = 0
+        self.policy_version = 0  # of the weights; every token is drawn by the one of its step
 
     def step(self) -> tuple[list[Request], bool]:
         """(requests that finished, whether any replica sharing experts with this one has work left or had before this
@@ -52,10 +55,10 @@ class EngineCore:
             scores.request.prompt_top += scores.top
         return self.scheduler.update_from_output(step, output.token_ids.tolist(), output.logprobs), True
 
-    def sleep(self, level: int) -> None:
-        """Free weights (level 1: kept on the host, level 2: dropped) and KV cache."""
+    def sleep(self, level: int, tags: Collection[str] = SLEEP_TAGS) -> None:
+        """Free what `tags` names of weights (level 1: kept on the host, level 2: dropped) and KV cache."""
         self._require_idle("sleep")
-        self.worker.sleep(level)
+        self.worker.sleep(level, tags)
         self.scheduler.kv.reset_prefix_cache()
         self.platform.empty_cache()
 
@@ -72,6 +75,14 @@ class EngineCore:
         self.scheduler.kv.reset_prefix_cache()
         return self.worker.load_weights(weights)
 
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int | None) -> None:
+        """Take all weights of a policy version (None: the next one); cached prefixes of the old ones are forgotten."""
+        self._require_idle("update_weights")
+        self.scheduler.kv.reset_prefix_cache()
+        self.worker.update_weights(weights)
+        self.policy_version = self.policy_version + 1 if version is None else version
+        self.scheduler.set_policy_version(self.policy_version)
+
     def require_ready(self) -> None:
         """RuntimeError when the engine cannot generate, saying what to call."""
         worker = self.worker
@@ -84,8 +95,8 @@ class EngineCore:
             raise RuntimeError(f"generate while the engine sleeps: call wake_up(tags={asleep}) first")
         if worker.names_to_load:
             raise RuntimeError(
-                f"generate with {len(worker.names_to_load)} weights never loaded after a level-2 sleep, e.g. "
-                f"{min(worker.names_to_load)}: call load_weights first"
+                f"generate with {len(worker.names_to_load)} weights never loaded after a level-2 sleep or a failed "
+                f"update, e.g. {min(worker.names_to_load)}: call load_weights or update_weights first"
             )
 
     def _require_idle(self, action: str) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import ParallelState, StepExchange
+from vllm.model_executor.layers.quantization.fp8 import SCALE_SUFFIX
 from vllm.model_executor.layers.routed_experts import bytes_per_token, new_choices_cache
-from vllm.model_executor.model_loader.loader import iterate_checkpoint, iterate_dummy
+from vllm.model_executor.model_loader.collect_digests import collect_digests
+from vllm.model_executor.model_loader.digest import WeightDigest
+from vllm.model_executor.model_loader.fp8_target import Fp8Pairs, hold_in_fp8, weight_storage
+from vllm.model_executor.model_loader.loader import each_once, iterate_checkpoint, iterate_dummy
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.registry import MODELS
 from vllm.ops.contract import KVCache, RolloutOps
@@ -32,8 +36,12 @@ class Worker:
     ) -> None:
         self.config, self.platform, self.ops, self.device = config, platform, ops, device
         self.dtype = getattr(torch, config.model.dtype)
+        self.parallel = parallel
         self.model = self._build_model(parallel)
+        if config.model.quantization == "fp8":
+            self.model.weight_targets = hold_in_fp8(self.model.weight_targets)
         self.names_to_load: set[str] = set(self.model.weight_targets)
+        self._fp8_pairs = Fp8Pairs()
         self._host_weights: list[Tensor] | None = None  # level-1 sleep keeps the weights here
         self.are_weights_awake = True
         self._load_initial_weights()
@@ -54,39 +62,62 @@ class Worker:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take (hf_name, full tensor) pairs; RuntimeError while the weights sleep."""
-        if not self.are_weights_awake:
-            raise RuntimeError('load_weights while the weights sleep: call wake_up(tags=["weights"]) first')
-        loaded = self.model.load_weights(weights)
+        self._require_weights("load_weights")
+        loaded = self.model.load_weights(self._fp8_pairs.joined(weights))
         self.names_to_load -= loaded
         return loaded
 
-    def sleep(self, level: int) -> None:
-        """Free weights and KV cache; level 1 keeps a copy of the weights on the host, level 2 does not."""
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take every weight anew, each once.
+
+        ValueError for a name that is unknown, comes twice or is missing; the weights then count as not loaded.
+        """
+        self._require_weights("update_weights")
+        self._fp8_pairs = Fp8Pairs()
+        self.names_to_load = set(self.model.weight_targets)
+        self.load_weights(each_once(weights))
+        self.check_weights_loaded()
+
+    def weights_digest(self) -> dict[str, WeightDigest]:
+        """See `LLM.weights_digest`."""
+        self._require_weights("weights_digest")
+        self.check_weights_loaded()
+        return collect_digests(self.model.weight_targets, self.parallel, self.dtype, self.device)
+
+    def sleep(self, level: int, tags: Collection[str]) -> None:
+        """Free what `tags` names; level 1 keeps a copy of the weights on the host, level 2 does not."""
         if self.graphs is not None:
             self.graphs.drop()
-        if self.are_weights_awake:
-            if level == 1:
-                self._host_weights = [p.data.to("cpu", copy=True) for p in self.model.parameters()]
-            else:
-                self.names_to_load = set(self.model.weight_targets)
-        self.are_weights_awake = self.is_kv_cache_awake = False
+        if "weights" in tags and self.are_weights_awake:
+            self._free_weights(level)
+        if "kv_cache" in tags:
+            self.kv_caches = []
+            self.is_kv_cache_awake = False
+
+    def _free_weights(self, level: int) -> None:
+        self._host_weights = [] if level == 1 else None
+        if level == 2:
+            self.names_to_load = set(self.model.weight_targets)
+            self._fp8_pairs = Fp8Pairs()
         # NPU-ADAPTATION(sleep-frees-storage): freed by hand, tensor by tensor: the memory pool that sleeps as a whole
         # keeps device memory on runs over several nodes; drop when that pool gives all of its memory back there.
-        for parameter in self.model.parameters():
-            parameter.untyped_storage().resize_(0)
-        self.kv_caches = []
+        for tensor in weight_storage(self.model):
+            if self._host_weights is not None:
+                self._host_weights.append(tensor.to("cpu", copy=True))
+            tensor.untyped_storage().resize_(0)
         # NPU-ADAPTATION END
+        self.are_weights_awake = False
 
     def wake_weights(self) -> None:
         """Give the weights storage again: filled from the host after level 1, else to be filled by load_weights."""
         if self.are_weights_awake:
             return
-        for parameter in self.model.parameters():
-            parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
-        if self._host_weights is not None:
-            for parameter, kept in zip(self.model.parameters(), self._host_weights, strict=True):
-                parameter.data.copy_(kept)
-            self._host_weights = None
+        kept = iter(self._host_weights or [])
+        for tensor in weight_storage(self.model):
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+            if self._host_weights is not None:
+                tensor.copy_(next(kept))
+        self._host_weights = None
         self.are_weights_awake = True
 
     def wake_kv_cache(self) -> None:
@@ -106,7 +137,7 @@ class Worker:
 
     def memory_report(self) -> dict[str, int]:
         """Bytes held by weights, offloaded weights and KV cache, and the block count."""
-        weights = sum(p.untyped_storage().nbytes() for p in self.model.parameters())
+        weights = sum(tensor.untyped_storage().nbytes() for tensor in weight_storage(self.model))
         kv_cache = sum(t.untyped_storage().nbytes() for cache in self.kv_caches for t in cache)
         memory = self.platform.memory(self.device)
         return {
@@ -117,6 +148,10 @@ class Worker:
             "device_free_bytes": memory.free_bytes,
             "device_total_bytes": memory.total_bytes,
         }
+
+    def _require_weights(self, action: str) -> None:
+        if not self.are_weights_awake:
+            raise RuntimeError(f'{action} while the weights sleep: call wake_up(tags=["weights"]) first')
 
     def _build_model(self, parallel: ParallelState) -> CausalLM:
         default_dtype = torch.get_default_dtype()
@@ -136,7 +171,8 @@ class Worker:
             return
 
         def is_wanted(name: str) -> bool:
-            return name not in targets or targets[name].parameter is not None
+            target = targets.get(name.removesuffix(SCALE_SUFFIX))
+            return target is None or target.parameter is not None
 
         elsewhere = {name for name, target in targets.items() if target.parameter is None}
         self.load_weights(iterate_checkpoint(self.config.model.model, is_wanted))
@@ -144,7 +180,15 @@ class Worker:
         self.check_weights_loaded()
 
     def check_weights_loaded(self) -> None:
-        """ValueError naming the weights that nobody has loaded since the model was made or put to level-2 sleep."""
+        """ValueError naming the weights that nobody has loaded since the model was made, put to level-2 sleep, or began
+        to be updated.
+        """
+        unpaired = sorted(self._fp8_pairs.unpaired)
+        if unpaired:
+            raise ValueError(
+                f"{len(unpaired)} FP8 weights came without their scales ({SCALE_SUFFIX}), or scales without their "
+                f"weights: {', '.join(unpaired[:20])}"
+            )
         if self.names_to_load:
             missing = sorted(self.names_to_load)
             shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")

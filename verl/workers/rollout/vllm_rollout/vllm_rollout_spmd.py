@@ -13,6 +13,7 @@ from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.base import BaseRollout
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+from vllm.model_executor.model_loader.digest import WeightDigest
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class vLLMRollout(BaseRollout):
             expert_exchange=config.expert_exchange,
             rebalance_interval=config.rebalance_interval,
             load_format="dummy",
+            quantization=config.quantization,
             rollout_ops=rollout_ops,
             device=device.type,
         )
@@ -56,10 +58,13 @@ class vLLMRollout(BaseRollout):
         """See ``BaseRollout``."""
         self.inference_engine.wake_up(tags=tags)
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``BaseRollout``; an HF tensor that the stream left out is an error."""
-        self.inference_engine.load_weights(weights)
-        self.inference_engine.check_weights_loaded()
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See ``BaseRollout``."""
+        self.inference_engine.update_weights(weights, version)
+
+    def weights_digest(self) -> dict[str, WeightDigest]:
+        """See ``BaseRollout``."""
+        return self.inference_engine.weights_digest()
 
     def release(self) -> None:
         """See ``BaseRollout``."""

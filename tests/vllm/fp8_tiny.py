@@ -1,0 +1,67 @@
+"""A tiny DeepSeek-V3 with several FP8 blocks to a weight, none of them fitting, and its checkpoint in FP8."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mindspeed_llm.fp8 import QUANTIZATION_CONFIG, SCALE_SUFFIX, dequantize, is_quantised, quantize_fp8_blockwise
+from tests.vllm.tiny import TINY, random_weights
+
+WIDE: dict[str, Any] = TINY | {
+    "hidden_size": 200,
+    "intermediate_size": 288,
+    "moe_intermediate_size": 144,
+    "num_hidden_layers": 2,
+    "kv_lora_rank": 144,
+    "q_lora_rank": 160,
+}
+
+
+def fp8_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the FP8 checkpoint of `weights`, by the converter's arithmetic."""
+    stored = {}
+    for name, weight in weights.items():
+        if is_quantised(name):
+            stored[name], stored[name + SCALE_SUFFIX] = quantize_fp8_blockwise(weight)
+        else:
+            stored[name] = weight
+    return stored
+
+
+def dequantized(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The plain tensors, fp32, that an FP8 checkpoint stands for."""
+    return {
+        name: dequantize(weight, stored[name + SCALE_SUFFIX], torch.float32) if is_quantised(name) else weight
+        for name, weight in stored.items()
+        if not name.endswith(SCALE_SUFFIX)
+    }
+
+
+def write_directory(path: Path, tensors: dict[str, Tensor], shards: int = 3) -> str:
+    """A checkpoint directory; a weight and its scale may lie in different shards."""
+    path.mkdir(parents=True, exist_ok=True)
+    is_fp8 = any(name.endswith(SCALE_SUFFIX) for name in tensors)
+    extra = {"quantization_config": QUANTIZATION_CONFIG} if is_fp8 else {}
+    (path / "config.json").write_text(json.dumps(WIDE | extra))
+    names, index = list(tensors), {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        part = {name: tensors[name].contiguous() for name in names[shard::shards]}
+        save_file(part, path / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(part, file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return str(path)
+
+
+def wide_weights(seed: int = 0) -> dict[str, Tensor]:
+    """Random weights with a block of zeros and one of tiny values."""
+    weights = random_weights(WIDE, seed)
+    weights["model.layers.1.mlp.experts.3.up_proj.weight"][:128, :128] = 0
+    weights["model.layers.0.self_attn.o_proj.weight"][128:, :] = 1e-40
+    return weights

@@ -1,0 +1,150 @@
+"""New weights as a stream: every name accounted for, nothing kept of the stream, and digests of what has arrived."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parallel.launcher import run_ranks
+from tests.vllm.test_lifecycle import build, tokens_of
+from tests.vllm.tiny import TINY, random_weights, write_checkpoint
+from vllm.model_executor.model_loader.digest import WeightDigest, differences, digest, slice_digest
+
+EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
+
+
+def digests(weights: dict[str, Tensor]) -> dict[str, WeightDigest]:
+    return {name: digest(tensor) for name, tensor in weights.items()}
+
+
+def test_an_update_takes_every_name_once_and_sets_the_version(tmp_path: Path) -> None:
+    llm = build(write_checkpoint(tmp_path / "old"), enable_prefix_caching=True, block_size=4)
+    old, expected = tokens_of(llm), tokens_of(build(write_checkpoint(tmp_path / "new", seed=1)))
+    new = random_weights(TINY, seed=1)
+    assert llm.policy_version == 0
+    llm.update_weights(new.items(), version=7)
+    assert llm.policy_version == 7 and tokens_of(llm) == expected != old
+    skipped = [("model.layers.3.eh_proj.weight", torch.zeros(1))]  # multi-token prediction
+    llm.update_weights([*random_weights(TINY).items(), *skipped])
+    assert llm.policy_version == 8 and tokens_of(llm) == old
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda pairs: [p for p in pairs if p[0] != EXPERT], f"1 weights were not loaded: {EXPERT}"),
+        (lambda pairs: [*pairs, pairs[3]], "came twice"),
+        (lambda pairs: [*pairs, ("model.layers.0.nonsense", torch.zeros(1))], "nonsense is unknown"),
+        (lambda pairs: [(n, t[:-1] if n == EXPERT else t) for n, t in pairs], r"has shape \(31, 64\)"),
+        (lambda pairs: [(n, t.to(torch.int32) if n == EXPERT else t) for n, t in pairs], "is torch.int32"),
+    ],
+    ids=["missing", "twice", "unknown", "shape", "dtype"],
+)
+def test_a_failed_update_leaves_an_engine_that_refuses(change: Any, message: str, tmp_path: Path) -> None:
+    llm = build(write_checkpoint(tmp_path))
+    pairs = list(random_weights(TINY, seed=1).items())
+    with pytest.raises(ValueError, match=message):
+        llm.update_weights(change(pairs), version=1)
+    assert llm.policy_version == 0
+    if "twice" not in message and "unknown" not in message:
+        with pytest.raises(RuntimeError, match="failed update"):
+            tokens_of(llm)
+    llm.update_weights(pairs, version=1)
+    assert len(tokens_of(llm)) == 6
+
+
+def test_nothing_of_the_stream_is_kept(tmp_path: Path) -> None:
+    llm = build(write_checkpoint(tmp_path))
+    new = random_weights(TINY, seed=1)
+    largest = max(tensor.numel() for tensor in new.values())
+    shared = torch.empty(largest)
+    alive: list[weakref.ref[Tensor]] = []
+
+    def one_buffer() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in new.items():
+            view = shared[: tensor.numel()].view(tensor.shape).copy_(tensor)
+            alive.append(weakref.ref(view))
+            yield name, view
+            del view
+            assert sum(ref() is not None for ref in alive[:-1]) == 0
+
+    llm.update_weights(one_buffer(), version=1)
+    shared.fill_(float("nan"))
+    assert not differences(digests(new), llm.weights_digest())
+
+
+def test_digests_add_up_and_show_every_change() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        whole = torch.randn(70, 90, generator=generator).to(dtype)
+        value = digest(whole).value
+        parts = [slice_digest(whole[:33, :50], (0, 0)), slice_digest(whole[33:, :50], (33, 0))]
+        parts += [slice_digest(whole[:, 50:].T.contiguous().T, (0, 50))]
+        assert int(sum(parts)) % 2**64 == value
+        for row, column in ((0, 0), (69, 89), (31, 7)):
+            changed = whole.clone()
+            changed.view(torch.uint8)[row, column * dtype.itemsize] ^= 1
+            assert digest(changed).value != value
+        swapped = whole.clone()
+        swapped[[3, 5]] = whole[[5, 3]]
+        transposed = whole[:70, :70].T.contiguous()
+        assert digest(swapped).value != value
+        assert digest(transposed).value != digest(whole[:70, :70]).value
+    huge = torch.randn(3, 1 << 20, generator=generator)
+    assert (int(slice_digest(huge[:, :9], (0, 0)) + slice_digest(huge[:, 9:], (0, 9)))) % 2**64 == digest(huge).value
+
+
+def digests_of_layouts(path: str, layouts: list[dict[str, Any]]) -> list[dict[str, WeightDigest]]:
+    found = []
+    for layout in layouts:
+        llm = build(path, **layout)
+        llm.update_weights(random_weights(TINY, seed=1).items(), version=1)
+        found.append(llm.weights_digest())
+        llm.shutdown()
+    return found
+
+
+LAYOUTS = {
+    2: [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+        {"data_parallel_size": 2, "enable_expert_parallel": True},
+        {},
+    ],
+    4: [{"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}],
+}
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_digests_are_those_of_the_whole_tensors_in_every_layout(world_size: int, tmp_path: Path) -> None:
+    expected = digests(random_weights(TINY, seed=1))
+    path = write_checkpoint(tmp_path)
+    for found in run_ranks(digests_of_layouts, world_size, path, LAYOUTS[world_size]):
+        for layout, of_layout in zip(LAYOUTS[world_size], found, strict=True):
+            assert not differences(expected, of_layout), layout
+
+
+def test_a_wrong_weight_is_named(tmp_path: Path) -> None:
+    llm = build(write_checkpoint(tmp_path))
+    weights = random_weights(TINY)
+    norm = weights["model.norm.weight"]
+    llm.load_weights([("model.norm.weight", norm.where(torch.arange(len(norm)) != 3, norm + 1e-6))])
+    (problem,) = differences(digests(weights), llm.weights_digest())
+    assert problem.startswith("model.norm.weight: float32 [64]")
+    llm.sleep(2)
+    with pytest.raises(RuntimeError, match="wake_up"):
+        llm.weights_digest()
+
+
+def test_digests_are_taken_in_the_engine_s_dtype(tmp_path: Path) -> None:
+    llm = build(write_checkpoint(tmp_path), dtype="bfloat16")
+    found = llm.weights_digest()
+    gate = "model.layers.1.mlp.gate.weight"
+    assert found[gate].dtype == torch.float32 and found[EXPERT].dtype == torch.bfloat16
+    assert found[EXPERT] == digest(random_weights(TINY)[EXPERT].bfloat16())

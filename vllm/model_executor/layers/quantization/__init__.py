@@ -1,0 +1,1 @@
+"""Weights held in fewer bits than the model's dtype."""
