@@ -98,6 +98,19 @@ def test_streams_never_show_what_a_stop_string_takes_back(llm: LLM) -> None:
     assert all(expected.startswith(text) for text in texts["cumulative"])
 
 
+def test_a_cut_generation_goes_on_with_its_stop_strings_and_penalties(llm: LLM) -> None:
+    free = sample(llm, letters_only(frequency_penalty=0.5))
+    params = letters_only(frequency_penalty=0.5, stop=free.text[11:14], prompt_logprobs=1)
+    whole = llm.generate("the bare", params)[0]
+    assert 1 < len(whole.outputs[0].token_ids) <= 14
+    output = llm.generate("the bare", params, max_steps=1)[0]
+    while not output.finished:
+        assert output.outputs[0].finish_reason == "abort"
+        output = llm.generate(pickle.loads(pickle.dumps(output)), params, max_steps=3)[0]
+    assert output.outputs[0] == whole.outputs[0] and output.outputs[0].stop_reason == free.text[11:14]
+    assert output.prompt_logprobs == whole.prompt_logprobs
+
+
 def test_bad_words_never_come_and_biased_ones_do(llm: LLM) -> None:
     free = sample(llm, letters_only())
     word = free.text[10:12]
@@ -123,9 +136,7 @@ def test_text_that_cannot_be_used_is_refused(tmp_path: Path, llm: LLM) -> None:
         SamplingParams(stop=["a", ""], detokenize=False)
     tokenless = LLM(llm.config.model.model, skip_tokenizer_init=True, max_model_len=32)
     params = SamplingParams(stop="x", bad_words=["y"])
-    with pytest.raises(
-        ValueError, match=r"prompt 0: stop holds text(.|\n)*bad_words holds text, but the"
-    ):
+    with pytest.raises(ValueError, match=r"prompt 0: stop holds text(.|\n)*bad_words holds text, but the"):
         tokenless.generate({"prompt_token_ids": [5]}, params)
     params = SamplingParams(allowed_token_ids=[7, 999], logit_bias={-3: 1.0})
     with pytest.raises(ValueError, match=r"logit_bias holds -3(.|\n)*allowed_token_ids holds 999, outside of"):
