@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import PromptGroup
 
@@ -31,6 +33,10 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop string or the one of stop_token_ids that ended it, None for EOS
     top_logprobs: list[dict[int, Logprob]] | None = None  # per position: the most likely tokens and the sampled one
     policy_versions: list[int] = field(default_factory=list)  # per token: of the weights that it was drawn from
+    # [tokens, MoE layers, K], uint8 or int16, with EngineArgs.enable_return_routed_experts: the experts that each token
+    # of prompt and output went to but the last, which was never an input; None before the sample has ended. A token
+    # that was computed again, after a preemption or a cut, has the experts of the last time.
+    routed_experts: np.ndarray | None = None
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:

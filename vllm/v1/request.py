@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.sample.extras import SamplingExtras
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class RequestStatus(Enum):
@@ -44,6 +48,7 @@ class Request:
         "prompt_logprobs",
         "prompt_top",
         "request_id",
+        "routed_experts",
         "seed",
         "status",
         "stop_ids",
@@ -99,6 +104,7 @@ class Request:
         self.prompt_logprobs: list[float] = []  # of the prompt tokens but the first, by the raw model
         self.prompt_top: list[tuple[int, list[int], list[float]]] = []  # of the same, as output_top
         self.policy_starts: list[tuple[int, int]] = []  # (index of an output token, policy version from there on)
+        self.routed_experts: np.ndarray | None = None  # of a finished request, see CompletionOutput
         self.home: tuple[int, int] | None = None  # (DP rank that was asked for it, its key there) once it has moved
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None  # the stop token or the stop string

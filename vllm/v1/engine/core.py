@@ -47,13 +47,17 @@ class EngineCore:
             self._drop_rows(step)
             return [], False
         output = self.worker.execute(step, exchange)
-        self.num_steps += 1
-        if output.top is not None:
-            self._record_top(step, output.top)
         for scores in output.prompt_scores:
             scores.request.prompt_logprobs += scores.logprobs
             scores.request.prompt_top += scores.top
-        return self.scheduler.update_from_output(step, output.token_ids.tolist(), output.logprobs), True
+        self.num_steps += 1
+        if output.top is not None:
+            self._record_top(step, output.top)
+        finished = self.scheduler.update_from_output(step, output.token_ids.tolist(), output.logprobs)
+        if self.worker.keeps_routed_experts:
+            for request in finished:  # their blocks are free, but hold what they held until the next step
+                request.routed_experts = self.worker.routed_experts(request.request_id)
+        return finished, True
 
     def sleep(self, level: int, tags: Collection[str] = SLEEP_TAGS) -> None:
         """Free what `tags` names of weights (level 1: kept on the host, level 2: dropped) and KV cache."""

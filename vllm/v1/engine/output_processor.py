@@ -94,6 +94,7 @@ class PromptGroup:
             stop_reason=None if is_eos else request.stop_reason,
             top_logprobs=top_logprobs,
             policy_versions=request.policy_versions(start),
+            routed_experts=request.routed_experts,
         )
 
     def shown_tokens(self, request: Request, start: int = 0) -> list[int]:

@@ -27,6 +27,7 @@ PROGRESS = (
     "prompt_logprobs",
     "prompt_top",
     "policy_starts",
+    "routed_experts",
     "status",
     "finish_reason",
     "stop_reason",

@@ -8,8 +8,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.extras import SamplingExtras
 
 # One word each, in this order; then the tokens, the tokens that stop it, the starts of policy versions, the extras, the
-# log-probs and the top log-probs, of output and prompt, each entry of those as its rank, its length, ids and log-probs.
-# Floats are the bits of a float64.
+# routed experts, the log-probs and the top log-probs, of output and prompt, each entry of those as its rank, its
+# length, ids and log-probs. Floats are the bits of a float64.
 HEADER = (
     "num_words",
     "num_computed_tokens",
@@ -37,6 +37,9 @@ HEADER = (
     "num_prompt_logprobs",
     "num_prompt_entries",
     "num_extras_words",
+    "routed_layers",
+    "routed_choices",
+    "routed_bytes",
 )
 STATUSES = tuple(RequestStatus)
 FINISH_REASONS = (None, "stop", "length", "abort")
@@ -52,6 +55,7 @@ def encode(request: Request, num_computed_tokens: int = 0) -> np.ndarray:
     stop_ids = sorted(request.stop_ids)
     top = [_encode_top(*entry) for entry in [*request.output_top, *request.prompt_top]]
     extras = _encode_extras(request)
+    routed = request.routed_experts
     header = {
         "num_computed_tokens": num_computed_tokens,
         "home_rank": request.home[0],
@@ -80,10 +84,14 @@ def encode(request: Request, num_computed_tokens: int = 0) -> np.ndarray:
         ),
         "num_prompt_entries": len(request.prompt_top),
         "num_extras_words": len(extras),
+        "routed_layers": 0 if routed is None else routed.shape[1],
+        "routed_choices": 0 if routed is None else routed.shape[2],
+        "routed_bytes": 0 if routed is None else routed.nbytes,
     }
     policy_starts = [word for entry in request.policy_starts for word in entry]
     logprobs = [_bits(request.output_logprobs), _bits(request.prompt_logprobs)]
-    body = [_words(request.token_ids), _words(stop_ids), _words(policy_starts), extras, *logprobs, *top]
+    choices = _filled(b"" if routed is None else routed.tobytes())
+    body = [_words(request.token_ids), _words(stop_ids), _words(policy_starts), extras, choices, *logprobs, *top]
     num_words = len(HEADER) + sum(map(len, body))
     return np.concatenate([_words([{"num_words": num_words, **header}[name] for name in HEADER]), *body])
 
@@ -106,6 +114,7 @@ def _decode_one(words: np.ndarray) -> Request:
     stop_ids, rest = np.split(rest, [header["num_stop_ids"]])
     policy_starts, rest = np.split(rest, [2 * header["num_policy_starts"]])
     extras, rest = np.split(rest, [header["num_extras_words"]])
+    choices, rest = np.split(rest, [-(-header["routed_bytes"] // 8)])
     logprobs, rest = np.split(rest, [header["num_outputs"]])
     prompt_logprobs, rest = np.split(rest, [header["num_prompt_entries"]])
     top = _decode_top(rest, header["num_top_entries"] + header["num_prompt_entries"])
@@ -137,12 +146,27 @@ def _decode_one(words: np.ndarray) -> Request:
     request.stop_reason = _decode_stop_reason(header["stop_reason"], request)
     request.num_cached_tokens = header["num_cached_tokens"]
     request.num_preemptions = header["num_preemptions"]
+    request.routed_experts = _decode_choices(choices, header)
     return request
+
+
+def _decode_choices(words: np.ndarray, header: dict[str, int]) -> np.ndarray | None:
+    """Of all tokens but the last; the number of bytes tells the type."""
+    shape = (header["num_tokens"] - 1, header["routed_layers"], header["routed_choices"])
+    count = shape[0] * shape[1] * shape[2]
+    if count == 0:
+        return None
+    dtype = np.uint8 if header["routed_bytes"] == count else np.int16
+    return np.frombuffer(words.tobytes(), dtype, count).reshape(shape).copy()
 
 
 def _encode_extras(request: Request) -> np.ndarray:
     """Their JSON, filled up with spaces to whole words."""
     text = b"" if request.extras is None else request.extras.to_json()
+    return _filled(text)
+
+
+def _filled(text: bytes) -> np.ndarray:
     return np.frombuffer(text.ljust(-(-len(text) // 8) * 8), dtype=np.int64)
 
 

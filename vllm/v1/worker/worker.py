@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import ParallelState, StepExchange
 from vllm.model_executor.layers.quantization.fp8 import SCALE_SUFFIX
-from vllm.model_executor.layers.routed_experts import bytes_per_token, new_choices_cache
+from vllm.model_executor.layers.routed_experts import bytes_per_token, new_choices_cache, read_choices
 from vllm.model_executor.model_loader.collect_digests import collect_digests
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.fp8_target import Fp8Pairs, hold_in_fp8, weight_storage
@@ -59,6 +60,18 @@ class Worker:
         if step.block_copies:
             copy_blocks(self.kv_caches, step.block_copies)
         return self.runner.execute(step, exchange, self.kv_caches)
+
+    @property
+    def keeps_routed_experts(self) -> bool:
+        return self.config.cache.enable_return_routed_experts
+
+    def routed_experts(self, request_id: str) -> np.ndarray:
+        """[tokens computed, MoE layers, K] of a request of the last step."""
+        batch = self.runner.batch
+        row = batch.row_of[request_id]
+        num_tokens = int(batch.num_computed[row])
+        blocks = batch.block_table[row, : -(-num_tokens // batch.block_size)]
+        return read_choices(self.kv_caches[-1], blocks, num_tokens)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Take (hf_name, full tensor) pairs; RuntimeError while the weights sleep."""
