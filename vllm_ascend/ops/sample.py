@@ -1,5 +1,5 @@
-"""Sampling with top-k and top-p as one kernel; edits, bans, min-p and the draw itself are the reference's, in torch's own
-ops on the device, so that tokens are the same everywhere.
+"""Sampling with top-k and top-p as one kernel; edits, bans, min-p and the draw itself are the reference's, in torch's
+own ops on the device, so that tokens are the same everywhere.
 
 Source: npu_top_k_top_p, called with all three arguments, which torch_npu 2.5.1 demands. Limits of that kernel: every
 row with a top_k in [1, 1024]; a batch in which a row has none or a larger one takes the reference's sort. What bans and
