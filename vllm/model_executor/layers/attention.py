@@ -5,6 +5,7 @@ Letters: T tokens, H hidden, N query heads and G heads of keys and values of thi
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -43,7 +44,7 @@ class GroupedQueryAttention(nn.Module):
 
     def __init__(self, hf: Qwen3Config, parallel: ParallelState, ops: RolloutOps) -> None:
         super().__init__()
-        self.ops, self.eps, self.scale = ops, hf.rms_norm_eps, hf.head_dim**-0.5
+        self.ops, self.eps, self.scale = ops, hf.rms_norm_eps, 1.0 / math.sqrt(hf.head_dim)
         self.qkv_proj = QKVParallelLinear(hf, ops, parallel.tp)
         self.q_norm, self.k_norm = Norm(hf.head_dim), Norm(hf.head_dim)
         self.o_proj = RowParallelLinear(hf.num_attention_heads * hf.head_dim, hf.hidden_size, ops, parallel.tp)
