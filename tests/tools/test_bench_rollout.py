@@ -1,0 +1,117 @@
+"""The rollout and step benchmarks run and report what they measured; their figures are not judged here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.bench import rollout, step
+from tools.bench.rollout_model import CHECKPOINTS, Work, active_weights, decode_work, prefill_work, read_weights
+from tools.bench.rollout_report import report
+
+TINY = "--threads 1 --num-prompts 4 --prompt-lengths 2 5 --new-tokens 8"
+
+
+def test_rollout_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "report.json"
+    works = "--works mixed shared prefill host3 growth --host-sequences 3 --long-prompt 12 --samples 2"
+    growth = "--growth-sequences 1 --growth-tokens 24"
+    options = f"{TINY} --checkpoints tiny --dtype float32 --engines ours transformers --variants eager,grouped_mm"
+    assert rollout.main(f"{options} {works} {growth} --rounds 1 --starts 1 --json {file}".split()) == 0
+    [found] = json.loads(file.read_text())
+    assert not found["failures"]
+    both = ["ours", "transformers"]
+    kinds = [(row["engine"], row["work"]) for row in found["rows"]]
+    assert kinds == [(e, w) for w in ("mixed", "shared", "prefill", "host3") for e in both] + [("ours", "growth")]
+    for row in found["rows"]:
+        assert row["tokens_per_s"] > 0 and row["peak_bytes"] > 0 and row["cpu_seconds"][0] > 0
+        assert row["work"] == "prefill" or 0 < row["host_us"] < row["step_us"]
+    assert found["rows"][-1]["growth"]["to"] == 24
+    assert {start["engine"] for start in found["starts"]} == set(both)
+    assert "lead over transformers, shared / mixed" in capsys.readouterr().out
+
+
+def test_a_step_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "report.json"
+    assert step.main(f"{TINY} --checkpoint tiny --samples 2 --steps 1 --json {file}".split()) == 0
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["generate_seconds"] + row["update_seconds"] < row["seconds"]
+    assert 0 < row["reward"] < 1 and row["steps"][0]["grad_norm"] > 0
+    assert "s/step" in capsys.readouterr().out
+
+
+def test_what_cannot_run_is_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--engines", "vllm", "sglang", "--checkpoints", "D", "--vllm-python", "/nowhere/python"]
+    assert rollout.main(options) == 2
+    told = capsys.readouterr().err
+    assert "sglang" in told and "--checkpoints has D" in told and "/nowhere/python" in told
+    assert step.main(["--engines", "trl", "--checkpoint", "D"]) == 2
+    assert "--trl-python is absent" in capsys.readouterr().err
+
+
+def test_an_engine_that_fails_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = f"{TINY} --checkpoints tiny --engines ours --rollout-ops nothing:here --models {tmp_path} --starts 1"
+    assert rollout.main(f"{options} --works mixed --rounds 1".split()) == 1
+    assert "nothing" in capsys.readouterr().out
+
+
+def test_least_work() -> None:
+    raw = CHECKPOINTS["B"]
+    # 64 tokens choose all experts with near certainty, one token its own.
+    assert read_weights(raw, 64) == pytest.approx(read_weights(raw, 10_000), rel=1e-3)
+    assert read_weights(raw, 1) == pytest.approx(active_weights(raw))
+    one, two = (decode_work(raw, 2, 64, context) for context in (100, 200))
+    assert two.num_bytes - one.num_bytes == 2 * 64 * 100 * 8 * (256 + 32)
+    assert one.seconds(50e9, 1e12) == max(one.num_bytes / 50e9, one.flops / 1e12)
+    assert prefill_work(raw, 2, [64, 64]).flops < prefill_work(raw, 2, [128]).flops
+
+
+def test_prompts_are_the_same_for_a_seed_and_new_for_another() -> None:
+    work = Work("mixed", 5, 2, 9)
+    first, again, other = work.prompts(64, 1), work.prompts(64, 1), work.prompts(64, 2)
+    assert first == again != other
+    assert all(2 <= len(ids) <= 9 and min(ids) >= 2 and max(ids) < 64 for ids in first)
+
+
+def test_figures_are_medians_and_growth_compares_both_ends() -> None:
+    def round_(seconds: float) -> dict[str, Any]:
+        host = [100] * 50 + [120] * 50
+        return {
+            "seconds": seconds,
+            "cpu_seconds": seconds,
+            "peak_bytes": 7,
+            "num_tokens": 100,
+            "step_us": [1000] * 100,
+            "host_us": host,
+            "host_cpu_us": host,
+        }
+
+    works = [Work("mixed", 1, 4, 4, new_tokens=100), Work("growth", 1, 4, 4, new_tokens=100)]
+    measured = [
+        {
+            "engine": engine,
+            "name": engine,
+            "work": vars(work),
+            "rounds": [round_(seconds) for seconds in (scale, 2 * scale, 9 * scale)],
+            "others_cores": [0.0, 0.5, 1.0],
+        }
+        for engine, scale in (("ours", 1.0), ("other", 3.0))
+        for work in works
+    ]
+    found = report(
+        raw=CHECKPOINTS["tiny"],
+        options={"dtype": "float32", "checkpoint": "tiny"},
+        allocator="any",
+        measured=measured,
+        started=[{"engine": "ours", "ready_seconds": [1.0, 1.0], "first_token_seconds": [3.0, 2.0]}],
+        machine=[{"bytes_per_s": 1e9, "flops_per_s": 1e9}] * 3,
+        variants={},
+        failures={},
+    )
+    assert found["rows"][0]["tokens_per_s"] == 50 and found["rows"][0]["others_cores"] == 0.5
+    assert found["rows"][1]["growth"] == {"from": 25, "to": 100, "wall": pytest.approx(0.2), "cpu": pytest.approx(0.2)}
+    assert found["ratios"]["mixed: ours / other, tokens per second"] == pytest.approx(3)
+    assert found["starts"][0]["warm_first_token_seconds"] == 2

@@ -1,0 +1,61 @@
+"""What every engine's program shares: it answers lines of JSON with lines of JSON.
+
+Runs in any environment and imports nothing of this repository: there, ``vllm`` may be the other engine's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+class Channel:
+    """This program's options, the requests it gets and the answers it gives."""
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what libraries print must not get between the answers
+        self.options: dict[str, Any] = json.loads(sys.argv[1])
+        os.sched_setaffinity(0, self.options["cpus"])  # before any library starts its threads
+
+    def requests(self) -> Iterator[dict[str, Any]]:
+        """Waits for each; ends when the benchmark closes the pipe."""
+        for line in sys.stdin:
+            yield json.loads(line)
+
+    def answer(self, content: dict[str, Any]) -> None:
+        """To the last request; the first answer, to none, says that the engine is ready."""
+        print(json.dumps(content), file=self._answers, flush=True)
+
+
+def serve(build: Callable[[dict[str, Any]], Any]) -> None:
+    """Makes the engine and answers {"command": one of its methods, ...its arguments} until there are no more."""
+    channel = Channel()
+    engine = build(channel.options)
+    channel.answer({"name": engine.name})
+    for request in channel.requests():
+        channel.answer(getattr(engine, request.pop("command"))(**request))
+
+
+class Stopwatch:
+    """Seconds, CPU seconds of all threads and the highest resident bytes so far, from its making to ``read``."""
+
+    def __init__(self) -> None:
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+
+    def read(self) -> dict[str, float]:
+        seconds, cpu_seconds = time.perf_counter() - self._start, time.process_time() - self._cpu_start
+        return {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_bytes": peak_resident_bytes()}
+
+
+def peak_resident_bytes() -> int:
+    """Of this process since its start."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmHWM; the benchmark reads peak memory on Linux")

@@ -1,0 +1,327 @@
+"""``python -m tools.bench.rollout``: our rollout engine beside vLLM on the CPU and ``generate`` of transformers.
+
+Every engine lives in a process of its own, with the same CPUs, threads and allocator; they are alive together and take
+the rounds of each kind of work in turns on the same prompts. Figures are medians over rounds, ratios of medians in one
+run. vLLM runs in an environment of its own, whose interpreter ``--vllm-python`` names; ``--engines ours`` needs none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tools.bench import rollout_report
+from tools.bench.remote import EngineError, EngineProcess, EngineSpec, OthersLoad, cpus_for, jemalloc, this_python
+from tools.bench.rollout_model import CHECKPOINTS, Work, cache_bytes_per_token, write_checkpoint
+
+ENGINES = ("ours", "vllm", "transformers")
+PROGRAM = "rollout_engines.py"
+VARIANTS = ("eager,grouped_mm", "eager,eager", "sdpa,grouped_mm", "sdpa,eager")
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+MAX_SEQUENCES = 256
+
+
+@dataclass
+class Measured:
+    """What one engine did with one kind of work: a dict per round, as ``rollout_engines`` answers, and the load."""
+
+    engine: str
+    name: str
+    work: Work
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    others_cores: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Started:
+    """Seconds from the start of the process: until it could be asked, and until its first token."""
+
+    engine: str
+    ready_seconds: list[float] = field(default_factory=list)
+    first_token_seconds: list[float] = field(default_factory=list)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the comparison; returns the exit code: 1 when an engine failed, 2 for options that cannot work."""
+    options = _options().parse_args(argv)
+    if problems := _problems(options):
+        print("tools.bench.rollout:", *(f"  - {problem}" for problem in problems), sep="\n", file=sys.stderr)
+        return 2
+    reports, has_failed = [], False
+    with tempfile.TemporaryDirectory(prefix="bench-rollout-") as tmp:
+        for checkpoint in options.checkpoints:
+            bench = Bench(checkpoint, options, Path(tmp))
+            report = bench.run()
+            has_failed |= bool(report["failures"])
+            reports.append(report)
+            print(rollout_report.table(report), flush=True)
+    if options.json:
+        Path(options.json).write_text(json.dumps(reports, indent=1) + "\n")
+    return int(has_failed)
+
+
+def works(options: argparse.Namespace) -> dict[str, Work]:
+    """Every kind of work by its name.
+
+    mixed: short prompts · shared: several samples of each of a few long prompts · unshared: as many samples of as many
+    long prompts · prefill: long prompts, one token each · host: many short prompts whose text is wanted · growth: a
+    few very long answers.
+    """
+    (shortest, longest), new_tokens = options.prompt_lengths, options.new_tokens
+    count, long, n = options.num_prompts, options.long_prompt, options.samples
+    num_shared = max(1, count // n)
+    found = [
+        Work("mixed", count, shortest, longest, new_tokens=new_tokens),
+        Work("shared", num_shared, long, long, n=n, new_tokens=new_tokens),
+        Work("unshared", num_shared * n, long, long, new_tokens=new_tokens),
+        Work("prefill", num_shared * 4, long, long, new_tokens=1),
+        *(
+            Work(f"host{num}", num, shortest, longest, new_tokens=new_tokens, detokenize=True)
+            for num in options.host_sequences
+        ),
+        Work("growth", options.growth_sequences, shortest, longest, new_tokens=options.growth_tokens, detokenize=True),
+    ]
+    return {work.name: work for work in found}
+
+
+class Bench:
+    """The engines of one checkpoint."""
+
+    def __init__(self, checkpoint: str, options: argparse.Namespace, tmp: Path) -> None:
+        self.options, self.checkpoint, self.raw = options, checkpoint, CHECKPOINTS[checkpoint]
+        self.cpus = cpus_for(options.threads)
+        self.scratch = tmp / checkpoint
+        self.scratch.mkdir()
+        self.model = Path(options.models or tmp / "models") / f"{checkpoint}-{options.dtype}"
+        known = works(options)
+        self.works = [known[name] for name in options.works]
+        self.failures: dict[str, str] = {}
+        self.started: dict[str, Started] = {}
+        self.variants: dict[str, float] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Everything that was measured and what it comes to."""
+        write_checkpoint(self.raw, self.options.dtype, self.model)
+        probe = self._start(EngineSpec("probe", this_python(), {}))
+        specs = [spec for engine in self.options.engines if (spec := self._spec(engine)) is not None]
+        processes: dict[str, EngineProcess] = {}
+        try:
+            for spec in specs:
+                if (process := self._started(spec)) is not None:
+                    processes[spec.engine] = process
+            measured, machine = self._in_turns(processes, probe)
+        finally:
+            for process in [*processes.values(), probe]:
+                process.end()
+        return rollout_report.report(
+            raw=self.raw,
+            options=vars(self.options) | {"checkpoint": self.checkpoint},
+            allocator="the system's" if jemalloc() is None else "jemalloc",
+            measured=[vars(one) | {"work": vars(one.work)} for one in measured],
+            started=[vars(one) for one in self.started.values()],
+            machine=machine,
+            variants=self.variants,
+            failures=self.failures,
+        )
+
+    def _spec(self, engine: str) -> EngineSpec | None:
+        """How to start an engine; None, with the failure noted, when transformers has no variant that runs."""
+        options = self.options
+        # A longest sample more than is needed: an engine that rounds its blocks up must not preempt.
+        num_tokens = max((work.num_samples + 1) * (work.max_tokens_per_sample + 128) for work in self.works)
+        arguments: dict[str, Any] = {
+            "dtype": options.dtype,
+            "max_model_len": max(work.max_tokens_per_sample for work in self.works) + 16,
+            "max_num_seqs": MAX_SEQUENCES,
+        }
+        if engine == "ours":
+            arguments |= {"num_gpu_blocks_override": -(-num_tokens // 16), "enable_prefix_caching": True}
+            arguments |= {"rollout_ops": options.rollout_ops} if options.rollout_ops else {}
+            return EngineSpec(engine, this_python(), self._model_options(arguments), is_ours=True)
+        if engine == "vllm":
+            return EngineSpec(
+                engine, options.vllm_python, self._model_options(arguments), self._vllm_environment(num_tokens)
+            )
+        return self._fastest_transformers(arguments)
+
+    def _model_options(self, arguments: dict[str, Any], **more: Any) -> dict[str, Any]:
+        return {"model": str(self.model), "arguments": arguments, **more}
+
+    def _vllm_environment(self, num_tokens: int) -> dict[str, str]:
+        """One process, bound to our CPUs, with room for the largest work; its MLA kernels know one shape only."""
+        has_mla = (self.raw["kv_lora_rank"], self.raw["qk_rope_head_dim"]) == (512, 64)
+        cache_bytes = num_tokens * cache_bytes_per_token(self.raw, ITEM_BYTES[self.options.dtype], has_mla)
+        return {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": str(-(-cache_bytes // 2**30)),
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, self.cpus)),
+            "VLLM_CACHE_ROOT": str(self.scratch / "cache" / "vllm"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        } | ({} if has_mla else {"VLLM_MLA_DISABLE": "1"})
+
+    def _fastest_transformers(self, arguments: dict[str, Any]) -> EngineSpec | None:
+        """The variant that is quickest on a short round; each in a process of its own, so that its memory is gone."""
+        variants = [tuple(variant.split(",")) for variant in self.options.variants]
+        if len(variants) == 1:
+            return EngineSpec("transformers", this_python(), self._model_options(arguments, variant=variants[0]))
+        specs = {}
+        shortest, longest = self.options.prompt_lengths
+        trial = Work("trial", self.options.num_prompts, shortest, longest, new_tokens=16)
+        for variant in variants:
+            spec = EngineSpec("transformers", this_python(), self._model_options(arguments, variant=variant))
+            try:
+                process = self._start(spec)
+            except EngineError as error:
+                self.failures["transformers " + " ".join(variant)] = str(error)
+                continue
+            try:
+                for seed in range(2):
+                    seconds = self._generate(process, trial, seed)["seconds"]
+                specs[seconds] = spec
+                self.variants[" ".join(variant)] = seconds
+            except EngineError as error:
+                self.failures["transformers " + " ".join(variant)] = str(error)
+            finally:
+                process.end()
+        return specs[min(specs)] if specs else None
+
+    def _started(self, spec: EngineSpec) -> EngineProcess | None:
+        """The engine, started as often as is asked for, the first time with empty caches; None when it cannot."""
+        started = self.started.setdefault(spec.engine, Started(spec.engine))
+        first = Work("first", 1, 16, 16, new_tokens=1)
+        process: EngineProcess | None = None
+        try:
+            for _ in range(self.options.starts):
+                if process is not None:
+                    process.end()
+                process = self._start(spec)
+                seconds = self._generate(process, first, 0)["seconds"]
+                started.ready_seconds.append(process.start_seconds)
+                started.first_token_seconds.append(process.start_seconds + seconds)
+        except EngineError as error:
+            self._fail(spec.engine, error)
+            if process is not None:
+                process.end()
+            return None
+        return process
+
+    def _start(self, spec: EngineSpec) -> EngineProcess:
+        return EngineProcess(PROGRAM, spec, self.cpus, self.scratch)
+
+    def _generate(self, process: EngineProcess, work: Work, seed: int) -> dict[str, Any]:
+        """One round; EngineError when answers are not of the length that was asked for."""
+        answer = process.ask(
+            "generate",
+            prompts=work.prompts(self.raw["vocab_size"], seed),
+            n=work.n,
+            max_tokens=work.new_tokens,
+            detokenize=work.detokenize,
+        )
+        if answer["num_tokens"] != work.num_samples * work.new_tokens or answer["shortest"] != work.new_tokens:
+            raise EngineError(
+                f"{process.name} gave {answer['num_tokens']} tokens, {answer['shortest']} in the shortest sample, for "
+                f"{work.num_samples} samples of {work.new_tokens}"
+            )
+        return answer
+
+    def _in_turns(
+        self, processes: dict[str, EngineProcess], probe: EngineProcess
+    ) -> tuple[list[Measured], list[dict[str, float]]]:
+        """Rounds of every kind of work; of each, all engines' first rounds come first and are not counted."""
+        measured: list[Measured] = []
+        machine: list[dict[str, float]] = []
+        for work in self.works:
+            rounds = 1 if work.name == "growth" else self.options.rounds + 1
+            found = {engine: Measured(engine, process.name, work) for engine, process in processes.items()}
+            for round_ in range(rounds):
+                machine.append(probe.ask("measure", num_bytes=self._weight_bytes(), dtype=self.options.dtype))
+                for engine in list(processes):
+                    if engine == "transformers" and work.name == "growth":
+                        continue
+                    try:
+                        self._round(processes[engine], work, round_, found[engine], is_counted=round_ or rounds == 1)
+                    except EngineError as error:
+                        self._fail(engine, error)
+                        processes.pop(engine).end()
+            measured += [one for one in found.values() if one.rounds]
+        return measured, machine
+
+    def _round(self, process: EngineProcess, work: Work, seed: int, found: Measured, is_counted: object) -> None:
+        load = OthersLoad()
+        answer = self._generate(process, work, seed)
+        cores = load.cores(answer["cpu_seconds"])
+        rate = answer["num_tokens"] / answer["seconds"]
+        print(f"{self.checkpoint} {work.name} {seed}: {process.name}: {rate:.0f} tok/s", file=sys.stderr, flush=True)
+        if is_counted:
+            found.rounds.append(answer)
+            found.others_cores.append(cores)
+
+    def _weight_bytes(self) -> int:
+        return (self.model / "model.safetensors").stat().st_size
+
+    def _fail(self, engine: str, error: EngineError) -> None:
+        self.failures[engine] = str(error)
+        print(f"tools.bench.rollout: {self.checkpoint}: {error}", file=sys.stderr, flush=True)
+
+
+def _problems(options: argparse.Namespace) -> list[str]:
+    problems = []
+    for name, known, given in (
+        ("--engines", ENGINES, options.engines),
+        ("--checkpoints", tuple(CHECKPOINTS), options.checkpoints),
+        ("--works", tuple(works(options)), options.works),
+        ("--variants", VARIANTS, options.variants),
+    ):
+        if unknown := sorted(set(given) - set(known)):
+            problems.append(f"{name} has {', '.join(unknown)}; known: {', '.join(known)}")
+    if "vllm" in options.engines and not (options.vllm_python and shutil.which(options.vllm_python)):
+        given = options.vllm_python or "absent"
+        problems.append(
+            f"--vllm-python is {given}; give the interpreter of an environment with vllm-cpu (tools/bench/README.md)"
+        )
+    if options.threads > len(os.sched_getaffinity(0)):
+        problems.append(f"--threads {options.threads}: this process may use {len(os.sched_getaffinity(0))} CPUs")
+    if max([*options.host_sequences, options.num_prompts]) > MAX_SEQUENCES:
+        problems.append(f"--num-prompts and --host-sequences go up to {MAX_SEQUENCES}, which run at once")
+    return problems
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.rollout", description=__doc__)
+    parser.add_argument("--checkpoints", nargs="+", default=["A", "B", "C"], help=f"of {', '.join(CHECKPOINTS)}")
+    parser.add_argument("--engines", nargs="+", default=["ours", "transformers"], help=f"of {', '.join(ENGINES)}")
+    parser.add_argument("--vllm-python", help="interpreter of an environment with vllm-cpu")
+    default_works = ["mixed", "shared", "unshared", "prefill", "host64", "host256"]
+    all_works = f"of {', '.join(default_works)} and growth, in this order (default: all but growth)"
+    parser.add_argument("--works", nargs="+", default=default_works, help=all_works)
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each work, after one warm-up")
+    parser.add_argument("--starts", type=int, default=2, help="starts of each engine; the first has empty caches")
+    parser.add_argument("--threads", type=int, default=2, help="threads and CPUs of each engine (default: 2)")
+    parser.add_argument("--dtype", choices=tuple(ITEM_BYTES), default="bfloat16")
+    parser.add_argument("--rollout-ops", help="our table of ops (default: the engine's)")
+    variants = "attention,experts of transformers; of several, the quickest is taken (default: all)"
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), help=variants)
+    parser.add_argument("--num-prompts", type=int, default=64, help="samples that run at once, but for host and growth")
+    parser.add_argument("--prompt-lengths", type=int, nargs=2, default=[16, 48], metavar=("SHORTEST", "LONGEST"))
+    parser.add_argument("--long-prompt", type=int, default=512, help="tokens of a prompt of shared, unshared, prefill")
+    parser.add_argument("--samples", type=int, default=16, help="samples of each prompt of shared")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--host-sequences", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--growth-tokens", type=int, default=32768, help="tokens of each answer of growth")
+    parser.add_argument("--growth-sequences", type=int, default=2)
+    parser.add_argument("--models", help="directory where checkpoints are kept (default: a temporary one)")
+    parser.add_argument("--json", help="also write everything measured to this file")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,201 @@
+"""``python -m tools.bench.step``: a whole GRPO step of ours beside one of TRL's GRPOTrainer.
+
+A step generates samples, scores them and updates the policy, without a reference model. The engines live in processes
+of their own with the same CPUs, threads and allocator and take steps in turns on the same prompts; figures are medians.
+TRL runs in an environment of its own, whose interpreter ``--trl-python`` names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.bench.remote import EngineProcess, EngineSpec, OthersLoad, cpus_for, jemalloc, this_python
+from tools.bench.rollout_model import CHECKPOINTS, Work, write_checkpoint
+
+ENGINES = ("ours", "trl")
+PROGRAM = "step_engines.py"
+VARIANTS = [("sdpa", "grouped_mm"), ("eager", "grouped_mm")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the comparison; returns the exit code."""
+    options = _options().parse_args(argv)
+    if problems := _problems(options):
+        print("tools.bench.step:", *(f"  - {problem}" for problem in problems), sep="\n", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="bench-step-") as tmp:
+        report = _run(options, Path(tmp))
+    print(_table(report))
+    if options.json:
+        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def _run(options: argparse.Namespace, tmp: Path) -> dict[str, Any]:
+    raw = CHECKPOINTS[options.checkpoint]
+    model = tmp / "model"
+    write_checkpoint(raw, options.dtype, model)
+    shortest, longest = options.prompt_lengths
+    work = Work("step", options.num_prompts, shortest, longest, n=options.samples, new_tokens=options.new_tokens)
+    steps = [work.prompts(raw["vocab_size"], seed) for seed in range(options.steps + 1)]
+    cpus = cpus_for(options.threads)
+    processes: list[EngineProcess] = []
+    try:
+        for engine in options.engines:
+            if engine == "ours":
+                settings = {"model": str(model), "overrides": _overrides(options, model, tmp)}
+                spec = EngineSpec(engine, this_python(), settings, is_ours=True)
+            else:
+                spec = _fastest_trl(options, model, steps, cpus, tmp)
+            processes.append(EngineProcess(PROGRAM, spec, cpus, tmp))
+        return _in_turns(processes, steps, work, options)
+    finally:
+        for process in processes:
+            process.end()
+
+
+def _overrides(options: argparse.Namespace, model: Path, tmp: Path) -> list[str]:
+    """Of our config: one worker, one update per batch, everything where it is computed with."""
+    models, engine = "actor_rollout_ref", "actor_rollout_ref.actor.megatron"
+    return [
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=1",
+        f"trainer.report_dir={tmp}/run",
+        f"data.max_prompt_length={options.prompt_lengths[1]}",
+        f"data.max_response_length={options.new_tokens}",
+        f"data.train_batch_size={options.num_prompts}",
+        f"{models}.model.path={model}",
+        f"{models}.actor.ppo_mini_batch_size={options.num_prompts}",
+        f"{models}.actor.use_dynamic_bsz=True",
+        f"{models}.actor.ppo_max_token_len_per_gpu={options.micro_tokens}",
+        f"{models}.actor.optim.lr=1e-6",
+        f"{engine}.dtype={options.dtype}",
+        f"{engine}.param_offload=False",
+        f"{engine}.grad_offload=False",
+        f"{engine}.optimizer_offload=False",
+        f"{models}.rollout.n={options.samples}",
+        f"{models}.rollout.dtype={options.dtype}",
+        f"{models}.rollout.ignore_eos=True",
+        f"{models}.rollout.enforce_eager=True",
+        f"{models}.rollout.enable_prefix_caching=True",
+        f"{models}.rollout.max_num_seqs={options.num_prompts * options.samples}",
+        *options.override,
+    ]
+
+
+def _fastest_trl(
+    options: argparse.Namespace, model: Path, steps: list[list[list[int]]], cpus: list[int], tmp: Path
+) -> EngineSpec:
+    """The variant with the quickest second step; each is tried in a process of its own."""
+    found = {}
+    for variant in VARIANTS:
+        settings = {
+            "model": str(model),
+            "dtype": options.dtype,
+            "variant": variant,
+            "samples": options.samples,
+            "new_tokens": options.new_tokens,
+            "steps": steps,
+        }
+        spec = EngineSpec("trl", options.trl_python, settings)
+        process = EngineProcess(PROGRAM, spec, cpus, tmp)
+        try:
+            seconds = [process.ask("step", prompts=prompts)["seconds"] for prompts in steps[:2]]
+        finally:
+            process.end()
+        found[seconds[-1]] = spec
+        print(f"step: trial of {process.name}: {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
+    return found[min(found)]
+
+
+def _in_turns(
+    processes: list[EngineProcess], steps: list[list[list[int]]], work: Work, options: argparse.Namespace
+) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = [{"engine": p.spec.engine, "name": p.name, "steps": []} for p in processes]
+    for number, prompts in enumerate(steps):
+        for process, row in zip(processes, rows, strict=True):
+            load = OthersLoad()
+            answer = process.ask("step", prompts=prompts)
+            answer["others_cores"] = load.cores(answer["cpu_seconds"])
+            expected = work.num_samples * work.new_tokens
+            if answer["num_tokens"] != expected:
+                raise RuntimeError(f"{process.name} trained on {answer['num_tokens']} new tokens, expected {expected}")
+            print(f"step {number}: {process.name}: {answer['seconds']:.2f} s", file=sys.stderr, flush=True)
+            if number:  # the first one warms up
+                row["steps"].append(answer)
+    for row in rows:
+        keys = ("seconds", "cpu_seconds", "others_cores", "generate_seconds", "update_seconds", "reward")
+        row |= {key: statistics.median(s[key] for s in row["steps"]) for key in keys if key in row["steps"][0]}
+        row["peak_bytes"] = max(step["peak_bytes"] for step in row["steps"])
+    ratios = {}
+    by_engine = {row["engine"]: row for row in rows}
+    if by_engine.keys() == set(ENGINES):
+        ours, trl = by_engine["ours"], by_engine["trl"]
+        for key in ("seconds", "cpu_seconds", "peak_bytes"):
+            ratios[f"{key}: trl / ours"] = trl[key] / ours[key]
+    allocator = "the system's" if jemalloc() is None else "jemalloc"
+    return {"options": vars(options), "allocator": allocator, "rows": rows, "ratios": ratios}
+
+
+def _table(report: dict[str, Any]) -> str:
+    options = report["options"]
+    lines = [
+        f"GRPO step on {options['checkpoint']}, {options['num_prompts']} prompts x {options['samples']} samples x "
+        f"{options['new_tokens']} tokens, {options['dtype']}, {options['threads']} threads, allocator "
+        f"{report['allocator']}",
+        f"{'engine':76} {'s/step':>7} {'cpu-s':>7} {'peak MB':>8} {'others':>6}  parts",
+    ]
+    for row in report["rows"]:
+        parts = [f"{key.split('_')[0]} {row[key]:.2f}" for key in ("generate_seconds", "update_seconds") if key in row]
+        lines.append(
+            f"{row['name']:76} {row['seconds']:7.2f} {row['cpu_seconds']:7.2f} {row['peak_bytes'] / 1e6:8.0f} "
+            f"{row['others_cores']:6.2f}  {', '.join(parts)}"
+        )
+    return "\n".join([*lines, *(f"{name}: {value:.2f}" for name, value in report["ratios"].items())])
+
+
+def _problems(options: argparse.Namespace) -> list[str]:
+    problems = []
+    if unknown := sorted(set(options.engines) - set(ENGINES)):
+        problems.append(f"--engines has {', '.join(unknown)}; known: {', '.join(ENGINES)}")
+    if options.checkpoint not in CHECKPOINTS:
+        problems.append(f"--checkpoint is {options.checkpoint}; known: {', '.join(CHECKPOINTS)}")
+    if "trl" in options.engines and not (options.trl_python and shutil.which(options.trl_python)):
+        given = options.trl_python or "absent"
+        problems.append(f"--trl-python is {given}; give the interpreter of an environment with TRL")
+    if options.threads > len(os.sched_getaffinity(0)):
+        problems.append(f"--threads {options.threads}: this process may use {len(os.sched_getaffinity(0))} CPUs")
+    if options.steps < 1:
+        problems.append("--steps must be at least 1")
+    return problems
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.step", description=__doc__)
+    parser.add_argument("--engines", nargs="+", default=["ours"], help=f"of {', '.join(ENGINES)} (default: ours)")
+    parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
+    parser.add_argument("--checkpoint", default="C", help=f"of {', '.join(CHECKPOINTS)} (default: C)")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps, after one warm-up")
+    parser.add_argument("--threads", type=int, default=2, help="threads and CPUs of each engine (default: 2)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8, help="samples of each prompt")
+    parser.add_argument("--prompt-lengths", type=int, nargs=2, default=[16, 48], metavar=("SHORTEST", "LONGEST"))
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--micro-tokens", type=int, default=4096, help="packed tokens of one of our micro-batches")
+    parser.add_argument("--override", nargs="*", default=[], metavar="KEY=VALUE", help="more of our config")
+    parser.add_argument("--json", help="also write everything measured to this file")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
