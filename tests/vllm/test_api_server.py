@@ -184,6 +184,50 @@ def test_a_malformed_request_is_told_what_is_wrong(server: BackgroundServer, nam
     assert text in got["error"]["message"] and got["error"]["type"] == "invalid_request_error"
 
 
+EXTREMES: list[dict[str, Any]] = [
+    {"temperature": 1e-300},
+    {"temperature": 1e308},
+    {"temperature": 1e-38, "top_p": 1e-300, "min_p": 1.0},
+    {"top_k": 2**62},
+    {"top_k": 10**30},
+    {"top_p": 5e-324},
+    {"repetition_penalty": 1e-300},
+    {"repetition_penalty": 1e300},
+    {"logit_bias": {"99999": 1}},
+    {"logit_bias": {"-1": 1}},
+    {"logit_bias": {str(token): -100 for token in range(258)}},
+    {"allowed_token_ids": [99999]},
+    {"allowed_token_ids": [7], "bad_words": ["\x05"]},
+    {"bad_words": ["a" * 2000]},
+    {"stop_token_ids": [-5]},
+    {"stop": ["\ud800"]},
+    {"stop": "x" * 30_000},
+    {"seed": -(2**63)},
+    {"seed": 2**64},
+    {"max_tokens": 10**30},
+    {"min_tokens": 2, "allowed_token_ids": [1]},
+    {"priority": 10**30},
+    {"priority": -(2**63)},
+    {"prompt": "\x00\uffff\ud83d"},
+    {"prompt": [10**30]},
+    {"n": 10**30},
+    {"model": "\ud83d"},
+    {"\ud83d": 1},
+    {"logprobs": 20, "n": 3, "stream": True},
+]
+
+
+def test_extreme_values_are_answered_or_refused_and_break_nothing(server: BackgroundServer) -> None:
+    for extreme in EXTREMES:
+        body = {"prompt": "a", "max_tokens": 2} | extreme
+        with raw(server.url) as connection:
+            text = json.dumps(body).encode()
+            connection.sendall(HEAD % len(text) + text)
+            status = connection.recv(65536).split()[1]
+        assert status in (b"200", b"400", b"404"), extreme
+        assert get(server.url, "/health")[0] == 200, extreme
+
+
 def test_errors_reach_the_client_as_its_own(server: BackgroundServer, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="unknown role wizard"):
         client.chat.completions.create(model=MODEL, messages=[{"role": "wizard", "content": "x"}])  # type: ignore[list-item]

@@ -28,6 +28,7 @@ class ApiError(Exception):
             kind = "rate_limit_error"
         message = str(self)
         message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + " ..."
+        message = message.encode(errors="replace").decode()  # what it quotes may not be valid Unicode
         info = ErrorInfo(message=message, type=kind, param=self.param, code=self.code)
         return ErrorResponse(error=info).model_dump_json()
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 import difflib
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictStr, model_validator
 
 MAX_STOPS = 16
+# What the engine's arrays hold.
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Float32 = Annotated[float, Field(ge=-3e38, le=3e38)]
+TokenIds = list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]]
 # Of OpenAI's fields, those that say who asks and why: taken, and without effect on the answer.
 NO_EFFECT = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 
@@ -29,30 +33,30 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     model: str | None = None
-    max_tokens: int | None = None
-    n: int | None = Field(None, ge=1)
-    temperature: float | None = None
-    top_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    max_tokens: Int64 | None = None
+    n: Int64 | None = Field(None, ge=1)
+    temperature: Float32 | None = None
+    top_p: Float32 | None = None
+    frequency_penalty: Float32 | None = None
+    presence_penalty: Float32 | None = None
+    logit_bias: dict[str, Float32] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: StrictStr | Annotated[list[StrictStr], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # vLLM's
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None
+    top_k: Int64 | None = None
+    min_p: Float32 | None = None
+    repetition_penalty: Float32 | None = None
+    min_tokens: Int64 | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=1024)] | None = None
     bad_words: Annotated[list[str], Field(max_length=1024)] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    priority: int = 0
+    priority: Int64 = 0
     # OpenAI's without effect here
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
@@ -83,10 +87,10 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """Body of /v1/completions. A prompt is text or token ids; several are answered by n choices each, in order."""
 
-    prompt: StrictStr | list[StrictInt] | list[StrictStr] | list[list[StrictInt]]
+    prompt: StrictStr | TokenIds | list[StrictStr] | list[TokenIds]
     logprobs: int | None = Field(None, ge=0)
     echo: bool = False
-    best_of: int | None = None
+    best_of: Int64 | None = None
     suffix: str | None = None
 
     @model_validator(mode="after")

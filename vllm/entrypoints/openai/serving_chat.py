@@ -80,7 +80,7 @@ class OpenAIServingChat(OpenAIServing):
         except Exception as error:  # whatever a template raises about messages that it does not take
             raise ApiError(400, f"the chat template does not take these messages: {error}", "messages") from error
         # The template writes the special tokens itself.
-        return self.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+        return self.encode(text, bool(body.add_special_tokens))
 
 
 class _Answer:

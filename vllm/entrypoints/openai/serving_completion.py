@@ -58,7 +58,7 @@ class OpenAIServingCompletion(OpenAIServing):
             return [token_ids]
         for part in parts:
             if isinstance(part, str):
-                prompts.append(self.tokenizer.encode(part, add_special_tokens=with_special))
+                prompts.append(self.encode(part, with_special))
             elif isinstance(part, list):
                 prompts.append(part)
         return prompts

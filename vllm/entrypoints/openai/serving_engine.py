@@ -105,6 +105,13 @@ class OpenAIServing:
             raise to_api_error(error) from error
         self.metrics.request_latency.observe(time.monotonic() - started)
 
+    def encode(self, text: str, with_special_tokens: bool) -> list[int]:
+        """Runs on the tokenizer's thread."""
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=with_special_tokens)
+        except Exception as error:  # such as half of a surrogate pair, which JSON can say and UTF-8 cannot
+            raise ApiError(400, f"the prompt cannot be tokenized: {error}", "prompt") from error
+
     def token_text(self, token: int) -> str:
         """The text of one token alone."""
         text = self._token_texts.get(token)
