@@ -22,9 +22,7 @@ def sample_with(logits_BW: Tensor, batch: SamplingBatch, find_left_out: Filter) 
     edited_BW = logits_BW if batch.edits is None else edit(logits_BW, batch.edits)
     scaled_BW = _over_temperature(edited_BW, batch)
     probs_BW, log_total_B = _weights(scaled_BW)
-    limited_BW = _limit(scaled_BW, batch, find_left_out)
-    if limited_BW is not scaled_BW:
-        probs_BW.masked_fill_(limited_BW == float("-inf"), 0.0)
+    limited_BW = _limit(scaled_BW, probs_BW, batch, find_left_out)
     tokens_B = _draw(limited_BW, probs_BW, batch)
     reported_BW = scaled_BW
     if batch.logprobs_mode == "processed_logprobs":
@@ -65,16 +63,23 @@ def _weights(scaled_BW: Tensor) -> tuple[Tensor, Tensor]:
     return probs_BW, probs_BW.sum(-1).log_() + peak_B1[:, 0]
 
 
-def _limit(scaled_BW: Tensor, batch: SamplingBatch, find_left_out: Filter) -> Tensor:
-    """[B, W] `scaled_BW` with -inf where nothing may be drawn; itself when there are no limits."""
+def _limit(scaled_BW: Tensor, probs_BW: Tensor, batch: SamplingBatch, find_left_out: Filter) -> Tensor:
+    """Set `probs_BW` to 0 where nothing may be drawn; returns `scaled_BW` with -inf there, as far as that is looked at:
+    for top-k and top-p, which keep the most likely token, only with processed_logprobs.
+    """
     nothing = float("-inf")
     if batch.banned_BW is not None:
         scaled_BW = scaled_BW.masked_fill(batch.banned_BW, nothing)
+        probs_BW.masked_fill_(batch.banned_BW, 0.0)
     if batch.min_p_B is not None:
-        floor_B1 = scaled_BW.amax(-1, keepdim=True) + batch.min_p_B.log()[:, None]
-        scaled_BW = scaled_BW.masked_fill(scaled_BW < floor_B1, nothing)
+        is_unlikely_BW = scaled_BW < scaled_BW.amax(-1, keepdim=True) + batch.min_p_B.log()[:, None]
+        scaled_BW = scaled_BW.masked_fill(is_unlikely_BW, nothing)
+        probs_BW.masked_fill_(is_unlikely_BW, 0.0)
     if batch.top_k_B is not None or batch.top_p_B is not None:
-        scaled_BW = scaled_BW.masked_fill(find_left_out(scaled_BW, batch), nothing)
+        left_out_BW = find_left_out(scaled_BW, batch)
+        probs_BW.masked_fill_(left_out_BW, 0.0)
+        if batch.logprobs_mode == "processed_logprobs":
+            scaled_BW = scaled_BW.masked_fill(left_out_BW, nothing)
     return scaled_BW
 
 
