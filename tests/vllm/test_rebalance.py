@@ -13,7 +13,7 @@ import torch
 from tests.parallel.launcher import run_ranks
 from tests.vllm.recording_platform import DEVICE as RECORDING
 from tests.vllm.test_scheduler import check_invariants, make_scheduler
-from tests.vllm.tiny import write_checkpoint
+from tests.vllm.text_model import write_text_checkpoint
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.move_plan import Load, Move, plan_moves, target_load
 from vllm.v1.engine.request_codec import decode, encode
@@ -346,7 +346,7 @@ def generate(path: str, layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     prompts = as_inputs(make_prompts(NUM_PROMPTS, 20, seed=4))
     params = [
         SamplingParams(
-            max_tokens=6 + 9 * (i % 4),
+            max_tokens=5 + 4 * i,
             ignore_eos=True,
             seed=i,
             temperature=0.8,
@@ -355,13 +355,14 @@ def generate(path: str, layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
             prompt_logprobs=1 if i == 6 else None,
             repetition_penalty=1.3 if i % 4 == 3 else 1.0,
             frequency_penalty=0.5 if i == 7 else 0.0,
+            stop=list("abcdefghijklmnopqrstuvwxyz") if i == 5 else None,
         )
         for i in range(NUM_PROMPTS)
     ]
     results = []
     for layout in layouts:
-        sizes = {"max_model_len": 64, "max_num_seqs": 4, "block_size": 4}
-        llm = LLM(path, skip_tokenizer_init=True, **(sizes | layout))
+        sizes = {"max_model_len": 64, "max_num_seqs": 4, "block_size": 4, "enable_prefix_caching": False}
+        llm = LLM(path, **(sizes | layout))
         replica = llm.config.parallel.replica
         mine = slice(0, NUM_PROMPTS if replica == 0 else 0)
         outputs = llm.generate(prompts[mine], params[mine])
@@ -386,7 +387,7 @@ def generate(path: str, layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+    return write_text_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
 EXPERTS = {"enable_expert_parallel": True}
@@ -431,12 +432,16 @@ def assert_same(expected: list[Any], found: list[Any]) -> None:
     assert [output.request_id for output in found] == [output.request_id for output in expected]
     for one, other in zip(expected, found, strict=True):
         assert other.prompt_token_ids == one.prompt_token_ids and other.num_cached_tokens == one.num_cached_tokens
+        assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
+        for at, there in zip(one.prompt_logprobs or [], other.prompt_logprobs or [], strict=True):
+            assert (at or {}).keys() == (there or {}).keys()
         for a, b in zip(one.outputs, other.outputs, strict=True):
-            assert (b.index, b.token_ids, b.finish_reason, b.stop_reason) == (
+            assert (b.index, b.token_ids, b.finish_reason, b.stop_reason, b.text) == (
                 a.index,
                 a.token_ids,
                 a.finish_reason,
                 a.stop_reason,
+                a.text,
             )
             assert b.sampled_logprobs == pytest.approx(a.sampled_logprobs, abs=1e-5)
             assert (a.top_logprobs is None) == (b.top_logprobs is None)
