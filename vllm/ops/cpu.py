@@ -66,7 +66,7 @@ class _CpuOps:
         return replace(base, **entries, names=names)
 
     def linear(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-        rows = len(x_TI)
+        rows = x_TI.shape[0]
         size_out, size_in = weight_OI.shape
         out_TO = x_TI.new_empty(rows, size_out)
         x_TI = _last_contiguous(x_TI)
@@ -346,10 +346,10 @@ class _CpuOps:
         )
         return SampledTokens(tokens_B, logprobs_B)
 
-    def _mode(self, *tensors: Tensor) -> int:
-        first = tensors[0].dtype
-        assert all(x.dtype == first for x in tensors), [x.dtype for x in tensors]
-        return self.modes[first]
+    def _mode(self, first: Tensor, *others: Tensor) -> int:
+        for other in others:
+            assert other.dtype is first.dtype, (first.dtype, other.dtype)
+        return self.modes[first.dtype]
 
 
 def _last_contiguous(x: Tensor) -> Tensor:

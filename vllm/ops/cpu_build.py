@@ -78,7 +78,9 @@ def _build() -> Path:
 
 def _target_flags() -> list[str]:
     if platform.machine() in ("x86_64", "AMD64"):
-        return ["-fPIC", "-march=native", "-mprefer-vector-width=512"]
+        # Said again: a compiler older than the processor takes its family for another one.
+        bfloat16 = ["-mavx512bf16"] if torch.cpu.get_capabilities().get("avx512_bf16", False) else []
+        return ["-fPIC", "-march=native", "-mprefer-vector-width=512", *bfloat16]
     return ["-fPIC", "-mcpu=native"]
 
 

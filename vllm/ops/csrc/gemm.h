@@ -14,6 +14,7 @@
 constexpr long TILE = 14;    // rows of x in one packed tile
 constexpr long PANEL = 32;   // columns of the weight at a time
 constexpr long CHUNK = 112;  // rows packed at a time, whole tiles
+constexpr long SMALL_PRODUCT = 1 << 18;  // multiplications that one thread makes sooner than two could meet
 #if defined(__AVX512F__)
 constexpr long REGISTER_ROWS = TILE;  // 28 sums, 2 weights, 1 x: all registers
 #else
@@ -242,7 +243,7 @@ static void head_linear(Batch<const typename M::T> x, long tokens, long heads, W
                         long w_head_stride, long k, long n, Batch<typename M::T> out) {
   typedef typename M::T T;
   const long panels = (n + PANEL - 1) / PANEL;
-  const int threads = tokens * heads * k * n < 32768 ? 1 : omp_get_max_threads();
+  const int threads = tokens * heads * k * n < SMALL_PRODUCT ? 1 : omp_get_max_threads();
   long chunk = CHUNK;
   while (chunk > TILE && (tokens + chunk - 1) / chunk * heads * panels < 2 * threads)
     chunk = (chunk / 2 + TILE - 1) / TILE * TILE;
