@@ -99,7 +99,7 @@ class vLLMRollout(BaseRollout):
             top_k=chosen.top_k if do_sample else -1,
             top_p=chosen.top_p if do_sample else 1.0,
             max_tokens=config.response_length,
-            stop_token_ids=[int(meta_info["eos_token_id"])],
+            stop_token_ids=[] if config.ignore_eos else [int(meta_info["eos_token_id"])],
             ignore_eos=config.ignore_eos,
             seed=seed,
             logprobs=0,
