@@ -43,7 +43,7 @@ class Processor:
         """Why the group cannot be run; empty when it can."""
         name, tokens, limit = group.name, group.prompt_token_ids, self.config.model.max_model_len - 1
         vocab_size = self.config.model.hf.vocab_size
-        longest = len(tokens) + max((request.max_tokens for request in group.samples), default=0)
+        longest = max((len(tokens) + request.max_tokens for request in group.samples), default=0)
         if longest > limit + 1:
             return [f"{name} goes on to {longest} tokens, more than max_model_len={limit + 1} of this engine; raise it"]
         if not tokens:
