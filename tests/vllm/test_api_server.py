@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from vllm.entrypoints.openai.cli_args import ServerArgs, parse_args
 MODEL = "tiny"
 MAX_QUEUE = 100
 MAX_BODY = 50_000
-TIMEOUT_S = 1.0
+TIMEOUT_S = 2.0
 ARGS = ServerArgs(
     port=0,
     served_model_name=MODEL,
@@ -266,17 +267,14 @@ def test_64_streams_beside_bad_clients_all_arrive(server: BackgroundServer, clie
     prompts = [f"client {index}: " + "x" * (index % 7) for index in range(64)]
     options = {"model": MODEL, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
     is_over = threading.Event()
-    mischief = [
-        threading.Thread(target=act, args=(server.url, is_over)) for act in (malformed, oversized, slow, leaving)
-    ]
-    for thread in mischief:
-        thread.start()
-    try:
-        texts = asyncio.run(stream_all(server.url, prompts, options))
-    finally:
-        is_over.set()
-        for thread in mischief:
-            thread.join()
+    with ThreadPoolExecutor() as pool:
+        mischief = [pool.submit(act, server.url, is_over) for act in (malformed, oversized, slow, leaving)]
+        try:
+            texts = asyncio.run(stream_all(server.url, prompts, options))
+        finally:
+            is_over.set()
+        for act in mischief:
+            act.result()
     alone = client.completions.create(prompt=prompts[:8], seed=0, **options)
     assert texts[:8] == [choice.text for choice in alone.choices]
     assert all(texts)
@@ -330,10 +328,10 @@ def test_a_client_that_leaves_ends_its_request(server: BackgroundServer, client:
     next(iter(stream))
     assert server.server.engine.num_unfinished_samples == 1
     stream.close()
-    wait_until(lambda: server.server.engine.num_unfinished_samples == 0, 1.0)
+    wait_until(lambda: server.server.engine.num_unfinished_samples == 0)
     with pytest.raises(openai.APITimeoutError):
         client.completions.create(model=MODEL, prompt="long", timeout=0.1, **LONG)
-    wait_until(lambda: server.server.engine.num_unfinished_samples == 0, 1.0)
+    wait_until(lambda: server.server.engine.num_unfinished_samples == 0)
 
 
 def test_a_full_queue_refuses_until_there_is_room(client: openai.OpenAI) -> None:
@@ -354,7 +352,7 @@ def test_slow_clients_are_cut_off(server: BackgroundServer) -> None:
         assert answer(half_a_head)[0] == 408
         status, body = answer(half_a_body)
         assert status == 408 and "did not come within" in body["error"]["message"]
-    assert TIMEOUT_S * 0.9 < time.monotonic() - started < TIMEOUT_S + 2
+    assert TIMEOUT_S * 0.9 < time.monotonic() - started < TIMEOUT_S + 10
 
 
 def test_a_client_that_does_not_read_is_cut_off(server: BackgroundServer) -> None:

@@ -80,7 +80,7 @@ class OpenAIServingChat(OpenAIServing):
         except Exception as error:  # whatever a template raises about messages that it does not take
             raise ApiError(400, f"the chat template does not take these messages: {error}", "messages") from error
         # The template writes the special tokens itself.
-        return self.encode(text, bool(body.add_special_tokens))
+        return self.encode(str(text), bool(body.add_special_tokens))
 
 
 class _Answer:

@@ -93,7 +93,7 @@ class OpenAIServing:
 
     async def outputs(self, collector: RequestOutputCollector) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
         """(which prompt, output) as they come, counted in the metrics; ApiError when the engine gives up."""
-        started, has_token = time.monotonic(), False
+        started, has_token = collector.created_s, False
         index_of = {name: index for index, name in enumerate(collector.request_ids)}
         try:
             async for batch in collector:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class RequestOutputCollector:
 
     def __init__(self, name: str, request_ids: Sequence[str], num_samples: int) -> None:
         self.name, self.request_ids, self.num_samples = name, tuple(request_ids), num_samples
+        self.created_s = time.monotonic()
         self.is_admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._to_admit, self._to_finish = len(request_ids), len(request_ids)
         self._outputs: list[RequestOutput] = []
