@@ -65,8 +65,8 @@ def groups() -> Iterator[ProcessGroups]:
         yield made
 
 
-def make_llm(path: str, **changes: Any) -> LLM:
-    return LLM(path, skip_tokenizer_init=True, max_model_len=PROMPT + RESPONSE, rollout_ops=ROLLOUT_OPS, **changes)
+def make_llm(path: str, provider: str = ROLLOUT_OPS, **changes: Any) -> LLM:
+    return LLM(path, skip_tokenizer_init=True, max_model_len=PROMPT + RESPONSE, rollout_ops=provider, **changes)
 
 
 def make_prompts(count: int, vocab_size: int = 512) -> list[Any]:
@@ -125,6 +125,9 @@ def test_every_way_through_both_engines_gives_the_same_bits(groups: ProcessGroup
         for key in ("input_ids", "rollout_log_probs"):
             assert torch.equal(batch.batch[key], first.batch[key]), (name, key)
     assert first is not None
+    plain = as_batch(make_llm(path, "vllm.ops.reference:rollout_ops").generate(make_prompts(8), params), 0.8)
+    assert torch.equal(first.batch["input_ids"], plain.batch["input_ids"])
+    torch.testing.assert_close(first.batch["rollout_log_probs"], plain.batch["rollout_log_probs"], atol=2e-5, rtol=0)
     packings: list[dict[str, int]] = [{"max_token_len": 170}, {"max_token_len": 4000}, {"micro_batch_size": 3}]
     for packing in packings:
         assert differences(first, actor.compute_log_prob(first, **packing)) == 0.0

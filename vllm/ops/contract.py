@@ -190,7 +190,7 @@ class RolloutOps:
         as likely as the k-th stay), then top-p (the smallest set of most likely tokens that reaches top_p; among equals
         the last of the vocabulary first), each renormalised, by the exponential race of vllm/v1/sample/rng.py, so a
         row's draw depends on its logits and keys alone. logits are not changed.
-    names: native or reference, for each entry, or which part is which; logged once at start.
+    names: native, reference or exact, for each entry, or which part is which; logged once at start.
     """
 
     new_kv_cache: Callable[[int, int, int, int, torch.dtype, torch.device, str], KVCache]

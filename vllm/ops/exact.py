@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.ops import exact_math
+from vllm.ops import exact_math, reference, reference_gqa
 from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps, SampledTokens, SamplingBatch
 from vllm.ops.exact_math import KEYS, QUERIES
-from vllm.ops.reference import rollout_ops as reference_ops
-from vllm.ops.reference import write_kv
 from vllm.ops.reference_exchange import all_to_all_experts
 from vllm.ops.reference_sample import sample as reference_sample
 
 
 def rollout_ops() -> RolloutOps:
     """The exact table."""
-    table = reference_ops()
+    table = reference.rollout_ops()
     entries = {
+        "new_kv_cache": new_kv_cache,
+        "new_gqa_cache": new_gqa_cache,
         "linear": linear,
         "rms_norm": exact_math.rms_norm,
         "add_rms_norm": add_rms_norm,
@@ -44,6 +44,33 @@ def rollout_ops() -> RolloutOps:
     }
     names = table.names | dict.fromkeys(entries, "exact")
     return replace(table, **entries, expands_decode=True, names=names)  # type: ignore[arg-type]
+
+
+def new_kv_cache(
+    num_blocks: int,
+    block_size: int,
+    latent: int,
+    rope: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    layout: str = "nd",
+) -> KVCache:
+    _require_cpu(device)
+    return reference.new_kv_cache(num_blocks, block_size, latent, rope, dtype, device, layout)
+
+
+def new_gqa_cache(
+    num_blocks: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    _require_cpu(device)
+    return reference_gqa.new_gqa_cache(num_blocks, block_size, heads, head_dim, dtype, device)
+
+
+def _require_cpu(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise ValueError(
+            f"rollout_ops='vllm.ops.exact:rollout_ops' on {device}: only a CPU has exact ops; device='cpu'"
+        )
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -65,7 +92,7 @@ def norm_rope_write_kv(
 ) -> None:
     latent = len(weight_L)
     rope_TR = rotary_interleaved(kv_TD[:, None, latent:], cos_TR, sin_TR)[:, 0]
-    write_kv(cache, exact_math.rms_norm(kv_TD[:, :latent], weight_L, eps), rope_TR, slots_T)
+    reference.write_kv(cache, exact_math.rms_norm(kv_TD[:, :latent], weight_L, eps), rope_TR, slots_T)
 
 
 @dataclass

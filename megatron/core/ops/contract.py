@@ -194,7 +194,7 @@ class AdamwStep(Protocol):
 
 @dataclass(frozen=True)
 class TrainOps:
-    """One implementation per op; ``names`` says for each whether it is 'native' or 'reference'."""
+    """One implementation per op; ``names`` says for each whether it is 'native', 'reference' or 'exact'."""
 
     rms_norm: RmsNorm
     swiglu: Swiglu
