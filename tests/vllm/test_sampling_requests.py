@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from tests.vllm.test_parity import as_inputs, make_prompts
+from tests.vllm.test_sampling import chi_square_is_plausible
 from tests.vllm.tiny import TINY, hf_logits, hf_model, write_checkpoint
 from vllm import LLM, SamplingParams
 
@@ -77,6 +78,60 @@ def test_min_p_draws_only_what_transformers_leaves(llm: LLM, logits_of: Any) -> 
         assert bool(left_TW[torch.arange(30), completion.token_ids].isfinite().all())
         num_left.append(int(left_TW.isfinite().sum()))
     assert min(num_left) > 30
+
+
+NUM_SAMPLES = 1500
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.7},
+    "top_k": {"top_k": 12},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.08},
+    "repetition_penalty": {"repetition_penalty": 1.5},
+    "frequency and presence": {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+    "logit_bias": {"logit_bias": {3: 4.0, 50: -2.0}, "top_p": 0.9},
+    "allowed_token_ids": {"allowed_token_ids": list(range(0, 160, 7)), "temperature": 1.4},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_frequencies_through_the_engine_pass_a_chi_square_test(name: str, path: str, logits_of: Any) -> None:
+    """The second token of many samples, whose first is forced, so that it counts as output."""
+    llm = LLM(path, **(SIZES | {"max_num_seqs": 256}))
+    how, prompt, forced = SAMPLERS[name], make_prompts(1, 12, seed=3)[0], 9
+    processor = llm.engine.processor
+    group = processor.group("prompt", "0", as_inputs([prompt])[0], SamplingParams(n=NUM_SAMPLES, max_tokens=2, **how))
+    processor.add_samples(group, 0)
+    for request in group.samples:
+        request.append(forced, 0.0)
+    llm.engine.generate([group], [0])
+    tokens = torch.tensor([request.output_token_ids[1] for request in group.samples])
+
+    logits_W = logits_of([*prompt, forced])[-1].clone()
+    for token, bias in how.get("logit_bias", {}).items():
+        logits_W[token] += bias
+    seen = torch.tensor(sorted({*prompt, forced}))
+    penalty = how.get("repetition_penalty", 1.0)
+    logits_W[seen] = torch.where(logits_W[seen] > 0, logits_W[seen] / penalty, logits_W[seen] * penalty)
+    logits_W[forced] -= how.get("frequency_penalty", 0.0) + how.get("presence_penalty", 0.0)
+    banned_W = torch.ones(W, dtype=torch.bool)
+    banned_W[torch.tensor(how.get("allowed_token_ids", list(range(W))))] = False
+    probs_W = (logits_W.masked_fill(banned_W, float("-inf")) / how.get("temperature", 1.0)).softmax(-1)
+    probs_W[probs_W < how.get("min_p", 0.0) * probs_W.max()] = 0
+    ranked = probs_W.sort(descending=True)
+    num_kept = min(how.get("top_k", W), int((ranked.values.cumsum(0) < how.get("top_p", 1.0)).sum()) + 1)
+    probs_W[ranked.indices[num_kept:]] = 0
+    assert chi_square_is_plausible(*merged_tail(tokens, probs_W / probs_W.sum()))
+
+
+def merged_tail(tokens: Tensor, probs_W: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens that are expected less than five times, counted as one."""
+    is_rare_W = (probs_W > 0) & (probs_W * len(tokens) < 5)
+    if not is_rare_W.any():
+        return tokens, probs_W
+    place = int(is_rare_W.nonzero()[0])
+    merged_W = probs_W.masked_fill(is_rare_W, 0)
+    merged_W[place] = probs_W[is_rare_W].sum()
+    return torch.where(is_rare_W[tokens], place, tokens), merged_W
 
 
 EVERYTHING: list[dict[str, Any]] = [
