@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
+from tests.mindspeed_llm.tiny import (
+    tiny_hf_config,
+    tiny_qwen3_config,
+    tiny_v2_lite_config,
+    write_tiny_checkpoint,
+)
 from tests.parallel.launcher import run_ranks
 from verl.protocol import DataProto
 from verl.trainer.config import load_config, validate_config
@@ -36,6 +41,8 @@ LAYOUTS = {
             f"{ENGINE}.num_layer_list=[2,1]",
             f"{ENGINE}.expert_model_parallel_size=2",
             "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+            "actor_rollout_ref.actor.router_replay.mode=R3",
             KEEP,
         ],
     ),
@@ -56,10 +63,30 @@ LAYOUTS = {
     "dp2_ep2_swap": (
         2,
         [
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+            "actor_rollout_ref.actor.router_replay.mode=R3",
             f"{ENGINE}.expert_model_parallel_size=2",
             f"{ENGINE}.swap_optimizer=True",
             f"{ENGINE}.optimizer_offload=False",
             KEEP,
+        ],
+    ),
+}
+
+OTHER_MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "qwen3 tied, rollout over tp": (
+        tiny_qwen3_config(tie_word_embeddings=True),
+        [
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            "actor_rollout_ref.rollout.enable_expert_parallel=False",
+        ],
+    ),
+    "deepseek-v2, routing of the rollout": (
+        tiny_v2_lite_config(n_group=4, topk_group=2, topk_method="group_limited_greedy"),
+        [
+            f"{ENGINE}.expert_model_parallel_size=2",
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+            "actor_rollout_ref.actor.router_replay.mode=R3",
         ],
     ),
 }
@@ -167,6 +194,20 @@ def one_process(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 def exported(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_other_models_sync_generate_and_train(name: str, tmp_path: Path) -> None:
+    """Rollout and training give the same log-probs, so every weight and the whole forward pass agree."""
+    config, overrides = OTHER_MODELS[name]
+    write_tiny_checkpoint(tmp_path / "model", config, seed=1, dtype=torch.float32)
+    results = run_ranks(grpo_step, 2, str(tmp_path / "model"), str(tmp_path / "hf"), overrides)
+    metrics = next(r for r in results if r is not None)["metrics"]
+    assert metrics["training/rollout_probs_diff_max"] <= 1e-4
+    assert metrics["actor/grad_norm"] > 0
+    before, after = exported(tmp_path / "model"), exported(tmp_path / "hf")
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[tensor], after[tensor]) for tensor in before if tensor.endswith("_proj.weight"))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -175,7 +175,8 @@ def test_state_on_the_host_and_in_small_dtypes_reaches_the_optimizer() -> None:
         (f"{OPTIMIZER}.optimizer_offload_fraction=0.5", "does nothing without optimizer_cpu_offload=True"),
         (f"{OPTIMIZER}.lr=1", "override_optimizer_config.lr is not known here; known: exp_avg_dtype"),
         (f"{OPTIMIZER}={{use_precision_aware_optimizer:true,exp_avg_sq_dtype:bf16}}", "adam_beta2 is 0.999"),
-        (f"{ACTOR}.router_replay.mode=R3", "router_replay.mode is 'R3'; expected one of disabled, R2"),
+        (f"{ACTOR}.router_replay.mode=R1", "router_replay.mode is 'R1'; expected one of disabled, R2, R3"),
+        (f"{ACTOR}.router_replay.mode=R3", "set actor_rollout_ref.rollout.enable_rollout_routing_replay=True"),
         (
             "actor_rollout_ref.model.override_config.moe_config.freeze=True",
             "moe_config.freeze is not known here; known: freeze_moe_router",

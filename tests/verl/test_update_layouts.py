@@ -11,7 +11,8 @@ import torch
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import initialize_from_layout
 from tests.parallel.launcher import run_ranks
-from tests.verl.updates import Update, Updated, make_actor, some_rows, updates
+from tests.verl.updates import Update, Updated, make_actor, move_gates, some_choices, some_rows, updates
+from verl.protocol import DataProto
 from verl.workers.config import RouterReplayConfig
 
 EVERYTHING = {
@@ -21,12 +22,13 @@ EVERYTHING = {
     "mtp_loss_scaling_factor": 0.3,
 }
 BUDGET = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 60}
-R2 = {"router_replay": RouterReplayConfig("R2")}
+R2, R3 = ({"router_replay": RouterReplayConfig(mode)} for mode in ("R2", "R3"))
 WAYS = {
     "plain": Update(),
     "replay": Update(actor=R2),
     "gates moved": Update(gate_noise=0.2),
     "gates moved, replay": Update(actor=R2, gate_noise=0.2),
+    "rollout's choices": Update(actor=R3, gate_noise=0.2),
     "everything": Update(
         model=EVERYTHING, actor=R2 | {"loss_agg_mode": "seq-mean-token-mean"}, num_mtp=1, gate_noise=0.2
     ),
@@ -48,10 +50,13 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "cp2": ("plain", {"layout": CP2, "actor": BUDGET}),
         "cp2 a2a, everything": ("everything", {"layout": CP2, "model": {"cp_comm_type": "a2a"}, "actor": BUDGET}),
         "pp2 vpp2, everything": ("everything", {"layout": PP2_VPP2, "actor": {"ppo_micro_batch_size_per_gpu": 3}}),
+        "cp2, rollout's choices": ("rollout's choices", {"layout": CP2, "actor": BUDGET}),
+        "pp2 vpp2, rollout's choices": ("rollout's choices", {"layout": PP2_VPP2}),
         "dp2 ep2, everything": ("everything", {"layout": DP2_EP2, "actor": BUDGET}),
     },
     4: {
         "tp2 cp2 ep4, everything": ("everything", {"layout": TP2_CP2_EP4, "actor": BUDGET}),
+        "tp2 cp2 ep4, rollout's choices": ("rollout's choices", {"layout": TP2_CP2_EP4, "actor": BUDGET}),
         "cp2 dp2": ("plain", {"layout": CP2_DP2, "actor": BUDGET}),
     },
 }
@@ -112,6 +117,57 @@ def test_replay_keeps_the_experts_of_the_old_log_prob_pass(one_process: dict[str
         assert torch.equal(replayed.biases[layer], bias), "the same choices, so the same counts"
     assert any(not torch.equal(moved.biases[layer], bias) for layer, bias in one_process["plain"].biases.items())
     assert moved.metrics["actor/pg_loss"] != pytest.approx(replayed.metrics["actor/pg_loss"], rel=1e-3)
+
+
+def test_choices_of_the_rollout_rule_both_passes() -> None:
+    """Those that the gates made give what recording them gives; of the last token of a row, which no rollout computes,
+    the gate decides. Choices that nobody would make change the log-probs.
+    """
+    ((recorded, taken, changed),) = run_ranks(_updates_by_choices, 1)
+    assert torch.equal(taken[0], recorded[0])
+    assert taken[1].keys() == recorded[1].keys()
+    for metric, value in recorded[1].items():
+        assert taken[1][metric] == pytest.approx(value, rel=1e-6, abs=1e-8), metric
+    assert (changed[0] - recorded[0]).abs().max() > 1e-2
+
+
+def _updates_by_choices() -> list[tuple[torch.Tensor, dict[str, float]]]:
+    groups = initialize_from_layout(ParallelLayout())
+    data, found, choices = some_rows(16), [], torch.empty(0)
+    for way in ("gates moved, replay", "rollout's choices", "rollout's choices"):
+        hf, ddp, actor = make_actor(WAYS[way], groups)
+        if way == "rollout's choices":
+            data.batch["routed_experts"] = choices if len(found) == 1 else some_choices(data, hf)
+        log_probs = actor.compute_log_prob(data)
+        if actor._routing is not None:
+            choices = actor._routing.choices_BLMK.clone()
+            choices[torch.arange(16), _last_columns(data)] = 255  # no expert: must not be read
+        move_gates(ddp.module, 0.2)
+        found.append((log_probs, actor.update_policy(data)))
+    return found
+
+
+def _last_columns(data: DataProto) -> torch.Tensor:
+    mask = data.batch["attention_mask"]
+    return (mask * torch.arange(mask.size(1))).amax(-1)
+
+
+def test_choices_that_are_missing_or_of_another_model_are_refused() -> None:
+    (told,) = run_ranks(_refused_choices, 1)
+    assert "set actor_rollout_ref.rollout.enable_rollout_routing_replay=True" in told[0]
+    assert "the rollout has 2 MoE layers, the actor 3" in told[1]
+
+
+def _refused_choices() -> list[str]:
+    _, _, actor = make_actor(WAYS["rollout's choices"], initialize_from_layout(ParallelLayout()))
+    data, told = some_rows(16), []
+    for choices in (None, torch.zeros(16, 52, 2, 2, dtype=torch.uint8)):
+        if choices is not None:
+            data.batch["routed_experts"] = choices
+        with pytest.raises(ValueError) as error:
+            actor.compute_log_prob(data)
+        told.append(str(error.value))
+    return told
 
 
 def test_replay_refuses_rows_that_were_not_recorded() -> None:

@@ -75,6 +75,14 @@ def some_rows(num_rows: int) -> DataProto:
     return DataProto.from_dict(tensors, meta_info={"temperature": 0.9, "rollout_n": 1, "global_step": 1})
 
 
+def some_choices(data: DataProto, hf: HFModelConfig) -> torch.Tensor:
+    """Experts of every token but the last of each row, as a rollout might have chosen them: uint8 [B, L, M, K]."""
+    generator = torch.Generator().manual_seed(2)
+    num_moe = sum(hf.is_moe_layer(layer) for layer in range(hf.num_hidden_layers))
+    ranks = torch.rand(*data.batch["input_ids"].shape, num_moe, hf.n_routed_experts, generator=generator)
+    return ranks.argsort(-1)[..., : hf.num_experts_per_tok].to(torch.uint8)
+
+
 def update(case: Update, device: str = "cpu", ops: TrainOps | None = None) -> Updated | None:
     """Runs on every rank; the result is on the first one, on the CPU, None elsewhere."""
     groups = initialize_from_layout(case.layout)
@@ -121,6 +129,8 @@ def _update(case: Update, groups: ProcessGroups, device: str, ops: TrainOps | No
     hf, ddp, actor = make_actor(case, groups, device, ops)
     config = actor.config
     data, num_ranks = some_rows(case.num_rows), groups.dp.size()
+    if config.takes_rollout_routing:
+        data.batch["routed_experts"] = some_choices(data, hf)
     order = torch.tensor(dealt_order(data.batch["attention_mask"].sum(-1).tolist(), num_ranks, case.num_rows))
     data.reorder(order)
     mine = data.chunk(num_ranks)[groups.coords.dp].to(device)
@@ -129,7 +139,7 @@ def _update(case: Update, groups: ProcessGroups, device: str, ops: TrainOps | No
         micro_batch_size=config.ppo_micro_batch_size_per_gpu,
         max_token_len=2 * config.ppo_max_token_len_per_gpu if config.use_dynamic_bsz else None,  # packed in another way
     )
-    _move_gates(ddp.module, case.gate_noise)
+    move_gates(ddp.module, case.gate_noise)
     metrics = actor.update_policy(mine)
     gradients = {name: gradient.cpu() for name, gradient in hf_gradients(ddp, hf, groups).items()}
     log_probs = None if log_probs is None else log_probs.cpu()
@@ -157,7 +167,7 @@ def _routers(model: torch.nn.Module) -> list[Any]:
 
 
 @torch.no_grad()
-def _move_gates(model: torch.nn.Module, noise: float) -> None:
+def move_gates(model: torch.nn.Module, noise: float) -> None:
     for router in _routers(model):
         generator = torch.Generator().manual_seed(router.global_layer)
         router.weight += noise * torch.randn(router.weight.shape, generator=generator).to(router.weight)

@@ -20,7 +20,7 @@ from verl.protocol import DataProto
 
 ROWS = "kept_rows"  # tensor column of the controller's batch: number of the row in the generated batch, int64 [B]
 HANDLE = "kept_batch"  # its entry in meta_info
-_KEPT_COLUMNS = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs")
+_KEPT_COLUMNS = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs", "routed_experts")
 
 
 @dataclass(frozen=True)

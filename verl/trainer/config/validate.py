@@ -26,6 +26,11 @@ def validate_config(config: PPOTrainerConfig) -> list[str]:
         *config.trainer.problems("trainer"),
         *exact_problems(config),
     ]
+    if models.actor.takes_rollout_routing and not models.rollout.enable_rollout_routing_replay:
+        found.append(
+            "actor_rollout_ref.actor.router_replay.mode is 'R3', which replays what the rollout chose; set "
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+        )
     if not models.hybrid_engine:
         found.append("actor_rollout_ref.hybrid_engine is False; actor and rollout always share their processes here")
     model_dims, dim_problems = _model_dims(config)
@@ -43,7 +48,7 @@ def config_warnings(config: PPOTrainerConfig) -> list[str]:
     found = models.rollout.warnings("actor_rollout_ref.rollout")
     needs_old = models.actor.needs_old_log_prob(config.data.train_batch_size)
     if models.actor.recompute_old_log_prob.lower() == "false" and needs_old:
-        why = "routing is recorded there" if models.actor.replays_routing else "the run makes several updates per batch"
+        why = "routing is recorded there" if models.actor.records_routing else "the run makes several updates per batch"
         found.append(
             f"actor_rollout_ref.actor.recompute_old_log_prob is False, but {why}, so old log-probs are computed all "
             "the same"
@@ -121,6 +126,8 @@ def _layout_problems(config: PPOTrainerConfig, dims: dict[str, int]) -> list[str
             f"{experts} experts do not divide over the {world} rollout ranks; set "
             "actor_rollout_ref.rollout.enable_expert_parallel=False or change the number of devices"
         )
+    if dims and experts is None and models.rollout.enable_expert_parallel:
+        found.append("the model has no experts; set actor_rollout_ref.rollout.enable_expert_parallel=False")
     data_parallel = models.rollout.data_parallel_size
     if data_parallel not in (None, world // rollout_tp):
         found.append(

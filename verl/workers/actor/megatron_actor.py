@@ -17,6 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_entropy
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import MicroBatchRouting, RouterReplay
 from megatron.core.transformer.transformer_config import TransformerConfig
 from verl.protocol import DataProto
@@ -57,7 +58,7 @@ class MegatronPPOActor(BasePPOActor):
         self._forward_backward = get_forward_backward_func(groups)
         is_replayed = config.replays_routing and actor_optimizer is not None and tf_config.num_moe_experts is not None
         self._replay = RouterReplay(tf_config.num_moe_experts or 0, groups) if is_replayed else None
-        self._routing: RoutingRows | None = None  # of the rows of the last compute_log_prob
+        self._routing: RoutingRows | None = None  # of the rows of the last compute_log_prob (R2)
 
     @property
     def is_last_stage(self) -> bool:
@@ -87,15 +88,21 @@ class MegatronPPOActor(BasePPOActor):
 
         self.actor_module.eval()
         replay = self._replay
+        routing: Callable[[PackedMicroBatch], MicroBatchRouting] | None = None
+        if replay is not None and self.config.takes_rollout_routing:
+            rows, data = self._rollout_routing(data)
+            routing = functools.partial(rows.replayed, replay, data=data)
+        elif replay is not None:
+            routing = lambda micro: replay.record()  # noqa: E731
         outputs, micro_batches = self.forward_backward_batch(
             data,
             score,
             forward_only=True,
             micro_batch_size=micro_batch_size,
             max_token_len=max_token_len,
-            routing=None if replay is None else lambda micro: replay.record(),
+            routing=routing,
         )
-        if replay is not None:
+        if replay is not None and self.config.records_routing:
             self._routing = RoutingRows.recorded(replay, micro_batches, data, self.groups)
         if not self.is_last_stage:
             return None
@@ -111,7 +118,9 @@ class MegatronPPOActor(BasePPOActor):
         assert self.actor_optimizer is not None, "update_policy needs an optimizer"
         self.actor_module.train()
         metrics = UpdateMetrics(self.groups)
-        if self._replay is not None:
+        if self._replay is not None and self.config.takes_rollout_routing:
+            self._routing, data = self._rollout_routing(data)
+        elif self._replay is not None:
             if self._routing is None:
                 raise ValueError("router replay: compute_log_prob must record the rows before update_policy")
             self._routing.check(data)
@@ -123,6 +132,13 @@ class MegatronPPOActor(BasePPOActor):
         self._routing = None
         auxiliary = auxiliary_losses(self.actor_module, self.tf_config, self.groups)
         return metrics.result() | auxiliary if self.is_last_stage else {}
+
+    def _rollout_routing(self, data: DataProto) -> tuple[RoutingRows, DataProto]:
+        """The rollout's choices in this stage's layers, and ``data`` with the numbers of their rows."""
+        config, routers = self.tf_config, (m for m in self.actor_module.modules() if isinstance(m, TopKRouter))
+        all_layers = [layer for layer in range(config.num_layers) if config.is_moe_layer(layer)]
+        layers = sorted(router.global_layer for router in routers if router.global_layer < config.num_layers)
+        return RoutingRows.from_rollout(data, layers, all_layers), with_row_numbers(data)
 
     def make_minibatch_iterator(self, data: DataProto) -> Iterator[DataProto]:
         """This rank's rows in mini-batches of ``ppo_mini_batch_size`` prompts (times n over data-parallel ranks).

@@ -1,4 +1,5 @@
-"""Router replay over a batch of rows (R2): what the old log-prob pass chose, kept by row, for any later packing.
+"""Router replay over a batch of rows: what the old log-prob pass (R2) or the rollout (R3) chose, by row, for any
+packing.
 
 Letters: B rows, L columns (prompt and response), M MoE layers of this rank, K experts of a token, T packed tokens.
 """
@@ -18,6 +19,7 @@ from verl.protocol import DataProto
 from verl.utils.megatron.packed_batch import PackedMicroBatch
 
 ROW = "routing_row"  # column that update batches carry: the row of the recorded batch, int64 [B]
+FROM_ROLLOUT = "routed_experts"  # column of a generated batch: [B, L, all MoE layers, K], any integer type
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,13 @@ class RoutingRows:
         choices_BLMK: uint8 or int32; zero where there is no token. 4096 tokens of 8 layers and 8 experts are 256 KB.
         layers: global number of each of the M layers.
         prints_B: fingerprint of each row's tokens, int64, to know the rows again.
+        is_known_BL: bool, the tokens that have choices; None: all but padding.
     """
 
     choices_BLMK: Tensor
     layers: tuple[int, ...]
     prints_B: Tensor
+    is_known_BL: Tensor | None = None
 
     @staticmethod
     def recorded(
@@ -57,6 +61,30 @@ class RoutingRows:
         _sum_over_context_parts(choices_BLMK, groups, data.batch["input_ids"].device)
         return RoutingRows(choices_BLMK, layers, _fingerprints(data))
 
+    @staticmethod
+    def from_rollout(data: DataProto, layers: Sequence[int], all_layers: Sequence[int]) -> RoutingRows:
+        """What the rollout chose for ``data``: of the MoE layers ``all_layers`` those of this stage, ``layers``.
+
+        The last token of a row was never an input of the rollout, so nothing is known of it.
+        """
+        if FROM_ROLLOUT not in data.batch:
+            raise ValueError(
+                f"router replay R3: the batch has no column {FROM_ROLLOUT!r}; set "
+                "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+            )
+        choices_BLMK = data.batch[FROM_ROLLOUT].cpu()
+        if choices_BLMK.size(2) != len(all_layers):
+            raise ValueError(
+                f"router replay R3: the rollout has {choices_BLMK.size(2)} MoE layers, the actor {len(all_layers)}"
+            )
+        is_real_BL = data.batch["attention_mask"].cpu().bool()
+        columns_L = torch.arange(is_real_BL.size(1))
+        last_B1 = torch.where(is_real_BL, columns_L, -1).amax(-1, keepdim=True)
+        places = [all_layers.index(layer) for layer in layers]
+        return RoutingRows(
+            choices_BLMK[:, :, places], tuple(layers), _fingerprints(data), is_real_BL & (columns_L < last_B1)
+        )
+
     def check(self, data: DataProto) -> None:
         """``ValueError`` unless ``data`` has the rows that were recorded, in their order."""
         prints_B = _fingerprints(data)
@@ -71,7 +99,7 @@ class RoutingRows:
         rows = data.batch[ROW].cpu()[micro.token_rows_N.cpu()]
         cols, places = micro.token_cols_N.cpu(), micro.token_positions_N.cpu()
         is_known_T = torch.zeros(micro.num_tokens, dtype=torch.bool)
-        is_known_T[places] = True
+        is_known_T[places] = True if self.is_known_BL is None else self.is_known_BL[rows, cols]
         choices = {}
         for place, layer in enumerate(self.layers):
             choices[layer] = self.choices_BLMK.new_zeros(micro.num_tokens, self.choices_BLMK.size(-1))
@@ -80,9 +108,10 @@ class RoutingRows:
 
 
 def with_row_numbers(data: DataProto) -> DataProto:
-    """``data`` with the column ``ROW``, so that mini-batches find their rows again."""
+    """``data`` with the column ``ROW`` in place of the choices, so that mini-batches find their rows again."""
     numbers = torch.arange(len(data), device=data.batch["input_ids"].device)
-    return DataProto.from_dict({**dict(data.batch.items()), ROW: numbers}, data.non_tensor_batch, data.meta_info)
+    columns = {name: column for name, column in data.batch.items() if name != FROM_ROLLOUT}
+    return DataProto.from_dict({**columns, ROW: numbers}, data.non_tensor_batch, data.meta_info)
 
 
 def _fingerprints(data: DataProto) -> Tensor:

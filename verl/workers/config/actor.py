@@ -32,7 +32,9 @@ class PolicyLossConfig:
 
 @dataclass(frozen=True)
 class RouterReplayConfig:
-    """Which routing an update uses: its own (``disabled``), or what the old log-prob pass chose (``R2``)."""
+    """Which routing an update uses: its own (``disabled``), what the old log-prob pass chose (``R2``), or what the
+    rollout chose (``R3``), which the old log-prob pass then uses too.
+    """
 
     mode: str = "disabled"
 
@@ -87,15 +89,25 @@ class ActorConfig:
 
     @property
     def replays_routing(self) -> bool:
-        """Whether updates use the expert choices of the old log-prob pass."""
+        """Whether updates use the expert choices of another pass."""
+        return self.router_replay.mode != "disabled"
+
+    @property
+    def records_routing(self) -> bool:
+        """Whether that pass is the old log-prob pass."""
         return self.router_replay.mode == "R2"
+
+    @property
+    def takes_rollout_routing(self) -> bool:
+        """Whether that pass is the rollout."""
+        return self.router_replay.mode == "R3"
 
     def needs_old_log_prob(self, train_batch_size: int) -> bool:
         """False when one update per batch makes the ratio exactly 1, so that log_prob.detach() is the old one.
 
-        Router replay needs the pass in any case: it is where routing is recorded.
+        Router replay R2 needs the pass in any case: it is where routing is recorded.
         """
-        if self.replays_routing:
+        if self.records_routing:
             return True
         # NPU-ADAPTATION(on-policy-old-logprob): the extra forward pass takes 105 of a step's 1045 s on 256 dies;
         # drop when updates make several steps on a batch.
@@ -112,7 +124,7 @@ class ActorConfig:
             ("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES),
             ("kl_loss_type", self.kl_loss_type, KL_TYPES),
             ("policy_loss.loss_mode", self.policy_loss.loss_mode, ("vanilla",)),
-            ("router_replay.mode", self.router_replay.mode, ("disabled", "R2")),
+            ("router_replay.mode", self.router_replay.mode, ("disabled", "R2", "R3")),
             ("recompute_old_log_prob", self.recompute_old_log_prob.lower(), ("auto", "true", "false")),
         )
         for key, value, allowed in choices:

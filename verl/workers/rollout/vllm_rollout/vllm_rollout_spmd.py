@@ -12,7 +12,7 @@ from torch import Tensor
 from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.base import BaseRollout
-from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
+from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams, TokensPrompt
 from vllm.model_executor.model_loader.digest import WeightDigest
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class vLLMRollout(BaseRollout):
             enforce_eager=config.enforce_eager,
             cudagraph_capture_sizes=config.cudagraph_capture_sizes,
             kv_cache_layout=config.kv_cache_layout,
+            enable_return_routed_experts=config.enable_rollout_routing_replay,
             expert_exchange=config.expert_exchange,
             rebalance_interval=config.rebalance_interval,
             load_format="dummy",
@@ -80,7 +81,9 @@ class vLLMRollout(BaseRollout):
 
         Returns:
             verl's rollout batch: prompts, responses, input_ids, attention_mask, position_ids, response_mask and
-            rollout_log_probs (fp32 [B, R], zero on padding).
+            rollout_log_probs (fp32 [B, R], zero on padding). For training with ``enable_rollout_routing_replay`` also
+            routed_experts, [B, P + R, MoE layers, K] of a small integer type, zero where a token was not computed:
+            padding, and the last one of each row.
         """
         seeds = prompts.non_tensor_batch["sampling_seeds"]
         requests = [TokensPrompt(prompt_token_ids=list(ids)) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
@@ -126,8 +129,28 @@ class vLLMRollout(BaseRollout):
             "response_mask": response_mask,
             "rollout_log_probs": log_probs,
         }
+        if self.config.enable_rollout_routing_replay and not prompts.meta_info.get("validate", False):
+            tensors["routed_experts"] = _routed_experts(
+                completions, prompt_mask.sum(-1).tolist(), prompt_ids.shape[1], length
+            )
         reasons = np.array([c.finish_reason for c in completions], dtype=object)
         return DataProto.from_dict(tensors=tensors, non_tensors={"finish_reason": reasons})
+
+
+def _routed_experts(
+    completions: list[CompletionOutput], prompt_lengths: list[int], num_columns: int, response_length: int
+) -> Tensor:
+    """[B, P + R, M, K]: each row's choices begin at the column of its first prompt token."""
+    rows = [c.routed_experts for c in completions]
+    first = rows[0]
+    assert first is not None, "the engine returns no choices"
+    choices_BLMK = torch.zeros(
+        (len(rows), num_columns + response_length, *first.shape[1:]), dtype=torch.from_numpy(first).dtype
+    )
+    for row, (chosen, prompt_length) in enumerate(zip(rows, prompt_lengths, strict=True)):
+        start = num_columns - prompt_length
+        choices_BLMK[row, start : start + len(chosen)] = torch.from_numpy(chosen)
+    return choices_BLMK
 
 
 def _right_padded(rows: list[list], length: int, fill: float, dtype: torch.dtype) -> Tensor:
