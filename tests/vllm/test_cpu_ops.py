@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from torch import Tensor
 
 from tests.npu.op_parity import Maker, assert_same, outcome, pairs
 from tests.npu.rollout_op_cases import CASES, SMALL
+from tests.vllm.tiny import write_checkpoint
+from vllm import LLM, SamplingParams
 from vllm.ops.contract import DecodeMetadata, PrefillMetadata, RolloutOps, SamplingBatch, resolve
 from vllm.ops.cpu import _CpuOps, multiplies_bfloat16
 from vllm.ops.reference import rollout_ops as reference_ops
@@ -166,6 +170,27 @@ def test_sampling_draws_what_the_reference_draws(vocabulary: int) -> None:
     found, wanted = (sampled(ops, vocabulary, temperatures) for ops in (WIDENED, REFERENCE))
     assert torch.equal(found[0], wanted[0])
     torch.testing.assert_close(found[1], wanted[1], atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_request_is_the_same_bit_by_bit_whatever_runs_beside_it(dtype: str, tmp_path: Path) -> None:
+    """Alone, in a batch, in chunks of 7 tokens, with too few blocks for all, and with its prompt's blocks cached."""
+    path, draw = write_checkpoint(tmp_path), random.Random(0)
+    prompts = [{"prompt_token_ids": [draw.randrange(2, 160) for _ in range(n)]} for n in (3, 40, 17, 25, 40)]
+    params = [SamplingParams(max_tokens=12, ignore_eos=True, seed=i) for i in range(len(prompts))]
+
+    def outcomes(**settings: int) -> list[tuple[list[int], list[float]]]:
+        arguments = {"max_model_len": 64, "max_num_seqs": 5, "num_gpu_blocks_override": 40} | settings
+        llm = LLM(path, skip_tokenizer_init=True, dtype=dtype, device="cpu", block_size=8, **arguments)
+        found = [output.outputs[0] for output in llm.generate(prompts, params)]
+        again = [output.outputs[0] for output in llm.generate(prompts, params)]
+        assert [x.sampled_logprobs for x in again] == [x.sampled_logprobs for x in found]
+        return [(list(x.token_ids), list(x.sampled_logprobs)) for x in found]
+
+    together = outcomes()
+    assert outcomes(max_num_seqs=1) == together
+    assert outcomes(max_num_batched_tokens=7) == together
+    assert outcomes(num_gpu_blocks_override=12) == together
 
 
 def test_the_cpu_platform_uses_this_table() -> None:
