@@ -100,7 +100,7 @@ class _Answer:
     async def events(self) -> AsyncIterator[str]:
         """Chunks as they come, each choice's first one with the role; then the usage, if wanted."""
         begun: set[int] = set()
-        async for batch in self.serving.outputs(self.collector):
+        async for batch in self.serving.outputs(self.collector, is_stream=True):
             texts = []
             for _, output in batch:
                 self.usage.add(output)
@@ -121,7 +121,7 @@ class _Answer:
 
     async def whole(self) -> ChatCompletionResponse:
         samples: list[CompletionOutput] = []
-        async for batch in self.serving.outputs(self.collector):
+        async for batch in self.serving.outputs(self.collector, is_stream=False):
             for _, output in batch:
                 self.usage.add(output)
                 samples += output.outputs

@@ -92,7 +92,7 @@ class _Answer:
 
     async def events(self) -> AsyncIterator[str]:
         """Chunks as they come; then the usage, if wanted."""
-        async for batch in self.serving.outputs(self.collector):
+        async for batch in self.serving.outputs(self.collector, is_stream=True):
             texts = []
             for prompt, output in batch:
                 self.usage.add(output)
@@ -106,7 +106,7 @@ class _Answer:
 
     async def whole(self) -> CompletionResponse:
         choices: list[CompletionChoice] = []
-        async for batch in self.serving.outputs(self.collector):
+        async for batch in self.serving.outputs(self.collector, is_stream=False):
             for prompt, output in batch:
                 self.usage.add(output)
                 choices += [self._choice(prompt, output, one, self.echoes[prompt]) for one in output.outputs]

@@ -91,19 +91,23 @@ class OpenAIServing:
         except Exception as error:
             raise to_api_error(error) from error
 
-    async def outputs(self, collector: RequestOutputCollector) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
+    async def outputs(
+        self, collector: RequestOutputCollector, is_stream: bool
+    ) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
         """(which prompt, output) as they come, counted in the metrics; ApiError when the engine gives up."""
-        started, has_token = collector.created_s, False
+        is_first_token = is_stream
         index_of = {name: index for index, name in enumerate(collector.request_ids)}
         try:
             async for batch in collector:
+                if is_first_token:
+                    self.metrics.time_to_first_token.observe(time.monotonic() - collector.created_s)
+                    is_first_token = False
                 for output in batch:
-                    has_token = has_token or self._count_first(started)
                     self._count(output)
                 yield [(index_of[output.request_id], output) for output in batch]
         except (RuntimeError, ValueError) as error:
             raise to_api_error(error) from error
-        self.metrics.request_latency.observe(time.monotonic() - started)
+        self.metrics.request_latency.observe(time.monotonic() - collector.created_s)
 
     def encode(self, text: str, with_special_tokens: bool) -> list[int]:
         """Runs on the tokenizer's thread."""
@@ -118,10 +122,6 @@ class OpenAIServing:
         if text is None:
             text = self._token_texts[token] = str(self.tokenizer.decode([token]))
         return text
-
-    def _count_first(self, started: float) -> bool:
-        self.metrics.time_to_first_token.observe(time.monotonic() - started)
-        return True
 
     def _count(self, output: RequestOutput) -> None:
         self.metrics.prompt_tokens += len(output.prompt_token_ids) if output.finished else 0
