@@ -41,7 +41,7 @@ class EngineArgs:
     num_gpu_blocks_override: int | None = None
     block_size: int = 16
     enable_chunked_prefill: bool = True
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
     kv_cache_layout: str = "nd"
     enable_return_routed_experts: bool = False  # CompletionOutput.routed_experts, for replay in training
     expert_exchange: str = "all_gather"

@@ -35,8 +35,9 @@ class KVCacheManager:
             return True
         blocks: list[int] = []
         usable = (len(request.token_ids) - 1) // self.block_size
-        for block_hash in self._hashes(request, usable):
-            block = self.pool.find(block_hash)
+        hashes = self._hashes(request, usable)
+        for index in range(usable):
+            block = self.pool.find(hashes[index])
             if block is None:
                 break
             blocks.append(block)
@@ -60,6 +61,9 @@ class KVCacheManager:
         """Blocks added so that `num_new_tokens` more tokens fit (maybe none, []), or None, and nothing changed, when
         too few are free.
         """
+        end, num_held = request.num_computed_tokens + num_new_tokens, len(request.block_ids) * self.block_size
+        if request.num_computed_tokens >= request.num_prompt_tokens and end <= num_held and end % self.block_size:
+            return []  # nearly every step of a decoding request: within a block
         missing = self.blocks_missing(request, num_new_tokens)
         if missing == 0:
             new_blocks: list[int] = []
@@ -69,7 +73,7 @@ class KVCacheManager:
             new_blocks = self.pool.allocate(missing)
             request.block_ids += new_blocks
         if self.enable_prefix_caching:
-            self._register(request, request.num_computed_tokens + num_new_tokens)
+            self._register(request, end)
         return new_blocks
 
     def blocks_missing(self, request: Request, num_new_tokens: int) -> int:
@@ -122,20 +126,21 @@ class KVCacheManager:
         """Content hash of the prompt but its last token, which ends within a block."""
         num_shared = request.num_prompt_tokens - 1
         start = num_shared // self.block_size * self.block_size
-        before = self._hashes(request, start // self.block_size)
-        return self._hash(before[-1] if before else 0, request.token_ids[start:num_shared])
+        num_before = start // self.block_size
+        before = self._hashes(request, num_before)[num_before - 1] if num_before else 0
+        return self._hash(before, request.token_ids[start:num_shared])
 
     def _hashes(self, request: Request, count: int) -> list[int]:
-        """Content hashes of the first `count` blocks, each over its tokens and the hash before it.
+        """Content hashes of at least the first `count` blocks, each over its tokens and the hash before it.
 
-        Kept on the request.
+        The request's own list, which grows.
         """
         hashes = request.block_hashes
         while len(hashes) < count:
             start = len(hashes) * self.block_size
             tokens = request.token_ids[start : start + self.block_size]
             hashes.append(self._hash(hashes[-1] if hashes else 0, tokens))
-        return hashes[:count]
+        return hashes
 
     @staticmethod
     def _hash(before: int, tokens: list[int]) -> int:

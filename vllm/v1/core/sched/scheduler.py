@@ -87,8 +87,9 @@ class Scheduler:
         index = 0
         while index < len(self.running):
             request = self.running[index]
-            num_behind = len(self.running) - index - 1
-            num_new = min(len(request.token_ids) - request.num_computed_tokens, budget - num_behind)
+            num_new = len(request.token_ids) - request.num_computed_tokens
+            if num_new > 1:  # those behind it compute a token each
+                num_new = min(num_new, budget - (len(self.running) - index - 1))
             new_blocks = allocate(request, num_new)
             while new_blocks is None:
                 if self._free_waiting():
