@@ -23,7 +23,7 @@ from tools.bench.rollout_model import CHECKPOINTS, Work, write_checkpoint
 
 ENGINES = ("ours", "trl")
 PROGRAM = "step_engines.py"
-VARIANTS = [("sdpa", "grouped_mm"), ("eager", "grouped_mm")]
+VARIANTS = ("sdpa,grouped_mm", "eager,grouped_mm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,18 +95,20 @@ def _overrides(options: argparse.Namespace, model: Path, tmp: Path) -> list[str]
 def _fastest_trl(
     options: argparse.Namespace, model: Path, steps: list[list[list[int]]], cpus: list[int], tmp: Path
 ) -> EngineSpec:
-    """The variant with the quickest second step; each is tried in a process of its own."""
+    """The variant with the quickest second step; of several, each is tried in a process of its own."""
     found = {}
-    for variant in VARIANTS:
+    for variant in options.variants:
         settings = {
             "model": str(model),
             "dtype": options.dtype,
-            "variant": variant,
+            "variant": variant.split(","),
             "samples": options.samples,
             "new_tokens": options.new_tokens,
             "steps": steps,
         }
         spec = EngineSpec("trl", options.trl_python, settings)
+        if len(options.variants) == 1:
+            return spec
         process = EngineProcess(PROGRAM, spec, cpus, tmp)
         try:
             seconds = [process.ask("step", prompts=prompts)["seconds"] for prompts in steps[:2]]
@@ -167,6 +169,8 @@ def _problems(options: argparse.Namespace) -> list[str]:
     problems = []
     if unknown := sorted(set(options.engines) - set(ENGINES)):
         problems.append(f"--engines has {', '.join(unknown)}; known: {', '.join(ENGINES)}")
+    if unknown := sorted(set(options.variants) - set(VARIANTS)):
+        problems.append(f"--variants has {', '.join(unknown)}; known: {', '.join(VARIANTS)}")
     if options.checkpoint not in CHECKPOINTS:
         problems.append(f"--checkpoint is {options.checkpoint}; known: {', '.join(CHECKPOINTS)}")
     if "trl" in options.engines and not (options.trl_python and shutil.which(options.trl_python)):
@@ -183,6 +187,8 @@ def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.step", description=__doc__)
     parser.add_argument("--engines", nargs="+", default=["ours"], help=f"of {', '.join(ENGINES)} (default: ours)")
     parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
+    variants = "attention,experts of TRL's model; of several, the quickest is taken (default: all)"
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), help=variants)
     parser.add_argument("--checkpoint", default="C", help=f"of {', '.join(CHECKPOINTS)} (default: C)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps, after one warm-up")
     parser.add_argument("--threads", type=int, default=2, help="threads and CPUs of each engine (default: 2)")
