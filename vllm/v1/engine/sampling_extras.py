@@ -54,11 +54,13 @@ def sampling_problems(
         ]
     if problems:
         return problems
-    drawable = set(range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids)
     banned = {word[-1] for word in _tokenized(params.bad_words, tokenizer)}
     if params.min_tokens > 0:
         banned.update(params.stop_token_ids, () if params.ignore_eos else eos_token_ids)
-    if banned and not drawable - banned:
+    num_left = vocab_size - len(banned)
+    if params.allowed_token_ids is not None:
+        num_left = len(set(params.allowed_token_ids) - banned)
+    if num_left < 1:
         return ["bad_words, and min_tokens with its stop tokens, may leave no token to draw; allow more tokens"]
     return []
 
