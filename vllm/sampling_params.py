@@ -104,12 +104,13 @@ class SamplingParams:
 
     def _text_problems(self) -> list[str]:
         problems = []
-        if isinstance(self.bad_words, str):
-            problems.append(f"bad_words={self.bad_words!r} must be a list of strings")
-        if not all(self.bad_words):
-            problems.append("bad_words holds an empty string")
-        if not all(self.stop_strings):
-            problems.append("stop holds an empty string")
+        for name, texts in (("stop", self.stop_strings), ("bad_words", self.bad_words)):
+            if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+                problems.append(f"{name}={texts!r} must be a list of strings")
+            elif not all(texts):
+                problems.append(f"{name} holds an empty string")
+        if any(text and not str(text).strip() for text in self.bad_words):
+            problems.append("bad_words holds white space alone")
         if self.stop_strings and not self.detokenize:
             problems.append("stop strings need detokenize=True; use stop_token_ids without text")
         return problems

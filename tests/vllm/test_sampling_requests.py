@@ -238,8 +238,19 @@ def test_bad_settings_name_every_problem() -> None:
             logit_bias={4: 101.0},
             allowed_token_ids=[],
             prompt_logprobs=-1,
+            bad_words=[" "],
+            stop=[7],  # type: ignore[list-item]
             temperature=float("nan"),
         )
-    names = ["min_p", "presence_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "prompt_logprobs"]
+    names = [
+        "bad_words",
+        "stop",
+        "min_p",
+        "presence_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "prompt_logprobs",
+    ]
     assert all(name in str(error.value) for name in [*names, "temperature"])
     assert "frequency_penalty" not in str(error.value)
