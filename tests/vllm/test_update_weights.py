@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.mindspeed_llm.tiny import tiny_qwen3_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
 from tests.vllm.test_lifecycle import build, tokens_of
 from tests.vllm.tiny import TINY, random_weights, write_checkpoint
@@ -100,11 +101,13 @@ def test_digests_add_up_and_show_every_change() -> None:
     assert (int(slice_digest(huge[:, :9], (0, 0)) + slice_digest(huge[:, 9:], (0, 9)))) % 2**64 == digest(huge).value
 
 
-def digests_of_layouts(path: str, layouts: list[dict[str, Any]]) -> list[dict[str, WeightDigest]]:
+def digests_of_layouts(cases: list[tuple[str, int | None, dict[str, Any]]]) -> list[dict[str, WeightDigest]]:
+    """For each (checkpoint, seed of the weights it is updated with, layout)."""
     found = []
-    for layout in layouts:
+    for path, seed, layout in cases:
         llm = build(path, **layout)
-        llm.update_weights(random_weights(TINY, seed=1).items(), version=1)
+        if seed is not None:
+            llm.update_weights(random_weights(TINY, seed).items(), version=1)
         found.append(llm.weights_digest())
         llm.shutdown()
     return found
@@ -123,11 +126,16 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_digests_are_those_of_the_whole_tensors_in_every_layout(world_size: int, tmp_path: Path) -> None:
-    expected = digests(random_weights(TINY, seed=1))
-    path = write_checkpoint(tmp_path)
-    for found in run_ranks(digests_of_layouts, world_size, path, LAYOUTS[world_size]):
-        for layout, of_layout in zip(LAYOUTS[world_size], found, strict=True):
-            assert not differences(expected, of_layout), layout
+    path = write_checkpoint(tmp_path / "deepseek")
+    cases: list[tuple[str, int | None, dict[str, Any]]] = [(path, 1, layout) for layout in LAYOUTS[world_size]]
+    expected = {path: digests(random_weights(TINY, seed=1))}
+    if world_size == 2:  # both ranks hold the only head of keys and values
+        config, qwen3 = tiny_qwen3_config(num_key_value_heads=1, tie_word_embeddings=True), tmp_path / "qwen3"
+        expected[str(qwen3)] = digests(write_tiny_checkpoint(qwen3, config, seed=3, dtype=torch.float32))
+        cases.append((str(qwen3), None, {"tensor_parallel_size": 2, "dtype": "float32"}))
+    for found in run_ranks(digests_of_layouts, world_size, cases):
+        for (directory, _, layout), of_layout in zip(cases, found, strict=True):
+            assert not differences(expected[directory], of_layout), (directory, layout)
 
 
 def test_a_wrong_weight_is_named(tmp_path: Path) -> None:
