@@ -207,3 +207,12 @@ def test_without_a_compiler_the_error_says_what_to_do(monkeypatch: pytest.Monkey
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(RuntimeError, match=r"no-such-compiler.*rollout_ops='vllm.ops.reference"):
         build()
+
+
+def test_without_a_compiler_the_default_is_the_reference_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    table = resolve(resolve_platform("cpu").rollout_ops)
+    assert set(table.names.values()) == {"reference"}
+    assert "no C++ compiler" in caplog.text

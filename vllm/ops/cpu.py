@@ -7,6 +7,7 @@ prompt's tokens go through the same sums as decoded ones: chunks, preemption and
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import numpy as np
@@ -16,8 +17,10 @@ from torch import Tensor
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.ops import reference
 from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps, SampledTokens, SamplingBatch
-from vllm.ops.cpu_build import kernels
+from vllm.ops.cpu_build import has_compiler, kernels
 from vllm.ops.reference_exchange import all_to_all_experts
+
+logger = logging.getLogger(__name__)
 
 _FLOAT32, _WIDENED, _DOT = 0, 1, 2  # modes of the kernels
 _PREFILL_TOKENS = 512  # attended to at a time: queries in latent space are wider than the model's own
@@ -43,6 +46,21 @@ def rollout_ops() -> RolloutOps:
         RuntimeError: they cannot be built.
     """
     return _CpuOps(multiplies_bfloat16()).table()
+
+
+def default_ops() -> RolloutOps:
+    """`rollout_ops` where there is a compiler; else the reference, with a warning: a machine without one still runs.
+
+    Raises:
+        RuntimeError: there is a compiler, but the kernels cannot be built.
+    """
+    if has_compiler():
+        return rollout_ops()
+    logger.warning(
+        "no C++ compiler (g++, or the one in CXX): rollout runs on the reference ops, several times slower than on the "
+        "kernels it could build"
+    )
+    return reference.rollout_ops()
 
 
 def multiplies_bfloat16() -> bool:

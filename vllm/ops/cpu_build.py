@@ -50,9 +50,18 @@ def kernels() -> ctypes.CDLL:
     return library
 
 
+def has_compiler() -> bool:
+    """Whether the compiler that ``kernels`` would call is there."""
+    return shutil.which(_compiler()) is not None
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
 def _build() -> Path:
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
+    compiler = _compiler()
+    if not has_compiler():
         raise RuntimeError(
             f"the CPU kernels of the rollout engine need a C++ compiler with OpenMP, and {compiler!r} is not found: "
             f"install g++ 12 or newer, name another in CXX, {OTHER_TABLE}"

@@ -18,7 +18,7 @@ class CpuPlatform(Platform):
 
     name = "cpu"
     dist_backend = "gloo"
-    rollout_ops = "vllm.ops.cpu:rollout_ops"
+    rollout_ops = "vllm.ops.cpu:default_ops"
 
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")

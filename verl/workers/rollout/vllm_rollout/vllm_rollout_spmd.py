@@ -141,9 +141,9 @@ def _routed_experts(
     completions: list[CompletionOutput], prompt_lengths: list[int], num_columns: int, response_length: int
 ) -> Tensor:
     """[B, P + R, M, K]: each row's choices begin at the column of its first prompt token."""
-    rows = [c.routed_experts for c in completions]
+    rows = [c.routed_experts for c in completions if c.routed_experts is not None]
+    assert len(rows) == len(completions), "the engine returns no choices"
     first = rows[0]
-    assert first is not None, "the engine returns no choices"
     choices_BLMK = torch.zeros(
         (len(rows), num_columns + response_length, *first.shape[1:]), dtype=torch.from_numpy(first).dtype
     )
