@@ -55,7 +55,7 @@ class RolloutConfig:
     max_num_batched_tokens: int = 8192
     max_model_len: int | None = None
     enable_chunked_prefill: bool = True
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
     kv_cache_layout: str = "nd"
