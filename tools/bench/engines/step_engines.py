@@ -31,7 +31,7 @@ class OurStep:
         from verl.trainer.config import load_config, validate_config
         from verl.workers.megatron_workers import ActorRolloutRefWorker
 
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         self.config = load_config(options["overrides"])
         if problems := validate_config(self.config):
