@@ -19,28 +19,48 @@ struct Pages {
   long table_width, block_size, latent, rope;
 };
 
-// Scores of 8 heads and `count` tokens to scores[token][8]; queries are words [8][steps * 16], zeros behind their end.
+// Elements of a query or a cached row that one step of a score takes, and words that they are.
+template <class M>
+constexpr long STEP = sizeof(typename M::T) == 2 ? 2 * LANES : LANES;
+template <class M>
+constexpr long STEP_WORDS = is_split<M> ? 2 * LANES : LANES;
+
+// Scores of 8 heads and `count` tokens to scores[token][8]; queries are words [8][steps][STEP_WORDS], zeros behind.
 template <class M>
 static void score_tokens(const float* q, const typename M::T* const* rows, long count, long size, float scale,
                          float* scores) {
-  constexpr long step = M::is_dot ? 2 * LANES : LANES;
-  const long whole = size / step, stride = (size + step - 1) / step * LANES;
+  constexpr long step = STEP<M>;
+  const long whole = size / step, stride = (size + step - 1) / step * STEP_WORDS<M>;
   for (long s = 0; s < count; s += 2) {
     const typename M::T *first = rows[s], *second = rows[std::min(s + 1, count - 1)];
+    const typename M::T *third = rows[std::min(s + 2, count - 1)], *fourth = rows[std::min(s + 3, count - 1)];
     vf sums[2 * HEADS] = {};
-    auto add = [&](long i, vf a, vf b) {
+    auto add = [&](const float* words, vf a, vf b) {
 #pragma GCC unroll 8
       for (int h = 0; h < HEADS; ++h) {
-        vf query = load(q + h * stride + i * LANES);
+        vf query = load(words + h * stride);
         sums[h] = multiply_add<M>(sums[h], query, a);
         sums[HEADS + h] = multiply_add<M>(sums[HEADS + h], query, b);
       }
     };
-    for (long i = 0; i < whole; ++i) add(i, load_words<M>(first + i * step, step), load_words<M>(second + i * step, step));
-    if (whole * step < size) {
-      const long left = size - whole * step;
-      add(whole, load_words<M>(first + whole * step, left), load_words<M>(second + whole * step, left));
+    auto add_step = [&](long i, long left) {
+      const float* words = q + i * STEP_WORDS<M>;
+      if constexpr (is_split<M>) {
+        vf a[2], b[2];
+        load_columns_n(first + i * step, left, a[0], a[1]);
+        load_columns_n(second + i * step, left, b[0], b[1]);
+        add(words, a[0], b[0]);
+        add(words + LANES, a[1], b[1]);
+      } else {
+        add(words, load_words<M>(first + i * step, left), load_words<M>(second + i * step, left));
+      }
+    };
+    for (long i = 0; i < whole; ++i) {
+      __builtin_prefetch(third + i * step);
+      __builtin_prefetch(fourth + i * step);
+      add_step(i, step);
     }
+    if (whole * step < size) add_step(whole, size - whole * step);
     store(scores + s * HEADS, row_sums(sums) * scale);
   }
 }
@@ -77,8 +97,7 @@ static void weigh_columns(const float* weights, const typename M::T* const* rows
       if (s + 1 < count) std::memcpy(&pair[1], rows[s + 1] + first, (IS_WHOLE ? PANEL : columns) * sizeof(T));
       interleave(pair[0], pair[1], low, high);
     } else {
-      low = IS_WHOLE ? load(row) : load_columns<M>(row, columns);
-      high = IS_WHOLE ? load(row + LANES) : load_columns<M>(row + LANES, columns - LANES);
+      load_columns_n(row, IS_WHOLE ? PANEL : columns, low, high);
     }
     const float* weight = weights + s / (M::is_dot ? 2 : 1) * HEADS;
 #pragma GCC unroll 8
@@ -88,6 +107,7 @@ static void weigh_columns(const float* weights, const typename M::T* const* rows
       sums[h][1] = multiply_add<M>(sums[h][1], w, high);
     }
   }
+  for (int h = 0; h < HEADS; ++h) in_order<M>(sums[h][0], sums[h][1]);
 }
 
 // weights of two tokens to bfloat16 pairs, in place: [token][8] floats to [pair][8] words
@@ -105,8 +125,7 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
                           long heads, Pages<typename M::T> cache, float scale, Batch<typename M::T> out) {
   typedef typename M::T T;
   const long size = cache.latent + cache.rope, groups = (heads + HEADS - 1) / HEADS;
-  constexpr long step = M::is_dot ? 2 * LANES : LANES;
-  const long query_words = (size + step - 1) / step * LANES;
+  const long steps = (size + STEP<M> - 1) / STEP<M>, query_words = steps * STEP_WORDS<M>;
   static thread_local Buffer starts_buffer, partial_buffer;
   long* starts = starts_buffer.get<long>(queries + 1);  // first item of each query: spans x groups of heads
   starts[0] = 0;
@@ -117,10 +136,12 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
   std::atomic<long> next{0};
 #pragma omp parallel
   {
-    static thread_local Buffer buffer, row_buffer;
+    static thread_local Buffer buffer, row_buffer, query_buffer;
     float* scores = buffer.get((SPAN + 2) * HEADS + HEADS * query_words);
     float* q = scores + (SPAN + 2) * HEADS;
     const T** rows = row_buffer.get<const T*>(SPAN);
+    T* query = query_buffer.get<T>(steps * STEP<M>);
+    std::fill(query + size, query + steps * STEP<M>, T(0));
     long b = 0;
     for (long item = next++; item < items; item = next++) {
       while (starts[b + 1] <= item) ++b;
@@ -132,19 +153,22 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
         const long position = begin + s;
         rows[s] = cache.data + (table[position / cache.block_size] * cache.block_size + position % cache.block_size) * size;
       }
-      std::memset(q, 0, HEADS * query_words * sizeof(float));
+      std::memset(q + num_heads * query_words, 0, (HEADS - num_heads) * query_words * sizeof(float));
       for (long h = 0; h < num_heads; ++h) {
-        const T* latent = q_latent.data + b * q_latent.token_stride + (head + h) * q_latent.head_stride;
-        const T* rope = q_rope.data + b * q_rope.token_stride + (head + h) * q_rope.head_stride;
-        if constexpr (M::is_dot) {
-          T* to = reinterpret_cast<T*>(q + h * query_words);
-          std::memcpy(to, latent, cache.latent * sizeof(T));
-          std::memcpy(to + cache.latent, rope, cache.rope * sizeof(T));
-        } else {
-          float* to = q + h * query_words;
-          for (long i = 0; i < cache.latent; i += LANES) store_n(to + i, load_n(latent + i, cache.latent - i), cache.latent - i);
-          for (long i = 0; i < cache.rope; i += LANES)
-            store_n(to + cache.latent + i, load_n(rope + i, cache.rope - i), cache.rope - i);
+        std::memcpy(query, q_latent.data + b * q_latent.token_stride + (head + h) * q_latent.head_stride,
+                    cache.latent * sizeof(T));
+        std::memcpy(query + cache.latent, q_rope.data + b * q_rope.token_stride + (head + h) * q_rope.head_stride,
+                    cache.rope * sizeof(T));
+        float* to = q + h * query_words;
+        for (long i = 0; i < steps; ++i, to += STEP_WORDS<M>) {
+          if constexpr (is_split<M>) {
+            vf even, odd;
+            load_columns(query + i * STEP<M>, even, odd);
+            store(to, even);
+            store(to + LANES, odd);
+          } else {
+            std::memcpy(to, query + i * STEP<M>, STEP<M> * sizeof(T));
+          }
         }
       }
       score_tokens<M>(q, rows, count, size, scale, scores);

@@ -2,6 +2,8 @@
 //
 // Every output is one sum over k in order, whatever the number of rows or threads: a row's result is the same in any
 // batch. Operands are packed as 32-bit words: a float, or with bfloat16 instructions a pair of neighbours along k.
+// Bfloat16 weights that are widened are taken two columns to a word: the even ones of 32 by a shift, the odd ones by a
+// mask, in two registers; sums stay in this order until a row is finished (`in_order`, `store_columns`).
 #pragma once
 #include <omp.h>
 
@@ -14,6 +16,10 @@
 constexpr long TILE = 14;    // rows of x in one packed tile
 constexpr long PANEL = 32;   // columns of the weight at a time
 constexpr long CHUNK = 112;  // rows packed at a time, whole tiles
+// Few rows wait for the weight, which is read as it lies: PANELS side by side, DEPTH (even) steps along k at a time,
+// so that whole pages come in order. Many rows take one panel after the other, packed.
+constexpr long PANELS = 8;
+constexpr long DEPTH = 32;
 constexpr long SMALL_PRODUCT = 1 << 18;  // multiplications that one thread makes sooner than two could meet
 #if defined(__AVX512F__)
 constexpr long REGISTER_ROWS = TILE;  // 28 sums, 2 weights, 1 x: all registers
@@ -29,6 +35,8 @@ struct Widened {  // bfloat16 tensors, products in float32
   typedef bf16 T;
   static constexpr bool is_dot = false;
 };
+template <class M>
+constexpr bool is_split = sizeof(typename M::T) == 2 && !M::is_dot;
 struct Dot {  // bfloat16 tensors and instructions
   typedef bf16 T;
   static constexpr bool is_dot = true;
@@ -110,16 +118,39 @@ struct Weight {  // w(k, n) = data[k * k_stride + n * n_stride], one of the stri
   long k_stride, n_stride;
 };
 
-template <class M>
-static inline vf load_columns(const typename M::T* p, long n) { return load_n(p, n < 0 ? 0 : n); }
+static inline void split(vu pairs, vf& even, vf& odd) { even = (vf)(pairs << 16), odd = (vf)(pairs & 0xffff0000u); }
 
-// Columns [first, first + columns) to out[word][32], zeros behind.
+// 32 columns of a row, in the order of the sums.
+static inline void load_columns(const float* p, vf& low, vf& high) { low = load(p), high = load(p + LANES); }
+static inline void load_columns(const bf16* p, vf& even, vf& odd) { split(load_bits<vu>(p), even, odd); }
+template <class T>
+static inline void load_columns_n(const T* p, long n, vf& low, vf& high) {  // the first n, zeros behind
+  if (n >= PANEL) return load_columns(p, low, high);
+  T columns[PANEL] = {};
+  std::memcpy(columns, p, n * sizeof(T));
+  load_columns(columns, low, high);
+}
+
+// From the order of the sums to that of the columns.
+template <class M>
+static inline void in_order(vf& low, vf& high) {
+  if constexpr (is_split<M>) {
+    vf even = low, odd = high;
+    low = LANES_OF(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    high = LANES_OF(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  }
+}
+
+// Columns [first, first + columns) to out[word][32] in the order of the sums, zeros behind.
 template <class M>
 static void pack_panel(const Weight<typename M::T>& w, long first, long columns, long k, float* out) {
   if (w.n_stride != 1) {
-    for (long g = 0; g < PANEL; g += LANES)
-      pack_rows<M>([&](long i) { return w.data + (first + g + i) * w.n_stride; },
-                   std::clamp(columns - g, 0L, LANES), k, out + g, PANEL);
+    constexpr long step = is_split<M> ? 2 : 1;
+    for (long half = 0; half < 2; ++half) {
+      const long start = half * (is_split<M> ? 1 : LANES), left = (columns - start + step - 1) / step;
+      pack_rows<M>([&](long i) { return w.data + (first + start + i * step) * w.n_stride; },
+                   std::clamp(left, 0L, LANES), k, out + half * LANES, PANEL);
+    }
     return;
   }
   const typename M::T* row = w.data + first;
@@ -136,24 +167,47 @@ static void pack_panel(const Weight<typename M::T>& w, long first, long columns,
   } else {
     for (long i = 0; i < k; ++i, row += w.k_stride, out += PANEL) {
       __builtin_prefetch(row + 16 * w.k_stride);
-      store(out, load_columns<M>(row, columns));
-      store(out + LANES, load_columns<M>(row + LANES, columns - LANES));
+      vf low, high;
+      load_columns_n(row, columns, low, high);
+      store(out, low);
+      store(out + LANES, high);
     }
   }
 }
 
-// out[ROWS][32] = x tile (words [k][16]) times a panel: packed words, or rows of the weight as they lie in memory.
+// 32 sums, in their own order, to the first columns of `to`.
+template <class M>
+static inline void store_columns(typename M::T* to, const float* sums, long columns) {
+  vf low = load(sums), high = load(sums + LANES);
+  if constexpr (is_split<M>) {
+    vu words = round_bits(low) >> 16 | (round_bits(high) & 0xffff0000u);
+    if (columns >= PANEL) return store_bits(to, words);
+    std::memcpy(to, &words, columns * sizeof(bf16));
+  } else {
+    store_n(to, low, columns);
+    if (columns > LANES) store_n(to + LANES, high, columns - LANES);
+  }
+}
+
+// out[ROWS][32] = x tile (words [k][16]) times 32 columns of a weight; added to what is there where it goes on. The
+// columns are packed words, and `row` is what will be packed next, fetched meanwhile; or `row` itself as it lies.
 template <class M, int ROWS, bool IS_PACKED>
-static void kernel(const float* x, const void* panel, long stride, long k, float* out) {
+static void kernel(const float* x, const float* packed, const typename M::T* row, long stride, long k, bool goes_on,
+                   float* out) {
   vf sums[ROWS][2] = {};
-  const float* packed = static_cast<const float*>(panel);
-  const typename M::T* row = static_cast<const typename M::T*>(panel);
+  if (goes_on) {
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) sums[r][0] = load(out + r * PANEL), sums[r][1] = load(out + r * PANEL + LANES);
+  }
   const long steps = words<M>(k);
   for (long i = 0; i < steps; ++i, x += LANES) {
     vf low, high;
     if constexpr (IS_PACKED) {
       low = load(packed), high = load(packed + LANES);
       packed += PANEL;
+      __builtin_prefetch(row);
+      if constexpr (M::is_dot) __builtin_prefetch(row + stride);
+      row += (M::is_dot ? 2 : 1) * stride;
     } else if constexpr (M::is_dot) {
       __builtin_prefetch(row + 16 * stride);
       __builtin_prefetch(row + 17 * stride);
@@ -161,7 +215,7 @@ static void kernel(const float* x, const void* panel, long stride, long k, float
       row += 2 * stride;
     } else {
       __builtin_prefetch(row + 16 * stride);
-      low = load(row), high = load(row + LANES);
+      load_columns(row, low, high);
       row += stride;
     }
 #pragma GCC unroll 16
@@ -179,11 +233,12 @@ static void kernel(const float* x, const void* panel, long stride, long k, float
 }
 
 template <class M, bool IS_PACKED, int ROWS = REGISTER_ROWS>
-static void run_kernel(long rows, const float* x, const void* panel, long stride, long k, float* out) {
+static void run_kernel(long rows, const float* x, const float* packed, const typename M::T* row, long stride, long k,
+                       bool goes_on, float* out) {
   if constexpr (ROWS > 1) {
-    if (rows < ROWS) return run_kernel<M, IS_PACKED, ROWS - 1>(rows, x, panel, stride, k, out);
+    if (rows < ROWS) return run_kernel<M, IS_PACKED, ROWS - 1>(rows, x, packed, row, stride, k, goes_on, out);
   }
-  kernel<M, ROWS, IS_PACKED>(x, panel, stride, k, out);
+  kernel<M, ROWS, IS_PACKED>(x, packed, row, stride, k, goes_on, out);
 }
 
 // Rows of x, packed once and multiplied with many panels; of one thread.
@@ -202,28 +257,37 @@ class PackedRows {
     }
   }
 
-  // out[rows][32] = x times columns [first, first + columns) of w
+  // How many panels one `multiply` is best given.
+  long panels_at_once(const Weight<typename M::T>& w) const { return w.n_stride == 1 && tiles_ <= 2 ? PANELS : 1; }
+
+  // out[panel][rows][32] = x times columns [first, first + columns) of w
   void multiply(const Weight<typename M::T>& w, long first, long columns, float* out) {
-    bool is_direct = w.n_stride == 1 && columns == PANEL && tiles_ <= 2;
-    float* packed = nullptr;
-    if (!is_direct) {
-      packed = panel_.template get<float>(words<M>(k_) * PANEL);
-      pack_panel<M>(w, first, columns, k_, packed);
-    }
-    for (long t = 0; t < tiles_; ++t) {
-      long start = first_of(t), count = first_of(t + 1) - start;
-      for (long r = 0; r < count; r += REGISTER_ROWS) {
-        long rows = std::min(REGISTER_ROWS, count - r);
-        float* to = out + (start + r) * PANEL;
-        if (is_direct)
-          run_kernel<M, false>(rows, tile(t) + r, w.data + first, w.k_stride, k_, to);
-        else
-          run_kernel<M, true>(rows, tile(t) + r, packed, 0, k_, to);
-      }
+    const long panels = (columns + PANEL - 1) / PANEL, direct = panels_at_once(w) > 1 ? columns / PANEL : 0;
+    for (long start = 0; direct && start < k_; start += DEPTH)
+      for (long p = 0; p < direct; ++p)
+        run<false>(nullptr, w.data + start * w.k_stride + first + p * PANEL, w.k_stride, start,
+                   std::min(DEPTH, k_ - start), out + p * rows_ * PANEL);
+    for (long p = direct; p < panels; ++p) {
+      float* packed = panel_.template get<float>(words<M>(k_) * PANEL);
+      pack_panel<M>(w, first + p * PANEL, std::min(PANEL, columns - p * PANEL), k_, packed);
+      // Weights along k are read in order anyway.
+      const long next = w.n_stride == 1 ? w.k_stride : 0;
+      run<true>(packed, w.data + first + (p + 1) * PANEL, next, 0, k_, out + p * rows_ * PANEL);
     }
   }
 
  private:
+  // All rows with one panel, from `start` along k.
+  template <bool IS_PACKED>
+  void run(const float* packed, const typename M::T* row, long stride, long start, long k, float* out) {
+    for (long t = 0; t < tiles_; ++t) {
+      const long first = first_of(t), count = first_of(t + 1) - first;
+      for (long r = 0; r < count; r += REGISTER_ROWS)
+        run_kernel<M, IS_PACKED>(std::min(REGISTER_ROWS, count - r), tile(t) + words<M>(start) * LANES + r, packed,
+                                 row, stride, k, start > 0, out + (first + r) * PANEL);
+    }
+  }
+
   long first_of(long t) const { return t * base_ + std::min(t, longer_); }
   float* tile(long t) { return data_ + t * words<M>(k_) * LANES; }
   Buffer buffer_, panel_;
@@ -251,24 +315,25 @@ static void head_linear(Batch<const typename M::T> x, long tokens, long heads, W
 #pragma omp parallel num_threads(threads)
   {
     static thread_local PackedRows<M> rows;
-    static thread_local Buffer tile_buffer;
-    float* tile = tile_buffer.get(CHUNK * PANEL);
-    const long part = omp_get_thread_num(), parts = omp_get_num_threads();
-    long packed_for = -1;
-    for (long item = items * part / parts; item < items * (part + 1) / parts; ++item) {
+    static thread_local Buffer sums_buffer;
+    float* sums = sums_buffer.get(CHUNK * PANEL * PANELS);
+    const long part = omp_get_thread_num(), parts = omp_get_num_threads(), end = items * (part + 1) / parts;
+    long packed_for = -1, taken;
+    for (long item = items * part / parts; item < end; item += taken) {
       const long group = item / panels, head = group / chunks, start = group % chunks * chunk;
       const long count = std::min(chunk, tokens - start), first = item % panels * PANEL;
       if (packed_for != group) {
         rows.pack([&](long i) { return x.data + (start + i) * x.token_stride + head * x.head_stride; }, count, k);
         packed_for = group;
       }
-      const long columns = std::min(PANEL, n - first);
-      rows.multiply({w.data + head * w_head_stride, w.k_stride, w.n_stride}, first, columns, tile);
-      for (long i = 0; i < count; ++i) {
-        T* to = out.data + (start + i) * out.token_stride + head * out.head_stride + first;
-        store_n(to, load(tile + i * PANEL), columns);
-        if (columns > LANES) store_n(to + LANES, load(tile + i * PANEL + LANES), columns - LANES);
-      }
+      const Weight<T> of_head = {w.data + head * w_head_stride, w.k_stride, w.n_stride};
+      taken = std::min({rows.panels_at_once(of_head), end - item, panels - item % panels});
+      const long columns = std::min(taken * PANEL, n - first);
+      rows.multiply(of_head, first, columns, sums);
+      for (long p = 0; p < taken; ++p)
+        for (long i = 0; i < count; ++i)
+          store_columns<M>(out.data + (start + i) * out.token_stride + head * out.head_stride + first + p * PANEL,
+                           sums + (p * count + i) * PANEL, columns - p * PANEL);
     }
   }
 }

@@ -6,8 +6,6 @@
 
 #include "gemm.h"
 
-constexpr long PANELS_PER_ITEM = 4;
-
 template <class T>
 struct Experts {
   const T* w13;  // [experts, hidden, 2 * width] in memory
@@ -52,17 +50,19 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
     }
   }
   Act* act = act_buffer.get<Act>(total * width);
-  float* results = result_buffer.get(total * hidden);
-  const long up_items = (width + PANEL * PANELS_PER_ITEM - 1) / (PANEL * PANELS_PER_ITEM);
-  const long down_items = (hidden + PANEL * PANELS_PER_ITEM - 1) / (PANEL * PANELS_PER_ITEM);
+  const long row_size = (hidden + PANEL - 1) / PANEL * PANEL;  // of results, which keep the order of the sums
+  float* results = result_buffer.get(total * row_size);
+  constexpr long item_columns = PANEL * PANELS;
+  const long up_items = (width + item_columns - 1) / item_columns;
+  const long down_items = (hidden + item_columns - 1) / item_columns;
   std::atomic<long> next_up{0}, next_down{0};
 #pragma omp parallel
   {
     static thread_local PackedRows<M> rows;
     static thread_local PackedRows<M> act_rows;
     static thread_local Buffer buffer;
-    float* gate = buffer.get(2 * CHUNK * PANEL);
-    float* up = gate + CHUNK * PANEL;
+    float* gate = buffer.get(2 * CHUNK * item_columns);
+    float* up = gate + CHUNK * item_columns;
     long packed_for = -1;
     for (long item = next_up++; item < num_segments * up_items; item = next_up++) {
       const Segment segment = segments[item / up_items];
@@ -71,15 +71,22 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
         packed_for = item / up_items;
       }
       const Weight<T> w = {experts.w13 + segment.expert * hidden * 2 * width, 2 * width, 1};
-      const long begin = item % up_items * PANEL * PANELS_PER_ITEM;
-      for (long first = begin; first < std::min(width, begin + PANEL * PANELS_PER_ITEM); first += PANEL) {
-        const long columns = std::min(PANEL, width - first);
+      const long begin = item % up_items * item_columns, end = std::min(width, begin + item_columns);
+      const long step = rows.panels_at_once(w) * PANEL;
+      for (long first = begin; first < end; first += step) {
+        const long columns = std::min(step, end - first);
         rows.multiply(w, first, columns, gate);
         rows.multiply(w, width + first, columns, up);
-        for (long i = 0; i < segment.rows; ++i)
-          for (long half = 0; half < columns; half += LANES)
-            store_n(act + (segment.start + i) * width + first + half,
-                    silu(load(gate + i * PANEL + half)) * load(up + i * PANEL + half), columns - half);
+        for (long p = 0; p * PANEL < columns; ++p)
+          for (long i = 0; i < segment.rows; ++i) {
+            const float *g = gate + (p * segment.rows + i) * PANEL, *u = up + (p * segment.rows + i) * PANEL;
+            vf low = silu(load(g)) * load(u), high = silu(load(g + LANES)) * load(u + LANES);
+            in_order<M>(low, high);
+            Act* to = act + (segment.start + i) * width + first + p * PANEL;
+            const long left = columns - p * PANEL;
+            store_n(to, low, left);
+            if (left > LANES) store_n(to + LANES, high, left - LANES);
+          }
       }
     }
 #pragma omp barrier
@@ -90,24 +97,37 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
         act_rows.template pack<Second>([&](long i) { return act + (segment.start + i) * width; }, segment.rows, width);
         packed_for = item / down_items;
       }
-      const long begin = item % down_items * PANEL * PANELS_PER_ITEM;
-      for (long first = begin; first < std::min(hidden, begin + PANEL * PANELS_PER_ITEM); first += PANEL) {
-        const long columns = std::min(PANEL, hidden - first);
-        act_rows.multiply({experts.w2 + segment.expert * width * hidden, hidden, 1}, first, columns, gate);
-        for (long i = 0; i < segment.rows; ++i)
-          for (long half = 0; half < columns; half += LANES)
-            store_n(results + (segment.start + i) * hidden + first + half,
-                    load(gate + i * PANEL + half) * weights[order[segment.start + i]], columns - half);
+      const Weight<T> w = {experts.w2 + segment.expert * width * hidden, hidden, 1};
+      const long begin = item % down_items * item_columns, end = std::min(hidden, begin + item_columns);
+      const long step = act_rows.panels_at_once(w) * PANEL;
+      for (long first = begin; first < end; first += step) {
+        const long columns = std::min(step, end - first);
+        act_rows.multiply(w, first, columns, gate);
+        for (long p = 0; p * PANEL < columns; ++p)
+          for (long i = 0; i < segment.rows; ++i) {
+            const float* sums = gate + (p * segment.rows + i) * PANEL;
+            float* to = results + (segment.start + i) * row_size + first + p * PANEL;
+            const float weight = weights[order[segment.start + i]];
+            store(to, load(sums) * weight);
+            store(to + LANES, load(sums + LANES) * weight);
+          }
       }
     }
 #pragma omp barrier
 #pragma omp for
     for (long t = 0; t < tokens; ++t)
-      for (long i = 0; i < hidden; i += LANES) {
-        vf sum = {};
-        for (long k = 0; k < choices; ++k)
-          if (place[t * choices + k] >= 0) sum += load_n(results + place[t * choices + k] * hidden + i, hidden - i);
-        store_n(out + t * hidden + i, sum, hidden - i);
+      for (long i = 0; i < hidden; i += PANEL) {
+        float sums[PANEL];
+        vf low = {}, high = {};
+        for (long k = 0; k < choices; ++k) {
+          const long row = place[t * choices + k];
+          if (row < 0) continue;
+          low += load(results + row * row_size + i);
+          high += load(results + row * row_size + i + LANES);
+        }
+        store(sums, low);
+        store(sums + LANES, high);
+        store_columns<M>(out + t * hidden + i, sums, hidden - i);
       }
   }
 }

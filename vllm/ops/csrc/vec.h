@@ -29,13 +29,12 @@ static inline void store_bits(P* p, V v) {
 }
 
 static inline vf widen(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
-static inline vh narrow(vf v) {
-  vu bits = (vu)v;
-  vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+static inline vu round_bits(vf v) {  // the nearest bf16 in the upper halves, anything in the lower ones
+  vu bits = (vu)v, rounded = bits + 0x7fff + ((bits >> 16) & 1);
   vi is_nan = v != v;
-  vu word = ((vu)is_nan & 0x7fc0u) | (~(vu)is_nan & rounded);
-  return __builtin_convertvector(word, vh);
+  return ((vu)is_nan & 0x7fc00000u) | (~(vu)is_nan & rounded);
 }
+static inline vh narrow(vf v) { return __builtin_convertvector(round_bits(v) >> 16, vh); }
 
 static inline vf load(const float* p) { return load_bits<vf>(p); }
 static inline vf load(const bf16* p) { return widen(load_bits<vh>(p)); }
