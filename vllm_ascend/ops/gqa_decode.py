@@ -4,9 +4,6 @@ Limits of the paged kernel: float16 or bfloat16; a head size that is a multiple 
 a head of keys; block size a multiple of 16 up to 512. Float32 (for debugging) and other sizes gather the pages of every
 sequence up to the width of the block tables and run npu_fusion_attention: B x S x G x 2 D elements beside the cache.
 Tolerance: 1e-2 (bfloat16), 1e-5 (float32), relative.
-
-In a recorded step the paged kernel's sequence lengths, which it takes from the host, are renewed before each replay;
-the gathering form reads them on the device.
 """
 
 from __future__ import annotations
@@ -15,8 +12,8 @@ import torch
 from torch import Tensor
 
 from vllm.ops.contract import DecodeMetadata, KVCache
-from vllm_ascend.compilation.acl_graph import record_renewable
 from vllm_ascend.ops.kv_layout import read_blocks
+from vllm_ascend.ops.paged_attention import is_out_of_sight, paged_attention
 
 HEAD_STEP, MAX_HEAD_SIZE, MAX_HEADS_OF_A_KEY = 16, 512, 64
 
@@ -32,58 +29,13 @@ def gqa_decode(q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float
 
 
 def _paged(q_BND: Tensor, kv_heads: int, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
-    import torch_npu
-
     # One query of each sequence: [B, 1, N * D] against pages [num_blocks, block_size, G * D].
     query, heads = q_BND.reshape(len(q_BND), 1, -1), q_BND.shape[1]
     k_pages, v_pages = cache
-    if meta.before_replay is None:
-        out_B1C: Tensor = torch_npu.npu_fused_infer_attention_score(
-            query,
-            k_pages,
-            v_pages,
-            num_heads=heads,
-            num_key_value_heads=kv_heads,
-            input_layout="BSH",
-            scale=scale,
-            block_table=meta.block_tables,
-            block_size=meta.block_size,
-            actual_seq_lengths_kv=meta.seq_lens_host.tolist(),
-        )[0]
-        return out_B1C.view(q_BND.shape)
-    if "paged_workspace" not in meta.scratch:  # the layers run one after the other, so they share it
-        meta.scratch["paged_workspace"] = torch_npu._npu_fused_infer_attention_score_get_max_workspace(
-            query,
-            k_pages,
-            v_pages,
-            num_heads=heads,
-            num_key_value_heads=kv_heads,
-            input_layout="BSH",
-            scale=scale,
-            block_table=meta.block_tables,
-            block_size=meta.block_size,
-            actual_seq_lengths_kv=[meta.block_tables.shape[1] * meta.block_size] * len(query),
-        )
-    workspace, output, no_lse = meta.scratch["paged_workspace"], torch.empty_like(query), query.new_empty(1)
-
-    def launch() -> None:
-        torch_npu.npu_fused_infer_attention_score.out(
-            query,
-            k_pages,
-            v_pages,
-            num_heads=heads,
-            num_key_value_heads=kv_heads,
-            input_layout="BSH",
-            scale=scale,
-            block_table=meta.block_tables,
-            block_size=meta.block_size,
-            actual_seq_lengths_kv=meta.seq_lens_host.tolist(),
-            workspace=workspace,
-            out=[output, no_lse],
-        )
-
-    record_renewable(launch, meta.before_replay)
-    return output.view(q_BND.shape)
+    out_B1C = paged_attention(
+        query, k_pages, v_pages, meta, scale, num_heads=heads, num_kv_heads=kv_heads, layout="BSH"
+    )
+    return out_B1C.view(q_BND.shape)
 
 
 def _gathered(q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
@@ -94,16 +46,13 @@ def _gathered(q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float)
         read_blocks(pages, tables_S).view(len(q_BND), -1, pages.shape[2] // size, size).transpose(1, 2).contiguous()
         for pages in cache
     )
-    if "is_out_of_sight" not in meta.scratch:
-        positions_S = torch.arange(k_BGSD.shape[2], device=q_BND.device)
-        meta.scratch["is_out_of_sight"] = (positions_S >= meta.seq_lens.unsqueeze(1))[:, None, None, :]
     out_BN1D: Tensor = torch_npu.npu_fusion_attention(
         q_BND.unsqueeze(2),
         k_BGSD,
         v_BGSD,
         q_BND.shape[1],
         "BNSD",
-        atten_mask=meta.scratch["is_out_of_sight"],
+        atten_mask=is_out_of_sight(meta),
         scale=scale,
     )[0]
     return out_BN1D.squeeze(2)
