@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import select
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tools.bench.allocator import allocator_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 ANSWER_TIMEOUT_S = 1800
@@ -107,12 +108,6 @@ def cpus_for(num_threads: int) -> list[int]:
     return cpus[:num_threads]
 
 
-def jemalloc() -> Path | None:
-    """The allocator that all engines get where it is installed: without it they spend their time on page faults."""
-    library = Path(f"/usr/lib/{platform.machine()}-linux-gnu/libjemalloc.so.2")
-    return library if library.is_file() else None
-
-
 class OthersLoad:
     """How many cores' worth of work other processes did since its making; ``own`` is what the caller knows as its."""
 
@@ -143,9 +138,7 @@ def _environment(spec: EngineSpec, num_threads: int, scratch: Path) -> dict[str,
         "TORCH_EXTENSIONS_DIR": str(scratch / "cache" / "extensions"),
         "TRITON_CACHE_DIR": str(scratch / "cache" / "triton"),
     }
-    if library := jemalloc():
-        environment["LD_PRELOAD"] = ":".join(filter(None, [str(library), environment.get("LD_PRELOAD", "")]))
-        environment["MALLOC_CONF"] = "thp:always,dirty_decay_ms:-1"
+    environment |= allocator_environment(environment)
     if spec.is_ours:
         environment["PYTHONPATH"] = str(ROOT)
     return environment | dict(spec.environment)

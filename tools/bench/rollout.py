@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench import rollout_report
-from tools.bench.remote import EngineError, EngineProcess, EngineSpec, OthersLoad, cpus_for, jemalloc, this_python
-from tools.bench.rollout_model import CHECKPOINTS, Work, cache_bytes_per_token, write_checkpoint
+from tools.bench.allocator import allocator_name
+from tools.bench.remote import EngineError, EngineProcess, EngineSpec, OthersLoad, cpus_for, this_python
+from tools.bench.rollout_model import CHECKPOINTS, ITEM_BYTES, Work, cache_bytes_per_token, write_checkpoint
 
 ENGINES = ("ours", "vllm", "transformers")
 PROGRAM = "rollout_engines.py"
 VARIANTS = ("eager,grouped_mm", "eager,eager", "sdpa,grouped_mm", "sdpa,eager")
-ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 MAX_SEQUENCES = 256
 
 
@@ -124,7 +124,7 @@ class Bench:
         return rollout_report.report(
             raw=self.raw,
             options=vars(self.options) | {"checkpoint": self.checkpoint},
-            allocator="the system's" if jemalloc() is None else "jemalloc",
+            allocator=allocator_name(),
             measured=[vars(one) | {"work": vars(one.work)} for one in measured],
             started=[vars(one) for one in self.started.values()],
             machine=machine,

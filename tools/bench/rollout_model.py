@@ -13,6 +13,7 @@ from typing import Any
 
 from tools.bench.train_model import hf_config_dict
 
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}  # of the dtypes that checkpoints come in
 _COMMON = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "max_position_embeddings": 40960,  # room for the answers over which the growth of a step is measured

@@ -5,9 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from tools.bench.rollout_model import LeastWork, decode_work, prefill_work
+from tools.bench.rollout_model import ITEM_BYTES, LeastWork, decode_work, prefill_work
 
-_ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 _GROWTH_FROM = 1024  # tokens of an answer at which the growth of a step's cost begins
 _GROWTH_WINDOW = 512
 
@@ -25,7 +24,7 @@ def report(
 ) -> dict[str, Any]:
     """Rows per engine and work, ratios of ours to each other engine."""
     rates = {key: statistics.median(probe[key] for probe in machine) for key in ("bytes_per_s", "flops_per_s")}
-    rows = [_row(one, raw, _ITEM_BYTES[options["dtype"]], rates) for one in measured]
+    rows = [_row(one, raw, ITEM_BYTES[options["dtype"]], rates) for one in measured]
     starts = [_start_row(one) for one in started if one["ready_seconds"]]
     return {
         "checkpoint": options["checkpoint"],

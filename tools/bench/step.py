@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.bench.remote import EngineProcess, EngineSpec, OthersLoad, cpus_for, jemalloc, this_python
+from tools.bench.allocator import allocator_name
+from tools.bench.remote import EngineProcess, EngineSpec, OthersLoad, cpus_for, this_python
 from tools.bench.rollout_model import CHECKPOINTS, Work, write_checkpoint
 
 ENGINES = ("ours", "trl")
@@ -144,8 +145,7 @@ def _in_turns(
         ours, trl = by_engine["ours"], by_engine["trl"]
         for key in ("seconds", "cpu_seconds", "peak_bytes"):
             ratios[f"{key}: trl / ours"] = trl[key] / ours[key]
-    allocator = "the system's" if jemalloc() is None else "jemalloc"
-    return {"options": vars(options), "allocator": allocator, "rows": rows, "ratios": ratios}
+    return {"options": vars(options), "allocator": allocator_name(), "rows": rows, "ratios": ratios}
 
 
 def _table(report: dict[str, Any]) -> str:

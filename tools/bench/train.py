@@ -22,6 +22,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tools.bench.allocator import allocator_environment, allocator_name
+from tools.bench.engines.engine_server import peak_resident_bytes
 from tools.bench.train_model import Batch, equal_batch, hf_config_dict, matmul_flops, mixed_batch, parsed
 
 ENGINES = ("megatron", "megatron-lean", "transformers-bf16", "transformers-autocast", "transformers-fp32")
@@ -56,11 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         print(f"tools.bench.train: --engines has {', '.join(unknown)}; known: {', '.join(ENGINES)}", file=sys.stderr)
         return 2
-    allocator = _preload_jemalloc()
+    os.environ.update(allocator_environment(os.environ))  # for the engines' processes, which start from now on
     reports = []
     for group in options.engines:
         measured = _measured(group.split(","), raw, batches, options)
-        reports.append(_report(raw, options, batches, measured) | {"allocator": allocator})
+        reports.append(_report(raw, options, batches, measured) | {"allocator": allocator_name()})
         print(_table(reports[-1]), flush=True)
     if options.json:
         Path(options.json).write_text(json.dumps(reports, indent=1) + "\n")
@@ -85,19 +87,6 @@ def _measured(
     finally:
         for worker in workers.values():
             worker.end()
-
-
-def _preload_jemalloc() -> str:
-    """Makes processes started from now on use jemalloc with huge pages, where it is installed; returns the allocator.
-
-    A step allocates and frees gigabytes; without it, a fifth of the time of every engine goes to page faults.
-    """
-    library = Path(f"/usr/lib/{platform.machine()}-linux-gnu/libjemalloc.so.2")
-    if not library.is_file():
-        return "the system's"
-    os.environ["LD_PRELOAD"] = ":".join(filter(None, [str(library), os.environ.get("LD_PRELOAD", "")]))
-    os.environ["MALLOC_CONF"] = "thp:always,dirty_decay_ms:-1"
-    return "jemalloc"
 
 
 def _options() -> argparse.ArgumentParser:
@@ -178,7 +167,7 @@ def _timed(engine: Any, batch: Batch, is_packed: bool) -> tuple[float, float, fl
     _forget_peak()
     start, cpu_start = time.perf_counter(), time.process_time()
     loss = engine.step(batch, is_packed)
-    return time.perf_counter() - start, time.process_time() - cpu_start, loss, _peak_resident_bytes()
+    return time.perf_counter() - start, time.process_time() - cpu_start, loss, peak_resident_bytes()
 
 
 def _matmul_peaks() -> dict[str, float]:
@@ -277,13 +266,6 @@ def _ratios(ours: dict[str, Any], other: dict[str, Any]) -> str:
 def _forget_peak() -> None:
     """Makes the kernel measure the resident peak of this process from now on."""
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak_resident_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmHWM; the benchmark reads peak memory on Linux")
 
 
 if __name__ == "__main__":
