@@ -219,11 +219,16 @@ class RolloutOps:
     expands_decode: bool = False
 
     def __post_init__(self) -> None:
-        entries = {f.name for f in fields(self)} - {"names", "not_recordable", "expands_decode"}
-        if set(self.names) != entries:
+        if set(self.names) != self.entries():
             raise ValueError(
-                f"names of an op table must say native or reference for each of {sorted(entries)}, got {self.names}"
+                f"names of an op table must say native or reference for each of {sorted(self.entries())}, "
+                f"got {self.names}"
             )
+
+    @classmethod
+    def entries(cls) -> set[str]:
+        """Names of the ops: every field but those that say something of them."""
+        return {f.name for f in fields(cls)} - {"names", "not_recordable", "expands_decode"}
 
 
 def resolve(provider: str) -> RolloutOps:

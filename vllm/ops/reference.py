@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -68,7 +66,6 @@ def write_kv(cache: KVCache, latent_TL: Tensor, rope_TR: Tensor, slots_T: Tensor
 
 def rollout_ops() -> RolloutOps:
     """The reference table."""
-    entries = {field.name for field in fields(RolloutOps)} - {"names", "not_recordable", "expands_decode"}
     return RolloutOps(
         new_kv_cache=new_kv_cache,
         linear=F.linear,
@@ -89,5 +86,5 @@ def rollout_ops() -> RolloutOps:
         silu_and_mul=silu_and_mul,
         sample=sample,
         not_recordable=("mla_decode", "fused_experts", "exchanged_experts", "gqa_decode"),
-        names=dict.fromkeys(entries, "reference"),
+        names=dict.fromkeys(RolloutOps.entries(), "reference"),
     )
