@@ -31,7 +31,11 @@ class EngineCore:
         kv = KVCacheManager(self.worker.num_gpu_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(config.scheduler, kv)
         self.num_steps = 0
-        self.policy_version = 0  # of the weights; every token is drawn by the one of its step
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights; every token is drawn by the one of its step."""
+        return self.scheduler.policy_version
 
     def step(self) -> tuple[list[Request], bool]:
         """(requests that finished, whether any replica sharing experts with this one has work left or had before this
@@ -84,8 +88,7 @@ class EngineCore:
         self._require_idle("update_weights")
         self.scheduler.kv.reset_prefix_cache()
         self.worker.update_weights(weights)
-        self.policy_version = self.policy_version + 1 if version is None else version
-        self.scheduler.set_policy_version(self.policy_version)
+        self.scheduler.set_policy_version(self.policy_version + 1 if version is None else version)
 
     def require_ready(self) -> None:
         """RuntimeError when the engine cannot generate, saying what to call."""
