@@ -123,11 +123,7 @@ def resolve_config(settings: Settings) -> PPOTrainerConfig:
 
 def is_fp8(model_path: Path) -> bool:
     """Whether an HF directory's config says that its weights are quantised."""
-    try:
-        config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return False  # the checks report it
-    return "quantization_config" in config
+    return "quantization_config" in _hf_config(model_path)
 
 
 def model_dir(settings: Settings) -> Path:
@@ -220,10 +216,13 @@ def _slot_flags(job: Job) -> list[str]:
 
 def model_dimensions(settings: Settings) -> Mapping[str, Any]:
     """The config.json of the model that the run starts from; empty when it cannot be read, which the checks report."""
-    if settings.model_path is None:
-        return HF_CONFIG
+    return HF_CONFIG if settings.model_path is None else _hf_config(settings.model_path)
+
+
+def _hf_config(model_path: Path) -> Mapping[str, Any]:
+    """The config.json of an HF directory; empty when it cannot be read, which the checks report."""
     try:
-        found: dict[str, Any] = json.loads((settings.model_path / "config.json").read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
         return {}
     return found
