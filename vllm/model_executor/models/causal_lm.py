@@ -41,7 +41,7 @@ class CausalLM(nn.Module, ABC):
         self, hf: HFConfig, max_model_len: int, parallel: ParallelState, ops: RolloutOps, device: torch.device
     ) -> None:
         super().__init__()
-        self.hf, self.ops = hf, ops
+        self.hf, self.ops, self.tp_size = hf, ops, parallel.tp.world_size
         self.embed_tokens = VocabParallelEmbedding(hf.vocab_size, hf.hidden_size, parallel.tp)
         self.layers = nn.ModuleList(self.make_layer(layer, parallel) for layer in range(hf.num_hidden_layers))
         self.norm = Norm(hf.hidden_size)

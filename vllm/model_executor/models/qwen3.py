@@ -50,11 +50,11 @@ class Qwen3ForCausalLM(CausalLM):
     hf: Qwen3Config
 
     def make_layer(self, layer: int, parallel: ParallelState) -> Qwen3DecoderLayer:
-        self.num_kv_heads = self.hf.kv_heads_of_rank(parallel.tp.world_size)
         return Qwen3DecoderLayer(self.hf, parallel, self.ops)
 
     def new_kv_cache(
         self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, layout: str
     ) -> KVCache:
         assert layout == "nd", layout  # the config refuses others
-        return self.ops.new_gqa_cache(num_blocks, block_size, self.num_kv_heads, self.hf.head_dim, dtype, device)
+        num_heads = self.hf.kv_heads_of_rank(self.tp_size)
+        return self.ops.new_gqa_cache(num_blocks, block_size, num_heads, self.hf.head_dim, dtype, device)
