@@ -44,8 +44,9 @@ def test_an_update_takes_every_name_once_and_sets_the_version(tmp_path: Path) ->
         (lambda pairs: [*pairs, ("model.layers.0.nonsense", torch.zeros(1))], "nonsense is unknown"),
         (lambda pairs: [(n, t[:-1] if n == EXPERT else t) for n, t in pairs], r"has shape \(31, 64\)"),
         (lambda pairs: [(n, t.to(torch.int32) if n == EXPERT else t) for n, t in pairs], "is torch.int32"),
+        (lambda pairs: [*pairs, (f"{EXPERT}_scale_inv", torch.ones(1, 1))], "scales without their"),
     ],
-    ids=["missing", "twice", "unknown", "shape", "dtype"],
+    ids=["missing", "twice", "unknown", "shape", "dtype", "scale alone"],
 )
 def test_a_failed_update_leaves_an_engine_that_refuses(change: Any, message: str, tmp_path: Path) -> None:
     llm = build(write_checkpoint(tmp_path))
@@ -53,10 +54,20 @@ def test_a_failed_update_leaves_an_engine_that_refuses(change: Any, message: str
     with pytest.raises(ValueError, match=message):
         llm.update_weights(change(pairs), version=1)
     assert llm.policy_version == 0
-    if "twice" not in message and "unknown" not in message:
-        with pytest.raises(RuntimeError, match="failed update"):
-            tokens_of(llm)
+    with pytest.raises(RuntimeError, match="failed update"):
+        tokens_of(llm)
     llm.update_weights(pairs, version=1)
+    assert len(tokens_of(llm)) == 6
+
+
+def test_a_load_that_fails_half_way_leaves_an_engine_that_refuses(tmp_path: Path) -> None:
+    llm = build(write_checkpoint(tmp_path))
+    pairs = list(random_weights(TINY, seed=1).items())
+    with pytest.raises(ValueError, match="nonsense is unknown"):
+        llm.load_weights([*pairs[:5], ("model.layers.0.nonsense", torch.zeros(1))])
+    with pytest.raises(RuntimeError, match="never loaded"):
+        tokens_of(llm)
+    llm.load_weights(pairs)
     assert len(tokens_of(llm)) == 6
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -74,9 +75,13 @@ class Worker:
         return read_choices(self.kv_caches[-1], blocks, num_tokens)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take (hf_name, full tensor) pairs; RuntimeError while the weights sleep."""
+        """Take (hf_name, full tensor) pairs; RuntimeError while the weights sleep.
+
+        When it raises half-way, all weights count as not loaded: some are new by then and some are not.
+        """
         self._require_weights("load_weights")
-        loaded = self.model.load_weights(self._fp8_pairs.joined(weights))
+        with self._all_or_nothing():
+            loaded = self.model.load_weights(self._fp8_pairs.joined(weights))
         self.names_to_load -= loaded
         return loaded
 
@@ -88,8 +93,18 @@ class Worker:
         self._require_weights("update_weights")
         self._fp8_pairs = Fp8Pairs()
         self.names_to_load = set(self.model.weight_targets)
-        self.load_weights(each_once(weights))
-        self.check_weights_loaded()
+        with self._all_or_nothing():
+            self.load_weights(each_once(weights))
+            self.check_weights_loaded()
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.names_to_load = set(self.model.weight_targets)
+            self._fp8_pairs = Fp8Pairs()
+            raise
 
     def weights_digest(self) -> dict[str, WeightDigest]:
         """See `LLM.weights_digest`."""
