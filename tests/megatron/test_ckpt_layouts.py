@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megatron.core.dist_checkpointing import CheckpointSaver, load_checkpoint, save_checkpoint
@@ -90,6 +91,7 @@ def test_two_ranks_and_one(tmp_path: Path) -> None:
         _assert_same_end(tmp_path, source, name, 0.0 if name.endswith("again") else 1e-5)
 
 
+@pytest.mark.slow
 def test_four_ranks_and_fewer(tmp_path: Path) -> None:
     four = {
         "tp2 ep4": _TP2 | {"expert_model_parallel_size": 4},

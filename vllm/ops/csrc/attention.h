@@ -149,9 +149,10 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
       const long num_heads = std::min(HEADS, heads - head);
       const long begin = span * SPAN, count = std::min(SPAN, cache.seq_lens[b] - begin);
       const int32_t* table = cache.tables + b * cache.table_width;
-      for (long s = 0; s < count; ++s) {
-        const long position = begin + s;
-        rows[s] = cache.data + (table[position / cache.block_size] * cache.block_size + position % cache.block_size) * size;
+      long s = 0, block = begin / cache.block_size, offset = begin % cache.block_size;
+      for (; s < count; ++block, offset = 0) {
+        const T* row = cache.data + (table[block] * cache.block_size + offset) * size;
+        for (; offset < cache.block_size && s < count; ++offset, row += size) rows[s++] = row;
       }
       std::memset(q + num_heads * query_words, 0, (HEADS - num_heads) * query_words * sizeof(float));
       for (long h = 0; h < num_heads; ++h) {

@@ -66,8 +66,8 @@ template <class M>
 constexpr long words(long k) { return M::is_dot ? (k + 1) / 2 : k; }
 
 template <class M>
-static inline vf load_words(const typename M::T* p, long left) {  // 16 words of a row with `left` elements
-  if constexpr (M::is_dot) {
+static inline vf load_words(const typename M::T* p, long left) {  // 16 words of a row with `left` elements, bf16 in pairs
+  if constexpr (sizeof(typename M::T) == 2) {
     if (left >= 2 * LANES) return (vf)load_bits<vhh>(p);
     bf16 lanes[2 * LANES] = {};
     std::memcpy(lanes, p, left * sizeof(bf16));
@@ -99,16 +99,28 @@ static inline vf multiply_add(vf sum, vf a, vf b) {
   }
 }
 
+static inline void split(vu pairs, vf& even, vf& odd) { even = (vf)(pairs << 16), odd = (vf)(pairs & 0xffff0000u); }
+
 // Up to 16 rows, contiguous along k, to out[word][row]; absent rows are zeros.
 template <class M, class Row>
 static inline void pack_rows(Row row, long count, long k, float* out, long stride) {
-  constexpr long step = M::is_dot ? 2 * LANES : LANES;
+  constexpr long step = sizeof(typename M::T) == 2 ? 2 * LANES : LANES;
   for (long start = 0; start < k; start += step) {
     vf block[LANES] = {};
     for (long i = 0; i < count; ++i) block[i] = load_words<M>(row(i) + start, k - start);
     transpose16(block);
-    long first = start / step * LANES, kept = std::min(LANES, words<M>(k) - first);
-    for (long i = 0; i < kept; ++i) store(out + (first + i) * stride, block[i]);
+    if constexpr (is_split<M>) {
+      const long kept = std::min(step, k - start);
+      for (long i = 0; i < kept; i += 2, out += 2 * stride) {
+        vf even, odd;
+        split((vu)block[i / 2], even, odd);
+        store(out, even);
+        if (i + 1 < kept) store(out + stride, odd);
+      }
+    } else {
+      long first = start / step * LANES, kept = std::min(LANES, words<M>(k) - first);
+      for (long i = 0; i < kept; ++i) store(out + (first + i) * stride, block[i]);
+    }
   }
 }
 
@@ -117,8 +129,6 @@ struct Weight {  // w(k, n) = data[k * k_stride + n * n_stride], one of the stri
   const T* data;
   long k_stride, n_stride;
 };
-
-static inline void split(vu pairs, vf& even, vf& odd) { even = (vf)(pairs << 16), odd = (vf)(pairs & 0xffff0000u); }
 
 // 32 columns of a row, in the order of the sums.
 static inline void load_columns(const float* p, vf& low, vf& high) { low = load(p), high = load(p + LANES); }
