@@ -84,7 +84,7 @@ class NPUPlatform(Platform):
 
         return AclGraphPool()
 
-    def graph_problems(self, ops: RolloutOps) -> list[str]:
+    def graph_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
         problems = table_problems(ops)
         for name, value in WRONG_FOR_GRAPHS.items():
             if os.environ.get(name) == value:

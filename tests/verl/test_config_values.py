@@ -140,7 +140,6 @@ def test_no_sample_is_lost_between_batches_and_replicas() -> None:
         (["expert_exchange=ring"], "expert_exchange is 'ring'; expected one of all_gather, dispatch"),
         (["expert_exchange=dispatch", "enable_expert_parallel=False"], "needs actor_rollout_ref.rollout.enable_expert"),
         (["rebalance_interval=-1"], "rebalance_interval is -1; give a number of steps, or 0 for never"),
-        (["enforce_eager=False"], "a CPU records no graphs; set actor_rollout_ref.rollout.enforce_eager=True"),
         (
             ["cudagraph_capture_sizes=[1,9999]"],
             "cudagraph_capture_sizes is [1, 9999]; give numbers of sequences from 1",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from vllm.config import VllmConfig
 from vllm.ops.contract import RolloutOps
 from vllm.platforms import GraphPool, RecordedGraph
 from vllm.platforms.cpu import CpuPlatform
@@ -44,7 +45,7 @@ class RecordingPlatform(CpuPlatform):
         self.pools.append(RecordingPool())
         return self.pools[-1]
 
-    def graph_problems(self, ops: RolloutOps) -> list[str]:
+    def graph_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
         return []
 
 

@@ -18,6 +18,7 @@ from tests.vllm.test_parity import as_inputs, make_prompts
 from tests.vllm.tiny import TINY, random_weights, write_checkpoint
 from vllm import LLM, SamplingParams
 from vllm.config import default_capture_sizes
+from vllm.ops.cpu_graph import CpuGraphPool
 
 GRAPHS = {"enforce_eager": False, "device": DEVICE}
 NUM_TOKENS = 10
@@ -59,6 +60,31 @@ def test_graphs_give_the_tokens_and_logprobs_of_eager_steps(path: str) -> None:
             assert torch.equal(logprobs, expected_logprobs)
         torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=2e-6)
     assert recorded_sizes(graphs) == [4, 8]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_a_cpu_recorded_gives_the_bits_of_eager_steps(dtype: str, path: str) -> None:
+    more = {"dtype": dtype, "enable_return_routed_experts": True}
+    eager, recorded = build(path, **more), build(path, enforce_eager=False, **more)
+    for count in (8, 6, 3, 6):
+        (tokens, logprobs), (expected_tokens, expected_logprobs) = results_of(recorded, count), results_of(eager, count)
+        assert tokens == expected_tokens
+        assert torch.equal(logprobs, expected_logprobs)
+    assert recorded_sizes(recorded) == [4, 8]
+    for engine in (eager, recorded):
+        engine.load_weights(random_weights(TINY, seed=1).items())
+    assert results_of(recorded)[0] == results_of(eager)[0]
+    engine = recorded
+    caches = [weakref.ref(cache[0]) for cache in engine.core.worker.kv_caches]
+    engine.sleep(1)
+    assert all(cache() is None for cache in caches) and recorded_sizes(engine) == []
+    engine.wake_up()
+    assert results_of(recorded)[0] == results_of(eager)[0]
+
+
+def test_what_depends_on_values_is_no_recording() -> None:
+    with pytest.raises(RuntimeError, match="nonzero.* cannot be recorded"):
+        CpuGraphPool().capture(lambda: torch.ones(3).nonzero())
 
 
 def test_padding_writes_into_its_own_blocks_only(path: str) -> None:
@@ -133,8 +159,10 @@ def test_replicas_in_lockstep_run_the_same_sizes(path: str) -> None:
 
 
 def test_what_cannot_be_recorded_is_refused_before_anything_is_built(path: str) -> None:
-    with pytest.raises(ValueError, match="cpu records no graphs; set enforce_eager=True"):
-        build(path, enforce_eager=False, device="cpu")
+    with pytest.raises(ValueError, match="not that of the CPU kernels"):
+        build(path, enforce_eager=False, device="cpu", rollout_ops="vllm.ops.reference:rollout_ops")
+    with pytest.raises(ValueError, match="held in FP8 would be kept"):
+        build(path, enforce_eager=False, device="cpu", quantization="fp8")
     with pytest.raises(ValueError, match="mla_decode, fused_experts, .* of the op table"):
         build(path, enforce_eager=False, device="cuda")
     for sizes in ([], [0, 4], [16]):

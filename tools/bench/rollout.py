@@ -144,7 +144,8 @@ class Bench:
         }
         if engine == "ours":
             arguments |= {"num_gpu_blocks_override": -(-num_tokens // 16), "enable_prefix_caching": True}
-            arguments |= {"rollout_ops": options.rollout_ops} if options.rollout_ops else {}
+            # Other op tables than the CPU's own record no graphs.
+            arguments |= {"rollout_ops": options.rollout_ops} if options.rollout_ops else {"enforce_eager": False}
             return EngineSpec(engine, this_python(), self._model_options(arguments), is_ours=True)
         if engine == "vllm":
             return EngineSpec(

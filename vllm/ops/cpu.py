@@ -18,6 +18,7 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.ops import reference
 from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps, SampledTokens, SamplingBatch
 from vllm.ops.cpu_build import has_compiler, kernels
+from vllm.ops.cpu_graph import launch
 from vllm.ops.reference_exchange import all_to_all_experts
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class _CpuOps:
 
     def __init__(self, has_bfloat16: bool) -> None:
         self.modes = {torch.float32: _FLOAT32, torch.bfloat16: _DOT if has_bfloat16 else _WIDENED}
-        self.kernels = kernels()
+        kernels()  # built now, not in the first step
 
     def table(self) -> RolloutOps:
         base = reference.rollout_ops()
@@ -81,7 +82,7 @@ class _CpuOps:
         names = base.names | dict.fromkeys(_NATIVE, "native")
         names |= {"exchanged_experts": "native experts, reference exchange"}
         names |= {"sample": "native without filters, reference with them"}
-        return replace(base, **entries, names=names)
+        return replace(base, **entries, names=names, not_recordable=("gqa_decode", "exchanged_experts"))
 
     def linear(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         rows = x_TI.shape[0]
@@ -89,7 +90,8 @@ class _CpuOps:
         out_TO = x_TI.new_empty(rows, size_out)
         x_TI = _last_contiguous(x_TI)
         n_stride, k_stride = weight_OI.stride()
-        self.kernels.cpu_head_linear(
+        launch(
+            "cpu_head_linear",
             self._mode(x_TI, weight_OI),
             x_TI.data_ptr(),
             x_TI.stride(0),
@@ -111,7 +113,8 @@ class _CpuOps:
         size_out = weight_NIO.shape[2]
         out_TNO = x_TNI.new_empty(rows, heads, size_out)
         x_TNI = _last_contiguous(x_TNI)
-        self.kernels.cpu_head_linear(
+        launch(
+            "cpu_head_linear",
             self._mode(x_TNI, weight_NIO),
             x_TNI.data_ptr(),
             x_TNI.stride(0),
@@ -130,7 +133,8 @@ class _CpuOps:
         rows, size = x_TH.shape
         out_TH = x_TH.new_empty(rows, size)
         x_TH = _last_contiguous(x_TH)
-        self.kernels.cpu_rms_norm(
+        launch(
+            "cpu_rms_norm",
             self._mode(x_TH, weight_H),
             x_TH.data_ptr(),
             x_TH.stride(0),
@@ -145,7 +149,8 @@ class _CpuOps:
     def add_rms_norm(self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x_TH, residual_TH = x_TH.contiguous(), residual_TH.contiguous()
         out_TH = torch.empty_like(x_TH)
-        self.kernels.cpu_add_rms_norm(
+        launch(
+            "cpu_add_rms_norm",
             self._mode(x_TH, weight_H),
             x_TH.data_ptr(),
             residual_TH.data_ptr(),
@@ -159,7 +164,8 @@ class _CpuOps:
     def rotary_interleaved(self, x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
         out_TNR = x_TNR.new_empty(x_TNR.shape)
         x_TNR = _last_contiguous(x_TNR)
-        self.kernels.cpu_rotary(
+        launch(
+            "cpu_rotary",
             self._mode(x_TNR),
             x_TNR.data_ptr(),
             x_TNR.stride(0),
@@ -184,7 +190,8 @@ class _CpuOps:
         (pages,) = cache
         kv_TD = _last_contiguous(kv_TD)
         latent = len(weight_L)
-        self.kernels.cpu_write_kv(
+        launch(
+            "cpu_write_kv",
             self._mode(kv_TD, weight_L, pages),
             pages.data_ptr(),
             kv_TD.data_ptr(),
@@ -240,7 +247,8 @@ class _CpuOps:
         q_latent_BNL, q_rope_BNR = _last_contiguous(q_latent_BNL), _last_contiguous(q_rope_BNR)
         queries, heads, latent = q_latent_BNL.shape
         out_BNL = q_latent_BNL.new_empty(queries, heads, latent)
-        self.kernels.cpu_mla_attention(
+        launch(
+            "cpu_mla_attention",
             self._mode(q_latent_BNL, q_rope_BNR, pages),
             q_latent_BNL.data_ptr(),
             q_latent_BNL.stride(0),
@@ -278,7 +286,8 @@ class _CpuOps:
         rows, experts = logits_TE.shape
         weights_TK = logits_TE.new_empty(rows, top_k)
         ids_TK = logits_TE.new_empty(rows, top_k, dtype=torch.int64)
-        self.kernels.cpu_topk_router(
+        launch(
+            "cpu_topk_router",
             logits_TE.data_ptr(),
             None if bias_E is None else bias_E.data_ptr(),
             rows,
@@ -309,7 +318,8 @@ class _CpuOps:
         x_TH, weights_TK, ids_TK = _last_contiguous(x_TH), weights_TK.float().contiguous(), ids_TK.contiguous()
         w13_EH2F, w2_EFH = w13_E2FH.transpose(1, 2).contiguous(), w2_EHF.transpose(1, 2).contiguous()
         experts, width, hidden = w2_EFH.shape
-        self.kernels.cpu_fused_experts(
+        launch(
+            "cpu_fused_experts",
             self._mode(x_TH, w13_EH2F, w2_EFH),
             x_TH.data_ptr(),
             x_TH.stride(0),
@@ -342,8 +352,14 @@ class _CpuOps:
         rows, double = x_T2F.shape
         out_TF = x_T2F.new_empty(rows, double // 2)
         x_T2F = _last_contiguous(x_T2F)
-        self.kernels.cpu_silu_and_mul(
-            self._mode(x_T2F), x_T2F.data_ptr(), x_T2F.stride(0), rows, double // 2, out_TF.data_ptr()
+        launch(
+            "cpu_silu_and_mul",
+            self._mode(x_T2F),
+            x_T2F.data_ptr(),
+            x_T2F.stride(0),
+            rows,
+            double // 2,
+            out_TF.data_ptr(),
         )
         return out_TF
 
@@ -353,7 +369,8 @@ class _CpuOps:
         logits_BW = logits_BW.contiguous()
         tokens_B = logits_BW.new_empty(len(logits_BW), dtype=torch.int64)
         logprobs_B = logits_BW.new_empty(len(logits_BW))
-        self.kernels.cpu_sample(
+        launch(
+            "cpu_sample",
             logits_BW.data_ptr(),
             *logits_BW.shape,
             batch.temperature_B.data_ptr(),

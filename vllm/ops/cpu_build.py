@@ -22,7 +22,7 @@ SOURCES = Path(__file__).parent / "csrc"
 OTHER_TABLE = "or set rollout_ops='vllm.ops.reference:rollout_ops' (plain torch, several times slower)"
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared")
 _P, _L, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-_SIGNATURES: dict[str, list[type]] = {
+SIGNATURES: dict[str, list[type]] = {  # in the order of RECORDABLE in kernels.cpp
     "cpu_head_linear": [_L, _P, *[_L] * 4, _P, *[_L] * 5, _P],
     "cpu_mla_attention": [_L, _P, _L, _L, _P, *[_L] * 4, _P, _P, _P, *[_L] * 4, _F, _P],
     "cpu_fused_experts": [_L, _P, _L, _L, _L, _P, _P, _P, _P, *[_L] * 4, _P],
@@ -44,9 +44,10 @@ def kernels() -> ctypes.CDLL:
         RuntimeError: there is no compiler, or it refuses the sources.
     """
     library = ctypes.CDLL(str(_build()))
-    for name, arguments in _SIGNATURES.items():
+    for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
+    library.cpu_replay.argtypes, library.cpu_replay.restype = [_L, _P, _P], None
     return library
 
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+from typing import TYPE_CHECKING
 
 import torch
 
-from vllm.platforms.interface import DeviceMemory, Platform
+from vllm.platforms.interface import DeviceMemory, GraphPool, Platform
+from vllm.transformers_utils.config import DeepseekV3Config
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.ops.contract import RolloutOps
 
 KV_CACHE_FRACTION_OF_HOST = 0.1  # the host also holds the trainer, other ranks and everything else
 PURGE_ALL_ARENAS = b"arena.4096.purge"
@@ -38,3 +44,21 @@ class CpuPlatform(Platform):
     def kv_cache_budget_bytes(self, device: torch.device, utilization: float) -> int:
         """A fixed share of the host, so that every rank and every restart gets the same number of blocks."""
         return int(self.memory(device).total_bytes * KV_CACHE_FRACTION_OF_HOST * utilization)
+
+    def graph_pool(self) -> GraphPool:
+        from vllm.ops.cpu_graph import CpuGraphPool
+
+        return CpuGraphPool()
+
+    def graph_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
+        parallel = config.parallel
+        reasons = []
+        if "mla_decode" in ops.not_recordable:
+            reasons.append("the op table is not that of the CPU kernels (vllm.ops.cpu), which a C++ compiler builds")
+        if not isinstance(config.model.hf, DeepseekV3Config):
+            reasons.append("of grouped-query attention there is no recordable kernel")
+        if parallel.tensor_parallel_size > 1 or parallel.steps_in_lockstep:
+            reasons.append("calls between processes are not recorded")
+        if config.model.quantization == "fp8":
+            reasons.append("weights held in FP8 would be kept multiplied out")
+        return [f"enforce_eager=False on a CPU: {reason}; set enforce_eager=True" for reason in reasons]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from vllm.ops.contract import RolloutOps
 from vllm.platforms.interface import DeviceMemory, GraphPool, Platform, RecordedGraph, table_problems
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 class CudaGraphPool(GraphPool):
@@ -54,5 +58,5 @@ class CudaPlatform(Platform):
     def graph_pool(self) -> GraphPool:
         return CudaGraphPool()
 
-    def graph_problems(self, ops: RolloutOps) -> list[str]:
+    def graph_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
         return table_problems(ops)

@@ -104,10 +104,10 @@ class Platform(ABC):
         if config.model.quantization == "fp8" and not self.holds_fp8:
             problems.append(f'quantization: {self.name} has no FP8 tensors; set quantization="dequantize"')
         if not config.compilation.enforce_eager:
-            problems += self.graph_problems(ops)
+            problems += self.graph_problems(config, ops)
         return problems
 
-    def graph_problems(self, ops: RolloutOps) -> list[str]:
+    def graph_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
         """Why decode steps cannot be recorded as graphs here, one sentence each."""
         return [f"enforce_eager=False: {self.name} records no graphs; set enforce_eager=True"]
 

@@ -23,13 +23,22 @@ class StepClock:
         self._began: list[tuple[float, float]] = []
         self._inside: list[tuple[float, float]] = []
 
-    def watch(self, model: Any, logits: Any | None) -> None:
-        """``logits``: the module that makes them, where it runs after the model's forward."""
-        model.register_forward_pre_hook(lambda *_: self._enter(is_step=True))
+    def watch(self, model: Any, is_step: bool = True) -> None:
+        """``is_step``: this module is called once in every step and first; others, such as the logits', after it."""
+        model.register_forward_pre_hook(lambda *_: self._enter(is_step))
         model.register_forward_hook(lambda *_: self._leave())
-        if logits is not None:
-            logits.register_forward_pre_hook(lambda *_: self._enter(is_step=False))
-            logits.register_forward_hook(lambda *_: self._leave())
+
+    def watch_call(self, owner: Any, name: str) -> None:
+        """A method that runs the model, or a graph of it, once in every step and first."""
+        run = getattr(owner, name)
+
+        def watched(*args: Any) -> Any:
+            self._enter(is_step=True)
+            output = run(*args)
+            self._leave()
+            return output
+
+        setattr(owner, name, watched)
 
     def steps(self) -> dict[str, list[int]]:
         """Microseconds of every step but the last: from forward to forward, and its part outside of the model."""
@@ -69,9 +78,12 @@ class VllmEngine:
         self.clock = StepClock()
         self.llm = vllm.LLM(options["model"], **options["arguments"])
         if options["engine"] == "ours":
-            self._watch(self.llm.core.worker.model)
+            worker = self.llm.core.worker
+            self.clock.watch_call(worker.runner, "_forward")
+            self._watch_logits(worker.model)
         else:
-            self.llm.apply_model(self._watch)
+            self.llm.apply_model(self.clock.watch)
+            self.llm.apply_model(self._watch_logits)
 
     def generate(self, prompts: list[list[int]], n: int, max_tokens: int, detokenize: bool) -> dict[str, Any]:
         """Times ``n`` samples of exactly ``max_tokens`` tokens for each prompt, at temperature 1."""
@@ -84,9 +96,9 @@ class VllmEngine:
         lengths = [len(sample.token_ids) for output in outputs for sample in output.outputs]
         return measured | self.clock.steps() | {"num_tokens": sum(lengths), "shortest": min(lengths)}
 
-    def _watch(self, model: Any) -> None:
+    def _watch_logits(self, model: Any) -> None:
         modules = {type(module).__name__: module for module in model.modules()}
-        self.clock.watch(model, modules.get("LogitsProcessor") or modules["ParallelLMHead"])
+        self.clock.watch(modules.get("LogitsProcessor") or modules["ParallelLMHead"], is_step=False)
 
 
 class TransformersEngine:
@@ -109,7 +121,7 @@ class TransformersEngine:
         ).eval()
         self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(options["model"])
         self.clock = StepClock()
-        self.clock.watch(self.model, None)
+        self.clock.watch(self.model)
 
     def generate(self, prompts: list[list[int]], n: int, max_tokens: int, detokenize: bool) -> dict[str, Any]:
         """See ``VllmEngine``."""

@@ -20,7 +20,7 @@ class SamplingConfig:
 class RolloutConfig:
     """The rollout engine and how it samples for training; lengths are tokens.
 
-    enforce_eager: decode without recorded graphs; a CPU records none · cudagraph_capture_sizes: numbers of sequences
+    enforce_eager: decode without recorded graphs · cudagraph_capture_sizes: numbers of sequences
     that graphs are recorded for, absent = powers of two up to max_num_seqs · kv_cache_layout: ``nd``, or ``nz`` on an
     NPU · expert_exchange: how tokens reach the experts of other ranks, ``all_gather`` or ``dispatch`` ·
     rebalance_interval: steps between two rounds of moving requests between data-parallel replicas, 0 = never ·
@@ -135,8 +135,6 @@ class RolloutConfig:
     def device_problems(self, where: str, device: str) -> list[str]:
         """What the engine cannot do on ``device``; nothing is said of ``auto``, which only the workers can resolve."""
         found = []
-        if device == "cpu" and not self.enforce_eager:
-            found.append(f"{where}.enforce_eager is False, but a CPU records no graphs; set {where}.enforce_eager=True")
         if device == "npu" and self.quantization == "fp8":
             found.append(f"{where}.quantization is 'fp8', but an NPU has no FP8 tensors; leave it out")
         if device in ("cpu", "cuda") and self.kv_cache_layout != "nd":

@@ -1,5 +1,8 @@
 // The C entry points of vllm/ops/cpu.py. `mode`: 0 float32, 1 bfloat16 widened to float32, 2 bfloat16 instructions.
 // Strides count elements; the last dimension of a tensor is contiguous unless a stride is given for it.
+#include <type_traits>
+#include <utility>
+
 #include "attention.h"
 #include "moe.h"
 #include "rows.h"
@@ -84,4 +87,40 @@ void cpu_sample(const float* logits, long rows, long size, const float* temperat
                 const int32_t* vocab_keys, int64_t* tokens, float* logprobs) {
   sample_rows(logits, rows, size, temperature, keys, vocab_keys, tokens, logprobs);
 }
+}
+
+// Recorded calls: every argument is a word, a float a double.
+union Slot {
+  int64_t word;
+  double number;
+};
+constexpr long SLOTS = 20;  // of a call
+
+template <class A>
+static A argument(Slot slot) {
+  if constexpr (std::is_floating_point_v<A>)
+    return slot.number;
+  else
+    return (A)slot.word;
+}
+template <class... A, size_t... I>
+static void call(void (*kernel)(A...), const Slot* slots, std::index_sequence<I...>) {
+  static_assert(sizeof...(A) <= SLOTS);
+  kernel(argument<A>(slots[I])...);
+}
+template <class... A>
+static void call(void (*kernel)(A...), const Slot* slots) {
+  call(kernel, slots, std::index_sequence_for<A...>{});
+}
+template <auto KERNEL>
+static void recorded(const Slot* slots) { call(KERNEL, slots); }
+
+static void (*const RECORDABLE[])(const Slot*) = {  // in the order of SIGNATURES in cpu_build.py
+    recorded<cpu_head_linear>, recorded<cpu_mla_attention>, recorded<cpu_fused_experts>, recorded<cpu_topk_router>,
+    recorded<cpu_rms_norm>,    recorded<cpu_add_rms_norm>,  recorded<cpu_silu_and_mul>,  recorded<cpu_rotary>,
+    recorded<cpu_write_kv>,    recorded<cpu_sample>,
+};
+
+extern "C" void cpu_replay(long calls, const int64_t* kernels, const Slot* slots) {
+  for (long i = 0; i < calls; ++i) RECORDABLE[kernels[i]](slots + i * SLOTS);
 }

@@ -1,0 +1,141 @@
+"""Decode steps of a CPU as recordings: the kernels' calls with their addresses, and what torch does between them.
+
+A replay makes the calls again on the memory they were recorded with: one call into the library for all kernels between
+two torch ops, no Python per layer. What is freed while a step is recorded stays, so no two steps share memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm.ops.cpu_build import SIGNATURES, kernels
+from vllm.platforms.interface import GraphPool, RecordedGraph
+
+_SLOTS = 20  # words of one recorded call, of kernels.cpp
+_NO_WORK = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.detach.default,
+}
+_HOST_DECIDES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class _Active(threading.local):
+    recording: Recording | None = None
+
+
+_ACTIVE = _Active()
+
+
+def launch(name: str, *arguments: int | float | None) -> None:
+    """Run the kernel ``name``; while this thread records, also note the call."""
+    getattr(kernels(), name)(*arguments)
+    if _ACTIVE.recording is not None:
+        _ACTIVE.recording.add_kernel(name, arguments)
+
+
+class CpuGraphPool(GraphPool):
+    """Records what the kernels of ``vllm/ops/cpu.py`` and torch do."""
+
+    def capture(self, run: Callable[[], Tensor]) -> RecordedGraph:
+        """See ``GraphPool.capture``; the output holds what the recorded run computed.
+
+        Raises:
+            RuntimeError: an op's work or the shape of its result depends on values.
+        """
+        recording = Recording()
+        _ACTIVE.recording = recording
+        try:
+            with recording:
+                output = run()
+        finally:
+            _ACTIVE.recording = None
+        return RecordedGraph(output, recording.replay, recording.release)
+
+
+class Recording(TorchDispatchMode):
+    """The work of one step in order; sees torch's ops while it is entered, and gets the kernels' calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._work: list[Callable[[], object]] = []
+        self._calls: list[tuple[str, tuple[int | float | None, ...]]] = []  # since the last op of torch
+        self._kept: list[object] = []  # results of all ops: the memory that the calls name
+
+    def add_kernel(self, name: str, arguments: tuple[int | float | None, ...]) -> None:
+        self._calls.append((name, arguments))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        if _HOST_DECIDES & set(func.tags):
+            raise RuntimeError(f"{func} cannot be recorded: what it does depends on values; set enforce_eager=True")
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._kept.append(result)
+        if func not in _NO_WORK and not _is_view(func, args, result):
+            self._end_calls()
+            self._work.append(_again(func, args, kwargs, result))
+        return result
+
+    def replay(self) -> None:
+        self._end_calls()
+        for work in self._work:
+            work()
+
+    def release(self) -> None:
+        self._work, self._kept = [], []
+
+    def _end_calls(self) -> None:
+        if self._calls:
+            self._work.append(_Kernels(self._calls))
+            self._calls = []
+
+
+class _Kernels:
+    """Consecutive calls of kernels as one."""
+
+    def __init__(self, calls: list[tuple[str, tuple[int | float | None, ...]]]) -> None:
+        order = list(SIGNATURES)
+        self._kernels_N = np.array([order.index(name) for name, _ in calls], dtype=np.int64)
+        self._slots_NS = np.zeros((len(calls), _SLOTS), dtype=np.int64)
+        for row_S, (name, arguments) in zip(self._slots_NS, calls, strict=True):
+            for slot, (kind, value) in enumerate(zip(SIGNATURES[name], arguments, strict=True)):
+                if kind is ctypes.c_float:
+                    row_S.view(np.float64)[slot] = value
+                else:
+                    row_S[slot] = value or 0
+        self._replay = kernels().cpu_replay
+        self._arguments = (len(calls), self._kernels_N.ctypes.data, self._slots_NS.ctypes.data)
+
+    def __call__(self) -> None:
+        self._replay(*self._arguments)
+
+
+def _is_view(func: Any, args: tuple[Any, ...], result: object) -> bool:
+    """An op such as `to` or `reshape` may return its argument, a view of it, or a copy."""
+    if not any(found.alias_info is not None and not found.alias_info.is_write for found in func._schema.returns):
+        return False
+    if not isinstance(result, Tensor):
+        return True  # split, unbind
+    address = result.untyped_storage().data_ptr()
+    return any(isinstance(arg, Tensor) and arg.untyped_storage().data_ptr() == address for arg in args)
+
+
+def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> Callable[[], object]:
+    """Writes `result` anew."""
+    if func._schema.is_mutable:
+        return lambda: func(*args, **kwargs)
+    if not isinstance(result, Tensor):
+        raise RuntimeError(f"{func} cannot be recorded: it has several results; set enforce_eager=True")
+    return lambda: result.copy_(func(*args, **kwargs))
