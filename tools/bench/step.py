@@ -86,7 +86,7 @@ def _overrides(options: argparse.Namespace, model: Path, tmp: Path) -> list[str]
         f"{models}.rollout.n={options.samples}",
         f"{models}.rollout.dtype={options.dtype}",
         f"{models}.rollout.ignore_eos=True",
-        f"{models}.rollout.enforce_eager=True",
+        f"{models}.rollout.enforce_eager=False",
         f"{models}.rollout.enable_prefix_caching=True",
         f"{models}.rollout.max_num_seqs={options.num_prompts * options.samples}",
         *options.override,
