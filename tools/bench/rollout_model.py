@@ -51,6 +51,7 @@ class Work:
     n: int = 1
     new_tokens: int = 128
     detokenize: bool = False
+    has_model: bool = True  # False: everything but the model's forward, of our engine alone
 
     @property
     def num_samples(self) -> int:

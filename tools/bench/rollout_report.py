@@ -59,9 +59,10 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"{start['engine']}: first token {cold:.1f} s after its start with empty caches{again}")
     for row in found["rows"]:
         if "growth" in row:
+            growth = row["growth"]
             lines.append(
-                f"{row['engine']}: host time per step from {row['growth']['from']} to {row['growth']['to']} tokens: "
-                f"{row['growth']['wall']:+.1%} by the wall, {row['growth']['cpu']:+.1%} of CPU"
+                f"{row['engine']}, {row['work']}: host time per step from {growth['from']} to {growth['to']} tokens: "
+                f"{growth['wall']:+.1%} by the wall, {growth['cpu']:+.1%} of CPU"
             )
     lines += [f"{name}: {value:.2f}" for name, value in found["ratios"].items()]
     lines += [f"FAILED {name}: {error}" for name, error in found["failures"].items()]
@@ -95,7 +96,7 @@ def _row(one: dict[str, Any], raw: dict[str, Any], item_bytes: int, rates: dict[
     if row["step_us"]:
         least = decode_work(raw, item_bytes, num_samples, prompt_length + new_tokens / 2)
         row["of_limit"] = _part(least, rates, row["step_us"] / 1e6)
-    if work["name"] == "growth":
+    if "growth" in work["name"]:
         row["growth"] = _growth(rounds[0], new_tokens)
     return row
 
