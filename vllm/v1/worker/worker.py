@@ -91,8 +91,7 @@ class Worker:
         ValueError for a name that is unknown, comes twice or is missing; the weights then count as not loaded.
         """
         self._require_weights("update_weights")
-        self._fp8_pairs = Fp8Pairs()
-        self.names_to_load = set(self.model.weight_targets)
+        self._count_none_as_loaded()
         with self._all_or_nothing():
             self.load_weights(each_once(weights))
             self.check_weights_loaded()
@@ -102,9 +101,12 @@ class Worker:
         try:
             yield
         except BaseException:
-            self.names_to_load = set(self.model.weight_targets)
-            self._fp8_pairs = Fp8Pairs()
+            self._count_none_as_loaded()
             raise
+
+    def _count_none_as_loaded(self) -> None:
+        self.names_to_load = set(self.model.weight_targets)
+        self._fp8_pairs = Fp8Pairs()
 
     def weights_digest(self) -> dict[str, WeightDigest]:
         """See `LLM.weights_digest`."""
@@ -125,8 +127,7 @@ class Worker:
     def _free_weights(self, level: int) -> None:
         self._host_weights = [] if level == 1 else None
         if level == 2:
-            self.names_to_load = set(self.model.weight_targets)
-            self._fp8_pairs = Fp8Pairs()
+            self._count_none_as_loaded()
         # NPU-ADAPTATION(sleep-frees-storage): freed by hand, tensor by tensor: the memory pool that sleeps as a whole
         # keeps device memory on runs over several nodes; drop when that pool gives all of its memory back there.
         for tensor in weight_storage(self.model):
