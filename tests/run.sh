@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up what the checks need and runs them all: the device tests on simulated NPUs, then the main suite, whose proofs of
-# the hardware adaptations use the same simulator. Arguments go to the main suite's pytest, and then the device tests are
-# left to tests/npu/run.sh.
+# the hardware adaptations use the same simulator. Two processes share the tests, a file each at a time (TEST_WORKERS=1: one).
+# Arguments go to the main suite's pytest, in one process, and then the device tests are left to tests/npu/run.sh.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -38,8 +38,9 @@ step "adaptations"
 
 status=0
 if [ $# -eq 0 ]; then
+    set -- -n "${TEST_WORKERS:-2}" --dist loadfile
     step "pytest on simulated NPUs"
-    env -u TORCH_DEVICE_BACKEND_AUTOLOAD bash tests/npu/run.sh || status=$?
+    env -u TORCH_DEVICE_BACKEND_AUTOLOAD bash tests/npu/run.sh "$@" || status=$?
 fi
 
 step "pytest"

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_model_parallel
+from tests.left_out import LEFT_OUT
 
 # Tests of this folder that read sources and tables only, so they run with the main suite too.
 NEED_NO_DEVICE = ("test_static_contract.py", "test_op_table_complete.py")
 HAS_SIMULATOR = importlib.util.find_spec("npusim") is not None and importlib.util.find_spec("torch_npu") is not None
-
-_left_out: list[str] = []
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -24,16 +23,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     if HAS_SIMULATOR or not is_test or collection_path.name in NEED_NO_DEVICE:
         return None
-    _left_out.append(collection_path.name)
+    config.stash.setdefault(LEFT_OUT, set()).add(collection_path.name)
     return True
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if _left_out:
-        terminalreporter.write_line(
-            f"NOT COLLECTED: {len(_left_out)} files of device tests in tests/npu, because this environment has no "
-            "simulated NPU. `bash tests/npu/run.sh` makes one and runs them."
-        )
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAVES_ONE = """
@@ -18,10 +19,10 @@ def test_leaves_one():
 """
 
 
-def run_pytest(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(folder: Path, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_it.py").write_text(source, encoding="utf-8")
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--rootdir", str(folder), "test_it.py"],
+        [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--rootdir", str(folder), "test_it.py", *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -29,8 +30,9 @@ def run_pytest(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_process_left_behind_fails_the_run_and_is_ended(tmp_path: Path) -> None:
-    done = run_pytest(tmp_path, LEAVES_ONE)
+@pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["one process", "two workers"])
+def test_a_process_left_behind_fails_the_run_and_is_ended(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    done = run_pytest(tmp_path, LEAVES_ONE, *arguments)
     pid = int((tmp_path / "pid").read_text())
     assert done.returncode == 1, done.stdout
     assert f"left behind by a test: pid {pid}" in done.stdout
