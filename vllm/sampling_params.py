@@ -84,8 +84,8 @@ class SamplingParams:
         problems = []
         if not 0 <= self.temperature < math.inf:
             problems.append(f"temperature={self.temperature} must be 0 (greedy) or more")
-        if self.top_k < -1:
-            problems.append(f"top_k={self.top_k} must be 0 or -1 (no limit) or positive")
+        if not -1 <= self.top_k < 2**31:
+            problems.append(f"top_k={self.top_k} must be 0 or -1 (no limit) or positive, below 2**31")
         if not 0 < self.top_p <= 1:
             problems.append(f"top_p={self.top_p} must be in (0, 1]")
         if not 0 <= self.min_p <= 1:

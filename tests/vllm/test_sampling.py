@@ -243,3 +243,6 @@ def test_bad_sampling_params_name_every_problem() -> None:
     with pytest.raises(ValueError, match=r"n=0 .*temperature=-1.*top_p=0") as error:
         SamplingParams(n=0, temperature=-1, top_p=0)
     assert "top_k" not in str(error.value)
+    for top_k in (-2, 2**31):
+        with pytest.raises(ValueError, match=f"top_k={top_k} must be"):
+            SamplingParams(top_k=top_k)

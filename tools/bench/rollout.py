@@ -245,7 +245,7 @@ class Bench:
         measured: list[Measured] = []
         machine: list[dict[str, float]] = []
         for work in self.works:
-            rounds = 1 if "growth" in work.name else self.options.rounds + 1
+            rounds = 1 if work.name == "growth" else self.options.rounds + 1  # minutes of attention over long contexts
             found = {engine: Measured(engine, process.name, work) for engine, process in processes.items()}
             for round_ in range(rounds):
                 machine.append(probe.ask("measure", num_bytes=self._weight_bytes(), dtype=self.options.dtype))

@@ -97,7 +97,7 @@ def _row(one: dict[str, Any], raw: dict[str, Any], item_bytes: int, rates: dict[
         least = decode_work(raw, item_bytes, num_samples, prompt_length + new_tokens / 2)
         row["of_limit"] = _part(least, rates, row["step_us"] / 1e6)
     if "growth" in work["name"]:
-        row["growth"] = _growth(rounds[0], new_tokens)
+        row["growth"] = _growth(rounds, new_tokens)
     return row
 
 
@@ -105,14 +105,15 @@ def _part(least: LeastWork, rates: dict[str, float], seconds: float) -> float:
     return least.seconds(rates["bytes_per_s"], rates["flops_per_s"]) / seconds
 
 
-def _growth(round_: dict[str, Any], new_tokens: int) -> dict[str, float]:
-    """By how much the host's part of a step grows over an answer; windows at its beginning and end."""
+def _growth(rounds: list[dict[str, Any]], new_tokens: int) -> dict[str, float]:
+    """By how much the host's part of a step grows over an answer; windows at its beginning and end of each round."""
     window = min(_GROWTH_WINDOW, new_tokens // 4)
     start = min(_GROWTH_FROM, new_tokens // 4)
     grown: dict[str, float] = {"from": start, "to": new_tokens}
     for name, key in (("wall", "host_us"), ("cpu", "host_cpu_us")):
-        early = statistics.median(round_[key][start : start + window])
-        grown[name] = statistics.median(round_[key][-window:]) / early - 1
+        early = [statistics.median(r[key][start : start + window]) for r in rounds]
+        late = [statistics.median(r[key][-window:]) for r in rounds]
+        grown[name] = statistics.median(b / a - 1 for a, b in zip(early, late, strict=True))
     return grown
 
 
