@@ -156,22 +156,23 @@ def _medians(found: Sequence[Cost]) -> list[Cost]:
     return medians
 
 
-def _report(found: Sequence[Cost]) -> bool:
-    """Prints the table; whether the dispatch takes less than a second, and shipping the same ten times as long."""
+def _report(found: Sequence[Cost]) -> None:
     print(f"{'phase':9} {'way':23} {'MB':>8} {'controller s':>13} {'cpu s':>7} {'last rank s':>12}")
     for cost in found:
         last = f"{cost.last_s:12.3f}" if cost.last_s else ""
         print(f"{cost.phase:9} {cost.way:23} {cost.megabytes:8.1f} {cost.controller_s:13.3f} {cost.cpu_s:7.3f} {last}")
-    total = {way: sum(cost.controller_s for cost in found if cost.way == way) for way in (BY_REFERENCE, THROUGH)}
-    alone = {cost.way: cost.controller_s for cost in found if cost.phase == "dispatch"}
-    for what, seconds in (("collect, deal, dispatch", total), ("dispatch alone", alone)):
-        ratio = seconds[THROUGH] / seconds[BY_REFERENCE]
-        print(f"{what}: {seconds[BY_REFERENCE]:.3f} s by reference, {ratio:.1f} times that through the controller")
-    return alone[BY_REFERENCE] < 1 and total[THROUGH] >= 10 * alone[BY_REFERENCE]
+    seconds = {(cost.phase, cost.way): cost.controller_s for cost in found}
+    ours, theirs = seconds["dispatch", BY_REFERENCE], seconds["dispatch", THROUGH]
+    through = sum(value for (_, way), value in seconds.items() if way == THROUGH)
+    by_reference = sum(value for (_, way), value in seconds.items() if way == BY_REFERENCE)
+    print(f"dispatch by reference: {ours:.3f} s")
+    print(f"  {through / ours:5.1f} times that: the tensors through the controller (collect, deal, dispatch)")
+    print(f"  {theirs / ours:5.1f} times that: their dispatch alone, into this machine's shared memory")
+    print(f"all three by reference: {by_reference:.3f} s, {through / by_reference:.1f} times that with the tensors")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 when a dispatch takes a second or more, or tensors cost less than ten times as much."""
+    """Prints a table; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.data_plane", description=__doc__)
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--samples", type=int, default=16, help="of each prompt")
@@ -191,10 +192,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         ray.shutdown()
     found = _medians([cost for costs in rounds[1:] for cost in costs])
     print(f"{num_rows} rows of {sum(options.lengths)} tokens, {options.ranks} ranks")
-    is_met = _report(found)
+    _report(found)
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(cost) for cost in found], indent=1))
-    return 0 if is_met else 1
+    return 0
 
 
 if __name__ == "__main__":
