@@ -91,6 +91,11 @@ class DataProto:
             return int(self.batch.batch_size[0])
         return next((len(array) for array in self.non_tensor_batch.values()), 0)
 
+    @property
+    def num_tensor_bytes(self) -> int:
+        """Bytes of the rows of all tensors."""
+        return sum(tensor.nbytes for tensor in _tensors(self.batch).values())
+
     def __getitem__(self, item: int | np.integer | slice | Sequence | np.ndarray | Tensor) -> Any:
         """An int gives a ``DataProtoItem``; a slice, indices or a boolean mask give a ``DataProto``."""
         if isinstance(item, slice):

@@ -1,6 +1,6 @@
 """One whole GRPO step of the worker, at several layouts, against one process: same tokens, loss, norm and weights.
 
-The one process sends its batch through the controller; the others keep it with the workers.
+The one process trains on a batch that comes through the controller; the others on rows that the workers kept.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tests.mindspeed_llm.tiny import (
 from tests.parallel.launcher import run_ranks
 from verl.protocol import DataProto
 from verl.trainer.config import load_config, validate_config
-from verl.workers.kept_rows import HANDLE, worker_batch
+from verl.workers.kept_rows import references, worker_batch
 from verl.workers.megatron_workers import ActorRolloutRefWorker
+from verl.workers.row_server import RowsUnavailableError
 
 NUM_PROMPTS, NUM_SAMPLES, PROMPT_LENGTH, NUM_TRAINED = 8, 2, 10, 12
 VOCAB_SIZE = int(tiny_hf_config()["vocab_size"])
 ENGINE = "actor_rollout_ref.actor.megatron"
-KEEP = "actor_rollout_ref.rollout.device_handover=true"
 LAYOUTS = {
     "tp2_pp2_ep2": (
         4,
@@ -43,7 +43,6 @@ LAYOUTS = {
             "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
             "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
             "actor_rollout_ref.actor.router_replay.mode=R3",
-            KEEP,
         ],
     ),
     "cp2_pp2_vpp2_replay": (
@@ -57,7 +56,6 @@ LAYOUTS = {
             "actor_rollout_ref.actor.use_dynamic_bsz=True",
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24",
             "actor_rollout_ref.actor.router_replay.mode=R2",
-            KEEP,
         ],
     ),
     "dp2_ep2_swap": (
@@ -68,7 +66,6 @@ LAYOUTS = {
             f"{ENGINE}.expert_model_parallel_size=2",
             f"{ENGINE}.swap_optimizer=True",
             f"{ENGINE}.optimizer_offload=False",
-            KEEP,
         ],
     ),
 }
@@ -126,9 +123,7 @@ def prompts() -> DataProto:
     ids = torch.randint(2, VOCAB_SIZE, mask.shape, generator=generator) * mask
     raw = np.empty(num_rows, dtype=object)
     raw[:] = [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
-    tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
     return DataProto.from_dict(
-        tensors=tensors,
         non_tensors={"raw_prompt_ids": raw, "sampling_seeds": np.arange(num_rows).astype(object)},
         meta_info={"eos_token_id": 1, "pad_token_id": 1},
     )
@@ -148,7 +143,7 @@ def grpo_step(model_dir: str, out_dir: str, overrides: list[str]) -> dict[str, A
     generated: list[Any] = [None] * world_size
     dist.all_gather_object(generated, worker.generate_sequences(mine))
     batch = DataProto.concat(generated[::rollout_tp])
-    assert ("input_ids" in batch.batch) == (HANDLE not in batch.meta_info) == (KEEP not in overrides)
+    assert references("input_ids") in batch.batch and "input_ids" not in batch.batch
     batch.meta_info |= {"temperature": 1.0, "rollout_n": NUM_SAMPLES, "global_step": 1}
     generator = torch.Generator().manual_seed(5)
     batch.batch["advantages"] = torch.randn(len(batch), 1, generator=generator) * batch.batch["response_mask"]
@@ -156,6 +151,8 @@ def grpo_step(model_dir: str, out_dir: str, overrides: list[str]) -> dict[str, A
     batch.reorder(torch.randperm(len(batch), generator=generator)[:NUM_TRAINED])  # as balancing and filters do
 
     groups = worker.groups
+    if world_size == 1:
+        batch = worker.kept_rows.fetch(worker_batch(batch, "advantages"), worker.actor.trained_columns)
     dp, num_parts = groups.coords.dp, groups.dp.size()
 
     def on_my_part(method: Callable[[DataProto], DataProto], *columns: str) -> DataProto:
@@ -169,9 +166,10 @@ def grpo_step(model_dir: str, out_dir: str, overrides: list[str]) -> dict[str, A
         parts = [outputs[is_collect.index((part, True))] for part in range(num_parts)]
         batch = batch.union(DataProto.concat(parts))
     metrics = on_my_part(worker.update_actor, "advantages").meta_info["metrics"]
-    if KEEP in overrides:
-        assert not worker.kept_rows._columns
-        with pytest.raises(ValueError, match="freed since"):
+    worker.kept_rows.drop()
+    dist.barrier()
+    if world_size > 1:
+        with pytest.raises((RowsUnavailableError, ValueError), match="of which nothing is kept"):
             on_my_part(worker.compute_log_prob)
     worker.export_hf(out_dir)
     is_collected = groups.coords.dp == 0 and worker._query_collect_info("train")

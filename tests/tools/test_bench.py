@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import scale, train
+from tools.bench import data_plane, scale, train
 from tools.bench.train_model import Batch, hf_config_dict, matmul_flops, mixed_batch, parsed
 
 TINY = "--hidden-size 64 --num-layers 2 --num-experts 8 --vocab-size 64 --tokens 96 --length 32 --micro-tokens 64"
@@ -51,3 +51,15 @@ def test_scale_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     monkeypatch.setattr(scale, "LAYOUTS", {256: scale.LAYOUTS[256]})
     assert scale.main([]) == 0
     assert "members of every group" in capsys.readouterr().out
+
+
+def test_data_plane_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "costs.json"
+    options = f"--prompts 4 --samples 2 --lengths 3 5 --ranks 4 --processes 1 --rounds 1 --json {file}"
+    assert data_plane.main(options.split()) == 0
+    sent = {(cost["phase"], cost["way"]): cost["megabytes"] * 1e6 for cost in json.loads(file.read_text())}
+    assert len(sent) == 7
+    # Of each of 8 rows: four references of 12 bytes and one advantage; or ids and masks int64, log-probs, advantages.
+    assert sent["dispatch", "by reference"] == pytest.approx(8 * (4 * 12 + 4))
+    assert sent["dispatch", "through the controller"] == pytest.approx(8 * (8 * 16 + 5 * (8 + 4 + 4)))
+    assert "times that" in capsys.readouterr().out

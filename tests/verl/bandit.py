@@ -111,17 +111,7 @@ def bandit_worker(digits: list[int]) -> type[Worker]:
                 for s in seeds
             ]
             response = torch.tensor([[digits[pick], prompts.meta_info["eos_token_id"]] for pick in picks])
-            ones = torch.ones_like(response)
-            mask = torch.cat([prompts.batch["attention_mask"], ones], -1)
-            tensors = {
-                "prompts": prompts.batch["input_ids"],
-                "responses": response,
-                "input_ids": torch.cat([prompts.batch["input_ids"], response], -1),
-                "attention_mask": mask,
-                "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
-                "response_mask": ones,
-                "rollout_log_probs": torch.stack([torch.stack([log_probs[p], torch.tensor(0.0)]) for p in picks]),
-            }
+            tensors = {"responses": response, "response_mask": torch.ones_like(response)}
             return DataProto.from_dict(tensors, meta_info={"timing": {"generate_sequences": 0.0}})
 
         @register(dispatch_mode=dispatch)

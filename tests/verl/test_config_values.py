@@ -144,7 +144,6 @@ def test_no_sample_is_lost_between_batches_and_replicas() -> None:
             ["cudagraph_capture_sizes=[1,9999]"],
             "cudagraph_capture_sizes is [1, 9999]; give numbers of sequences from 1",
         ),
-        (["device_handover=maybe"], "device_handover is 'maybe'; expected one of auto, true, false"),
     ],
 )
 def test_engine_knobs_that_cannot_work_are_named_before_anything_starts(overrides: list[str], said: str) -> None:

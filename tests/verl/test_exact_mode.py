@@ -42,6 +42,7 @@ from verl.trainer.config.exact import exact_problems
 from verl.utils.device import EXACT_OPS, ops_providers
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import ActorConfig
+from verl.workers.kept_rows import worker_batch
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.ops import exact_math as rollout_math
@@ -181,8 +182,9 @@ def scored_worker(model_dir: str) -> tuple[float, float]:
     assert names["training"]["matmul"] == names["rollout"]["linear"] == "exact"
     batch = worker.generate_sequences(worker_prompts().chunk(world_size)[rank])
     batch.meta_info |= {"temperature": 1.0, "rollout_n": 2, "global_step": 1}
-    scored = worker.compute_log_prob(batch).batch["old_log_probs"]
-    gap = (scored - batch.batch["rollout_log_probs"]).abs() * batch.batch["response_mask"]
+    batch = batch.union(worker.compute_log_prob(worker_batch(batch)))
+    rows = worker.kept_rows.fetch(batch, ("old_log_probs", "rollout_log_probs", "response_mask")).batch
+    gap = (rows["old_log_probs"] - rows["rollout_log_probs"]).abs() * rows["response_mask"]
     return float(gap.max()), float(batch.batch["response_mask"].sum())
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import socket
+import time
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.parallel.launcher import run_ranks
 from verl.protocol import DataProto
-from verl.workers.config import RolloutConfig
-from verl.workers.kept_rows import HANDLE, ROWS, KeptRows, worker_batch
+from verl.workers.kept_rows import KeptRows, controller_batch, has_references, references, worker_batch
+from verl.workers.row_server import Address, RowsAsked, RowServer, RowsUnavailableError, fetch_rows
 
 WORLD, ROWS_PER_REPLICA, WIDTH = 4, 3, 5
+LAYERS, CHOICES = 4, 2
+LATE_S = 3.0
+GENERATED = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs")
 
 
 def generated(replica: int) -> DataProto:
@@ -19,6 +26,7 @@ def generated(replica: int) -> DataProto:
     first = replica * ROWS_PER_REPLICA
     ids = torch.arange(first, first + ROWS_PER_REPLICA)[:, None] * 100 + torch.arange(2 * WIDTH)
     mask = (torch.arange(2 * WIDTH) % (torch.arange(ROWS_PER_REPLICA)[:, None] + 2) != 0).long()
+    layers = torch.arange(LAYERS * CHOICES).view(LAYERS, CHOICES)
     tensors = {
         "input_ids": ids,
         "attention_mask": mask,
@@ -26,88 +34,161 @@ def generated(replica: int) -> DataProto:
         "responses": ids[:, WIDTH:],
         "response_mask": mask[:, WIDTH:],
         "rollout_log_probs": -ids[:, WIDTH:] / 7.0,
+        "routed_experts": (ids[:, :, None, None] % 16 * 8 + layers).to(torch.uint8),
     }
     reasons = [f"end of {row}" for row in range(first, first + ROWS_PER_REPLICA)]
     return DataProto.from_dict(tensors, {"finish_reason": reasons}, {"timing": {"generate_sequences": 1.0}})
 
 
+def new_store(timeout_s: float = 60) -> KeptRows:
+    return KeptRows(dist.distributed_c10d._get_default_group(), torch.device("cpu"), timeout_s)
+
+
+def batch_of_all(kept: KeptRows, replica_size: int) -> DataProto:
+    """The controller's batch, as every rank's output makes it up."""
+    outputs: list[DataProto] = [DataProto()] * WORLD
+    dist.all_gather_object(outputs, kept.keep_generated(generated(dist.get_rank() // replica_size), replica_size))
+    return DataProto.concat(outputs[::replica_size])
+
+
 def fetch_everywhere(replica_size: int, wanted: list[list[int]]) -> list[bool]:
-    """In every rank: keep, let each rank ask for its ``wanted`` rows, write a column home, fetch, and compare."""
+    """In every rank: keep, fetch this rank's ``wanted`` rows, keep a new column of them, fetch that, and compare."""
     rank, num_replicas = dist.get_rank(), WORLD // replica_size
-    kept = KeptRows(dist.distributed_c10d._get_default_group(), replica_size, torch.device("cpu"))
-    returned = kept.keep(generated(rank // replica_size))
-    everything: list[DataProto | None] = [None] * WORLD
-    dist.all_gather_object(everything, returned)
-    batch = DataProto.concat([part for part in everything[::replica_size] if part is not None])
+    kept = new_store()
+    batch = batch_of_all(kept, replica_size)
     whole = DataProto.concat([generated(replica) for replica in range(num_replicas)])
-    checks = [sorted(batch.batch.keys()) == sorted(["responses", "response_mask", ROWS])]
+    stand_ins = [references(name) for name in (*GENERATED, "routed_experts")]
+    checks = [sorted(batch.batch.keys()) == sorted(["responses", "response_mask", *stand_ins])]
     checks += [torch.equal(batch.batch["responses"].long(), whole.batch["responses"])]
     checks += [batch.non_tensor_batch["finish_reason"].tolist() == whole.non_tensor_batch["finish_reason"].tolist()]
 
-    batch.batch["advantages"] = torch.arange(len(batch))[:, None] * 1.0
-    request, expected = worker_batch(batch, "advantages")[wanted[rank]], whole[wanted[rank]]
-    fetched = kept.fetch(request)
-    names = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs")
-    checks += [torch.equal(fetched.batch[name], expected.batch[name]) for name in names]
-    checks += [fetched.batch[name].dtype == expected.batch[name].dtype for name in names]
-    checks += [torch.equal(fetched.batch["advantages"][:, 0], torch.tensor(wanted[rank], dtype=torch.float32))]
+    mask = whole.batch["response_mask"]
+    batch.batch["advantages"] = torch.arange(len(batch))[:, None] * mask.float()
+    batch.batch["returns"] = torch.rand(mask.shape, generator=torch.Generator().manual_seed(0))
+    request = worker_batch(batch, "advantages", "returns")[wanted[rank]]
+    ours, expected = batch[wanted[rank]], whole[wanted[rank]]
+    fetched = kept.fetch(request, (*GENERATED, "routed_experts"), layers=([1, 3], LAYERS))
+    checks += [torch.equal(fetched.batch[name], expected.batch[name]) for name in GENERATED]
+    checks += [fetched.batch[name].dtype == expected.batch[name].dtype for name in GENERATED]
+    checks += [torch.equal(fetched.batch["routed_experts"], expected.batch["routed_experts"][:, :, [1, 3]])]
+    checks += [torch.equal(fetched.batch[name], ours.batch[name]) for name in ("advantages", "returns")]
+    checks += [not has_references(fetched), "input_ids" not in kept.fetch(request, ("response_mask",)).batch]
 
-    writes = rank % 2 == 1  # the even ranks have nothing to send
-    column = expected.batch["rollout_log_probs"] * 2 if writes else None
-    kept.write(request, "old_log_probs", column)
-    written = sorted({row for ranks in wanted[1::2] for row in ranks})
-    back = kept.fetch(worker_batch(batch)[written])
-    checks += [torch.equal(back.batch["old_log_probs"], whole[written].batch["rollout_log_probs"] * 2)]
-    kept.drop()
-    try:
-        kept.fetch(request)
-    except ValueError as error:
-        return [*checks, "batch 1, which has been freed since" in str(error)]
-    return [*checks, False]
+    # Each rank owns the new column of its rows; the controller concatenates their references, and mixes them again.
+    written: list[DataProto] = [DataProto()] * WORLD
+    dist.all_gather_object(written, kept.keep("old_log_probs", expected.batch["rollout_log_probs"] * 2))
+    rows = torch.tensor([row for ranks in wanted for row in ranks])
+    again = worker_batch(batch)[rows].union(DataProto.concat(written))[torch.randperm(len(rows))]
+    back = kept.fetch(again, ("input_ids", "old_log_probs"))
+    checks += [torch.equal(back.batch["old_log_probs"], -back.batch["input_ids"][:, WIDTH:] / 7.0 * 2)]
+    dist.barrier()
+    kept.close()
+    return checks
 
 
 CASES = {
     "TP2 training from TP1 rollout, uneven": (1, [[0, 1, 9], [0, 1, 9], [2], [2]]),
-    "balanced, filtered to nothing on one rank, from TP2 rollout": (2, [[2, 0], [1], [], [5, 4, 0]]),
+    "balanced, filtered, repeated, from TP2 rollout": (2, [[2, 0, 2], [1], [3], [5, 4, 0]]),
     "more tensor-parallel ranks than rows": (4, [[2, 1, 0], [1], [0], [2]]),
 }
 
 
-def all_cases() -> dict[str, list[bool]]:
-    return {name: fetch_everywhere(*case) for name, case in CASES.items()}
+def fetch_past_a_late_rank() -> float:
+    """Seconds until this rank has rows of every owner, while the last rank is busy with something else."""
+    kept = new_store()
+    batch = batch_of_all(kept, 1)
+    dist.barrier()
+    start = time.monotonic()
+    if dist.get_rank() == WORLD - 1:
+        time.sleep(LATE_S)  # late for its own call, and yet its rows are there for others
+    rows = kept.fetch(worker_batch(batch), GENERATED)
+    assert torch.equal(rows.batch["input_ids"][:, 0], torch.arange(WORLD * ROWS_PER_REPLICA) * 100)
+    seconds = time.monotonic() - start
+    dist.barrier()
+    return seconds
 
 
-def test_any_rank_gets_any_rows() -> None:
-    for rank, checks in enumerate(run_ranks(all_cases, WORLD)):
-        assert all(all(found) for found in checks.values()), (rank, checks)
+def all_cases() -> tuple[dict[str, list[bool]], float]:
+    return {name: fetch_everywhere(*case) for name, case in CASES.items()}, fetch_past_a_late_rank()
 
 
-def one_process_keeps_two_batches() -> tuple[str, int, bool]:
-    """What is said of the first batch's handle after the second has come, rows that are kept, a plain batch's fate."""
-    kept = KeptRows(dist.distributed_c10d._get_default_group(), 1, torch.device("cpu"))
-    first = kept.keep(generated(0))
-    second = kept.keep(generated(0))
+def test_any_rank_gets_any_rows_and_waits_for_none_that_is_late() -> None:
+    found = run_ranks(all_cases, WORLD)
+    for rank, (checks, _) in enumerate(found):
+        assert all(all(case) for case in checks.values()), (rank, checks)
+    *others, late = [seconds for _, seconds in found]
+    assert late >= LATE_S > max(others)
+
+
+def ask_for_what_is_gone() -> list[str]:
+    """What rank 1 is told of rows of rank 0: replaced by the next batch, freed, and never there."""
+    kept = new_store()
+    others = [generated(0).meta_info] * 2
+    messages = []
+    first = kept.keep_generated(generated(0), 1)
+    dist.all_gather_object(others, first)
+    rows_of_0 = worker_batch(others[0])
+    dist.barrier()
+    for change in (lambda: kept.keep_generated(generated(0), 1), kept.drop):
+        if dist.get_rank() == 0:
+            change()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            with pytest.raises(RowsUnavailableError) as told:
+                kept.fetch(rows_of_0, GENERATED)
+            messages.append(str(told.value))
+        dist.barrier()
+    if dist.get_rank() == 1:
+        with pytest.raises(RowsUnavailableError) as wrong_layers:
+            kept.fetch(rows_of_0, ("routed_experts",), layers=([0], 3))
+        messages.append(str(wrong_layers.value))
+    dist.barrier()
+    return messages
+
+
+def test_rows_that_are_gone_are_named_with_their_owner() -> None:
+    _, (replaced, freed, _) = run_ranks(ask_for_what_is_gone, 2)
+    assert replaced.startswith("rows of rank 0 (127.0.0.1:")
+    assert "input_ids of generated batch 1 was asked for, but the last one is batch 2, of which input_ids" in replaced
+    assert "batch 2, of which nothing is kept" in freed and "train on them before that" in freed
+
+
+def rows(asked: RowsAsked) -> np.ndarray:
+    if asked.column != "x":
+        raise ValueError(f"no column {asked.column}")
+    return np.arange(10, dtype=np.int32)[list(asked.slots)]
+
+
+def test_a_server_answers_only_who_knows_its_token_and_survives_noise() -> None:
+    server = RowServer("127.0.0.1", rows)
+    asked = [RowsAsked(1, "x", (3, 1)), RowsAsked(1, "x", ())]
+    try:
+        host, port = server.address.host, server.address.port
+        for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2[]", b"\0\0\0\5hello", b""):
+            with socket.create_connection((host, port), timeout=5) as connection:
+                connection.sendall(noise)
+        with pytest.raises(RowsUnavailableError, match="closed"):
+            fetch_rows({0: (Address(host, port, "guessed"), asked)}, timeout_s=5)
+        with pytest.raises(RowsUnavailableError, match=r"rank 7 \(127.0.0.1:\d+\): no column y"):
+            fetch_rows({7: (server.address, [RowsAsked(1, "y", (0,))])}, timeout_s=5)
+        ((first, second),) = fetch_rows({7: (server.address, asked)}, timeout_s=5).values()
+        assert first.tolist() == [3, 1] and second.shape == (0,) and first.dtype == np.int32
+    finally:
+        server.close()
+    with pytest.raises(RowsUnavailableError, match="rank 7 .*Connect call failed"):
+        fetch_rows({7: (server.address, asked)}, timeout_s=5)
+
+
+def test_an_owner_that_says_nothing_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = Address("127.0.0.1", silent.getsockname()[1], "")
+        start = time.monotonic()
+        with pytest.raises(RowsUnavailableError, match=r"rank 3 .*nothing came for 0.5 s"):
+            fetch_rows({3: (address, [RowsAsked(1, "x", (0,))])}, timeout_s=0.5)
+        assert time.monotonic() - start < 5
+
+
+def test_a_batch_without_references_is_sent_whole_and_comes_as_it_is() -> None:
     plain = generated(0)
-    is_untouched = kept.fetch(plain) is plain
-    with pytest.raises(ValueError) as stale:
-        kept.fetch(worker_batch(first))
-    return str(stale.value), len(kept.fetch(worker_batch(second))), is_untouched
-
-
-def test_a_stale_handle_is_named_and_a_plain_batch_stays_as_it_is() -> None:
-    ((message, num_rows, is_untouched),) = run_ranks(one_process_keeps_two_batches, 1)
-    assert "rows of generated batch 1, but the workers' last one is batch 2" in message
-    assert "device_handover=false" in message
-    assert (num_rows, is_untouched) == (ROWS_PER_REPLICA, True)
-
-
-def test_the_switch_follows_the_device_unless_it_is_set() -> None:
-    assert RolloutConfig().keeps_rows("npu") and not RolloutConfig().keeps_rows("cpu")
-    assert RolloutConfig(device_handover="True").keeps_rows("cpu")
-    assert not RolloutConfig(device_handover="false").keeps_rows("npu")
-    assert "device_handover" in RolloutConfig(device_handover="yes").problems("rollout")[0]
-
-
-def test_a_plain_batch_is_sent_whole() -> None:
-    plain = generated(0)
-    assert worker_batch(plain, "responses") is plain and HANDLE not in plain.meta_info
+    assert worker_batch(plain, "responses") is plain and not has_references(plain)
+    assert sorted(controller_batch(plain).batch.keys()) == ["response_mask", "responses"]

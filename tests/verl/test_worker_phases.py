@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
-from tests.parallel.test_grpo_step import KEEP, config_overrides, prompts
+from tests.parallel.test_grpo_step import config_overrides, prompts
 from verl.protocol import DataProto
 from verl.trainer.config import load_config
-from verl.workers.kept_rows import HANDLE, ROWS
+from verl.workers.kept_rows import references
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 
@@ -65,7 +65,7 @@ class WatchedRollout(vLLMRollout):
 
 def one_step(model_dir: str) -> dict[str, Any]:
     """Validation, then a generation that is trained on; what was seen."""
-    worker = ActorRolloutRefWorker(load_config([*config_overrides(model_dir, 1), KEEP]), "actor_rollout_ref")
+    worker = ActorRolloutRefWorker(load_config(config_overrides(model_dir, 1)), "actor_rollout_ref")
     worker.init_model()
     rollout: Any = worker.rollout
     rollout.__class__ = WatchedRollout  # the manager holds this very object
@@ -80,7 +80,7 @@ def one_step(model_dir: str) -> dict[str, Any]:
         "notes": rollout.notes,
         "validation": sorted(validation.batch.keys()),
         "training": sorted(kept.batch.keys()),
-        "has_handle": (HANDLE in validation.meta_info, HANDLE in kept.meta_info),
+        "returned_bytes": sum(t.nbytes for t in kept.batch.values()) / kept.batch["responses"].numel(),
     }
 
 
@@ -89,6 +89,7 @@ def test_a_step_of_one_worker(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path, tiny_hf_config(), seed=1, dtype=torch.float32)
     (seen,) = run_ranks(one_step, 1, str(tmp_path))
     assert seen["notes"] == MEMORY_ORDER
-    assert seen["training"] == sorted(["responses", "response_mask", ROWS])
-    assert {"input_ids", "attention_mask", "rollout_log_probs"} <= set(seen["validation"])
-    assert seen["has_handle"] == (False, True)
+    kept = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs")
+    assert seen["validation"] == ["response_mask", "responses"]
+    assert seen["training"] == sorted([*map(references, kept), "responses", "response_mask"])
+    assert seen["returned_bytes"] == 5 + 12 * len(kept) / 8  # of each of 8 response tokens

@@ -1,164 +1,225 @@
-"""Rows of a generated batch that stay with the workers, and reach the rank that trains on them without the controller.
+"""The data plane: columns of a batch that stay with the worker that made them, and references that stand for them.
 
-A generated row has one home: a rank of the replica that generated it, rows dealt out in turn over the replica's
-tensor-parallel ranks. The controller holds row numbers; a training call carries those of its data-parallel replica, and
-each rank asks the homes for its rows. So any order, choice or repetition of rows, and any two layouts, work alike.
+The controller's batch has the same columns, but of a kept one only references: int32 [B, 3], the number of the
+generated batch, the rank that owns the row, its place there. They are a tensor column like any other, so rows may be
+balanced, shuffled, filtered or repeated; a training call is sent the references of its rows, and each rank fetches from
+their owners the columns that it needs. A fetch is not collective: owners answer from a thread (``row_server``) whatever
+phase they are in, so that no rank waits for one that is late.
 
-Homes keep the rows on their device: 100 KB a row of 4096 tokens, 6.5 MB a die for 8192 rows on 256 dies, 50 MB at 32K
-tokens. The controller gets responses and their mask (it decodes and scores them), 5 bytes a token, and row numbers.
+Owners keep rows in host memory: 5 bytes a token and 13 more a response token at most, 60 KB for 1,024 + 3,072 tokens or
+2 MB a die for 8192 rows on 256 dies; for router replay R3 a byte or two more per token, layer and expert.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import socket
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from verl.protocol import DataProto
+from verl.workers.row_server import RowsAsked, RowServer, fetch_rows
 
-ROWS = "kept_rows"  # tensor column of the controller's batch: number of the row in the generated batch, int64 [B]
-HANDLE = "kept_batch"  # its entry in meta_info
-_KEPT_COLUMNS = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs", "routed_experts")
+REFERENCES = "kept:"  # before the name of a column: its references
+ROW_VALUES = "each:"  # before the name of a column: fp32 [B], the value of all response tokens of a row
+_GENERATED = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs", "routed_experts")
+
+# Types in which the widest columns are kept and sent; who fetches them gets int64, as the rollout made them.
+_KEPT_AS = {"input_ids": torch.int32, "attention_mask": torch.bool, "response_mask": torch.bool}
+_ROWS_AT_ONCE = 64  # that are compared: their temporaries stay in the processor's cache
+_BY_LAYER = "routed_experts"  # [B, L, M, K], kept as [B, M, L, K]: a pipeline stage fetches its own layers only
 
 
-@dataclass(frozen=True)
-class KeptBatch:
-    """What the controller holds in place of the tensors.
+def references(column: str) -> str:
+    """The name that ``column`` has in the controller's batch."""
+    return REFERENCES + column
 
-    Attributes:
-        number: counts the generated batches of this run; one is kept at a time.
-        rows_per_replica: rows that every rollout replica generated, padding of the batch included.
-    """
 
-    number: int
-    rows_per_replica: int
+def has_references(batch: DataProto) -> bool:
+    """Whether columns of ``batch`` are kept by workers."""
+    return any(name.startswith(REFERENCES) for name in batch.batch.keys())  # noqa: SIM118
+
+
+def controller_batch(output: DataProto) -> DataProto:
+    """What the controller works with of a rollout's output: responses int32 and their mask, 5 bytes a token."""
+    small = {"responses": output.batch["responses"].int(), "response_mask": output.batch["response_mask"].bool()}
+    return DataProto.from_dict(small, output.non_tensor_batch, output.meta_info)
 
 
 def worker_batch(batch: DataProto, *columns: str) -> DataProto:
-    """What a training call is sent: row numbers and ``columns`` where the workers kept the rest, else all of it."""
-    if HANDLE not in batch.meta_info:
+    """What a training call is sent: references and ``columns`` [B, R]; a batch without references goes whole.
+
+    A column that has one value for all response tokens of a row, as the advantages of outcome rewards, goes as that.
+    """
+    if not has_references(batch):
         return batch
-    return batch.select(batch_keys=[ROWS, *columns], non_tensor_batch_keys=[])
+    kept = [name for name in batch.batch.keys() if name.startswith(REFERENCES)]  # noqa: SIM118
+    request = batch.select(batch_keys=kept, non_tensor_batch_keys=[])
+    is_response_BR = batch.batch["response_mask"].bool()
+    for name in columns:
+        values_B = _row_values(batch.batch[name], is_response_BR)
+        request.batch[name if values_B is None else ROW_VALUES + name] = (
+            batch.batch[name] if values_B is None else values_B
+        )
+    return request
 
 
 class KeptRows:
-    """This rank's part of the kept batch.
+    """The rows that this rank owns, and its way to those of the others; building it is collective.
 
     Args:
-        group: all ranks, numbered as the rollout engine numbers them.
-        replica_size: ranks of a rollout replica (its tensor-parallel size); all of them generate the same rows.
-        device: where rows are kept and exchanged.
+        group: all ranks.
+        device: where fetched rows go, but for the experts of R3, which stay in host memory.
+        timeout_s: an owner that sends nothing for so long is an error.
     """
 
-    def __init__(self, group: dist.ProcessGroup, replica_size: int, device: torch.device) -> None:
-        self._group = group
-        self._replica_size = replica_size
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
+        self._rank = group.rank()
         self._device = device
-        self._batch = KeptBatch(0, 0)
-        self._columns: dict[str, Tensor] = {}  # [rows that have their home here, ...] each
+        self._timeout_s = timeout_s
+        self._batch = 0
+        self._columns: dict[str, np.ndarray] = {}
+        self._server = RowServer(_own_host(), self._rows_of)
+        self._addresses = [self._server.address] * group.size()
+        dist.all_gather_object(self._addresses, self._server.address, group=group)
+        neighbour = (self._rank + 1) % group.size()
+        fetch_rows({neighbour: (self._addresses[neighbour], [])}, timeout_s)  # a blocked network shows here, not later
 
-    def keep(self, output: DataProto) -> DataProto:
-        """Takes the training tensors of this replica's ``output``; what comes back is all the controller gets."""
-        num_rows = len(output)
-        replica, place = divmod(self._group.rank(), self._replica_size)
-        self._batch = KeptBatch(self._batch.number + 1, num_rows)
-        present = [name for name in _KEPT_COLUMNS if name in output.batch]
-        mine = {name: output.batch[name][place :: self._replica_size] for name in present}
-        self._columns = {name: rows.to(self._device, copy=True).contiguous() for name, rows in mine.items()}
-        small = {
-            "responses": output.batch["responses"].int(),
-            "response_mask": output.batch["response_mask"].bool(),
-            ROWS: torch.arange(num_rows) + replica * num_rows,
-        }
-        return DataProto.from_dict(small, output.non_tensor_batch, output.meta_info | {HANDLE: self._batch})
+    def keep_generated(self, output: DataProto, replica_size: int) -> DataProto:
+        """Begins a batch with this rank's share of its replica's ``output``; returns what goes to the controller.
 
-    def fetch(self, request: DataProto) -> DataProto:
-        """``request`` with every kept column of its rows, on the device; collective over all ranks.
-
-        A request without a handle is one that has its tensors: it is moved to the device and nothing is exchanged.
-        Raises ValueError on every rank when the batch of the handle is no longer kept.
+        All ``replica_size`` ranks of a rollout replica have the same output; they own its rows in turn.
         """
-        if HANDLE not in request.meta_info:
-            return request.to(self._device)
-        self._require(request.meta_info[HANDLE])
-        order, slots, counts = self._by_home(request.batch[ROWS])
-        asked, num_asked = self._exchange(slots, counts)
-        names = list(self._columns)
-        packed = torch.cat([_as_bytes(self._columns[name]) for name in names], dim=1)
-        answers, _ = self._exchange(packed[asked], num_asked, counts)
-        table = torch.empty_like(answers)
-        table[order] = answers
-        widths = [_as_bytes(self._columns[name]).size(1) for name in names]
-        columns = {
-            name: _from_bytes(part, self._columns[name])
-            for name, part in zip(names, table.split(widths, dim=1), strict=True)
-        }
-        sent = {name: tensor.to(self._device) for name, tensor in request.batch.items() if name != ROWS}
-        return DataProto.from_dict(columns | sent, request.non_tensor_batch, request.meta_info)
+        self.drop()
+        self._batch += 1
+        first, place = self._rank // replica_size * replica_size, self._rank % replica_size
+        names = [name for name in _GENERATED if name in output.batch]
+        for name in names:
+            self._columns[name] = _kept_form(name, output.batch[name][place::replica_size])
+        rows = torch.arange(len(output))
+        reference = self._references(first + rows % replica_size, rows // replica_size)
+        batch = controller_batch(output)
+        batch.batch.update({references(name): reference for name in names})
+        return batch
 
-    def write(self, request: DataProto, name: str, values_BR: Tensor | None) -> None:
-        """Sends a new fp32 column home; collective over all ranks.
+    def keep(self, name: str, values: Tensor) -> DataProto:
+        """Owns a new column of the batch that was generated last; returns its references."""
+        self._columns[name] = _kept_form(name, values)
+        rows = torch.arange(len(values))
+        return DataProto.from_dict({references(name): self._references(torch.full_like(rows, self._rank), rows)})
+
+    def fetch(
+        self, request: DataProto, columns: Sequence[str], layers: tuple[Sequence[int], int] | None = None
+    ) -> DataProto:
+        """``request`` with those of ``columns`` that it has references of, in place of all references.
 
         Args:
-            request: the call whose rows ``values_BR`` [B, R] belong to.
-            values_BR: None on ranks that have nothing to send. Each row is sent by one rank; those that nobody
-                sends are NaN.
+            columns: what this rank needs of the rows; response_mask is needed where a column came as one value a row.
+            layers: of the experts of R3 only these MoE layers, and how many there must be; they are then [B, L, m, K].
+
+        Raises:
+            RowsUnavailableError: an owner is gone, or has generated another batch since.
         """
-        self._require(request.meta_info[HANDLE])
-        rows = request.batch[ROWS] if values_BR is not None else torch.empty(0, dtype=torch.int64)
-        column = torch.full(self._columns["response_mask"].shape, torch.nan, device=self._device)
-        values_BR = column[:0] if values_BR is None else values_BR.to(self._device)
-        order, slots, counts = self._by_home(rows)
-        slots, num_received = self._exchange(slots, counts)
-        values, _ = self._exchange(values_BR[order], counts, num_received)
-        column[slots] = values
-        self._columns[name] = column
+        if not len(request):
+            raise ValueError("a request without rows: what it would fetch has no shape")
+        present = [name for name in columns if references(name) in request.batch]
+        kept = {name: request.batch[references(name)].numpy() for name in present}
+        fetched = {name: self._used_form(name, rows) for name, rows in self._gather(kept, layers).items()}
+        sent = {name: t.to(self._device) for name, t in request.batch.items() if not name.startswith(REFERENCES)}
+        for name in [name for name in sent if name.startswith(ROW_VALUES)]:
+            values_B = sent.pop(name)
+            sent[name.removeprefix(ROW_VALUES)] = values_B[:, None] * fetched["response_mask"]
+        return DataProto.from_dict(fetched | sent, request.non_tensor_batch, request.meta_info)
 
     def drop(self) -> None:
-        """Frees the rows; their handle is stale from now on."""
+        """Frees the rows. Only when no call that may fetch them is under way on any rank."""
         self._columns = {}
 
-    def _require(self, handle: KeptBatch) -> None:
-        if handle != self._batch or not self._columns:
-            state = f"batch {self._batch.number}" + ("" if self._columns else ", which has been freed since")
+    def close(self) -> None:
+        """Ends the server."""
+        self._server.close()
+
+    def _gather(
+        self, kept: Mapping[str, np.ndarray], layers: tuple[Sequence[int], int] | None
+    ) -> dict[str, np.ndarray]:
+        """Rows of each column in the order of its references [B, 3], those of this rank without a detour."""
+        asked: dict[int, list[RowsAsked]] = {}
+        places: dict[int, list[tuple[str, np.ndarray]]] = {}
+        for name, reference in kept.items():
+            chosen, num_layers = layers if layers is not None and name == _BY_LAYER else (None, 0)
+            for number, rank in np.unique(reference[:, :2], axis=0).tolist():
+                (rows,) = np.nonzero((reference[:, 0] == number) & (reference[:, 1] == rank))
+                slots = tuple(reference[rows, 2].tolist())
+                asked.setdefault(rank, []).append(
+                    RowsAsked(number, name, slots, None if chosen is None else tuple(chosen), num_layers)
+                )
+                places.setdefault(rank, []).append((name, rows))
+        mine = [self._rows_of(rows) for rows in asked.get(self._rank, [])]
+        # Each rank begins with its neighbour, so that the first owner is not everybody's first.
+        others = sorted(asked.keys() - {self._rank}, key=lambda rank: (rank - self._rank) % len(self._addresses))
+        answers = fetch_rows({rank: (self._addresses[rank], asked[rank]) for rank in others}, self._timeout_s)
+        gathered: dict[str, np.ndarray] = {}
+        for rank, arrays in (answers | {self._rank: mine}).items():
+            for (name, rows), array in zip(places.get(rank, []), arrays, strict=True):
+                if name not in gathered:
+                    gathered[name] = np.empty((len(kept[name]), *array.shape[1:]), array.dtype)
+                gathered[name][rows] = array
+        return gathered
+
+    def _rows_of(self, asked: RowsAsked) -> np.ndarray:
+        """ValueError when the rows are not here; runs in the server's thread too, beside ``keep`` and ``drop``."""
+        column = self._columns.get(asked.column)
+        if asked.batch != self._batch or column is None:
+            state = f"batch {self._batch}, of which {', '.join(list(self._columns)) or 'nothing'} is kept"
             raise ValueError(
-                f"the controller asks for rows of generated batch {handle.number}, but the workers' last one is {state}"
-                "; rows are kept until update_actor or the next generate_sequences: train on them before that, or set "
-                "actor_rollout_ref.rollout.device_handover=false"
+                f"{asked.column} of generated batch {asked.batch} was asked for, but the last one is {state}; rows are "
+                "kept until the next generate_sequences: train on them before that"
             )
+        if asked.slots and not 0 <= min(asked.slots) <= max(asked.slots) < len(column):
+            raise ValueError(f"rows {asked.slots} of {len(column)} were asked for")
+        if asked.layers is None:
+            return column[list(asked.slots)]
+        if column.shape[1] != asked.num_layers:
+            raise ValueError(f"router replay R3: the rollout has {column.shape[1]} MoE layers, not {asked.num_layers}")
+        return column[np.ix_(asked.slots, asked.layers)]
 
-    def _by_home(self, rows: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-        """Order of ``rows`` by home rank, their places at home in that order, and how many each rank is home to."""
-        replica, row = rows // max(self._batch.rows_per_replica, 1), rows % max(self._batch.rows_per_replica, 1)
-        rank, slot = replica * self._replica_size + row % self._replica_size, row // self._replica_size
-        order = rank.argsort(stable=True)
-        counts = rank.bincount(minlength=self._group.size())
-        assert len(counts) == self._group.size(), f"rows {rows.tolist()} go beyond {self._batch}"
-        return order.to(self._device), slot[order].to(self._device), counts.tolist()
+    def _references(self, owners_B: Tensor, slots_B: Tensor) -> Tensor:
+        return torch.stack([torch.full_like(owners_B, self._batch), owners_B, slots_B], dim=1).int()
 
-    def _exchange(
-        self, values_N: Tensor, counts: list[int], num_received: list[int] | None = None
-    ) -> tuple[Tensor, list[int]]:
-        """Sends ``counts[r]`` of the values to rank r, in order; returns what came, by rank, and how many from each."""
-        if num_received is None:
-            ones = [1] * self._group.size()
-            num_received = self._all_to_all(torch.tensor(counts, device=self._device), ones, ones).tolist()
-        return self._all_to_all(values_N, counts, num_received), num_received
-
-    def _all_to_all(self, values_N: Tensor, counts: list[int], num_received: list[int]) -> Tensor:
-        received = values_N.new_empty((sum(num_received), *values_N.shape[1:]))
-        dist.all_to_all_single(received, values_N.contiguous(), num_received, counts, group=self._group)
-        return received
+    def _used_form(self, name: str, rows: np.ndarray) -> Tensor:
+        values = torch.from_numpy(rows)
+        if name == _BY_LAYER:
+            return values.movedim(1, 2)
+        return values.to(self._device, torch.int64 if name in _KEPT_AS else values.dtype)
 
 
-def _as_bytes(column: Tensor) -> Tensor:
-    """[rows, bytes of a row]."""
-    return column.flatten(1).view(torch.uint8)
+def _row_values(values_BR: Tensor, is_response_BR: Tensor) -> Tensor | None:
+    """[B] when the response tokens of each row have one value, else None; beside them values mean nothing."""
+    values, is_response = values_BR.numpy(), is_response_BR.numpy()
+    of_rows = np.take_along_axis(values, is_response.argmax(-1)[:, None], axis=1)
+    for first in range(0, len(values), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        if not ((values[rows] == of_rows[rows]) | ~is_response[rows]).all():
+            return None
+    return torch.from_numpy(of_rows[:, 0])
 
 
-def _from_bytes(rows: Tensor, like: Tensor) -> Tensor:
-    """The inverse of ``_as_bytes``, with dtype and row shape of ``like``."""
-    aligned = rows.clone(memory_format=torch.contiguous_format)  # one row of a slice is contiguous wherever it starts
-    return aligned.view(like.dtype).view(len(rows), *like.shape[1:])
+def _kept_form(name: str, values: Tensor) -> np.ndarray:
+    """A copy in host memory, as it will be sent."""
+    if name == _BY_LAYER:
+        values = values.movedim(2, 1)
+    dtype = _KEPT_AS.get(name, values.dtype)
+    return values.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format).numpy()
+
+
+def _own_host() -> str:
+    """The address of this host on the network of the rendezvous; a group made without one is of this host alone."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    family, kind, protocol, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing: only asks the routing table
+        return str(probe.getsockname()[0])

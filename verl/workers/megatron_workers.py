@@ -33,7 +33,7 @@ from verl.utils.megatron.frozen import HostResidentModel
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import McoreEngineConfig
 from verl.workers.engine_setup import ddp_config, model_fields, optimizer_config, trained_model
-from verl.workers.kept_rows import HANDLE, KeptRows
+from verl.workers.kept_rows import KeptRows, controller_batch, has_references
 from verl.workers.phases import make_watchdog, training_phase, watched
 from verl.workers.rollout import get_rollout_class
 from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
@@ -61,7 +61,6 @@ class ActorRolloutRefWorker(Worker):
         self.device_type = resolve_device(config.trainer.device)
         self.train_ops_provider, self.rollout_ops_provider = ops_providers(config.trainer, self.device_type)
         self.total_training_steps = config.trainer.total_training_steps or 0
-        self.keeps_rows = self.config.rollout.keeps_rows(self.device_type)
         self.controller_needs_log_probs = config.algorithm.use_kl_in_reward
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -78,7 +77,10 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_ROLLOUT))
     @watched
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Syncs the weights, then one response per row; see ``BaseRollout.generate_sequences``."""
+        """Syncs the weights, then one response per row; what the controller gets is ``controller_batch``.
+
+        In training all else stays here, and references go with it: see ``kept_rows``.
+        """
         self.kept_rows.drop()
         self._offload_for_rollout()
         with self.sharding_manager as manager:
@@ -86,22 +88,19 @@ class ActorRolloutRefWorker(Worker):
             output = self.rollout.generate_sequences(prompts)
             generate_s = time.perf_counter() - start
         output.meta_info["timing"] = {"update_weights": manager.sync_seconds, "generate_sequences": generate_s}
-        # NPU-ADAPTATION(device-handover): a controller that serialises every batch for 256 dies starts them 57-96 s
-        # apart; drop when the object store moves device tensors between processes itself.
-        if self.keeps_rows and not prompts.meta_info.get("validate", False):
-            output = self.kept_rows.keep(output)
-        # NPU-ADAPTATION END
-        return output
+        if prompts.meta_info.get("validate", False):
+            return controller_batch(output)
+        return self.kept_rows.keep_generated(output, self.config.rollout.tensor_model_parallel_size)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
     @watched
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """``old_log_probs`` fp32 [B, R] of the actor as it is now; they stay here where rows are kept."""
+        """``old_log_probs`` fp32 [B, R] of the actor as it is now; rows that came as references get references."""
         self.actor_module.onload_params()
         rollout = self.config.rollout
         with training_phase():
             log_probs = self.actor.compute_log_prob(
-                self.kept_rows.fetch(data),
+                self._fetch(data, self.actor, self.actor.scored_columns),
                 micro_batch_size=rollout.log_prob_micro_batch_size_per_gpu,
                 max_token_len=rollout.log_prob_max_token_len_per_gpu if rollout.log_prob_use_dynamic_bsz else None,
             )
@@ -112,7 +111,7 @@ class ActorRolloutRefWorker(Worker):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """``ref_log_prob`` fp32 [B, R] of the reference; the actor's weights leave the device meanwhile.
 
-        Like the rows, they stay here where rows are kept.
+        Rows that came as references get references.
         """
         assert self.ref is not None, f"role {self.role} has no reference policy"
         ref = self.config.ref
@@ -121,7 +120,7 @@ class ActorRolloutRefWorker(Worker):
         self.ref_weights.onload()
         with training_phase():
             log_probs = self.ref.compute_log_prob(
-                self.kept_rows.fetch(data),
+                self._fetch(data, self.ref, self.ref.scored_columns),
                 micro_batch_size=ref.log_prob_micro_batch_size_per_gpu,
                 max_token_len=ref.log_prob_max_token_len_per_gpu if ref.log_prob_use_dynamic_bsz else None,
             )
@@ -131,15 +130,14 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
     @watched
     def update_actor(self, data: DataProto) -> DataProto:
-        """One GRPO update; metrics are in ``meta_info["metrics"]``. Weights stay for the next sync, kept rows go."""
+        """One GRPO update; metrics are in ``meta_info["metrics"]``. Weights stay for the next sync."""
         megatron = self.config.actor.megatron
         self.checkpoint_manager.check()
         self.actor_module.onload_params()
         self.actor_module.onload_grads()
         self.optimizer.onload()
         with training_phase():
-            metrics = self.actor.update_policy(self.kept_rows.fetch(data))
-        self.kept_rows.drop()
+            metrics = self.actor.update_policy(self._fetch(data, self.actor, self.actor.trained_columns))
         if megatron.grad_offload:
             self.actor_module.offload_grads()
         if megatron.optimizer_offload:
@@ -275,7 +273,7 @@ class ActorRolloutRefWorker(Worker):
             rollout_ops=self.rollout_ops_provider,
             device=self.device,
         )
-        self.kept_rows = KeptRows(self.groups.world, config.tensor_model_parallel_size, self.device)
+        self.kept_rows = KeptRows(self.groups.world, self.device, self.config.nccl_timeout)
         self.sharding_manager = MegatronVLLMShardingManager(
             self.actor_module,
             self.rollout,
@@ -288,13 +286,18 @@ class ActorRolloutRefWorker(Worker):
         )
 
     def _log_prob_output(self, data: DataProto, name: str, log_probs: Tensor | None) -> DataProto:
-        """Log-probs of ``data``'s rows to where the rows are, and to the controller where it computes with them."""
-        is_kept = HANDLE in data.meta_info
-        if is_kept:
-            self.kept_rows.write(data, name, log_probs if self._query_collect_info(_TRAIN) else None)
-        if log_probs is None or (is_kept and not self.controller_needs_log_probs):
+        """Log-probs of ``data``'s rows, or references to them, and both where the controller computes with them."""
+        if log_probs is None or not self._query_collect_info(_TRAIN):
             return DataProto()
-        return DataProto.from_dict(tensors={name: log_probs.cpu()})
+        output = DataProto.from_dict(tensors={name: log_probs.cpu()})
+        if not has_references(data):
+            return output
+        kept = self.kept_rows.keep(name, log_probs)
+        return kept.union(output) if self.controller_needs_log_probs else kept
+
+    def _fetch(self, data: DataProto, actor: MegatronPPOActor, columns: tuple[str, ...]) -> DataProto:
+        """The rows of ``data`` with ``columns``, and of a rollout's experts those of the layers that are here."""
+        return self.kept_rows.fetch(data, columns, actor.moe_layers)
 
     def _offload_for_rollout(self) -> None:
         self.actor_module.offload_grads()

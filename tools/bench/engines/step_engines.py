@@ -56,18 +56,11 @@ class OurStep:
         rollout = self.config.actor_rollout_ref.rollout
         stopwatch = Stopwatch()
         repeated = [ids for ids in prompts for _ in range(rollout.n)]
-        length, rows = rollout.prompt_length, len(repeated)
-        ids_BP = torch.tensor([[0] * (length - len(ids)) + ids for ids in repeated])
-        mask_BP = torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in repeated])
+        rows = len(repeated)
         raw = np.empty(rows, dtype=object)
         raw[:] = repeated
         seeds = sampling_seeds(rollout.seed, self.num_steps, 0, rows)
         request = DataProto.from_dict(
-            tensors={
-                "input_ids": ids_BP,
-                "attention_mask": mask_BP,
-                "position_ids": (mask_BP.cumsum(-1) - 1).clamp(min=0),
-            },
             non_tensors={"raw_prompt_ids": raw, "sampling_seeds": seeds},
             meta_info={"eos_token_id": 1, "pad_token_id": 0},
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Registration, registered_methods
 from verl.single_controller.base.worker import Worker
 
@@ -88,7 +89,7 @@ class WorkerGroup:
             raise AttributeError(f"{type(self).__name__} has no method {name!r}; registered: {sorted(methods)}")
         return partial(self.call, name)
 
-    def put(self, value: Any) -> Any:
+    def put(self, value: DataProto) -> Any:
         """Stores ``value`` once for all ranks; what comes back stands for it as an argument."""
         return value
 

@@ -15,6 +15,7 @@ import ray.cloudpickle
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl.protocol import DataProto
 from verl.single_controller.base.worker_group import (
     PendingCall,
     WorkerDiedError,
@@ -22,7 +23,7 @@ from verl.single_controller.base.worker_group import (
     WorkerGroup,
     WorkerTimeoutError,
 )
-from verl.single_controller.ray.process import CallFailure, ProcessAddress, WorkerProcess
+from verl.single_controller.ray.process import CallFailure, Pickled, ProcessAddress, WorkerProcess
 from verl.single_controller.ray.resources import (
     RayClassWithInitArgs,
     RayResourcePool,
@@ -37,6 +38,9 @@ logger = logging.getLogger(__name__)
 _DEATH_GRACE_S = 3.0
 _KILL_TIMEOUT_S = 10.0
 _REASON_CHARS = 400
+# An object of the store costs the controller several times what a small argument costs that travels with the call.
+_MAX_INLINE_BYTES = 64 << 10
+_LOOK_INTERVAL_S = 0.2  # between two looks for failures, while answers are outstanding
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -93,8 +97,12 @@ class RayWorkerGroup(WorkerGroup):
         """Process ids by rank."""
         return [address.pid for address in self._addresses if address is not None]
 
-    def put(self, value: Any) -> ray.ObjectRef:
-        """Stores ``value`` once in the object store."""
+    def put(self, value: DataProto) -> ray.ObjectRef | Pickled:
+        """Stores ``value`` once: in the object store, or pickled when that is small."""
+        if value.num_tensor_bytes <= _MAX_INLINE_BYTES:
+            content = ray.cloudpickle.dumps(value)
+            if len(content) <= _MAX_INLINE_BYTES:
+                return Pickled(content)
         return ray.put(value)
 
     def run(
@@ -152,27 +160,30 @@ class RayWorkerGroup(WorkerGroup):
         )
 
     def _wait(self, method: str, refs: dict[ray.ObjectRef, int], timeout_s: float | None) -> list[Any]:
-        """Outputs in rank order. Consumes answers as they come; unblocked by the last one or by the first failure."""
+        """Outputs in rank order. Consumes answers; unblocked by the last one, or soon after the first failure."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         outputs: dict[int, Any] = {}
         pending = list(refs)
         while pending:
-            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready, pending = ray.wait(pending, num_returns=1, timeout=remaining)
-            if not ready:
+            remaining = _LOOK_INTERVAL_S if deadline is None else min(_LOOK_INTERVAL_S, deadline - time.monotonic())
+            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=max(0.0, remaining))
+            for ref in ready:
+                outputs[refs[ref]] = self._output(method, ref, refs[ref])
+            if pending and deadline is not None and time.monotonic() >= deadline:
                 silent = [self._where(refs[ref]) for ref in pending]
                 raise self._failed(
                     WorkerTimeoutError(f"{self.name}.{method}: no answer after {timeout_s} s from {silent}")
                 )
-            rank = refs[ready[0]]
-            try:
-                output = ray.get(ready[0])
-            except RayActorError as error:
-                raise self._failed(self._died(rank, method, error)) from error
-            if isinstance(output, CallFailure):
-                raise self._failed(self._find_death(method) or self._raised(rank, method, output))
-            outputs[rank] = output
         return [outputs[rank] for rank in sorted(outputs)]
+
+    def _output(self, method: str, ref: ray.ObjectRef, rank: int) -> Any:
+        try:
+            output = ray.get(ref)
+        except RayActorError as error:
+            raise self._failed(self._died(rank, method, error)) from error
+        if isinstance(output, CallFailure):
+            raise self._failed(self._find_death(method) or self._raised(rank, method, output))
+        return output
 
     def _find_death(self, method: str) -> WorkerDiedError | None:
         """A dead rank, looked for until the grace is over: it is the cause when its peers raise."""

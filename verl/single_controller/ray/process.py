@@ -29,6 +29,13 @@ class CallFailure:
     traceback: str
 
 
+@dataclass(frozen=True)
+class Pickled:
+    """An argument that travels with the calls: pickled once for all ranks that get it."""
+
+    content: bytes
+
+
 class WorkerProcess:
     """Runs one worker. The environment of the rank is set by Ray before the interpreter starts."""
 
@@ -52,10 +59,16 @@ class WorkerProcess:
     def call(self, method: str, keep: bool, /, *args: Any, **kwargs: Any) -> Any:
         """The output of the worker's method if it is wanted, None if not, a ``CallFailure`` if it raised."""
         try:
+            args = tuple(_value(argument) for argument in args)
+            kwargs = {name: _value(argument) for name, argument in kwargs.items()}
             output = getattr(self.worker, method)(*args, **kwargs)
         except Exception as error:
             return _failure(error)
         return output if keep else None
+
+
+def _value(argument: Any) -> Any:
+    return ray.cloudpickle.loads(argument.content) if isinstance(argument, Pickled) else argument
 
 
 def _failure(error: Exception) -> CallFailure:

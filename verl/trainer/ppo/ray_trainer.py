@@ -188,11 +188,8 @@ class RayPPOTrainer:
         return batch
 
     def _generate(self, prompts: DataProto, timing: dict[str, float], **meta_info: Any) -> DataProto:
-        """Responses to ``prompts``, whose own tensors are taken out of it, and ``num_tokens`` int64 [B] of both."""
-        request = prompts.pop(
-            batch_keys=["input_ids", "attention_mask", "position_ids"],
-            non_tensor_batch_keys=["raw_prompt_ids", "sampling_seeds"],
-        )
+        """Responses to ``prompts``, whose token ids are taken out of it, and ``num_tokens`` int64 [B] of both."""
+        request = prompts.pop(non_tensor_batch_keys=["raw_prompt_ids", "sampling_seeds"])
         request.meta_info |= meta_info | {
             "eos_token_id": self.tokenizer.eos_token_id,
             "pad_token_id": self.tokenizer.pad_token_id,
@@ -201,8 +198,8 @@ class RayPPOTrainer:
         request, num_pad = pad_dataproto_to_divisor(request, rollout_dp)
         output = unpad_dataproto(self.workers.generate_sequences(request), num_pad)
         timing |= output.meta_info.pop("timing")
-        num_prompt = request.batch["attention_mask"][: len(output)].sum(-1)
-        output.batch["num_tokens"] = num_prompt + output.batch["response_mask"].sum(-1)
+        num_prompt = [len(ids) for ids in request.non_tensor_batch["raw_prompt_ids"][: len(output)]]
+        output.batch["num_tokens"] = torch.tensor(num_prompt) + output.batch["response_mask"].sum(-1)
         return output
 
     def _balance_batch(self, batch: DataProto) -> DataProto:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from verl.protocol_storage import as_rows
 from verl.utils.dataset.parquet import read_rows
 
 if TYPE_CHECKING:
@@ -38,8 +37,6 @@ class RLHFDataset:
         filter_overlong_prompts: bool = False,
         max_samples: int = -1,
     ) -> None:
-        self.pad_token_id = tokenizer.pad_token_id
-        self.max_prompt_length = max_prompt_length
         rows = read_rows(data_files, prompt_key)
         if max_samples >= 0:
             rows = rows[:max_samples]
@@ -65,14 +62,9 @@ class RLHFDataset:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``input_ids``/``attention_mask``/``position_ids`` int64 [P] left-padded, ``raw_prompt_ids`` and the row."""
+        """``raw_prompt_ids``, a list of at most ``max_prompt_length`` token ids, and the row."""
         row, text, tokens = self._rows[index]
-        num_pad = self.max_prompt_length - len(tokens)
-        mask = torch.tensor([0] * num_pad + [1] * len(tokens))
         return {
-            "input_ids": torch.tensor([self.pad_token_id] * num_pad + list(tokens)),
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(0) - 1).clamp(min=0),
             "raw_prompt_ids": list(tokens),
             "prompt_text": text,
             "data_source": row["data_source"],
@@ -82,14 +74,6 @@ class RLHFDataset:
         }
 
 
-def collate_fn(items: Sequence[dict[str, Any]]) -> dict[str, Tensor | np.ndarray]:
-    """Tensors are stacked, anything else becomes an object array [B]; for ``DataProto.from_single_dict``."""
-    batch: dict[str, Tensor | np.ndarray] = {}
-    for key, first in items[0].items():
-        if isinstance(first, Tensor):
-            batch[key] = torch.stack([item[key] for item in items])
-        else:
-            column = np.empty(len(items), dtype=object)
-            column[:] = [item[key] for item in items]
-            batch[key] = column
-    return batch
+def collate_fn(items: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Every field becomes an object array [B]; for ``DataProto.from_single_dict``."""
+    return {key: as_rows([item[key] for item in items]) for key in items[0]}

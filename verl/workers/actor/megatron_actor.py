@@ -26,7 +26,7 @@ from verl.workers.actor.auxiliary import auxiliary_losses, set_auxiliary_scales
 from verl.workers.actor.base import BasePPOActor
 from verl.workers.actor.micro_batching import split_rows
 from verl.workers.actor.policy_loss import LossInputs, PolicyLoss, UpdateMetrics
-from verl.workers.actor.routing_rows import RoutingRows, with_row_numbers
+from verl.workers.actor.routing_rows import FROM_ROLLOUT, RoutingRows, with_row_numbers
 from verl.workers.config import ActorConfig
 
 logger = logging.getLogger(__name__)
@@ -59,11 +59,29 @@ class MegatronPPOActor(BasePPOActor):
         is_replayed = config.replays_routing and actor_optimizer is not None and tf_config.num_moe_experts is not None
         self._replay = RouterReplay(tf_config.num_moe_experts or 0, groups) if is_replayed else None
         self._routing: RoutingRows | None = None  # of the rows of the last compute_log_prob (R2)
+        self._all_moe_layers = [layer for layer in range(tf_config.num_layers) if tf_config.is_moe_layer(layer)]
 
     @property
     def is_last_stage(self) -> bool:
         """True where logits and losses exist."""
         return self.groups.coords.pp == self.groups.pp.size() - 1
+
+    @property
+    def scored_columns(self) -> tuple[str, ...]:
+        """The columns that ``compute_log_prob`` reads on this stage."""
+        is_routed = self._replay is not None and self.config.takes_rollout_routing
+        return ("input_ids", "attention_mask", "response_mask", *((FROM_ROLLOUT,) if is_routed else ()))
+
+    @property
+    def trained_columns(self) -> tuple[str, ...]:
+        """The columns that ``update_policy`` reads on this stage, where the batch has them, beside the advantages."""
+        of_loss = ("old_log_probs", "ref_log_prob", "rollout_log_probs") if self.is_last_stage else ()
+        return (*self.scored_columns, *of_loss)
+
+    @property
+    def moe_layers(self) -> tuple[list[int], int]:
+        """The MoE layers of this stage, as places among those of the model, and how many the model has."""
+        return [self._all_moe_layers.index(layer) for layer in self._moe_layers()], len(self._all_moe_layers)
 
     @torch.no_grad()
     def compute_log_prob(
@@ -135,10 +153,12 @@ class MegatronPPOActor(BasePPOActor):
 
     def _rollout_routing(self, data: DataProto) -> tuple[RoutingRows, DataProto]:
         """The rollout's choices in this stage's layers, and ``data`` with the numbers of their rows."""
-        config, routers = self.tf_config, (m for m in self.actor_module.modules() if isinstance(m, TopKRouter))
-        all_layers = [layer for layer in range(config.num_layers) if config.is_moe_layer(layer)]
-        layers = sorted(router.global_layer for router in routers if router.global_layer < config.num_layers)
-        return RoutingRows.from_rollout(data, layers, all_layers), with_row_numbers(data)
+        return RoutingRows.from_rollout(data, self._moe_layers(), self._all_moe_layers), with_row_numbers(data)
+
+    def _moe_layers(self) -> list[int]:
+        """Global numbers of the MoE layers of this stage, without those of MTP modules."""
+        routers = (module for module in self.actor_module.modules() if isinstance(module, TopKRouter))
+        return sorted(r.global_layer for r in routers if r.global_layer < self.tf_config.num_layers)
 
     def make_minibatch_iterator(self, data: DataProto) -> Iterator[DataProto]:
         """This rank's rows in mini-batches of ``ppo_mini_batch_size`` prompts (times n over data-parallel ranks).

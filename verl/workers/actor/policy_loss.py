@@ -39,7 +39,7 @@ class LossInputs:
         weights: token weights such that sum(weights * loss) over every rank is the aggregated loss.
         advantages: one value per token.
         old_log_probs: of the policy that acted; None when it is provably the one being updated.
-        ref_log_prob: of the reference policy; None without a KL loss.
+        ref_log_prob: of the reference policy; None without a KL loss, and on stages before the last.
         rollout_log_probs: as the rollout engine reported them; None when it did not.
         num_tokens, num_response_tokens: of the mini-batch over all ranks; numbers, the first with prompts.
     """
@@ -68,7 +68,7 @@ class LossInputs:
             weights=weights,
             advantages=batch["advantages"].float(),
             old_log_probs=batch.get("old_log_probs", None),
-            ref_log_prob=batch["ref_log_prob"] if config.use_kl_loss else None,
+            ref_log_prob=batch["ref_log_prob"] if config.use_kl_loss and groups.is_last_stage else None,
             rollout_log_probs=batch.get("rollout_log_probs", None),
             num_tokens=max(num_tokens, 1.0),
             num_response_tokens=max(num_scored, 1.0),

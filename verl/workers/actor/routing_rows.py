@@ -19,7 +19,7 @@ from verl.protocol import DataProto
 from verl.utils.megatron.packed_batch import PackedMicroBatch
 
 ROW = "routing_row"  # column that update batches carry: the row of the recorded batch, int64 [B]
-FROM_ROLLOUT = "routed_experts"  # column of a generated batch: [B, L, all MoE layers, K], any integer type
+FROM_ROLLOUT = "routed_experts"  # column of a generated batch: [B, L, MoE layers, K], any integer type
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class RoutingRows:
     def from_rollout(data: DataProto, layers: Sequence[int], all_layers: Sequence[int]) -> RoutingRows:
         """What the rollout chose for ``data``: of the MoE layers ``all_layers`` those of this stage, ``layers``.
 
-        The last token of a row was never an input of the rollout, so nothing is known of it.
+        The column has all of them, or was fetched for this stage and has its own. The last token of a row was never an
+        input of the rollout, so nothing is known of it.
         """
         if FROM_ROLLOUT not in data.batch:
             raise ValueError(
@@ -73,17 +74,16 @@ class RoutingRows:
                 "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
             )
         choices_BLMK = data.batch[FROM_ROLLOUT].cpu()
-        if choices_BLMK.size(2) != len(all_layers):
+        if choices_BLMK.size(2) == len(all_layers):
+            choices_BLMK = choices_BLMK[:, :, [all_layers.index(layer) for layer in layers]]
+        elif choices_BLMK.size(2) != len(layers):
             raise ValueError(
                 f"router replay R3: the rollout has {choices_BLMK.size(2)} MoE layers, the actor {len(all_layers)}"
             )
         is_real_BL = data.batch["attention_mask"].cpu().bool()
         columns_L = torch.arange(is_real_BL.size(1))
         last_B1 = torch.where(is_real_BL, columns_L, -1).amax(-1, keepdim=True)
-        places = [all_layers.index(layer) for layer in layers]
-        return RoutingRows(
-            choices_BLMK[:, :, places], tuple(layers), _fingerprints(data), is_real_BL & (columns_L < last_B1)
-        )
+        return RoutingRows(choices_BLMK, tuple(layers), _fingerprints(data), is_real_BL & (columns_L < last_B1))
 
     def check(self, data: DataProto) -> None:
         """``ValueError`` unless ``data`` has the rows that were recorded, in their order."""

@@ -26,8 +26,7 @@ class RolloutConfig:
     rebalance_interval: steps between two rounds of moving requests between data-parallel replicas, 0 = never ·
     quantization: ``fp8`` holds linear weights in e4m3 blocks of 128 x 128, quantised as they arrive ·
     verify_weights: after each sync compare every weight of the engine with the trainer's, and stop where one differs ·
-    enable_rollout_routing_replay: the experts of every token come back with it, for router replay R3 ·
-    device_handover: generated tensors stay on the devices until they are trained on; ``auto`` = on an NPU.
+    enable_rollout_routing_replay: the experts of every token come back with it, for router replay R3.
     """
 
     name: str = "vllm"
@@ -66,7 +65,6 @@ class RolloutConfig:
     log_prob_use_dynamic_bsz: bool = False
     log_prob_max_token_len_per_gpu: int = 16384
     update_weights_bucket_megabytes: int = 512
-    device_handover: str = "auto"
     calculate_log_probs: bool = True
     seed: int = 0
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
@@ -76,10 +74,6 @@ class RolloutConfig:
         """Tokens that one sequence may reach."""
         return self.max_model_len or self.prompt_length + self.response_length
 
-    def keeps_rows(self, device: str) -> bool:
-        """True when generated tensors stay with the workers instead of going through the controller."""
-        return self.device_handover.lower() == "true" or (self.device_handover.lower() == "auto" and device == "npu")
-
     def problems(self, where: str) -> list[str]:
         """Every value that cannot work, one sentence each."""
         found = []
@@ -87,7 +81,6 @@ class RolloutConfig:
             ("name", self.name, ("vllm",)),
             ("kv_cache_layout", self.kv_cache_layout, ("nd", "nz")),
             ("expert_exchange", self.expert_exchange, ("all_gather", "dispatch")),
-            ("device_handover", self.device_handover.lower(), ("auto", "true", "false")),
             ("mode", self.mode, ("sync",)),
             ("dtype", self.dtype, ("bfloat16", "float32")),
             ("load_format", self.load_format.removesuffix("_megatron"), ("dummy", "auto")),

@@ -75,15 +75,14 @@ class vLLMRollout(BaseRollout):
         """Generates one response per row.
 
         Args:
-            prompts: ``input_ids``/``attention_mask``/``position_ids`` [B, P] left-padded; ``raw_prompt_ids`` (lists of
-                ints) and ``sampling_seeds`` (ints) in ``non_tensor_batch``; ``eos_token_id``, ``pad_token_id`` and
-                optionally ``validate`` and ``do_sample`` in ``meta_info``.
+            prompts: ``raw_prompt_ids`` (lists of ints) and ``sampling_seeds`` (ints) in ``non_tensor_batch``;
+                ``eos_token_id``, ``pad_token_id`` and optionally ``validate`` and ``do_sample`` in ``meta_info``.
 
         Returns:
-            verl's rollout batch: prompts, responses, input_ids, attention_mask, position_ids, response_mask and
-            rollout_log_probs (fp32 [B, R], zero on padding). For training with ``enable_rollout_routing_replay`` also
-            routed_experts, [B, P + R, MoE layers, K] of a small integer type, zero where a token was not computed:
-            padding, and the last one of each row.
+            What is trained on: input_ids and attention_mask [B, P + R], prompts left-padded and responses right-padded;
+            responses, response_mask and rollout_log_probs (fp32, zero on padding) [B, R]. For training with
+            ``enable_rollout_routing_replay`` also routed_experts, [B, P + R, MoE layers, K] of a small integer type,
+            zero where a token was not computed: padding, and the last one of each row.
         """
         seeds = prompts.non_tensor_batch["sampling_seeds"]
         requests = [TokensPrompt(prompt_token_ids=list(ids)) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
@@ -117,21 +116,22 @@ class vLLMRollout(BaseRollout):
         lengths = torch.tensor([len(c.token_ids) for c in completions])
         response_mask = (torch.arange(length) < lengths[:, None]).long()
 
-        prompt_ids, prompt_mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
-        prompt_positions = prompts.batch["position_ids"]
-        response_positions = prompt_positions[:, -1:] + torch.arange(1, length + 1)
+        raw_ids = list(prompts.non_tensor_batch["raw_prompt_ids"])
+        prompt_lengths = torch.tensor([len(ids) for ids in raw_ids])
+        prompt_ids = _left_padded(raw_ids, self.config.prompt_length, pad)
+        prompt_mask = (
+            torch.arange(self.config.prompt_length) >= self.config.prompt_length - prompt_lengths[:, None]
+        ).long()
         tensors = {
-            "prompts": prompt_ids,
             "responses": responses,
             "input_ids": torch.cat([prompt_ids, responses], dim=-1),
             "attention_mask": torch.cat([prompt_mask, response_mask], dim=-1),
-            "position_ids": torch.cat([prompt_positions, response_positions], dim=-1),
             "response_mask": response_mask,
             "rollout_log_probs": log_probs,
         }
         if self.config.enable_rollout_routing_replay and not prompts.meta_info.get("validate", False):
             tensors["routed_experts"] = _routed_experts(
-                completions, prompt_mask.sum(-1).tolist(), prompt_ids.shape[1], length
+                completions, prompt_lengths.tolist(), self.config.prompt_length, length
             )
         reasons = np.array([c.finish_reason for c in completions], dtype=object)
         return DataProto.from_dict(tensors=tensors, non_tensors={"finish_reason": reasons})
@@ -151,6 +151,10 @@ def _routed_experts(
         start = num_columns - prompt_length
         choices_BLMK[row, start : start + len(chosen)] = torch.from_numpy(chosen)
     return choices_BLMK
+
+
+def _left_padded(rows: list[list[int]], length: int, fill: int) -> Tensor:
+    return _right_padded([row[::-1] for row in rows], length, fill, torch.int64).flip(-1)
 
 
 def _right_padded(rows: list[list], length: int, fill: float, dtype: torch.dtype) -> Tensor:

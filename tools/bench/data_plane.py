@@ -1,0 +1,202 @@
+"""``python -m tools.bench.data_plane``: what a batch costs the controller by reference, and what it costs through it.
+
+A real Ray, the trainer's own calls, and 256 ranks that only give and take; a few processes play them all. What an
+update reads of a generated batch (tokens, masks, log-probs) goes from its owners to its consumers: ``collect`` until it
+is one batch of the controller, ``deal`` its rows in another order, ``dispatch`` with advantages until the last consumer
+has been called. What is collected in ``either`` way are responses and their mask, which the controller scores. The ways
+take turns in one run; figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from verl.protocol import DataProto
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.worker_group import PendingCall
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.workers.kept_rows import controller_batch, references, worker_batch
+
+BY_REFERENCE, THROUGH, EITHER = "by reference", "through the controller", "either"
+COLUMNS = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One phase.
+
+    Attributes:
+        controller_s: until the controller is free again.
+        cpu_s: CPU time of the controller's process meanwhile.
+        last_s: of ``dispatch``: until the last consumer has its part.
+        megabytes: in the controller's batch.
+    """
+
+    phase: str
+    way: str
+    controller_s: float
+    cpu_s: float
+    megabytes: float
+    last_s: float = 0.0
+
+
+class Rank(Worker):
+    """Gives what it has generated, and takes its part of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given: dict[str, DataProto] = {}
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def ready(self, number: int) -> int:
+        """Answers."""
+        return number
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate(self, prompts: DataProto, lengths: tuple[int, int], way: str) -> DataProto:
+        """A row for each of ``prompts``, of full length, as it would be sent in this way; made at the first call."""
+        if not self._given:
+            rows = generated(len(prompts), *lengths)
+            reference = torch.zeros(len(rows), 3, dtype=torch.int32)
+            self._given = {
+                BY_REFERENCE: DataProto.from_dict({references(name): reference for name in COLUMNS}),
+                THROUGH: rows.select(batch_keys=COLUMNS),
+                EITHER: controller_batch(rows),
+            }
+        return self._given[way]
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def train(self, part: DataProto) -> float:
+        """When the part was here, by the machine's clock."""
+        return time.monotonic()
+
+
+class PlayedGroup(RayWorkerGroup):
+    """``num_ranks`` ranks on a few processes; all that the controller does is the real thing."""
+
+    def __init__(self, num_ranks: int, num_processes: int) -> None:
+        pool = RayResourcePool([num_processes])
+        super().__init__(pool, RayClassWithInitArgs(Rank), num_cpus_per_worker=1 / num_processes)
+        self.world_size = num_ranks
+        self._actors = [self._actors[rank % num_processes] for rank in range(num_ranks)]
+        self._addresses = [self._addresses[rank % num_processes] for rank in range(num_ranks)]
+
+
+def generated(num_rows: int, prompt_length: int, response_length: int) -> DataProto:
+    """Rows of full length with the columns and types of the rollout's."""
+    ids = torch.randint(1, 129280, (num_rows, prompt_length + response_length))
+    mask = torch.ones_like(ids)
+    return DataProto.from_dict(
+        {
+            "responses": ids[:, prompt_length:],
+            "input_ids": ids,
+            "attention_mask": mask,
+            "response_mask": mask[:, prompt_length:],
+            "rollout_log_probs": -torch.rand(num_rows, response_length),
+        }
+    )
+
+
+def measure(group: PlayedGroup, num_rows: int, lengths: tuple[int, int]) -> list[Cost]:
+    """Every phase, both ways."""
+    prompts = DataProto.from_dict({"row": torch.arange(num_rows)})
+    answers, cost = _timed("collect", EITHER, group, lambda: group.generate(prompts, lengths, EITHER))
+    mask_BR = answers.batch["response_mask"]
+    advantages = DataProto.from_dict({"advantages": torch.randn(num_rows, 1) * mask_BR})
+    found = [cost]
+    for way in (BY_REFERENCE, THROUGH):
+        batch, collect = _timed("collect", way, group, partial(group.generate, prompts, lengths, way))
+        batch, deal = _timed("deal", way, group, partial(batch.select_idxs, torch.randperm(num_rows)))
+        batch.union(advantages)
+        if way == BY_REFERENCE:
+            batch.batch["response_mask"] = mask_BR
+        (begun, request, pending), dispatch = _timed("dispatch", way, group, partial(_update, group, batch))
+        last_s = max(pending.get()) - begun
+        found += [collect, deal, replace(dispatch, megabytes=_megabytes(request), last_s=last_s)]
+    return found
+
+
+def _update(group: PlayedGroup, batch: DataProto) -> tuple[float, DataProto, PendingCall]:
+    begun = time.monotonic()
+    request = worker_batch(batch, "advantages")
+    return begun, request, group.train(request)
+
+
+def _timed(phase: str, way: str, group: PlayedGroup, call: Callable[[], Any]) -> tuple[Any, Cost]:
+    """What ``call`` returns and what it took, once nothing that was asked before is under way."""
+    group.ready([0] * group.world_size)
+    seconds, cpu = time.monotonic(), time.process_time()
+    output = call()
+    cost = Cost(phase, way, time.monotonic() - seconds, time.process_time() - cpu, 0.0)
+    return output, replace(cost, megabytes=_megabytes(output)) if isinstance(output, DataProto) else cost
+
+
+def _megabytes(batch: DataProto) -> float:
+    return batch.num_tensor_bytes / 1e6
+
+
+def _medians(found: Sequence[Cost]) -> list[Cost]:
+    medians = []
+    for phase, way in dict.fromkeys((cost.phase, cost.way) for cost in found):
+        same = [cost for cost in found if (cost.phase, cost.way) == (phase, way)]
+        names = ("controller_s", "cpu_s", "megabytes", "last_s")
+        medians.append(Cost(phase, way, *(statistics.median(getattr(cost, name) for cost in same) for name in names)))
+    return medians
+
+
+def _report(found: Sequence[Cost]) -> None:
+    print(f"{'phase':9} {'way':23} {'MB':>8} {'controller s':>13} {'cpu s':>7} {'last rank s':>12}")
+    for cost in found:
+        last = f"{cost.last_s:12.3f}" if cost.last_s else ""
+        print(f"{cost.phase:9} {cost.way:23} {cost.megabytes:8.1f} {cost.controller_s:13.3f} {cost.cpu_s:7.3f} {last}")
+    seconds = {(cost.phase, cost.way): cost.controller_s for cost in found}
+    ours, theirs = seconds["dispatch", BY_REFERENCE], seconds["dispatch", THROUGH]
+    through = sum(value for (_, way), value in seconds.items() if way == THROUGH)
+    by_reference = sum(value for (_, way), value in seconds.items() if way == BY_REFERENCE)
+    print(f"dispatch by reference: {ours:.3f} s")
+    print(f"  {through / ours:5.1f} times that: the tensors through the controller (collect, deal, dispatch)")
+    print(f"  {theirs / ours:5.1f} times that: their dispatch alone, into this machine's shared memory")
+    print(f"all three by reference: {by_reference:.3f} s, {through / by_reference:.1f} times that with the tensors")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a table; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.data_plane", description=__doc__)
+    parser.add_argument("--prompts", type=int, default=512)
+    parser.add_argument("--samples", type=int, default=16, help="of each prompt")
+    parser.add_argument("--lengths", type=int, nargs=2, default=(1024, 3072), help="tokens of a prompt, of a response")
+    parser.add_argument("--ranks", type=int, default=256)
+    parser.add_argument("--processes", type=int, default=2, help="that play the ranks")
+    parser.add_argument("--rounds", type=int, default=3, help="after a first one that does not count")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    num_rows = options.prompts * options.samples
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        group = PlayedGroup(options.ranks, options.processes)
+        rounds = [measure(group, num_rows, tuple(options.lengths)) for _ in range(options.rounds + 1)]
+        group.shutdown()
+    finally:
+        ray.shutdown()
+    found = _medians([cost for costs in rounds[1:] for cost in costs])
+    print(f"{num_rows} rows of {sum(options.lengths)} tokens, {options.ranks} ranks")
+    _report(found)
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(cost) for cost in found], indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
