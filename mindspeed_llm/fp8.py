@@ -9,6 +9,7 @@ import torch
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0  # largest finite e4m3fn value
 BLOCK = 128
+_CACHED_ELEMENTS = 1 << 17  # fp32 values that stay in a core's second-level cache
 SCALE_SUFFIX = "_scale_inv"
 QUANTIZATION_CONFIG = {
     "activation_scheme": "dynamic",
@@ -49,15 +50,38 @@ def quantize_fp8_blockwise(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def dequantize(weight_OI: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """fp32(weight) * scale_inv of its 128 x 128 block, rounded once to ``dtype``; shape [O, I]."""
+    out_OI = torch.empty(weight_OI.shape, dtype=dtype, device=weight_OI.device)
+    dequantize_into(out_OI, weight_OI, scale_inv)
+    return out_OI
+
+
+def dequantize_into(
+    out_OI: torch.Tensor, weight_OI: torch.Tensor, scale_inv: torch.Tensor, origin: tuple[int, int] = (0, 0)
+) -> None:
+    """``dequantize`` of a slice, into ``out_OI``: ``weight_OI`` begins at row and column ``origin`` of its matrix.
+
+    ``scale_inv`` holds the scales of just the blocks that the slice touches. The work goes through a buffer that stays
+    in the processor's cache; nothing of the slice's size is made.
+    """
     rows, columns = weight_OI.shape
-    expected = (-(-rows // BLOCK), -(-columns // BLOCK))
+    row, column = origin[0] % BLOCK, origin[1] % BLOCK
+    expected = (-(-(row + rows) // BLOCK), -(-(column + columns) // BLOCK))
     if tuple(scale_inv.shape) != expected:
         raise ValueError(
             f"scale_inv has shape {tuple(scale_inv.shape)}; a weight of shape {(rows, columns)} in {BLOCK} x {BLOCK} "
             f"blocks needs {expected}"
         )
-    scaled = _blocks(weight_OI.float()) * scale_inv.float()[:, None, :, None]
-    return scaled.reshape(expected[0] * BLOCK, expected[1] * BLOCK)[:rows, :columns].to(dtype).contiguous()
+    scales_BI = scale_inv.float().repeat_interleave(BLOCK, dim=1)[:, column : column + columns]
+    step = min(BLOCK, max(1, _CACHED_ELEMENTS // max(1, columns)))
+    buffer = torch.empty((step, columns), dtype=torch.float32, device=weight_OI.device)
+    start = 0
+    while start < rows:
+        block = (row + start) // BLOCK
+        stop = min(start + step, rows, (block + 1) * BLOCK - row)
+        scaled = buffer[: stop - start]
+        scaled.copy_(weight_OI[start:stop])
+        out_OI[start:stop] = scaled.mul_(scales_BI[block])
+        start = stop
 
 
 def _blocks(weight_OI: torch.Tensor) -> torch.Tensor:
