@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from mindspeed_llm.cli_io import atomic_directory, copy_companions, write_json
+from mindspeed_llm.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX
 from mindspeed_llm.hf_config import HFModelConfig, read_config_dict, without_quantisation_and_mtp
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.mapped import Region, read_region
@@ -74,7 +76,7 @@ class HFCheckpoint:
         return self._entries[hf_name].dtype
 
     def read(self, hf_name: str, hf_slice: Slice | None = None) -> torch.Tensor:
-        """The slice (default: all) of a tensor in its stored dtype: a view of its rows in the file, mapped privately."""
+        """The slice (default: all) of a tensor in its stored dtype: a view of its rows in the file."""
         entry = self._entries.get(hf_name)
         if entry is None:
             raise ValueError(f"{self.path} has no tensor {hf_name}")
@@ -97,6 +99,28 @@ def check_against_config(source: HFCheckpoint, hf: HFModelConfig) -> None:
         if name not in expected and not is_mtp_tensor(name, hf) and not name.endswith("_scale_inv")
     )
     raise_problems(f"{source.path}", problems, "Check that config.json belongs to these weights.")
+
+
+def check_scales(source: HFCheckpoint, hf: HFModelConfig, config: Mapping[str, Any]) -> None:
+    """ValueError listing every FP8 weight without its scales of 128 x 128 blocks; ``config`` is config.json as read."""
+    problems = []
+    block_size = (config.get("quantization_config") or {}).get("weight_block_size")
+    if block_size not in (None, [BLOCK, BLOCK]):
+        problems.append(f"weight_block_size is {block_size}; only [{BLOCK}, {BLOCK}] is supported")
+    for name, (shape, _) in hf_tensors(hf).items():
+        dtype, scale = source.dtype(name), name + SCALE_SUFFIX
+        if dtype != FP8_DTYPE:
+            if dtype.itemsize == 1:
+                problems.append(f"{name} has dtype {dtype}; quantised weights must be {FP8_DTYPE}")
+            continue
+        expected = tuple(-(-size // BLOCK) for size in shape)
+        if scale not in source.names():
+            problems.append(f"{name} is FP8 and has no {scale}")
+        elif source.shape(scale) != expected:
+            problems.append(
+                f"{scale} has shape {source.shape(scale)}; {shape} in {BLOCK} x {BLOCK} blocks is {expected}"
+            )
+    raise_problems(f"FP8 checkpoint {source.path}", problems, "Fetch the checkpoint again, index included.")
 
 
 def is_mtp_tensor(hf_name: str, hf: HFModelConfig) -> bool:
