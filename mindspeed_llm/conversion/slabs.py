@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from mindspeed_llm.conversion.writer import StoredTensor
-from mindspeed_llm.fp8 import BLOCK, quantize_fp8_blockwise
+from mindspeed_llm.fp8 import BLOCK, FP8_DTYPE, quantize_fp8_blockwise
 from mindspeed_llm.sources import Place, WeightSource, fill, plain_dtype
 from mindspeed_llm.weight_plan import LocalTensor, rows_of, slice_shape
 
@@ -34,6 +34,11 @@ class SlabReader:
         return ByteSlabs(self._slabs(tensor), self._on_bytes)
 
     def _slabs(self, tensor: StoredTensor) -> Iterator[torch.Tensor]:
+        first = tensor.content.pieces[0]
+        is_kept = self._source.dtype(first.hf_name) == tensor.dtype == FP8_DTYPE
+        if tensor.form == "fp8_scale" and self._source.dtype(first.hf_name) == FP8_DTYPE:
+            yield self._source.read(tensor.name, tuple((0, size) for size in tensor.shape))
+            return
         if tensor.form == "fp8_scale":
             assert self._scales, f"{tensor.name} does not follow its weight"
             yield torch.cat(self._scales)
@@ -42,7 +47,7 @@ class SlabReader:
         rows, step = tensor.content.shape[0], _cost(tensor, self._source).rows_within(self._max_bytes)
         for start in range(0, rows, step):
             part = rows_of(tensor.content, start, min(start + step, rows))
-            if tensor.form == "fp8":
+            if tensor.form == "fp8" and not is_kept:
                 dtype = plain_dtype(self._source, part.pieces[0].hf_name)
                 quantised, scales = quantize_fp8_blockwise(assemble(part, dtype, self._source, self._place))
                 self._scales.append(scales)
@@ -106,7 +111,7 @@ def _cost(tensor: StoredTensor, source: WeightSource) -> _Cost:
     content, first = tensor.content, tensor.content.pieces[0]
     elements = math.prod(content.shape[1:])
     stored = source.dtype(first.hf_name).itemsize
-    if tensor.form == "fp8":
+    if tensor.form == "fp8" and source.dtype(first.hf_name) != FP8_DTYPE:
         return _Cost(elements * (_QUANTISING_BYTES + 2 * stored), 0, BLOCK)
     made = elements * tensor.dtype.itemsize
     if _is_view(content, tensor.dtype, source):

@@ -20,7 +20,8 @@ class StoredTensor:
     """One tensor of an output file: ``dtype`` and ``shape`` as stored, row-major, and what fills it.
 
     ``content`` says which slices of which HF tensors it holds (its shape may be another view of the same elements).
-    ``form`` "fp8" stores it quantised in 128 x 128 blocks, "fp8_scale" the scales of the "fp8" tensor right before it.
+    ``form`` "fp8" stores it quantised in 128 x 128 blocks, "fp8_scale" the scales of the "fp8" tensor right before it;
+    a source in FP8 is stored as it is.
     """
 
     name: str

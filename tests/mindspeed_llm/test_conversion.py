@@ -56,6 +56,16 @@ CASES: dict[str, tuple[list[str], dict[str, Any], int]] = {
         {"num_nextn_predict_layers": 2},
         4,
     ),
+    "tp4 pp8 ep8 extended, uneven": (
+        [*sizes(4, 8, 8), *EXTENDED, "--num-layer-list", "1,1,2,2,2,2,2,1", "--num-nextn-predict-layers", "1"],
+        {"num_hidden_layers": 13, "n_routed_experts": 32, "num_nextn_predict_layers": 1},
+        256,
+    ),
+    "tp4 pp8 ep8 experts split": (
+        [*sizes(4, 8, 8), *GROUPED],
+        {"num_hidden_layers": 8, "n_routed_experts": 16},
+        256,
+    ),
     "all dense": ([*sizes(2, 1, 1), *GROUPED], {"first_k_dense_replace": 3}, 2),
 }
 
