@@ -1,4 +1,4 @@
-// The two loops that decide how fast a conversion is. Both give the bits of their torch references in kernels.py.
+// The loops that decide how fast a conversion is: the same bits as torch and zlib give.
 #include <stdint.h>
 #include <string.h>
 
@@ -64,3 +64,36 @@ void transpose16(const uint16_t *in, long in_stride, long rows, long columns, ui
         for (long j = c; j < columns && j < c + TILE; ++j) out[j * out_stride + i] = in[i * in_stride + j];
     }
 }
+
+#if defined(__PCLMUL__) && defined(__SSE4_1__)
+#include <immintrin.h>
+
+static inline __m128i load(const uint8_t *at) { return _mm_loadu_si128((const __m128i *)at); }
+
+// A polynomial of 128 bits moved forward by the distance that the two keys stand for, and the next 16 bytes added.
+static inline __m128i fold(__m128i value, __m128i keys, __m128i next) {
+  __m128i low = _mm_clmulepi64_si128(value, keys, 0x00), high = _mm_clmulepi64_si128(value, keys, 0x11);
+  return _mm_xor_si128(_mm_xor_si128(low, high), next);
+}
+
+// The CRC-32 of zip, continued from `crc`, of `length` bytes: a multiple of 16, at least 64 (Gopal et al., Intel 2009).
+uint32_t crc32_blocks(const uint8_t *data, long length, uint32_t crc) {
+  const __m128i by64 = _mm_set_epi64x(0x1c6e41596, 0x154442bd4), by16 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
+  __m128i a = _mm_xor_si128(load(data), _mm_cvtsi32_si128((int)~crc));
+  __m128i b = load(data + 16), c = load(data + 32), d = load(data + 48);
+  for (data += 64, length -= 64; length >= 64; data += 64, length -= 64) {
+    a = fold(a, by64, load(data)), b = fold(b, by64, load(data + 16));
+    c = fold(c, by64, load(data + 32)), d = fold(d, by64, load(data + 48));
+  }
+  a = fold(fold(fold(a, by16, b), by16, c), by16, d);
+  for (; length >= 16; data += 16, length -= 16) a = fold(a, by16, load(data));
+  uint8_t left[16];
+  _mm_storeu_si128((__m128i *)left, a);
+  uint32_t rest = 0;
+  for (int i = 0; i < 16; ++i) {
+    rest ^= left[i];
+    for (int bit = 0; bit < 8; ++bit) rest = (rest >> 1) ^ (0xedb88320u & -(rest & 1));
+  }
+  return ~rest;
+}
+#endif

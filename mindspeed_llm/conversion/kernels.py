@@ -1,4 +1,4 @@
-"""How pieces of weights are moved: C loops, compiled at first use and kept in the user's cache, or torch.
+"""How weights are moved and summed: C loops, compiled at first use and kept in the user's cache, or torch and zlib.
 
 Both give the same bits. ``CC`` names another compiler, ``XDG_CACHE_HOME`` another place for what is built.
 """
@@ -12,10 +12,14 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 
 from mindspeed_llm.fp8 import BLOCK, row_scales
@@ -24,7 +28,16 @@ from mindspeed_llm.sources import Origin, Place, place
 KernelsName = Literal["native", "torch"]
 _SOURCE = Path(__file__).with_name("kernels.c")
 _FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-shared", "-fPIC")
+_CRC_LEAST = 64
 _P, _L = ctypes.c_void_p, ctypes.c_long
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """``place`` moves a piece of a weight, ``crc32(bytes, so_far)`` is zlib's."""
+
+    place: Place
+    crc32: Callable[[memoryview, int], int]
 
 
 def choose_kernels(asked: Literal["auto", "native", "torch"]) -> KernelsName:
@@ -34,12 +47,21 @@ def choose_kernels(asked: Literal["auto", "native", "torch"]) -> KernelsName:
     return name
 
 
-def load_kernels(name: KernelsName) -> Place:
-    """The loop that moves a piece; ValueError when it cannot be built."""
+def load_kernels(name: KernelsName) -> Kernels:
+    """The loops of that name; ValueError when they cannot be built."""
     if name == "torch":
-        return place
-    _library()
-    return place_native
+        return Kernels(place, zlib.crc32)
+    return Kernels(place_native, crc32_native if hasattr(_library(), "crc32_blocks") else zlib.crc32)
+
+
+def crc32_native(data: memoryview, so_far: int) -> int:
+    """zlib.crc32 of contiguous bytes, by carry-less products (the library has it for processors that have these)."""
+    whole = data.nbytes - data.nbytes % 16
+    if whole < _CRC_LEAST:
+        return zlib.crc32(data, so_far)
+    address = np.frombuffer(data, dtype=np.uint8).ctypes.data
+    crc: int = _library().crc32_blocks(address, whole, so_far)
+    return zlib.crc32(data[whole:], crc)
 
 
 def place_native(target: torch.Tensor, fragment: torch.Tensor, scale_inv: torch.Tensor | None, origin: Origin) -> None:
@@ -79,6 +101,8 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(_build()))
     library.dequantize_rows.argtypes, library.dequantize_rows.restype = [_P, _L, _P, _L, _L, _P, _L], None
     library.transpose16.argtypes, library.transpose16.restype = [_P, _L, _L, _L, _P, _L], None
+    if hasattr(library, "crc32_blocks"):
+        library.crc32_blocks.argtypes, library.crc32_blocks.restype = [_P, _L, ctypes.c_uint32], ctypes.c_uint32
     return library
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mindspeed_llm import fp8_cast_bf16, fp8_quantize
-from mindspeed_llm.conversion.kernels import place_native
+from mindspeed_llm.conversion.kernels import crc32_native, place_native
 from mindspeed_llm.conversion.torch_file import TensorRef, torch_file_layout
 from mindspeed_llm.conversion.writer import StoredTensor
 from mindspeed_llm.fp8 import dequantize, is_quantised, quantize_fp8_blockwise
@@ -114,6 +114,13 @@ def test_native_loops_give_torchs_bits(is_turned: bool) -> None:
     out = torch.zeros(1, 3).bfloat16()
     place_native(out, nan, torch.ones(1, 1), (0, 0))
     assert out.isnan().tolist() == [[True, True, False]]
+
+
+def test_native_checksum_is_zlibs() -> None:
+    data = torch.randint(0, 256, (5000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy().data
+    for start, stop in ((0, 0), (0, 5), (3, 66), (1, 64 + 1), (0, 79), (7, 4999), (0, 4096)):
+        for so_far in (0, 1, 0xDEADBEEF):
+            assert crc32_native(data[start:stop], so_far) == zlib.crc32(data[start:stop], so_far)
 
 
 class Given:

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, and write all timings as JSON when asked."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.convert", description=__doc__)
     parser.add_argument("--dir", type=Path, required=True, help="where to work; a few times the checkpoint's size")
-    parser.add_argument("--layers", type=int, default=3, help="decoder layers, the first dense")
+    parser.add_argument("--layers", type=int, default=2, help="decoder layers, the first dense")
     parser.add_argument("--experts", type=int, default=16, help="experts of a layer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="of the run that is compared with one worker")
