@@ -28,6 +28,7 @@ from rich.progress import (
 )
 
 STAMP_NAME = ".stamp.json"
+MANIFEST_NAME = "manifest.json"
 _FULL_HASH_BYTES = 16 << 20
 _SAMPLES = 256
 _SAMPLE_BYTES = 64 << 10
@@ -133,7 +134,7 @@ def companion_files(hf_dir: Path) -> list[Path]:
         for file in hf_dir.iterdir()
         if file.is_file()
         and not file.name.startswith(".")
-        and file.name != "config.json"
+        and file.name not in ("config.json", MANIFEST_NAME)  # a manifest is of the weights beside it
         and not file.name.endswith((*_WEIGHT_SUFFIXES, ".safetensors.index.json"))
     )
 

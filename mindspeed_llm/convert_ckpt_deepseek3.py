@@ -27,7 +27,8 @@ def plan_shards(
     """
     found = open_input(load_dir, mtp_num_layers, dry_run)
     _raise_layout_problems(plan_problems(found.hf, layout))
-    writer = RankWriter(found.source, found.config, mtp_num_layers, layout, naming)
+    config = {key: value for key, value in found.config.items() if key != "quantization_config"}
+    writer = RankWriter(found.source, config, mtp_num_layers, layout, naming)
     arguments = {"layout": repr(layout), "naming": naming, "mtp_num_layers": mtp_num_layers}
     return Request(Conversion("convert_ckpt_deepseek3", arguments, found.files, found.source, writer), found.hf)
 

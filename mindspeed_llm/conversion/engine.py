@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import io
 import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mindspeed_llm.cli_io import create_parent, digest_file, progress, replace_directory, sync_path
 from mindspeed_llm.conversion.journal import Journal, open_journal
@@ -28,14 +25,11 @@ from mindspeed_llm.conversion.manifest import (
 )
 from mindspeed_llm.conversion.pool import run_tasks
 from mindspeed_llm.conversion.slabs import ByteSlabs, SlabReader
+from mindspeed_llm.conversion.synced_file import SyncedFile
 from mindspeed_llm.conversion.writer import FileRecord, StoredTensor, TensorRecord, Writer
 from mindspeed_llm.sources import WeightSource, raise_problems
 
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer as Buffer
-
 _TEMPORARY = ".tmp"
-_TELL_BYTES, _START_WRITING = 32 << 20, 2  # SYNC_FILE_RANGE_WRITE: begins, and waits for nothing
 
 
 @dataclass(frozen=True)
@@ -156,10 +150,9 @@ def write_file(
         return found
 
     try:
-        with io.BufferedRandom(_EarlyWrites(temporary, "w+")) as stream:
+        with SyncedFile(temporary) as stream:
             offsets = writer.write(file, stream, slabs)
-            stream.flush()
-            os.fsync(stream.fileno())
+            stream.sync()
             tensors = {
                 tensor.name: TensorRecord(offsets[tensor.name], tensor.num_bytes, handed[tensor.name].crc32)
                 for tensor in writer.tensors(file)
@@ -172,21 +165,6 @@ def write_file(
     finally:
         temporary.unlink(missing_ok=True)
     return record
-
-
-class _EarlyWrites(io.FileIO):
-    """A file whose bytes the system is told to put on disk while it grows, so that syncing it at the end is short."""
-
-    _not_told = 0
-
-    def write(self, data: Buffer) -> int:
-        """As any file; may write less than all of it."""
-        num_bytes = super().write(data)
-        self._not_told += num_bytes
-        if self._not_told >= _TELL_BYTES and sys.platform == "linux":
-            ctypes.CDLL(None).sync_file_range(self.fileno(), ctypes.c_int64(0), ctypes.c_int64(0), _START_WRITING)
-            self._not_told = 0
-        return num_bytes
 
 
 def _is_made_from(directory: Path, made_from: Mapping[str, Any]) -> bool:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mindspeed_llm.cli_io import MANIFEST_NAME
 from mindspeed_llm.conversion.writer import FileRecord, TensorRecord
 from mindspeed_llm.sources import shown_names
 
-MANIFEST_NAME = "manifest.json"
 JOURNAL_NAME = "journal.jsonl"
 _FORMAT = "weights-1"
 _CHUNK_BYTES = 4 << 20

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from mindspeed_llm import convert_ckpt_deepseek3
+from mindspeed_llm.cli_io import MANIFEST_NAME
 from mindspeed_llm.conversion.engine import partial_directory
-from mindspeed_llm.conversion.manifest import JOURNAL_NAME, MANIFEST_NAME
+from mindspeed_llm.conversion.manifest import JOURNAL_NAME
 from tests.mindspeed_llm.test_conversion import assert_same_bytes
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.parallel.launcher import PRELOADED
