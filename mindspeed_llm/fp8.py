@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import torch
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0  # largest finite e4m3fn value
 BLOCK = 128
+_CACHED_ELEMENTS = 1 << 17  # fp32 values that stay in a core's second-level cache
 SCALE_SUFFIX = "_scale_inv"
 QUANTIZATION_CONFIG = {
     "activation_scheme": "dynamic",
@@ -49,15 +51,50 @@ def quantize_fp8_blockwise(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def dequantize(weight_OI: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """fp32(weight) * scale_inv of its 128 x 128 block, rounded once to ``dtype``; shape [O, I]."""
+    out_OI = torch.empty(weight_OI.shape, dtype=dtype, device=weight_OI.device)
+    dequantize_into(out_OI, weight_OI, scale_inv)
+    return out_OI
+
+
+def dequantize_into(
+    out_OI: torch.Tensor, weight_OI: torch.Tensor, scale_inv: torch.Tensor, origin: tuple[int, int] = (0, 0)
+) -> None:
+    """``dequantize`` of a slice, into ``out_OI``: ``weight_OI`` begins at row and column ``origin`` of its matrix.
+
+    ``scale_inv`` holds the scales of just the blocks that the slice touches. The work goes through a buffer that stays
+    in the processor's cache; nothing of the slice's size is made.
+    """
+    columns = weight_OI.shape[1]
+    step = min(BLOCK, max(1, _CACHED_ELEMENTS // max(1, columns)))
+    buffer = torch.empty((step, columns), dtype=torch.float32, device=weight_OI.device)
+    for start, stop, scales_I in row_scales(weight_OI, scale_inv, origin, step):
+        scaled = buffer[: stop - start]
+        scaled.copy_(weight_OI[start:stop])
+        out_OI[start:stop] = scaled.mul_(scales_I)
+
+
+def row_scales(
+    weight_OI: torch.Tensor, scale_inv: torch.Tensor, origin: tuple[int, int], max_rows: int = BLOCK
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(first row, row behind the last, fp32 scale of each column) of the slice's runs of rows of one block.
+
+    ValueError when ``scale_inv`` has not the shape of the blocks that a slice at ``origin`` touches.
+    """
     rows, columns = weight_OI.shape
-    expected = (-(-rows // BLOCK), -(-columns // BLOCK))
+    row, column = origin[0] % BLOCK, origin[1] % BLOCK
+    expected = (-(-(row + rows) // BLOCK), -(-(column + columns) // BLOCK))
     if tuple(scale_inv.shape) != expected:
         raise ValueError(
             f"scale_inv has shape {tuple(scale_inv.shape)}; a weight of shape {(rows, columns)} in {BLOCK} x {BLOCK} "
             f"blocks needs {expected}"
         )
-    scaled = _blocks(weight_OI.float()) * scale_inv.float()[:, None, :, None]
-    return scaled.reshape(expected[0] * BLOCK, expected[1] * BLOCK)[:rows, :columns].to(dtype).contiguous()
+    scales_BI = scale_inv.float().repeat_interleave(BLOCK, dim=1)[:, column : column + columns]
+    start = 0
+    while start < rows:
+        block = (row + start) // BLOCK
+        stop = min(start + max_rows, rows, (block + 1) * BLOCK - row)
+        yield start, stop, scales_BI[block]
+        start = stop
 
 
 def _blocks(weight_OI: torch.Tensor) -> torch.Tensor:

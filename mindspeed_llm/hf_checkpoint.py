@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Collection, Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from mindspeed_llm.cli_io import atomic_directory, copy_companions, write_json
+from mindspeed_llm.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX
 from mindspeed_llm.hf_config import HFModelConfig, read_config_dict, without_quantisation_and_mtp
 from mindspeed_llm.hf_shapes import hf_tensors
+from mindspeed_llm.mapped import Region, read_region
 from mindspeed_llm.sources import raise_problems
 from mindspeed_llm.weight_plan import Slice
 
@@ -40,25 +39,16 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class _Entry:
-    file: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class HFCheckpoint:
     """A directory of safetensors shards; nothing is read before ``read`` asks for it except the shards' headers.
 
     The constructor checks every shard that the index names: a missing file, a file shorter than its header says, a
-    tensor that the index places in a file which does not hold it. One ValueError lists all of them. Use it as a
-    context manager, or ``close`` it, to release the file mappings.
+    tensor that the index places in a file which does not hold it. One ValueError lists all of them. What is read is
+    mapped, and the mapping ends with the tensor.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._handles: dict[Path, Any] = {}
-        self._stack = ExitStack()
         self._entries = _read_entries(self.path)
 
     def __enter__(self) -> HFCheckpoint:
@@ -70,9 +60,8 @@ class HFCheckpoint:
         self.close()
 
     def close(self) -> None:
-        """Release the shards."""
-        self._handles.clear()
-        self._stack.close()
+        """Forget the shards; tensors that were read stay valid."""
+        self._entries = {}
 
     def names(self) -> Collection[str]:
         """Names of all tensors."""
@@ -87,16 +76,11 @@ class HFCheckpoint:
         return self._entries[hf_name].dtype
 
     def read(self, hf_name: str, hf_slice: Slice | None = None) -> torch.Tensor:
-        """The slice (default: all) of a tensor in its stored dtype; only those bytes are read from disk."""
+        """The slice (default: all) of a tensor in its stored dtype: a view of its rows in the file."""
         entry = self._entries.get(hf_name)
         if entry is None:
             raise ValueError(f"{self.path} has no tensor {hf_name}")
-        handle = self._handles.get(entry.file)
-        if handle is None:
-            handle = self._handles[entry.file] = self._stack.enter_context(safe_open(entry.file, framework="pt"))
-        if hf_slice is None or hf_slice == tuple((0, size) for size in entry.shape):
-            return handle.get_tensor(hf_name)
-        return handle.get_slice(hf_name)[tuple(slice(start, stop) for start, stop in hf_slice)]
+        return read_region(entry, hf_slice)
 
 
 def check_against_config(source: HFCheckpoint, hf: HFModelConfig) -> None:
@@ -115,6 +99,28 @@ def check_against_config(source: HFCheckpoint, hf: HFModelConfig) -> None:
         if name not in expected and not is_mtp_tensor(name, hf) and not name.endswith("_scale_inv")
     )
     raise_problems(f"{source.path}", problems, "Check that config.json belongs to these weights.")
+
+
+def check_scales(source: HFCheckpoint, hf: HFModelConfig, config: Mapping[str, Any]) -> None:
+    """ValueError listing every FP8 weight without its scales of 128 x 128 blocks; ``config`` is config.json as read."""
+    problems = []
+    block_size = (config.get("quantization_config") or {}).get("weight_block_size")
+    if block_size not in (None, [BLOCK, BLOCK]):
+        problems.append(f"weight_block_size is {block_size}; only [{BLOCK}, {BLOCK}] is supported")
+    for name, (shape, _) in hf_tensors(hf).items():
+        dtype, scale = source.dtype(name), name + SCALE_SUFFIX
+        if dtype != FP8_DTYPE:
+            if dtype.itemsize == 1:
+                problems.append(f"{name} has dtype {dtype}; quantised weights must be {FP8_DTYPE}")
+            continue
+        expected = tuple(-(-size // BLOCK) for size in shape)
+        if scale not in source.names():
+            problems.append(f"{name} is FP8 and has no {scale}")
+        elif source.shape(scale) != expected:
+            problems.append(
+                f"{scale} has shape {source.shape(scale)}; {shape} in {BLOCK} x {BLOCK} blocks is {expected}"
+            )
+    raise_problems(f"FP8 checkpoint {source.path}", problems, "Fetch the checkpoint again, index included.")
 
 
 def is_mtp_tensor(hf_name: str, hf: HFModelConfig) -> bool:
@@ -216,10 +222,10 @@ def write_hf_files(
     write_json(directory / "config.json", config)
 
 
-def _read_entries(path: Path) -> dict[str, _Entry]:
+def _read_entries(path: Path) -> dict[str, Region]:
     weight_map = _read_weight_map(path)
     problems: list[str] = []
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, Region] = {}
     for file_name in sorted(set(weight_map.values())):
         file = path / file_name
         try:
@@ -247,7 +253,7 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     raise ValueError(f"{path} holds neither {INDEX_NAME} nor {SINGLE_NAME}; give a directory in Hugging Face form")
 
 
-def _read_header(file: Path) -> list[tuple[str, _Entry]]:
+def _read_header(file: Path) -> list[tuple[str, Region]]:
     """Tensors of one safetensors file; ValueError when the file is missing, cut short or not safetensors at all."""
     if not file.is_file():
         raise ValueError(f"{file.name} is missing")
@@ -259,9 +265,11 @@ def _read_header(file: Path) -> list[tuple[str, _Entry]]:
         try:
             header = json.loads(stream.read(header_bytes))
             tensors = {name: spec for name, spec in header.items() if name != "__metadata__"}
-            end = 8 + header_bytes + max((spec["data_offsets"][1] for spec in tensors.values()), default=0)
+            begin = 8 + header_bytes
+            end = begin + max((spec["data_offsets"][1] for spec in tensors.values()), default=0)
             entries = [
-                (name, _Entry(file, tuple(spec["shape"]), _DTYPES[spec["dtype"]])) for name, spec in tensors.items()
+                (name, Region(file, begin + spec["data_offsets"][0], tuple(spec["shape"]), _DTYPES[spec["dtype"]]))
+                for name, spec in tensors.items()
             ]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file.name} has an unreadable safetensors header: {error!r}") from error
@@ -270,6 +278,6 @@ def _read_header(file: Path) -> list[tuple[str, _Entry]]:
         raise ValueError(f"{file.name} is {state}: {size} bytes on disk, its header calls for {end}")
     for (name, entry), spec in zip(entries, tensors.values(), strict=True):
         start, stop = spec["data_offsets"]
-        if stop - start != math.prod(entry.shape) * entry.dtype.itemsize:
+        if stop - start != entry.num_bytes:
             raise ValueError(f"{file.name}: {name} takes {stop - start} bytes, its shape {entry.shape} does not")
     return entries

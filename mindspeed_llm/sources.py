@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
 
+from mindspeed_llm.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, dequantize_into
 from mindspeed_llm.weight_plan import LocalTensor, Piece, Slice
 
 _SHOWN_PROBLEMS = 12
+_SHOWN_NAMES = 4
+
+
+Origin = tuple[int, int]
+Place = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Origin], None]
 
 
 class WeightSource(Protocol):
@@ -36,18 +42,36 @@ def hf_view(local: torch.Tensor, piece: Piece) -> torch.Tensor:
     return view.T if piece.transpose else view
 
 
-def fill(local: torch.Tensor, tensor: LocalTensor, source: WeightSource) -> None:
+def plain_dtype(source: WeightSource, hf_name: str) -> torch.dtype:
+    """Dtype of a tensor as it is computed with: that in which it is stored, BF16 for FP8."""
+    dtype = source.dtype(hf_name)
+    return torch.bfloat16 if dtype == FP8_DTYPE else dtype
+
+
+def place(target: torch.Tensor, fragment: torch.Tensor, scale_inv: torch.Tensor | None, origin: Origin) -> None:
+    """``target[...] = fragment``, cast; dequantised when there are scales, of a fragment that begins at ``origin``."""
+    if scale_inv is None:
+        target.copy_(fragment)
+    else:
+        dequantize_into(target, fragment, scale_inv, origin)
+
+
+def fill(local: torch.Tensor, tensor: LocalTensor, source: WeightSource, place: Place = place) -> None:
     """Copy every piece of ``tensor`` from ``source`` into ``local`` (shape ``tensor.shape``), casting to its dtype.
 
-    ValueError for FP8 weights: they mean nothing without their scales.
+    FP8 weights are multiplied by the scales of the blocks that a piece touches and rounded once. ``place`` is the loop
+    that moves a piece; another one gives the same bits faster.
     """
     for piece in tensor.pieces:
-        fragment = source.read(piece.hf_name, piece.hf_slice)
-        if fragment.dtype.itemsize == 1:
-            raise ValueError(
-                f"{piece.hf_name} is stored as {fragment.dtype}; run python -m mindspeed_llm.fp8_cast_bf16 first"
-            )
-        hf_view(local, piece).copy_(fragment)
+        fragment, target = source.read(piece.hf_name, piece.hf_slice), hf_view(local, piece)
+        if fragment.dtype != FP8_DTYPE:
+            place(target, fragment, None, (0, 0))
+            continue
+        if piece.hf_name + SCALE_SUFFIX not in source.names():
+            raise ValueError(f"{piece.hf_name} is FP8 and has no {SCALE_SUFFIX}; fetch the checkpoint again")
+        blocks = tuple((start // BLOCK, -(-stop // BLOCK)) for start, stop in piece.hf_slice)
+        (row, _), (column, _) = piece.hf_slice
+        place(target, fragment, source.read(piece.hf_name + SCALE_SUFFIX, blocks), (row, column))
 
 
 def raise_problems(subject: str, problems: list[str], advice: str) -> None:
@@ -58,3 +82,9 @@ def raise_problems(subject: str, problems: list[str], advice: str) -> None:
     if len(problems) > _SHOWN_PROBLEMS:
         shown.append(f"  - ... and {len(problems) - _SHOWN_PROBLEMS} more")
     raise ValueError("\n".join([f"{subject} has {len(problems)} problem(s):", *shown, advice]))
+
+
+def shown_names(names: Sequence[str]) -> str:
+    """``3 tensors: a, b, c``, the first few by name."""
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return f"{len(names)} tensors: {', '.join(names[:_SHOWN_NAMES])}{more}" if names else "no tensor"

@@ -144,6 +144,24 @@ def slice_shape(extent: Slice) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in extent)
 
 
+def rows_of(tensor: LocalTensor, start: int, stop: int) -> LocalTensor:
+    """Rows ``start`` to ``stop`` (dim 0) of ``tensor`` as a tensor of their own, with the parts of pieces in them."""
+    pieces = []
+    for piece in tensor.pieces:
+        first, last = piece.local_slice[0]
+        low, high = max(first, start), min(last, stop)
+        if low >= high:
+            continue
+        hf_slice = piece.hf_slice
+        if len(piece.local_slice) == len(hf_slice):  # otherwise dim 0 counts experts, which HF has as tensors
+            top = hf_slice[0][0] - first
+            hf_slice = ((top + low, top + high), *hf_slice[1:])
+        pieces.append(
+            replace(piece, hf_slice=hf_slice, local_slice=((low - start, high - start), *piece.local_slice[1:]))
+        )
+    return replace(tensor, shape=(stop - start, *tensor.shape[1:]), pieces=tuple(pieces), file_shape=None)
+
+
 @dataclass(frozen=True)
 class _RankPlanner:
     """Walks the model of one rank; the two naming families differ only in the two attention and expert methods."""

@@ -148,7 +148,7 @@ def stages(job: Job) -> list[Stage]:
         out.append(Stage("fp8_to_bf16", "FP8 to BF16", why_not=f"{settings.model_path} is not quantised"))
     else:
         command = [python, "-m", "mindspeed_llm.fp8_cast_bf16", "--input-fp8-hf-path", str(published)]
-        command += ["--output-bf16-hf-path", str(model_dir(settings))]
+        command += ["--output-bf16-hf-path", str(model_dir(settings)), "--resume"]
         out.append(Stage("fp8_to_bf16", "FP8 to BF16", tuple(command)))
     out.append(_sharding_stage(job))
     return out
@@ -192,7 +192,7 @@ def _sharding_stage(job: Job) -> Stage:
     command += ["--target-expert-parallel-size", str(engine.expert_model_parallel_size)]
     if engine.moe_tp_extend_ep:
         command.append("--moe-tp-extend-ep")
-    command += ["--load-dir", str(model_dir(settings)), "--save-dir", str(settings.dist_ckpt_dir)]
+    command += ["--load-dir", str(model_dir(settings)), "--save-dir", str(settings.dist_ckpt_dir), "--resume"]
     return Stage(name, title, tuple(command))
 
 

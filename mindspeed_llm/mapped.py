@@ -1,0 +1,54 @@
+"""Tensors inside files, read by mapping just the rows that are asked for; a mapping ends when its tensor is let go."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mindspeed_llm.weight_plan import Slice
+
+_WILL_NEED_BYTES = 1 << 20  # below this the system's own read-ahead is as good
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where a row-major tensor lies: ``offset`` bytes from the start of ``file``."""
+
+    file: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_region(region: Region, extent: Slice | None = None) -> torch.Tensor:
+    """The slice (default: all) of a tensor as a view of its file: nothing is read until it is used.
+
+    Only the rows (dim 0) that ``extent`` touches are mapped, privately: a write would never reach the file.
+    """
+    if extent is None:
+        extent = tuple((0, size) for size in region.shape)
+    shape = tuple(stop - start for start, stop in extent)
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=region.dtype)
+    row_elements = math.prod(region.shape[1:])
+    start, stop = extent[0] if extent else (0, 1)
+    first_byte = region.offset + start * row_elements * region.dtype.itemsize
+    count = (stop - start) * row_elements
+    aligned = first_byte - first_byte % mmap.ALLOCATIONGRANULARITY
+    length = first_byte - aligned + count * region.dtype.itemsize
+    with region.file.open("rb") as stream:
+        mapping = mmap.mmap(stream.fileno(), length, access=mmap.ACCESS_COPY, offset=aligned)
+    if length >= _WILL_NEED_BYTES and hasattr(mmap, "MADV_WILLNEED"):
+        mapping.madvise(mmap.MADV_WILLNEED)
+    rows = torch.frombuffer(mapping, dtype=region.dtype, count=count, offset=first_byte - aligned)
+    rows = rows.view(shape[:1] + region.shape[1:])
+    return rows[(slice(None), *(slice(a, b) for a, b in extent[1:]))] if extent else rows

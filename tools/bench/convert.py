@@ -1,0 +1,192 @@
+"""``python -m tools.bench.convert``: rates of conversions beside those of copying the same bytes.
+
+On a checkpoint with DeepSeek-V3's true widths (few layers and experts): FP8 to BF16, BF16 to shards, FP8 to shards,
+each beside a copy, file to file, of what it wrote, and FP8 to BF16 beside a plain implementation of the published
+algorithm (whole files in memory, scales repeated, file after file). All write durably (fsync of each file) and take
+turns. A rate is bytes written per second of wall time, in GB/s. Inputs were read before and are in the page cache, as
+far as they fit. Of runs with several workers the time to start these, measured beside them, is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from mindspeed_llm.cli_io import run_cli, sync_path
+from mindspeed_llm.conversion.engine import RunOptions, convert
+from mindspeed_llm.conversion.pool import run_tasks
+from mindspeed_llm.convert_ckpt_deepseek3 import plan_shards
+from mindspeed_llm.fp8 import FP8_DTYPE, SCALE_SUFFIX
+from mindspeed_llm.fp8_cast_bf16 import plan_cast
+from mindspeed_llm.hf_config import without_quantisation_and_mtp
+from mindspeed_llm.sharded_checkpoint import shard_layout
+from tools.bench.published_checkpoint import deepseek_v3_config, write_published_checkpoint
+
+_QUIET_S = 0.5
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds and bytes written of one run of one subject."""
+
+    subject: str
+    seconds: float
+    num_bytes: int
+
+    @property
+    def rate(self) -> float:
+        """GB/s."""
+        return self.num_bytes / self.seconds / 1e9
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print a table, and write all timings as JSON when asked."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.convert", description=__doc__)
+    parser.add_argument("--dir", type=Path, required=True, help="where to work; a few times the checkpoint's size")
+    parser.add_argument("--layers", type=int, default=2, help="decoder layers, the first dense")
+    parser.add_argument("--experts", type=int, default=16, help="experts of a layer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2, help="of the run that is compared with one worker")
+    parser.add_argument("--json", type=Path, help="file for all timings")
+
+    def body(arguments: argparse.Namespace) -> None:
+        timings = measure(arguments.dir, arguments.layers, arguments.experts, arguments.rounds, arguments.workers)
+        if arguments.json:
+            arguments.json.write_text(json.dumps([asdict(timing) for timing in timings], indent=1))
+        print("\n".join(table(timings)))
+
+    return run_cli(parser, body, None if argv is None else list(argv))
+
+
+def measure(root: Path, num_layers: int, num_experts: int, rounds: int, num_workers: int) -> list[Timing]:
+    """Every subject once a round, in turn; a round before them, not counted, makes what the copies read."""
+    fp8, bf16, shards = root / "fp8", root / "bf16", root / "shards"
+    write_published_checkpoint(fp8, small_config(num_layers, num_experts), num_files=2 * num_layers)
+    subjects = _subjects(root, num_workers)
+    cast(fp8, bf16)
+    shard(bf16, shards)
+    timings = []
+    for round_number in range(rounds):
+        for subject, work in subjects.items():
+            output = root / "out"
+            shutil.rmtree(output, ignore_errors=True)
+            os.sync()
+            time.sleep(_QUIET_S)
+            start_s = start_seconds(num_workers) if "workers" in subject else 0.0
+            start = time.perf_counter()
+            work()
+            seconds = time.perf_counter() - start - start_s
+            timing = Timing(subject, seconds, sum(path.stat().st_size for path in output.rglob("*") if path.is_file()))
+            print(f"round {round_number} {subject:32} {seconds:7.2f} s {timing.rate:6.2f} GB/s", file=sys.stderr)
+            timings.append(timing)
+    shutil.rmtree(root / "out", ignore_errors=True)
+    return timings
+
+
+def start_seconds(num_workers: int) -> float:
+    """Time in which worker processes are started and stopped."""
+    start = time.perf_counter()
+    list(run_tasks(nothing, [str(worker) for worker in range(num_workers)], num_workers, lambda _: None))
+    return time.perf_counter() - start
+
+
+def small_config(num_layers: int, num_experts: int) -> dict[str, object]:
+    """DeepSeek-V3's widths with fewer of everything that can be counted."""
+    counts = {"num_hidden_layers": num_layers, "n_routed_experts": num_experts, "first_k_dense_replace": 1}
+    return deepseek_v3_config(**counts, vocab_size=16384, n_group=4, topk_group=2, num_nextn_predict_layers=0)
+
+
+def _subjects(root: Path, num_workers: int) -> dict[str, Callable[[], object]]:
+    fp8, bf16, shards, out = root / "fp8", root / "bf16", root / "shards", root / "out"
+    return {
+        "copy of BF16": lambda: copy(bf16, out),
+        "FP8 to BF16": lambda: cast(fp8, out),
+        f"FP8 to BF16, {num_workers} workers": lambda: cast(fp8, out, num_workers),
+        "FP8 to BF16, published algorithm": lambda: published_algorithm(fp8, out),
+        "copy of shards": lambda: copy(shards, out),
+        "BF16 to shards": lambda: shard(bf16, out),
+        f"BF16 to shards, {num_workers} workers": lambda: shard(bf16, out, num_workers),
+        "FP8 to shards": lambda: shard(fp8, out),
+    }
+
+
+def cast(source: Path, target: Path, num_workers: int = 1) -> None:
+    """FP8 to BF16 in files of 1 GB."""
+    convert(plan_cast(source, max_shard_bytes=10**9).conversion, target, RunOptions(num_workers, kernels="native"))
+
+
+def shard(source: Path, target: Path, num_workers: int = 1) -> None:
+    """HF to shards of TP2 EP4 with whole experts."""
+    layout = shard_layout(2, 1, 4, tp_extend_ep=True)
+    request = plan_shards(source, layout, "mindspeed_llm")
+    convert(request.conversion, target, RunOptions(num_workers, kernels="native"))
+
+
+def nothing(task: str, on_bytes: Callable[[int], None]) -> None:
+    """The work of workers whose start is timed."""
+
+
+def copy(source: Path, target: Path) -> None:
+    """Each file as the system copies it, made durable."""
+    for path in sorted(source.rglob("*")):
+        if path.is_file():
+            to = target / path.relative_to(source)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, to)
+            sync_path(to)
+
+
+@torch.no_grad()
+def published_algorithm(source: Path, target: Path) -> None:
+    """File by file: load all of it, multiply each FP8 weight by its scales repeated to its shape, save all of it."""
+    target.mkdir()
+    weight_map = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    loaded: dict[str, dict[str, torch.Tensor]] = {}
+
+    def tensor(name: str) -> torch.Tensor:
+        file = weight_map[name]
+        if file not in loaded:
+            loaded[file] = load_file(source / file)
+        return loaded[file][name]
+
+    for file in sorted(set(weight_map.values())):
+        converted = {}
+        for name in [name for name, owner in weight_map.items() if owner == file and not name.endswith(SCALE_SUFFIX)]:
+            weight = tensor(name)
+            if weight.dtype == FP8_DTYPE:
+                rows, columns = weight.shape
+                scale = tensor(name + SCALE_SUFFIX).repeat_interleave(128, 0).repeat_interleave(128, 1)
+                weight = (weight.float() * scale[:rows, :columns]).to(torch.bfloat16)
+            converted[name] = weight
+        save_file(converted, target / file, metadata={"format": "pt"})
+        sync_path(target / file)
+        while len(loaded) > 2:
+            del loaded[next(iter(loaded))]
+    plain = without_quantisation_and_mtp(json.loads((source / "config.json").read_text()))
+    (target / "config.json").write_text(json.dumps(plain))
+
+
+def table(timings: Sequence[Timing]) -> list[str]:
+    """Median rate of each subject, and what it is compared with."""
+    names = list(dict.fromkeys(timing.subject for timing in timings))
+    rates = {name: statistics.median(each.rate for each in timings if each.subject == name) for name in names}
+    copies = {name: "copy of BF16" if "to BF16" in name else "copy of shards" for name in names}
+    lines = [f"{'':34} {'GB/s':>6} {'/ copy':>7}"]
+    lines += [f"{name:34} {rates[name]:6.2f} {rates[name] / rates[copies.get(name, name)]:7.2f}" for name in names]
+    plain = rates["FP8 to BF16"] / rates["FP8 to BF16, published algorithm"]
+    return [*lines, f"FP8 to BF16 / published algorithm: {plain:.1f}"]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,154 @@
+"""``python -m tools.bench.published_checkpoint``: a checkpoint of DeepSeek-V3's true structure with narrower layers.
+
+61 layers, 256 experts, the multi-token-prediction module, 163 files of FP8 weights and block scales: every tensor that
+is published, each of its sizes divided. The weights are arbitrary bytes that are numbers; the same arguments make the
+same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from mindspeed_llm.cli_io import run_cli, say, write_json
+from mindspeed_llm.conversion.engine import Conversion, RunOptions, convert
+from mindspeed_llm.conversion.hf_writer import HFTensor, HFWriter, published, published_config, shards_by_count
+from mindspeed_llm.fp8 import FP8_DTYPE
+from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
+from mindspeed_llm.hf_shapes import hf_tensors
+from mindspeed_llm.weight_plan import Slice, slice_shape
+
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "rms_norm_eps": 1e-6,
+    "num_nextn_predict_layers": 1,
+    "torch_dtype": "bfloat16",
+}
+NUM_FILES = 163
+_WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank")
+_POOL_ELEMENTS = (1 << 22) - 3  # a prime: rows of any width begin at other places of it
+
+
+def deepseek_v3_config(divide: int = 1, **overrides: Any) -> dict[str, Any]:
+    """config.json with every width divided (of heads: their number) and the rest true."""
+    config = DEEPSEEK_V3 | {name: DEEPSEEK_V3[name] // divide for name in _WIDTHS}
+    heads = max(4, DEEPSEEK_V3["num_attention_heads"] // divide)
+    return config | {"num_attention_heads": heads, "num_key_value_heads": heads} | overrides
+
+
+@dataclass(frozen=True)
+class ArbitraryWeights:
+    """Tensors in their published dtypes, as windows of one pool of values."""
+
+    tensors: tuple[HFTensor, ...]
+
+    def names(self) -> Collection[str]:
+        """Weights and scales."""
+        return self._stored.keys()
+
+    def dtype(self, hf_name: str) -> torch.dtype:
+        """As published."""
+        return self._stored[hf_name][1]
+
+    def read(self, hf_name: str, hf_slice: Slice) -> torch.Tensor:
+        """Whole rows of a tensor."""
+        shape, dtype = self._stored[hf_name]
+        width = math.prod(shape[1:])
+        count = math.prod(slice_shape(hf_slice))
+        first = (zlib.crc32(hf_name.encode()) + hf_slice[0][0] * width) % _POOL_ELEMENTS
+        pool = self._pools[dtype]
+        parts = []
+        while count:
+            parts.append(pool[first : first + count])
+            first, count = 0, count - parts[-1].numel()
+        return torch.cat(parts).view(slice_shape(hf_slice))
+
+    @cached_property
+    def _stored(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {stored.name: (stored.shape, stored.dtype) for tensor in self.tensors for stored in tensor.stored()}
+
+    @cached_property
+    def _pools(self) -> dict[torch.dtype, torch.Tensor]:
+        noise = torch.randn(_POOL_ELEMENTS, generator=torch.Generator().manual_seed(0))
+        return {
+            FP8_DTYPE: (noise * 100).clamp(-448, 448).to(FP8_DTYPE),
+            torch.bfloat16: (noise * 0.02).bfloat16(),
+            torch.float32: noise.abs() * 1e-4 + 1e-5,
+        }
+
+
+def write_published_checkpoint(output: Path, config: dict[str, Any], num_files: int = NUM_FILES) -> bool:
+    """The FP8 checkpoint that ``config`` describes; False when it is there already."""
+    hf: HFModelConfig = parse_hf_config(config).with_mtp(config["num_nextn_predict_layers"])
+    weights = [published(name, shape) for name, (shape, _) in hf_tensors(hf).items()]
+    source = ArbitraryWeights(tuple(weights))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory() as companions:
+        writer = HFWriter(
+            shards_by_count(weights, num_files), published_config(config, hf.mtp_num_layers), Path(companions)
+        )
+        arguments = {"config": config, "num_files": num_files}
+        conversion = Conversion("published_checkpoint", arguments, (), source, writer)
+        return convert(conversion, output, RunOptions(resume=True))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write it; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.published_checkpoint", description=__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="directory to make")
+    parser.add_argument("--divide", type=int, default=8, help="every width is this much smaller (default: %(default)s)")
+    parser.add_argument("--config-only", action="store_true", help="write config.json alone, which a dry run needs")
+
+    def body(arguments: argparse.Namespace) -> None:
+        config = deepseek_v3_config(arguments.divide)
+        if arguments.config_only:
+            arguments.output.mkdir(parents=True, exist_ok=True)
+            published_form = published_config(config, config["num_nextn_predict_layers"])
+            write_json(arguments.output / "config.json", published_form)
+            return
+        is_new = write_published_checkpoint(arguments.output, config)
+        say(f"checkpoint {'written to' if is_new else 'is there already:'} {arguments.output}")
+
+    return run_cli(parser, body, None if argv is None else list(argv))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
