@@ -161,6 +161,10 @@ class ShardedCheckpoint:
             raise ValueError(f"{self.path}: {hf_name} has no elements at {hf_slice}")
         return result
 
+    def describe(self) -> str:
+        """Which form it is, and what is in it, for a log."""
+        return f"mp_rank shards for {self.layout} ({self.naming})"
+
     def files(self) -> list[Path]:
         """Every file that decides what this source holds."""
         names = [rank_file(self.layout, self.layout.coords(rank)) for rank in range(self.layout.world_size)]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from megatron.core.parallel_layout import ParallelLayout
+from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
 from mindspeed_llm.gathering import DEFAULT_BUCKET_BYTES, gather_hf_tensors
 from mindspeed_llm.gradients import hf_gradients
-from mindspeed_llm.hf_checkpoint import HFCheckpoint, save_hf_checkpoint
-from mindspeed_llm.hf_config import HFModelConfig
+from mindspeed_llm.hf_checkpoint import HFCheckpoint, check_against_config, check_scales, save_hf_checkpoint
+from mindspeed_llm.hf_config import HFModelConfig, read_config_dict
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint
 from mindspeed_llm.sources import WeightSource, fill, raise_problems
@@ -21,14 +23,41 @@ if TYPE_CHECKING:
     from megatron.core.parallel_state import ProcessGroups
 
 __all__ = [
+    "Checkpoint",
+    "DCPCheckpoint",
     "HFCheckpoint",
     "ShardedCheckpoint",
     "WeightSource",
     "export_weights",
     "hf_gradients",
     "load_weights",
+    "open_hf",
+    "open_shards",
     "save_hf_checkpoint",
 ]
+
+
+class Checkpoint(WeightSource, Protocol):
+    """Weights on a disk, in any of the forms that are read."""
+
+    path: Path
+
+    def describe(self) -> str:
+        """Which form it is, and what is in it, for a log."""
+        ...
+
+
+def open_hf(path: str | Path, hf: HFModelConfig) -> HFCheckpoint:
+    """An HF directory, BF16 or FP8, whose every shard and scale is there and of this model; reads headers only."""
+    source = HFCheckpoint(path)
+    check_against_config(source, hf)
+    check_scales(source, hf, read_config_dict(path))
+    return source
+
+
+def open_shards(path: str | Path, hf: HFModelConfig) -> Checkpoint:
+    """The shards in a directory, whichever of the two kinds they are."""
+    return DCPCheckpoint(path, hf) if is_dcp(Path(path)) else ShardedCheckpoint(path)
 
 
 @torch.no_grad()
