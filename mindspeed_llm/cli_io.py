@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 STAMP_NAME = ".stamp.json"
 _FULL_HASH_BYTES = 16 << 20
@@ -33,23 +41,28 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     An existing ``target`` is replaced (the caller has decided that); leftovers of killed runs on this host are removed.
     """
     target = target.absolute()
-    _create_parent(target)
+    create_parent(target)
     _remove_leftovers(target)
     building = target.parent / f"{target.name}.tmp-{socket.gethostname()}-{os.getpid()}"
     building.mkdir()
     try:
         yield building
-        _fsync_tree(building)
-        if target.exists():
-            replaced = target.parent / f"{building.name}.old"
-            os.replace(target, replaced)
-            os.replace(building, target)
-            shutil.rmtree(replaced)
-        else:
-            os.replace(building, target)
-        _fsync_path(target.parent)
+        replace_directory(building, target)
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+def replace_directory(building: Path, target: Path) -> None:
+    """Make ``building``, all of it durable, ``target``; what was there before goes."""
+    for path in [*building.rglob("*"), building]:
+        sync_path(path)
+    replaced = target.parent / f"{building.name}.old"
+    shutil.rmtree(replaced, ignore_errors=True)
+    if target.exists():
+        os.replace(target, replaced)
+    os.replace(building, target)
+    sync_path(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def run_once(
@@ -74,7 +87,7 @@ def run_once(
             raise ValueError(f"{output} exists and was not made by {command}; remove it or choose another output path")
         if all(old.get(key) == value for key, value in stamp.items()) and _outputs_complete(output, old):
             return False
-    _create_parent(output.absolute())
+    create_parent(output.absolute())
     free_bytes = shutil.disk_usage(output.absolute().parent).free
     if free_bytes < needed_bytes:
         raise ValueError(
@@ -137,16 +150,21 @@ def copy_companions(hf_dir: Path, out_dir: Path) -> None:
         shutil.copyfile(file, out_dir / file.name)
 
 
-def progress() -> Progress:
-    """The progress bar of all conversion commands, on standard error."""
-    return Progress(
+@contextmanager
+def progress(description: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar with bytes, rate and time left on standard error; yields the function that is told of more bytes."""
+    bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         console=Console(stderr=True),
     )
+    with bar:
+        task = bar.add_task(description, total=total_bytes)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
 
 
 def say(message: str) -> None:
@@ -166,7 +184,7 @@ def run_cli(parser: argparse.ArgumentParser, body: Callable[[argparse.Namespace]
         Console(stderr=True, soft_wrap=True).print(f"{parser.prog}: {error}", markup=False, highlight=False)
         return 1
     except KeyboardInterrupt:
-        sys.stderr.write(f"{parser.prog}: interrupted; no output was left behind\n")
+        sys.stderr.write(f"{parser.prog}: interrupted; nothing half-written stands under an output's name\n")
         return 130
     finally:
         if is_main_thread:
@@ -174,7 +192,8 @@ def run_cli(parser: argparse.ArgumentParser, body: Callable[[argparse.Namespace]
     return 0
 
 
-def _create_parent(target: Path) -> None:
+def create_parent(target: Path) -> None:
+    """The directory that ``target`` is to lie in, made and writable; ValueError when it cannot be."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -219,12 +238,8 @@ def _outputs_complete(output: Path, stamp: dict[str, Any]) -> bool:
     return all(present.get(name) == size for name, size in stamp.get("outputs", {}).items())
 
 
-def _fsync_tree(directory: Path) -> None:
-    for path in [*directory.rglob("*"), directory]:
-        _fsync_path(path)
-
-
-def _fsync_path(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Make a file's content, or the names in a directory, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,5 @@
-"""Command: a BF16 Hugging Face checkpoint to one file per (tp, pp, ep) rank in MindSpeed-LLM's layout."""
+"""Command: a checkpoint (Hugging Face, BF16 or FP8, or shards of another layout) to one file per (tp, pp, ep) rank in
+MindSpeed-LLM's layout."""
 
 from __future__ import annotations
 
@@ -6,43 +7,29 @@ import argparse
 from pathlib import Path
 
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.cli_io import hf_files, progress, run_cli, run_once, say
-from mindspeed_llm.hf_checkpoint import HFCheckpoint, check_against_config
-from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config, read_config_dict
-from mindspeed_llm.hf_shapes import hf_tensors
-from mindspeed_llm.sharded_checkpoint import shard_layout, write_sharded
-from mindspeed_llm.weight_plan import Naming, local_plan, plan_bytes, plan_problems
+from mindspeed_llm.cli_io import run_cli
+from mindspeed_llm.conversion.command import Request, add_run_flags, positive, run_request
+from mindspeed_llm.conversion.engine import Conversion
+from mindspeed_llm.conversion.inputs import input_config, open_input
+from mindspeed_llm.conversion.rank_writer import RankWriter
+from mindspeed_llm.hf_config import HFModelConfig
+from mindspeed_llm.sharded_checkpoint import shard_layout
+from mindspeed_llm.weight_plan import Naming, plan_problems
 
 
-def convert_to_sharded(
-    load_dir: Path, save_dir: Path, layout: ParallelLayout, naming: Naming, mtp_num_layers: int = 0
-) -> bool:
-    """Write ``load_dir`` to ``save_dir`` for ``layout``; False when it is there already from the same input.
+def plan_shards(
+    load_dir: Path, layout: ParallelLayout, naming: Naming, mtp_num_layers: int = 0, dry_run: bool = False
+) -> Request:
+    """``load_dir`` for the ranks of ``layout``, the first ``mtp_num_layers`` multi-token-prediction modules too.
 
-    The first ``mtp_num_layers`` multi-token-prediction modules are written too. One rank's tensors are in memory at a
-    time; a tensor that several ranks hold is read once for each.
+    FP8 weights become BF16, with no copy of the checkpoint in between; a tensor that several ranks hold is read once
+    for each.
     """
-    config = read_config_dict(load_dir)
-    hf = parse_hf_config(config, source=str(load_dir / "config.json")).with_mtp(mtp_num_layers)
-    _raise_layout_problems(plan_problems(hf, layout))
-    with HFCheckpoint(load_dir) as source:
-        check_against_config(source, hf)
-        quantised = [name for name in hf_tensors(hf) if source.dtype(name).itemsize == 1]
-        if quantised:
-            raise ValueError(
-                f"{load_dir} holds {len(quantised)} FP8 weights ({quantised[0]} ...); "
-                "run python -m mindspeed_llm.fp8_cast_bf16 first"
-            )
-
-        def build(building: Path) -> None:
-            with progress() as bar:
-                task = bar.add_task("HF to shards, files", total=layout.world_size)
-                write_sharded(source, config, layout, naming, building, lambda: bar.advance(task), mtp_num_layers)
-
-        plans = (local_plan(hf, layout, layout.coords(rank), naming) for rank in range(layout.world_size))
-        needed_bytes = sum(plan_bytes(plan) for plan in plans)
-        arguments = {"layout": repr(layout), "naming": naming, "mtp_num_layers": mtp_num_layers}
-        return run_once(save_dir, "convert_ckpt_deepseek3", arguments, hf_files(load_dir), build, needed_bytes)
+    found = open_input(load_dir, mtp_num_layers, dry_run)
+    _raise_layout_problems(plan_problems(found.hf, layout))
+    writer = RankWriter(found.source, found.config, mtp_num_layers, layout, naming)
+    arguments = {"layout": repr(layout), "naming": naming, "mtp_num_layers": mtp_num_layers}
+    return Request(Conversion("convert_ckpt_deepseek3", arguments, found.files, found.source, writer), found.hf)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,29 +37,32 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_llm.convert_ckpt_deepseek3", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("--load-dir", type=Path, required=True, help="BF16 checkpoint in Hugging Face form")
+    parser.add_argument("--load-dir", type=Path, required=True, help="checkpoint: Hugging Face form or shards")
     parser.add_argument("--save-dir", type=Path, required=True, help="directory to make")
     add_layout_flags(parser, "target", default=1)
     parser.add_argument("--num-layers", type=int, help="must agree with config.json, which is the default")
     parser.add_argument("--first-k-dense-replace", type=int, help="must agree with config.json, which is the default")
     parser.add_argument("--num-nextn-predict-layers", type=int, default=0, help="MTP layers to write")
 
+    add_run_flags(parser)
+
     def body(arguments: argparse.Namespace) -> None:
-        hf = parse_hf_config(read_config_dict(arguments.load_dir), source=str(arguments.load_dir / "config.json"))
-        layout = shard_layout(
-            arguments.target_tensor_parallel_size,
-            arguments.target_pipeline_parallel_size,
-            arguments.target_expert_parallel_size,
-            tp_extend_ep=arguments.moe_tp_extend_ep,
-            num_layer_list=arguments.num_layer_list,
-            virtual_pipeline=num_chunks(arguments, hf, arguments.target_pipeline_parallel_size),
-            noop_layers=arguments.noop_layers,
-        )
-        _raise_layout_problems(_flag_problems(arguments, hf) + plan_problems(hf, layout))
-        num_mtp = arguments.num_nextn_predict_layers
-        is_new = convert_to_sharded(arguments.load_dir, arguments.save_dir, layout, expert_naming(arguments), num_mtp)
-        state = "written to" if is_new else "is complete; nothing to do:"
-        say(f"sharded checkpoint of {layout.world_size} files {state} {arguments.save_dir}")
+        def request() -> Request:
+            hf = input_config(arguments.load_dir)
+            layout = shard_layout(
+                arguments.target_tensor_parallel_size,
+                arguments.target_pipeline_parallel_size,
+                arguments.target_expert_parallel_size,
+                tp_extend_ep=arguments.moe_tp_extend_ep,
+                num_layer_list=arguments.num_layer_list,
+                virtual_pipeline=num_chunks(arguments, hf, arguments.target_pipeline_parallel_size),
+                noop_layers=arguments.noop_layers,
+            )
+            _raise_layout_problems(_flag_problems(arguments, hf) + plan_problems(hf, layout))
+            num_mtp = arguments.num_nextn_predict_layers
+            return plan_shards(arguments.load_dir, layout, expert_naming(arguments), num_mtp, arguments.dry_run)
+
+        run_request(arguments, arguments.save_dir, request)
 
     return run_cli(parser, body, argv)
 
@@ -81,13 +71,13 @@ def add_layout_flags(parser: argparse.ArgumentParser, prefix: str, default: int 
     """The layout flags that both directions share; ``prefix`` is target or source."""
     for axis in ("tensor", "pipeline", "expert"):
         parser.add_argument(
-            f"--{prefix}-{axis}-parallel-size", type=_positive, default=default, help=f"{axis}-parallel size"
+            f"--{prefix}-{axis}-parallel-size", type=positive, default=default, help=f"{axis}-parallel size"
         )
     parser.add_argument(
         "--num-layer-list", type=layer_list, help="layers of each pipeline stage, as 7,7,8 (default: even)"
     )
     parser.add_argument(
-        "--num-layers-per-virtual-pipeline-stage", type=_positive, help="layers of a chunk (default: no virtual stages)"
+        "--num-layers-per-virtual-pipeline-stage", type=positive, help="layers of a chunk (default: no virtual stages)"
     )
     parser.add_argument(
         "--noop-layers", type=layer_list, default=(), help="slots that hold no layer, counted from 0, as 61,62,63"
@@ -139,20 +129,13 @@ def _flag_problems(arguments: argparse.Namespace, hf: HFModelConfig) -> list[str
         ("--first-k-dense-replace", arguments.first_k_dense_replace, hf.first_k_dense_replace),
     ):
         if given is not None and given != actual:
-            problems.append(f"{flag} is {given}; {arguments.load_dir / 'config.json'} says {actual}")
+            problems.append(f"{flag} is {given}; {arguments.load_dir} says {actual}")
     return problems
 
 
 def _raise_layout_problems(problems: list[str]) -> None:
     if problems:
         raise ValueError("these flags do not fit the model:\n" + "\n".join(f"  - {line}" for line in problems))
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive size")
-    return value
 
 
 if __name__ == "__main__":

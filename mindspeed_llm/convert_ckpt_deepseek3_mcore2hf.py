@@ -1,33 +1,40 @@
-"""Command: a sharded checkpoint (mp_rank_* files) back to Hugging Face form."""
+"""Command: a sharded checkpoint (mp_rank_* files) back to Hugging Face form, plain or in FP8."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.cli_io import companion_files, progress, run_cli, run_once, say
+from mindspeed_llm.cli_io import companion_files, run_cli
+from mindspeed_llm.conversion.command import Request, add_run_flags, positive, run_request
+from mindspeed_llm.conversion.engine import Conversion
+from mindspeed_llm.conversion.hf_writer import (
+    HFTensor,
+    HFWriter,
+    plain_config,
+    published,
+    published_config,
+    shards_by_bytes,
+)
 from mindspeed_llm.convert_ckpt_deepseek3 import add_layout_flags, expert_naming, num_chunks
-from mindspeed_llm.hf_checkpoint import DEFAULT_SHARD_BYTES, write_hf_files
-from mindspeed_llm.hf_config import load_hf_config
-from mindspeed_llm.hf_shapes import hf_bytes
-from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint, read_manifest, shard_layout
+from mindspeed_llm.hf_checkpoint import DEFAULT_SHARD_BYTES
+from mindspeed_llm.hf_config import load_hf_config, read_config_dict
+from mindspeed_llm.hf_shapes import hf_tensors
+from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint, read_layout, shard_layout
 from mindspeed_llm.weight_plan import Naming
 
 
-def convert_to_hf(
+def plan_hf(
     load_dir: Path,
-    save_dir: Path,
     hf_config_dir: Path,
     layout: ParallelLayout | None = None,
     naming: Naming = "mindspeed_llm",
     mtp_num_layers: int = 0,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-) -> bool:
-    """Write the sharded ``load_dir`` as an HF directory; False when it is there already from the same input.
+    to_fp8: bool = False,
+) -> Request:
+    """The sharded ``load_dir`` as an HF directory, with ``to_fp8`` as DeepSeek publishes (weights quantised again).
 
     config.json and tokenizer come from ``hf_config_dir``. ``layout``, ``naming`` and ``mtp_num_layers`` are for
     checkpoints without a layout manifest; with one they may be left out and must not contradict it.
@@ -36,18 +43,22 @@ def convert_to_hf(
     source = ShardedCheckpoint(load_dir, hf, layout, naming)
     if layout is not None and (layout, naming) != (source.layout, source.naming):
         raise ValueError(f"{load_dir} was written for {source.layout} ({source.naming}), not {layout} ({naming})")
-
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        with progress() as bar:
-            for name in bar.track(list(source.names()), description="shards to HF, tensors"):
-                yield name, source.read(name)
-
-    def build(building: Path) -> None:
-        write_hf_files(tensors(), building, hf_config_dir, max_shard_bytes)
-
-    inputs = [*source.files(), hf_config_dir / "config.json", *companion_files(hf_config_dir)]
-    arguments = {"max_shard_bytes": max_shard_bytes, "layout": repr(source.layout), "naming": source.naming}
-    return run_once(save_dir, "convert_ckpt_deepseek3_mcore2hf", arguments, inputs, build, hf_bytes(source.hf))
+    hf, config, specs = source.hf, read_config_dict(hf_config_dir), hf_tensors(source.hf)
+    if to_fp8:
+        tensors = [published(name, shape) for name, (shape, _) in specs.items()]
+        config = published_config(config, hf.mtp_num_layers)
+    else:
+        tensors = [HFTensor(name, shape, source.dtype(name)) for name, (shape, _) in specs.items()]
+        config = plain_config(config, hf, tensors)
+    writer = HFWriter(shards_by_bytes(tensors, max_shard_bytes), config, hf_config_dir)
+    inputs = (*source.files(), hf_config_dir / "config.json", *companion_files(hf_config_dir))
+    arguments: dict[str, object] = {
+        "max_shard_bytes": max_shard_bytes,
+        "layout": repr(source.layout),
+        "naming": source.naming,
+    }
+    arguments["to_fp8"] = to_fp8
+    return Request(Conversion("convert_ckpt_deepseek3_mcore2hf", arguments, inputs, source, writer), hf)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,18 +71,27 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--load-dir", type=Path, required=True, help="sharded checkpoint")
     parser.add_argument("--save-dir", type=Path, required=True, help="directory to make")
     parser.add_argument("--hf-config-dir", type=Path, required=True, help="where config.json and tokenizer come from")
-    parser.add_argument("--max-shard-bytes", type=int, default=DEFAULT_SHARD_BYTES, help="size limit of one shard file")
+    parser.add_argument("--max-shard-bytes", type=positive, default=DEFAULT_SHARD_BYTES, help="size limit of a file")
     add_layout_flags(parser, "source", default=None)
     parser.add_argument("--num-nextn-predict-layers", type=int, default=0, help="MTP layers in the sharded checkpoint")
 
+    parser.add_argument("--fp8", action="store_true", help="quantise the weights again, as DeepSeek publishes them")
+    add_run_flags(parser)
+
     def body(arguments: argparse.Namespace) -> None:
-        layout, naming = _layout_of(arguments)
-        num_mtp = arguments.num_nextn_predict_layers
-        out = arguments.save_dir
-        is_new = convert_to_hf(
-            arguments.load_dir, out, arguments.hf_config_dir, layout, naming, num_mtp, arguments.max_shard_bytes
-        )
-        say(f"HF checkpoint written to {out}" if is_new else f"HF checkpoint {out} is complete; nothing to do")
+        def request() -> Request:
+            layout, naming = _layout_of(arguments)
+            return plan_hf(
+                arguments.load_dir,
+                arguments.hf_config_dir,
+                layout,
+                naming,
+                arguments.num_nextn_predict_layers,
+                arguments.max_shard_bytes,
+                arguments.fp8,
+            )
+
+        run_request(arguments, arguments.save_dir, request)
 
     return run_cli(parser, body, argv)
 
@@ -90,7 +110,7 @@ def _layout_of(arguments: argparse.Namespace) -> tuple[ParallelLayout | None, Na
         arguments.moe_grouped_gemm,
         arguments.moe_tp_extend_ep,
     )
-    if not any(sizes) and not any(others) and read_manifest(arguments.load_dir) is not None:
+    if not any(sizes) and not any(others) and read_layout(arguments.load_dir) is not None:
         return None, "mindspeed_llm"
     tensor, pipeline, expert = (size or 1 for size in sizes)
     layout = shard_layout(

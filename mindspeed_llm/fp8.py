@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import torch
 
@@ -63,6 +64,22 @@ def dequantize_into(
     ``scale_inv`` holds the scales of just the blocks that the slice touches. The work goes through a buffer that stays
     in the processor's cache; nothing of the slice's size is made.
     """
+    columns = weight_OI.shape[1]
+    step = min(BLOCK, max(1, _CACHED_ELEMENTS // max(1, columns)))
+    buffer = torch.empty((step, columns), dtype=torch.float32, device=weight_OI.device)
+    for start, stop, scales_I in row_scales(weight_OI, scale_inv, origin, step):
+        scaled = buffer[: stop - start]
+        scaled.copy_(weight_OI[start:stop])
+        out_OI[start:stop] = scaled.mul_(scales_I)
+
+
+def row_scales(
+    weight_OI: torch.Tensor, scale_inv: torch.Tensor, origin: tuple[int, int], max_rows: int = BLOCK
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(first row, row behind the last, fp32 scale of each column) of the slice's runs of rows of one block.
+
+    ValueError when ``scale_inv`` has not the shape of the blocks that a slice at ``origin`` touches.
+    """
     rows, columns = weight_OI.shape
     row, column = origin[0] % BLOCK, origin[1] % BLOCK
     expected = (-(-(row + rows) // BLOCK), -(-(column + columns) // BLOCK))
@@ -72,15 +89,11 @@ def dequantize_into(
             f"blocks needs {expected}"
         )
     scales_BI = scale_inv.float().repeat_interleave(BLOCK, dim=1)[:, column : column + columns]
-    step = min(BLOCK, max(1, _CACHED_ELEMENTS // max(1, columns)))
-    buffer = torch.empty((step, columns), dtype=torch.float32, device=weight_OI.device)
     start = 0
     while start < rows:
         block = (row + start) // BLOCK
-        stop = min(start + step, rows, (block + 1) * BLOCK - row)
-        scaled = buffer[: stop - start]
-        scaled.copy_(weight_OI[start:stop])
-        out_OI[start:stop] = scaled.mul_(scales_BI[block])
+        stop = min(start + max_rows, rows, (block + 1) * BLOCK - row)
+        yield start, stop, scales_BI[block]
         start = stop
 
 

@@ -9,44 +9,97 @@ shared_head.head are copies of the main model's. Such a module is untrained; it 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from mindspeed_llm.cli_io import copy_companions, hf_files, progress, run_cli, run_once, say, write_json
-from mindspeed_llm.fp8 import FP8_DTYPE, QUANTIZATION_CONFIG, SCALE_SUFFIX, is_quantised, quantize_fp8_blockwise
-from mindspeed_llm.hf_checkpoint import HFCheckpoint, ShardedWriter, check_against_config
-from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config, read_config_dict
-from mindspeed_llm.hf_shapes import always_fp32, hf_bytes, hf_tensors, mtp_tensors
+from mindspeed_llm.cli_io import run_cli
+from mindspeed_llm.conversion.command import Request, add_run_flags, run_request
+from mindspeed_llm.conversion.engine import Conversion, RunOptions, convert
+from mindspeed_llm.conversion.hf_writer import HFWriter, published, published_config, shards_by_count
+from mindspeed_llm.conversion.inputs import open_input
+from mindspeed_llm.fp8 import FP8_DTYPE
+from mindspeed_llm.hf_config import HFModelConfig
+from mindspeed_llm.hf_shapes import hf_tensors, mtp_tensors
+from mindspeed_llm.sources import WeightSource
+from mindspeed_llm.weight_plan import Slice, slice_shape
 
 
 def quantize_checkpoint(input_dir: Path, output_dir: Path, num_shards: int = 4, num_mtp_layers: int = 1) -> bool:
-    """Write the published form of ``input_dir`` to ``output_dir``; False when it is there already from the same input.
+    """Write the published form of ``input_dir`` to ``output_dir``; False when it is there already."""
+    return convert(plan_quantize(input_dir, num_shards, num_mtp_layers).conversion, output_dir, RunOptions())
 
-    ``num_shards`` is an upper limit: a shard holds at least one tensor. Unquantised tensors become BF16, the router's
+
+def plan_quantize(input_dir: Path, num_shards: int, num_mtp_layers: int, dry_run: bool = False) -> Request:
+    """The published form of ``input_dir``.
+
+    ``num_shards`` is an upper limit: a file holds at least one weight. Unquantised tensors become BF16, the router's
     correction bias fp32.
     """
     if num_shards < 1 or num_mtp_layers < 0:
         raise ValueError(
             f"--num-shards is {num_shards} and --num-nextn-predict-layers {num_mtp_layers}; use >= 1, >= 0"
         )
-    config = read_config_dict(input_dir)
-    hf = parse_hf_config(config, source=str(input_dir / "config.json"))
+    found = open_input(input_dir, mtp_num_layers=0, dry_run=dry_run)
+    hf = found.hf
     if num_mtp_layers and not hf.is_moe_layer(hf.num_hidden_layers - 1):
         raise ValueError(f"{input_dir}: the last layer has no experts, so no MTP layer can be made from it")
-    with HFCheckpoint(input_dir) as source:
-        check_against_config(source, hf)
-        if any(source.dtype(name) == FP8_DTYPE for name in hf_tensors(hf)):
-            raise ValueError(f"{input_dir} holds FP8 weights already; give the BF16 checkpoint")
+    if any(found.source.dtype(name) == FP8_DTYPE for name in hf_tensors(hf)):
+        raise ValueError(f"{input_dir} holds FP8 weights already; give the BF16 checkpoint")
+    specs = dict(hf_tensors(hf))
+    for layer in range(hf.num_hidden_layers, hf.num_hidden_layers + num_mtp_layers):
+        specs |= mtp_tensors(hf, layer)
+    tensors = [published(name, shape) for name, (shape, _) in specs.items()]
+    config = published_config(found.config, num_mtp_layers)
+    writer = HFWriter(shards_by_count(tensors, num_shards), config, input_dir)
+    source = WithMTP(found.source, hf)
+    arguments = {"num_shards": num_shards, "num_nextn_predict_layers": num_mtp_layers}
+    return Request(Conversion("fp8_quantize", arguments, found.files, source, writer), hf)
 
-        def build(building: Path) -> None:
-            _write_published_form(source, hf, config, building, num_shards, num_mtp_layers)
-            copy_companions(input_dir, building)
 
-        arguments = {"num_shards": num_shards, "num_nextn_predict_layers": num_mtp_layers}
-        return run_once(output_dir, "fp8_quantize", arguments, hf_files(input_dir), build, hf_bytes(hf) // 2)
+@dataclass(frozen=True)
+class WithMTP:
+    """``source`` and, where it has none, made-up multi-token-prediction modules."""
+
+    source: WeightSource
+    hf: HFModelConfig
+
+    def names(self) -> Collection[str]:
+        """Those of the source; any layer behind the decoder can be read besides."""
+        return self.source.names()
+
+    def dtype(self, hf_name: str) -> torch.dtype:
+        """Stored dtype, of what is made up fp32 or that of what it copies."""
+        original = self._original(hf_name)
+        return torch.float32 if original is None else self.source.dtype(original)
+
+    def read(self, hf_name: str, hf_slice: Slice) -> torch.Tensor:
+        """The slice of the tensor, or of its stand-in."""
+        original = self._original(hf_name)
+        if original is not None:
+            return self.source.read(original, hf_slice)
+        if not hf_name.endswith("eh_proj.weight"):
+            return torch.ones(slice_shape(hf_slice))
+        (top, bottom), (left, right) = hf_slice
+        rows, columns = torch.arange(top, bottom), torch.arange(left, right)
+        return (rows[:, None] + self.hf.hidden_size == columns).float()
+
+    def _original(self, hf_name: str) -> str | None:
+        """The source's tensor that is read for ``hf_name``; None for norms of ones and for eh_proj."""
+        if hf_name in self.source.names():
+            return hf_name
+        _, _, layer, rest = hf_name.split(".", 3)
+        assert int(layer) >= self.hf.num_hidden_layers, f"{hf_name} was checked to be in the input"
+        if rest in ("enorm.weight", "hnorm.weight", "eh_proj.weight"):
+            return None
+        stand_ins = {
+            "embed_tokens.weight": "model.embed_tokens.weight",
+            "shared_head.norm.weight": "model.norm.weight",
+            "shared_head.head.weight": "lm_head.weight",
+        }
+        return stand_ins.get(rest, f"model.layers.{self.hf.num_hidden_layers - 1}.{rest}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,67 +108,22 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m mindspeed_llm.fp8_quantize",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--input-bf16-hf-path", type=Path, required=True, help="plain checkpoint")
     parser.add_argument("--output-fp8-hf-path", type=Path, required=True, help="directory to make")
     parser.add_argument("--num-shards", type=int, default=4, help="number of safetensors files, at most")
     parser.add_argument("--num-nextn-predict-layers", type=int, default=1, help="MTP layers to write")
+    add_run_flags(parser)
 
     def body(arguments: argparse.Namespace) -> None:
-        out = arguments.output_fp8_hf_path
-        is_new = quantize_checkpoint(
-            arguments.input_bf16_hf_path, out, arguments.num_shards, arguments.num_nextn_predict_layers
-        )
-        say(f"FP8 checkpoint written to {out}" if is_new else f"FP8 checkpoint {out} is complete; nothing to do")
+        def request() -> Request:
+            num_mtp = arguments.num_nextn_predict_layers
+            return plan_quantize(arguments.input_bf16_hf_path, arguments.num_shards, num_mtp, arguments.dry_run)
+
+        run_request(arguments, arguments.output_fp8_hf_path, request)
 
     return run_cli(parser, body, argv)
-
-
-def _write_published_form(
-    source: HFCheckpoint, hf: HFModelConfig, config: dict[str, Any], directory: Path, num_shards: int, num_mtp: int
-) -> None:
-    names = list(hf_tensors(hf))
-    for layer in range(hf.num_hidden_layers, hf.num_hidden_layers + num_mtp):
-        names.extend(mtp_tensors(hf, layer))
-    writer = ShardedWriter(directory)
-    with progress() as bar:
-        for position, name in enumerate(bar.track(names, description="BF16 to FP8, tensors")):
-            if position * num_shards // len(names) != (position - 1) * num_shards // len(names):
-                writer.cut()
-            for stored_name, tensor in _stored(name, _read(source, hf, name)):
-                writer.add(stored_name, tensor)
-    writer.finish()
-    published = {key: value for key, value in config.items() if key != "dtype"}
-    published |= {"quantization_config": QUANTIZATION_CONFIG, "num_nextn_predict_layers": num_mtp}
-    write_json(directory / "config.json", published | {"torch_dtype": "bfloat16"})
-
-
-def _stored(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensor as it is published: FP8 and its scale, or one tensor in BF16 or FP32."""
-    if is_quantised(name):
-        weight, scale = quantize_fp8_blockwise(tensor)
-        yield name, weight
-        yield name + SCALE_SUFFIX, scale
-    else:
-        yield name, tensor.to(torch.float32 if always_fp32(name) else torch.bfloat16)
-
-
-def _read(source: HFCheckpoint, hf: HFModelConfig, name: str) -> torch.Tensor:
-    if name in source.names():
-        return source.read(name)
-    _, _, layer, rest = name.split(".", 3)
-    stand_ins = {
-        "embed_tokens.weight": "model.embed_tokens.weight",
-        "shared_head.norm.weight": "model.norm.weight",
-        "shared_head.head.weight": "lm_head.weight",
-    }
-    if rest in ("enorm.weight", "hnorm.weight"):
-        return torch.ones(hf.hidden_size)
-    if rest == "eh_proj.weight":
-        eye = torch.eye(hf.hidden_size)
-        return torch.cat([torch.zeros_like(eye), eye], dim=1)
-    assert int(layer) >= hf.num_hidden_layers, f"{name} was checked to be in the input"
-    return source.read(stand_ins.get(rest, f"model.layers.{hf.num_hidden_layers - 1}.{rest}"))
 
 
 if __name__ == "__main__":

@@ -1,35 +1,37 @@
-"""Checkpoints in MindSpeed-LLM's file layout (iter_0000001/mp_rank_*): written rank by rank, read by any layout."""
+"""Checkpoints in MindSpeed-LLM's file layout (iter_0000001/mp_rank_*): read by any layout."""
 
 from __future__ import annotations
 
 import json
 import pickle
 import re
+import struct
 import zipfile
-from collections.abc import Callable, Collection
-from dataclasses import asdict
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.core.parallel_layout import ParallelLayout, RankCoords
-from mindspeed_llm.cli_io import write_json
 from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
 from mindspeed_llm.hf_shapes import hf_tensors
-from mindspeed_llm.sources import WeightSource, fill, hf_view, raise_problems
+from mindspeed_llm.mapped import Region, read_region
+from mindspeed_llm.sources import hf_view, raise_problems, shown_names
 from mindspeed_llm.weight_plan import (
     NAMINGS,
     Fragment,
     LocalTensor,
     Naming,
+    Piece,
     Slice,
     fragments,
     local_plan,
     slice_shape,
 )
 
-MANIFEST_NAME = "layout.json"
+LAYOUT_NAME = "layout.json"
 LATEST_NAME = "latest_checkpointed_iteration.txt"
 ITERATION = 1
 
@@ -71,45 +73,12 @@ def rank_file(layout: ParallelLayout, coords: RankCoords) -> str:
     return f"iter_{ITERATION:07d}/{name}/model_optim_rng.pt"
 
 
-def write_sharded(
-    source: WeightSource,
-    hf_config: dict[str, Any],
-    layout: ParallelLayout,
-    naming: Naming,
-    directory: Path,
-    on_file: Callable[[], None] = lambda: None,
-    mtp_num_layers: int = 0,
-) -> None:
-    """Fill the empty ``directory`` with one file per rank of ``layout`` and the layout manifest.
-
-    A file is ``{"model": {name: tensor}, "checkpoint_version": 3.0, "iteration": 1}`` in the dtypes of ``source``, with
-    virtual stages "model0", "model1" ... instead of "model"; one rank's tensors are in memory at a time. ``hf_config``
-    is config.json as read; ``on_file`` is called after each file.
-    """
-    hf = parse_hf_config(hf_config).with_mtp(mtp_num_layers)
-    sizes = {}
-    for rank in range(layout.world_size):
-        coords = layout.coords(rank)
-        models: dict[str, dict[str, torch.Tensor]] = {}
-        for tensor in local_plan(hf, layout, coords, naming):
-            model, name = _place(tensor)
-            models.setdefault(model, {})[name] = _assemble(tensor, source)
-        file = directory / rank_file(layout, coords)
-        file.parent.mkdir(parents=True)
-        torch.save({**models, "checkpoint_version": 3.0, "iteration": ITERATION}, file)
-        sizes[rank_file(layout, coords)] = file.stat().st_size
-        on_file()
-    (directory / LATEST_NAME).write_text(str(ITERATION))
-    described = {"naming": naming, "layout": asdict(layout), "hf_config": hf_config, "mtp_num_layers": mtp_num_layers}
-    write_json(directory / MANIFEST_NAME, {"version": 1, **described, "files": sizes})
-
-
 class ShardedCheckpoint:
     """A sharded checkpoint as a source of HF tensors: any slice, assembled from the files whose fragments touch it.
 
     ``layout`` and ``hf`` come from the manifest beside the files; a checkpoint without one (made by MindSpeed-LLM
     itself) needs them, and ``naming``, as arguments. Missing or truncated files are one ValueError at construction.
-    Files are memory-mapped, so only what is asked for is read.
+    Only what is asked for is read, and mapped just as long as its tensor lives.
     """
 
     def __init__(
@@ -120,15 +89,18 @@ class ShardedCheckpoint:
         naming: Naming = "mindspeed_llm",
     ) -> None:
         self.path = Path(path)
-        manifest = read_manifest(self.path)
+        manifest = read_layout(self.path)
         if manifest is not None:
             hf, layout, naming = _from_manifest(self.path, manifest)
         if hf is None or layout is None:
-            raise ValueError(f"{self.path} has no {MANIFEST_NAME}; say with which layout and config.json it was made")
+            raise ValueError(f"{self.path} has no {LAYOUT_NAME}; say with which layout and config.json it was made")
         self.hf, self.layout, self.naming = hf, layout, naming
         self._check_files(manifest["files"] if manifest is not None else {})
         self._fragments = fragments(hf, layout, naming)
-        self._opened: dict[int, dict[str, torch.Tensor]] = {}
+        self._opened: dict[int, dict[str, Region]] = {}
+
+    def __reduce__(self) -> tuple[type[ShardedCheckpoint], tuple[object, ...]]:
+        return ShardedCheckpoint, (self.path, self.hf, self.layout, self.naming)
 
     def names(self) -> Collection[str]:
         """Every HF tensor of the model."""
@@ -140,7 +112,7 @@ class ShardedCheckpoint:
         return self._local(fragment).dtype
 
     def read(self, hf_name: str, hf_slice: Slice | None = None) -> torch.Tensor:
-        """The slice (default: all) of an HF tensor; a view of the mapped file when one fragment holds it."""
+        """The slice (default: all) of an HF tensor; a view of its file when one fragment holds it."""
         parts = self._fragments.get(hf_name)
         if parts is None:
             raise ValueError(f"{self.path} has no tensor {hf_name}")
@@ -151,7 +123,7 @@ class ShardedCheckpoint:
             common = _intersection(fragment.piece.hf_slice, hf_slice)
             if common is None:
                 continue
-            found = hf_view(self._local(fragment), fragment.piece)[_relative(common, fragment.piece.hf_slice)]
+            found = _read_part(self._local(fragment), fragment.piece, common)
             if common == hf_slice:
                 return found
             if result is None:
@@ -168,39 +140,32 @@ class ShardedCheckpoint:
     def files(self) -> list[Path]:
         """Every file that decides what this source holds."""
         names = [rank_file(self.layout, self.layout.coords(rank)) for rank in range(self.layout.world_size)]
-        manifest = self.path / MANIFEST_NAME
+        manifest = self.path / LAYOUT_NAME
         return [self.path / name for name in names] + ([manifest] if manifest.exists() else [])
 
-    def _local(self, fragment: Fragment) -> torch.Tensor:
+    def _local(self, fragment: Fragment) -> Region:
         if fragment.owner not in self._opened:
             self._opened[fragment.owner] = self._open(fragment.owner)
         return self._opened[fragment.owner][fragment.local_name]
 
-    def _open(self, rank: int) -> dict[str, torch.Tensor]:
+    def _open(self, rank: int) -> dict[str, Region]:
         """Tensors of one file in the shapes of the plan, which must be what the file holds."""
         coords = self.layout.coords(rank)
         file = self.path / rank_file(self.layout, coords)
-        try:
-            stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError as error:
-            # MindSpeed-LLM's own files use pickle protocol 4, which torch's safe loader does not read.
-            raise ValueError(
-                f"{file} is no file of plain tensors that torch's safe loader reads; convert from the "
-                f"Hugging Face checkpoint with convert_ckpt_deepseek3 instead"
-            ) from error
-        problems, tensors = [], {}
+        stored = torch_file_regions(file)
+        problems, regions = [], {}
         for tensor in local_plan(self.hf, self.layout, coords, self.naming):
-            model, name = _place(tensor)
-            found = stored.get(model, {}).get(name)
+            model, name = place_in_file(tensor)
+            found = stored.get((model, name))
             if found is None:
                 problems.append(f"{name} of {model!r} is missing")
-            elif tuple(found.shape) not in (tensor.shape, tensor.file_shape):
+            elif found.shape not in (tensor.shape, tensor.file_shape):
                 expected = tensor.file_shape or tensor.shape
-                problems.append(f"{name} has shape {tuple(found.shape)}; the layout makes it {expected}")
+                problems.append(f"{name} has shape {found.shape}; the layout makes it {expected}")
             else:
-                tensors[tensor.name] = found.view(tensor.shape)
+                regions[tensor.name] = replace(found, shape=tensor.shape)
         raise_problems(str(file), problems, "Give the layout and config.json with which it was made.")
-        return tensors
+        return regions
 
     def _check_files(self, sizes: dict[str, int]) -> None:
         problems = []
@@ -208,17 +173,71 @@ class ShardedCheckpoint:
             name = rank_file(self.layout, self.layout.coords(rank))
             file = self.path / name
             if not file.is_file():
-                problems.append(f"{name} is missing")
+                problems.append(f"{name} is missing, with {self._shown(rank)}")
             elif name in sizes and file.stat().st_size != sizes[name]:
-                problems.append(f"{name} has {file.stat().st_size} bytes; it was written with {sizes[name]}")
+                size = file.stat().st_size
+                problems.append(
+                    f"{name} has {size} bytes; it was written with {sizes[name]}; it holds {self._shown(rank)}"
+                )
             elif not zipfile.is_zipfile(file):
-                problems.append(f"{name} is truncated or no torch file")
+                problems.append(f"{name} is truncated or no torch file; it should hold {self._shown(rank)}")
         raise_problems(f"sharded checkpoint {self.path}", problems, "Make it again with convert_ckpt_deepseek3.")
 
+    def _shown(self, rank: int) -> str:
+        plan = local_plan(self.hf, self.layout, self.layout.coords(rank), self.naming)
+        return shown_names([tensor.name for tensor in plan])
 
-def read_manifest(path: Path) -> dict[str, Any] | None:
+
+def torch_file_regions(file: Path) -> dict[tuple[str, str], Region]:
+    """(model, name) -> where the tensor lies, for every tensor of a file of ``torch.save``; reads no data."""
+    try:
+        stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        # MindSpeed-LLM's own files use pickle protocol 4, which torch's safe loader does not read.
+        raise ValueError(
+            f"{file} is no file of plain tensors that torch's safe loader reads; convert from the "
+            f"Hugging Face checkpoint with convert_ckpt_deepseek3 instead"
+        ) from error
+    tensors = {
+        (model, name): tensor
+        for model, content in stored.items()
+        if isinstance(content, dict)
+        for name, tensor in content.items()
+        if isinstance(tensor, torch.Tensor)
+    }
+    # torch does not say where a storage lies in its file, but maps the whole file once: addresses differ as offsets do.
+    addresses = {key: tensor.untyped_storage().data_ptr() for key, tensor in tensors.items()}
+    starts = _data_offsets(file)
+    base = min(addresses.values(), default=0) - min(starts, default=0)
+    for key, tensor in tensors.items():
+        if addresses[key] - base not in starts or not tensor.is_contiguous():
+            raise ValueError(f"{file}: {key[1]} is not stored as plain rows; save it with torch.save as contiguous")
+    return {
+        key: Region(
+            file,
+            addresses[key] - base + int(tensor.storage_offset()) * tensor.element_size(),
+            tuple(tensor.shape),
+            tensor.dtype,
+        )
+        for key, tensor in tensors.items()
+    }
+
+
+def _data_offsets(file: Path) -> set[int]:
+    """Where the data of each tensor record begins: behind its local header, whose two last fields are lengths."""
+    offsets = set()
+    with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
+        for record in archive.infolist():
+            if "/data/" in record.filename and record.file_size:
+                stream.seek(record.header_offset + 26)
+                lengths = stream.read(4)
+                offsets.add(stream.tell() + sum(struct.unpack("<2H", lengths)))
+    return offsets
+
+
+def read_layout(path: Path) -> dict[str, Any] | None:
     """The layout manifest of a sharded checkpoint, None when it has none."""
-    file = path / MANIFEST_NAME
+    file = path / LAYOUT_NAME
     if not file.exists():
         return None
     try:
@@ -232,25 +251,15 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def _from_manifest(path: Path, manifest: dict[str, Any]) -> tuple[HFModelConfig, ParallelLayout, Naming]:
-    hf = parse_hf_config(manifest["hf_config"], source=f"{path / MANIFEST_NAME}: hf_config")
+    hf = parse_hf_config(manifest["hf_config"], source=f"{path / LAYOUT_NAME}: hf_config")
     hf = hf.with_mtp(manifest.get("mtp_num_layers", 0))
     return hf, ParallelLayout.from_json(manifest["layout"]), manifest["naming"]
 
 
-def _place(tensor: LocalTensor) -> tuple[str, str]:
+def place_in_file(tensor: LocalTensor) -> tuple[str, str]:
     """The file's key of the chunk that a tensor belongs to, and its name inside."""
     match = re.match(r"chunks\.(\d+)\.(.+)", tensor.name)
     return (f"model{match[1]}", match[2]) if match else ("model", tensor.name)
-
-
-def _assemble(tensor: LocalTensor, source: WeightSource) -> torch.Tensor:
-    dtypes = {source.dtype(piece.hf_name) for piece in tensor.pieces}
-    if len(dtypes) > 1:
-        names = ", ".join(piece.hf_name for piece in tensor.pieces[:4])
-        raise ValueError(f"{tensor.name} is made of tensors of different dtypes {dtypes}: {names} ...")
-    local = torch.empty(tensor.shape, dtype=dtypes.pop())
-    fill(local, tensor, source)
-    return local if tensor.file_shape is None else local.view(tensor.file_shape)
 
 
 def _intersection(left: Slice, right: Slice) -> Slice | None:
@@ -260,3 +269,17 @@ def _intersection(left: Slice, right: Slice) -> Slice | None:
 
 def _relative(inner: Slice, outer: Slice) -> tuple[slice, ...]:
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True))
+
+
+def _read_part(region: Region, piece: Piece, wanted: Slice) -> torch.Tensor:
+    """``wanted``, a part of ``piece.hf_slice``, out of the local tensor at ``region``; maps no rows beside it."""
+    rows, *others = piece.local_slice
+    if len(piece.local_slice) == len(piece.hf_slice):
+        start = rows[0] + wanted[0][0] - piece.hf_slice[0][0]
+        part = replace(piece, hf_slice=(wanted[0], *piece.hf_slice[1:]))
+        rows = (start, start + wanted[0][1] - wanted[0][0])
+    else:
+        part = piece
+    local = read_region(region, (rows, *others))
+    whole = replace(part, local_slice=tuple((0, size) for size in local.shape))
+    return hf_view(local, whole)[_relative(wanted, part.hf_slice)]

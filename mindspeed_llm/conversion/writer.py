@@ -68,7 +68,10 @@ class Writer(Protocol):
     is pickled into worker processes, so it is plain data.
     """
 
-    kind: str  # as the manifest names it
+    @property
+    def kind(self) -> str:
+        """As the manifest names it."""
+        ...
 
     def files(self) -> Sequence[str]:
         """Paths below the output directory; each is one unit of work, of the journal and of resuming."""

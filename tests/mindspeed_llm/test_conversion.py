@@ -17,7 +17,7 @@ from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm import convert_ckpt_deepseek3, convert_ckpt_deepseek3_mcore2hf
 from mindspeed_llm.hf_checkpoint import HFCheckpoint
 from mindspeed_llm.hf_config import load_hf_config
-from mindspeed_llm.sharded_checkpoint import MANIFEST_NAME, ShardedCheckpoint
+from mindspeed_llm.sharded_checkpoint import LAYOUT_NAME, ShardedCheckpoint
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 
 GROUPED = ["--moe-grouped-gemm"]
@@ -109,7 +109,7 @@ def test_slices_across_fragments_and_a_checkpoint_without_manifest(tmp_path: Pat
     source = ShardedCheckpoint(tmp_path / "shards")
     assert torch.equal(source.read(name, ((5, 50), (10, 30))), weights[name][5:50, 10:30])
     assert source.dtype(name) == torch.float32
-    (tmp_path / "shards" / MANIFEST_NAME).unlink()
+    (tmp_path / "shards" / LAYOUT_NAME).unlink()
     with pytest.raises(ValueError, match="say with which layout"):
         ShardedCheckpoint(tmp_path / "shards")
     as_source = [*sizes(2, 1, 2, prefix="source"), *GROUPED]
@@ -136,7 +136,7 @@ def test_damaged_shards_are_named(tmp_path: Path) -> None:
         ShardedCheckpoint(tmp_path / "shards")
     assert "mp_rank_00_000/model_optim_rng.pt is missing" in str(error.value)
     assert "mp_rank_00_001/model_optim_rng.pt has 1000 bytes" in str(error.value)
-    (tmp_path / "shards" / MANIFEST_NAME).unlink()
+    (tmp_path / "shards" / LAYOUT_NAME).unlink()
     with pytest.raises(ValueError, match="is truncated"):
         layout = ParallelLayout(world_size=3, pipeline_model_parallel_size=3)
         ShardedCheckpoint(tmp_path / "shards", load_hf_config(tmp_path / "hf"), layout)
@@ -173,17 +173,30 @@ def test_flag_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_a_terminated_conversion_leaves_nothing(tmp_path: Path) -> None:
+def test_a_terminated_conversion_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny_hf_config(hidden_size=256, intermediate_size=2048, moe_intermediate_size=512, num_hidden_layers=6)
     write_tiny_checkpoint(tmp_path / "hf", config)
-    command = [sys.executable, "-m", "mindspeed_llm.convert_ckpt_deepseek3", *sizes(2, 1, 4), *EXTENDED]
+    flags = [*sizes(2, 1, 4), *EXTENDED]
+    command = [sys.executable, "-m", "mindspeed_llm.convert_ckpt_deepseek3", *flags]
     paths = ["--load-dir", str(tmp_path / "hf"), "--save-dir", str(tmp_path / "shards")]
     process = subprocess.Popen([*command, *paths], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 30
-    while not list(tmp_path.glob("shards.tmp-*/iter_*/*")):
+    while not list(tmp_path.glob("shards.partial/iter_*/*/*.pt")):
         assert process.poll() is None, "the conversion ended before it could be interrupted"
         assert time.monotonic() < deadline
-        time.sleep(0.005)
+        time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 130
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "shards.partial"]
+    assert shard(tmp_path / "hf", tmp_path / "shards", *flags) == 1
+    assert "go on with --resume" in capsys.readouterr().err
+    assert shard(tmp_path / "hf", tmp_path / "shards", *flags, "--resume") == 0
+    assert shard(tmp_path / "hf", tmp_path / "unbroken", *flags) == 0
+    assert_same_bytes(tmp_path / "shards", tmp_path / "unbroken")
+
+
+def assert_same_bytes(left: Path, right: Path) -> None:
+    names = [sorted(str(path.relative_to(root)) for path in root.rglob("*")) for root in (left, right)]
+    assert names[0] == names[1]
+    for name in names[0]:
+        assert (left / name).is_dir() or (left / name).read_bytes() == (right / name).read_bytes(), name

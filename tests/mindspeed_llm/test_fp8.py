@@ -74,8 +74,8 @@ def make_fp8(tmp_path: Path, *flags: str) -> Path:
     return out
 
 
-def cast(source: Path, target: Path) -> int:
-    return fp8_cast_bf16.main(["--input-fp8-hf-path", str(source), "--output-bf16-hf-path", str(target)])
+def cast(source: Path, target: Path, *flags: str) -> int:
+    return fp8_cast_bf16.main(["--input-fp8-hf-path", str(source), "--output-bf16-hf-path", str(target), *flags])
 
 
 def test_published_form(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_mtp_of_the_input_is_kept(tmp_path: Path) -> None:
         assert checkpoint.read("model.layers.3.enorm.weight").tolist() == [3.0] * 64
         head = checkpoint.read("model.layers.3.shared_head.head.weight")
         assert torch.equal(head, weights["lm_head.weight"].bfloat16())
-    assert fp8_cast_bf16.cast_fp8_to_bf16(tmp_path / "fp8", tmp_path / "bf16", mtp_num_layers=1)
+    assert cast(tmp_path / "fp8", tmp_path / "bf16", "--num-nextn-predict-layers", "1") == 0
     assert load_hf_config(tmp_path / "bf16").num_nextn_predict_layers == 1
     with HFCheckpoint(tmp_path / "bf16") as checkpoint:
         assert checkpoint.read("model.layers.3.enorm.weight").tolist() == [3.0] * 64
@@ -169,15 +169,17 @@ def test_a_missing_scale_is_an_error_before_anything_is_written(
 def test_skips_when_done_and_redoes_when_the_weights_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fp8, bf16 = make_fp8(tmp_path), tmp_path / "bf16"
     assert cast(fp8, bf16) == 0
-    before = (bf16 / ".stamp.json").stat().st_mtime_ns
+    before = (bf16 / "manifest.json").stat().st_mtime_ns
     assert cast(fp8, bf16) == 0
     assert "nothing to do" in capsys.readouterr().out
-    assert (bf16 / ".stamp.json").stat().st_mtime_ns == before
+    assert (bf16 / "manifest.json").stat().st_mtime_ns == before
     (bf16 / "tokenizer.json").unlink()
     assert cast(fp8, bf16) == 0
     assert (bf16 / "tokenizer.json").exists()
+    capsys.readouterr()
     shard = sorted(fp8.glob("*.safetensors"))[0]
     changed = bytearray(shard.read_bytes())
     changed[-1] ^= 1  # same sizes, same headers, other weights
     shard.write_bytes(changed)
-    assert fp8_cast_bf16.cast_fp8_to_bf16(fp8, bf16)
+    assert cast(fp8, bf16) == 0
+    assert "written to" in capsys.readouterr().out

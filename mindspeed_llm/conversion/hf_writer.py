@@ -1,0 +1,131 @@
+"""Output kind: a Hugging Face directory, plain or as DeepSeek publishes (FP8 weights beside their block scales)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from mindspeed_llm.cli_io import copy_companions, write_json
+from mindspeed_llm.conversion.safetensors_file import safetensors_bytes, write_safetensors
+from mindspeed_llm.conversion.writer import FileRecord, Form, Slabs, StoredTensor
+from mindspeed_llm.fp8 import BLOCK, FP8_DTYPE, QUANTIZATION_CONFIG, SCALE_SUFFIX, is_quantised
+from mindspeed_llm.hf_checkpoint import INDEX_NAME
+from mindspeed_llm.hf_config import HFModelConfig, without_quantisation_and_mtp
+from mindspeed_llm.hf_shapes import always_fp32
+from mindspeed_llm.weight_plan import LocalTensor, Piece
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """A tensor of the source as the output stores it: in ``dtype``, or in FP8 with its scales behind it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the output, scales included."""
+        return sum(tensor.num_bytes for tensor in self.stored())
+
+    def stored(self) -> list[StoredTensor]:
+        """The weight, and its scales if it is FP8."""
+        whole = tuple((0, size) for size in self.shape)
+        content = LocalTensor(self.name, self.shape, "", (Piece(self.name, whole, whole),))
+        form: Form = "fp8" if self.dtype == FP8_DTYPE else "plain"
+        weight = StoredTensor(self.name, self.shape, self.dtype, content, form)
+        if form == "plain":
+            return [weight]
+        blocks = tuple(-(-size // BLOCK) for size in self.shape)
+        return [weight, StoredTensor(self.name + SCALE_SUFFIX, blocks, torch.float32, content, "fp8_scale")]
+
+
+@dataclass(frozen=True)
+class HFWriter:
+    """``shards`` are the files in order; ``config`` is written as it is, other files are copied from ``companions``."""
+
+    shards: tuple[tuple[HFTensor, ...], ...]
+    config: Mapping[str, Any]
+    companions: Path
+    kind: str = "hf"
+
+    def files(self) -> Sequence[str]:
+        """``model-00001-of-0000N.safetensors`` ..."""
+        return list(self._shard_of)
+
+    def tensors(self, file: str) -> Sequence[StoredTensor]:
+        """Weights in order, scales behind their weights."""
+        return [stored for tensor in self._shard_of[file] for stored in tensor.stored()]
+
+    def file_bytes(self, file: str) -> int:
+        """Exact size."""
+        return safetensors_bytes(self.tensors(file))
+
+    def write(self, file: str, stream: BinaryIO, slabs: Callable[[StoredTensor], Slabs]) -> Mapping[str, int]:
+        """One safetensors file."""
+        return write_safetensors(stream, self.tensors(file), slabs)
+
+    def finish(self, directory: Path, records: Mapping[str, FileRecord]) -> None:
+        """Index, config.json, tokenizer files."""
+        copy_companions(self.companions, directory)
+        write_json(directory / "config.json", dict(self.config))
+        weight_map = {name: file for file in self.files() for name in records[file].tensors}
+        total = sum(tensor.num_bytes for record in records.values() for tensor in record.tensors.values())
+        write_json(directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+    @cached_property
+    def _shard_of(self) -> Mapping[str, tuple[HFTensor, ...]]:
+        count = len(self.shards)
+        return {f"model-{number + 1:05d}-of-{count:05d}.safetensors": part for number, part in enumerate(self.shards)}
+
+
+def published(hf_name: str, shape: tuple[int, ...]) -> HFTensor:
+    """A tensor as DeepSeek publishes it: FP8 or BF16, the router's correction bias in FP32."""
+    if is_quantised(hf_name):
+        return HFTensor(hf_name, shape, FP8_DTYPE)
+    return HFTensor(hf_name, shape, torch.float32 if always_fp32(hf_name) else torch.bfloat16)
+
+
+def shards_by_bytes(tensors: Iterable[HFTensor], max_shard_bytes: int) -> tuple[tuple[HFTensor, ...], ...]:
+    """Consecutive tensors in files of at most ``max_shard_bytes`` of weights; a larger tensor is a file of its own."""
+    shards: list[list[HFTensor]] = []
+    filled = 0
+    for tensor in tensors:
+        size = tensor.num_bytes
+        if not shards or filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += size
+    return tuple(map(tuple, shards))
+
+
+def shards_by_count(tensors: Sequence[HFTensor], num_shards: int) -> tuple[tuple[HFTensor, ...], ...]:
+    """As many tensors in each of ``num_shards`` files, give or take one; fewer files when there are fewer tensors."""
+    num_shards = min(num_shards, len(tensors))
+    cuts = [-(-shard * len(tensors) // num_shards) for shard in range(num_shards + 1)]
+    return tuple(tuple(tensors[start:stop]) for start, stop in pairwise(cuts))
+
+
+def plain_config(config: Mapping[str, Any], hf: HFModelConfig, tensors: Sequence[HFTensor]) -> dict[str, Any]:
+    """config.json of plain weights: no quantisation, the MTP layers that are there, the dtype that most bytes have."""
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
+    main_dtype = max(sizes, key=lambda dtype: sizes[dtype])
+    cleaned = {key: value for key, value in without_quantisation_and_mtp(config).items() if key != "dtype"}
+    written = {"num_nextn_predict_layers": hf.mtp_num_layers, "torch_dtype": str(main_dtype).removeprefix("torch.")}
+    return cleaned | written
+
+
+def published_config(config: Mapping[str, Any], num_mtp_layers: int) -> dict[str, Any]:
+    """config.json of the form in which DeepSeek publishes."""
+    kept = {key: value for key, value in config.items() if key != "dtype"}
+    written = {"num_nextn_predict_layers": num_mtp_layers, "torch_dtype": "bfloat16"}
+    return kept | {"quantization_config": QUANTIZATION_CONFIG} | written

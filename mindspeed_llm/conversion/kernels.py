@@ -1,0 +1,113 @@
+"""How pieces of weights are moved: C loops, compiled at first use and kept in the user's cache, or torch.
+
+Both give the same bits. ``CC`` names another compiler, ``XDG_CACHE_HOME`` another place for what is built.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from mindspeed_llm.fp8 import BLOCK, row_scales
+from mindspeed_llm.sources import Origin, Place, place
+
+KernelsName = Literal["native", "torch"]
+_SOURCE = Path(__file__).with_name("kernels.c")
+_FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-shared", "-fPIC")
+_P, _L = ctypes.c_void_p, ctypes.c_long
+
+
+def choose_kernels(asked: Literal["auto", "native", "torch"]) -> KernelsName:
+    """``asked``, "auto" being native where there is a compiler; builds the library, so that a failure is known now."""
+    name: KernelsName = "torch" if asked == "torch" or (asked == "auto" and not _has_compiler()) else "native"
+    load_kernels(name)
+    return name
+
+
+def load_kernels(name: KernelsName) -> Place:
+    """The loop that moves a piece; ValueError when it cannot be built."""
+    if name == "torch":
+        return place
+    _library()
+    return place_native
+
+
+def place_native(target: torch.Tensor, fragment: torch.Tensor, scale_inv: torch.Tensor | None, origin: Origin) -> None:
+    """``sources.place`` for BF16 targets: FP8 dequantised, 2-byte elements turned; all else is left to that."""
+    is_turned = target.dim() == 2 and target.stride(0) == 1 and target.stride(1) > 1
+    if fragment.dim() == 2 and fragment.stride(1) != 1:
+        fragment = fragment.contiguous()
+    if scale_inv is not None and target.dtype == torch.bfloat16 and (is_turned or target.stride(1) == 1):
+        _dequantize(target, fragment, scale_inv, origin, is_turned)
+    elif scale_inv is None and is_turned and target.dtype == fragment.dtype and target.element_size() == 2:
+        _turn(target, fragment)
+    else:
+        place(target, fragment, scale_inv, origin)
+
+
+def _dequantize(
+    target: torch.Tensor, weight_OI: torch.Tensor, scale_inv: torch.Tensor, origin: Origin, is_turned: bool
+) -> None:
+    rows, columns = weight_OI.shape
+    buffer = torch.empty((min(rows, BLOCK), columns), dtype=torch.bfloat16) if is_turned else target
+    for start, stop, scales_I in row_scales(weight_OI, scale_inv, origin):
+        part, to = weight_OI[start:stop], buffer[: stop - start] if is_turned else target[start:stop]
+        _library().dequantize_rows(
+            part.data_ptr(), part.stride(0), scales_I.data_ptr(), stop - start, columns, to.data_ptr(), to.stride(0)
+        )
+        if is_turned:
+            _turn(target[start:stop], to)
+
+
+def _turn(target: torch.Tensor, fragment: torch.Tensor) -> None:
+    rows, columns = fragment.shape
+    _library().transpose16(fragment.data_ptr(), fragment.stride(0), rows, columns, target.data_ptr(), target.stride(1))
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(_build()))
+    library.dequantize_rows.argtypes, library.dequantize_rows.restype = [_P, _L, _P, _L, _L, _P, _L], None
+    library.transpose16.argtypes, library.transpose16.restype = [_P, _L, _L, _L, _P, _L], None
+    return library
+
+
+def _build() -> Path:
+    compiler = os.environ.get("CC", "cc")
+    if not _has_compiler():
+        raise ValueError(
+            f"native kernels need a C compiler, and {compiler!r} is not found: install it, set CC or --kernels torch"
+        )
+    target_flag = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    command = [compiler, *_FLAGS, target_flag]
+    facts = repr((command, sorted(torch.cpu.get_capabilities().items()))).encode() + _SOURCE.read_bytes()
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    target = root / "r1-zero-ascend" / "mindspeed_llm" / f"kernels-{hashlib.sha256(facts).hexdigest()[:20]}.so"
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Built beside its place and moved there: processes that build at the same time never load half a file.
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        built = Path(scratch) / "kernels.so"
+        result = subprocess.run([*command, str(_SOURCE), "-o", str(built)], capture_output=True, text=True)
+        if result.returncode != 0:
+            raise ValueError(
+                f"{compiler} cannot build {_SOURCE}; set CC to gcc 12, clang or newer, or give --kernels torch. "
+                f"It said:\n{result.stderr[-2000:]}"
+            )
+        os.replace(built, target)
+    return target
+
+
+def _has_compiler() -> bool:
+    return shutil.which(os.environ.get("CC", "cc")) is not None

@@ -1,0 +1,83 @@
+"""Output kind: MindSpeed-LLM's file layout, ``iter_0000001/mp_rank_TT_PPP_EEE/model_optim_rng.pt`` for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megatron.core.parallel_layout import ParallelLayout
+from mindspeed_llm.cli_io import write_json
+from mindspeed_llm.conversion.torch_file import TensorRef, TorchFile, torch_file_layout
+from mindspeed_llm.conversion.writer import FileRecord, Slabs, StoredTensor
+from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
+from mindspeed_llm.sharded_checkpoint import ITERATION, LATEST_NAME, LAYOUT_NAME, place_in_file, rank_file
+from mindspeed_llm.sources import WeightSource, plain_dtype
+from mindspeed_llm.weight_plan import LocalTensor, Naming, local_plan
+
+
+@dataclass(frozen=True)
+class RankWriter:
+    """One file per rank of ``layout``, in the dtypes of ``source`` (BF16 for FP8), and layout.json.
+
+    A file is ``{"model": {name: tensor}, "checkpoint_version": 3.0, "iteration": 1}``, with virtual stages "model0",
+    "model1" ... instead of "model". ``hf_config`` is config.json as read.
+    """
+
+    source: WeightSource
+    hf_config: Mapping[str, Any]
+    mtp_num_layers: int
+    layout: ParallelLayout
+    naming: Naming
+    kind: str = "mp_rank"
+
+    def files(self) -> Sequence[str]:
+        """One path per rank."""
+        return list(self._rank_of)
+
+    def tensors(self, file: str) -> Sequence[StoredTensor]:
+        """The rank's plan."""
+        coords = self.layout.coords(self._rank_of[file])
+        return [self._stored(tensor) for tensor in local_plan(self._hf, self.layout, coords, self.naming)]
+
+    def file_bytes(self, file: str) -> int:
+        """Exact size."""
+        return self._file(file).num_bytes
+
+    def write(self, file: str, stream: BinaryIO, slabs: Callable[[StoredTensor], Slabs]) -> Mapping[str, int]:
+        """One file as torch.save writes it."""
+        return self._file(file).write(stream, slabs)
+
+    def finish(self, directory: Path, records: Mapping[str, FileRecord]) -> None:
+        """The iteration's number, as Megatron looks it up, and the layout, for the way back."""
+        (directory / LATEST_NAME).write_text(str(ITERATION))
+        described = {"naming": self.naming, "layout": asdict(self.layout), "hf_config": dict(self.hf_config)}
+        sizes = {file: records[file].num_bytes for file in self.files()}
+        content = {"version": 1, **described, "mtp_num_layers": self.mtp_num_layers, "files": sizes}
+        write_json(directory / LAYOUT_NAME, content)
+
+    def _file(self, file: str) -> TorchFile:
+        tensors = self.tensors(file)
+        models: dict[str, dict[str, TensorRef]] = {}
+        for key, tensor in enumerate(tensors):
+            model, name = place_in_file(tensor.content)
+            models.setdefault(model, {})[name] = TensorRef(key, tensor.shape, tensor.dtype)
+        content = {**models, "checkpoint_version": 3.0, "iteration": ITERATION}
+        return torch_file_layout(content, tensors, stem="model_optim_rng")
+
+    def _stored(self, tensor: LocalTensor) -> StoredTensor:
+        dtypes = {plain_dtype(self.source, piece.hf_name) for piece in tensor.pieces}
+        if len(dtypes) > 1:
+            names = ", ".join(piece.hf_name for piece in tensor.pieces[:4])
+            raise ValueError(f"{tensor.name} is made of tensors of different dtypes {dtypes}: {names} ...")
+        return StoredTensor(tensor.name, tensor.file_shape or tensor.shape, dtypes.pop(), tensor)
+
+    @cached_property
+    def _hf(self) -> HFModelConfig:
+        return parse_hf_config(self.hf_config).with_mtp(self.mtp_num_layers)
+
+    @cached_property
+    def _rank_of(self) -> Mapping[str, int]:
+        return {rank_file(self.layout, self.layout.coords(rank)): rank for rank in range(self.layout.world_size)}

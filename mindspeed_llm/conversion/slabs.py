@@ -1,0 +1,116 @@
+"""What writers write: the bytes of a stored tensor, assembled from a source in slabs of whole rows of bounded size."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mindspeed_llm.conversion.writer import StoredTensor
+from mindspeed_llm.fp8 import BLOCK, quantize_fp8_blockwise
+from mindspeed_llm.sources import Place, WeightSource, fill, plain_dtype
+from mindspeed_llm.weight_plan import LocalTensor, rows_of, slice_shape
+
+_CACHED_BYTES = 8 << 20  # a slab is read, summed and written while it is in the processor's last cache
+_QUANTISING_BYTES = 16  # per element, for the fp32 values, their scaled form and the masks
+
+
+class SlabReader:
+    """Makes the slabs of one file's tensors, in the file's order; holds one at a time, of at most ``max_bytes`` with
+    all that it is made of, or one row (of grouped experts: one expert; of a quantised tensor: 128 rows)."""
+
+    def __init__(self, source: WeightSource, max_bytes: int, place: Place, on_bytes: Callable[[int], None]) -> None:
+        self._source = source
+        self._place = place
+        self._max_bytes = max_bytes
+        self._on_bytes = on_bytes
+        self._scales: list[torch.Tensor] = []
+
+    def __call__(self, tensor: StoredTensor) -> ByteSlabs:
+        """The slabs of ``tensor``, made one at a time as they are iterated."""
+        return ByteSlabs(self._slabs(tensor), self._on_bytes)
+
+    def _slabs(self, tensor: StoredTensor) -> Iterator[torch.Tensor]:
+        if tensor.form == "fp8_scale":
+            assert self._scales, f"{tensor.name} does not follow its weight"
+            yield torch.cat(self._scales)
+            return
+        self._scales = []
+        rows, step = tensor.content.shape[0], _cost(tensor, self._source).rows_within(self._max_bytes)
+        for start in range(0, rows, step):
+            part = rows_of(tensor.content, start, min(start + step, rows))
+            if tensor.form == "fp8":
+                dtype = plain_dtype(self._source, part.pieces[0].hf_name)
+                quantised, scales = quantize_fp8_blockwise(assemble(part, dtype, self._source, self._place))
+                self._scales.append(scales)
+                yield quantised
+            else:
+                yield assemble(part, tensor.dtype, self._source, self._place)
+
+
+class ByteSlabs:
+    """Tensors as the bytes that they are stored as, with the CRC-32 of what went by."""
+
+    def __init__(self, slabs: Iterator[torch.Tensor], on_bytes: Callable[[int], None]) -> None:
+        self.crc32 = 0
+        self._slabs = slabs
+        self._on_bytes = on_bytes
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for slab in self._slabs:
+            raw = memoryview(slab.reshape(-1).view(torch.uint8).numpy().data)
+            self.crc32 = zlib.crc32(raw, self.crc32)
+            yield raw
+            self._on_bytes(len(raw))
+
+
+def in_flight_bytes(tensor: StoredTensor, source: WeightSource, max_bytes: int) -> int:
+    """Most memory that ``SlabReader`` takes for ``tensor``."""
+    if tensor.form == "fp8_scale":
+        return 2 * tensor.num_bytes
+    cost = _cost(tensor, source)
+    return cost.fixed_bytes + min(tensor.content.shape[0], cost.rows_within(max_bytes)) * cost.row_bytes
+
+
+def assemble(part: LocalTensor, dtype: torch.dtype, source: WeightSource, place: Place) -> torch.Tensor:
+    """``part`` filled from ``source``; a view of the source where that holds just these bytes."""
+    if _is_view(part, dtype, source):
+        return source.read(part.pieces[0].hf_name, part.pieces[0].hf_slice).reshape(part.shape)
+    local = torch.empty(part.shape, dtype=dtype)
+    fill(local, part, source, place)
+    return local
+
+
+def _is_view(part: LocalTensor, dtype: torch.dtype, source: WeightSource) -> bool:
+    first = part.pieces[0]
+    return len(part.pieces) == 1 and not first.transpose and source.dtype(first.hf_name) == dtype
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """Memory of a slab: of each row (dim 0) with what it is made of, and what does not grow with rows."""
+
+    row_bytes: int
+    fixed_bytes: int
+    row_multiple: int
+
+    def rows_within(self, max_bytes: int) -> int:
+        within = (min(max_bytes, _CACHED_BYTES) - self.fixed_bytes) // max(1, self.row_bytes)
+        return max(1, within // self.row_multiple) * self.row_multiple
+
+
+def _cost(tensor: StoredTensor, source: WeightSource) -> _Cost:
+    content, first = tensor.content, tensor.content.pieces[0]
+    elements = math.prod(content.shape[1:])
+    stored = source.dtype(first.hf_name).itemsize
+    if tensor.form == "fp8":
+        return _Cost(elements * (_QUANTISING_BYTES + 2 * stored), 0, BLOCK)
+    made = elements * tensor.dtype.itemsize
+    if _is_view(content, tensor.dtype, source):
+        return _Cost(made, 0, 1)
+    if first.transpose:  # an expert's gate or up, or its down, is read at a time
+        return _Cost(made, math.prod(slice_shape(first.hf_slice)) * stored, 1)
+    return _Cost(made + elements * stored, 0, 1)
