@@ -16,8 +16,8 @@ from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.file_slices import FileSlices, Region
 from mindspeed_llm.hf_config import HFModelConfig
 from mindspeed_llm.hf_shapes import hf_tensors
+from mindspeed_llm.saved_tensor import saved_region
 from mindspeed_llm.sources import assemble, intersection, raise_problems, relative, shown_names
-from mindspeed_llm.torch_file import saved_array
 from mindspeed_llm.weight_plan import Fragment, LocalTensor, Piece, Slice, fragments, local_plan, slice_shape
 
 PREFIX = "model."  # of the keys of weights, beside ``optimizer.`` and ``rng.``
@@ -54,6 +54,9 @@ class DCPCheckpoint:
         self._slices = FileSlices()
         self._arrays: dict[tuple[str, tuple[int, ...]], Region] = {}
 
+    def __reduce__(self) -> tuple[type[DCPCheckpoint], tuple[object, ...]]:
+        return DCPCheckpoint, (self.path, self.hf)
+
     def __enter__(self) -> DCPCheckpoint:
         return self
 
@@ -76,6 +79,11 @@ class DCPCheckpoint:
         if (self.path / COMMON).is_file():
             return f"the model part of a training checkpoint that {read_manifest(self.path).layout} saved"
         return "a distributed checkpoint of weights"
+
+    def files(self) -> list[Path]:
+        """Every file that decides what this source holds."""
+        held = {chunk.file for tensor in self._tensors.values() for chunk in tensor.chunks}
+        return [self.path / name for name in (METADATA, *sorted(held))]
 
     def names(self) -> Collection[str]:
         """Every HF tensor of the model."""
@@ -119,7 +127,7 @@ class DCPCheckpoint:
         found = self._arrays.get((key, chunk.offsets))
         if found is None:
             span = (chunk.start, chunk.start + chunk.num_bytes)
-            found = saved_array(self._slices, key, self.path / chunk.file, span, chunk.sizes, dtype)
+            found = saved_region(self._slices, key, self.path / chunk.file, span, chunk.sizes, dtype)
             self._arrays[key, chunk.offsets] = found
         return found
 

@@ -19,7 +19,7 @@ _LOCAL_HEADER_BYTES = 30
 _REBUILDERS = {"_rebuild_tensor_v2", "_rebuild_tensor_v3"}
 
 
-def saved_array(
+def saved_region(
     slices: FileSlices, name: str, file: Path, span: tuple[int, int], shape: tuple[int, ...], dtype: torch.dtype
 ) -> Region:
     """The elements of the tensor that ``torch.save`` wrote to bytes ``span`` [start, stop) of ``file``.
