@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -52,7 +54,7 @@ class DCPCheckpoint:
         self._tensors = {key: stored[key] for key in global_tensors(hf) if key in stored}
         self._check()
         self._slices = FileSlices()
-        self._arrays: dict[tuple[str, tuple[int, ...]], Region] = {}
+        self._regions: dict[tuple[str, tuple[int, ...]], Region] = {}
 
     def __reduce__(self) -> tuple[type[DCPCheckpoint], tuple[object, ...]]:
         return DCPCheckpoint, (self.path, self.hf)
@@ -101,34 +103,62 @@ class DCPCheckpoint:
         hf_slice = hf_slice or tuple((0, size) for size in hf_tensors(self.hf)[hf_name][0])
         return assemble(f"{self.path}: {hf_name}", hf_slice, parts, self._read_fragment)
 
+    def fill(self, local: torch.Tensor, tensor: LocalTensor) -> None:
+        """``sources.fill`` of a tensor of the training engine, which is stored in the same orientation: pieces that lie
+        together there, such as an expert's gate and up and the experts of a rank, are read together."""
+        for box in self._boxes(tensor):
+            view = local[tuple(slice(start, stop) for start, stop in box.local)]
+            for common, part in self._parts(box.key, box.stored):
+                view[relative(common, box.stored)].copy_(part)
+
+    def _boxes(self, tensor: LocalTensor) -> list[_Box]:
+        boxes: list[_Box] = []
+        for piece in tensor.pieces:
+            for fragment in self._fragments[piece.hf_name]:
+                common = intersection(piece.hf_slice, fragment.piece.hf_slice)
+                if common is None:
+                    continue
+                assert piece.transpose == fragment.piece.transpose, f"{tensor.name} is not named as in training"
+                here, there = _local_extent(piece, common), _local_extent(fragment.piece, common)
+                boxes.append(_Box(PREFIX + fragment.local_name, here, there))
+                while len(boxes) > 1 and (joined := boxes[-2].joined(boxes[-1])) is not None:
+                    boxes[-2:] = [joined]
+        num_found = sum(math.prod(slice_shape(box.local)) for box in boxes)
+        assert num_found == tensor.num_elements, f"{tensor.name}: {num_found} of {tensor.num_elements} elements"
+        return boxes
+
     def _read_fragment(self, fragment: Fragment, hf_slice: Slice) -> torch.Tensor:
         """What lies in one fragment, in the orientation of the HF tensor."""
-        found = self._read_stored(PREFIX + fragment.local_name, _local_extent(fragment.piece, hf_slice))
+        key, extent = PREFIX + fragment.local_name, _local_extent(fragment.piece, hf_slice)
+        found: torch.Tensor | None = None
+        for common, part in self._parts(key, extent):
+            if common == extent:
+                found = part
+            else:
+                found = torch.empty(slice_shape(extent), dtype=part.dtype) if found is None else found
+                found[relative(common, extent)] = part
+        assert found is not None, f"{key} was seen to have chunks"
         found = found.squeeze(0) if found.dim() > len(hf_slice) else found
         return found.T if fragment.piece.transpose else found
 
-    def _read_stored(self, key: str, extent: Slice) -> torch.Tensor:
-        stored = self._tensors[key]
-        result = torch.empty(slice_shape(extent), dtype=stored.dtype)
-        num_read = 0
+    def _parts(self, key: str, extent: Slice) -> Iterator[tuple[Slice, torch.Tensor]]:
+        """(which part of ``extent``, its elements) chunk by chunk; ValueError in the end when some are in no chunk."""
+        stored, num_read = self._tensors[key], 0
         for chunk, common in _touched(stored, extent):
             place = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
             inside = tuple((part.start, part.stop) for part in relative(common, place))
-            part = self._slices.read(key, self._array(key, chunk, stored.dtype), inside)
-            if common == extent:
-                return part
-            result[relative(common, extent)] = part
+            part = self._slices.read(key, self._region(key, chunk, stored.dtype), inside)
             num_read += part.numel()
-        if num_read != result.numel():
+            yield common, part
+        if num_read != math.prod(slice_shape(extent)):
             raise ValueError(f"{self.path}: the chunks of {key} hold {num_read} of the elements {extent}")
-        return result
 
-    def _array(self, key: str, chunk: StoredChunk, dtype: torch.dtype) -> Region:
-        found = self._arrays.get((key, chunk.offsets))
+    def _region(self, key: str, chunk: StoredChunk, dtype: torch.dtype) -> Region:
+        found = self._regions.get((key, chunk.offsets))
         if found is None:
             span = (chunk.start, chunk.start + chunk.num_bytes)
             found = saved_region(self._slices, key, self.path / chunk.file, span, chunk.sizes, dtype)
-            self._arrays[key, chunk.offsets] = found
+            self._regions[key, chunk.offsets] = found
         return found
 
     def _check(self) -> None:
@@ -159,6 +189,34 @@ class DCPCheckpoint:
     def _is_cut(self, key: str, file: str, size: int) -> bool:
         chunks = self._tensors[key].chunks
         return any(chunk.file == file and chunk.start + chunk.num_bytes > size for chunk in chunks)
+
+
+@dataclass(frozen=True)
+class _Box:
+    """``local`` here is ``stored`` of the tensor ``key``, of the same shape."""
+
+    key: str
+    local: Slice
+    stored: Slice
+
+    def joined(self, other: _Box) -> _Box | None:
+        """Both as one, when the other continues this one along one dimension, here and there."""
+        if self.key != other.key:
+            return None
+        apart = [dim for dim in range(len(self.local)) if self.local[dim] != other.local[dim]]
+        if (
+            apart != [dim for dim in range(len(self.stored)) if self.stored[dim] != other.stored[dim]]
+            or len(apart) != 1
+        ):
+            return None
+        dim = apart[0]
+        if self.local[dim][1] != other.local[dim][0] or self.stored[dim][1] != other.stored[dim][0]:
+            return None
+        return _Box(self.key, _extended(self.local, other.local, dim), _extended(self.stored, other.stored, dim))
+
+
+def _extended(first: Slice, second: Slice, dim: int) -> Slice:
+    return (*first[:dim], (first[dim][0], second[dim][1]), *first[dim + 1 :])
 
 
 def _local_extent(piece: Piece, hf_slice: Slice) -> Slice:

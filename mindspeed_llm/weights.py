@@ -88,7 +88,10 @@ def load_weights(
     for tensor in tensors:
         names = {piece.hf_name for piece in tensor.pieces}
         if tensor.name in targets and not names & absent:
-            fill(targets[tensor.name], tensor, source)
+            if isinstance(source, DCPCheckpoint):
+                source.fill(targets[tensor.name], tensor)
+            else:
+                fill(targets[tensor.name], tensor, source)
             loaded |= names
     return loaded
 

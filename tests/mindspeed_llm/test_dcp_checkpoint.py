@@ -15,10 +15,12 @@ import torch
 from megatron.core.dist_checkpointing import CheckpointSaver
 from megatron.core.dist_checkpointing.stored_tensors import METADATA, read_metadata
 from megatron.core.ops.reference import reference_ops
+from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import destroy_model_parallel, initialize_model_parallel
 from mindspeed_llm.dcp_checkpoint import DCPCheckpoint
-from mindspeed_llm.hf_config import load_hf_config
+from mindspeed_llm.hf_config import load_hf_config, parse_hf_config
 from mindspeed_llm.model import build_model
+from mindspeed_llm.sources import fill
 from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weights import load_weights, open_hf, open_shards
 from tests.mindspeed_llm.tiny import (
@@ -111,12 +113,27 @@ def test_a_slice_costs_its_bytes(saved: tuple[Path, Path]) -> None:
         assert source.bytes_read - once <= 32 * 64 * 2 + 2500
 
 
+def test_a_rank_reads_what_it_holds(saved: tuple[Path, Path]) -> None:
+    """In runs: an expert's gate, up and neighbours lie together and are read together."""
+    hf = load_hf_config(saved[0]).with_mtp(1)
+    layout = ParallelLayout(world_size=4, expert_model_parallel_size=4, pipeline_model_parallel_size=1)
+    for rank in range(4):
+        with DCPCheckpoint(saved[1], hf) as source, open_hf(saved[0], hf) as reference:
+            held, num_chunks = 0, 0
+            for tensor in local_plan(hf, layout, layout.coords(rank)):
+                found, expected = torch.empty(2, *tensor.shape, dtype=torch.bfloat16)
+                source.fill(found, tensor)
+                fill(expected, tensor, reference)
+                assert found.equal(expected), tensor.name
+                held += tensor.num_elements * source.dtype(tensor.pieces[0].hf_name).itemsize
+                num_chunks += -(-tensor.num_bytes // (1 << 16)) + 1
+            assert held <= source.bytes_read < held + 2500 * num_chunks
+
+
 def test_what_the_model_has_not_is_left_out_and_what_is_missing_named(saved: tuple[Path, Path]) -> None:
     hf = load_hf_config(saved[0])
     assert "model.layers.3.enorm.weight" not in DCPCheckpoint(saved[1], hf).names()
     config = json.loads((saved[0] / "config.json").read_text()) | {"n_routed_experts": 16, "num_hidden_layers": 4}
-    from mindspeed_llm.hf_config import parse_hf_config
-
     with pytest.raises(ValueError, match="problem") as error:
         DCPCheckpoint(saved[1], parse_hf_config(config))
     assert "model.decoder.layers.3.input_layernorm.weight is not in it" in str(error.value)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from megatron.core.ops.reference import reference_ops
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import destroy_model_parallel, initialize_model_parallel
+from mindspeed_llm import fp8_cast_bf16
 from mindspeed_llm.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX
-from mindspeed_llm.fp8_cast_bf16 import cast_fp8_to_bf16
 from mindspeed_llm.fp8_quantize import quantize_checkpoint
 from mindspeed_llm.hf_config import load_hf_config
 from mindspeed_llm.model import build_model
@@ -52,7 +52,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("published")
     write_tiny_checkpoint(root / "base", tiny_hf_config(**WIDE), dtype=torch.bfloat16)
     quantize_checkpoint(root / "base", root / "fp8", num_mtp_layers=1)
-    cast_fp8_to_bf16(root / "fp8", root / "bf16", mtp_num_layers=1)
+    paths = ["--input-fp8-hf-path", str(root / "fp8"), "--output-bf16-hf-path", str(root / "bf16")]
+    assert fp8_cast_bf16.main([*paths, "--num-nextn-predict-layers", "1"]) == 0
     return root / "fp8", root / "bf16"
 
 
