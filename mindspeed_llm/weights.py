@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from megatron.core.parallel_layout import ParallelLayout
+from mindspeed_llm.conversion.kernels import choose_kernels, load_kernels
 from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
 from mindspeed_llm.gathering import DEFAULT_BUCKET_BYTES, gather_hf_tensors
 from mindspeed_llm.gradients import hf_gradients
@@ -16,8 +19,10 @@ from mindspeed_llm.hf_checkpoint import HFCheckpoint, check_against_config, chec
 from mindspeed_llm.hf_config import HFModelConfig, read_config_dict
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint
-from mindspeed_llm.sources import WeightSource, fill, raise_problems
+from mindspeed_llm.sources import Origin, Place, WeightSource, fill, raise_problems
 from mindspeed_llm.weight_plan import LocalTensor
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from megatron.core.parallel_state import ProcessGroups
@@ -85,15 +90,32 @@ def load_weights(
         ]
         raise_problems("loading weights", problems, "Check that model, layout and checkpoint belong together.")
     loaded: set[str] = set()
+    kernels = choose_kernels("auto")
+    logger.info("weights are moved by %s kernels", kernels)
+    on_host = load_kernels(kernels)
     for tensor in tensors:
         names = {piece.hf_name for piece in tensor.pieces}
         if tensor.name in targets and not names & absent:
             if isinstance(source, DCPCheckpoint):
                 source.fill(targets[tensor.name], tensor)
             else:
-                fill(targets[tensor.name], tensor, source)
+                fill(targets[tensor.name], tensor, source, partial(_place, on_host))
             loaded |= names
     return loaded
+
+
+def _place(
+    on_host: Place, target: torch.Tensor, fragment: torch.Tensor, scale_inv: torch.Tensor | None, origin: Origin
+) -> None:
+    """``sources.place`` to any device: FP8 is multiplied out on the host and goes there in one copy."""
+    if target.device.type == "cpu":
+        on_host(target, fragment, scale_inv, origin)
+    elif scale_inv is None:
+        target.copy_(fragment)
+    else:
+        plain = torch.empty(fragment.shape, dtype=target.dtype)
+        on_host(plain, fragment, scale_inv, origin)
+        target.copy_(plain)
 
 
 @torch.no_grad()
