@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.conversion.kernels import choose_kernels, load_kernels
+from mindspeed_llm.conversion.kernels import choose_kernels, place_native
 from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
 from mindspeed_llm.gathering import DEFAULT_BUCKET_BYTES, gather_hf_tensors
 from mindspeed_llm.gradients import hf_gradients
@@ -19,7 +19,7 @@ from mindspeed_llm.hf_checkpoint import HFCheckpoint, check_against_config, chec
 from mindspeed_llm.hf_config import HFModelConfig, read_config_dict
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint
-from mindspeed_llm.sources import Origin, Place, WeightSource, fill, raise_problems
+from mindspeed_llm.sources import Origin, Place, WeightSource, fill, place, raise_problems
 from mindspeed_llm.weight_plan import LocalTensor
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def load_weights(
     loaded: set[str] = set()
     kernels = choose_kernels("auto")
     logger.info("weights are moved by %s kernels", kernels)
-    on_host = load_kernels(kernels)
+    on_host = place_native if kernels == "native" else place
     for tensor in tensors:
         names = {piece.hf_name for piece in tensor.pieces}
         if tensor.name in targets and not names & absent:
