@@ -18,14 +18,19 @@ from mindspeed_llm.weight_plan import Naming, plan_problems
 
 
 def plan_shards(
-    load_dir: Path, layout: ParallelLayout, naming: Naming, mtp_num_layers: int = 0, dry_run: bool = False
+    load_dir: Path,
+    layout: ParallelLayout,
+    naming: Naming,
+    mtp_num_layers: int = 0,
+    dry_run: bool = False,
+    hf_config_dir: Path | None = None,
 ) -> Request:
     """``load_dir`` for the ranks of ``layout``, the first ``mtp_num_layers`` multi-token-prediction modules too.
 
     FP8 weights become BF16, with no copy of the checkpoint in between; a tensor that several ranks hold is read once
-    for each.
+    for each. ``hf_config_dir`` is for training checkpoints, which do not say of which model they are.
     """
-    found = open_input(load_dir, mtp_num_layers, dry_run)
+    found = open_input(load_dir, mtp_num_layers, dry_run, hf_config_dir)
     _raise_layout_problems(plan_problems(found.hf, layout))
     config = {key: value for key, value in found.config.items() if key != "quantization_config"}
     writer = RankWriter(found.source, config, mtp_num_layers, layout, naming)
@@ -38,9 +43,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_llm.convert_ckpt_deepseek3", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("--load-dir", type=Path, required=True, help="checkpoint: Hugging Face form or shards")
+    parser.add_argument("--load-dir", type=Path, required=True, help="checkpoint: Hugging Face form, shards, training")
     parser.add_argument("--save-dir", type=Path, required=True, help="directory to make")
     add_layout_flags(parser, "target", default=1)
+    parser.add_argument("--hf-config-dir", type=Path, help="where config.json is, for a training checkpoint")
     parser.add_argument("--num-layers", type=int, help="must agree with config.json, which is the default")
     parser.add_argument("--first-k-dense-replace", type=int, help="must agree with config.json, which is the default")
     parser.add_argument("--num-nextn-predict-layers", type=int, default=0, help="MTP layers to write")
@@ -49,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def body(arguments: argparse.Namespace) -> None:
         def request() -> Request:
-            hf = input_config(arguments.load_dir)
+            hf = input_config(arguments.hf_config_dir or arguments.load_dir)
             layout = shard_layout(
                 arguments.target_tensor_parallel_size,
                 arguments.target_pipeline_parallel_size,
@@ -61,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
             )
             _raise_layout_problems(_flag_problems(arguments, hf) + plan_problems(hf, layout))
             num_mtp = arguments.num_nextn_predict_layers
-            return plan_shards(arguments.load_dir, layout, expert_naming(arguments), num_mtp, arguments.dry_run)
+            naming, config_dir = expert_naming(arguments), arguments.hf_config_dir
+            return plan_shards(arguments.load_dir, layout, naming, num_mtp, arguments.dry_run, config_dir)
 
         run_request(arguments, arguments.save_dir, request)
 

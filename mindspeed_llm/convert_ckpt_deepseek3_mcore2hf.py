@@ -1,4 +1,4 @@
-"""Command: a sharded checkpoint (mp_rank_* files) back to Hugging Face form, plain or in FP8."""
+"""Command: shards (mp_rank_* files, or torch.distributed.checkpoint) back to Hugging Face form, plain or in FP8."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from mindspeed_llm.conversion.hf_writer import (
     shards_by_bytes,
 )
 from mindspeed_llm.convert_ckpt_deepseek3 import add_layout_flags, expert_naming, num_chunks
+from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
 from mindspeed_llm.hf_checkpoint import DEFAULT_SHARD_BYTES
 from mindspeed_llm.hf_config import load_hf_config, read_config_dict
 from mindspeed_llm.hf_shapes import hf_tensors
@@ -39,10 +40,7 @@ def plan_hf(
     config.json and tokenizer come from ``hf_config_dir``. ``layout``, ``naming`` and ``mtp_num_layers`` are for
     checkpoints without a layout manifest; with one they may be left out and must not contradict it.
     """
-    hf = load_hf_config(hf_config_dir).with_mtp(mtp_num_layers)
-    source = ShardedCheckpoint(load_dir, hf, layout, naming)
-    if layout is not None and (layout, naming) != (source.layout, source.naming):
-        raise ValueError(f"{load_dir} was written for {source.layout} ({source.naming}), not {layout} ({naming})")
+    source = _open(load_dir, hf_config_dir, layout, naming, mtp_num_layers)
     hf, config, specs = source.hf, read_config_dict(hf_config_dir), hf_tensors(source.hf)
     if to_fp8:
         tensors = [published(name, shape) for name, (shape, _) in specs.items()]
@@ -52,13 +50,23 @@ def plan_hf(
         config = plain_config(config, hf, tensors)
     writer = HFWriter(shards_by_bytes(tensors, max_shard_bytes), config, hf_config_dir)
     inputs = (*source.files(), hf_config_dir / "config.json", *companion_files(hf_config_dir))
-    arguments: dict[str, object] = {
-        "max_shard_bytes": max_shard_bytes,
-        "layout": repr(source.layout),
-        "naming": source.naming,
-    }
-    arguments["to_fp8"] = to_fp8
+    arguments = {"max_shard_bytes": max_shard_bytes, "source": source.describe(), "to_fp8": to_fp8}
     return Request(Conversion("convert_ckpt_deepseek3_mcore2hf", arguments, inputs, source, writer), hf)
+
+
+def _open(
+    load_dir: Path, hf_config_dir: Path, layout: ParallelLayout | None, naming: Naming, mtp_num_layers: int
+) -> ShardedCheckpoint | DCPCheckpoint:
+    hf = load_hf_config(hf_config_dir)
+    if is_dcp(load_dir):
+        if layout is not None:
+            raise ValueError(f"{load_dir} is a distributed checkpoint, which has no layout; leave the flags for it out")
+        written = read_layout(load_dir) or {}
+        return DCPCheckpoint(load_dir, hf.with_mtp(mtp_num_layers or written.get("mtp_num_layers", 0)))
+    source = ShardedCheckpoint(load_dir, hf.with_mtp(mtp_num_layers), layout, naming)
+    if layout is not None and (layout, naming) != (source.layout, source.naming):
+        raise ValueError(f"{load_dir} was written for {source.layout} ({source.naming}), not {layout} ({naming})")
+    return source
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -68,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         description=f"{__doc__} The layout is read from layout.json; give it as flags for checkpoints without one.",
         allow_abbrev=False,
     )
-    parser.add_argument("--load-dir", type=Path, required=True, help="sharded checkpoint")
+    parser.add_argument("--load-dir", type=Path, required=True, help="shards of either kind, or a training checkpoint")
     parser.add_argument("--save-dir", type=Path, required=True, help="directory to make")
     parser.add_argument("--hf-config-dir", type=Path, required=True, help="where config.json and tokenizer come from")
     parser.add_argument("--max-shard-bytes", type=positive, default=DEFAULT_SHARD_BYTES, help="size limit of a file")
@@ -110,7 +118,8 @@ def _layout_of(arguments: argparse.Namespace) -> tuple[ParallelLayout | None, Na
         arguments.moe_grouped_gemm,
         arguments.moe_tp_extend_ep,
     )
-    if not any(sizes) and not any(others) and read_layout(arguments.load_dir) is not None:
+    has_own = read_layout(arguments.load_dir) is not None or is_dcp(arguments.load_dir)
+    if not any(sizes) and not any(others) and has_own:
         return None, "mindspeed_llm"
     tensor, pipeline, expert = (size or 1 for size in sizes)
     layout = shard_layout(

@@ -14,11 +14,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from mindspeed_llm.cli_io import atomic_directory, copy_companions, write_json
+from mindspeed_llm.file_slices import FileSlices, Region
 from mindspeed_llm.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX
 from mindspeed_llm.hf_config import HFModelConfig, read_config_dict, without_quantisation_and_mtp
 from mindspeed_llm.hf_shapes import hf_tensors
-from mindspeed_llm.mapped import Region, read_region
-from mindspeed_llm.sources import raise_problems
+from mindspeed_llm.mapped import read_region
+from mindspeed_llm.sources import raise_problems, shown_names
 from mindspeed_llm.weight_plan import Slice
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -50,6 +51,8 @@ class HFCheckpoint:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._entries = _read_entries(self.path)
+        self._slices = FileSlices()
+        self._mapped_bytes = 0
 
     def __enter__(self) -> HFCheckpoint:
         return self
@@ -62,6 +65,17 @@ class HFCheckpoint:
     def close(self) -> None:
         """Forget the shards; tensors that were read stay valid."""
         self._entries = {}
+        self._slices.close()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that ``read`` has handed out or, to cut columns, read from the shards."""
+        return self._mapped_bytes + self._slices.bytes_read
+
+    def describe(self) -> str:
+        """Which form it is, and what is in it, for a log."""
+        num_fp8 = sum(entry.dtype == FP8_DTYPE for entry in self._entries.values())
+        return f"a Hugging Face directory of {len(self._entries)} tensors, {num_fp8} of them in FP8"
 
     def names(self) -> Collection[str]:
         """Names of all tensors."""
@@ -76,11 +90,16 @@ class HFCheckpoint:
         return self._entries[hf_name].dtype
 
     def read(self, hf_name: str, hf_slice: Slice | None = None) -> torch.Tensor:
-        """The slice (default: all) of a tensor in its stored dtype: a view of its rows in the file."""
+        """The slice (default: all) of a tensor in its stored dtype: rows as a view of the file, mapped privately; where
+        columns are cut, a copy, for which just the pages that hold them are read."""
         entry = self._entries.get(hf_name)
         if entry is None:
             raise ValueError(f"{self.path} has no tensor {hf_name}")
-        return read_region(entry, hf_slice)
+        if hf_slice is not None and hf_slice[1:] != tuple((0, size) for size in entry.shape[1:]):
+            return self._slices.read(hf_name, entry, hf_slice)
+        rows = read_region(entry, hf_slice)
+        self._mapped_bytes += rows.nbytes
+        return rows
 
 
 def check_against_config(source: HFCheckpoint, hf: HFModelConfig) -> None:
@@ -224,17 +243,21 @@ def write_hf_files(
 
 def _read_entries(path: Path) -> dict[str, Region]:
     weight_map = _read_weight_map(path)
+    of_file: dict[str, list[str]] = {}
+    for name, file_name in weight_map.items():
+        of_file.setdefault(file_name, []).append(name)
     problems: list[str] = []
     entries: dict[str, Region] = {}
-    for file_name in sorted(set(weight_map.values())):
-        file = path / file_name
+    for file_name, names in sorted(of_file.items()):
         try:
-            entries.update({name: entry for name, entry in _read_header(file) if weight_map.get(name) == file_name})
+            found = dict(_read_header(path / file_name))
         except ValueError as error:
-            problems.append(str(error))
+            problems.append(f"{error}; the index places {len(names)} tensors in it: {shown_names(names)}")
             continue
-        absent = [name for name, owner in weight_map.items() if owner == file_name and name not in entries]
-        problems.extend(f"{file_name} does not hold {name}, which the index places there" for name in absent)
+        problems.extend(
+            f"{file_name} does not hold {name}, which the index places there" for name in names if name not in found
+        )
+        entries.update((name, found[name]) for name in names if name in found)
     raise_problems(f"checkpoint {path}", problems, "Fetch or make the named files again.")
     return entries
 

@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import math
 import mmap
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from mindspeed_llm.file_slices import Region
 from mindspeed_llm.weight_plan import Slice
 
 _WILL_NEED_BYTES = 1 << 20  # below this the system's own read-ahead is as good
-
-
-@dataclass(frozen=True)
-class Region:
-    """Where a row-major tensor lies: ``offset`` bytes from the start of ``file``."""
-
-    file: Path
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_region(region: Region, extent: Slice | None = None) -> torch.Tensor:

@@ -18,7 +18,7 @@ from megatron.core.parallel_layout import ParallelLayout, RankCoords
 from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.mapped import Region, read_region
-from mindspeed_llm.sources import hf_view, raise_problems, shown_names
+from mindspeed_llm.sources import assemble, hf_view, raise_problems, relative, shown_names
 from mindspeed_llm.weight_plan import (
     NAMINGS,
     Fragment,
@@ -28,7 +28,6 @@ from mindspeed_llm.weight_plan import (
     Slice,
     fragments,
     local_plan,
-    slice_shape,
 )
 
 LAYOUT_NAME = "layout.json"
@@ -118,20 +117,14 @@ class ShardedCheckpoint:
             raise ValueError(f"{self.path} has no tensor {hf_name}")
         if hf_slice is None:
             hf_slice = tuple((0, size) for size in hf_tensors(self.hf)[hf_name][0])
-        result: torch.Tensor | None = None
-        for fragment in parts:
-            common = _intersection(fragment.piece.hf_slice, hf_slice)
-            if common is None:
-                continue
-            found = _read_part(self._local(fragment), fragment.piece, common)
-            if common == hf_slice:
-                return found
-            if result is None:
-                result = torch.empty(slice_shape(hf_slice), dtype=found.dtype)
-            result[_relative(common, hf_slice)] = found
-        if result is None:
-            raise ValueError(f"{self.path}: {hf_name} has no elements at {hf_slice}")
-        return result
+        return assemble(f"{self.path}: {hf_name}", hf_slice, parts, self._read_fragment)
+
+    def _read_fragment(self, fragment: Fragment, hf_slice: Slice) -> torch.Tensor:
+        return _read_part(self._local(fragment), fragment.piece, hf_slice)
+
+    def describe(self) -> str:
+        """Which form it is, and what is in it, for a log."""
+        return f"mp_rank shards for {self.layout} ({self.naming})"
 
     def files(self) -> list[Path]:
         """Every file that decides what this source holds."""
@@ -258,15 +251,6 @@ def place_in_file(tensor: LocalTensor) -> tuple[str, str]:
     return (f"model{match[1]}", match[2]) if match else ("model", tensor.name)
 
 
-def _intersection(left: Slice, right: Slice) -> Slice | None:
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(left, right, strict=True))
-    return common if all(start < stop for start, stop in common) else None
-
-
-def _relative(inner: Slice, outer: Slice) -> tuple[slice, ...]:
-    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True))
-
-
 def _read_part(region: Region, piece: Piece, wanted: Slice) -> torch.Tensor:
     """``wanted``, a part of ``piece.hf_slice``, out of the local tensor at ``region``; maps no rows beside it."""
     rows, *others = piece.local_slice
@@ -278,4 +262,4 @@ def _read_part(region: Region, piece: Piece, wanted: Slice) -> torch.Tensor:
         part = piece
     local = read_region(region, (rows, *others))
     whole = replace(part, local_slice=tuple((0, size) for size in local.shape))
-    return hf_view(local, whole)[_relative(wanted, part.hf_slice)]
+    return hf_view(local, whole)[relative(wanted, part.hf_slice)]

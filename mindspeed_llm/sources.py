@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from mindspeed_llm.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, dequantize_into
-from mindspeed_llm.weight_plan import LocalTensor, Piece, Slice
+from mindspeed_llm.weight_plan import Fragment, LocalTensor, Piece, Slice, slice_shape
 
 _SHOWN_PROBLEMS = 12
 _SHOWN_NAMES = 4
@@ -70,8 +70,49 @@ def fill(local: torch.Tensor, tensor: LocalTensor, source: WeightSource, place: 
         if piece.hf_name + SCALE_SUFFIX not in source.names():
             raise ValueError(f"{piece.hf_name} is FP8 and has no {SCALE_SUFFIX}; fetch the checkpoint again")
         blocks = tuple((start // BLOCK, -(-stop // BLOCK)) for start, stop in piece.hf_slice)
+        scales = source.read(piece.hf_name + SCALE_SUFFIX, blocks)
+        if not bool(torch.isfinite(scales).all()):
+            raise ValueError(
+                f"{piece.hf_name}{SCALE_SUFFIX} is damaged, it holds inf or nan; fetch the checkpoint again"
+            )
         (row, _), (column, _) = piece.hf_slice
-        place(target, fragment, source.read(piece.hf_name + SCALE_SUFFIX, blocks), (row, column))
+        place(target, fragment, scales, (row, column))
+
+
+def assemble(
+    what: str, wanted: Slice, parts: Sequence[Fragment], read: Callable[[Fragment, Slice], torch.Tensor]
+) -> torch.Tensor:
+    """The slice ``wanted`` of an HF tensor from its ``parts``; ``read`` returns what a part has of a slice.
+
+    What one part holds alone is passed on as ``read`` returned it. ValueError for elements that nobody holds.
+    """
+    result: torch.Tensor | None = None
+    num_found = 0
+    for part in parts:
+        common = intersection(part.piece.hf_slice, wanted)
+        if common is None:
+            continue
+        found = read(part, common)
+        if common == wanted:
+            return found
+        if result is None:
+            result = torch.empty(slice_shape(wanted), dtype=found.dtype)
+        result[relative(common, wanted)] = found
+        num_found += found.numel()
+    if result is None or num_found != result.numel():
+        raise ValueError(f"{what} has no elements at {wanted}")
+    return result
+
+
+def intersection(left: Slice, right: Slice) -> Slice | None:
+    """What two slices have in common, None when that is nothing."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(left, right, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def relative(inner: Slice, outer: Slice) -> tuple[slice, ...]:
+    """The index of ``inner`` in a tensor that holds ``outer``."""
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True))
 
 
 def raise_problems(subject: str, problems: list[str], advice: str) -> None:

@@ -2,33 +2,67 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from megatron.core.parallel_layout import ParallelLayout
+from mindspeed_llm.conversion.kernels import choose_kernels, place_native
+from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
 from mindspeed_llm.gathering import DEFAULT_BUCKET_BYTES, gather_hf_tensors
 from mindspeed_llm.gradients import hf_gradients
-from mindspeed_llm.hf_checkpoint import HFCheckpoint, save_hf_checkpoint
-from mindspeed_llm.hf_config import HFModelConfig
+from mindspeed_llm.hf_checkpoint import HFCheckpoint, check_against_config, check_scales, save_hf_checkpoint
+from mindspeed_llm.hf_config import HFModelConfig, read_config_dict
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint
-from mindspeed_llm.sources import WeightSource, fill, raise_problems
+from mindspeed_llm.sources import Origin, Place, WeightSource, fill, place, raise_problems
 from mindspeed_llm.weight_plan import LocalTensor
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from megatron.core.parallel_state import ProcessGroups
 
 __all__ = [
+    "Checkpoint",
+    "DCPCheckpoint",
     "HFCheckpoint",
     "ShardedCheckpoint",
     "WeightSource",
     "export_weights",
     "hf_gradients",
     "load_weights",
+    "open_hf",
+    "open_shards",
     "save_hf_checkpoint",
 ]
+
+
+class Checkpoint(WeightSource, Protocol):
+    """Weights on a disk, in any of the forms that are read."""
+
+    path: Path
+
+    def describe(self) -> str:
+        """Which form it is, and what is in it, for a log."""
+        ...
+
+
+def open_hf(path: str | Path, hf: HFModelConfig) -> HFCheckpoint:
+    """An HF directory, BF16 or FP8, whose every shard and scale is there and of this model; reads headers only."""
+    source = HFCheckpoint(path)
+    check_against_config(source, hf)
+    check_scales(source, hf, read_config_dict(path))
+    return source
+
+
+def open_shards(path: str | Path, hf: HFModelConfig) -> Checkpoint:
+    """The shards in a directory, whichever of the two kinds they are."""
+    return DCPCheckpoint(path, hf) if is_dcp(Path(path)) else ShardedCheckpoint(path)
 
 
 @torch.no_grad()
@@ -56,12 +90,32 @@ def load_weights(
         ]
         raise_problems("loading weights", problems, "Check that model, layout and checkpoint belong together.")
     loaded: set[str] = set()
+    kernels = choose_kernels("auto")
+    logger.info("weights are moved by %s kernels", kernels)
+    on_host = place_native if kernels == "native" else place
     for tensor in tensors:
         names = {piece.hf_name for piece in tensor.pieces}
         if tensor.name in targets and not names & absent:
-            fill(targets[tensor.name], tensor, source)
+            if isinstance(source, DCPCheckpoint):
+                source.fill(targets[tensor.name], tensor)
+            else:
+                fill(targets[tensor.name], tensor, source, partial(_place, on_host))
             loaded |= names
     return loaded
+
+
+def _place(
+    on_host: Place, target: torch.Tensor, fragment: torch.Tensor, scale_inv: torch.Tensor | None, origin: Origin
+) -> None:
+    """``sources.place`` to any device: FP8 is multiplied out on the host and goes there in one copy."""
+    if target.device.type == "cpu":
+        on_host(target, fragment, scale_inv, origin)
+    elif scale_inv is None:
+        target.copy_(fragment)
+    else:
+        plain = torch.empty(fragment.shape, dtype=target.dtype)
+        on_host(plain, fragment, scale_inv, origin)
+        target.copy_(plain)
 
 
 @torch.no_grad()

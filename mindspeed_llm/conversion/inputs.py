@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mindspeed_llm.cli_io import hf_files
+from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
 from mindspeed_llm.fp8 import FP8_DTYPE, is_quantised
 from mindspeed_llm.hf_checkpoint import HFCheckpoint, check_against_config, check_scales
 from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config, read_config_dict
@@ -58,8 +59,13 @@ def input_config(path: Path) -> HFModelConfig:
     return parse_hf_config(config, source=str(path / source))
 
 
-def open_input(path: Path, mtp_num_layers: int, dry_run: bool = False) -> Input:
-    """The checkpoint at ``path``, all headers and sizes checked; a dry run is content with a config.json alone."""
+def open_input(path: Path, mtp_num_layers: int, dry_run: bool = False, hf_config_dir: Path | None = None) -> Input:
+    """The checkpoint at ``path``, all headers and sizes checked; a dry run is content with a config.json alone.
+
+    ``hf_config_dir`` is for training checkpoints, which do not say of which model they are.
+    """
+    if is_dcp(path):
+        return open_dcp(path, mtp_num_layers, hf_config_dir)
     if (path / LAYOUT_NAME).exists():
         return _open_shards(path, mtp_num_layers)
     config = read_config_dict(path)
@@ -70,6 +76,17 @@ def open_input(path: Path, mtp_num_layers: int, dry_run: bool = False) -> Input:
     check_against_config(source, hf)
     check_scales(source, hf, config)
     return Input(source, config, hf, tuple(hf_files(path)))
+
+
+def open_dcp(path: Path, mtp_num_layers: int, hf_config_dir: Path | None) -> Input:
+    """A directory of torch.distributed.checkpoint: converted weights, or the model part of a training checkpoint."""
+    layout = read_layout(path)
+    if layout is None and hf_config_dir is None:
+        raise ValueError(f"{path} does not say of which model it is; give --hf-config-dir, where its config.json is")
+    config = read_config_dict(hf_config_dir) if hf_config_dir is not None else (layout or {})["hf_config"]
+    hf = parse_hf_config(config, source=str(hf_config_dir or path / LAYOUT_NAME)).with_mtp(mtp_num_layers)
+    source = DCPCheckpoint(path, hf)
+    return Input(source, config, hf, tuple(source.files()))
 
 
 def _open_shards(path: Path, mtp_num_layers: int) -> Input:

@@ -110,8 +110,8 @@ class TorchFile:
         return self._end + len(self._directory([0] * len(self.records)))
 
     def write(self, stream: BinaryIO, slabs: Callable[[StoredTensor], Slabs]) -> Mapping[str, int]:
-        """Write the file; returns ``offsets``."""
-        checksums = []
+        """Write the file from the stream's position on; returns ``offsets``, which count from there."""
+        start, checksums = stream.tell(), []
         for record, value in zip(self.records, self.small, strict=False):
             checksums.append(zlib.crc32(value))
             stream.write(_local_header(record, checksums[-1]) + value)
@@ -121,9 +121,9 @@ class TorchFile:
             for slab in data:
                 stream.write(slab)
             checksums.append(data.crc32)
-            stream.seek(record.header_offset + _CRC_FIELD)
+            stream.seek(start + record.header_offset + _CRC_FIELD)
             stream.write(data.crc32.to_bytes(4, "little"))
-            stream.seek(record.data_offset + record.num_bytes)
+            stream.seek(start + record.data_offset + record.num_bytes)
         stream.write(self._directory(checksums))
         return self.offsets
 

@@ -43,12 +43,14 @@ def dequantized(stored: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def write_directory(path: Path, tensors: dict[str, Tensor], shards: int = 3) -> str:
+def write_directory(
+    path: Path, tensors: dict[str, Tensor], shards: int = 3, config: dict[str, Any] | None = None
+) -> str:
     """A checkpoint directory; a weight and its scale may lie in different shards."""
     path.mkdir(parents=True, exist_ok=True)
     is_fp8 = any(name.endswith(SCALE_SUFFIX) for name in tensors)
     extra = {"quantization_config": QUANTIZATION_CONFIG} if is_fp8 else {}
-    (path / "config.json").write_text(json.dumps(WIDE | extra))
+    (path / "config.json").write_text(json.dumps((config or WIDE) | extra))
     names, index = list(tensors), {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"

@@ -7,15 +7,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mindspeed_llm.hf_checkpoint import HFCheckpoint, check_against_config
 from mindspeed_llm.hf_config import load_hf_config
-from mindspeed_llm.weights import ShardedCheckpoint
+from mindspeed_llm.weights import open_hf, open_shards
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
 from verl.trainer.ppo.checkpointing import checkpoints
 from verl.utils.dataset.parquet import schema_problems
 from verl.utils.import_utils import load_extern_type
-from verl.workers.engine_setup import engine_problems
+from verl.workers.engine_setup import engine_problems, trained_model
 from verl.workers.reward_manager import get_reward_manager_cls
 from vllm.transformers_utils.config import load_config as load_rollout_config
 
@@ -48,10 +47,9 @@ def _weight_problems(config: PPOTrainerConfig) -> Iterator[str]:
             return
         if engine.use_dist_checkpointing:
             key = "actor.megatron.dist_checkpointing_path"
-            ShardedCheckpoint(str(engine.dist_checkpointing_path))
+            open_shards(str(engine.dist_checkpointing_path), trained_model(hf, engine))
         else:
-            with HFCheckpoint(path) as source:
-                check_against_config(source, hf)
+            open_hf(path, hf).close()
     except ValueError as error:
         yield f"actor_rollout_ref.{key}: {error}"
 

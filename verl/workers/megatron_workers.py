@@ -21,7 +21,7 @@ from megatron.core.watchdog import HangWatchdog
 from mindspeed_llm.hf_config import HFModelConfig, load_hf_config
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
-from mindspeed_llm.weights import HFCheckpoint, ShardedCheckpoint, load_weights
+from mindspeed_llm.weights import Checkpoint, load_weights, open_hf, open_shards
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -220,10 +220,13 @@ class ActorRolloutRefWorker(Worker):
             model.init_weights(engine.seed)
             return model
         plan = local_plan(hf, self.groups.layout, self.groups.coords, naming="core")
+        source: Checkpoint
         if engine.use_dist_checkpointing:
-            load_weights(model, plan, ShardedCheckpoint(str(engine.dist_checkpointing_path)))
+            source = open_shards(str(engine.dist_checkpointing_path), hf)
         else:
-            load_weights(model, plan, HFCheckpoint(self.config.model.path))
+            source = open_hf(self.config.model.path, hf)
+        logger.info("weights from %s: %s", source.path, source.describe())
+        load_weights(model, plan, source)
         return model
 
     def _build_actor(self, ops: TrainOps) -> None:

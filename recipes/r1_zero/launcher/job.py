@@ -229,8 +229,10 @@ def _hf_config(model_path: Path) -> Mapping[str, Any]:
 
 
 def has_shards(directory: Path) -> bool:
-    """Whether a folder holds rank files in MindSpeed-LLM's layout."""
-    return directory.is_dir() and next(directory.glob("**/mp_rank_*"), None) is not None
+    """Whether a folder holds rank files in MindSpeed-LLM's layout, or a distributed checkpoint."""
+    if not directory.is_dir():
+        return False
+    return (directory / ".metadata").is_file() or next(directory.glob("**/mp_rank_*"), None) is not None
 
 
 def driver_stage(job: Job) -> Stage:

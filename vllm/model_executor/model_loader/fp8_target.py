@@ -14,10 +14,11 @@ from vllm.model_executor.layers.quantization.fp8 import (
     FP8_DTYPE,
     SCALE_SUFFIX,
     BlockScales,
-    Fp8Blocks,
+    Fp8Weight,
     is_quantized,
     num_blocks,
     quantize,
+    touched,
 )
 from vllm.model_executor.model_loader.weight_target import StoredSlice, Weight, WeightTarget
 
@@ -36,9 +37,9 @@ class Fp8WeightTarget(WeightTarget):
         """FP8 is taken as it comes, anything else is quantised: just the blocks that the slice touches."""
         assert self.parameter is not None and self.scales is not None, name
         (r0, r1), (c0, c1) = self.ranges()
-        (br0, br1), (bc0, bc1) = _touched(r0, r1), _touched(c0, c1)
-        if isinstance(weight, Fp8Blocks):
-            values, scales = weight.weight_OI[r0:r1, c0:c1], weight.scale_inv[br0:br1, bc0:bc1]
+        (br0, br1), (bc0, bc1) = touched(r0, r1), touched(c0, c1)
+        if isinstance(weight, Fp8Weight):
+            values, scales, _ = weight.cut(name, (r0, r1), (c0, c1))
         else:
             try:
                 blocks = quantize(weight[br0 * BLOCK : br1 * BLOCK, bc0 * BLOCK : bc1 * BLOCK])
@@ -94,7 +95,7 @@ class Fp8Pairs:
             other = self.unpaired.pop(weight_name if name != weight_name else name + SCALE_SUFFIX, None)
             if other is not None:
                 values, scales = (tensor, other) if name == weight_name else (other, tensor)
-                yield weight_name, Fp8Blocks(values, scales.to(values.device, torch.float32))
+                yield weight_name, Fp8Weight(values, scales)
                 continue
             self.unpaired[name] = tensor.clone()
             waiting = sum(t.nbytes for t in self.unpaired.values())
@@ -122,11 +123,11 @@ def _convert(targets: dict[str, WeightTarget]) -> dict[str, WeightTarget]:
         first_block[start] = count
         row_blocks.append(count + torch.arange(r0, r1) // BLOCK - r0 // BLOCK)
         assert stop - start == r1 - r0, segments
-        count += len(range(*_touched(r0, r1)))
+        count += len(range(*touched(r0, r1)))
     device, dtype = parameter.device, parameter.dtype
     is_aligned = c0 % BLOCK == 0 and num_columns % BLOCK == 0
     column_blocks = torch.arange(c0, c1, device=device) // BLOCK - c0 // BLOCK
-    scale_inv = torch.ones(*parameter.shape[:-2], count, len(range(*_touched(c0, c1))), device=device)
+    scale_inv = torch.ones(*parameter.shape[:-2], count, len(range(*touched(c0, c1))), device=device)
     scales = BlockScales(
         scale_inv, torch.cat(row_blocks).to(device), None if is_aligned else column_blocks, dtype=dtype
     )
@@ -137,7 +138,7 @@ def _convert(targets: dict[str, WeightTarget]) -> dict[str, WeightTarget]:
         start, _ = _rows(target)
         r0, r1 = target.ranges()[0]
         own = scale_inv[target.local[0]] if parameter.dim() == 3 else scale_inv
-        own = own[first_block[start] : first_block[start] + len(range(*_touched(r0, r1)))]
+        own = own[first_block[start] : first_block[start] + len(range(*touched(r0, r1)))]
         converted[name] = Fp8WeightTarget(target.hf_shape, parameter, target.local, target.source, own)
     return converted
 
@@ -156,8 +157,3 @@ def _rows(target: WeightTarget) -> tuple[int, int]:
     assert isinstance(index, slice), target.local
     start, stop, _ = index.indices(target.parameter.shape[-2])
     return start, stop
-
-
-def _touched(start: int, stop: int) -> tuple[int, int]:
-    """[first, end) of the blocks that [start, stop) touches."""
-    return start // BLOCK, num_blocks(stop)

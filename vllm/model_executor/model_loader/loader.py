@@ -1,51 +1,16 @@
-"""(hf_name, tensor) pairs from a checkpoint directory, or made up."""
+"""Streams of (hf_name, tensor) pairs: checked on their way, or made up."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vllm.model_executor.model_loader.weight_target import WeightTarget
 
-INDEX_NAME = "model.safetensors.index.json"
 DUMMY_STD = 0.02
-
-
-def checkpoint_files(model_dir: str) -> list[Path]:
-    """The safetensors files of a checkpoint; ValueError names every shard of the index that is not there."""
-    root = Path(model_dir)
-    index = root / INDEX_NAME
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        missing = [name for name in names if not (root / name).is_file()]
-        if missing:
-            raise ValueError(f"{index} names shards that do not exist in {root}: {', '.join(missing)}")
-        return [root / name for name in names]
-    files = sorted(root.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"model={model_dir}: no *.safetensors file found; expected a Hugging Face model directory")
-    return files
-
-
-def iterate_checkpoint(model_dir: str, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    """Every wanted tensor of the checkpoint on the host, one in memory at a time.
-
-    ValueError names a file that cannot be read.
-    """
-    for file in checkpoint_files(model_dir):
-        try:
-            with safe_open(str(file), framework="pt", device="cpu") as shard:
-                for name in shard.keys():  # noqa: SIM118 - not a dict
-                    if is_wanted(name):
-                        yield name, shard.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{file} cannot be read (truncated or not safetensors): {error}") from error
 
 
 def each_once(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -10,14 +10,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from vllm.model_executor.layers.quantization.fp8 import Fp8Blocks, check_scales, dequantize
+from vllm.model_executor.layers.quantization.fp8 import Fp8Weight, Sliceable, check_scales, dequantize
 from vllm.model_executor.model_loader.digest import slice_digest
 
 _DERIVED_NAME = re.compile(r".*\.rotary_emb\.inv_freq$")
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 
-Weight: TypeAlias = Tensor | Fp8Blocks
-"""A full tensor as it arrives: in a floating dtype, or in FP8 with its scales."""
+Weight: TypeAlias = Sliceable | Fp8Weight
+"""A full tensor as it arrives, or lies in a file: in a floating dtype, or in FP8 with its scales."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class WeightTarget:
 
     def load(self, name: str, weight: Weight) -> None:
         """Copy this rank's slice, converting dtype and device; ValueError when the full tensor has another shape."""
-        tensor = weight.weight_OI if isinstance(weight, Fp8Blocks) else weight
-        if tuple(tensor.shape) != self.hf_shape:
+        values = weight.weight_OI if isinstance(weight, Fp8Weight) else weight
+        if tuple(values.shape) != self.hf_shape:
             raise ValueError(
-                f"weight {name} has shape {tuple(tensor.shape)}, the model config asks for {self.hf_shape}"
+                f"weight {name} has shape {tuple(values.shape)}, the model config asks for {self.hf_shape}"
             )
-        if isinstance(weight, Fp8Blocks):
+        if isinstance(weight, Fp8Weight):
             check_scales(name, weight)
-        elif not tensor.is_floating_point() or tensor.element_size() < 2:
+        elif not values.dtype.is_floating_point or values.dtype.itemsize < 2:
             raise ValueError(
-                f"weight {name} is {tensor.dtype}; expected a floating dtype of 16 bits or more, or float8_e4m3fn with "
+                f"weight {name} is {values.dtype}; expected a floating dtype of 16 bits or more, or float8_e4m3fn with "
                 "its scales"
             )
         if self.parameter is not None:
@@ -65,8 +65,11 @@ class WeightTarget:
     def store(self, name: str, weight: Weight) -> None:
         """`load` once the weight is known to fit."""
         assert self.parameter is not None, name
-        tensor = dequantize(weight, self.parameter.dtype) if isinstance(weight, Fp8Blocks) else weight
-        self.parameter.data[self.local].copy_(tensor[self.source])
+        if isinstance(weight, Fp8Weight):
+            part = dequantize(weight.cut(name, *self.ranges()), self.parameter.dtype)
+        else:
+            part = weight[self.source]
+        self.parameter.data[self.local].copy_(part)
 
     def stored(self, name: str, dtype: torch.dtype) -> Iterator[StoredSlice]:
         """What this rank holds under Hugging Face names; `dtype`: what tensors of other ranks only are held in."""

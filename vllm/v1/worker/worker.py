@@ -14,10 +14,11 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import ParallelState, StepExchange
 from vllm.model_executor.layers.quantization.fp8 import SCALE_SUFFIX
 from vllm.model_executor.layers.routed_experts import bytes_per_token, new_choices_cache, read_choices
+from vllm.model_executor.model_loader.checkpoint_reader import CheckpointReader
 from vllm.model_executor.model_loader.collect_digests import collect_digests
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.fp8_target import Fp8Pairs, hold_in_fp8, weight_storage
-from vllm.model_executor.model_loader.loader import each_once, iterate_checkpoint, iterate_dummy
+from vllm.model_executor.model_loader.loader import each_once, iterate_dummy
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.registry import MODELS
 from vllm.ops.contract import KVCache, RolloutOps
@@ -200,13 +201,16 @@ class Worker:
             return
 
         def is_wanted(name: str) -> bool:
-            target = targets.get(name.removesuffix(SCALE_SUFFIX))
-            return target is None or target.parameter is not None
+            return name not in targets or targets[name].parameter is not None
 
-        elsewhere = {name for name, target in targets.items() if target.parameter is None}
-        self.load_weights(iterate_checkpoint(self.config.model.model, is_wanted))
-        self.names_to_load -= elsewhere
+        reader = CheckpointReader(self.config.model.model)
+        try:
+            self.names_to_load -= self.model.load_weights(reader.weights(is_wanted))
+        finally:
+            reader.close()
+        self.names_to_load -= {name for name, target in targets.items() if target.parameter is None}
         self.check_weights_loaded()
+        logger.info("read %.3f GB of %s", reader.bytes_read / 1e9, self.config.model.model)
 
     def check_weights_loaded(self) -> None:
         """ValueError naming the weights that nobody has loaded since the model was made, put to level-2 sleep, or began

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,11 +19,48 @@ SCALE_SUFFIX = "_scale_inv"
 _QUANTIZED = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")
 
 
+class Sliceable(Protocol):
+    """A tensor, or one that lies in a file: to slice it is to read the slice."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> Tensor: ...
+
+
 class Fp8Blocks(NamedTuple):
-    """A weight as a checkpoint stores it: e4m3 [O, I] and fp32 [ceil(O/128), ceil(I/128)]."""
+    """e4m3 [O, I], which begins `starts` behind the corner of its first block, and the fp32 scale of each block that it
+    touches.
+    """
 
     weight_OI: Tensor
     scale_inv: Tensor
+    starts: tuple[int, int] = (0, 0)
+
+
+class Fp8Weight(NamedTuple):
+    """A weight as a checkpoint stores it: e4m3 [O, I] and fp32 [ceil(O/128), ceil(I/128)]."""
+
+    weight_OI: Sliceable
+    scale_inv: Sliceable
+
+    def cut(self, name: str, rows: tuple[int, int], columns: tuple[int, int]) -> Fp8Blocks:
+        """A slice with the scales that it touches; ValueError when one of them is not positive and finite."""
+        (r0, r1), (c0, c1) = rows, columns
+        (br0, br1), (bc0, bc1) = touched(r0, r1), touched(c0, c1)
+        values = self.weight_OI[r0:r1, c0:c1]
+        scales = self.scale_inv[br0:br1, bc0:bc1].to(values.device, torch.float32)
+        is_bad = ~((scales > 0) & torch.isfinite(scales))
+        if bool(is_bad.any()):
+            row, column = is_bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"weight {name}{SCALE_SUFFIX} is {float(scales[row, column])} for block {(br0 + row, bc0 + column)}; "
+                "scales must be positive and finite (a block of zeros has scale 1)"
+            )
+        return Fp8Blocks(values, scales, (r0 % BLOCK, c0 % BLOCK))
 
 
 @dataclass(frozen=True)
@@ -49,6 +86,11 @@ def num_blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
+def touched(start: int, stop: int) -> tuple[int, int]:
+    """[first, end) of the blocks that [start, stop) touches."""
+    return start // BLOCK, num_blocks(stop)
+
+
 def quantize(weight_OI: Tensor) -> Fp8Blocks:
     """scale_inv = max|block| / 448, 1 for a block of zeros (or of values too small to divide by); ValueError for inf or
     nan.
@@ -65,26 +107,24 @@ def quantize(weight_OI: Tensor) -> Fp8Blocks:
 
 
 def dequantize(blocks: Fp8Blocks, dtype: torch.dtype) -> Tensor:
-    """fp32(value) * scale of its block, rounded once to `dtype`; [O, I]."""
-    rows, columns = blocks.weight_OI.shape
-    scaled = _blocks(blocks.weight_OI.float()).mul_(blocks.scale_inv[:, None, :, None])
-    return scaled.flatten(2).flatten(0, 1)[:rows, :columns].to(dtype)
+    """fp32(value) * scale of its block, rounded once to `dtype`; [O, I]. A row of blocks is widened at a time."""
+    weight_OI, scale_inv, (skipped_rows, skipped_columns) = blocks
+    rows, columns = weight_OI.shape
+    column_blocks = torch.arange(skipped_columns, skipped_columns + columns, device=scale_inv.device) // BLOCK
+    out = torch.empty((rows, columns), dtype=dtype, device=weight_OI.device)
+    for block, scale in enumerate(scale_inv):
+        part = slice(max(0, block * BLOCK - skipped_rows), (block + 1) * BLOCK - skipped_rows)
+        out[part] = weight_OI[part].float().mul_(scale[column_blocks])
+    return out
 
 
-def check_scales(name: str, blocks: Fp8Blocks) -> None:
-    """ValueError when the scales are not those of 128 x 128 blocks, or one is not a positive number."""
-    expected = tuple(map(num_blocks, blocks.weight_OI.shape))
-    if tuple(blocks.scale_inv.shape) != expected:
+def check_scales(name: str, weight: Fp8Weight) -> None:
+    """ValueError when the scales are not those of 128 x 128 blocks."""
+    expected = tuple(map(num_blocks, weight.weight_OI.shape))
+    if tuple(weight.scale_inv.shape) != expected:
         raise ValueError(
-            f"weight {name}{SCALE_SUFFIX} has shape {tuple(blocks.scale_inv.shape)}; {name} of shape "
-            f"{tuple(blocks.weight_OI.shape)} in {BLOCK} x {BLOCK} blocks needs {expected}"
-        )
-    is_bad = ~((blocks.scale_inv > 0) & torch.isfinite(blocks.scale_inv))
-    if bool(is_bad.any()):
-        block = tuple(is_bad.nonzero()[0].tolist())
-        raise ValueError(
-            f"weight {name}{SCALE_SUFFIX} is {float(blocks.scale_inv[block])} for block {block}; scales must be "
-            "positive and finite (a block of zeros has scale 1)"
+            f"weight {name}{SCALE_SUFFIX} has shape {tuple(weight.scale_inv.shape)}; {name} of shape "
+            f"{tuple(weight.weight_OI.shape)} in {BLOCK} x {BLOCK} blocks needs {expected}"
         )
 
 

@@ -1,0 +1,64 @@
+"""Command: a checkpoint (Hugging Face, BF16 or FP8, or shards of either kind) to torch.distributed.checkpoint.
+
+The output has the keys of the training engine's own checkpoints and no layout: any layout loads its part of it, with
+use_dist_checkpointing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mindspeed_llm.cli_io import run_cli
+from mindspeed_llm.conversion.command import Request, add_run_flags, positive, run_request
+from mindspeed_llm.conversion.dcp_writer import DCPWriter
+from mindspeed_llm.conversion.engine import Conversion
+from mindspeed_llm.conversion.inputs import open_input
+from mindspeed_llm.hf_checkpoint import DEFAULT_SHARD_BYTES
+from mindspeed_llm.hf_shapes import hf_bytes
+
+
+def plan_torch_dist(
+    load_dir: Path,
+    num_files: int | None = None,
+    mtp_num_layers: int = 0,
+    hf_config_dir: Path | None = None,
+    dry_run: bool = False,
+) -> Request:
+    """``load_dir`` in ``num_files`` files (default: of 5 GB), the first ``mtp_num_layers`` MTP modules too.
+
+    ``hf_config_dir`` is for training checkpoints, which do not say of which model they are.
+    """
+    found = open_input(load_dir, mtp_num_layers, dry_run, hf_config_dir)
+    count = num_files or -(-hf_bytes(found.hf) // DEFAULT_SHARD_BYTES)
+    writer = DCPWriter(found.source, found.config, mtp_num_layers, count)
+    arguments = {"num_files": count, "mtp_num_layers": mtp_num_layers}
+    return Request(Conversion("convert_ckpt_torch_dist", arguments, found.files, found.source, writer), found.hf)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of ``python -m mindspeed_llm.convert_ckpt_torch_dist``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mindspeed_llm.convert_ckpt_torch_dist", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--load-dir", type=Path, required=True, help="checkpoint: Hugging Face form, shards, training")
+    parser.add_argument("--save-dir", type=Path, required=True, help="directory to make")
+    parser.add_argument("--hf-config-dir", type=Path, help="where config.json is, for a training checkpoint")
+    parser.add_argument("--num-files", type=positive, help="files to make (default: so many that one has 5 GB)")
+    parser.add_argument("--num-nextn-predict-layers", type=int, default=0, help="MTP layers to write")
+    add_run_flags(parser)
+
+    def body(arguments: argparse.Namespace) -> None:
+        def request() -> Request:
+            num_mtp = arguments.num_nextn_predict_layers
+            return plan_torch_dist(
+                arguments.load_dir, arguments.num_files, num_mtp, arguments.hf_config_dir, arguments.dry_run
+            )
+
+        run_request(arguments, arguments.save_dir, request)
+
+    return run_cli(parser, body, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,243 @@
+"""Weights in a directory of torch.distributed.checkpoint, the training engine's own kind, as a source of HF tensors."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from megatron.core.dist_checkpointing.manifest import read_manifest
+from megatron.core.dist_checkpointing.stored_tensors import METADATA, StoredChunk, StoredTensor, stored_tensors
+from megatron.core.dist_checkpointing.writing import COMMON
+from megatron.core.parallel_layout import ParallelLayout
+from mindspeed_llm.file_slices import FileSlices, Region
+from mindspeed_llm.hf_config import HFModelConfig
+from mindspeed_llm.hf_shapes import hf_tensors
+from mindspeed_llm.saved_tensor import saved_region
+from mindspeed_llm.sources import assemble, intersection, raise_problems, relative, shown_names
+from mindspeed_llm.weight_plan import Fragment, LocalTensor, Piece, Slice, fragments, local_plan, slice_shape
+
+PREFIX = "model."  # of the keys of weights, beside ``optimizer.`` and ``rng.``
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether ``path`` is a directory of torch.distributed.checkpoint."""
+    return (path / METADATA).is_file()
+
+
+def global_tensors(hf: HFModelConfig) -> dict[str, LocalTensor]:
+    """Key -> tensor of the whole model under the training engine's names: what one rank alone would hold.
+
+    No layout changes them: a checkpoint that any layout wrote has these, cut into chunks in one way or another.
+    """
+    whole = ParallelLayout()
+    return {PREFIX + tensor.name: tensor for tensor in local_plan(hf, whole, whole.coords(0), "core")}
+
+
+class DCPCheckpoint:
+    """The model part of a training checkpoint, or a directory of weights alone; no process group is needed.
+
+    Of the chunks only what a slice asks for is read. Missing and truncated files are named with their tensors at
+    construction, and tensors that ``hf`` calls for and the directory lacks or has in other shapes; what it has beyond
+    them (optimizer state, multi-token-prediction layers that ``hf`` leaves out) is not looked at.
+    """
+
+    def __init__(self, path: str | Path, hf: HFModelConfig) -> None:
+        self.path, self.hf = Path(path), hf
+        self._fragments = fragments(hf, ParallelLayout(), "core")
+        stored = stored_tensors(self.path)
+        self._tensors = {key: stored[key] for key in global_tensors(hf) if key in stored}
+        self._check()
+        self._slices = FileSlices()
+        self._regions: dict[tuple[str, tuple[int, ...]], Region] = {}
+
+    def __reduce__(self) -> tuple[type[DCPCheckpoint], tuple[object, ...]]:
+        return DCPCheckpoint, (self.path, self.hf)
+
+    def __enter__(self) -> DCPCheckpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the files."""
+        self._slices.close()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the files so far, the chunks' own headers among them."""
+        return self._slices.bytes_read
+
+    def describe(self) -> str:
+        """Which form it is, and what is in it, for a log."""
+        if (self.path / COMMON).is_file():
+            return f"the model part of a training checkpoint that {read_manifest(self.path).layout} saved"
+        return "a distributed checkpoint of weights"
+
+    def files(self) -> list[Path]:
+        """Every file that decides what this source holds."""
+        held = {chunk.file for tensor in self._tensors.values() for chunk in tensor.chunks}
+        return [self.path / name for name in (METADATA, *sorted(held))]
+
+    def names(self) -> Collection[str]:
+        """Every HF tensor of the model."""
+        return self._fragments.keys()
+
+    def dtype(self, hf_name: str) -> torch.dtype:
+        """Stored dtype of a tensor."""
+        return self._tensors[PREFIX + self._fragments[hf_name][0].local_name].dtype
+
+    def read(self, hf_name: str, hf_slice: Slice | None = None) -> torch.Tensor:
+        """The slice (default: all) of an HF tensor."""
+        parts = self._fragments.get(hf_name)
+        if parts is None:
+            raise ValueError(f"{self.path} has no tensor {hf_name}")
+        hf_slice = hf_slice or tuple((0, size) for size in hf_tensors(self.hf)[hf_name][0])
+        return assemble(f"{self.path}: {hf_name}", hf_slice, parts, self._read_fragment)
+
+    def fill(self, local: torch.Tensor, tensor: LocalTensor) -> None:
+        """``sources.fill`` of a tensor of the training engine, which is stored in the same orientation: pieces that lie
+        together there, such as an expert's gate and up and the experts of a rank, are read together."""
+        for box in self._boxes(tensor):
+            view = local[tuple(slice(start, stop) for start, stop in box.local)]
+            for common, part in self._parts(box.key, box.stored):
+                view[relative(common, box.stored)].copy_(part)
+
+    def _boxes(self, tensor: LocalTensor) -> list[_Box]:
+        boxes: list[_Box] = []
+        for piece in tensor.pieces:
+            for fragment in self._fragments[piece.hf_name]:
+                common = intersection(piece.hf_slice, fragment.piece.hf_slice)
+                if common is None:
+                    continue
+                assert piece.transpose == fragment.piece.transpose, f"{tensor.name} is not named as in training"
+                here, there = _local_extent(piece, common), _local_extent(fragment.piece, common)
+                boxes.append(_Box(PREFIX + fragment.local_name, here, there))
+                while len(boxes) > 1 and (joined := boxes[-2].joined(boxes[-1])) is not None:
+                    boxes[-2:] = [joined]
+        num_found = sum(math.prod(slice_shape(box.local)) for box in boxes)
+        assert num_found == tensor.num_elements, f"{tensor.name}: {num_found} of {tensor.num_elements} elements"
+        return boxes
+
+    def _read_fragment(self, fragment: Fragment, hf_slice: Slice) -> torch.Tensor:
+        """What lies in one fragment, in the orientation of the HF tensor."""
+        key, extent = PREFIX + fragment.local_name, _local_extent(fragment.piece, hf_slice)
+        found: torch.Tensor | None = None
+        for common, part in self._parts(key, extent):
+            if common == extent:
+                found = part
+            else:
+                found = torch.empty(slice_shape(extent), dtype=part.dtype) if found is None else found
+                found[relative(common, extent)] = part
+        assert found is not None, f"{key} was seen to have chunks"
+        found = found.squeeze(0) if found.dim() > len(hf_slice) else found
+        return found.T if fragment.piece.transpose else found
+
+    def _parts(self, key: str, extent: Slice) -> Iterator[tuple[Slice, torch.Tensor]]:
+        """(which part of ``extent``, its elements) chunk by chunk; ValueError in the end when some are in no chunk."""
+        stored, num_read = self._tensors[key], 0
+        for chunk, common in _touched(stored, extent):
+            place = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            inside = tuple((part.start, part.stop) for part in relative(common, place))
+            part = self._slices.read(key, self._region(key, chunk, stored.dtype), inside)
+            num_read += part.numel()
+            yield common, part
+        if num_read != math.prod(slice_shape(extent)):
+            raise ValueError(f"{self.path}: the chunks of {key} hold {num_read} of the elements {extent}")
+
+    def _region(self, key: str, chunk: StoredChunk, dtype: torch.dtype) -> Region:
+        found = self._regions.get((key, chunk.offsets))
+        if found is None:
+            span = (chunk.start, chunk.start + chunk.num_bytes)
+            found = saved_region(self._slices, key, self.path / chunk.file, span, chunk.sizes, dtype)
+            self._regions[key, chunk.offsets] = found
+        return found
+
+    def _check(self) -> None:
+        problems = []
+        for key, tensor in global_tensors(self.hf).items():
+            found = self._tensors.get(key)
+            if found is None:
+                problems.append(f"{key} is not in it")
+            elif found.shape != tensor.shape:
+                problems.append(f"{key} has shape {found.shape}; the config makes it {tensor.shape}")
+        ends: dict[str, int] = {}
+        keys: dict[str, dict[str, None]] = {}
+        for key, stored in self._tensors.items():
+            for chunk in stored.chunks:
+                ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.num_bytes)
+                keys.setdefault(chunk.file, {})[key] = None
+        for name, end in sorted(ends.items()):
+            file, held = self.path / name, list(keys[name])
+            if not file.is_file():
+                problems.append(f"{name} is missing; it holds parts of {shown_names(held)}")
+            elif file.stat().st_size < end:
+                cut = [key for key in held if self._is_cut(key, name, file.stat().st_size)]
+                problems.append(
+                    f"{name} is truncated: {file.stat().st_size} of {end} bytes, which cuts {shown_names(cut)}"
+                )
+        raise_problems(f"distributed checkpoint {self.path}", problems, "Give the config.json with which it was made.")
+
+    def _is_cut(self, key: str, file: str, size: int) -> bool:
+        chunks = self._tensors[key].chunks
+        return any(chunk.file == file and chunk.start + chunk.num_bytes > size for chunk in chunks)
+
+
+@dataclass(frozen=True)
+class _Box:
+    """``local`` here is ``stored`` of the tensor ``key``, of the same shape."""
+
+    key: str
+    local: Slice
+    stored: Slice
+
+    def joined(self, other: _Box) -> _Box | None:
+        """Both as one, when the other continues this one along one dimension, here and there."""
+        if self.key != other.key:
+            return None
+        apart = [dim for dim in range(len(self.local)) if self.local[dim] != other.local[dim]]
+        if (
+            apart != [dim for dim in range(len(self.stored)) if self.stored[dim] != other.stored[dim]]
+            or len(apart) != 1
+        ):
+            return None
+        dim = apart[0]
+        if self.local[dim][1] != other.local[dim][0] or self.stored[dim][1] != other.stored[dim][0]:
+            return None
+        return _Box(self.key, _extended(self.local, other.local, dim), _extended(self.stored, other.stored, dim))
+
+
+def _extended(first: Slice, second: Slice, dim: int) -> Slice:
+    return (*first[:dim], (first[dim][0], second[dim][1]), *first[dim + 1 :])
+
+
+def _local_extent(piece: Piece, hf_slice: Slice) -> Slice:
+    """Where a part of a piece, named by its place in the HF tensor, lies in the tensor that holds the piece."""
+    inside = [(a - c, b - c) for (a, b), (c, _) in zip(hf_slice, piece.hf_slice, strict=True)]
+    if piece.transpose:
+        inside.reverse()
+    leading = piece.local_slice[: len(piece.local_slice) - len(inside)]
+    base = piece.local_slice[len(leading) :]
+    return (*leading, *((start + a, start + b) for (start, _), (a, b) in zip(base, inside, strict=True)))
+
+
+def _touched(stored: StoredTensor, extent: Slice) -> Iterator[tuple[StoredChunk, Slice]]:
+    """The chunks that hold a part of ``extent``, and which; they are ordered by their first dimension."""
+    chunks = stored.chunks
+    first, last = 0, len(chunks)
+    if extent and len(chunks) > 1:
+        first = bisect_right(chunks, extent[0][0] - stored.most_rows, key=lambda chunk: chunk.offsets[0])
+        last = bisect_left(chunks, extent[0][1], key=lambda chunk: chunk.offsets[0])
+    for chunk in chunks[first:last]:
+        place = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        common = intersection(extent, place)
+        if common is not None:
+            yield chunk, common
