@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 
 
 def digests(weights: dict[str, Tensor]) -> dict[str, WeightDigest]:
-    return {name: digest(tensor) for name, tensor in weights.items()}
+    return {name: digest(name, tensor) for name, tensor in weights.items()}
 
 
 def test_an_update_takes_every_name_once_and_sets_the_version(tmp_path: Path) -> None:
@@ -93,23 +94,32 @@ def test_nothing_of_the_stream_is_kept(tmp_path: Path) -> None:
 
 def test_digests_add_up_and_show_every_change() -> None:
     generator = torch.Generator().manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+    cases = itertools.product((torch.float32, torch.bfloat16, torch.float8_e4m3fn), (EXPERT, "lm_head.weight"))
+    for dtype, name in cases:
         whole = torch.randn(70, 90, generator=generator).to(dtype)
-        value = digest(whole).value
-        parts = [slice_digest(whole[:33, :50], (0, 0)), slice_digest(whole[33:, :50], (33, 0))]
-        parts += [slice_digest(whole[:, 50:].T.contiguous().T, (0, 50))]
+        value = digest(name, whole).value
+        parts = [slice_digest(name, whole[:33, :50], (0, 0)), slice_digest(name, whole[33:, :50], (33, 0))]
+        parts += [slice_digest(name, whole[:, 50:].T.contiguous().T, (0, 50))]
         assert int(sum(parts)) % 2**64 == value
+        bands = [whole[first : first + 8, 16:64] for first in (8, 24)]
+        words = [
+            slice_digest(name, band.T.contiguous().T, (first, 16)) for first, band in zip((8, 24), bands, strict=True)
+        ]
+        rows = [*range(8, 16), *range(24, 32)]
+        elements = [slice_digest(name, whole[row : row + 1, 16:64], (row, 16)) for row in rows]
+        assert int(sum(words)) == int(sum(elements))
         for row, column in ((0, 0), (69, 89), (31, 7)):
             changed = whole.clone()
             changed.view(torch.uint8)[row, column * dtype.itemsize] ^= 1
-            assert digest(changed).value != value
+            assert digest(name, changed).value != value
         swapped = whole.clone()
         swapped[[3, 5]] = whole[[5, 3]]
         transposed = whole[:70, :70].T.contiguous()
-        assert digest(swapped).value != value
-        assert digest(transposed).value != digest(whole[:70, :70]).value
+        assert digest(name, swapped).value != value
+        assert digest(name, transposed).value != digest(name, whole[:70, :70]).value
     huge = torch.randn(3, 1 << 20, generator=generator)
-    assert (int(slice_digest(huge[:, :9], (0, 0)) + slice_digest(huge[:, 9:], (0, 9)))) % 2**64 == digest(huge).value
+    halves = slice_digest(name, huge[:, :9], (0, 0)) + slice_digest(name, huge[:, 9:], (0, 9))
+    assert int(halves) % 2**64 == digest(name, huge).value
 
 
 def digests_of_layouts(cases: list[tuple[str, int | None, dict[str, Any]]]) -> list[dict[str, WeightDigest]]:
@@ -166,4 +176,4 @@ def test_digests_are_taken_in_the_engine_s_dtype(tmp_path: Path) -> None:
     found = llm.weights_digest()
     gate = "model.layers.1.mlp.gate.weight"
     assert found[gate].dtype == torch.float32 and found[EXPERT].dtype == torch.bfloat16
-    assert found[EXPERT] == digest(random_weights(TINY)[EXPERT].bfloat16())
+    assert found[EXPERT] == digest(EXPERT, random_weights(TINY)[EXPERT].bfloat16())
