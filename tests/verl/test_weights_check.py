@@ -30,7 +30,7 @@ class WrongRollout(vLLMRollout):
 
 def _changed(part: WeightSlice) -> WeightSlice:
     values = part.values.clone()
-    values[3, 5] = values[3, 5].float() + 1
+    values[3, 5] = -values[3, 5].float()
     return part._replace(values=values)
 
 

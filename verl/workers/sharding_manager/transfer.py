@@ -13,7 +13,7 @@ from torch import Tensor
 from mindspeed_llm.weight_plan import slice_shape
 from verl.workers.sharding_manager.trained_weights import TrainedWeights
 from verl.workers.sharding_manager.transfer_plan import Route, TransferPlan, aligned
-from vllm.model_executor.model_loader.digest import word_dim
+from vllm.model_executor.model_loader.digest import inner_dim
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
 
 
@@ -149,4 +149,4 @@ def _view(buffer: Tensor, parcel: Parcel) -> Tensor:
     route = parcel.route
     shape = slice_shape(route.ranges)
     flat = buffer[parcel.offset : parcel.offset + math.prod(shape) * route.dtype.itemsize].view(route.dtype)
-    return flat.view(shape[::-1]).T if word_dim(route.hf_name) == 0 else flat.view(shape)
+    return flat.view(shape[::-1]).T if inner_dim(route.hf_name) == 0 else flat.view(shape)

@@ -55,7 +55,7 @@ class WeightSync:
         )
         self.transfer = WeightTransfer(self.plan, group, device)
         self.held = {name: slice_.ranges for name, slice_ in holdings.get(group.rank(), {}).items()}
-        self.check_seconds = 0.0  # of the last run
+        self.check_seconds = self.check_cpu_seconds = 0.0  # of the last run
 
     @torch.no_grad()
     def run(self, params: Mapping[str, Tensor], rollout: BaseRollout | None, version: int) -> None:
@@ -71,8 +71,9 @@ class WeightSync:
             assert not list(slices), "slices for a rank without an engine"
         else:
             rollout.update_weight_slices(slices, version)
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         expected_N = expected_digests(self.plan, trained, self.group, self.device)
         found = None if rollout is None else rollout.held_digests()
         check_rollout_weights(self.plan, expected_N, found, self.held, self.group, self.device)
         self.check_seconds = time.perf_counter() - start
+        self.check_cpu_seconds = time.process_time() - cpu_start

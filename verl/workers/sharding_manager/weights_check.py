@@ -75,7 +75,7 @@ def _digest(cell: Cell, trained: TrainedWeights, dtype: torch.dtype) -> Tensor:
         return slice_digest(cell.hf_name, values, starts)
     assert dtype != FP8_DTYPE, cell.hf_name
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    step = max(8, _CHUNK_ELEMENTS * len(values) // values.numel() // 8 * 8)  # whole words in every dtype
+    step = max(1, _CHUNK_ELEMENTS * len(values) // values.numel())
     for first in range(0, len(values), step):
         part = values[first : first + step].to(dtype)
         total += slice_digest(cell.hf_name, part, (starts[0] + first, *starts[1:]))

@@ -1,13 +1,13 @@
 """Checksums of weights that add up over slices, so that engines which cut a tensor differently can compare it.
 
-    digest(W) = sum_pq r_p 2^(b (q mod 64/b)) c_(q div 64/b) bits(W_pq)  mod 2^64
+    digest(W) = sum_p r_p sum_qb c_qb byte_b(W_pq)  mod 2^64
 
-q runs along the tensor's `word_dim`, p along the other dimension, a vector counts as one p; bits(x) is the memory of x
-as an unsigned integer of b bits, r and c are fixed pseudo-random odd numbers. Elements that lie together in memory are
-so read as words of 8 bytes: sum_pw r_p c_w word_pw, as quick as the memory is.
+q runs along the tensor's `inner_dim`, p along the other dimension, b over the bytes of an element; a vector counts as
+one p, bytes are signed. r are fixed pseudo-random odd numbers of 64 bits, c of 8 bits and never 0: the inner sum is a
+product of 8-bit integers, as quick as the memory is.
 
-A single wrong element always shows. Any other difference shows but for one chance in 2^64, in 2^b when all of its
-elements are the last ones of their words.
+A single wrong byte always shows; so does any other difference, but for the chance that c makes the sum of every p that
+it touches come out the same: about 1 in 100 for two bytes next to each other, nothing for a misplaced row or column.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_WORD_BYTES = 8
-_UNSIGNED = {1: (torch.uint8, 0xFF), 2: (torch.int16, 0xFFFF), 4: (torch.int32, 0xFFFFFFFF)}
 _CHUNK_BYTES = 1 << 20  # of a slice, worked on at a time: it stays in a core's cache
-_ROW_SALT, _WORD_SALT = 1, 2
+_MAX_INNER_BYTES = 1 << 16  # whose products fit in 32 bits
+_OUTER_SALT, _INNER_SALT = 1, 2
 # The engine keeps [in, out] in memory of what goes into products (`empty_matrix`), [out, in] of the rest.
 _OUTPUTS_TOGETHER = re.compile(r".*(?<!\.kv_b)_proj(_with_mqa)?\.weight")
 
@@ -37,60 +36,62 @@ class WeightDigest(NamedTuple):
     value: int  # in [0, 2^64)
 
 
-def word_dim(hf_name: str) -> int:
-    """The dimension of a weight whose neighbours share a word: the one in which the engine keeps them together."""
+def inner_dim(hf_name: str) -> int:
+    """The dimension of a weight in which the engine keeps neighbours together in memory."""
     return 0 if _OUTPUTS_TOGETHER.fullmatch(hf_name) else -1
 
 
 def slice_digest(hf_name: str, part: Tensor, starts: tuple[int, ...]) -> Tensor:
     """int64 scalar on the part's device: what whole_tensor[starts : starts + part.shape] adds to its digest.
 
-    part: one or two dimensions, any strides; quick when it holds whole words that lie together in memory.
+    part: one or two dimensions, any strides; quickest when elements lie together in the inner dimension.
     """
     part = part.detach()
     if part.dim() == 1:
         part, starts = part[None], (0, *starts)
-    elif word_dim(hf_name) == 0:
+    elif inner_dim(hf_name) == 0:
         part, starts = part.T, starts[::-1]
     num_rows, num_columns = part.shape
-    per_word = _WORD_BYTES // part.element_size()
-    r = _coefficients(_ROW_SALT, starts[0], num_rows, part.device)
-    has_whole_words = starts[1] % per_word == 0 and num_columns % per_word == 0
+    size = part.element_size()
+    r_P = _outer_coefficients(starts[0], num_rows, part.device)
+    c_QB = _inner_coefficients(starts[1] * size, num_columns * size, part.device).view(num_columns, size)
     total = torch.zeros((), dtype=torch.int64, device=part.device)
-    if part.numel() == 0:
-        return total
-    step = max(1, _CHUNK_BYTES // (num_columns * part.element_size()))
-    for first in range(0, num_rows, step):
-        rows = part[first : first + step]
-        sums = _sums_of_words(rows, starts[1]) if has_whole_words else _sums_of_elements(rows, starts[1])
-        total += (sums * r[first : first + step]).sum()
+    width = _MAX_INNER_BYTES // size
+    for column in range(0, num_columns, width):
+        band = part[:, column : column + width]
+        step = max(1, _CHUNK_BYTES // (band.shape[1] * size))
+        for row in range(0, num_rows, step):
+            sums_P = _inner_sums(band[row : row + step], c_QB[column : column + width])
+            total += (sums_P * r_P[row : row + step]).sum()
     return total
 
 
-def _sums_of_words(rows_PQ: Tensor, start: int) -> Tensor:
-    """int64 [P]: sum_w c_w word_pw."""
-    per_word = _WORD_BYTES // rows_PQ.element_size()
-    lie_together = rows_PQ.stride(1) == 1 and rows_PQ.stride(0) % per_word == 0
-    if not (lie_together and rows_PQ.storage_offset() % per_word == 0):
-        rows_PQ = torch.empty(rows_PQ.shape, dtype=rows_PQ.dtype, device=rows_PQ.device).copy_(rows_PQ)
-    words_PW = rows_PQ.view(torch.int64)
-    c_W = _coefficients(_WORD_SALT, start // per_word, words_PW.shape[1], words_PW.device)
-    if words_PW.device.type == "cpu":
-        return torch.mv(words_PW, c_W)  # of integers no accelerator has it
-    return (words_PW * c_W).sum(1)
+def _inner_sums(part_PQ: Tensor, c_QB: Tensor) -> Tensor:
+    """[P]: sum_qb c_qb byte_b(part_pq), in int32 or int64."""
+    if part_PQ.stride(1) != 1 and part_PQ.stride(0) == 1:
+        bytes_QPB = part_PQ.T.view(torch.int8)
+        sums_BPB = _product(c_QB.T, bytes_QPB).view(c_QB.shape[1], len(part_PQ), -1)
+        return sums_BPB.diagonal(dim1=0, dim2=2).sum(1)
+    if part_PQ.stride(1) != 1:
+        part_PQ = torch.empty(part_PQ.shape, dtype=part_PQ.dtype, device=part_PQ.device).copy_(part_PQ)
+    return _product(part_PQ.view(torch.int8), c_QB.reshape(-1, 1)).squeeze(1)
 
 
-def _sums_of_elements(rows_PQ: Tensor, start: int) -> Tensor:
-    """`_sums_of_words` of rows that begin or end within a word."""
-    size = rows_PQ.element_size()
-    per_word = _WORD_BYTES // size
-    dtype, mask = _UNSIGNED[size]
-    count = rows_PQ.shape[1]
-    first = start // per_word
-    position_Q = torch.arange(start, start + count, device=rows_PQ.device)
-    c_W = _coefficients(_WORD_SALT, first, (start + count - 1) // per_word - first + 1, rows_PQ.device)
-    c_Q = c_W[position_Q // per_word - first] << (position_Q % per_word * 8 * size)
-    return ((rows_PQ.view(dtype).to(torch.int64) & mask) * c_Q).sum(1)
+def _product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """[M, N] of 8-bit integers, exact."""
+    if a_MK.device.type == "cpu":
+        return torch._int_mm(_plain(a_MK), _plain(b_KN))
+    # Accelerators have no such product, or one for some shapes only; M or N is a few.
+    if b_KN.shape[1] == 1:
+        return (a_MK.to(torch.int32) * b_KN.T.to(torch.int32)).sum(1, keepdim=True)
+    rows = [(b_KN.to(torch.int32) * a_K[:, None].to(torch.int32)).sum(0) for a_K in a_MK]
+    return torch.stack(rows)
+
+
+def _plain(matrix: Tensor) -> Tensor:
+    """The matrix with rows that do not share memory: of one row or column, torch allows any stride, the product not."""
+    is_plain = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
+    return matrix if is_plain else matrix.clone(memory_format=torch.contiguous_format)
 
 
 def digest(hf_name: str, tensor: Tensor) -> WeightDigest:
@@ -116,10 +117,24 @@ def _text(digest: WeightDigest) -> str:
     return f"{str(digest.dtype).removeprefix('torch.')} {list(digest.shape)} {digest.value:016x}"
 
 
-def _coefficients(salt: int, start: int, count: int, device: torch.device) -> Tensor:
-    """int64 [count] on the device, of the positions from `start` on."""
-    size = 1 << max(12, (start + count - 1).bit_length())
-    return _table(salt, size, device)[start : start + count]
+def _outer_coefficients(start: int, count: int, device: torch.device) -> Tensor:
+    """Odd numbers int64 [count], of the positions from `start` on."""
+    return _table(_OUTER_SALT, _table_size(start + count), device)[start : start + count]
+
+
+def _inner_coefficients(start: int, count: int, device: torch.device) -> Tensor:
+    """int8 [count] without 0, of the positions from `start` on."""
+    return _inner_table(_table_size(start + count), device)[start : start + count]
+
+
+def _table_size(count: int) -> int:
+    return 1 << max(12, (count - 1).bit_length())
+
+
+@lru_cache(maxsize=64)
+def _inner_table(size: int, device: torch.device) -> Tensor:
+    bits = (_table(_INNER_SALT, size, torch.device("cpu")) >> 40) & 0xFF
+    return torch.where(bits == 0, 1, bits).to(torch.uint8).view(torch.int8).to(device)
 
 
 @lru_cache(maxsize=64)
