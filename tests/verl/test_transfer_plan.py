@@ -15,7 +15,7 @@ import torch
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.hf_config import parse_hf_config
 from mindspeed_llm.sharded_checkpoint import shard_layout
-from mindspeed_llm.weight_plan import holders, local_plan
+from mindspeed_llm.weight_plan import holders
 from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3, LAYOUTS
 from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_qwen3_config
 from tests.vllm.fp8_tiny import WIDE
@@ -151,16 +151,15 @@ def test_671b_on_256_ranks_moves_what_they_hold(tmp_path: Path) -> None:
     config = {**tiny_hf_config(), **DEEPSEEK_V3, "rope_scaling": None}
     hf = parse_hf_config(config)
     layout = shard_layout(4, 8, 8, tp_extend_ep=True, num_layer_list=(7, 7, 8, 8, 8, 8, 8, 7))
-    start = time.perf_counter()
+    start = time.process_time()
     holdings = holdings_of(config, tmp_path, (2, 128, True), 256)
     plan = build_plan(hf, layout, torch.bfloat16, holdings, 256, bucket_bytes=512 << 20, ranks_per_node=16)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     traffic = plan.traffic()
     assert (traffic.expert_held == 58 * 3 * 7168 * 2048 * 2).all()  # one expert of each layer
     assert traffic.expert_received.max() <= 5.2e9
     assert (traffic.received <= traffic.held).all()
     assert traffic.sent.max() < 1.5 * traffic.sent.mean()
-    stage = local_plan(hf, layout, layout.coords(255))
-    kept = [route for route in plan.routes if len(route.flow.receivers_M) < len(route.flow.consumers_N)]
-    assert kept and len(stage) > 0
-    assert seconds < 30, seconds  # about 4 on a quiet machine
+    assert any(len(route.flow.receivers_M) < len(route.flow.consumers_N) for route in plan.routes)
+    assert plan.num_rounds < 1.2 * traffic.sent.max() / (256 << 20)
+    assert seconds < 10, seconds

@@ -16,7 +16,14 @@ from tests.mindspeed_llm.tiny import tiny_qwen3_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
 from tests.vllm.test_lifecycle import build, tokens_of
 from tests.vllm.tiny import TINY, random_weights, write_checkpoint
-from vllm.model_executor.model_loader.digest import WeightDigest, _product, differences, digest, slice_digest
+from vllm.model_executor.model_loader.digest import (
+    WeightDigest,
+    _inner_coefficients,
+    _outer_coefficients,
+    differences,
+    digest,
+    slice_digest,
+)
 
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 
@@ -111,11 +118,32 @@ def test_digests_add_up_and_show_every_change() -> None:
         assert digest(name, swapped).value != value
         assert digest(name, transposed).value != digest(name, whole[:70, :70]).value
     huge = torch.randn(3, 1 << 20, generator=generator)
-    expected = torch.randint(-128, 128, (70, 180), dtype=torch.int8, generator=generator)
-    values = _product(expected, expected[:1].T)
-    assert torch.equal(values[:, 0].long(), (expected.long() * expected[:1].long()).sum(1))
     halves = slice_digest(name, huge[:, :9], (0, 0)) + slice_digest(name, huge[:, 9:], (0, 9))
     assert int(halves) % 2**64 == digest(name, huge).value
+
+
+def test_digests_add_up_over_tiles_in_any_order_of_memory() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dtype, name, rows, columns in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float8_e4m3fn), (EXPERT, "lm_head.weight"), (1, 3, 64), (1, 2, 300)
+    ):
+        whole = torch.randn(rows, columns, generator=generator).to(dtype)
+        bands = whole if name == "lm_head.weight" else whole.T
+        elements = bands.clone(memory_format=torch.contiguous_format).view(torch.int8).long().view(len(bands), -1)
+        c, r = (
+            _inner_coefficients(0, elements.shape[1], whole.device),
+            _outer_coefficients(0, len(bands), whole.device),
+        )
+        expected = int(((elements * c).sum(1) * r).sum()) % 2**64
+        spread = torch.zeros(rows + 1, 2 * columns).to(dtype)
+        spread[1:, ::2] = whole
+        for laid_out in (whole, whole.T.clone(memory_format=torch.contiguous_format).T, spread[1:, ::2]):
+            tiles = [
+                slice_digest(name, laid_out[row : row + 2, column : column + 77], (row, column))
+                for row in range(0, rows, 2)
+                for column in range(0, columns, 77)
+            ]
+            assert int(torch.stack(tiles).sum()) % 2**64 == expected == digest(name, laid_out).value
 
 
 def digests_of_layouts(cases: list[tuple[str, int | None, dict[str, Any]]]) -> list[dict[str, WeightDigest]]:

@@ -36,6 +36,7 @@ class WeightDigest(NamedTuple):
     value: int  # in [0, 2^64)
 
 
+@lru_cache(maxsize=1 << 17)
 def inner_dim(hf_name: str) -> int:
     """The dimension of a weight in which the engine keeps neighbours together in memory."""
     return 0 if _OUTPUTS_TOGETHER.fullmatch(hf_name) else -1
@@ -55,15 +56,15 @@ def slice_digest(hf_name: str, part: Tensor, starts: tuple[int, ...]) -> Tensor:
     size = part.element_size()
     r_P = _outer_coefficients(starts[0], num_rows, part.device)
     c_QB = _inner_coefficients(starts[1] * size, num_columns * size, part.device).view(num_columns, size)
-    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    sums = []
     width = _MAX_INNER_BYTES // size
     for column in range(0, num_columns, width):
         band = part[:, column : column + width]
         step = max(1, _CHUNK_BYTES // (band.shape[1] * size))
         for row in range(0, num_rows, step):
             sums_P = _inner_sums(band[row : row + step], c_QB[column : column + width])
-            total += (sums_P * r_P[row : row + step]).sum()
-    return total
+            sums.append((sums_P * r_P[row : row + step]).sum())
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 def _inner_sums(part_PQ: Tensor, c_QB: Tensor) -> Tensor:
