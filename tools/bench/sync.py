@@ -167,7 +167,12 @@ def _rank(rank: int, folder: str, bucket_bytes: int, num_rounds: int) -> None:
         planned = _measured(by_plan, lambda: (sync.check_seconds, sync.check_cpu_seconds))
         rounds.append({"plan": asdict(planned), "gather": asdict(_measured(by_gathering, lambda: (0.0, 0.0)))})
     traffic = sync.plan.traffic()
-    report = {"rounds": rounds[1:], "received": int(traffic.received[rank]), "held": int(traffic.held[rank])}
+    report = {
+        "rounds": rounds[1:],
+        "received": int(traffic.received[rank]),
+        "held": int(traffic.held[rank]),
+        "buffers": sync.transfer.peak_bytes,
+    }
     Path(folder, f"{rank}.json").write_text(json.dumps(report))
     destroy_model_parallel()
     dist.destroy_process_group()
@@ -175,8 +180,9 @@ def _rank(rank: int, folder: str, bucket_bytes: int, num_rounds: int) -> None:
 
 def _params(folder: str, rank: int) -> dict[str, Tensor]:
     """This rank's training shards: for every tensor the same values on all ranks that hold a part of it."""
-    hf, base = load_hf_config(folder), torch.randn(1 << 22, generator=torch.Generator().manual_seed(0))
-    params = {}
+    hf, params = load_hf_config(folder), {}
+    largest = max(int(np.prod(shape)) for shape, _ in hf_tensors(hf).values())
+    base = torch.randn(largest + 4096, generator=torch.Generator().manual_seed(0))
     for tensor in local_plan(hf, LAYOUT, LAYOUT.coords(rank)):
         params[tensor.name] = torch.empty(tensor.shape, dtype=torch.float32 if tensor.is_buffer else DTYPE)
         for piece in tensor.pieces:
@@ -242,7 +248,8 @@ def _print_measured(reports: list[dict[str, Any]], bucket_bytes: int) -> None:
         )
     ]
     print(f"  digests are {median(shares):.1%} of the sync's CPU time, {max(shares):.1%} at the most")
-    print(f"  two buckets are {2 * bucket_bytes >> 20}")
+    buffers = max(report["buffers"] for report in reports)
+    print(f"  two buckets are {2 * bucket_bytes >> 20}, all buffers alive at a time {buffers >> 20}")
 
 
 def _print_plans(folder: Path) -> None:

@@ -88,6 +88,15 @@ class WeightTransfer:
         self.rounds = schedule(plan, group.rank())
         self.group, self.device = group, device
 
+    @property
+    def peak_bytes(self) -> int:
+        """Of all buffers that are alive together at some time."""
+        ends = [(sum(round_.sent_bytes), sum(round_.received_bytes)) for round_ in [*self.rounds, *self.rounds[-1:]]]
+        return max(
+            sent + received + max(next_sent, next_received, next_sent + next_received - sent)
+            for (sent, received), (next_sent, next_received) in zip(ends, ends[1:], strict=False)
+        )
+
     def slices(self, trained: TrainedWeights) -> Iterator[WeightSlice]:
         """Everything that this rank's rollout engine holds; nothing where there is none.
 

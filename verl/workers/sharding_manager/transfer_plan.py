@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ _OPEN_ROUNDS = 8
 _PARTS_OF_A_ROUND = 4  # routes are cut so that as many of one sender fit in a round
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Cell:
     """The elements that a fragment and a rollout rank's slice have in common; scales count as part of their weight."""
 
@@ -49,7 +49,7 @@ class Flow:
     copies_S: np.ndarray  # that each of them sends
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Route:
     """hf_tensor[ranges] in `dtype`, on its way in round `round`."""
 
@@ -58,12 +58,8 @@ class Route:
     fragment: Fragment
     dtype: torch.dtype
     flow: Flow
+    num_bytes: int  # of one copy
     round: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Of one copy."""
-        return math.prod(slice_shape(self.ranges)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ class TransferPlan:
             flow = route.flow
             sent[flow.senders_S] += flow.copies_S * route.num_bytes
             received[flow.receivers_M] += route.num_bytes
-            size = math.prod(slice_shape(route.ranges)) * self.held_dtypes[route.hf_name].itemsize
+            size = route.num_bytes // route.dtype.itemsize * self.held_dtypes[route.hf_name].itemsize
             held[flow.consumers_N] += size
             if route.fragment.is_expert:
                 expert_received[flow.receivers_M] += route.num_bytes
@@ -176,6 +172,8 @@ def _check(parts: Mapping[str, tuple[Fragment, ...]], consumers: Mapping[str, Ma
             problems.append(f"the training model has no {name}")
             continue
         for ranges in of_name:
+            if len(having) == 1 and ranges == _extent(name, having[0]):
+                continue  # most are whole experts
             common = (_common(_extent(name, fragment), ranges) for fragment in having)
             covered = sum(math.prod(slice_shape(part)) for part in common if part is not None)
             if covered != math.prod(slice_shape(ranges)):
@@ -248,8 +246,9 @@ def _cut(cell: Cell, dtype: torch.dtype, flow: Flow, limit: int) -> Iterator[Rou
     if dtype == FP8_DTYPE and num_rows > BLOCK:
         num_rows -= num_rows % BLOCK
     for first in range(start, stop, num_rows):
-        part = ((first, min(first + num_rows, stop)), *columns)
-        yield Route(cell.hf_name, part, cell.fragment, dtype, flow, round=0)
+        end = min(first + num_rows, stop)
+        part = ((first, end), *columns)
+        yield Route(cell.hf_name, part, cell.fragment, dtype, flow, (end - first) * row_bytes, round=0)
 
 
 def _in_rounds(routes: list[Route], num_ranks: int, limit: int) -> tuple[tuple[Route, ...], int]:
@@ -265,8 +264,9 @@ def _in_rounds(routes: list[Route], num_ranks: int, limit: int) -> tuple[tuple[R
     order = sorted(range(len(routes)), key=lambda i: places[i] / totals[routes[i].fragment.owner])
     rounds, dealt = _Rounds(num_ranks, limit), []
     for index in order:
-        route = routes[index]
-        dealt.append(replace(route, round=rounds.place(route.flow, aligned(route.num_bytes))))
+        r = routes[index]
+        number = rounds.place(r.flow, aligned(r.num_bytes))
+        dealt.append(Route(r.hf_name, r.ranges, r.fragment, r.dtype, r.flow, r.num_bytes, number))
     return tuple(dealt), rounds.count
 
 
@@ -281,18 +281,22 @@ class _Rounds:
 
     def place(self, flow: Flow, size: int) -> int:
         """The first open round in which every rank of the flow has room, a new one if there is none."""
-        added_S = flow.copies_S * size
-        sent_RS = self._sent[:, flow.senders_S] + added_S
-        received_RM = self._received[:, flow.receivers_M] + size
-        fits_R = (sent_RS <= self._limit).all(axis=1) & (received_RM <= self._limit).all(axis=1)
+        senders, receivers, added = flow.senders_S, flow.receivers_M, flow.copies_S * size
+        if len(receivers) == 1:  # an expert: most routes are, and single columns are quicker to look at
+            fits_R = (self._sent[:, senders[0]] + size <= self._limit) & (
+                self._received[:, receivers[0]] + size <= self._limit
+            )
+        else:
+            fits_R = (self._sent[:, senders] + added <= self._limit).all(axis=1)
+            fits_R &= (self._received[:, receivers] + size <= self._limit).all(axis=1)
         slot = int(fits_R.argmax())
         if not fits_R[slot]:
             self._sent, self._received = (np.roll(loads, -1, axis=0) for loads in (self._sent, self._received))
             slot = _OPEN_ROUNDS - 1
             self._sent[slot], self._received[slot] = 0, 0
             self._first += 1
-        self._sent[slot, flow.senders_S] += added_S
-        self._received[slot, flow.receivers_M] += size
+        self._sent[slot, senders] += added
+        self._received[slot, receivers] += size
         self.count = max(self.count, self._first + slot + 1)
         return self._first + slot
 

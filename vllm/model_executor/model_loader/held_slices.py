@@ -21,7 +21,7 @@ Shape: TypeAlias = tuple[int, ...]
 _Split: TypeAlias = tuple[str, Shape, int | None]  # name, whole shape, dimension that TP splits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class HeldSlice:
     """tensor[ranges] of a tensor of `hf_shape`, held in `dtype`."""
 
