@@ -18,6 +18,7 @@ from mindspeed_llm.hf_shapes import DTYPE_BYTES, hf_tensors, shared_copies
 
 Slice = tuple[tuple[int, int], ...]
 Naming = Literal["core", "mindspeed_llm", "mindspeed_llm_ungrouped"]
+Part = Literal["all", "dense", "experts"]
 NAMINGS: tuple[Naming, ...] = ("core", "mindspeed_llm", "mindspeed_llm_ungrouped")
 
 
@@ -60,11 +61,12 @@ class LocalTensor:
 
 @dataclass(frozen=True)
 class Fragment:
-    """A distinct slice of an HF tensor, the lowest global rank that holds it, and where that rank keeps it."""
+    """A distinct slice of an HF tensor, the lowest global rank that holds it, and where its holders keep it."""
 
     owner: int
     local_name: str
     piece: Piece
+    is_expert: bool = False
 
 
 def plan_problems(hf: HFModelConfig, layout: ParallelLayout) -> list[str]:
@@ -82,6 +84,13 @@ def plan_problems(hf: HFModelConfig, layout: ParallelLayout) -> list[str]:
     return found
 
 
+def raise_layout_problems(hf: HFModelConfig, layout: ParallelLayout) -> None:
+    """ValueError with everything that keeps ``layout`` from dividing this model."""
+    problems = plan_problems(hf, layout)
+    if problems:
+        raise ValueError("the layout does not fit the model:\n" + "\n".join(f"  - {line}" for line in problems))
+
+
 def local_plan(
     hf: HFModelConfig, layout: ParallelLayout, coords: RankCoords, naming: Naming = "core"
 ) -> tuple[LocalTensor, ...]:
@@ -91,33 +100,43 @@ def local_plan(
     the training engine's names; ``mindspeed_llm`` the checkpoint names of MindSpeed-LLM v2.0.0 with grouped experts,
     where no-op layers leave holes in the numbers, ``mindspeed_llm_ungrouped`` the same with one tensor per expert.
     """
-    if naming not in NAMINGS:
-        raise ValueError(f"naming is {naming!r}; one of {', '.join(NAMINGS)} is needed")
-    problems = plan_problems(hf, layout)
-    if problems:
-        raise ValueError("the layout does not fit the model:\n" + "\n".join(f"  - {line}" for line in problems))
+    raise_layout_problems(hf, layout)
     return tuple(_RankPlanner(hf, layout, coords, naming).tensors())
 
 
 @lru_cache(maxsize=4)
 def fragments(hf: HFModelConfig, layout: ParallelLayout, naming: Naming = "core") -> Mapping[str, tuple[Fragment, ...]]:
-    """HF name -> its distinct fragments, each with its owner; names in the order of ``hf_tensors``."""
+    """HF name -> its distinct fragments, each with its owner; names in the order of ``hf_tensors``.
+
+    Walks one replica of the dense tensors and one of the experts, whatever the number of ranks.
+    """
+    raise_layout_problems(hf, layout)
+    walks: list[tuple[int, Part]] = [(rank, "dense") for rank in layout.members(0, ("tp", "pp"))]
+    walks += [(rank, "experts") for rank in layout.members(0, ("tp", "ep", "pp"), is_expert=True)]
     found: dict[tuple[str, Slice], Fragment] = {}
-    for rank in range(layout.world_size):
-        coords = layout.coords(rank)
-        if (coords.dp > 0 or coords.cp > 0) and coords.edp > 0:
-            continue  # a lower rank holds the same dense tensors and another the same experts
-        for tensor in local_plan(hf, layout, coords, naming):
+    for rank, part in walks:
+        for tensor in _RankPlanner(hf, layout, layout.coords(rank), naming, part).tensors():
             for piece in tensor.pieces:
                 key = (piece.hf_name, piece.hf_slice)
                 if key not in found:
-                    found[key] = Fragment(rank, tensor.name, piece)
+                    found[key] = Fragment(rank, tensor.name, piece, tensor.is_expert)
     by_name: dict[str, list[Fragment]] = {name: [] for name in hf_tensors(hf)}
     for (name, _), fragment in found.items():
         by_name[name].append(fragment)
     for name, original in shared_copies(hf).items():
         by_name[name] = [replace(part, piece=replace(part.piece, hf_name=name)) for part in by_name[original]]
     return MappingProxyType({name: tuple(parts) for name, parts in by_name.items()})
+
+
+def holders(hf: HFModelConfig, layout: ParallelLayout, fragment: Fragment) -> list[int]:
+    """Global ranks that keep ``fragment`` where its owner does, ascending.
+
+    A tensor that stages share (a tied head, the embedding of an MTP module) counts where its owner is.
+    """
+    if fragment.is_expert:
+        return layout.members(fragment.owner, ("dp",), is_expert=True)
+    is_whole = slice_shape(fragment.piece.hf_slice) == hf_tensors(hf)[fragment.piece.hf_name][0]
+    return layout.members(fragment.owner, ("tp", "cp", "dp") if is_whole else ("cp", "dp"))
 
 
 def owners(hf: HFModelConfig, layout: ParallelLayout, naming: Naming = "core") -> dict[tuple[str, Slice], int]:
@@ -170,6 +189,11 @@ class _RankPlanner:
     layout: ParallelLayout
     coords: RankCoords
     naming: Naming
+    part: Part = "all"
+
+    def __post_init__(self) -> None:
+        if self.naming not in NAMINGS:
+            raise ValueError(f"naming is {self.naming!r}; one of {', '.join(NAMINGS)} is needed")
 
     def tensors(self) -> Iterator[LocalTensor]:
         num_chunks = self.layout.virtual_pipeline_model_parallel_size
@@ -181,7 +205,8 @@ class _RankPlanner:
     def _chunk(self, chunk: int, is_last_chunk: bool) -> Iterator[LocalTensor]:
         hf, pp = self.hf, self.coords.pp
         is_first, is_last = pp == 0 and chunk == 0, is_last_chunk and self._is_last_stage
-        if is_first:
+        has_dense = self.part != "experts"
+        if is_first and has_dense:
             yield self._split("embedding.word_embeddings.weight", ["model.embed_tokens.weight"], 0)
         slots = self.layout.chunk_slots(pp, chunk, hf.num_hidden_layers)
         if self.naming == "core":
@@ -191,16 +216,25 @@ class _RankPlanner:
                 yield from self._layer(f"decoder.layers.{local}.", layer)
         if not is_last:
             return
-        has_file_mtp = self.naming != "core" and hf.mtp_num_layers > 0
-        final_norm = "final_layernorm.weight" if has_file_mtp else "decoder.final_layernorm.weight"
-        yield self._split(final_norm, ["model.norm.weight"], None)
-        if hf.mtp_num_layers and not is_first:
-            yield self._split("embedding.word_embeddings.weight", ["model.embed_tokens.weight"], 0)
+        if has_dense:
+            yield from self._end(is_first)
         for depth in range(hf.mtp_num_layers):
             yield from self._mtp(depth)
-        if not hf.tie_word_embeddings:
+        if has_dense:
+            yield from self._head(is_first)
+
+    def _end(self, is_first: bool) -> Iterator[LocalTensor]:
+        """What comes before the MTP modules: the final norm, and the embedding that they share."""
+        has_file_mtp = self.naming != "core" and self.hf.mtp_num_layers > 0
+        final_norm = "final_layernorm.weight" if has_file_mtp else "decoder.final_layernorm.weight"
+        yield self._split(final_norm, ["model.norm.weight"], None)
+        if self.hf.mtp_num_layers and not is_first:
+            yield self._split("embedding.word_embeddings.weight", ["model.embed_tokens.weight"], 0)
+
+    def _head(self, is_first: bool) -> Iterator[LocalTensor]:
+        if not self.hf.tie_word_embeddings:
             yield self._split("output_layer.weight", ["lm_head.weight"], 0)
-        elif not is_first and not hf.mtp_num_layers:  # MTP has a copy of the embedding there already
+        elif not is_first and not self.hf.mtp_num_layers:  # MTP has a copy of the embedding there already
             yield self._split("output_layer.weight", ["model.embed_tokens.weight"], 0)
 
     @property
@@ -211,14 +245,27 @@ class _RankPlanner:
         local = f"mtp.layers.{depth}." if self.naming == "core" else f"mtp_layers.{depth}."
         layer = self.hf.num_hidden_layers + depth
         source = f"model.layers.{layer}."
-        yield self._split(local + "enorm.weight", [source + "enorm.weight"], None)
-        yield self._split(local + "hnorm.weight", [source + "hnorm.weight"], None)
-        yield self._split(local + "eh_proj.weight", [source + "eh_proj.weight"], 0)
+        if self.part != "experts":
+            yield self._split(local + "enorm.weight", [source + "enorm.weight"], None)
+            yield self._split(local + "hnorm.weight", [source + "hnorm.weight"], None)
+            yield self._split(local + "eh_proj.weight", [source + "eh_proj.weight"], 0)
         yield from self._layer(local + "transformer_layer.", layer)
-        yield self._split(local + "final_layernorm.weight", [source + "shared_head.norm.weight"], None)
+        if self.part != "experts":
+            yield self._split(local + "final_layernorm.weight", [source + "shared_head.norm.weight"], None)
 
     def _layer(self, local: str, layer: int) -> Iterator[LocalTensor]:
         source = f"model.layers.{layer}."
+        is_moe = self.hf.is_moe_layer(min(layer, self.hf.num_hidden_layers - 1))  # MTP layers are as the last one
+        if self.part != "experts":
+            yield from self._dense_part(local, source, is_moe)
+        if is_moe and self.part != "dense":
+            experts = self._ungrouped_experts if self.naming == "mindspeed_llm_ungrouped" else self._grouped_experts
+            yield from experts(local + "mlp.experts.", source + "mlp.experts.")
+        if is_moe and self.hf.n_shared_experts and self.part != "experts":
+            yield from self._mlp(local + "mlp.shared_experts.", source + "mlp.shared_experts.")
+
+    def _dense_part(self, local: str, source: str, is_moe: bool) -> Iterator[LocalTensor]:
+        """A layer up to its routed experts."""
         yield self._split(local + "input_layernorm.weight", [source + "input_layernorm.weight"], None)
         if not self.hf.is_mla:
             attention = self._grouped_query_attention
@@ -226,17 +273,13 @@ class _RankPlanner:
             attention = self._core_attention if self.naming == "core" else self._mindspeed_attention
         yield from attention(local + "self_attention.", source + "self_attn.")
         yield self._split(local + "pre_mlp_layernorm.weight", [source + "post_attention_layernorm.weight"], None)
-        if not self.hf.is_moe_layer(min(layer, self.hf.num_hidden_layers - 1)):  # MTP layers are as the last one
+        if not is_moe:
             yield from self._mlp(local + "mlp.", source + "mlp.")
             return
         yield self._split(local + "mlp.router.weight", [source + "mlp.gate.weight"], None)
         if self.hf.has_expert_bias:
             bias = self._split(local + "mlp.router.expert_bias", [source + "mlp.gate.e_score_correction_bias"], None)
             yield replace(bias, is_buffer=True)
-        experts = self._ungrouped_experts if self.naming == "mindspeed_llm_ungrouped" else self._grouped_experts
-        yield from experts(local + "mlp.experts.", source + "mlp.experts.")
-        if self.hf.n_shared_experts:
-            yield from self._mlp(local + "mlp.shared_experts.", source + "mlp.shared_experts.")
 
     def _core_attention(self, local: str, source: str) -> Iterator[LocalTensor]:
         if self.hf.q_lora_rank is None:

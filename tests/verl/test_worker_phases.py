@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
@@ -18,11 +17,12 @@ from verl.trainer.config import load_config
 from verl.workers.kept_rows import references
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
+from vllm.model_executor.model_loader.slice_intake import WeightSlice
 
 # What holds device memory when a call to the rollout engine ends.
 MEMORY_ORDER = [
     ("resume weights", {"training weights", "rollout weights"}),
-    ("update_weights", {"training weights", "rollout weights"}),
+    ("update_weight_slices", {"training weights", "rollout weights"}),
     ("resume kv_cache", {"rollout weights", "kv cache"}),
     ("generate_sequences", {"rollout weights", "kv cache"}),
     ("release", set()),
@@ -49,9 +49,9 @@ class WatchedRollout(vLLMRollout):
         super().resume(tags)
         self._note(f"resume {tags[0]}")
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        super().update_weights(weights, version)
-        self._note("update_weights")
+    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> None:
+        super().update_weight_slices(slices, version)
+        self._note("update_weight_slices")
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         output = super().generate_sequences(prompts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +16,20 @@ from tests.mindspeed_llm.tiny import tiny_qwen3_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
 from tests.vllm.test_lifecycle import build, tokens_of
 from tests.vllm.tiny import TINY, random_weights, write_checkpoint
-from vllm.model_executor.model_loader.digest import WeightDigest, differences, digest, slice_digest
+from vllm.model_executor.model_loader.digest import (
+    WeightDigest,
+    _inner_coefficients,
+    _outer_coefficients,
+    differences,
+    digest,
+    slice_digest,
+)
 
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 
 
 def digests(weights: dict[str, Tensor]) -> dict[str, WeightDigest]:
-    return {name: digest(tensor) for name, tensor in weights.items()}
+    return {name: digest(name, tensor) for name, tensor in weights.items()}
 
 
 def test_an_update_takes_every_name_once_and_sets_the_version(tmp_path: Path) -> None:
@@ -93,23 +101,49 @@ def test_nothing_of_the_stream_is_kept(tmp_path: Path) -> None:
 
 def test_digests_add_up_and_show_every_change() -> None:
     generator = torch.Generator().manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+    cases = itertools.product((torch.float32, torch.bfloat16, torch.float8_e4m3fn), (EXPERT, "lm_head.weight"))
+    for dtype, name in cases:
         whole = torch.randn(70, 90, generator=generator).to(dtype)
-        value = digest(whole).value
-        parts = [slice_digest(whole[:33, :50], (0, 0)), slice_digest(whole[33:, :50], (33, 0))]
-        parts += [slice_digest(whole[:, 50:].T.contiguous().T, (0, 50))]
+        value = digest(name, whole).value
+        parts = [slice_digest(name, whole[:33, :50], (0, 0)), slice_digest(name, whole[33:, :50], (33, 0))]
+        parts += [slice_digest(name, whole[:, 50:].T.contiguous().T, (0, 50))]
         assert int(sum(parts)) % 2**64 == value
         for row, column in ((0, 0), (69, 89), (31, 7)):
             changed = whole.clone()
             changed.view(torch.uint8)[row, column * dtype.itemsize] ^= 1
-            assert digest(changed).value != value
+            assert digest(name, changed).value != value
         swapped = whole.clone()
         swapped[[3, 5]] = whole[[5, 3]]
         transposed = whole[:70, :70].T.contiguous()
-        assert digest(swapped).value != value
-        assert digest(transposed).value != digest(whole[:70, :70]).value
+        assert digest(name, swapped).value != value
+        assert digest(name, transposed).value != digest(name, whole[:70, :70]).value
     huge = torch.randn(3, 1 << 20, generator=generator)
-    assert (int(slice_digest(huge[:, :9], (0, 0)) + slice_digest(huge[:, 9:], (0, 9)))) % 2**64 == digest(huge).value
+    halves = slice_digest(name, huge[:, :9], (0, 0)) + slice_digest(name, huge[:, 9:], (0, 9))
+    assert int(halves) % 2**64 == digest(name, huge).value
+
+
+def test_digests_add_up_over_tiles_in_any_order_of_memory() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for dtype, name, rows, columns in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float8_e4m3fn), (EXPERT, "lm_head.weight"), (1, 3, 64), (1, 2, 300)
+    ):
+        whole = torch.randn(rows, columns, generator=generator).to(dtype)
+        bands = whole if name == "lm_head.weight" else whole.T
+        elements = bands.clone(memory_format=torch.contiguous_format).view(torch.int8).long().view(len(bands), -1)
+        c, r = (
+            _inner_coefficients(0, elements.shape[1], whole.device),
+            _outer_coefficients(0, len(bands), whole.device),
+        )
+        expected = int(((elements * c).sum(1) * r).sum()) % 2**64
+        spread = torch.zeros(rows + 1, 2 * columns).to(dtype)
+        spread[1:, ::2] = whole
+        for laid_out in (whole, whole.T.clone(memory_format=torch.contiguous_format).T, spread[1:, ::2]):
+            tiles = [
+                slice_digest(name, laid_out[row : row + 2, column : column + 77], (row, column))
+                for row in range(0, rows, 2)
+                for column in range(0, columns, 77)
+            ]
+            assert int(torch.stack(tiles).sum()) % 2**64 == expected == digest(name, laid_out).value
 
 
 def digests_of_layouts(cases: list[tuple[str, int | None, dict[str, Any]]]) -> list[dict[str, WeightDigest]]:
@@ -166,4 +200,4 @@ def test_digests_are_taken_in_the_engine_s_dtype(tmp_path: Path) -> None:
     found = llm.weights_digest()
     gate = "model.layers.1.mlp.gate.weight"
     assert found[gate].dtype == torch.float32 and found[EXPERT].dtype == torch.bfloat16
-    assert found[EXPERT] == digest(random_weights(TINY)[EXPERT].bfloat16())
+    assert found[EXPERT] == digest(EXPERT, random_weights(TINY)[EXPERT].bfloat16())

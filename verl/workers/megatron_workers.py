@@ -284,7 +284,8 @@ class ActorRolloutRefWorker(Worker):
             self.groups,
             offload_param=self.config.actor.megatron.param_offload,
             bucket_bytes=config.update_weights_bucket_megabytes << 20,
-            verify=config.verify_weights,
+            ranks_per_node=self.run_config.trainer.n_gpus_per_node,
+            device=self.device,
             accelerator=get_torch_device(self.device_type),
         )
 

@@ -6,8 +6,10 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,6 +17,8 @@ from vllm.distributed.parallel_state import init_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import PromptType
 from vllm.model_executor.model_loader.digest import WeightDigest
+from vllm.model_executor.model_loader.held_slices import HeldSlice, held_slices
+from vllm.model_executor.model_loader.slice_intake import WeightSlice
 from vllm.ops.contract import resolve
 from vllm.outputs import RequestOutput
 from vllm.platforms import Platform, resolve_platform
@@ -187,6 +191,20 @@ class LLM:
         """
         self.core.update_weights(weights, version)
 
+    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int | None = None) -> None:
+        """Replace all weights by slices of exactly what this rank holds (`held_slices`), in any order and cut anyhow.
+
+        Each is copied to its place as it comes. ValueError for elements that this rank does not hold, that come twice
+        or not at all; until a whole update has come, `generate` refuses.
+        """
+        self.core.update_weight_slices(slices, version)
+
+    def held_slices(self, rank: int) -> dict[str, HeldSlice]:
+        """Hugging Face name -> what rank `rank` of an engine like this one holds (world rank, as `ParallelConfig`)."""
+        model = self.config.model
+        parallel = replace(self.config.parallel, rank=rank)
+        return held_slices(model.hf, parallel, getattr(torch, model.dtype), model.quantization)
+
     @property
     def policy_version(self) -> int:
         """Of the weights, as the last `update_weights` said; 0 for those the engine started with."""
@@ -200,6 +218,10 @@ class LLM:
         too.
         """
         return self.core.worker.weights_digest()
+
+    def held_digests(self) -> dict[str, WeightDigest]:
+        """Hugging Face name -> digest of what this rank holds of the tensor, as it is in memory now; not collective."""
+        return self.core.worker.held_digests()
 
     def check_weights_loaded(self) -> None:
         """ValueError naming every weight that has not come since a level-2 sleep.

@@ -25,7 +25,6 @@ class RolloutConfig:
     NPU · expert_exchange: how tokens reach the experts of other ranks, ``all_gather`` or ``dispatch`` ·
     rebalance_interval: steps between two rounds of moving requests between data-parallel replicas, 0 = never ·
     quantization: ``fp8`` holds linear weights in e4m3 blocks of 128 x 128, quantised as they arrive ·
-    verify_weights: after each sync compare every weight of the engine with the trainer's, and stop where one differs ·
     enable_rollout_routing_replay: the experts of every token come back with it, for router replay R3.
     """
 
@@ -46,7 +45,6 @@ class RolloutConfig:
     free_cache_engine: bool = True
     load_format: str = "dummy"
     quantization: str | None = None
-    verify_weights: bool = False
     tensor_model_parallel_size: int = 1
     data_parallel_size: int | None = None
     enable_expert_parallel: bool = True

@@ -7,11 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
 from vllm.model_executor.model_loader.digest import WeightDigest
+from vllm.model_executor.model_loader.held_slices import HeldSlice
+from vllm.model_executor.model_loader.slice_intake import WeightSlice
 
 _ROLLOUT_REGISTRY = {
     ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout",
@@ -26,17 +27,21 @@ class BaseRollout(ABC):
 
     @abstractmethod
     def resume(self, tags: list[str]) -> None:
-        """Allocates ``weights`` (empty, to be written by ``update_weights``) and/or ``kv_cache``."""
+        """Allocates ``weights`` (empty, to be written by ``update_weight_slices``) and/or ``kv_cache``."""
 
     @abstractmethod
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Writes every weight of policy ``version`` from ``(hf_name, tensor)`` pairs; collective over the ranks of the
-        stream. An unknown, repeated or missing name is an error.
+    def held_slices(self, rank: int) -> dict[str, HeldSlice]:
+        """HF name -> what the engine of ``rank`` holds of it; every rank knows that of all."""
+
+    @abstractmethod
+    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> None:
+        """Writes all that this rank holds of policy ``version``; ``slices`` may be collective over ranks. Elements that
+        are not held, come twice or not at all are an error.
         """
 
     @abstractmethod
-    def weights_digest(self) -> dict[str, WeightDigest]:
-        """HF name -> digest of each whole weight as the engine holds it; collective over the engine's ranks."""
+    def held_digests(self) -> dict[str, WeightDigest]:
+        """HF name -> digest of what this rank holds of it, as it is in memory now."""
 
     @abstractmethod
     def release(self) -> None:

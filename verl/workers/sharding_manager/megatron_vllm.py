@@ -6,13 +6,14 @@ import logging
 import time
 from types import ModuleType, TracebackType
 
+import torch
+
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.parallel_state import ProcessGroups
 from mindspeed_llm.hf_config import HFModelConfig
-from mindspeed_llm.weights import export_weights
 from verl.workers.phases import release_cached_memory
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.sharding_manager.weights_check import check_rollout_weights
+from verl.workers.sharding_manager.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -20,14 +21,15 @@ logger = logging.getLogger(__name__)
 class MegatronVLLMShardingManager:
     """A context in which the rollout engine holds the actor's current weights and a KV cache.
 
-    Entering: rollout weights are allocated as empty buffers, written by a stream of HF-named tensors from the training
-    ranks, the training weights leave the device, and only then the KV cache is allocated, so that its blocks never
-    share the device with two copies of the model. Leaving frees all of the rollout engine.
+    Entering: rollout weights are allocated as empty buffers, every rank gets what it holds of them from the ranks that
+    train it, all of them are compared with the actor's, the training weights leave the device, and only then the KV
+    cache is allocated, so that its blocks never share the device with two copies of the model. Leaving frees all of the
+    rollout engine.
 
     Args:
         offload_param: the training weights leave the device while the engine generates.
-        bucket_bytes: how much of the weights travels at once.
-        verify: after each sync the rollout engine's weights are compared with the actor's, by digest and name.
+        bucket_bytes: how much of the weights a rank sends and receives at once.
+        ranks_per_node: ranks that are close to each other, counted from rank 0.
         accelerator: ``torch.npu`` or ``torch.cuda``, whose allocator gives back what one side freed before the other
             allocates; None on the CPU.
     """
@@ -41,17 +43,24 @@ class MegatronVLLMShardingManager:
         *,
         offload_param: bool,
         bucket_bytes: int,
-        verify: bool = False,
+        ranks_per_node: int,
+        device: torch.device,
         accelerator: ModuleType | None = None,
     ) -> None:
         self.actor_module = actor_module
         self.rollout = rollout
-        self.hf_config = hf_config
-        self.groups = groups
         self.offload_param = offload_param
-        self.bucket_bytes = bucket_bytes
-        self.verify = verify
         self.accelerator = accelerator
+        self.sync = WeightSync(
+            hf_config,
+            groups.layout,
+            next(actor_module.module.parameters()).dtype,
+            {rank: rollout.held_slices(rank) for rank in range(groups.layout.world_size)},
+            groups.world,
+            device,
+            bucket_bytes=bucket_bytes,
+            ranks_per_node=ranks_per_node,
+        )
         self.sync_seconds = 0.0
         self.policy_version = 0  # syncs so far
 
@@ -61,14 +70,8 @@ class MegatronVLLMShardingManager:
         self.actor_module.onload_params()
         release_cached_memory(self.accelerator)
         self.rollout.resume(tags=["weights"])
-        stream = export_weights(
-            self.actor_module.module, self.hf_config, self.groups.layout, self.groups, bucket_bytes=self.bucket_bytes
-        )
         self.policy_version += 1
-        self.rollout.update_weights(stream, self.policy_version)
-        if self.verify:
-            found = self.rollout.weights_digest()
-            check_rollout_weights(self.actor_module.module, self.hf_config, self.groups, found, self.bucket_bytes)
+        self.sync.run(self.actor_module.module.state_dict(keep_vars=True), self.rollout, self.policy_version)
         if self.offload_param:
             self.actor_module.offload_params()
             release_cached_memory(self.accelerator)

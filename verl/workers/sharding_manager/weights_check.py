@@ -1,81 +1,82 @@
-"""Whether the rollout engine holds what the trainer trains, by the digest of every tensor under its HF name."""
+"""Whether the rollout engine holds what the trainer trains, by a digest of every tensor of every rank."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from megatron.core.parallel_state import ProcessGroups
-from mindspeed_llm.gathering import DEFAULT_BUCKET_BYTES, gather_hf_tensors
-from mindspeed_llm.hf_config import HFModelConfig
-from mindspeed_llm.hf_shapes import always_fp32, hf_tensors
-from mindspeed_llm.sources import hf_view
-from mindspeed_llm.weight_plan import fragments
-from vllm.model_executor.layers.quantization.fp8 import FP8_DTYPE, SCALE_SUFFIX, quantize
-from vllm.model_executor.model_loader.digest import WeightDigest, differences, digest, slice_digest
+from mindspeed_llm.weight_plan import Slice, slice_shape
+from verl.workers.sharding_manager.trained_weights import TrainedWeights
+from verl.workers.sharding_manager.transfer_plan import Cell, TransferPlan
+from vllm.model_executor.layers.quantization.fp8 import FP8_DTYPE
+from vllm.model_executor.model_loader.digest import WeightDigest, differences, slice_digest
 
 _SHOWN = 12
-
-
-def check_rollout_weights(
-    model: torch.nn.Module,
-    hf: HFModelConfig,
-    groups: ProcessGroups,
-    found: dict[str, WeightDigest],
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-) -> None:
-    """RuntimeError, on every rank, naming the weights of a rank's rollout engine (``found``) that are not those of
-    ``model``. Collective over ``groups.world``.
-    """
-    mine = differences(trainer_digests(model, hf, groups, found, bucket_bytes), found)
-    of_ranks: list[tuple[int, list[str]]] = [(0, [])] * groups.world.size()
-    dist.all_gather_object(of_ranks, (len(mine), mine[:_SHOWN]), group=groups.world)
-    wrong = [(rank, count, shown) for rank, (count, shown) in enumerate(of_ranks) if count]
-    if wrong:
-        rank, count, shown = wrong[0]
-        lines = [*shown, *([f"and {count - _SHOWN} more"] if count > _SHOWN else [])]
-        raise RuntimeError(
-            f"{count} weights of rank {rank}'s rollout engine differ from the trainer's after the sync (ranks with "
-            f"differences: {', '.join(str(r) for r, _, _ in wrong)}):\n" + "\n".join(f"  - {line}" for line in lines)
-        )
+_CHUNK_ELEMENTS = 1 << 20  # of a weight, converted at a time
 
 
 @torch.no_grad()
-def trainer_digests(
-    model: torch.nn.Module,
-    hf: HFModelConfig,
-    groups: ProcessGroups,
-    like: dict[str, WeightDigest],
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-) -> dict[str, WeightDigest]:
-    """HF name -> digest of the trainer's tensor in the dtype that the rollout engine's has in ``like``.
+def expected_digests(
+    plan: TransferPlan, trained: TrainedWeights, group: dist.ProcessGroup, device: torch.device
+) -> Tensor:
+    """int64 [slices of the plan], on the host: the digest that each has in the rollout engine's dtype.
 
-    Every fragment is digested where it is trained and the sums go over ``groups.world``, beside the way that the
-    weights took. Only tensors that are FP8 in ``like`` are gathered, for their blocks reach over fragments.
+    Collective over `group`. Every element is taken from a training weight once, by one of its holders, beside the way
+    that the weights take; the sums of the parts of a slice meet in one all-reduce.
     """
-    params = model.state_dict(keep_vars=True)
-    first = next(model.parameters())
-    fp8_names = {name for name in hf_tensors(hf) if name in like and like[name].dtype == FP8_DTYPE}
-    names = [name for name in hf_tensors(hf) if name not in fp8_names]
-    sums_N = torch.zeros(len(names), dtype=torch.int64, device=first.device)
-    plan = fragments(hf, groups.layout, "core")
-    dtypes = {name: like[name].dtype if name in like else first.dtype for name in names}
-    for index, name in enumerate(names):
-        sent_dtype = torch.float32 if always_fp32(name) else first.dtype
-        for fragment in plan[name]:
-            if fragment.owner == groups.rank:
-                part = hf_view(params[fragment.local_name], fragment.piece).to(sent_dtype).to(dtypes[name])
-                sums_N[index] += slice_digest(part, tuple(start for start, _ in fragment.piece.hf_slice))
-    dist.all_reduce(sums_N, group=groups.world)
-    result = {
-        name: WeightDigest(hf_tensors(hf)[name][0], dtypes[name], value % 2**64)
-        for name, value in zip(names, sums_N.tolist(), strict=True)
-    }
-    if fp8_names:
-        stream = gather_hf_tensors(
-            params, fp8_names, hf, groups, dtype=first.dtype, device=first.device, bucket_bytes=bucket_bytes
-        )
-        for name, tensor in stream:
-            blocks = quantize(tensor)
-            result[name], result[name + SCALE_SUFFIX] = digest(blocks.weight_OI), digest(blocks.scale_inv)
-    return result
+    sums_N = torch.zeros(len(plan.slices), dtype=torch.int64, device=device)
+    for cell in plan.cells:
+        if cell.digester == group.rank():
+            sums_N[cell.index] += _digest(cell, trained, plan.held_dtypes[cell.hf_name])
+    dist.all_reduce(sums_N, group=group)
+    return sums_N.cpu()
+
+
+def check_rollout_weights(
+    plan: TransferPlan,
+    expected_N: Tensor,
+    found: dict[str, WeightDigest] | None,
+    held: dict[str, Slice],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """RuntimeError, on every rank of `group`, naming the weights in a rank's rollout engine that are not the trainer's.
+
+    Args:
+        expected_N: of `expected_digests`.
+        found: digests of this rank's rollout engine, None where there is none; held: what it holds of each tensor.
+    """
+    expected = {}
+    for name, ranges in held.items():
+        value = int(expected_N[plan.slices[name, ranges]]) % 2**64
+        expected[name] = WeightDigest(slice_shape(ranges), plan.held_dtypes[name], value)
+    mine = differences(expected, found or {})
+    any_wrong = torch.tensor(len(mine), device=device)
+    dist.all_reduce(any_wrong, group=group)
+    if not int(any_wrong):
+        return
+    of_ranks: list[tuple[int, list[str]]] = [(0, [])] * group.size()
+    dist.all_gather_object(of_ranks, (len(mine), mine[:_SHOWN]), group=group)
+    wrong = [(rank, count, shown) for rank, (count, shown) in enumerate(of_ranks) if count]
+    rank, count, shown = wrong[0]
+    lines = [*shown, *([f"and {count - _SHOWN} more"] if count > _SHOWN else [])]
+    raise RuntimeError(
+        f"{count} weights of rank {rank}'s rollout engine differ from the trainer's after the sync (ranks with "
+        f"differences: {', '.join(str(r) for r, _, _ in wrong)}):\n" + "\n".join(f"  - {line}" for line in lines)
+    )
+
+
+def _digest(cell: Cell, trained: TrainedWeights, dtype: torch.dtype) -> Tensor:
+    """int64 scalar: what the cell adds to the digest of its slice, in the whole tensor's coordinates."""
+    values = trained.values(cell.hf_name, cell.ranges, cell.fragment)
+    starts = tuple(start for start, _ in cell.ranges)
+    if values.dtype == dtype:
+        return slice_digest(cell.hf_name, values, starts)
+    assert dtype != FP8_DTYPE, cell.hf_name
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    step = max(1, _CHUNK_ELEMENTS * len(values) // values.numel())
+    for first in range(0, len(values), step):
+        part = values[first : first + step].to(dtype)
+        total += slice_digest(cell.hf_name, part, (starts[0] + first, *starts[1:]))
+    return total

@@ -1,4 +1,4 @@
-"""Digests of whole weights from what every rank of an engine holds of them."""
+"""Digests of what a rank holds of the weights, and of whole weights from what every rank of an engine holds."""
 
 from __future__ import annotations
 
@@ -35,6 +35,18 @@ def collect_digests(
     return {
         part.hf_name: WeightDigest(part.hf_shape, part.dtype, value % 2**64)
         for part, value in zip(stored, values, strict=True)
+    }
+
+
+@torch.no_grad()
+def held_digests(targets: dict[str, WeightTarget]) -> dict[str, WeightDigest]:
+    """Hugging Face name -> digest of this rank's slice."""
+    stored = [part for name, target in targets.items() for part in target.held(name)]
+    values = torch.stack([slice_.digest() for slice_ in stored]).tolist()
+    return {
+        slice_.hf_name: WeightDigest(tuple(slice_.part.shape), slice_.dtype, value % 2**64)
+        for slice_, value in zip(stored, values, strict=True)
+        if slice_.part is not None
     }
 
 

@@ -51,13 +51,23 @@ class Fp8WeightTarget(WeightTarget):
         self.parameter.data[self.local].copy_(values)
         self.scales.copy_(scales)
 
+    def held(self, name: str) -> Iterator[StoredSlice]:
+        """The values and, under the checkpoint's name for them, the scales of all blocks that they touch."""
+        yield from super().held(name)
+        if self.scales is not None:
+            (r0, _), (c0, _) = self.ranges()
+            shape = tuple(map(num_blocks, self.hf_shape))
+            yield StoredSlice(name + SCALE_SUFFIX, shape, torch.float32, self.scales, (r0 // BLOCK, c0 // BLOCK))
+
     def stored(self, name: str, dtype: torch.dtype) -> Iterator[StoredSlice]:
-        """The values and, under the checkpoint's name for them, the scales; a scale counts where its block begins."""
-        yield from super().stored(name, FP8_DTYPE)
+        """A scale counts where its block begins."""
         shape = tuple(map(num_blocks, self.hf_shape))
         if self.scales is None:
+            yield StoredSlice(name, self.hf_shape, FP8_DTYPE, None)
             yield StoredSlice(name + SCALE_SUFFIX, shape, torch.float32, None)
             return
+        values, _ = self.held(name)
+        yield values
         (r0, r1), (c0, c1) = self.ranges()
         rows, columns = range(num_blocks(r0), num_blocks(r1)), range(num_blocks(c0), num_blocks(c1))
         first_row, first_column = rows.start - r0 // BLOCK, columns.start - c0 // BLOCK

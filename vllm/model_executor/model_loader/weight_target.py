@@ -22,7 +22,7 @@ Weight: TypeAlias = Sliceable | Fp8Weight
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """What this rank holds of a tensor under its Hugging Face name, for its digest."""
+    """What this rank holds of a tensor under its Hugging Face name."""
 
     hf_name: str
     hf_shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class StoredSlice:
     def digest(self) -> Tensor:
         """int64 scalar, see `slice_digest`."""
         assert self.part is not None, self.hf_name
-        return slice_digest(self.part, self.starts)
+        return slice_digest(self.hf_name, self.part, self.starts)
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,19 @@ class WeightTarget:
             part = weight[self.source]
         self.parameter.data[self.local].copy_(part)
 
-    def stored(self, name: str, dtype: torch.dtype) -> Iterator[StoredSlice]:
-        """What this rank holds under Hugging Face names; `dtype`: what tensors of other ranks only are held in."""
-        if self.parameter is None:
-            yield StoredSlice(name, self.hf_shape, dtype, None)
-        else:
+    def held(self, name: str) -> Iterator[StoredSlice]:
+        """Everything that this rank holds of the weight, under Hugging Face names."""
+        if self.parameter is not None:
             part = self.parameter.data[self.local]
             yield StoredSlice(name, self.hf_shape, part.dtype, part, tuple(start for start, _ in self.ranges()))
+
+    def stored(self, name: str, dtype: torch.dtype) -> Iterator[StoredSlice]:
+        """`held` with nothing in it that another rank counts, and a slice of nothing in `dtype` for a weight of other
+        ranks.
+        """
+        yield from self.held(name)
+        if self.parameter is None:
+            yield StoredSlice(name, self.hf_shape, dtype, None)
 
     def ranges(self) -> list[tuple[int, int]]:
         """[start, stop) of this rank's slice along each dimension of the Hugging Face tensor."""

@@ -15,10 +15,11 @@ from vllm.distributed.parallel_state import ParallelState, StepExchange
 from vllm.model_executor.layers.quantization.fp8 import SCALE_SUFFIX
 from vllm.model_executor.layers.routed_experts import bytes_per_token, new_choices_cache, read_choices
 from vllm.model_executor.model_loader.checkpoint_reader import CheckpointReader
-from vllm.model_executor.model_loader.collect_digests import collect_digests
+from vllm.model_executor.model_loader.collect_digests import collect_digests, held_digests
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.fp8_target import Fp8Pairs, hold_in_fp8, weight_storage
 from vllm.model_executor.model_loader.loader import each_once, iterate_dummy
+from vllm.model_executor.model_loader.slice_intake import SliceIntake, WeightSlice
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.registry import MODELS
 from vllm.ops.contract import KVCache, RolloutOps
@@ -97,6 +98,15 @@ class Worker:
             self.load_weights(each_once(weights))
             self.check_weights_loaded()
 
+    def update_weight_slices(self, slices: Iterable[WeightSlice]) -> None:
+        """Take all that this rank holds anew, each element once; see `LLM.update_weight_slices`."""
+        self._require_weights("update_weight_slices")
+        self._count_none_as_loaded()
+        intake = SliceIntake(self.model.weight_targets)
+        intake.take(slices)
+        intake.finish()
+        self.names_to_load = set()
+
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         try:
@@ -114,6 +124,12 @@ class Worker:
         self._require_weights("weights_digest")
         self.check_weights_loaded()
         return collect_digests(self.model.weight_targets, self.parallel, self.dtype, self.device)
+
+    def held_digests(self) -> dict[str, WeightDigest]:
+        """See `LLM.held_digests`."""
+        self._require_weights("held_digests")
+        self.check_weights_loaded()
+        return held_digests(self.model.weight_targets)
 
     def sleep(self, level: int, tags: Collection[str]) -> None:
         """Free what `tags` names; level 1 keeps a copy of the weights on the host, level 2 does not."""

@@ -14,6 +14,8 @@ from verl.workers.config import RolloutConfig
 from verl.workers.rollout.base import BaseRollout
 from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams, TokensPrompt
 from vllm.model_executor.model_loader.digest import WeightDigest
+from vllm.model_executor.model_loader.held_slices import HeldSlice
+from vllm.model_executor.model_loader.slice_intake import WeightSlice
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +61,17 @@ class vLLMRollout(BaseRollout):
         """See ``BaseRollout``."""
         self.inference_engine.wake_up(tags=tags)
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def held_slices(self, rank: int) -> dict[str, HeldSlice]:
         """See ``BaseRollout``."""
-        self.inference_engine.update_weights(weights, version)
+        return self.inference_engine.held_slices(rank)
 
-    def weights_digest(self) -> dict[str, WeightDigest]:
+    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> None:
         """See ``BaseRollout``."""
-        return self.inference_engine.weights_digest()
+        self.inference_engine.update_weight_slices(slices, version)
+
+    def held_digests(self) -> dict[str, WeightDigest]:
+        """See ``BaseRollout``."""
+        return self.inference_engine.held_digests()
 
     def release(self) -> None:
         """See ``BaseRollout``."""

@@ -99,11 +99,16 @@ def quantize(weight_OI: Tensor) -> Fp8Blocks:
     peak = blocks.abs().amax(dim=(1, 3))
     if not bool(torch.isfinite(peak).all()):
         raise ValueError("it holds inf or nan and cannot be quantised")
-    scale = peak / FP8_MAX
-    scale = torch.where(scale < torch.finfo(torch.float32).tiny, torch.ones_like(scale), scale)
+    scale = scales_of_peaks(peak)
     scaled = (blocks / scale[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX)
     rows, columns = weight_OI.shape
     return Fp8Blocks(scaled.flatten(2).flatten(0, 1)[:rows, :columns].to(FP8_DTYPE), scale)
+
+
+def scales_of_peaks(peak: Tensor) -> Tensor:
+    """Scales (scale_inv) of blocks whose largest magnitudes are `peak`, fp32."""
+    scale = peak / FP8_MAX
+    return torch.where(scale < torch.finfo(torch.float32).tiny, torch.ones_like(scale), scale)
 
 
 def dequantize(blocks: Fp8Blocks, dtype: torch.dtype) -> Tensor:

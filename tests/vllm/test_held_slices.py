@@ -1,0 +1,69 @@
+"""What the pure function says that a rank holds is what the built model of that rank holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_moonlight_config, tiny_qwen3_config, tiny_v2_lite_config
+from tests.vllm.fp8_tiny import WIDE
+from vllm.config import ParallelConfig
+from vllm.distributed.parallel_state import GroupCoordinator, ParallelState
+from vllm.model_executor.model_loader.fp8_target import hold_in_fp8
+from vllm.model_executor.model_loader.held_slices import held_slices
+from vllm.model_executor.model_loader.weight_target import WeightTarget
+from vllm.model_executor.models.registry import MODELS
+from vllm.ops.contract import resolve
+from vllm.transformers_utils.config import HFConfig, load_config
+
+MODEL_CONFIGS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": tiny_hf_config(num_nextn_predict_layers=1),
+    "moonlight": tiny_moonlight_config(),
+    "v2_lite": tiny_v2_lite_config(first_k_dense_replace=0),
+    "qwen3": tiny_qwen3_config(),
+    "qwen3 tied": tiny_qwen3_config(tie_word_embeddings=True),
+    "several blocks": WIDE,
+}
+# (TP, DP, world, experts over the ranks of an instance)
+LAYOUTS = [(1, 1, 1, True), (2, 2, 4, True), (2, 4, 8, True), (2, 2, 8, False), (4, 1, 4, False), (1, 4, 4, True)]
+
+
+def targets_of(hf: HFConfig, config: ParallelConfig, quantization: str | None) -> dict[str, WeightTarget]:
+    """Of a rank's model, built without groups."""
+    tp, dp = config.tensor_parallel_size, config.data_parallel_size
+    ep = config.expert_parallel_size
+    coordinators = [
+        GroupCoordinator(config.rank % tp, tp, None),
+        GroupCoordinator(config.dp_rank, dp, None),
+        GroupCoordinator(config.rank % ep, ep, None),
+        GroupCoordinator(0, 1, None),
+    ]
+    with torch.device("meta"):
+        ops = resolve("vllm.ops.cpu:default_ops")
+        model = MODELS[hf.architecture](hf, 64, ParallelState(config, *coordinators), ops, torch.device("meta"))
+    return hold_in_fp8(model.weight_targets) if quantization else model.weight_targets
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("name", MODEL_CONFIGS)
+def test_every_rank_of_every_layout(name: str, quantization: str | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIGS[name]))
+    hf = load_config(str(tmp_path))
+    for tp, dp, world_size, is_expert_parallel in LAYOUTS:
+        for rank in range(world_size):
+            config = ParallelConfig(tp, dp, is_expert_parallel, rank, world_size)
+            targets = targets_of(hf, config, quantization)
+            stored = [part for name, target in targets.items() for part in target.held(name)]
+            found = held_slices(hf, config, torch.float32, quantization)
+            assert sorted(found) == sorted(part.hf_name for part in stored)
+            for part in stored:
+                held = found[part.hf_name]
+                assert part.part is not None
+                assert (held.hf_shape, held.dtype) == (part.hf_shape, part.dtype)
+                assert held.ranges == tuple(
+                    (start, start + size) for start, size in zip(part.starts, part.part.shape, strict=True)
+                ), part.hf_name

@@ -1,0 +1,298 @@
+"""``python -m tools.bench.sync``: weights to the rollout engines by the transfer plan, beside gathering every tensor.
+
+Processes over gloo hold the training shards and the rollout engine of one mixture of experts; both ways take turns on
+the same shards. ``--plan`` prints what DeepSeek-V3 moves on 256 ranks instead, and how long the plan takes to build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from megatron.core.parallel_layout import ParallelLayout
+from megatron.core.parallel_state import destroy_model_parallel, initialize_from_layout
+from mindspeed_llm.gathering import gather_hf_tensors
+from mindspeed_llm.hf_config import load_hf_config, parse_hf_config
+from mindspeed_llm.hf_shapes import hf_tensors
+from mindspeed_llm.sources import hf_view
+from mindspeed_llm.weight_plan import local_plan
+from verl.workers.config import RolloutConfig
+from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
+from verl.workers.sharding_manager.transfer_plan import build_plan
+from verl.workers.sharding_manager.weight_sync import WeightSync
+from vllm.config import ParallelConfig
+from vllm.model_executor.model_loader.held_slices import held_slices
+from vllm.transformers_utils.config import load_config
+
+LAYOUT = ParallelLayout(8, 2, 2, expert_model_parallel_size=2)  # to TP2 x DP4, EP8
+ROLLOUT_TP = 2
+DTYPE = torch.bfloat16
+# (TP, PP, EP) of training on 256 ranks: experts within a TP rank, and over them ("extend EP")
+LARGE_LAYOUTS = {
+    "TP4 PP8 EP8, experts whole on a rank": ParallelLayout(
+        256, 4, 8, expert_model_parallel_size=8, num_layer_list=(7, 7, 8, 8, 8, 8, 8, 7)
+    ),
+    "TP4 PP8 EP8 extended over TP": ParallelLayout(
+        256, 4, 8, expert_model_parallel_size=32, num_layer_list=(7, 7, 8, 8, 8, 8, 8, 7)
+    ),
+    "TP1 PP8 EP32": ParallelLayout(256, 1, 8, expert_model_parallel_size=32, num_layer_list=(6, 8, 8, 8, 8, 8, 8, 7)),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank's sync: seconds, CPU seconds, those of the digests, and bytes on top of what it had before."""
+
+    seconds: float
+    cpu_seconds: float
+    check_seconds: float
+    check_cpu_seconds: float
+    peak_bytes: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the figures; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.sync", description=__doc__)
+    parser.add_argument("--plan", action="store_true", help="the plan of DeepSeek-V3 on 256 ranks, nothing is sent")
+    parser.add_argument("--hidden-size", type=int, default=2048)
+    parser.add_argument("--expert-width", type=int, default=1024)
+    parser.add_argument("--num-layers", type=int, default=4)
+    parser.add_argument("--num-experts", type=int, default=16)
+    parser.add_argument("--bucket-megabytes", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5, help="of both ways in turn, after one that is not counted")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.plan:
+            _print_plans(Path(folder))
+            return 0
+        config = _config(args.hidden_size, args.expert_width, args.num_layers, args.num_experts)
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        world_size = LAYOUT.world_size
+        mp.spawn(_rank, (folder, args.bucket_megabytes << 20, args.rounds), nprocs=world_size, join=True)
+        reports = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world_size)]
+    _print_measured(reports, args.bucket_megabytes << 20)
+    return 0
+
+
+def _config(hidden: int, width: int, num_layers: int, num_experts: int) -> dict[str, Any]:
+    """config.json with DeepSeek-V3's structure."""
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "moe_intermediate_size": width,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "n_routed_experts": num_experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "q_lora_rank": 256,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "vocab_size": 2048,
+        "max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-6,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "eos_token_id": 1,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _rank(rank: int, folder: str, bucket_bytes: int, num_rounds: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=LAYOUT.world_size,
+        timeout=timedelta(minutes=5),
+    )
+    groups = initialize_from_layout(LAYOUT)
+    hf, device = load_hf_config(folder), torch.device("cpu")
+    params = _params(folder, rank)
+    rollout = _engine(folder)
+    sync = WeightSync(
+        hf,
+        LAYOUT,
+        DTYPE,
+        {peer: rollout.held_slices(peer) for peer in range(LAYOUT.world_size)},
+        groups.world,
+        device,
+        bucket_bytes=bucket_bytes,
+        ranks_per_node=LAYOUT.world_size,
+    )
+
+    def by_plan() -> None:
+        sync.run(params, rollout, 1)
+
+    def by_gathering() -> None:
+        names = hf_tensors(hf).keys()
+        stream = gather_hf_tensors(params, names, hf, groups, dtype=DTYPE, device=device, bucket_bytes=bucket_bytes)
+        rollout.inference_engine.update_weights(stream, 1)
+
+    rounds = []
+    for _ in range(num_rounds + 1):
+        planned = _measured(by_plan, lambda: (sync.check_seconds, sync.check_cpu_seconds))
+        rounds.append({"plan": asdict(planned), "gather": asdict(_measured(by_gathering, lambda: (0.0, 0.0)))})
+    traffic = sync.plan.traffic()
+    report = {
+        "rounds": rounds[1:],
+        "received": int(traffic.received[rank]),
+        "held": int(traffic.held[rank]),
+        "buffers": sync.transfer.peak_bytes,
+    }
+    Path(folder, f"{rank}.json").write_text(json.dumps(report))
+    destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _params(folder: str, rank: int) -> dict[str, Tensor]:
+    """This rank's training shards: for every tensor the same values on all ranks that hold a part of it."""
+    hf, params = load_hf_config(folder), {}
+    largest = max(int(np.prod(shape)) for shape, _ in hf_tensors(hf).values())
+    base = torch.randn(largest + 4096, generator=torch.Generator().manual_seed(0))
+    for tensor in local_plan(hf, LAYOUT, LAYOUT.coords(rank)):
+        params[tensor.name] = torch.empty(tensor.shape, dtype=torch.float32 if tensor.is_buffer else DTYPE)
+        for piece in tensor.pieces:
+            shape = hf_tensors(hf)[piece.hf_name][0]
+            whole = base[crc32(piece.hf_name.encode()) % 4096 :][: int(np.prod(shape))].view(shape)
+            hf_view(params[tensor.name], piece).copy_(whole[tuple(slice(*ends) for ends in piece.hf_slice)])
+    return params
+
+
+def _engine(folder: str) -> vLLMRollout:
+    config = RolloutConfig(
+        tensor_model_parallel_size=ROLLOUT_TP,
+        prompt_length=16,
+        response_length=16,
+        max_num_seqs=4,
+        num_gpu_blocks_override=16,
+        enforce_eager=True,
+    )
+    rollout = vLLMRollout(config, folder, rollout_ops="vllm.ops.cpu:default_ops", device=torch.device("cpu"))
+    rollout.resume(["weights"])
+    return rollout
+
+
+def _measured(work: Callable[[], None], check: Callable[[], tuple[float, float]]) -> Measured:
+    before = _resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    dist.barrier()
+    start, cpu_start = time.perf_counter(), time.process_time()
+    work()
+    cpu_seconds, seconds = time.process_time() - cpu_start, time.perf_counter() - start
+    return Measured(seconds, cpu_seconds, *check(), _resident_bytes("VmHWM") - before)
+
+
+def _resident_bytes(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
+
+
+def _print_measured(reports: list[dict[str, Any]], bucket_bytes: int) -> None:
+    num_rounds = len(reports[0]["rounds"])
+
+    def each_round(way: str, key: str, over_ranks: Callable[[list[float]], float]) -> list[float]:
+        return [over_ranks([report["rounds"][i][way][key] for report in reports]) for i in range(num_rounds)]
+
+    received, held = [report["received"] for report in reports], [report["held"] for report in reports]
+    print(f"{LAYOUT.world_size} processes over gloo, TP2 PP2 EP2 to DP4 x TP2 EP8, {num_rounds} rounds, MiB of a rank:")
+    print(f"  holds {min(held) >> 20} to {max(held) >> 20}, receives {min(received) >> 20} to {max(received) >> 20}")
+    print(f"  received / held at most {max(r / h for r, h in zip(received, held, strict=True)):.3f}")
+    for way in ("plan", "gather"):
+        seconds, cpu = median(each_round(way, "seconds", max)), median(each_round(way, "cpu_seconds", sum))
+        peak = max(each_round(way, "peak_bytes", max))
+        print(
+            f"  {way:6} {seconds:7.3f} s (median), CPU of all ranks {cpu:7.3f} s, peak extra memory {peak / 2**20:.0f}"
+        )
+    ratios = [
+        g / p for g, p in zip(each_round("gather", "seconds", max), each_round("plan", "seconds", max), strict=True)
+    ]
+    print(f"  gathering takes {median(ratios):.2f} times as long, {min(ratios):.2f} at the least")
+    shares = [
+        c / p
+        for c, p in zip(
+            each_round("plan", "check_cpu_seconds", sum), each_round("plan", "cpu_seconds", sum), strict=True
+        )
+    ]
+    print(f"  digests are {median(shares):.1%} of the sync's CPU time, {max(shares):.1%} at the most")
+    buffers = max(report["buffers"] for report in reports)
+    print(f"  two buckets are {2 * bucket_bytes >> 20}, all buffers alive at a time {buffers >> 20}")
+
+
+def _print_plans(folder: Path) -> None:
+    config = _config(7168, 2048, 61, 256) | {
+        "intermediate_size": 18432,
+        "num_attention_heads": 128,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    hf = parse_hf_config(config)
+    print("DeepSeek-V3 in bfloat16, 256 ranks in nodes of 16, to TP2 x DP128 EP256; GB (10^9 bytes) of a rank, at most")
+    print(f"{'training':38} {'CPU s':>6} {'experts':>15} {'dense':>15} {'sent':>10} {'PP broadcast':>13} {'rounds':>6}")
+    print(f"{'':38} {'':>6} {'held received':>15} {'held received':>15} {'mean max':>10} {'of experts':>13}")
+    for name, layout in LARGE_LAYOUTS.items():
+        start = time.process_time()
+        rollout_hf = load_config(str(folder))
+        holdings = {
+            rank: held_slices(rollout_hf, ParallelConfig(2, 128, True, rank, 256), torch.bfloat16)
+            for rank in range(256)
+        }
+        plan = build_plan(hf, layout, torch.bfloat16, holdings, 256, bucket_bytes=512 << 20, ranks_per_node=16)
+        seconds = time.process_time() - start
+        t = plan.traffic()
+        # Upstream broadcasts a stage's experts to all stages: each rank gets those of its EP rank, of all layers.
+        ep = layout.expert_model_parallel_size
+        broadcast = 58 * 256 // ep * 3 * 7168 * 2048 * 2
+        figures = (t.expert_held, t.expert_received, t.held - t.expert_held, t.received - t.expert_received)
+        held, received, dense_held, dense_received = (f"{figure.max() / 1e9:7.2f}" for figure in figures)
+        sent = f"{t.sent.mean() / 1e9:.1f} {t.sent.max() / 1e9:.1f}"
+        print(
+            f"{name:38} {seconds:6.2f} {held:>7} {received:>7} {dense_held:>7} {dense_received:>7} {sent:>10} "
+            f"{broadcast / 1e9:13.1f} {plan.num_rounds:6}"
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,161 @@
+"""The way of the weights: packed by their holders, a round of buckets at a time, and unpacked where they are held."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_llm.weight_plan import slice_shape
+from verl.workers.sharding_manager.trained_weights import TrainedWeights
+from verl.workers.sharding_manager.transfer_plan import Route, TransferPlan, aligned
+from vllm.model_executor.model_loader.digest import inner_dim
+from vllm.model_executor.model_loader.slice_intake import WeightSlice
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A route's bytes from `offset` on of the buffer that a rank sends or receives in a round."""
+
+    route: Route
+    offset: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one rank does in a round; bytes by rank of the group."""
+
+    kept: tuple[Route, ...]  # from its training weights to its rollout weights, without a buffer
+    sent: tuple[Parcel, ...]
+    received: tuple[Parcel, ...]
+    sent_bytes: list[int]
+    received_bytes: list[int]
+
+
+def schedule(plan: TransferPlan, rank: int) -> list[Round]:
+    """The rounds of `rank`; a message to a rank holds its routes in the order of the plan, so both sides agree."""
+    kept: list[list[Route]] = [[] for _ in range(plan.num_rounds)]
+    sent: list[dict[int, list[Route]]] = [{} for _ in range(plan.num_rounds)]
+    received: list[dict[int, list[Route]]] = [{} for _ in range(plan.num_rounds)]
+    for route in plan.routes:
+        flow = route.flow
+        if rank in flow.consumers_N:
+            source = int(flow.sources_N[flow.consumers_N == rank][0])
+            if source == rank:
+                kept[route.round].append(route)
+            else:
+                received[route.round].setdefault(source, []).append(route)
+        if rank in flow.senders_S:
+            for consumer in flow.receivers_M[flow.sources_N[flow.sources_N != flow.consumers_N] == rank].tolist():
+                sent[route.round].setdefault(consumer, []).append(route)
+    return [
+        Round(
+            tuple(here),
+            _parcels(outgoing),
+            _parcels(incoming),
+            _sizes(outgoing, plan.num_ranks),
+            _sizes(incoming, plan.num_ranks),
+        )
+        for here, outgoing, incoming in zip(kept, sent, received, strict=True)
+    ]
+
+
+def _parcels(by_peer: Mapping[int, list[Route]]) -> tuple[Parcel, ...]:
+    parcels, offset = [], 0
+    for peer in sorted(by_peer):
+        for route in by_peer[peer]:
+            parcels.append(Parcel(route, offset))
+            offset += aligned(route.num_bytes)
+    return tuple(parcels)
+
+
+def _sizes(by_peer: Mapping[int, list[Route]], num_ranks: int) -> list[int]:
+    return [sum(aligned(route.num_bytes) for route in by_peer.get(peer, ())) for peer in range(num_ranks)]
+
+
+class WeightTransfer:
+    """One rank's part in the rounds of a plan.
+
+    While a round travels the next is packed and the one before is unpacked; a round's buffers have at most the plan's
+    bucket together, so that two buckets are the most there is.
+    """
+
+    def __init__(self, plan: TransferPlan, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rounds = schedule(plan, group.rank())
+        self.group, self.device = group, device
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of all buffers that are alive together at some time."""
+        ends = [(sum(round_.sent_bytes), sum(round_.received_bytes)) for round_ in [*self.rounds, *self.rounds[-1:]]]
+        return max(
+            sent + received + max(next_sent, next_received, next_sent + next_received - sent)
+            for (sent, received), (next_sent, next_received) in zip(ends, ends[1:], strict=False)
+        )
+
+    def slices(self, trained: TrainedWeights) -> Iterator[WeightSlice]:
+        """Everything that this rank's rollout engine holds; nothing where there is none.
+
+        Collective over the group: every rank runs it to its end. A slice may share memory with a buffer or with the
+        training weights: copy it before the next one.
+        """
+        travelling = self._start(self.rounds[0], self._pack(self.rounds[0], trained))
+        for index, round_ in enumerate(self.rounds):
+            following = self.rounds[index + 1] if index + 1 < len(self.rounds) else None
+            packed = None if following is None else self._pack(following, trained)
+            arrived = travelling.wait()
+            if following is not None and packed is not None:
+                travelling = self._start(following, packed)
+                del packed
+            for route in round_.kept:
+                yield _slice(route, trained.values(route.hf_name, route.ranges, route.fragment))
+            for parcel in round_.received:
+                yield _slice(parcel.route, _view(arrived, parcel))
+            del arrived
+
+    def _pack(self, round_: Round, trained: TrainedWeights) -> Tensor:
+        """uint8 [sum(sent_bytes)]; what goes to several ranks is taken from the weights once."""
+        buffer = torch.empty(sum(round_.sent_bytes), dtype=torch.uint8, device=self.device)
+        first: dict[int, Parcel] = {}
+        for parcel in round_.sent:
+            route, view = parcel.route, _view(buffer, parcel)
+            earlier = first.setdefault(id(route), parcel)
+            is_new = earlier is parcel
+            view.copy_(
+                trained.values(route.hf_name, route.ranges, route.fragment) if is_new else _view(buffer, earlier)
+            )
+        return buffer
+
+    def _start(self, round_: Round, packed: Tensor) -> _Travelling:
+        arriving = torch.empty(sum(round_.received_bytes), dtype=torch.uint8, device=self.device)
+        work = dist.all_to_all_single(
+            arriving, packed, round_.received_bytes, round_.sent_bytes, group=self.group, async_op=True
+        )
+        return _Travelling(work, packed, arriving)
+
+
+@dataclass(frozen=True)
+class _Travelling:
+    work: dist.Work
+    packed: Tensor  # kept until it has been sent
+    arriving: Tensor
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.arriving
+
+
+def _slice(route: Route, values: Tensor) -> WeightSlice:
+    return WeightSlice(route.hf_name, tuple(start for start, _ in route.ranges), values)
+
+
+def _view(buffer: Tensor, parcel: Parcel) -> Tensor:
+    """The route's part of a buffer in the shape of its slice, laid out as the rollout engine's memory is."""
+    route = parcel.route
+    shape = slice_shape(route.ranges)
+    flat = buffer[parcel.offset : parcel.offset + math.prod(shape) * route.dtype.itemsize].view(route.dtype)
+    return flat.view(shape[::-1]).T if inner_dim(route.hf_name) == 0 else flat.view(shape)

@@ -1,0 +1,79 @@
+"""One policy version from the ranks that train to the ranks that generate, the same ranks or others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.parallel_layout import ParallelLayout
+from mindspeed_llm.hf_config import HFModelConfig
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.sharding_manager.trained_weights import TrainedWeights
+from verl.workers.sharding_manager.transfer import WeightTransfer
+from verl.workers.sharding_manager.transfer_plan import build_plan
+from verl.workers.sharding_manager.weights_check import check_rollout_weights, expected_digests
+from vllm.model_executor.model_loader.held_slices import HeldSlice
+
+
+class WeightSync:
+    """Sends the weights by a plan that is made once, and checks every tensor of every rollout engine afterwards.
+
+    Args:
+        params_dtype: of the training weights.
+        holdings: rank of `group` -> what the rollout engine there holds (`held_slices`), the same on every rank. The
+            first ``layout.world_size`` ranks of the group train.
+        group: all ranks that train or generate; every one of them makes this object and calls ``run``.
+        bucket_bytes: of a rank's buffers for one round; two are in memory at most.
+        ranks_per_node: neighbours that are asked for weights first.
+    """
+
+    def __init__(
+        self,
+        hf: HFModelConfig,
+        layout: ParallelLayout,
+        params_dtype: torch.dtype,
+        holdings: Mapping[int, Mapping[str, HeldSlice]],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        bucket_bytes: int,
+        ranks_per_node: int,
+    ) -> None:
+        self.group, self.device = group, device
+        self.plan = build_plan(
+            hf,
+            layout,
+            params_dtype,
+            holdings,
+            group.size(),
+            bucket_bytes=bucket_bytes,
+            ranks_per_node=ranks_per_node,
+        )
+        self.transfer = WeightTransfer(self.plan, group, device)
+        self.held = {name: slice_.ranges for name, slice_ in holdings.get(group.rank(), {}).items()}
+        self.check_seconds = self.check_cpu_seconds = 0.0  # of the last run
+
+    @torch.no_grad()
+    def run(self, params: Mapping[str, Tensor], rollout: BaseRollout | None, version: int) -> None:
+        """Collective over the group. RuntimeError on every rank, naming the tensors, when an engine holds other bits.
+
+        Args:
+            params: this rank's training tensors under the training engine's names, empty where nothing is trained.
+            rollout: this rank's engine with its weights awake, None where there is none.
+        """
+        trained = TrainedWeights(params, self.plan, self.group, self.device)
+        slices = self.transfer.slices(trained)
+        if rollout is None:
+            assert not list(slices), "slices for a rank without an engine"
+        else:
+            rollout.update_weight_slices(slices, version)
+        start, cpu_start = time.perf_counter(), time.process_time()
+        expected_N = expected_digests(self.plan, trained, self.group, self.device)
+        found = None if rollout is None else rollout.held_digests()
+        check_rollout_weights(self.plan, expected_N, found, self.held, self.group, self.device)
+        self.check_seconds = time.perf_counter() - start
+        self.check_cpu_seconds = time.process_time() - cpu_start

@@ -1,0 +1,149 @@
+"""Which slices of which Hugging Face tensors a rank of an engine holds: a pure function of config and layout.
+
+What the layers' `targets` say of a model that is built, for every rank and without building one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+import torch
+
+from vllm.config import ParallelConfig
+from vllm.model_executor.layers.quantization.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, is_quantized, num_blocks
+from vllm.transformers_utils.config import DeepseekV3Config, HFConfig, Qwen3Config
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+Shape: TypeAlias = tuple[int, ...]
+_Split: TypeAlias = tuple[str, Shape, int | None]  # name, whole shape, dimension that TP splits
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSlice:
+    """tensor[ranges] of a tensor of `hf_shape`, held in `dtype`."""
+
+    hf_shape: Shape
+    ranges: Ranges
+    dtype: torch.dtype
+
+
+def held_slices(
+    hf: HFConfig, parallel: ParallelConfig, dtype: torch.dtype, quantization: str | None = None
+) -> dict[str, HeldSlice]:
+    """Hugging Face name -> what rank `parallel.rank` holds of it.
+
+    With quantization "fp8" a quantised weight is followed by the scales of the blocks that its slice touches.
+    """
+    tp, is_fp8 = parallel.tensor_parallel_size, quantization == "fp8"
+    held = dict(_dense_slices(hf, parallel.rank % tp, tp, dtype, is_fp8))
+    for name, shape, ranges in _expert_slices(hf, parallel):
+        held.update(_held(name, shape, ranges, dtype, is_fp8))
+    return held
+
+
+def _held(name: str, shape: Shape, ranges: Ranges, dtype: torch.dtype, is_fp8: bool) -> Iterator[tuple[str, HeldSlice]]:
+    if is_fp8 and is_quantized(name):
+        yield name, HeldSlice(shape, ranges, FP8_DTYPE)
+        touched = tuple((start // BLOCK, num_blocks(stop)) for start, stop in ranges)
+        yield name + SCALE_SUFFIX, HeldSlice(tuple(map(num_blocks, shape)), touched, torch.float32)
+    else:
+        yield name, HeldSlice(shape, ranges, torch.float32 if ".mlp.gate." in name else dtype)
+
+
+@lru_cache(maxsize=64)
+def _dense_slices(hf: HFConfig, tp_rank: int, tp: int, dtype: torch.dtype, is_fp8: bool) -> dict[str, HeldSlice]:
+    """Of everything but routed experts: the same on every replica."""
+    held: dict[str, HeldSlice] = {}
+    for name, shape, dim in _dense_tensors(hf):
+        if isinstance(hf, Qwen3Config) and name.endswith(("k_proj.weight", "v_proj.weight")):
+            ranges = _kv_heads(hf, tp_rank, tp)
+        else:
+            ranges = _ranges(shape, dim, tp_rank, tp)
+        held.update(_held(name, shape, ranges, dtype, is_fp8))
+    return held
+
+
+def _expert_slices(hf: HFConfig, parallel: ParallelConfig) -> Iterator[tuple[str, Shape, Ranges]]:
+    """Whole experts with expert parallel, else a part of the width of each."""
+    if not isinstance(hf, DeepseekV3Config):
+        return
+    ep, tp = parallel.expert_parallel_size, parallel.tensor_parallel_size
+    ways = 1 if parallel.enable_expert_parallel else tp
+    for layer in range(hf.first_k_dense_replace, hf.num_hidden_layers):
+        for expert in range(*_part(hf.n_routed_experts, parallel.rank % ep, ep)):
+            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+            for name, shape, dim in _mlp(prefix, hf.hidden_size, hf.moe_intermediate_size):
+                yield name, shape, _ranges(shape, dim, parallel.rank % ways, ways)
+
+
+def _dense_tensors(hf: HFConfig) -> Iterator[_Split]:
+    yield "model.embed_tokens.weight", (hf.vocab_size, hf.hidden_size), 0
+    for layer in range(hf.num_hidden_layers):
+        for name, shape, dim in _deepseek(hf, layer) if isinstance(hf, DeepseekV3Config) else _qwen3(hf):
+            yield f"model.layers.{layer}.{name}", shape, dim
+    yield "model.norm.weight", (hf.hidden_size,), None
+    if not hf.tie_word_embeddings:
+        yield "lm_head.weight", (hf.vocab_size, hf.hidden_size), 0
+
+
+def _deepseek(hf: DeepseekV3Config, layer: int) -> Iterator[_Split]:
+    hidden, heads = hf.hidden_size, hf.num_attention_heads
+    query_rows = heads * (hf.qk_nope_head_dim + hf.qk_rope_head_dim)
+    yield "input_layernorm.weight", (hidden,), None
+    if hf.q_lora_rank is None:
+        yield "self_attn.q_proj.weight", (query_rows, hidden), 0
+    else:
+        yield "self_attn.q_a_proj.weight", (hf.q_lora_rank, hidden), None
+        yield "self_attn.q_a_layernorm.weight", (hf.q_lora_rank,), None
+        yield "self_attn.q_b_proj.weight", (query_rows, hf.q_lora_rank), 0
+    yield "self_attn.kv_a_proj_with_mqa.weight", (hf.kv_lora_rank + hf.qk_rope_head_dim, hidden), None
+    yield "self_attn.kv_a_layernorm.weight", (hf.kv_lora_rank,), None
+    yield "self_attn.kv_b_proj.weight", (heads * (hf.qk_nope_head_dim + hf.v_head_dim), hf.kv_lora_rank), 0
+    yield "self_attn.o_proj.weight", (hidden, heads * hf.v_head_dim), 1
+    yield "post_attention_layernorm.weight", (hidden,), None
+    if layer < hf.first_k_dense_replace:
+        yield from _mlp("mlp", hidden, hf.intermediate_size)
+        return
+    yield "mlp.gate.weight", (hf.n_routed_experts, hidden), None
+    if hf.scoring_func == "sigmoid":
+        yield "mlp.gate.e_score_correction_bias", (hf.n_routed_experts,), None
+    if hf.n_shared_experts:
+        yield from _mlp("mlp.shared_experts", hidden, hf.moe_intermediate_size * hf.n_shared_experts)
+
+
+def _qwen3(hf: Qwen3Config) -> Iterator[_Split]:
+    hidden, query_rows = hf.hidden_size, hf.num_attention_heads * hf.head_dim
+    yield "input_layernorm.weight", (hidden,), None
+    yield "self_attn.q_proj.weight", (query_rows, hidden), 0
+    for kind in "kv":
+        yield f"self_attn.{kind}_proj.weight", (hf.num_key_value_heads * hf.head_dim, hidden), 0
+    yield "self_attn.q_norm.weight", (hf.head_dim,), None
+    yield "self_attn.k_norm.weight", (hf.head_dim,), None
+    yield "self_attn.o_proj.weight", (hidden, query_rows), 1
+    yield "post_attention_layernorm.weight", (hidden,), None
+    yield from _mlp("mlp", hidden, hf.intermediate_size)
+
+
+def _mlp(prefix: str, hidden: int, width: int) -> Iterator[_Split]:
+    yield f"{prefix}.gate_proj.weight", (width, hidden), 0
+    yield f"{prefix}.up_proj.weight", (width, hidden), 0
+    yield f"{prefix}.down_proj.weight", (hidden, width), 1
+
+
+def _kv_heads(hf: Qwen3Config, tp_rank: int, tp: int) -> Ranges:
+    """With more ranks than heads of keys and values, neighbours hold the same one."""
+    num_copies = max(1, tp // hf.num_key_value_heads)
+    rows = _part(hf.num_key_value_heads * hf.head_dim, tp_rank // num_copies, tp // num_copies)
+    return rows, (0, hf.hidden_size)
+
+
+def _ranges(shape: Shape, dim: int | None, index: int, ways: int) -> Ranges:
+    return tuple(_part(size, index, ways) if axis == dim else (0, size) for axis, size in enumerate(shape))
+
+
+def _part(size: int, index: int, ways: int) -> tuple[int, int]:
+    part = size // ways
+    return index * part, (index + 1) * part

@@ -1,0 +1,81 @@
+"""New weights as slices, each put where this rank holds it and every element accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vllm.model_executor.layers.quantization.fp8 import FP8_DTYPE
+from vllm.model_executor.model_loader.weight_target import StoredSlice, WeightTarget
+
+_SHOWN = 20
+_Ranges = tuple[tuple[int, int], ...]
+
+
+class WeightSlice(NamedTuple):
+    """hf_tensor[starts : starts + values.shape]; of an FP8 weight its e4m3 values, or the fp32 scales of its blocks."""
+
+    hf_name: str
+    starts: tuple[int, ...]
+    values: Tensor
+
+
+class SliceIntake:
+    """Copies slices to their places; what has come of each tensor is remembered until `finish`."""
+
+    def __init__(self, targets: dict[str, WeightTarget]) -> None:
+        held = (stored for name, target in targets.items() for stored in target.held(name))
+        self._held: dict[str, StoredSlice] = {stored.hf_name: stored for stored in held}
+        self._came: dict[str, list[_Ranges]] = {name: [] for name in self._held}
+
+    def take(self, slices: Iterable[WeightSlice]) -> None:
+        """ValueError for a slice that is not part of what this rank holds, came before, or has a wrong dtype."""
+        for slice_ in slices:
+            stored = self._held.get(slice_.hf_name)
+            if stored is None:
+                raise ValueError(f"weight {slice_.hf_name} is unknown to this model, or held by other ranks only")
+            _place(stored, slice_, self._came[slice_.hf_name])
+
+    def finish(self) -> None:
+        """ValueError naming every weight of which not all elements have come."""
+        missing = []
+        for name, stored in self._held.items():
+            assert stored.part is not None, name
+            count = sum(_num_elements(ranges) for ranges in self._came[name])
+            if count != stored.part.numel():
+                missing.append(f"{name} ({count} of {stored.part.numel()} elements came)")
+        if missing:
+            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            raise ValueError(f"{len(missing)} weights were not updated: {', '.join(missing[:_SHOWN])}{more}")
+
+
+def _place(stored: StoredSlice, slice_: WeightSlice, came: list[_Ranges]) -> None:
+    name, starts, values = slice_
+    assert stored.part is not None, name
+    if len(starts) != stored.part.dim() or values.dim() != len(starts):
+        raise ValueError(f"weight {name} has {stored.part.dim()} dimensions, the slice {values.dim()} from {starts}")
+    ranges = tuple((start, start + size) for start, size in zip(starts, values.shape, strict=True))
+    here = tuple(slice(start - first, stop - first) for (start, stop), first in zip(ranges, stored.starts, strict=True))
+    if any(part.start < 0 or part.stop > size for part, size in zip(here, stored.part.shape, strict=True)):
+        held = tuple((first, first + size) for first, size in zip(stored.starts, stored.part.shape, strict=True))
+        raise ValueError(f"weight {name}: slice {ranges} came, this rank holds {held} of {stored.hf_shape}")
+    is_fp8 = stored.dtype == FP8_DTYPE
+    fits = values.dtype == FP8_DTYPE if is_fp8 else values.is_floating_point() and values.element_size() >= 2
+    if not fits:
+        wanted = "float8_e4m3fn (quantise before it is cut)" if is_fp8 else "a floating dtype of 16 bits or more"
+        raise ValueError(f"a slice of weight {name} is {values.dtype}; expected {wanted}")
+    if any(_overlap(ranges, earlier) for earlier in came):
+        raise ValueError(f"weight {name}: a part of slice {ranges} came before in this update")
+    stored.part[here].copy_(values)
+    came.append(ranges)
+
+
+def _overlap(one: _Ranges, other: _Ranges) -> bool:
+    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+def _num_elements(ranges: _Ranges) -> int:
+    return torch.Size(stop - start for start, stop in ranges).numel()
