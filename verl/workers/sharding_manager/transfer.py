@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -91,10 +92,10 @@ class WeightTransfer:
     @property
     def peak_bytes(self) -> int:
         """Of all buffers that are alive together at some time."""
-        ends = [(sum(round_.sent_bytes), sum(round_.received_bytes)) for round_ in [*self.rounds, *self.rounds[-1:]]]
+        sizes = [(sum(round_.sent_bytes), sum(round_.received_bytes)) for round_ in self.rounds] + [(0, 0)]
         return max(
-            sent + received + max(next_sent, next_received, next_sent + next_received - sent)
-            for (sent, received), (next_sent, next_received) in zip(ends, ends[1:], strict=False)
+            received + following_sent + max(sent, following_received)
+            for (sent, received), (following_sent, following_received) in pairwise(sizes)
         )
 
     def slices(self, trained: TrainedWeights) -> Iterator[WeightSlice]:
@@ -138,14 +139,17 @@ class WeightTransfer:
         return _Travelling(work, packed, arriving)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Travelling:
-    work: dist.Work
-    packed: Tensor  # kept until it has been sent
+    work: dist.Work | None
+    packed: Tensor | None  # kept until it has been sent
     arriving: Tensor
 
     def wait(self) -> Tensor:
+        """What has arrived; what was sent is let go."""
+        assert self.work is not None, "waited for twice"
         self.work.wait()
+        self.work = self.packed = None
         return self.arriving
 
 
