@@ -32,6 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[TAG_NAME] = uuid.uuid4().hex
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where processes share the files, runs of the whole job come first: the longest files must not be the last."""
+    if _is_worker(config):
+        items.sort(key=lambda item: "system" not in item.path.parts)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Take over from a process of pytest-xdist what its run left out."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -151,10 +150,8 @@ def test_671b_on_256_ranks_moves_what_they_hold(tmp_path: Path) -> None:
     config = {**tiny_hf_config(), **DEEPSEEK_V3, "rope_scaling": None}
     hf = parse_hf_config(config)
     layout = shard_layout(4, 8, 8, tp_extend_ep=True, num_layer_list=(7, 7, 8, 8, 8, 8, 8, 7))
-    start = time.process_time()
     holdings = holdings_of(config, tmp_path, (2, 128, True), 256)
     plan = build_plan(hf, layout, torch.bfloat16, holdings, 256, bucket_bytes=512 << 20, ranks_per_node=16)
-    seconds = time.process_time() - start
     traffic = plan.traffic()
     assert (traffic.expert_held == 58 * 3 * 7168 * 2048 * 2).all()  # one expert of each layer
     assert traffic.expert_received.max() <= 5.2e9
@@ -162,4 +159,3 @@ def test_671b_on_256_ranks_moves_what_they_hold(tmp_path: Path) -> None:
     assert traffic.sent.max() < 1.5 * traffic.sent.mean()
     assert any(len(route.flow.receivers_M) < len(route.flow.consumers_N) for route in plan.routes)
     assert plan.num_rounds < 1.2 * traffic.sent.max() / (256 << 20)
-    assert seconds < 10, seconds
