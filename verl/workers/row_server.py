@@ -2,6 +2,9 @@
 
 One request is one connection: a frame (4 bytes of length, JSON) with a token and what is asked; the answer is a frame
 with types and shapes, or with an error, and then the bytes of the arrays. Nothing that arrives is unpickled.
+
+Not torch's ``TCPStore``, which could hold the rows: it looks up the name of every peer that connects, which took 5 s
+each where the resolver did not answer, and has a limit of 8 MiB a value.
 """
 
 from __future__ import annotations
