@@ -16,6 +16,7 @@ from mindspeed_llm.conversion.journal import Journal, open_journal
 from mindspeed_llm.conversion.kernels import KernelsName, load_kernels
 from mindspeed_llm.conversion.manifest import (
     JOURNAL_NAME,
+    TEMPORARY_SUFFIX,
     WeightsManifest,
     damage,
     is_whole,
@@ -28,8 +29,6 @@ from mindspeed_llm.conversion.slabs import ByteSlabs, SlabReader
 from mindspeed_llm.conversion.synced_file import SyncedFile
 from mindspeed_llm.conversion.writer import FileRecord, StoredTensor, TensorRecord, Writer
 from mindspeed_llm.sources import WeightSource, raise_problems
-
-_TEMPORARY = ".tmp"
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,7 @@ def convert(conversion: Conversion, output: Path, options: RunOptions) -> bool:
             conversion.writer.finish(building, journal.records)
             write_manifest(building, conversion.writer.kind, made_from, journal.records)
             (building / JOURNAL_NAME).unlink()
+    (building / JOURNAL_NAME).unlink(missing_ok=True)  # a run may have been cut between its manifest and this
     replace_directory(building, output)
     return True
 
@@ -141,7 +141,7 @@ def write_file(
     """Write one file under a temporary name, make it durable, give it its name."""
     target = directory / file
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f"{target.name}.{os.getpid()}{_TEMPORARY}")
+    temporary = target.with_name(f"{target.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     reader = SlabReader(source, options.max_bytes, load_kernels(options.kernels), on_bytes)
     handed: dict[str, ByteSlabs] = {}
 
@@ -190,5 +190,5 @@ def _check_space(directory: Path, needed_bytes: int) -> None:
 
 
 def _remove_temporaries(building: Path) -> None:
-    for path in building.rglob(f"*{_TEMPORARY}"):
+    for path in building.rglob(f"*{TEMPORARY_SUFFIX}"):
         path.unlink()

@@ -15,6 +15,7 @@ from mindspeed_llm.conversion.writer import FileRecord, TensorRecord
 from mindspeed_llm.sources import shown_names
 
 JOURNAL_NAME = "journal.jsonl"
+TEMPORARY_SUFFIX = ".tmp"
 _FORMAT = "weights-1"
 _CHUNK_BYTES = 4 << 20
 
@@ -39,10 +40,12 @@ def write_manifest(directory: Path, kind: str, made_from: Mapping[str, Any], fil
     }
     content = {"format": _FORMAT, "kind": kind, "made_from": made_from, "beside": beside}
     content["files"] = {file: record_to_json(files[file]) for file in sorted(files)}
-    with (directory / MANIFEST_NAME).open("w", encoding="utf-8") as stream:
+    temporary = directory / f"{MANIFEST_NAME}{TEMPORARY_SUFFIX}"  # whoever finds the manifest takes the output as whole
+    with temporary.open("w", encoding="utf-8") as stream:
         json.dump(content, stream, separators=(",", ":"))
         stream.flush()
         os.fsync(stream.fileno())
+    os.replace(temporary, directory / MANIFEST_NAME)
 
 
 def read_manifest(directory: Path) -> WeightsManifest | None:

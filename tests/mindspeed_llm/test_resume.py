@@ -102,11 +102,14 @@ def test_a_hundred_kills(num_kills: int, num_workers: int, tmp_path: Path) -> No
     kill_at_random_moments(tmp_path, num_kills, num_workers)
 
 
-def test_a_cut_at_the_last_moments_is_gone_on_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_journal", [False, True])
+def test_a_cut_at_the_last_moments_is_gone_on_with(has_journal: bool, tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path / "hf", CONFIG)
     assert convert(tmp_path, "unbroken") == 0
     building = partial_directory(tmp_path / "out")
     shutil.copytree(tmp_path / "unbroken", building)  # all is there but the name
+    if has_journal:
+        (building / JOURNAL_NAME).touch()  # cut between the manifest and the end of the journal
     assert convert(tmp_path, "out", "--resume") == 0
     assert_same_bytes(tmp_path / "out", tmp_path / "unbroken")
 
