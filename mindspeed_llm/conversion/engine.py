@@ -16,7 +16,6 @@ from mindspeed_llm.conversion.journal import Journal, open_journal
 from mindspeed_llm.conversion.kernels import KernelsName, load_kernels
 from mindspeed_llm.conversion.manifest import (
     JOURNAL_NAME,
-    TEMPORARY_SUFFIX,
     WeightsManifest,
     damage,
     is_whole,
@@ -77,12 +76,11 @@ def convert(conversion: Conversion, output: Path, options: RunOptions) -> bool:
     create_parent(building)
     if not _is_made_from(building, made_from):  # else a run was cut when only the renaming was left
         with open_journal(building, made_from, options.resume) as journal:
-            _remove_temporaries(building)
+            _remove_unfinished(building, journal)
             _write_files(conversion, building, journal, options)
             conversion.writer.finish(building, journal.records)
             write_manifest(building, conversion.writer.kind, made_from, journal.records)
-            (building / JOURNAL_NAME).unlink()
-    (building / JOURNAL_NAME).unlink(missing_ok=True)  # a run may have been cut between its manifest and this
+    (building / JOURNAL_NAME).unlink(missing_ok=True)  # a run may have been cut between this and the renaming
     replace_directory(building, output)
     return True
 
@@ -141,7 +139,7 @@ def write_file(
     """Write one file under a temporary name, make it durable, give it its name."""
     target = directory / file
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f"{target.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     reader = SlabReader(source, options.max_bytes, load_kernels(options.kernels), on_bytes)
     handed: dict[str, ByteSlabs] = {}
 
@@ -189,6 +187,9 @@ def _check_space(directory: Path, needed_bytes: int) -> None:
         )
 
 
-def _remove_temporaries(building: Path) -> None:
-    for path in building.rglob(f"*{TEMPORARY_SUFFIX}"):
-        path.unlink()
+def _remove_unfinished(building: Path, journal: Journal) -> None:
+    """Whatever a run that was cut left beside its finished files."""
+    kept = {building / JOURNAL_NAME, *(building / file for file in journal.records)}
+    for path in building.rglob("*"):
+        if path.is_file() and path not in kept:
+            path.unlink()

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron.core.dist_checkpointing.manifest import write_bytes
 from mindspeed_llm.cli_io import MANIFEST_NAME
 from mindspeed_llm.conversion.writer import FileRecord, TensorRecord
 from mindspeed_llm.sources import shown_names
 
 JOURNAL_NAME = "journal.jsonl"
-TEMPORARY_SUFFIX = ".tmp"
 _FORMAT = "weights-1"
 _CHUNK_BYTES = 4 << 20
 
@@ -40,12 +40,8 @@ def write_manifest(directory: Path, kind: str, made_from: Mapping[str, Any], fil
     }
     content = {"format": _FORMAT, "kind": kind, "made_from": made_from, "beside": beside}
     content["files"] = {file: record_to_json(files[file]) for file in sorted(files)}
-    temporary = directory / f"{MANIFEST_NAME}{TEMPORARY_SUFFIX}"  # whoever finds the manifest takes the output as whole
-    with temporary.open("w", encoding="utf-8") as stream:
-        json.dump(content, stream, separators=(",", ":"))
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, directory / MANIFEST_NAME)
+    # Whoever finds the manifest takes the output as whole, so it appears whole.
+    write_bytes(directory / MANIFEST_NAME, json.dumps(content, separators=(",", ":")).encode())
 
 
 def read_manifest(directory: Path) -> WeightsManifest | None:
