@@ -21,9 +21,8 @@ from tests.parallel.launcher import run_ranks
 from tests.vllm.fp8_tiny import WIDE
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
-from verl.workers.sharding_manager.trained_weights import TrainedWeights
 from verl.workers.sharding_manager.weight_sync import WeightSync
-from verl.workers.sharding_manager.weights_check import check_rollout_weights, expected_digests
+from verl.workers.sharding_manager.weights_check import check_rollout_weights
 from vllm.model_executor.model_loader.digest import differences
 
 BUCKET = 128 << 10
@@ -168,8 +167,7 @@ def flipped(path: str, sizes: dict[str, Any], num_flips: int) -> list[str]:
     sync = sync_of(path, layout, torch.bfloat16, rollout, 0)
     sync.run(params, rollout, 1)
     generator = torch.Generator().manual_seed(0)  # the same choices everywhere
-    trained = TrainedWeights(params, sync.plan, sync.group, sync.device)
-    expected = expected_digests(sync.plan, trained, sync.group, sync.device)
+    expected = sync.transfer.expected_digests()
     missed = []
     for _ in range(num_flips):
         victim = int(torch.randint(dist.get_world_size(), (), generator=generator))

@@ -15,6 +15,7 @@ from tests.parallel.test_grpo_step import ENGINE, config_overrides
 from verl.trainer.config import load_config
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
+from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -24,8 +25,10 @@ WRONG = "model.layers.1.mlp.experts.2.down_proj.weight"
 class WrongRollout(vLLMRollout):
     """Gets one element of one weight wrong."""
 
-    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> None:
-        super().update_weight_slices((_changed(part) if part.hf_name == WRONG else part for part in slices), version)
+    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> dict[str, WeightDigest]:
+        return super().update_weight_slices(
+            (_changed(part) if part.hf_name == WRONG else part for part in slices), version
+        )
 
 
 def _changed(part: WeightSlice) -> WeightSlice:

@@ -17,6 +17,7 @@ from verl.trainer.config import load_config
 from verl.workers.kept_rows import references
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
+from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
 
 # What holds device memory when a call to the rollout engine ends.
@@ -49,9 +50,10 @@ class WatchedRollout(vLLMRollout):
         super().resume(tags)
         self._note(f"resume {tags[0]}")
 
-    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> None:
-        super().update_weight_slices(slices, version)
+    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> dict[str, WeightDigest]:
+        digests = super().update_weight_slices(slices, version)
         self._note("update_weight_slices")
+        return digests
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         output = super().generate_sequences(prompts)

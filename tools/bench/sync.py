@@ -10,12 +10,14 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 from zlib import crc32
 
 import numpy as np
@@ -33,14 +35,17 @@ from mindspeed_llm.sources import hf_view
 from mindspeed_llm.weight_plan import local_plan
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
+from verl.workers.sharding_manager import transfer, weight_sync
 from verl.workers.sharding_manager.transfer_plan import build_plan
 from verl.workers.sharding_manager.weight_sync import WeightSync
 from vllm.config import ParallelConfig
+from vllm.model_executor.model_loader import slice_intake
 from vllm.model_executor.model_loader.held_slices import held_slices
 from vllm.transformers_utils.config import load_config
 
 LAYOUT = ParallelLayout(8, 2, 2, expert_model_parallel_size=2)  # to TP2 x DP4, EP8
 ROLLOUT_TP = 2
+WAYS = ("plan", "plan without digests", "gather")
 DTYPE = torch.bfloat16
 # (TP, PP, EP) of training on 256 ranks: experts within a TP rank, and over them ("extend EP")
 LARGE_LAYOUTS = {
@@ -56,12 +61,10 @@ LARGE_LAYOUTS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank's sync: seconds, CPU seconds, those of the digests, and bytes on top of what it had before."""
+    """One rank's sync: seconds, CPU seconds, and bytes on top of what it had before."""
 
     seconds: float
     cpu_seconds: float
-    check_seconds: float
-    check_cpu_seconds: float
     peak_bytes: int
 
 
@@ -74,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--num-experts", type=int, default=16)
     parser.add_argument("--bucket-megabytes", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5, help="of both ways in turn, after one that is not counted")
+    parser.add_argument("--rounds", type=int, default=5, help="of all ways in turn, after one that is not counted")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         if args.plan:
@@ -83,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = _config(args.hidden_size, args.expert_width, args.num_layers, args.num_experts)
         (Path(folder) / "config.json").write_text(json.dumps(config))
         world_size = LAYOUT.world_size
-        mp.spawn(_rank, (folder, args.bucket_megabytes << 20, args.rounds), nprocs=world_size, join=True)
+        mp.spawn(_rank, (folder, args.bucket_megabytes << 20, args.rounds, args.ways), nprocs=world_size, join=True)
         reports = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world_size)]
     _print_measured(reports, args.bucket_megabytes << 20)
     return 0
@@ -130,7 +134,7 @@ def _config(hidden: int, width: int, num_layers: int, num_experts: int) -> dict[
     }
 
 
-def _rank(rank: int, folder: str, bucket_bytes: int, num_rounds: int) -> None:
+def _rank(rank: int, folder: str, bucket_bytes: int, num_rounds: int, ways: Sequence[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -162,10 +166,12 @@ def _rank(rank: int, folder: str, bucket_bytes: int, num_rounds: int) -> None:
         stream = gather_hf_tensors(params, names, hf, groups, dtype=DTYPE, device=device, bucket_bytes=bucket_bytes)
         rollout.inference_engine.update_weights(stream, 1)
 
-    rounds = []
-    for _ in range(num_rounds + 1):
-        planned = _measured(by_plan, lambda: (sync.check_seconds, sync.check_cpu_seconds))
-        rounds.append({"plan": asdict(planned), "gather": asdict(_measured(by_gathering, lambda: (0.0, 0.0)))})
+    def by_plan_without_digests() -> None:
+        with _without_digests():
+            sync.run(params, rollout, 1)
+
+    works = {"plan": by_plan, "plan without digests": by_plan_without_digests, "gather": by_gathering}
+    rounds = [{way: asdict(_measured(works[way])) for way in ways} for _ in range(num_rounds + 1)]
     traffic = sync.plan.traffic()
     report = {
         "rounds": rounds[1:],
@@ -206,14 +212,34 @@ def _engine(folder: str) -> vLLMRollout:
     return rollout
 
 
-def _measured(work: Callable[[], None], check: Callable[[], tuple[float, float]]) -> Measured:
+@contextmanager
+def _without_digests() -> Iterator[None]:
+    """Slices are copied, and nothing is summed up or compared."""
+
+    def copy(name: str, target: Tensor, values: Tensor, starts: tuple[int, ...], of: Tensor) -> Tensor:
+        target.copy_(values)
+        return torch.zeros((), dtype=torch.int64)
+
+    with ExitStack() as stack:
+        for owner, name, stand_in in (
+            (transfer, "copy_with_digest", copy),
+            (slice_intake, "copy_with_digest", copy),
+            (transfer, "slice_digest", lambda *_: 0),
+            (transfer.WeightTransfer, "expected_digests", lambda _: None),
+            (weight_sync, "check_rollout_weights", lambda *_: None),
+        ):
+            stack.enter_context(patch.object(owner, name, stand_in))
+        yield
+
+
+def _measured(work: Callable[[], None]) -> Measured:
     before = _resident_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     dist.barrier()
     start, cpu_start = time.perf_counter(), time.process_time()
     work()
     cpu_seconds, seconds = time.process_time() - cpu_start, time.perf_counter() - start
-    return Measured(seconds, cpu_seconds, *check(), _resident_bytes("VmHWM") - before)
+    return Measured(seconds, cpu_seconds, _resident_bytes("VmHWM") - before)
 
 
 def _resident_bytes(key: str) -> int:
@@ -222,7 +248,7 @@ def _resident_bytes(key: str) -> int:
 
 
 def _print_measured(reports: list[dict[str, Any]], bucket_bytes: int) -> None:
-    num_rounds = len(reports[0]["rounds"])
+    num_rounds, ways = len(reports[0]["rounds"]), list(reports[0]["rounds"][0])
 
     def each_round(way: str, key: str, over_ranks: Callable[[list[float]], float]) -> list[float]:
         return [over_ranks([report["rounds"][i][way][key] for report in reports]) for i in range(num_rounds)]
@@ -231,23 +257,25 @@ def _print_measured(reports: list[dict[str, Any]], bucket_bytes: int) -> None:
     print(f"{LAYOUT.world_size} processes over gloo, TP2 PP2 EP2 to DP4 x TP2 EP8, {num_rounds} rounds, MiB of a rank:")
     print(f"  holds {min(held) >> 20} to {max(held) >> 20}, receives {min(received) >> 20} to {max(received) >> 20}")
     print(f"  received / held at most {max(r / h for r, h in zip(received, held, strict=True)):.3f}")
-    for way in ("plan", "gather"):
+    for way in ways:
         seconds, cpu = median(each_round(way, "seconds", max)), median(each_round(way, "cpu_seconds", sum))
         peak = max(each_round(way, "peak_bytes", max))
         print(
-            f"  {way:6} {seconds:7.3f} s (median), CPU of all ranks {cpu:7.3f} s, peak extra memory {peak / 2**20:.0f}"
+            f"  {way:20} {seconds:7.3f} s (median), CPU of all ranks {cpu:7.3f} s, peak extra memory {peak / 2**20:.0f}"
         )
-    ratios = [
-        g / p for g, p in zip(each_round("gather", "seconds", max), each_round("plan", "seconds", max), strict=True)
-    ]
-    print(f"  gathering takes {median(ratios):.2f} times as long, {min(ratios):.2f} at the least")
-    shares = [
-        c / p
-        for c, p in zip(
-            each_round("plan", "check_cpu_seconds", sum), each_round("plan", "cpu_seconds", sum), strict=True
+
+    def ratios(key: str, over_ranks: Callable[[list[float]], float], way: str) -> list[float]:
+        pairs = zip(each_round(way, key, over_ranks), each_round("plan", key, over_ranks), strict=True)
+        return [other / plan for other, plan in pairs]
+
+    if "gather" in ways:
+        slower = ratios("seconds", max, "gather")
+        print(f"  gathering takes {median(slower):.2f} times as long, {min(slower):.2f} at the least")
+    if "plan without digests" in ways:
+        cpu, wall = (
+            1 - median(ratios(*kind, "plan without digests")) for kind in (("cpu_seconds", sum), ("seconds", max))
         )
-    ]
-    print(f"  digests are {median(shares):.1%} of the sync's CPU time, {max(shares):.1%} at the most")
+        print(f"  digests are {cpu:.1%} of the sync's CPU time, {wall:.1%} of its time (medians of pairs)")
     buffers = max(report["buffers"] for report in reports)
     print(f"  two buckets are {2 * bucket_bytes >> 20}, all buffers alive at a time {buffers >> 20}")
 

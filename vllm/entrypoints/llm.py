@@ -191,13 +191,16 @@ class LLM:
         """
         self.core.update_weights(weights, version)
 
-    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int | None = None) -> None:
+    def update_weight_slices(
+        self, slices: Iterable[WeightSlice], version: int | None = None
+    ) -> dict[str, WeightDigest]:
         """Replace all weights by slices of exactly what this rank holds (`held_slices`), in any order and cut anyhow.
 
         Each is copied to its place as it comes. ValueError for elements that this rank does not hold, that come twice
-        or not at all; until a whole update has come, `generate` refuses.
+        or not at all; until a whole update has come, `generate` refuses. Returns what `held_digests` would, each taken
+        from the tensor's place when all of it was there.
         """
-        self.core.update_weight_slices(slices, version)
+        return self.core.update_weight_slices(slices, version)
 
     def held_slices(self, rank: int) -> dict[str, HeldSlice]:
         """Hugging Face name -> what rank `rank` of an engine like this one holds (world rank, as `ParallelConfig`)."""

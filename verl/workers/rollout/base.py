@@ -34,9 +34,10 @@ class BaseRollout(ABC):
         """HF name -> what the engine of ``rank`` holds of it; every rank knows that of all."""
 
     @abstractmethod
-    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> None:
+    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> dict[str, WeightDigest]:
         """Writes all that this rank holds of policy ``version``; ``slices`` may be collective over ranks. Elements that
-        are not held, come twice or not at all are an error.
+        are not held, come twice or not at all are an error. Returns what ``held_digests`` would, each taken from the
+        tensor's place when all of it was there.
         """
 
     @abstractmethod

@@ -14,8 +14,11 @@ from torch import Tensor
 from mindspeed_llm.weight_plan import slice_shape
 from verl.workers.sharding_manager.trained_weights import TrainedWeights
 from verl.workers.sharding_manager.transfer_plan import Route, TransferPlan, aligned
-from vllm.model_executor.model_loader.digest import inner_dim
+from vllm.model_executor.layers.quantization.fp8 import FP8_DTYPE
+from vllm.model_executor.model_loader.digest import copy_with_digest, inner_dim, slice_digest
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
+
+_CHUNK_ELEMENTS = 1 << 20  # of a weight, converted for its digest at a time
 
 
 @dataclass(frozen=True)
@@ -82,12 +85,14 @@ class WeightTransfer:
     """One rank's part in the rounds of a plan.
 
     While a round travels the next is packed and the one before is unpacked; a round's buffers have at most the plan's
-    bucket together, so that two buckets are the most there is.
+    bucket together, so that two buckets are the most there is. The digests that the rollout engines should have are
+    summed up on the way: of the training weights, not of what is sent, while these are read to be packed.
     """
 
     def __init__(self, plan: TransferPlan, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rounds = schedule(plan, group.rank())
-        self.group, self.device = group, device
+        self.plan, self.group, self.device = plan, group, device
+        self._sums_N = torch.zeros(len(plan.slices), dtype=torch.int64, device=device)
 
     @property
     def peak_bytes(self) -> int:
@@ -104,6 +109,7 @@ class WeightTransfer:
         Collective over the group: every rank runs it to its end. A slice may share memory with a buffer or with the
         training weights: copy it before the next one.
         """
+        self._sums_N.zero_()
         travelling = self._start(self.rounds[0], self._pack(self.rounds[0], trained))
         for index, round_ in enumerate(self.rounds):
             following = self.rounds[index + 1] if index + 1 < len(self.rounds) else None
@@ -113,23 +119,54 @@ class WeightTransfer:
                 travelling = self._start(following, packed)
                 del packed
             for route in round_.kept:
-                yield _slice(route, trained.values(route.hf_name, route.ranges, route.fragment))
+                values = trained.values(route.hf_name, route.ranges, route.fragment)
+                yield _slice(route, values)
+                if route.digester == self.group.rank():
+                    self._add_digest(route, values)
             for parcel in round_.received:
                 yield _slice(parcel.route, _view(arrived, parcel))
             del arrived
+
+    def expected_digests(self) -> Tensor:
+        """int64 [slices of the plan], on the host: of each as it was trained, in the rollout engine's dtype, in the
+        last run of `slices`. Collective over the group.
+        """
+        sums_N = self._sums_N.clone()
+        dist.all_reduce(sums_N, group=self.group)
+        return sums_N.cpu()
 
     def _pack(self, round_: Round, trained: TrainedWeights) -> Tensor:
         """uint8 [sum(sent_bytes)]; what goes to several ranks is taken from the weights once."""
         buffer = torch.empty(sum(round_.sent_bytes), dtype=torch.uint8, device=self.device)
         first: dict[int, Parcel] = {}
+        rank = self.group.rank()
         for parcel in round_.sent:
             route, view = parcel.route, _view(buffer, parcel)
             earlier = first.setdefault(id(route), parcel)
-            is_new = earlier is parcel
-            view.copy_(
-                trained.values(route.hf_name, route.ranges, route.fragment) if is_new else _view(buffer, earlier)
-            )
+            if earlier is not parcel:
+                view.copy_(_view(buffer, earlier))
+                continue
+            values = trained.values(route.hf_name, route.ranges, route.fragment)
+            if route.digester != rank or rank in route.flow.consumers_N:  # the latter is counted where it is kept
+                view.copy_(values)
+            elif values.dtype == self.plan.held_dtypes[route.hf_name]:
+                starts = tuple(start for start, _ in route.ranges)
+                self._sums_N[route.index] += copy_with_digest(route.hf_name, view, values, starts, of=values)
+            else:
+                view.copy_(values)
+                self._add_digest(route, values)
         return buffer
+
+    def _add_digest(self, route: Route, values: Tensor) -> None:
+        starts = tuple(start for start, _ in route.ranges)
+        dtype = self.plan.held_dtypes[route.hf_name]
+        step = len(values)
+        if values.dtype != dtype:
+            assert dtype != FP8_DTYPE, route.hf_name
+            step = max(1, _CHUNK_ELEMENTS * len(values) // values.numel())
+        for first in range(0, len(values), step):
+            part = values[first : first + step].to(dtype)
+            self._sums_N[route.index] += slice_digest(route.hf_name, part, (starts[0] + first, *starts[1:]))
 
     def _start(self, round_: Round, packed: Tensor) -> _Travelling:
         arriving = torch.empty(sum(round_.received_bytes), dtype=torch.uint8, device=self.device)

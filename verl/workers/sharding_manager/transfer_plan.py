@@ -35,7 +35,6 @@ class Cell:
     ranges: Slice
     fragment: Fragment
     holders: tuple[int, ...]  # of the fragment
-    digester: int  # the holder that computes the expected digest
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,13 @@ class Flow:
 class Route:
     """hf_tensor[ranges] in `dtype`, on its way in round `round`."""
 
+    index: int  # of the slice that it is a part of, in TransferPlan.slices
     hf_name: str
     ranges: Slice
     fragment: Fragment
     dtype: torch.dtype
     flow: Flow
+    digester: int  # the source that computes its part of the expected digest
     num_bytes: int  # of one copy
     round: int
 
@@ -137,9 +138,9 @@ def build_plan(
                 common = _common(extent, ranges)
                 if common is not None:
                     digester, flow = flows.next(holders_of[kind], ranks)
-                    cell = Cell(slices[name, ranges], name, common, fragment, holders_of[kind], digester)
+                    cell = Cell(slices[name, ranges], name, common, fragment, holders_of[kind])
                     cells.append(cell)
-                    routes += _cut(cell, dtype, flow, bucket_bytes // 2)
+                    routes += _cut(cell, dtype, flow, digester, bucket_bytes // 2)
     dealt, num_rounds = _in_rounds(routes, num_ranks, bucket_bytes // 2)
     hf_shapes = {name: held.hf_shape for name, held in every.items()}
     return TransferPlan(dealt, tuple(cells), slices, hf_shapes, held_dtypes, num_rounds, num_ranks)
@@ -212,13 +213,14 @@ class _Flows:
         self._made: dict[tuple[tuple[int, ...], tuple[int, ...], int], Flow] = {}
 
     def next(self, holders: tuple[int, ...], consumers: tuple[int, ...]) -> tuple[int, Flow]:
-        """The holder whose turn it is, and the flow that begins with it."""
+        """The flow that begins with the holder whose turn it is, and one of its sources, these in turns too."""
         turn = self._turns.get(holders, 0)
         self._turns[holders] = (turn + 1) % len(holders)
         key = (holders, consumers, turn)
         if key not in self._made:
             self._made[key] = self._make(np.array(holders), np.array(consumers), turn)
-        return holders[turn], self._made[key]
+        sources_N = self._made[key].sources_N
+        return int(sources_N[turn % len(sources_N)]), self._made[key]
 
     def _make(self, holders_H: np.ndarray, consumers_N: np.ndarray, turn: int) -> Flow:
         nodes_H, nodes_N = holders_H // self._ranks_per_node, consumers_N // self._ranks_per_node
@@ -232,7 +234,7 @@ class _Flows:
         return Flow(sources_N, consumers_N, consumers_N[is_remote_N], senders_S, copies_S)
 
 
-def _cut(cell: Cell, dtype: torch.dtype, flow: Flow, limit: int) -> Iterator[Route]:
+def _cut(cell: Cell, dtype: torch.dtype, flow: Flow, digester: int, limit: int) -> Iterator[Route]:
     """The cell in parts of some rows, of which a rank can send its copies in a fraction of `limit` bytes."""
     (start, stop), *columns = cell.ranges
     row_bytes = math.prod(slice_shape(tuple(columns))) * dtype.itemsize
@@ -248,7 +250,8 @@ def _cut(cell: Cell, dtype: torch.dtype, flow: Flow, limit: int) -> Iterator[Rou
     for first in range(start, stop, num_rows):
         end = min(first + num_rows, stop)
         part = ((first, end), *columns)
-        yield Route(cell.hf_name, part, cell.fragment, dtype, flow, (end - first) * row_bytes, round=0)
+        num_bytes = (end - first) * row_bytes
+        yield Route(cell.index, cell.hf_name, part, cell.fragment, dtype, flow, digester, num_bytes, round=0)
 
 
 def _in_rounds(routes: list[Route], num_ranks: int, limit: int) -> tuple[tuple[Route, ...], int]:
@@ -266,7 +269,7 @@ def _in_rounds(routes: list[Route], num_ranks: int, limit: int) -> tuple[tuple[R
     for index in order:
         r = routes[index]
         number = rounds.place(r.flow, aligned(r.num_bytes))
-        dealt.append(Route(r.hf_name, r.ranges, r.fragment, r.dtype, r.flow, r.num_bytes, number))
+        dealt.append(Route(r.index, r.hf_name, r.ranges, r.fragment, r.dtype, r.flow, r.digester, r.num_bytes, number))
     return tuple(dealt), rounds.count
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 import torch
@@ -15,7 +14,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.sharding_manager.trained_weights import TrainedWeights
 from verl.workers.sharding_manager.transfer import WeightTransfer
 from verl.workers.sharding_manager.transfer_plan import build_plan
-from verl.workers.sharding_manager.weights_check import check_rollout_weights, expected_digests
+from verl.workers.sharding_manager.weights_check import check_rollout_weights
 from vllm.model_executor.model_loader.held_slices import HeldSlice
 
 
@@ -55,25 +54,27 @@ class WeightSync:
         )
         self.transfer = WeightTransfer(self.plan, group, device)
         self.held = {name: slice_.ranges for name, slice_ in holdings.get(group.rank(), {}).items()}
-        self.check_seconds = self.check_cpu_seconds = 0.0  # of the last run
+        self._has_run = False
 
     @torch.no_grad()
     def run(self, params: Mapping[str, Tensor], rollout: BaseRollout | None, version: int) -> None:
         """Collective over the group. RuntimeError on every rank, naming the tensors, when an engine holds other bits.
 
+        A tensor's digest is taken when its last slice is in place; after the first run all are read once more, so that
+        a tensor whose place another one shares is found.
+
         Args:
             params: this rank's training tensors under the training engine's names, empty where nothing is trained.
             rollout: this rank's engine with its weights awake, None where there is none.
         """
-        trained = TrainedWeights(params, self.plan, self.group, self.device)
-        slices = self.transfer.slices(trained)
+        slices = self.transfer.slices(TrainedWeights(params, self.plan, self.group, self.device))
+        found = None
         if rollout is None:
             assert not list(slices), "slices for a rank without an engine"
         else:
-            rollout.update_weight_slices(slices, version)
-        start, cpu_start = time.perf_counter(), time.process_time()
-        expected_N = expected_digests(self.plan, trained, self.group, self.device)
-        found = None if rollout is None else rollout.held_digests()
+            found = rollout.update_weight_slices(slices, version)
+            if not self._has_run:
+                found = rollout.held_digests()
+        expected_N = self.transfer.expected_digests()
         check_rollout_weights(self.plan, expected_N, found, self.held, self.group, self.device)
-        self.check_seconds = time.perf_counter() - start
-        self.check_cpu_seconds = time.process_time() - cpu_start
+        self._has_run = True

@@ -4,7 +4,8 @@
 
 q runs along the tensor's `inner_dim`, p along the other dimension, b over the bytes of an element; a vector counts as
 one p, bytes are signed. r are fixed pseudo-random odd numbers of 64 bits, c of 8 bits and never 0: the inner sum is a
-product of 8-bit integers, as quick as the memory is.
+product of 8-bit integers. On CPUs a loop of our kernels takes it, as quick as the memory is; torch where there is no
+compiler, and on accelerators.
 
 A single wrong byte always shows; so does any other difference, but for the chance that c makes the sum of every p that
 it touches come out the same: about 1 in 100 for two bytes next to each other, nothing for a misplaced row or column.
@@ -13,15 +14,17 @@ it touches come out the same: about 1 in 100 for two bytes next to each other, n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_CHUNK_BYTES = 1 << 20  # of a slice, worked on at a time: it stays in a core's cache
+from vllm.ops.cpu_build import has_compiler, kernels
+
+_CHUNK_BYTES = 1 << 20  # of a slice, widened at a time
 _MAX_INNER_BYTES = 1 << 16  # whose products fit in 32 bits
 _OUTER_SALT, _INNER_SALT = 1, 2
 # The engine keeps [in, out] in memory of what goes into products (`empty_matrix`), [out, in] of the rest.
@@ -45,54 +48,80 @@ def inner_dim(hf_name: str) -> int:
 def slice_digest(hf_name: str, part: Tensor, starts: tuple[int, ...]) -> Tensor:
     """int64 scalar on the part's device: what whole_tensor[starts : starts + part.shape] adds to its digest.
 
-    part: one or two dimensions, any strides; quickest when elements lie together in the inner dimension.
+    part: one or two dimensions, any strides; quickest when elements lie together in one of them.
     """
+    part_PQ = _as_rows(hf_name, part)
+    if part_PQ.stride(1) != 1 and part_PQ.stride(0) != 1:
+        part_PQ = part_PQ.clone(memory_format=torch.contiguous_format)
+    r_P, c_QB = _coefficients(hf_name, part_PQ, starts)
+    native = _cpu_digest() if part.is_cpu else None
+    if native is None:
+        return _torch_digest(part_PQ, r_P, c_QB)
+    return torch.tensor(native(*_pointers(part_PQ, r_P, c_QB), None, 0, None, 0))
+
+
+def copy_with_digest(hf_name: str, target: Tensor, values: Tensor, starts: tuple[int, ...], of: Tensor) -> Tensor:
+    """target.copy_(values), and `slice_digest` of `of`, one of both, whose first element is `starts` of the whole.
+
+    On CPUs a row at a time, which is in the cache when it is read again.
+    """
+    to_PQ, from_PQ = _as_rows(hf_name, target), _as_rows(hf_name, values)
+    native = _cpu_digest() if target.is_cpu and values.is_cpu else None
+    if native is None or target.dtype != values.dtype or to_PQ.stride(1) != 1 or from_PQ.stride(1) != 1:
+        target.copy_(values)
+        return slice_digest(hf_name, of, starts)
+    size, of_PQ = target.element_size(), to_PQ if of is target else from_PQ
+    places = [(matrix.data_ptr(), matrix.stride(0) * size) for matrix in (from_PQ, to_PQ)]
+    return torch.tensor(native(*_pointers(of_PQ, *_coefficients(hf_name, of_PQ, starts)), *places[0], *places[1]))
+
+
+def _as_rows(hf_name: str, part: Tensor) -> Tensor:
+    """[P, Q]"""
     part = part.detach()
     if part.dim() == 1:
-        part, starts = part[None], (0, *starts)
-    elif inner_dim(hf_name) == 0:
-        part, starts = part.T, starts[::-1]
-    num_rows, num_columns = part.shape
-    size = part.element_size()
-    r_P = _outer_coefficients(starts[0], num_rows, part.device)
-    c_QB = _inner_coefficients(starts[1] * size, num_columns * size, part.device).view(num_columns, size)
-    sums = []
-    width = _MAX_INNER_BYTES // size
+        return part[None]
+    return part.T if inner_dim(hf_name) == 0 else part
+
+
+def _coefficients(hf_name: str, part_PQ: Tensor, starts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """r int64 [P], c int8 [Q, bytes of an element]."""
+    first_row, first_column = (0, *starts) if len(starts) == 1 else starts[:: -1 if inner_dim(hf_name) == 0 else 1]
+    (num_rows, num_columns), size = part_PQ.shape, part_PQ.element_size()
+    c_QB = _inner_coefficients(first_column * size, num_columns * size, part_PQ.device).view(num_columns, size)
+    return _outer_coefficients(first_row, num_rows, part_PQ.device), c_QB
+
+
+def _pointers(part_PQ: Tensor, r_P: Tensor, c_QB: Tensor) -> tuple[int, ...]:
+    """The slice's part of cpu_digest's arguments."""
+    is_across, size = part_PQ.stride(1) != 1, part_PQ.element_size()
+    stride = part_PQ.stride(1 if is_across else 0) * size
+    return part_PQ.data_ptr(), size, int(is_across), stride, *part_PQ.shape, c_QB.data_ptr(), r_P.data_ptr()
+
+
+@cache
+def _cpu_digest() -> Callable[..., int] | None:
+    return kernels().cpu_digest if has_compiler() else None
+
+
+def _torch_digest(part_PQ: Tensor, r_P: Tensor, c_QB: Tensor) -> Tensor:
+    num_rows, num_columns = part_PQ.shape
+    total = torch.zeros((), dtype=torch.int64, device=part_PQ.device)
+    width = max(1, _MAX_INNER_BYTES // part_PQ.element_size())
     for column in range(0, num_columns, width):
-        band = part[:, column : column + width]
-        step = max(1, _CHUNK_BYTES // (band.shape[1] * size))
+        c_WB = c_QB[column : column + width]
+        step = max(1, _CHUNK_BYTES // c_WB.numel())
         for row in range(0, num_rows, step):
-            sums_P = _inner_sums(band[row : row + step], c_QB[column : column + width])
-            sums.append((sums_P * r_P[row : row + step]).sum())
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+            tile = part_PQ[row : row + step, column : column + width]
+            total += (_inner_sums(tile, c_WB) * r_P[row : row + step]).sum()
+    return total
 
 
 def _inner_sums(part_PQ: Tensor, c_QB: Tensor) -> Tensor:
-    """[P]: sum_qb c_qb byte_b(part_pq), in int32 or int64."""
-    if part_PQ.stride(1) != 1 and part_PQ.stride(0) == 1:
-        bytes_QPB = part_PQ.T.view(torch.int8)
-        sums_BPB = _product(c_QB.T, bytes_QPB).view(c_QB.shape[1], len(part_PQ), -1)
-        return sums_BPB.diagonal(dim1=0, dim2=2).sum(1)
-    if part_PQ.stride(1) != 1:
-        part_PQ = torch.empty(part_PQ.shape, dtype=part_PQ.dtype, device=part_PQ.device).copy_(part_PQ)
-    return _product(part_PQ.view(torch.int8), c_QB.reshape(-1, 1)).squeeze(1)
-
-
-def _product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """[M, N] of 8-bit integers, exact."""
-    if a_MK.device.type == "cpu":
-        return torch._int_mm(_plain(a_MK), _plain(b_KN))
-    # Accelerators have no such product, or one for some shapes only; M or N is a few.
-    if b_KN.shape[1] == 1:
-        return (a_MK.to(torch.int32) * b_KN.T.to(torch.int32)).sum(1, keepdim=True)
-    rows = [(b_KN.to(torch.int32) * a_K[:, None].to(torch.int32)).sum(0) for a_K in a_MK]
-    return torch.stack(rows)
-
-
-def _plain(matrix: Tensor) -> Tensor:
-    """The matrix with rows that do not share memory: of one row or column, torch allows any stride, the product not."""
-    is_plain = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
-    return matrix if is_plain else matrix.clone(memory_format=torch.contiguous_format)
+    """int32 [P]: sum_qb c_qb byte_b(part_pq)."""
+    if part_PQ.stride(1) == 1:
+        return (part_PQ.view(torch.int8).to(torch.int32) * c_QB.flatten()).sum(1, dtype=torch.int32)
+    bytes_QPB = part_PQ.T.view(torch.int8).view(len(c_QB), len(part_PQ), -1).to(torch.int32)
+    return (bytes_QPB * c_QB[:, None]).sum((0, 2), dtype=torch.int32)
 
 
 def digest(hf_name: str, tensor: Tensor) -> WeightDigest:

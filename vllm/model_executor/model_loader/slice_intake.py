@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from vllm.model_executor.layers.quantization.fp8 import FP8_DTYPE
+from vllm.model_executor.model_loader.collect_digests import named_digests
+from vllm.model_executor.model_loader.digest import WeightDigest, copy_with_digest
 from vllm.model_executor.model_loader.weight_target import StoredSlice, WeightTarget
 
 _SHOWN = 20
@@ -24,12 +26,16 @@ class WeightSlice(NamedTuple):
 
 
 class SliceIntake:
-    """Copies slices to their places; what has come of each tensor is remembered until `finish`."""
+    """Copies slices to their places; what has come of each tensor is remembered until `finish`.
+
+    Digests are taken from the places right after each copy, while a processor has them in its cache.
+    """
 
     def __init__(self, targets: dict[str, WeightTarget]) -> None:
         held = (stored for name, target in targets.items() for stored in target.held(name))
         self._held: dict[str, StoredSlice] = {stored.hf_name: stored for stored in held}
         self._came: dict[str, list[_Ranges]] = {name: [] for name in self._held}
+        self._digests: dict[str, Tensor] = {}
 
     def take(self, slices: Iterable[WeightSlice]) -> None:
         """ValueError for a slice that is not part of what this rank holds, came before, or has a wrong dtype."""
@@ -37,22 +43,33 @@ class SliceIntake:
             stored = self._held.get(slice_.hf_name)
             if stored is None:
                 raise ValueError(f"weight {slice_.hf_name} is unknown to this model, or held by other ranks only")
-            _place(stored, slice_, self._came[slice_.hf_name])
+            digest = _place(stored, slice_, self._came[slice_.hf_name])
+            earlier = self._digests.get(slice_.hf_name)
+            self._digests[slice_.hf_name] = digest if earlier is None else earlier + digest
 
-    def finish(self) -> None:
-        """ValueError naming every weight of which not all elements have come."""
-        missing = []
-        for name, stored in self._held.items():
-            assert stored.part is not None, name
-            count = sum(_num_elements(ranges) for ranges in self._came[name])
-            if count != stored.part.numel():
-                missing.append(f"{name} ({count} of {stored.part.numel()} elements came)")
+    def finish(self) -> dict[str, WeightDigest]:
+        """Name -> digest of what this rank holds; ValueError naming every weight of which not all elements came."""
+        missing = [
+            f"{name} ({self._num_came(name)} of {_size(stored)} elements came)"
+            for name, stored in self._held.items()
+            if self._num_came(name) != _size(stored)
+        ]
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise ValueError(f"{len(missing)} weights were not updated: {', '.join(missing[:_SHOWN])}{more}")
+        return named_digests([self._held[name] for name in self._digests], list(self._digests.values()))
+
+    def _num_came(self, name: str) -> int:
+        return sum(_num_elements(ranges) for ranges in self._came[name])
 
 
-def _place(stored: StoredSlice, slice_: WeightSlice, came: list[_Ranges]) -> None:
+def _size(stored: StoredSlice) -> int:
+    assert stored.part is not None, stored.hf_name
+    return stored.part.numel()
+
+
+def _place(stored: StoredSlice, slice_: WeightSlice, came: list[_Ranges]) -> Tensor:
+    """What the slice adds to the digest of its tensor, read from its place."""
     name, starts, values = slice_
     assert stored.part is not None, name
     if len(starts) != stored.part.dim() or values.dim() != len(starts):
@@ -69,8 +86,9 @@ def _place(stored: StoredSlice, slice_: WeightSlice, came: list[_Ranges]) -> Non
         raise ValueError(f"a slice of weight {name} is {values.dtype}; expected {wanted}")
     if any(_overlap(ranges, earlier) for earlier in came):
         raise ValueError(f"weight {name}: a part of slice {ranges} came before in this update")
-    stored.part[here].copy_(values)
     came.append(ranges)
+    place = stored.part[here]
+    return copy_with_digest(name, place, values, starts, of=place)
 
 
 def _overlap(one: _Ranges, other: _Ranges) -> bool:

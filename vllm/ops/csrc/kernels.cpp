@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "attention.h"
+#include "digest.h"
 #include "moe.h"
 #include "rows.h"
 
@@ -120,6 +121,18 @@ static void (*const RECORDABLE[])(const Slot*) = {  // in the order of SIGNATURE
     recorded<cpu_rms_norm>,    recorded<cpu_add_rms_norm>,  recorded<cpu_silu_and_mul>,  recorded<cpu_rotary>,
     recorded<cpu_write_kv>,    recorded<cpu_sample>,
 };
+
+extern "C" uint64_t cpu_digest(const void* x, long element_size, long is_across, long stride, long rows, long columns,
+                               const int8_t* c, const uint64_t* r, const void* from, long from_stride, void* to,
+                               long to_stride) {
+  const DigestSlice slice{(const int8_t*)x, stride, rows, columns, c, r, (const int8_t*)from, (int8_t*)to,
+                          from_stride, to_stride};
+  switch (element_size) {
+    case 1: return digest_of<uint8_t>(slice, is_across);
+    case 2: return digest_of<uint16_t>(slice, is_across);
+    default: return digest_of<uint32_t>(slice, is_across);
+  }
+}
 
 extern "C" void cpu_replay(long calls, const int64_t* kernels, const Slot* slots) {
   for (long i = 0; i < calls; ++i) RECORDABLE[kernels[i]](slots + i * SLOTS);

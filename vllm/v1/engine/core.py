@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import ParallelState
+from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
 from vllm.ops.contract import RolloutOps
 from vllm.platforms import Platform
@@ -91,12 +92,13 @@ class EngineCore:
         self.worker.update_weights(weights)
         self.scheduler.set_policy_version(self.policy_version + 1 if version is None else version)
 
-    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int | None) -> None:
+    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int | None) -> dict[str, WeightDigest]:
         """As `update_weights`, from slices of what this rank holds."""
         self._require_idle("update_weight_slices")
         self.scheduler.kv.reset_prefix_cache()
-        self.worker.update_weight_slices(slices)
+        digests = self.worker.update_weight_slices(slices)
         self.scheduler.set_policy_version(self.policy_version + 1 if version is None else version)
+        return digests
 
     def require_ready(self) -> None:
         """RuntimeError when the engine cannot generate, saying what to call."""

@@ -98,14 +98,15 @@ class Worker:
             self.load_weights(each_once(weights))
             self.check_weights_loaded()
 
-    def update_weight_slices(self, slices: Iterable[WeightSlice]) -> None:
+    def update_weight_slices(self, slices: Iterable[WeightSlice]) -> dict[str, WeightDigest]:
         """Take all that this rank holds anew, each element once; see `LLM.update_weight_slices`."""
         self._require_weights("update_weight_slices")
         self._count_none_as_loaded()
         intake = SliceIntake(self.model.weight_targets)
         intake.take(slices)
-        intake.finish()
+        digests = intake.finish()
         self.names_to_load = set()
+        return digests
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

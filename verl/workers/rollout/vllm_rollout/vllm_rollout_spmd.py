@@ -65,9 +65,9 @@ class vLLMRollout(BaseRollout):
         """See ``BaseRollout``."""
         return self.inference_engine.held_slices(rank)
 
-    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> None:
+    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> dict[str, WeightDigest]:
         """See ``BaseRollout``."""
-        self.inference_engine.update_weight_slices(slices, version)
+        return self.inference_engine.update_weight_slices(slices, version)
 
     def held_digests(self) -> dict[str, WeightDigest]:
         """See ``BaseRollout``."""
