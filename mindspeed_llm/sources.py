@@ -48,6 +48,15 @@ def plain_dtype(source: WeightSource, hf_name: str) -> torch.dtype:
     return torch.bfloat16 if dtype == FP8_DTYPE else dtype
 
 
+def stored_dtype(source: WeightSource, tensor: LocalTensor) -> torch.dtype:
+    """The one plain dtype of all that ``tensor`` is made of; ValueError when there are several."""
+    dtypes = {plain_dtype(source, piece.hf_name) for piece in tensor.pieces}
+    if len(dtypes) > 1:
+        names = ", ".join(piece.hf_name for piece in tensor.pieces[:_SHOWN_NAMES])
+        raise ValueError(f"{tensor.name} is made of tensors of different dtypes {dtypes}: {names} ...")
+    return dtypes.pop()
+
+
 def place(target: torch.Tensor, fragment: torch.Tensor, scale_inv: torch.Tensor | None, origin: Origin) -> None:
     """``target[...] = fragment``, cast; dequantised when there are scales, of a fragment that begins at ``origin``."""
     if scale_inv is None:

@@ -14,7 +14,7 @@ from mindspeed_llm.conversion.torch_file import TensorRef, TorchFile, torch_file
 from mindspeed_llm.conversion.writer import FileRecord, Slabs, StoredTensor
 from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
 from mindspeed_llm.sharded_checkpoint import ITERATION, LATEST_NAME, LAYOUT_NAME, place_in_file, rank_file
-from mindspeed_llm.sources import WeightSource, plain_dtype
+from mindspeed_llm.sources import WeightSource, stored_dtype
 from mindspeed_llm.weight_plan import LocalTensor, Naming, local_plan
 
 
@@ -68,11 +68,8 @@ class RankWriter:
         return torch_file_layout(content, tensors, stem="model_optim_rng")
 
     def _stored(self, tensor: LocalTensor) -> StoredTensor:
-        dtypes = {plain_dtype(self.source, piece.hf_name) for piece in tensor.pieces}
-        if len(dtypes) > 1:
-            names = ", ".join(piece.hf_name for piece in tensor.pieces[:4])
-            raise ValueError(f"{tensor.name} is made of tensors of different dtypes {dtypes}: {names} ...")
-        return StoredTensor(tensor.name, tensor.file_shape or tensor.shape, dtypes.pop(), tensor)
+        dtype = stored_dtype(self.source, tensor)
+        return StoredTensor(tensor.name, tensor.file_shape or tensor.shape, dtype, tensor)
 
     @cached_property
     def _hf(self) -> HFModelConfig:
