@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,13 +23,12 @@ from torch.distributed.checkpoint.metadata import (
 from megatron.core.dist_checkpointing.manifest import write_bytes
 from megatron.core.dist_checkpointing.stored_tensors import METADATA
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.cli_io import write_json
 from mindspeed_llm.conversion.torch_file import TensorRef, TorchFile, torch_file_layout
 from mindspeed_llm.conversion.writer import FileRecord, Slabs, StoredTensor
 from mindspeed_llm.dcp_checkpoint import global_tensors
 from mindspeed_llm.fp8 import BLOCK
 from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
-from mindspeed_llm.sharded_checkpoint import LAYOUT_NAME
+from mindspeed_llm.sharded_checkpoint import write_layout
 from mindspeed_llm.sources import WeightSource, stored_dtype
 from mindspeed_llm.weight_plan import LocalTensor, rows_of
 
@@ -77,10 +76,8 @@ class DCPWriter:
     def finish(self, directory: Path, records: Mapping[str, FileRecord]) -> None:
         """``.metadata``, and layout.json with the config for the way back."""
         write_bytes(directory / METADATA, pickle.dumps(self._metadata()))
-        described = {"naming": "core", "layout": asdict(ParallelLayout()), "hf_config": dict(self.hf_config)}
         sizes = {file: records[file].num_bytes for file in self.files()}
-        content = {"version": 1, **described, "mtp_num_layers": self.mtp_num_layers, "files": sizes}
-        write_json(directory / LAYOUT_NAME, content)
+        write_layout(directory, "core", ParallelLayout(), self.hf_config, self.mtp_num_layers, sizes)
 
     def _metadata(self) -> Metadata:
         tensors: dict[str, TensorStorageMetadata] = {}
