@@ -25,8 +25,7 @@ from mindspeed_llm.weight_plan import Slice
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 DEFAULT_SHARD_BYTES = 5_000_000_000
-_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
-_DTYPES = {
+DTYPES = {  # as safetensors names them
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -38,6 +37,7 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
 
 class HFCheckpoint:
@@ -291,7 +291,7 @@ def _read_header(file: Path) -> list[tuple[str, Region]]:
             begin = 8 + header_bytes
             end = begin + max((spec["data_offsets"][1] for spec in tensors.values()), default=0)
             entries = [
-                (name, Region(file, begin + spec["data_offsets"][0], tuple(spec["shape"]), _DTYPES[spec["dtype"]]))
+                (name, Region(file, begin + spec["data_offsets"][0], tuple(spec["shape"]), DTYPES[spec["dtype"]]))
                 for name, spec in tensors.items()
             ]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
