@@ -102,6 +102,14 @@ class HFCheckpoint:
         return rows
 
 
+def open_hf(path: str | Path, hf: HFModelConfig) -> HFCheckpoint:
+    """An HF directory, BF16 or FP8, whose every shard and scale is there and of this model; reads headers only."""
+    source = HFCheckpoint(path)
+    check_against_config(source, hf)
+    _check_scales(source, hf, read_config_dict(path))
+    return source
+
+
 def check_against_config(source: HFCheckpoint, hf: HFModelConfig) -> None:
     """ValueError listing every tensor that the config calls for and the checkpoint lacks, has in another shape, or
     has beyond it. FP8 scales and the MTP layers behind the last decoder layer are not counted as beyond it."""
@@ -118,28 +126,6 @@ def check_against_config(source: HFCheckpoint, hf: HFModelConfig) -> None:
         if name not in expected and not is_mtp_tensor(name, hf) and not name.endswith("_scale_inv")
     )
     raise_problems(f"{source.path}", problems, "Check that config.json belongs to these weights.")
-
-
-def check_scales(source: HFCheckpoint, hf: HFModelConfig, config: Mapping[str, Any]) -> None:
-    """ValueError listing every FP8 weight without its scales of 128 x 128 blocks; ``config`` is config.json as read."""
-    problems = []
-    block_size = (config.get("quantization_config") or {}).get("weight_block_size")
-    if block_size not in (None, [BLOCK, BLOCK]):
-        problems.append(f"weight_block_size is {block_size}; only [{BLOCK}, {BLOCK}] is supported")
-    for name, (shape, _) in hf_tensors(hf).items():
-        dtype, scale = source.dtype(name), name + SCALE_SUFFIX
-        if dtype != FP8_DTYPE:
-            if dtype.itemsize == 1:
-                problems.append(f"{name} has dtype {dtype}; quantised weights must be {FP8_DTYPE}")
-            continue
-        expected = tuple(-(-size // BLOCK) for size in shape)
-        if scale not in source.names():
-            problems.append(f"{name} is FP8 and has no {scale}")
-        elif source.shape(scale) != expected:
-            problems.append(
-                f"{scale} has shape {source.shape(scale)}; {shape} in {BLOCK} x {BLOCK} blocks is {expected}"
-            )
-    raise_problems(f"FP8 checkpoint {source.path}", problems, "Fetch the checkpoint again, index included.")
 
 
 def is_mtp_tensor(hf_name: str, hf: HFModelConfig) -> bool:
@@ -239,6 +225,28 @@ def write_hf_files(
     config.pop("dtype", None)
     config["torch_dtype"] = str(main_dtype).removeprefix("torch.")
     write_json(directory / "config.json", config)
+
+
+def _check_scales(source: HFCheckpoint, hf: HFModelConfig, config: Mapping[str, Any]) -> None:
+    """ValueError listing every FP8 weight without its scales of 128 x 128 blocks; ``config`` is config.json as read."""
+    problems = []
+    block_size = (config.get("quantization_config") or {}).get("weight_block_size")
+    if block_size not in (None, [BLOCK, BLOCK]):
+        problems.append(f"weight_block_size is {block_size}; only [{BLOCK}, {BLOCK}] is supported")
+    for name, (shape, _) in hf_tensors(hf).items():
+        dtype, scale = source.dtype(name), name + SCALE_SUFFIX
+        if dtype != FP8_DTYPE:
+            if dtype.itemsize == 1:
+                problems.append(f"{name} has dtype {dtype}; quantised weights must be {FP8_DTYPE}")
+            continue
+        expected = tuple(-(-size // BLOCK) for size in shape)
+        if scale not in source.names():
+            problems.append(f"{name} is FP8 and has no {scale}")
+        elif source.shape(scale) != expected:
+            problems.append(
+                f"{scale} has shape {source.shape(scale)}; {shape} in {BLOCK} x {BLOCK} blocks is {expected}"
+            )
+    raise_problems(f"FP8 checkpoint {source.path}", problems, "Fetch the checkpoint again, index included.")
 
 
 def _read_entries(path: Path) -> dict[str, Region]:
