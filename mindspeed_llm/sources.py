@@ -115,6 +115,8 @@ def assemble(
 
 def intersection(left: Slice, right: Slice) -> Slice | None:
     """What two slices have in common, None when that is nothing."""
+    if left == right:
+        return left  # most are: of a large model, whole experts
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(left, right, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
