@@ -67,18 +67,13 @@ def replace_directory(building: Path, target: Path) -> None:
 
 
 def run_once(
-    output: Path,
-    command: str,
-    arguments: dict[str, Any],
-    inputs: Iterable[Path],
-    build: Callable[[Path], None],
-    needed_bytes: int = 0,
+    output: Path, command: str, arguments: dict[str, Any], inputs: Iterable[Path], build: Callable[[Path], None]
 ) -> bool:
     """Let ``build`` fill a new directory that becomes ``output``; False when ``output`` already is that result.
 
     It already is when its stamp names the same command, arguments (no paths among them) and input contents, and
-    every file that the stamp lists is there with its size. A directory that this command did not make is never
-    replaced, and nothing is begun when the disk has less than ``needed_bytes`` free: ValueError.
+    every file that the stamp lists is there with its size. ValueError rather than replace a directory that this
+    command did not make.
     """
     digests = [[file.name, digest_file(file)] for file in inputs]  # names only: a copy elsewhere is the same input
     stamp = {"command": command, "arguments": arguments, "inputs": digests}
@@ -88,13 +83,6 @@ def run_once(
             raise ValueError(f"{output} exists and was not made by {command}; remove it or choose another output path")
         if all(old.get(key) == value for key, value in stamp.items()) and _outputs_complete(output, old):
             return False
-    create_parent(output.absolute())
-    free_bytes = shutil.disk_usage(output.absolute().parent).free
-    if free_bytes < needed_bytes:
-        raise ValueError(
-            f"{output} needs {needed_bytes / 1e9:.1f} GB and its disk has {free_bytes / 1e9:.1f} GB free; "
-            "free some space or choose an output path on another disk"
-        )
     with atomic_directory(output) as building:
         build(building)
         write_json(building / STAMP_NAME, {**stamp, "outputs": _sizes(building)})

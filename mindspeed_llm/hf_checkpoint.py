@@ -25,8 +25,7 @@ from mindspeed_llm.weight_plan import Slice
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 DEFAULT_SHARD_BYTES = 5_000_000_000
-_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
-_DTYPES = {
+DTYPES = {  # as safetensors names them
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -38,6 +37,7 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
 
 class HFCheckpoint:
@@ -102,6 +102,14 @@ class HFCheckpoint:
         return rows
 
 
+def open_hf(path: str | Path, hf: HFModelConfig) -> HFCheckpoint:
+    """An HF directory, BF16 or FP8, whose every shard and scale is there and of this model; reads headers only."""
+    source = HFCheckpoint(path)
+    check_against_config(source, hf)
+    _check_scales(source, hf, read_config_dict(path))
+    return source
+
+
 def check_against_config(source: HFCheckpoint, hf: HFModelConfig) -> None:
     """ValueError listing every tensor that the config calls for and the checkpoint lacks, has in another shape, or
     has beyond it. FP8 scales and the MTP layers behind the last decoder layer are not counted as beyond it."""
@@ -118,28 +126,6 @@ def check_against_config(source: HFCheckpoint, hf: HFModelConfig) -> None:
         if name not in expected and not is_mtp_tensor(name, hf) and not name.endswith("_scale_inv")
     )
     raise_problems(f"{source.path}", problems, "Check that config.json belongs to these weights.")
-
-
-def check_scales(source: HFCheckpoint, hf: HFModelConfig, config: Mapping[str, Any]) -> None:
-    """ValueError listing every FP8 weight without its scales of 128 x 128 blocks; ``config`` is config.json as read."""
-    problems = []
-    block_size = (config.get("quantization_config") or {}).get("weight_block_size")
-    if block_size not in (None, [BLOCK, BLOCK]):
-        problems.append(f"weight_block_size is {block_size}; only [{BLOCK}, {BLOCK}] is supported")
-    for name, (shape, _) in hf_tensors(hf).items():
-        dtype, scale = source.dtype(name), name + SCALE_SUFFIX
-        if dtype != FP8_DTYPE:
-            if dtype.itemsize == 1:
-                problems.append(f"{name} has dtype {dtype}; quantised weights must be {FP8_DTYPE}")
-            continue
-        expected = tuple(-(-size // BLOCK) for size in shape)
-        if scale not in source.names():
-            problems.append(f"{name} is FP8 and has no {scale}")
-        elif source.shape(scale) != expected:
-            problems.append(
-                f"{scale} has shape {source.shape(scale)}; {shape} in {BLOCK} x {BLOCK} blocks is {expected}"
-            )
-    raise_problems(f"FP8 checkpoint {source.path}", problems, "Fetch the checkpoint again, index included.")
 
 
 def is_mtp_tensor(hf_name: str, hf: HFModelConfig) -> bool:
@@ -241,6 +227,28 @@ def write_hf_files(
     write_json(directory / "config.json", config)
 
 
+def _check_scales(source: HFCheckpoint, hf: HFModelConfig, config: Mapping[str, Any]) -> None:
+    """ValueError listing every FP8 weight without its scales of 128 x 128 blocks; ``config`` is config.json as read."""
+    problems = []
+    block_size = (config.get("quantization_config") or {}).get("weight_block_size")
+    if block_size not in (None, [BLOCK, BLOCK]):
+        problems.append(f"weight_block_size is {block_size}; only [{BLOCK}, {BLOCK}] is supported")
+    for name, (shape, _) in hf_tensors(hf).items():
+        dtype, scale = source.dtype(name), name + SCALE_SUFFIX
+        if dtype != FP8_DTYPE:
+            if dtype.itemsize == 1:
+                problems.append(f"{name} has dtype {dtype}; quantised weights must be {FP8_DTYPE}")
+            continue
+        expected = tuple(-(-size // BLOCK) for size in shape)
+        if scale not in source.names():
+            problems.append(f"{name} is FP8 and has no {scale}")
+        elif source.shape(scale) != expected:
+            problems.append(
+                f"{scale} has shape {source.shape(scale)}; {shape} in {BLOCK} x {BLOCK} blocks is {expected}"
+            )
+    raise_problems(f"FP8 checkpoint {source.path}", problems, "Fetch the checkpoint again, index included.")
+
+
 def _read_entries(path: Path) -> dict[str, Region]:
     weight_map = _read_weight_map(path)
     of_file: dict[str, list[str]] = {}
@@ -291,7 +299,7 @@ def _read_header(file: Path) -> list[tuple[str, Region]]:
             begin = 8 + header_bytes
             end = begin + max((spec["data_offsets"][1] for spec in tensors.values()), default=0)
             entries = [
-                (name, Region(file, begin + spec["data_offsets"][0], tuple(spec["shape"]), _DTYPES[spec["dtype"]]))
+                (name, Region(file, begin + spec["data_offsets"][0], tuple(spec["shape"]), DTYPES[spec["dtype"]]))
                 for name, spec in tensors.items()
             ]
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -7,14 +7,15 @@ import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.core.parallel_layout import ParallelLayout, RankCoords
+from mindspeed_llm.cli_io import write_json
 from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.mapped import Region, read_region
@@ -222,6 +223,19 @@ def _data_offsets(file: Path) -> set[int]:
                 lengths = stream.read(4)
                 offsets.add(stream.tell() + sum(struct.unpack("<2H", lengths)))
     return offsets
+
+
+def write_layout(
+    directory: Path,
+    naming: Naming,
+    layout: ParallelLayout,
+    hf_config: Mapping[str, Any],
+    mtp_num_layers: int,
+    sizes: Mapping[str, int],
+) -> None:
+    """layout.json, for the way back: how the model of ``hf_config`` is cut, and file -> bytes."""
+    content = {"version": 1, "naming": naming, "layout": asdict(layout), "hf_config": dict(hf_config)}
+    write_json(directory / LAYOUT_NAME, {**content, "mtp_num_layers": mtp_num_layers, "files": dict(sizes)})
 
 
 def read_layout(path: Path) -> dict[str, Any] | None:

@@ -48,6 +48,15 @@ def plain_dtype(source: WeightSource, hf_name: str) -> torch.dtype:
     return torch.bfloat16 if dtype == FP8_DTYPE else dtype
 
 
+def stored_dtype(source: WeightSource, tensor: LocalTensor) -> torch.dtype:
+    """The one plain dtype of all that ``tensor`` is made of; ValueError when there are several."""
+    dtypes = {plain_dtype(source, piece.hf_name) for piece in tensor.pieces}
+    if len(dtypes) > 1:
+        names = ", ".join(piece.hf_name for piece in tensor.pieces[:_SHOWN_NAMES])
+        raise ValueError(f"{tensor.name} is made of tensors of different dtypes {dtypes}: {names} ...")
+    return dtypes.pop()
+
+
 def place(target: torch.Tensor, fragment: torch.Tensor, scale_inv: torch.Tensor | None, origin: Origin) -> None:
     """``target[...] = fragment``, cast; dequantised when there are scales, of a fragment that begins at ``origin``."""
     if scale_inv is None:
@@ -106,6 +115,8 @@ def assemble(
 
 def intersection(left: Slice, right: Slice) -> Slice | None:
     """What two slices have in common, None when that is nothing."""
+    if left == right:
+        return left  # most are: of a large model, whole experts
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(left, right, strict=True))
     return common if all(start < stop for start, stop in common) else None
 

@@ -15,8 +15,8 @@ from mindspeed_llm.conversion.kernels import choose_kernels, place_native
 from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
 from mindspeed_llm.gathering import DEFAULT_BUCKET_BYTES, gather_hf_tensors
 from mindspeed_llm.gradients import hf_gradients
-from mindspeed_llm.hf_checkpoint import HFCheckpoint, check_against_config, check_scales, save_hf_checkpoint
-from mindspeed_llm.hf_config import HFModelConfig, read_config_dict
+from mindspeed_llm.hf_checkpoint import HFCheckpoint, open_hf, save_hf_checkpoint
+from mindspeed_llm.hf_config import HFModelConfig
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint
 from mindspeed_llm.sources import Origin, Place, WeightSource, fill, place, raise_problems
@@ -50,14 +50,6 @@ class Checkpoint(WeightSource, Protocol):
     def describe(self) -> str:
         """Which form it is, and what is in it, for a log."""
         ...
-
-
-def open_hf(path: str | Path, hf: HFModelConfig) -> HFCheckpoint:
-    """An HF directory, BF16 or FP8, whose every shard and scale is there and of this model; reads headers only."""
-    source = HFCheckpoint(path)
-    check_against_config(source, hf)
-    check_scales(source, hf, read_config_dict(path))
-    return source
 
 
 def open_shards(path: str | Path, hf: HFModelConfig) -> Checkpoint:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,14 +23,13 @@ from torch.distributed.checkpoint.metadata import (
 from megatron.core.dist_checkpointing.manifest import write_bytes
 from megatron.core.dist_checkpointing.stored_tensors import METADATA
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.cli_io import write_json
 from mindspeed_llm.conversion.torch_file import TensorRef, TorchFile, torch_file_layout
 from mindspeed_llm.conversion.writer import FileRecord, Slabs, StoredTensor
 from mindspeed_llm.dcp_checkpoint import global_tensors
 from mindspeed_llm.fp8 import BLOCK
 from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
-from mindspeed_llm.sharded_checkpoint import LAYOUT_NAME
-from mindspeed_llm.sources import WeightSource, plain_dtype
+from mindspeed_llm.sharded_checkpoint import write_layout
+from mindspeed_llm.sources import WeightSource, stored_dtype
 from mindspeed_llm.weight_plan import LocalTensor, rows_of
 
 MAX_CHUNK_BYTES = 64 << 20  # as the training engine cuts
@@ -77,10 +76,8 @@ class DCPWriter:
     def finish(self, directory: Path, records: Mapping[str, FileRecord]) -> None:
         """``.metadata``, and layout.json with the config for the way back."""
         write_bytes(directory / METADATA, pickle.dumps(self._metadata()))
-        described = {"naming": "core", "layout": asdict(ParallelLayout()), "hf_config": dict(self.hf_config)}
         sizes = {file: records[file].num_bytes for file in self.files()}
-        content = {"version": 1, **described, "mtp_num_layers": self.mtp_num_layers, "files": sizes}
-        write_json(directory / LAYOUT_NAME, content)
+        write_layout(directory, "core", ParallelLayout(), self.hf_config, self.mtp_num_layers, sizes)
 
     def _metadata(self) -> Metadata:
         tensors: dict[str, TensorStorageMetadata] = {}
@@ -109,7 +106,7 @@ class DCPWriter:
 
     @cached_property
     def _chunks_of(self) -> Mapping[str, tuple[_Chunk, ...]]:
-        total = sum(math.prod(t.shape) * self._dtype(t).itemsize for t in self._globals.values())
+        total = sum(math.prod(t.shape) * stored_dtype(self.source, t).itemsize for t in self._globals.values())
         files: dict[str, list[_Chunk]] = {}
         passed = 0
         for key, first_row, stored in self._cut():
@@ -123,19 +120,12 @@ class DCPWriter:
     def _cut(self) -> Iterator[tuple[str, int, StoredTensor]]:
         """(key, first row, chunk) of all tensors; whole FP8 blocks where a chunk has several."""
         for key, tensor in self._globals.items():
-            dtype, rows = self._dtype(tensor), tensor.shape[0]
+            dtype, rows = stored_dtype(self.source, tensor), tensor.shape[0]
             step = max(1, self.max_chunk_bytes // (math.prod(tensor.shape[1:]) * dtype.itemsize))
             step -= step % BLOCK if step > BLOCK else 0
             for start in range(0, rows, step):
                 part = rows_of(tensor, start, min(start + step, rows))
                 yield key, start, StoredTensor(f"{key}[{start}:{start + part.shape[0]}]", part.shape, dtype, part)
-
-    def _dtype(self, tensor: LocalTensor) -> torch.dtype:
-        dtypes = {plain_dtype(self.source, piece.hf_name) for piece in tensor.pieces}
-        if len(dtypes) > 1:
-            names = ", ".join(piece.hf_name for piece in tensor.pieces[:4])
-            raise ValueError(f"{tensor.name} is made of tensors of different dtypes {dtypes}: {names} ...")
-        return dtypes.pop()
 
 
 @dataclass(frozen=True)

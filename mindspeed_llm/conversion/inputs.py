@@ -12,7 +12,7 @@ import torch
 from mindspeed_llm.cli_io import hf_files
 from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
 from mindspeed_llm.fp8 import FP8_DTYPE, is_quantised
-from mindspeed_llm.hf_checkpoint import HFCheckpoint, check_against_config, check_scales
+from mindspeed_llm.hf_checkpoint import open_hf
 from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config, read_config_dict
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import LAYOUT_NAME, ShardedCheckpoint, read_layout
@@ -72,10 +72,7 @@ def open_input(path: Path, mtp_num_layers: int, dry_run: bool = False, hf_config
     hf = parse_hf_config(config, source=str(path / "config.json")).with_mtp(mtp_num_layers)
     if dry_run and not any(path.glob("*.safetensors")):
         return Input(PlannedWeights(hf), config, hf, ())
-    source = HFCheckpoint(path)
-    check_against_config(source, hf)
-    check_scales(source, hf, config)
-    return Input(source, config, hf, tuple(hf_files(path)))
+    return Input(open_hf(path, hf), config, hf, tuple(hf_files(path)))
 
 
 def open_dcp(path: Path, mtp_num_layers: int, hf_config_dir: Path | None) -> Input:

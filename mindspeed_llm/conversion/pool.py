@@ -1,4 +1,9 @@
-"""Tasks over processes: a function of a task, called here or in workers that end with this process."""
+"""Tasks over processes: a function of a task, called here or in workers that end with this process.
+
+Beside ``concurrent.futures``: its pool waits for the work in hand when a task fails (ending its workers is public from
+Python 3.14 on), does not say which task a worker died of, and a worker that is killed may keep the lock of a queue
+that all share; here each has a pipe of its own.
+"""
 
 from __future__ import annotations
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.cli_io import write_json
 from mindspeed_llm.conversion.torch_file import TensorRef, TorchFile, torch_file_layout
 from mindspeed_llm.conversion.writer import FileRecord, Slabs, StoredTensor
 from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
-from mindspeed_llm.sharded_checkpoint import ITERATION, LATEST_NAME, LAYOUT_NAME, place_in_file, rank_file
-from mindspeed_llm.sources import WeightSource, plain_dtype
+from mindspeed_llm.sharded_checkpoint import ITERATION, LATEST_NAME, place_in_file, rank_file, write_layout
+from mindspeed_llm.sources import WeightSource, stored_dtype
 from mindspeed_llm.weight_plan import LocalTensor, Naming, local_plan
 
 
@@ -53,10 +52,8 @@ class RankWriter:
     def finish(self, directory: Path, records: Mapping[str, FileRecord]) -> None:
         """The iteration's number, as Megatron looks it up, and the layout, for the way back."""
         (directory / LATEST_NAME).write_text(str(ITERATION))
-        described = {"naming": self.naming, "layout": asdict(self.layout), "hf_config": dict(self.hf_config)}
         sizes = {file: records[file].num_bytes for file in self.files()}
-        content = {"version": 1, **described, "mtp_num_layers": self.mtp_num_layers, "files": sizes}
-        write_json(directory / LAYOUT_NAME, content)
+        write_layout(directory, self.naming, self.layout, self.hf_config, self.mtp_num_layers, sizes)
 
     def _file(self, file: str) -> TorchFile:
         tensors = self.tensors(file)
@@ -68,11 +65,8 @@ class RankWriter:
         return torch_file_layout(content, tensors, stem="model_optim_rng")
 
     def _stored(self, tensor: LocalTensor) -> StoredTensor:
-        dtypes = {plain_dtype(self.source, piece.hf_name) for piece in tensor.pieces}
-        if len(dtypes) > 1:
-            names = ", ".join(piece.hf_name for piece in tensor.pieces[:4])
-            raise ValueError(f"{tensor.name} is made of tensors of different dtypes {dtypes}: {names} ...")
-        return StoredTensor(tensor.name, tensor.file_shape or tensor.shape, dtypes.pop(), tensor)
+        dtype = stored_dtype(self.source, tensor)
+        return StoredTensor(tensor.name, tensor.file_shape or tensor.shape, dtype, tensor)
 
     @cached_property
     def _hf(self) -> HFModelConfig:

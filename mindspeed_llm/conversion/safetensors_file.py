@@ -6,22 +6,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO
 
-import torch
-
 from mindspeed_llm.conversion.writer import Slabs, StoredTensor
+from mindspeed_llm.hf_checkpoint import DTYPES
 
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 
 
@@ -33,7 +21,7 @@ def safetensors_layout(tensors: Sequence[StoredTensor]) -> tuple[bytes, dict[str
         starts[tensor.name] = end
         end += tensor.num_bytes
         offsets = [starts[tensor.name], end]
-        header[tensor.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
+        header[tensor.name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     prefix = len(text).to_bytes(8, "little") + text

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mindspeed_llm.cli_io import atomic_directory, run_once
+from mindspeed_llm.cli_io import atomic_directory
 from mindspeed_llm.hf_checkpoint import HFCheckpoint, check_against_config, save_hf_checkpoint
 from mindspeed_llm.hf_config import parse_hf_config
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
@@ -115,12 +115,3 @@ def test_output_below_a_file_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match="cannot create"), atomic_directory(tmp_path / "file" / "out"):
         raise AssertionError("the block must not run")
-
-
-def test_a_full_disk_is_said_before_anything_is_written(tmp_path: Path) -> None:
-    def build(directory: Path) -> None:
-        raise AssertionError("nothing may be built")
-
-    with pytest.raises(ValueError, match="needs 1000000.0 GB"):
-        run_once(tmp_path / "out", "test", {}, [], build, needed_bytes=10**15)
-    assert not list(tmp_path.iterdir())

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_llm import convert_ckpt_deepseek3
+from mindspeed_llm import convert_ckpt_deepseek3, convert_ckpt_torch_dist
 from mindspeed_llm.cli_io import MANIFEST_NAME
 from mindspeed_llm.conversion.engine import partial_directory
 from mindspeed_llm.conversion.manifest import JOURNAL_NAME
@@ -29,16 +29,21 @@ FLAGS = [
     *("--target-expert-parallel-size", "4", "--moe-grouped-gemm", "--moe-tp-extend-ep"),
 ]
 NUM_FILES = 16
+COMMANDS = {
+    "mp_rank": (convert_ckpt_deepseek3.main, FLAGS),
+    "torch_dist": (convert_ckpt_torch_dist.main, ["--num-files", str(NUM_FILES)]),
+}
 
 
-def convert(root: Path, name: str, *flags: str) -> int:
-    return convert_ckpt_deepseek3.main(["--load-dir", str(root / "hf"), "--save-dir", str(root / name), *FLAGS, *flags])
+def convert(root: Path, name: str, *flags: str, kind: str = "mp_rank") -> int:
+    main, own_flags = COMMANDS[kind]
+    return main(["--load-dir", str(root / "hf"), "--save-dir", str(root / name), *own_flags, *flags])
 
 
-def run(root: Path, flags: list[str]) -> None:
+def run(root: Path, flags: list[str], kind: str = "mp_rank") -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
-    sys.exit(convert(root, "out", *flags))
+    sys.exit(convert(root, "out", *flags, kind=kind))
 
 
 def journaled(building: Path) -> set[str]:
@@ -49,14 +54,15 @@ def journaled(building: Path) -> set[str]:
 
 def written(building: Path) -> dict[str, int]:
     """File -> the moment at which it was written, of those that stand under their names."""
-    return {str(path.relative_to(building)): path.stat().st_mtime_ns for path in building.rglob("*.pt")}
+    files = (path for path in building.rglob("*") if path.suffix in (".pt", ".distcp"))
+    return {str(path.relative_to(building)): path.stat().st_mtime_ns for path in files}
 
 
-def kill_at_random_moments(root: Path, num_kills: int, num_workers: int) -> int:
+def kill_at_random_moments(root: Path, num_kills: int, num_workers: int, kind: str) -> int:
     """Kill that many runs, each going on from the one before; returns how many files the kills made to be repeated."""
     write_tiny_checkpoint(root / "hf", CONFIG)
     start = time.monotonic()
-    assert convert(root, "unbroken") == 0
+    assert convert(root, "unbroken", kind=kind) == 0
     duration_s = time.monotonic() - start
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -64,7 +70,7 @@ def kill_at_random_moments(root: Path, num_kills: int, num_workers: int) -> int:
     building = partial_directory(output)
     while kills < num_kills:
         before, done = written(building), journaled(building)
-        process = context.Process(target=run, args=(root, ["--resume", "--workers", str(num_workers)]))
+        process = context.Process(target=run, args=(root, ["--resume", "--workers", str(num_workers)], kind))
         process.start()
         seen, deadline = len(done), time.monotonic() + 60
         is_in_writing = rng.random() < 0.6  # else at any moment, most of which are in reading and checking
@@ -85,21 +91,23 @@ def kill_at_random_moments(root: Path, num_kills: int, num_workers: int) -> int:
         elif output.exists():
             assert_same_bytes(output, root / "unbroken")
             shutil.rmtree(output)
-    assert convert(root, "out", "--resume", "--workers", "1") == 0
+    assert convert(root, "out", "--resume", "--workers", "1", kind=kind) == 0
     assert_same_bytes(output, root / "unbroken")
     assert sorted(path.name for path in root.iterdir()) == ["hf", "out", "unbroken"]
     return repeated
 
 
-def test_killed_runs_go_on_to_the_same_bytes(tmp_path: Path) -> None:
-    kill_at_random_moments(tmp_path, 6, num_workers=1)
+@pytest.mark.parametrize(("num_kills", "kind"), [(6, "mp_rank"), (3, "torch_dist")])
+def test_killed_runs_go_on_to_the_same_bytes(num_kills: int, kind: str, tmp_path: Path) -> None:
+    kill_at_random_moments(tmp_path, num_kills, num_workers=1, kind=kind)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", COMMANDS)
 @pytest.mark.parametrize(("num_kills", "num_workers"), [(100, 1), (20, 2)])
-def test_a_hundred_kills(num_kills: int, num_workers: int, tmp_path: Path) -> None:
-    kill_at_random_moments(tmp_path, num_kills, num_workers)
+def test_a_hundred_kills(num_kills: int, num_workers: int, kind: str, tmp_path: Path) -> None:
+    kill_at_random_moments(tmp_path, num_kills, num_workers, kind)
 
 
 @pytest.mark.parametrize("has_journal", [False, True])

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_llm.sources import hf_view, raise_problems
+from mindspeed_llm.sources import hf_view, raise_problems, relative
 from mindspeed_llm.weight_plan import Fragment, Slice
 from verl.workers.sharding_manager.transfer_plan import TransferPlan
 from vllm.model_executor.layers.quantization.fp8 import (
@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization.fp8 import (
     SCALE_SUFFIX,
     num_blocks,
     scales_of_peaks,
+    touched,
 )
 
 _Key = tuple[str, Slice]
@@ -46,11 +47,9 @@ class TrainedWeights:
         """hf_tensor[ranges] of a fragment that this rank holds: a view, or e4m3 values, or scales of blocks."""
         weight_name = hf_name.removesuffix(SCALE_SUFFIX)
         if weight_name != hf_name:
-            scales = self._scales[_key(fragment)]
-            blocks = tuple(start // BLOCK for start, _ in fragment.piece.hf_slice)
-            return scales[_within(ranges, blocks)]
+            return self._scales[_key(fragment)][relative(ranges, _blocks(fragment.piece.hf_slice))]
         view = hf_view(self._params[fragment.local_name], fragment.piece).detach()
-        part = view[_within(ranges, tuple(start for start, _ in fragment.piece.hf_slice))]
+        part = view[relative(ranges, fragment.piece.hf_slice)]
         if hf_name not in self._is_fp8:
             return part
         return _quantised(part, ranges, self._scales[_key(fragment)], fragment)
@@ -83,8 +82,9 @@ def _key(fragment: Fragment) -> _Key:
     return fragment.piece.hf_name, fragment.piece.hf_slice
 
 
-def _within(ranges: Slice, starts: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(a - first, b - first) for (a, b), first in zip(ranges, starts, strict=True))
+def _blocks(extent: Slice) -> Slice:
+    """Of the grid of scales: what a slice of the weight touches."""
+    return tuple(touched(start, stop) for start, stop in extent)
 
 
 def _has_whole_blocks(extent: Slice, shape: tuple[int, ...]) -> bool:
@@ -142,14 +142,10 @@ def _share_peaks(
     table = torch.zeros(sum(rows * columns for rows, columns in grids.values()), device=device)
     parts = table.split([rows * columns for rows, columns in grids.values()])
     of_name = {name: part.view(grids[name]) for name, part in zip(grids, parts, strict=True)}
-    touched = {
-        key: tuple(slice(start // BLOCK, num_blocks(stop)) for start, stop in key[1])
-        for key in peaks
-        if key[0] in grids
-    }
-    for (name, extent), blocks in touched.items():
+    shared = {key: tuple(slice(*part) for part in _blocks(key[1])) for key in peaks if key[0] in grids}
+    for (name, extent), blocks in shared.items():
         here = of_name[name][blocks]
         here.copy_(torch.maximum(here, peaks[name, extent]))
     dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
-    for (name, extent), blocks in touched.items():
+    for (name, extent), blocks in shared.items():
         peaks[name, extent] = of_name[name][blocks]

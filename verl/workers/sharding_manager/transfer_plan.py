@@ -16,7 +16,7 @@ import torch
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.hf_config import HFModelConfig
 from mindspeed_llm.hf_shapes import always_fp32
-from mindspeed_llm.sources import raise_problems
+from mindspeed_llm.sources import intersection, raise_problems
 from mindspeed_llm.weight_plan import Fragment, Slice, fragments, holders, slice_shape
 from vllm.model_executor.layers.quantization.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, num_blocks
 from vllm.model_executor.model_loader.held_slices import HeldSlice
@@ -135,7 +135,7 @@ def build_plan(
                 holders_of[kind] = tuple(holders(hf, layout, fragment))
             extent = _extent(name, fragment)
             for ranges, ranks in of_name.items():
-                common = _common(extent, ranges)
+                common = intersection(extent, ranges)
                 if common is not None:
                     digester, flow = flows.next(holders_of[kind], ranks)
                     cell = Cell(slices[name, ranges], name, common, fragment, holders_of[kind])
@@ -175,7 +175,7 @@ def _check(parts: Mapping[str, tuple[Fragment, ...]], consumers: Mapping[str, Ma
         for ranges in of_name:
             if len(having) == 1 and ranges == _extent(name, having[0]):
                 continue  # most are whole experts
-            common = (_common(_extent(name, fragment), ranges) for fragment in having)
+            common = (intersection(_extent(name, fragment), ranges) for fragment in having)
             covered = sum(math.prod(slice_shape(part)) for part in common if part is not None)
             if covered != math.prod(slice_shape(ranges)):
                 problems.append(f"training ranks hold {covered} elements of {name}{list(ranges)}")
@@ -187,13 +187,6 @@ def _extent(name: str, fragment: Fragment) -> Slice:
     if not name.endswith(SCALE_SUFFIX):
         return fragment.piece.hf_slice
     return tuple((num_blocks(start), num_blocks(stop)) for start, stop in fragment.piece.hf_slice)
-
-
-def _common(one: Slice, other: Slice) -> Slice | None:
-    if one == other:
-        return one
-    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return common if all(start < stop for start, stop in common) else None
 
 
 def _wire_dtype(name: str, params_dtype: torch.dtype, held_dtype: torch.dtype) -> torch.dtype:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 
 from vllm.config import ParallelConfig
-from vllm.model_executor.layers.quantization.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, is_quantized, num_blocks
+from vllm.model_executor.layers.quantization.fp8 import FP8_DTYPE, SCALE_SUFFIX, is_quantized, num_blocks, touched
 from vllm.transformers_utils.config import DeepseekV3Config, HFConfig, Qwen3Config
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
@@ -47,8 +47,8 @@ def held_slices(
 def _held(name: str, shape: Shape, ranges: Ranges, dtype: torch.dtype, is_fp8: bool) -> Iterator[tuple[str, HeldSlice]]:
     if is_fp8 and is_quantized(name):
         yield name, HeldSlice(shape, ranges, FP8_DTYPE)
-        touched = tuple((start // BLOCK, num_blocks(stop)) for start, stop in ranges)
-        yield name + SCALE_SUFFIX, HeldSlice(tuple(map(num_blocks, shape)), touched, torch.float32)
+        blocks = tuple(touched(start, stop) for start, stop in ranges)
+        yield name + SCALE_SUFFIX, HeldSlice(tuple(map(num_blocks, shape)), blocks, torch.float32)
     else:
         yield name, HeldSlice(shape, ranges, torch.float32 if ".mlp.gate." in name else dtype)
 
