@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.digest import (
     _inner_coefficients,
     _outer_coefficients,
     differences,
+    copy_with_digest,
     digest,
     slice_digest,
 )
@@ -122,7 +123,10 @@ def test_digests_add_up_and_show_every_change() -> None:
     assert int(halves) % 2**64 == digest(name, huge).value
 
 
-def test_digests_add_up_over_tiles_in_any_order_of_memory() -> None:
+@pytest.mark.parametrize("is_native", [True, False])
+def test_digests_add_up_over_tiles_in_any_order_of_memory(is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_native:
+        monkeypatch.setattr("vllm.model_executor.model_loader.digest._cpu_digest", lambda: None)
     generator = torch.Generator().manual_seed(0)
     for dtype, name, rows, columns in itertools.product(
         (torch.float32, torch.bfloat16, torch.float8_e4m3fn), (EXPERT, "lm_head.weight"), (1, 3, 64), (1, 2, 300)
@@ -144,6 +148,9 @@ def test_digests_add_up_over_tiles_in_any_order_of_memory() -> None:
                 for column in range(0, columns, 77)
             ]
             assert int(torch.stack(tiles).sum()) % 2**64 == expected == digest(name, laid_out).value
+            for target in (torch.zeros_like(whole), torch.zeros(columns, rows).to(dtype).T):
+                copied = copy_with_digest(name, target, laid_out, (0, 0), of=target)
+                assert int(copied) % 2**64 == expected and bool((target.float() == whole.float()).all())
 
 
 def digests_of_layouts(cases: list[tuple[str, int | None, dict[str, Any]]]) -> list[dict[str, WeightDigest]]:

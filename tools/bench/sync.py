@@ -272,9 +272,8 @@ def _print_measured(reports: list[dict[str, Any]], bucket_bytes: int) -> None:
         slower = ratios("seconds", max, "gather")
         print(f"  gathering takes {median(slower):.2f} times as long, {min(slower):.2f} at the least")
     if "plan without digests" in ways:
-        cpu, wall = (
-            1 - median(ratios(*kind, "plan without digests")) for kind in (("cpu_seconds", sum), ("seconds", max))
-        )
+        cpu = 1 - median(ratios("cpu_seconds", sum, "plan without digests"))
+        wall = 1 - median(ratios("seconds", max, "plan without digests"))
         print(f"  digests are {cpu:.1%} of the sync's CPU time, {wall:.1%} of its time (medians of pairs)")
     buffers = max(report["buffers"] for report in reports)
     print(f"  two buckets are {2 * bucket_bytes >> 20}, all buffers alive at a time {buffers >> 20}")
