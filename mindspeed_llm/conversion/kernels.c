@@ -14,7 +14,8 @@ static inline uint32_t as_bits(float value) {
   return bits;
 }
 
-// out[r][c] = bf16(fp32(e4m3fn weight[r][c]) * scale[c]), rounded to nearest even; strides in elements.
+// out[r][c] = bf16(fp32(e4m3fn weight[r][c]) * scale[c]), rounded to nearest even; scales are finite, strides in
+// elements.
 void dequantize_rows(const uint8_t *weight, long weight_stride, const float *scale, long rows, long columns,
                      uint16_t *out, long out_stride) {
   for (long r = 0; r < rows; ++r) {
@@ -25,10 +26,9 @@ void dequantize_rows(const uint8_t *weight, long weight_stride, const float *sca
       // Exponents are rebased from 7 to 127; below 8 the code counts steps of 2^-9; 0x7f is not a number.
       uint32_t normal = (magnitude << 20) + (120u << 23), small = as_bits((float)(int32_t)magnitude * 0x1p-9f);
       uint32_t value = magnitude < 8 ? small : normal;
-      value = magnitude == 0x7f ? 0x7fc00000u : value;
       uint32_t bits = as_bits(as_float(value | (code & 0x80) << 24) * scale[c]);
       uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-      to[c] = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+      to[c] = (uint16_t)(magnitude == 0x7f ? 0x7fc0 : rounded);
     }
   }
 }

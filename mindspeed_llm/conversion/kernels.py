@@ -65,7 +65,8 @@ def crc32_native(data: memoryview, so_far: int) -> int:
 
 
 def place_native(target: torch.Tensor, fragment: torch.Tensor, scale_inv: torch.Tensor | None, origin: Origin) -> None:
-    """``sources.place`` for BF16 targets: FP8 dequantised, 2-byte elements turned; all else is left to that."""
+    """``sources.place`` for BF16 targets: FP8 dequantised (by finite scales), 2-byte elements turned; all else is left
+    to that."""
     is_turned = target.dim() == 2 and target.stride(0) == 1 and target.stride(1) > 1
     if fragment.dim() == 2 and fragment.stride(1) != 1:
         fragment = fragment.contiguous()
@@ -112,8 +113,9 @@ def _build() -> Path:
         raise ValueError(
             f"native kernels need a C compiler, and {compiler!r} is not found: install it, set CC or --kernels torch"
         )
-    target_flag = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    command = [compiler, *_FLAGS, target_flag]
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    target_flags = ("-march=native", "-mprefer-vector-width=512") if is_x86 else ("-mcpu=native",)
+    command = [compiler, *_FLAGS, *target_flags]
     facts = repr((command, sorted(torch.cpu.get_capabilities().items()))).encode() + _SOURCE.read_bytes()
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     target = root / "r1-zero-ascend" / "mindspeed_llm" / f"kernels-{hashlib.sha256(facts).hexdigest()[:20]}.so"

@@ -1,10 +1,14 @@
 """``python -m tools.bench.convert``: rates of conversions beside those of copying the same bytes.
 
 On a checkpoint with DeepSeek-V3's true widths (few layers and experts): FP8 to BF16, BF16 to shards, FP8 to shards,
-each beside a copy, file to file, of what it wrote, and FP8 to BF16 beside a plain implementation of the published
-algorithm (whole files in memory, scales repeated, file after file). All write durably (fsync of each file) and take
-turns. A rate is bytes written per second of wall time, in GB/s. Inputs were read before and are in the page cache, as
-far as they fit. Of runs with several workers the time to start these, measured beside them, is left out.
+each beside a copy, file to file, of what it wrote, beside writing as many bytes from memory (what the disk takes: no
+number of workers is faster), and FP8 to BF16 beside a plain implementation of the published algorithm (whole files in
+memory, scales repeated, file after file). All write durably (fsync of each file) and take turns. A rate is bytes
+written per second of wall time, in GB/s; CPU seconds are of this process, without workers.
+
+Every subject meets the same page cache: nothing of any output, all of its own input (read right before it), or with
+``--cold`` nothing of its input either. Of runs with several workers the time to start these, measured beside them, is
+left out.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from mindspeed_llm.cli_io import run_cli, sync_path
 from mindspeed_llm.conversion.engine import RunOptions, convert
 from mindspeed_llm.conversion.pool import run_tasks
+from mindspeed_llm.conversion.synced_file import SyncedFile
 from mindspeed_llm.convert_ckpt_deepseek3 import plan_shards
 from mindspeed_llm.fp8 import FP8_DTYPE, SCALE_SUFFIX
 from mindspeed_llm.fp8_cast_bf16 import plan_cast
@@ -34,14 +39,26 @@ from mindspeed_llm.sharded_checkpoint import shard_layout
 from tools.bench.published_checkpoint import deepseek_v3_config, write_published_checkpoint
 
 _QUIET_S = 0.5
+_READ_BYTES = 8 << 20
+_BLOCK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Subject:
+    """``work`` reads ``source`` and writes ``out`` beside it."""
+
+    name: str
+    source: Path
+    work: Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds and bytes written of one run of one subject."""
+    """Seconds, CPU seconds and bytes written of one run of one subject."""
 
     subject: str
     seconds: float
+    cpu_s: float
     num_bytes: int
 
     @property
@@ -58,10 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--experts", type=int, default=16, help="experts of a layer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="of the run that is compared with one worker")
+    parser.add_argument("--cold", action="store_true", help="inputs are not in the page cache")
     parser.add_argument("--json", type=Path, help="file for all timings")
 
     def body(arguments: argparse.Namespace) -> None:
-        timings = measure(arguments.dir, arguments.layers, arguments.experts, arguments.rounds, arguments.workers)
+        root = arguments.dir
+        make_inputs(root, arguments.layers, arguments.experts)
+        timings = measure(root, subjects(root, arguments.workers), arguments.rounds, arguments.workers, arguments.cold)
         if arguments.json:
             arguments.json.write_text(json.dumps([asdict(timing) for timing in timings], indent=1))
         print("\n".join(table(timings)))
@@ -69,29 +89,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_cli(parser, body, None if argv is None else list(argv))
 
 
-def measure(root: Path, num_layers: int, num_experts: int, rounds: int, num_workers: int) -> list[Timing]:
-    """Every subject once a round, in turn; a round before them, not counted, makes what the copies read."""
-    fp8, bf16, shards = root / "fp8", root / "bf16", root / "shards"
-    write_published_checkpoint(fp8, small_config(num_layers, num_experts), num_files=2 * num_layers)
-    subjects = _subjects(root, num_workers)
-    cast(fp8, bf16)
-    shard(bf16, shards)
-    timings = []
+def make_inputs(root: Path, num_layers: int, num_experts: int) -> None:
+    """The checkpoint in FP8 and, for what copies and shards it, in BF16 and as shards."""
+    write_published_checkpoint(root / "fp8", small_config(num_layers, num_experts), num_files=2 * num_layers)
+    cast(root / "fp8", root / "bf16")
+    shard(root / "bf16", root / "shards")
+
+
+def measure(
+    root: Path, subjects: Sequence[Subject], rounds: int, num_workers: int, is_cold: bool = False
+) -> list[Timing]:
+    """Every subject once a round, in turn."""
+    timings, output = [], root / "out"
     for round_number in range(rounds):
-        for subject, work in subjects.items():
-            output = root / "out"
+        for subject in subjects:
             shutil.rmtree(output, ignore_errors=True)
-            os.sync()
+            prepare_cache(root, None if is_cold else subject.source)
             time.sleep(_QUIET_S)
-            start_s = start_seconds(num_workers) if "workers" in subject else 0.0
-            start = time.perf_counter()
-            work()
-            seconds = time.perf_counter() - start - start_s
-            timing = Timing(subject, seconds, sum(path.stat().st_size for path in output.rglob("*") if path.is_file()))
-            print(f"round {round_number} {subject:32} {seconds:7.2f} s {timing.rate:6.2f} GB/s", file=sys.stderr)
+            start_s = start_seconds(num_workers) if "workers" in subject.name else 0.0
+            start, start_cpu = time.perf_counter(), time.process_time()
+            subject.work()
+            seconds, cpu_s = time.perf_counter() - start - start_s, time.process_time() - start_cpu
+            num_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+            timing = Timing(subject.name, seconds, cpu_s, num_bytes)
+            print(
+                f"round {round_number} {subject.name:32} {seconds:7.2f} s, {cpu_s:6.2f} of CPU {timing.rate:6.2f} GB/s",
+                file=sys.stderr,
+            )
             timings.append(timing)
-    shutil.rmtree(root / "out", ignore_errors=True)
+    shutil.rmtree(output, ignore_errors=True)
     return timings
+
+
+def prepare_cache(root: Path, warm: Path | None) -> None:
+    """Drop what lies below ``root`` from the page cache, but read ``warm`` into it."""
+    os.sync()  # what is not yet on the disk cannot be dropped
+    for path in root.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as stream:
+                if warm not in path.parents:
+                    os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                while warm in path.parents and stream.read(_READ_BYTES):
+                    pass
 
 
 def start_seconds(num_workers: int) -> float:
@@ -107,18 +146,21 @@ def small_config(num_layers: int, num_experts: int) -> dict[str, object]:
     return deepseek_v3_config(**counts, vocab_size=16384, n_group=4, topk_group=2, num_nextn_predict_layers=0)
 
 
-def _subjects(root: Path, num_workers: int) -> dict[str, Callable[[], object]]:
+def subjects(root: Path, num_workers: int) -> list[Subject]:
+    """In an order in which what is compared is near each other."""
     fp8, bf16, shards, out = root / "fp8", root / "bf16", root / "shards", root / "out"
-    return {
-        "copy of BF16": lambda: copy(bf16, out),
-        "FP8 to BF16": lambda: cast(fp8, out),
-        f"FP8 to BF16, {num_workers} workers": lambda: cast(fp8, out, num_workers),
-        "FP8 to BF16, published algorithm": lambda: published_algorithm(fp8, out),
-        "copy of shards": lambda: copy(shards, out),
-        "BF16 to shards": lambda: shard(bf16, out),
-        f"BF16 to shards, {num_workers} workers": lambda: shard(bf16, out, num_workers),
-        "FP8 to shards": lambda: shard(fp8, out),
-    }
+    return [
+        Subject("copy of BF16", bf16, lambda: copy(bf16, out)),
+        Subject("FP8 to BF16", fp8, lambda: cast(fp8, out)),
+        Subject(f"FP8 to BF16, {num_workers} workers", fp8, lambda: cast(fp8, out, num_workers)),
+        Subject("FP8 to BF16, published algorithm", fp8, lambda: published_algorithm(fp8, out)),
+        Subject("as many bytes from memory", fp8, lambda: write_alone(bf16, out)),
+        Subject("copy of shards", shards, lambda: copy(shards, out)),
+        Subject("BF16 to shards", bf16, lambda: shard(bf16, out)),
+        Subject(f"BF16 to shards, {num_workers} workers", bf16, lambda: shard(bf16, out, num_workers)),
+        Subject("FP8 to shards", fp8, lambda: shard(fp8, out)),
+        Subject(f"FP8 to shards, {num_workers} workers", fp8, lambda: shard(fp8, out, num_workers)),
+    ]
 
 
 def cast(source: Path, target: Path, num_workers: int = 1) -> None:
@@ -145,6 +187,18 @@ def copy(source: Path, target: Path) -> None:
             to.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, to)
             sync_path(to)
+
+
+def write_alone(like: Path, target: Path) -> None:
+    """Files of the sizes of those of ``like``, of one block of memory."""
+    target.mkdir()
+    block = os.urandom(_BLOCK_BYTES)
+    for path in like.glob("*.safetensors"):
+        left = path.stat().st_size
+        with SyncedFile(target / path.name) as stream:
+            while left:
+                left -= stream.write(memoryview(block)[:left])
+            stream.sync()
 
 
 @torch.no_grad()
@@ -181,9 +235,12 @@ def table(timings: Sequence[Timing]) -> list[str]:
     """Median rate of each subject, and what it is compared with."""
     names = list(dict.fromkeys(timing.subject for timing in timings))
     rates = {name: statistics.median(each.rate for each in timings if each.subject == name) for name in names}
-    copies = {name: "copy of BF16" if "to BF16" in name else "copy of shards" for name in names}
-    lines = [f"{'':34} {'GB/s':>6} {'/ copy':>7}"]
-    lines += [f"{name:34} {rates[name]:6.2f} {rates[name] / rates[copies.get(name, name)]:7.2f}" for name in names]
+    copies = {name: "copy of shards" if "shards" in name else "copy of BF16" for name in names}
+    cpu_s = {name: statistics.median(each.cpu_s for each in timings if each.subject == name) for name in names}
+    lines = [f"{'':34} {'GB/s':>6} {'/ copy':>7} {'CPU s':>6}"]
+    lines += [
+        f"{name:34} {rates[name]:6.2f} {rates[name] / rates[copies[name]]:7.2f} {cpu_s[name]:6.2f}" for name in names
+    ]
     plain = rates["FP8 to BF16"] / rates["FP8 to BF16, published algorithm"]
     return [*lines, f"FP8 to BF16 / published algorithm: {plain:.1f}"]
 
