@@ -20,8 +20,8 @@ from vllm.model_executor.model_loader.digest import (
     WeightDigest,
     _inner_coefficients,
     _outer_coefficients,
-    differences,
     copy_with_digest,
+    differences,
     digest,
     slice_digest,
 )

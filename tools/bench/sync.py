@@ -225,7 +225,6 @@ def _without_digests() -> Iterator[None]:
             (transfer, "copy_with_digest", copy),
             (slice_intake, "copy_with_digest", copy),
             (transfer, "slice_digest", lambda *_: 0),
-            (transfer.WeightTransfer, "expected_digests", lambda _: None),
             (weight_sync, "check_rollout_weights", lambda *_: None),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))

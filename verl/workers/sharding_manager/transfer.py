@@ -87,12 +87,15 @@ class WeightTransfer:
     While a round travels the next is packed and the one before is unpacked; a round's buffers have at most the plan's
     bucket together, so that two buckets are the most there is. The digests that the rollout engines should have are
     summed up on the way: of the training weights, not of what is sent, while these are read to be packed.
+
+    Attributes:
+        sums_N: int64 [slices of the plan], of the last run: this rank's part of each digest, in the dtype held.
     """
 
     def __init__(self, plan: TransferPlan, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rounds = schedule(plan, group.rank())
         self.plan, self.group, self.device = plan, group, device
-        self._sums_N = torch.zeros(len(plan.slices), dtype=torch.int64, device=device)
+        self.sums_N = torch.zeros(len(plan.slices), dtype=torch.int64, device=device)
 
     @property
     def peak_bytes(self) -> int:
@@ -109,7 +112,7 @@ class WeightTransfer:
         Collective over the group: every rank runs it to its end. A slice may share memory with a buffer or with the
         training weights: copy it before the next one.
         """
-        self._sums_N.zero_()
+        self.sums_N.zero_()
         travelling = self._start(self.rounds[0], self._pack(self.rounds[0], trained))
         for index, round_ in enumerate(self.rounds):
             following = self.rounds[index + 1] if index + 1 < len(self.rounds) else None
@@ -127,14 +130,6 @@ class WeightTransfer:
                 yield _slice(parcel.route, _view(arrived, parcel))
             del arrived
 
-    def expected_digests(self) -> Tensor:
-        """int64 [slices of the plan], on the host: of each as it was trained, in the rollout engine's dtype, in the
-        last run of `slices`. Collective over the group.
-        """
-        sums_N = self._sums_N.clone()
-        dist.all_reduce(sums_N, group=self.group)
-        return sums_N.cpu()
-
     def _pack(self, round_: Round, trained: TrainedWeights) -> Tensor:
         """uint8 [sum(sent_bytes)]; what goes to several ranks is taken from the weights once."""
         buffer = torch.empty(sum(round_.sent_bytes), dtype=torch.uint8, device=self.device)
@@ -151,7 +146,7 @@ class WeightTransfer:
                 view.copy_(values)
             elif values.dtype == self.plan.held_dtypes[route.hf_name]:
                 starts = tuple(start for start, _ in route.ranges)
-                self._sums_N[route.index] += copy_with_digest(route.hf_name, view, values, starts, of=values)
+                self.sums_N[route.index] += copy_with_digest(route.hf_name, view, values, starts, of=values)
             else:
                 view.copy_(values)
                 self._add_digest(route, values)
@@ -166,7 +161,7 @@ class WeightTransfer:
             step = max(1, _CHUNK_ELEMENTS * len(values) // values.numel())
         for first in range(0, len(values), step):
             part = values[first : first + step].to(dtype)
-            self._sums_N[route.index] += slice_digest(route.hf_name, part, (starts[0] + first, *starts[1:]))
+            self.sums_N[route.index] += slice_digest(route.hf_name, part, (starts[0] + first, *starts[1:]))
 
     def _start(self, round_: Round, packed: Tensor) -> _Travelling:
         arriving = torch.empty(sum(round_.received_bytes), dtype=torch.uint8, device=self.device)

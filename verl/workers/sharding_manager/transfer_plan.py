@@ -70,6 +70,7 @@ class TransferPlan:
     routes: tuple[Route, ...]
     cells: tuple[Cell, ...]
     slices: Mapping[tuple[str, Slice], int]  # (hf name, ranges) -> its index
+    num_holders_N: np.ndarray  # int64, rollout ranks that hold each slice
     hf_shapes: Mapping[str, tuple[int, ...]]
     held_dtypes: Mapping[str, torch.dtype]
     num_rounds: int
@@ -143,7 +144,8 @@ def build_plan(
                     routes += _cut(cell, dtype, flow, digester, bucket_bytes // 2)
     dealt, num_rounds = _in_rounds(routes, num_ranks, bucket_bytes // 2)
     hf_shapes = {name: held.hf_shape for name, held in every.items()}
-    return TransferPlan(dealt, tuple(cells), slices, hf_shapes, held_dtypes, num_rounds, num_ranks)
+    num_holders_N = np.array([len(ranks) for of_name in consumers.values() for ranks in of_name.values()])
+    return TransferPlan(dealt, tuple(cells), slices, num_holders_N, hf_shapes, held_dtypes, num_rounds, num_ranks)
 
 
 def _consumers(holdings: Mapping[int, Mapping[str, HeldSlice]]) -> dict[str, dict[Slice, tuple[int, ...]]]:

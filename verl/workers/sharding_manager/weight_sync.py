@@ -75,6 +75,5 @@ class WeightSync:
             found = rollout.update_weight_slices(slices, version)
             if not self._has_run:
                 found = rollout.held_digests()
-        expected_N = self.transfer.expected_digests()
-        check_rollout_weights(self.plan, expected_N, found, self.held, self.group, self.device)
+        check_rollout_weights(self.plan, self.transfer.sums_N, found, self.held, self.group)
         self._has_run = True
