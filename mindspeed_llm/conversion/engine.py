@@ -75,6 +75,8 @@ def convert(conversion: Conversion, output: Path, options: RunOptions) -> bool:
     building = partial_directory(output)
     create_parent(building)
     if not _is_made_from(building, made_from):  # else a run was cut when only the renaming was left
+        if not building.exists():
+            _check_space(building.parent, sum(map(conversion.writer.file_bytes, conversion.writer.files())))
         with open_journal(building, made_from, options.resume) as journal:
             _remove_unfinished(building, journal)
             _write_files(conversion, building, journal, options)
