@@ -82,7 +82,7 @@ class ScoringPool:
     """``num_workers`` processes, each call with a wall-clock limit of its own.
 
     Args:
-        path, name, kwargs: the function of every data source that ``by_source`` does not name.
+        function: of every data source that ``by_source`` does not name; None is ``default_compute_score``.
         by_source: data source or pattern to its function.
         timeout_s: seconds one call may take; then its process is killed and replaced. The answers of a call for several
             are then graded one by one, and the one that does it again is counted as timed out.
@@ -91,21 +91,19 @@ class ScoringPool:
 
     def __init__(
         self,
-        path: str | None,
-        name: str = "compute_score",
+        function: RewardFunctionSpec | None,
         *,
-        kwargs: dict[str, Any] | None = None,
         by_source: Mapping[str, RewardFunctionSpec] | None = None,
         num_workers: int,
         timeout_s: float,
         batch_size: int = 64,
         max_concurrent: int = 16,
     ) -> None:
-        self._default = None if path is None else RewardFunctionSpec(path, name, kwargs or {})
+        self._default = function
         self._by_source = dict(by_source or {})
         self._functions: list[RewardFunctionSpec] = []
-        for function in filter(None, [self._default, *self._by_source.values()]):
-            self._number_of(function)
+        for named in filter(None, [function, *self._by_source.values()]):
+            self._number_of(named)
         self._timeout_s = timeout_s
         self._batch_size, self._max_concurrent = batch_size, max_concurrent
         self._closed_read, self._closed_write = os.pipe()  # readable, for every waiting thread, once the pool closes

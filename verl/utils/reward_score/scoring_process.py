@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _START_LIMIT_S = 180.0
 _ASYNC_GRACE_S = 1.0  # an async call ends its own samples at the limit; what then still blocks is ended from outside
+_LAST_BREATH_S = 0.5  # between the end of a process's output and its own
 _ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -138,9 +139,11 @@ class ScoringProcess:
 
     def _how_it_ended(self) -> str:
         """Its signal or exit code, read without reaping it: its group must still be killed by its number."""
-        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        if ended is None:
-            return "its output was closed"
+        deadline = time.monotonic() + _LAST_BREATH_S
+        while (ended := os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is None:
+            if time.monotonic() > deadline:
+                return "its output was closed"
+            time.sleep(0.01)
         if ended.si_code == os.CLD_EXITED:
             return f"exit code {ended.si_status}"
         return f"signal {signal.Signals(ended.si_status).name}"

@@ -8,11 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# What grades when the config names no function: ``default_compute_score`` of this package.
-DEFAULT_PATH = str(Path(__file__).with_name("__init__.py"))
-DEFAULT_NAME = "default_compute_score"
-
-
 @dataclass(frozen=True)
 class RewardFunctionSpec:
     """A function by file; ``kwargs`` are JSON and go to every call."""
@@ -22,7 +17,8 @@ class RewardFunctionSpec:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-DEFAULT_FUNCTION = RewardFunctionSpec(DEFAULT_PATH, DEFAULT_NAME)
+# What grades when the config names no function.
+DEFAULT_FUNCTION = RewardFunctionSpec(str(Path(__file__).with_name("default.py")), "default_compute_score")
 
 
 def function_of(

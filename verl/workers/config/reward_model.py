@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from verl.utils.reward_score.spec import RewardFunctionSpec
@@ -65,15 +66,13 @@ class CustomRewardFunctionConfig:
     @property
     def default(self) -> RewardFunctionSpec | None:
         """What grades sources without a function of their own, if the config names it."""
-        return None if self.path is None else RewardFunctionSpec(self.path, self.name, dict(self.reward_kwargs))
+        return None if self.path is None else _spec(self.path, self.name, self.reward_kwargs)
 
     @property
     def sources(self) -> dict[str, RewardFunctionSpec]:
         """The functions of ``by_data_source``; call ``problems`` first."""
         return {
-            source: RewardFunctionSpec(
-                section["path"], section.get("name", "compute_score"), dict(section.get("reward_kwargs") or {})
-            )
+            source: _spec(section["path"], section.get("name", "compute_score"), section.get("reward_kwargs") or {})
             for source, section in self.by_data_source.items()
         }
 
@@ -84,6 +83,11 @@ class CustomRewardFunctionConfig:
             for source, section in self.by_data_source.items()
             for problem in _section_problems(f"{where}.by_data_source.{source}", section)
         ]
+
+
+def _spec(path: str, name: str, kwargs: dict[str, Any]) -> RewardFunctionSpec:
+    """With a whole path: the ledger names the function by it."""
+    return RewardFunctionSpec(str(Path(path).expanduser().absolute()), name, dict(kwargs))
 
 
 def _section_problems(where: str, section: Any) -> Iterator[str]:
