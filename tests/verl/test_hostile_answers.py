@@ -20,7 +20,11 @@ from verl.utils.reward_score.spec import DEFAULT_FUNCTION, RewardFunctionSpec
 OBSERVED = RewardFunctionSpec(str(Path(__file__).with_name("observed_deepscaler.py")))
 SECRET = "a word that no program may see"
 ESCAPED = json.dumps({"inputs": [""], "outputs": ["ESCAPED"]})
-TIMEOUT_S = 2.0
+# Oddly, but so: in other scripts' digits, in many boxes, behind a megabyte of nothing.
+SAY_42 = {f"box: {name}" for name in ("arabic digits", "full width digits", "mathematical digits", "megabyte of boxes",
+                                      "megabyte of spaces", "verbatim")} | {
+    "plain: megabyte of lines", "plain: carriage returns"}  # fmt: skip
+TIMEOUT_S = 0.5
 SLACK_S = 1.0  # of a machine with few cores that others use too
 TEST_S = 1.0
 
@@ -61,7 +65,7 @@ def test_hostile_texts_only_score(tmp_path: Path) -> None:
     assert seconds < (num_timed_out * (TIMEOUT_S + SLACK_S) + 60) / 2 + 30
     assert not marker.exists() and set(Path.cwd().iterdir()) == before
     right = {name for name, result in said.items() if result.parts.get("accuracy")}
-    assert right <= {"box: megabyte of spaces", "plain: megabyte of lines", "plain: carriage returns"}, "what says 42"
+    assert right <= SAY_42
 
 
 @pytest.mark.timeout(240)
