@@ -1,8 +1,8 @@
 """Grades the responses of a reward ledger again and prints where the result differs.
 
-``python -m tools.regrade LEDGER ... [--path FILE --name FUNCTION --kwargs JSON]``; a ledger is a file or a folder of them
-(``reward_ledger`` beside a run's metrics). Without ``--path`` each line is graded by the function that it names, as its
-file is now. Exit codes: 0 nothing differs, 1 something does, 2 bad input.
+``python -m tools.regrade LEDGER ... [--path FILE --name FUNCTION --kwargs JSON]``; a ledger is a file or a folder of
+them (``reward_ledger`` beside a run's metrics). Without ``--path`` each line is graded by the function that it names,
+as its file is now. Exit codes: 0 nothing differs, 1 something does, 2 bad input.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def _read(file: Path) -> Iterator[Line]:
                 raise ValueError(f"{place} is not JSON: {error}") from error
             except (KeyError, TypeError) as error:
                 raise ValueError(
-                    f"{place} has no {error}; only a ledger that was written with reward_model.ledger=texts holds what a "
-                    "grader needs"
+                    f"{place} has no {error}; only a ledger written with reward_model.ledger=texts holds what a grader "
+                    "needs"
                 ) from error
             yield Line(place, record, job)
 

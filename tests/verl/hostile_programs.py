@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import platform
 
-# {marker} is a path to write, {victim} a folder with one file, {port} a listening TCP port of this machine, {parent} the
-# driver. Nothing here would do lasting harm outside of the victim if a sandbox failed.
+# {marker} is a path to write, {victim} a folder with one file, {port} a listening TCP port of this machine, {parent}
+# the driver. Nothing here would do lasting harm outside of the victim if a sandbox failed.
 _SAYS = """
 def escaped(*_):
     print("ESCAPED")
@@ -192,12 +192,18 @@ os.readlink("/proc/{parent}/exe") and os.listdir("/tmp")
 # Programs of more than a line, or that must meet a limit.
 _BOMBS = {
     "endless loop": "while True: pass",
-    "endless loop with a handler": "import signal\nfor n in (1, 2, 15, 24): signal.signal(n, lambda *a: None)\nwhile True: pass",
+    "endless loop with a handler": (
+        "import signal\nfor n in (1, 2, 15, 24): signal.signal(n, lambda *a: None)\n"
+        "while True: pass"
+    ),
     "endless loop that catches all": "while True:\n  try:\n    while True: pass\n  except BaseException: pass",
     "endless sleep": "import time\ntime.sleep(10**6)",
     "endless read": "import os, time\nos.close(0)\ntime.sleep(10**6)",
     "stopped": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\nimport time\ntime.sleep(10**6)",
-    "closes its streams and goes on": "import os, time\nfor n in range(64):\n  try: os.close(n)\n  except OSError: pass\ntime.sleep(10**6)",
+    "closes its streams and goes on": (
+        "import os, time\nfor n in range(64):\n  try: os.close(n)\n  except OSError: pass\n"
+        "time.sleep(10**6)"
+    ),
     "catastrophic regex": "import re\nre.match('(a+)+$', 'a' * 64 + '!')",
     "tower of powers": "print(9**9**9**9)",
     "factorial": "import math\nprint(len(str(math.factorial(10**8))))",
@@ -211,13 +217,21 @@ _BOMBS = {
     "memory of strings": "x = 'x' * 10**6\nwhile True: x += x",
     "memory of a dictionary": "x = {{}}\nn = 0\nwhile True: x[n] = str(n) * 100; n += 1",
     "memory mapped": "import mmap\nx = []\nwhile True: x.append(mmap.mmap(-1, 1 << 28))",
-    "memory that survives errors": "x = []\nwhile True:\n  try: x.append(bytearray(1 << 20))\n  except MemoryError: pass",
+    "memory that survives errors": (
+        "x = []\nwhile True:\n  try: x.append(bytearray(1 << 20))\n  except MemoryError: pass"
+    ),
     "output": "while True: print('x' * 1000)",
     "output of bytes": "import os\nwhile True: os.write(1, b'x' * 65536)",
     "output of errors": "import os\nwhile True: os.write(2, b'x' * 65536)",
-    "output to every descriptor": "import os\nwhile True:\n  for n in range(3, 64):\n    try: os.write(n, b'x' * 4096)\n    except OSError: pass",
+    "output to every descriptor": (
+        "import os\nwhile True:\n  for n in range(3, 64):\n    try: os.write(n, b'x' * 4096)\n"
+        "    except OSError: pass"
+    ),
     "output that nobody reads": "import os\nwhile True: os.write(1, b'')",
-    "threads": "import threading, time\nthreading.stack_size(32768)\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()",
+    "threads": (
+        "import threading, time\nthreading.stack_size(32768)\n"
+        "while True: threading.Thread(target=time.sleep, args=(99,)).start()"
+    ),
     "threads that start threads": "import threading\ndef f():\n  while True: threading.Thread(target=f).start()\nf()",
     "fork bomb": "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
     "clone bomb": "import ctypes\nwhile True: ctypes.CDLL(None).syscall(56, 17, 0, 0, 0, 0)",
@@ -239,11 +253,22 @@ _BOMBS = {
     "tampers with the streams": "import sys\nsys.stdout = sys.stderr = sys.stdin = None\nprint(1)",
     "tampers with builtins": "import builtins\nbuiltins.print = builtins.exec = builtins.compile = None",
     "tampers with modules": "import sys\nsys.modules.clear()\nimport os",
-    "tampers with the frames": "import sys\nf = sys._getframe()\nwhile f: print(sorted(f.f_locals), f.f_code); f = f.f_back",
-    "reads the control channel": "import os\nfor n in range(3, 64):\n  try: print(os.read(n, 4096))\n  except OSError: pass",
-    "forges the report": "import os\nfor n in range(3, 64):\n  try: os.write(n, b'{{\"layers\": []}}\\n' * 9)\n  except OSError: pass",
+    "tampers with the frames": (
+        "import sys\nf = sys._getframe()\n"
+        "while f: print(sorted(f.f_locals), f.f_code); f = f.f_back"
+    ),
+    "reads the control channel": (
+        "import os\nfor n in range(3, 64):\n  try: print(os.read(n, 4096))\n  except OSError: pass"
+    ),
+    "forges the report": (
+        "import os\nfor n in range(3, 64):\n  try: os.write(n, b'{{\"layers\": []}}\\n' * 9)\n"
+        "  except OSError: pass"
+    ),
     "garbage of everything": "import gc\nprint([x for x in gc.get_objects() if isinstance(x, dict) and 'word' in x])",
-    "timer": "import signal, time\nsignal.setitimer(signal.ITIMER_REAL, 1e-5, 1e-5)\nsignal.signal(signal.SIGALRM, lambda *a: None)\nwhile True: pass",
+    "timer": (
+        "import signal, time\nsignal.setitimer(signal.ITIMER_REAL, 1e-5, 1e-5)\n"
+        "signal.signal(signal.SIGALRM, lambda *a: None)\nwhile True: pass"
+    ),
     "megabyte of source": "x = 1\n" * 40000,
     "long line": "x = " + "+".join(["1"] * 50000),
 }  # fmt: skip

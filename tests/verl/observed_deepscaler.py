@@ -1,4 +1,4 @@
-"""The recipe's grader under the interpreter's audit: a grade during which it writes, connects or starts anything raises."""
+"""The recipe's grader under the interpreter's audit: when it writes, connects or starts anything, the grade raises."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from verl.utils.import_utils import load_extern_type
 
 _GRADER = Path(__file__).resolve().parents[2] / "recipes" / "r1_zero" / "deepscaler.py"
 _FORBIDDEN = ("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.remove", "os.rename",
-              "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod", "os.kill", "shutil.")  # fmt: skip
+              "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod", "os.kill",
+              "shutil.")  # fmt: skip
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-_WORDS_OF_ANSWERS = ("__import__", "__class__", "__builtins__", "__subclasses__", "os.system", "open(", "open (", "exec(",
-                     "exec (", "eval(", "eval (", "touch")  # fmt: skip
+_WORDS_OF_ANSWERS = ("__import__", "__class__", "__builtins__", "__subclasses__", "os.system", "open(", "open (",
+                     "exec(", "exec (", "eval(", "eval (", "touch")  # fmt: skip
 
 import_module("math_verify")  # takes a second, which is not the first answer's
 _grade = load_extern_type(str(_GRADER), "compute_score")

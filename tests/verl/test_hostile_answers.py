@@ -1,4 +1,4 @@
-"""Hundreds of hostile answers through the real pool, the recipe's grader and the sandbox: none does anything but score."""
+"""Hundreds of hostile answers through the real pool, the recipe's grader and the sandbox: they only score."""
 
 from __future__ import annotations
 

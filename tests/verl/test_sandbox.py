@@ -1,4 +1,4 @@
-"""What the sandbox gives a program, what it says of one, and when it refuses; hostile ones are in test_hostile_answers."""
+"""What the sandbox gives a program, what it says of it, when it refuses; hostile ones: test_hostile_answers."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ def test_much_input_that_nobody_reads_and_much_output_at_once() -> None:
 
 @pytest.mark.timeout(30)
 def test_a_program_ends_with_the_process_that_runs_it() -> None:
-    code = "from verl.utils.reward_score.sandbox import *; run_program('while True: pass', limits=SandboxLimits(60.0, 60))"
+    code = (
+        "from verl.utils.reward_score.sandbox import *; run_program('while True: pass', limits=SandboxLimits(60.0, 60))"
+    )
     grader = subprocess.Popen([sys.executable, "-c", code])
     process = psutil.Process(grader.pid)
     deadline = time.monotonic() + 20
@@ -160,7 +162,11 @@ LANDLOCK, UNSHARE, PRCTL = 444, 272, 157
 @pytest.mark.parametrize(
     "is_root, taken, says",
     [
-        (True, (LANDLOCK, UNSHARE), "holds\nlimits, no capabilities, seccomp"),  # root in a container without namespaces
+        (
+            True,
+            (LANDLOCK, UNSHARE),
+            "holds\nlimits, no capabilities, seccomp",
+        ),  # root in a container without namespaces
         (True, (LANDLOCK,), "holds\nlimits, namespaces, no capabilities, seccomp"),
         (False, (UNSHARE,), "holds\nlimits, landlock, no capabilities, seccomp"),
         (False, (LANDLOCK,), "holds\nlimits, namespaces, no capabilities, seccomp"),

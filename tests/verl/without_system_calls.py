@@ -1,4 +1,4 @@
-"""``python without_system_calls.py UID NUMBER ...``: what the sandbox says where a kernel or container lacks these calls.
+"""``python without_system_calls.py UID NUMBER ...``: what the sandbox says where a kernel lacks these calls.
 
 Prints the reason for refusing (or ``holds``) and the layers. The calls are taken away from this process for ever, by a
 filter of its own; the numbers are those of x86_64.

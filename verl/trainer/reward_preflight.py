@@ -38,8 +38,8 @@ def _function_problems(where: str, spec: RewardFunctionSpec, must_be_batched: bo
         return
     if must_be_batched and not function.is_batched:
         yield (
-            f"{where}: reward_model.reward_manager is 'batch', but {spec.name} of {spec.path} takes one sample; its first "
-            "parameter must be data_sources, or set reward_manager=naive"
+            f"{where}: reward_model.reward_manager is 'batch', but {spec.name} of {spec.path} takes one sample; its "
+            "first parameter must be data_sources, or set reward_manager=naive"
         )
 
 
@@ -51,14 +51,15 @@ def _source_problems(config: PPOTrainerConfig) -> Iterator[str]:
     custom, sources = config.custom_reward_function, sorted(data_sources(files))
     for pattern in custom.by_data_source:
         if pattern not in sources and not any(fnmatch.fnmatchcase(source, pattern) for source in sources):
-            yield f"custom_reward_function.by_data_source.{pattern} matches no data source; the data has {_listed(sources)}"
+            where = f"custom_reward_function.by_data_source.{pattern}"
+            yield f"{where} matches no data source; the data has {_listed(sources)}"
     chosen = {source: function_of(source, custom.sources, custom.default) for source in sources}
     left = [source for source in sources if chosen[source] == DEFAULT_FUNCTION]
     without = [source for source in left if not has_default(source)]
     if without:
         yield (
-            f"no reward function for the data source {_listed(without)}: custom_reward_function.path is empty; give the "
-            "Python file of a reward function there or in custom_reward_function.by_data_source (without one: "
+            f"no reward function for the data source {_listed(without)}: custom_reward_function.path is empty; give "
+            "the Python file of a reward function there or in custom_reward_function.by_data_source (without one: "
             f"{', '.join(CODE_SOURCES)})"
         )
     missing = missing_protection() if len(left) > len(without) else ""

@@ -1,7 +1,7 @@
 """The record of every grade: what was asked, what came out, and which version of which grader said so.
 
-A file is ``step_N.jsonl``, or ``val_step_N.jsonl`` of a validation, with one line per response. Lines hold what a grader
-needs, so that ``python -m tools.regrade`` grades them again.
+A file is ``step_N.jsonl``, or ``val_step_N.jsonl`` of a validation, with one line per response. Lines hold what a
+grader needs, so that ``python -m tools.regrade`` grades them again.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 ``ground_truth`` is JSON (the keys are verl's, as of APPS, TACO and LeetCode rows):
 
-- ``{"inputs": [text, ...], "outputs": [text, ...]}``: the program reads an input and prints its output. Trailing spaces of
-  lines and trailing empty lines do not count.
+- ``{"inputs": [text, ...], "outputs": [text, ...]}``: the program reads an input and prints its output. Trailing spaces
+  of lines and trailing empty lines do not count.
 - with ``"fn_name": "f"`` an input is the JSON list of arguments of ``f`` (or of ``Solution().f``), or text with one
   JSON value a line, and an output the JSON value that it returns.
 - ``{"asserts": ["assert f(2) == 3", ...]}``, alone or besides: statements that run after the program, in its scope.

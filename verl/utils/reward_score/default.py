@@ -17,11 +17,11 @@ def has_default(data_source: str) -> bool:
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, **kwargs: Any
 ) -> dict[str, Any]:
-    """Runs code answers against their tests (``code_answers``); any other source is a ValueError: its function is missing."""
+    """Runs code answers against their tests (``code_answers``); any other source lacks a function: a ValueError."""
     if not has_default(data_source):
         raise ValueError(
-            f"data source {data_source!r} has no reward function of its own; name one in custom_reward_function.path or "
-            f"custom_reward_function.by_data_source (without one: {', '.join(CODE_SOURCES)})"
+            f"data source {data_source!r} has no reward function of its own; name one in custom_reward_function.path "
+            f"or custom_reward_function.by_data_source (without one: {', '.join(CODE_SOURCES)})"
         )
     from verl.utils.reward_score.code_answers import compute_score  # starts nothing until a program is run
 

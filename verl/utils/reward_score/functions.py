@@ -64,8 +64,10 @@ def load_reward_function(spec: RewardFunctionSpec) -> RewardFunction:
     is_by_name = _binds(signature, (), {**dict.fromkeys(expected), **spec.kwargs})
     if not is_by_name and not _binds(signature, expected, spec.kwargs):
         given = f" with the reward_kwargs {', '.join(spec.kwargs)}" if spec.kwargs else ""
-        raise ValueError(f"{where}{signature} cannot be called{given}; expected {_FORMS}, and a parameter for each kwarg")
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+        raise ValueError(
+            f"{where}{signature} cannot be called{given}; expected {_FORMS}, and a parameter for each kwarg"
+        )
+    is_async = inspect.iscoroutinefunction(function)
     return RewardFunction(function, spec.kwargs, is_batched, is_async, is_by_name, version)
 
 

@@ -49,7 +49,7 @@ def _claim_stdout() -> TextIO:
 
 
 def _score(function: RewardFunction, samples: list[list[Any]], timeout_s: float) -> dict[str, Any]:
-    """``{"results": [one for each sample], "seconds": of the call}``, or ``{"error": ...}`` when the whole call failed."""
+    """``{"results": [one for each sample], "seconds": of the call}``; ``error`` instead when the whole call failed."""
     start = time.perf_counter()
     try:
         results = _results(function, samples, timeout_s)

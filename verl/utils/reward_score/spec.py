@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+
 @dataclass(frozen=True)
 class RewardFunctionSpec:
     """A function by file; ``kwargs`` are JSON and go to every call."""

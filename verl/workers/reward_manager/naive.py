@@ -36,8 +36,8 @@ class Scores:
 
     Attributes:
         token_level_scores: fp32 [B, R], a response's score on its last token.
-        parts: every component by name, float [B] each; NaN where a response's function has no such part. ``timeout`` and
-            ``grader_error`` are 1 where the grader gave up, ``ungraded`` where it did for either reason.
+        parts: every component by name, float [B] each; NaN where a response's function has no such part. ``timeout``
+            and ``grader_error`` are 1 where the grader gave up, ``ungraded`` where it did for either reason.
         samples: what was graded, in the batch's order.
     """
 

@@ -19,7 +19,7 @@ _NUM_THREADS = 17  # of /proc/N/stat, counted from behind the command's name
 class Channels:
     """Five pipes: into the program ``control`` and ``stdin``, out of it ``stdout``, ``stderr`` and ``report``.
 
-    ``with`` closes every end that is still open. Start the process with the far ends, then call ``start``, then ``pump``.
+    ``with`` closes every end that is still open. Start the process with the far ends, then ``start``, then ``pump``.
     """
 
     def __init__(self, control: bytes, stdin: bytes) -> None:

@@ -30,7 +30,7 @@ def leave_namespaces() -> bool:
 def drop_capabilities() -> bool:
     """Gives up every capability for ever; True when none is left. Without root there are none to give up."""
     libc = _libc()
-    libc.prctl(_PR_SET_SECUREBITS, _SECBITS_NO_ROOT_LOCKED, 0, 0, 0)  # not without CAP_SETPCAP; no_new_privs does as much
+    libc.prctl(_PR_SET_SECUREBITS, _SECBITS_NO_ROOT_LOCKED, 0, 0, 0)  # needs CAP_SETPCAP; no_new_privs does as much
     for capability in range(64):
         if libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0):
             break  # past the last one, or not permitted
