@@ -43,41 +43,50 @@ def run_program(
     is compared by its output cannot, because the expected output is never there.
 
     Raises:
-        SandboxError: this machine cannot keep a program from the network, from writing, or within its limits.
+        SandboxError: this machine cannot keep a program from the network, from writing, or within its limits; or the
+            program's process did not come so far as to begin.
     """
-    missing = missing_protection()
-    if missing:
-        raise SandboxError(missing)
-    result, layers = _run(program, stdin, tests, limits or SandboxLimits())
-    if layers and layers != sandbox_layers():
-        raise SandboxError(f"a program ran with {layers} after this machine had offered {sandbox_layers()}")
+    expected = sandbox_layers()
+    limits = limits or SandboxLimits()
+    result, layers = _run(program, stdin, tests, limits)
+    if not layers:
+        why = "in time" if result.status == "timeout" else f": {_last_line(result)}"
+        raise SandboxError(f"the process of a program did not start {why}")
+    if layers != expected:
+        raise SandboxError(f"a program ran under {', '.join(layers)}; this machine has offered {', '.join(expected)}")
     return result
 
 
-@cache
 def missing_protection() -> str:
     """Why programs cannot be run safely here, by trying what they must not do; empty when they can."""
-    result, layers = _run(_PROBE.format(parent=os.getpid()), "", None, SandboxLimits(wall_s=30.0, cpu_s=10))
-    if "seccomp" not in layers or "limits" not in layers:
-        why = result.stderr.strip().splitlines()[-1:] or [f"exit code {result.exit_code}"]
-        return f"the sandbox for submitted programs does not start on this machine: {why[0]}"
-    leaks = [line for line in result.stdout.splitlines() if line]
-    if leaks or not result.is_ok:
-        what = "; ".join(leaks) or f"{result.status}: {result.stderr[-300:]}"
-        return (
-            f"the sandbox for submitted programs does not hold on this machine: {what}. It has {', '.join(layers)}; it "
-            "needs seccomp, and Landlock or user namespaces unless it runs as root"
-        )
+    try:
+        sandbox_layers()
+    except SandboxError as error:
+        return str(error)
     return ""
 
 
-@cache
+@cache  # of a success: where the sandbox does not hold, the next call tries again
 def sandbox_layers() -> tuple[str, ...]:
-    """The kernel's protections that programs are under on this machine, for the log."""
-    return _run("", "", None, SandboxLimits(wall_s=30.0))[1]
+    """The kernel's protections that programs are under on this machine; SandboxError when they do not hold."""
+    where = "the sandbox for submitted programs does not"
+    result, layers = _run(_PROBE.format(parent=os.getpid()), "", None, SandboxLimits(wall_s=30.0, cpu_s=10))
+    if not layers:
+        raise SandboxError(f"{where} start on this machine: {_last_line(result)}")
+    leaks = result.stdout.split("\n")[:-1]
+    if leaks or not result.is_ok:
+        raise SandboxError(
+            f"{where} hold on this machine: {'; '.join(leaks) or _last_line(result)}. It has {', '.join(layers)}; it "
+            "needs seccomp, and Landlock or user namespaces unless it runs as root"
+        )
+    return layers
 
 
-# Tried by a program in the sandbox once per process; it prints what it should not have been able to do.
+def _last_line(result: ProgramResult) -> str:
+    return (result.stderr.strip().splitlines() or [f"{result.status}, exit code {result.exit_code}"])[-1]
+
+
+# Tried by a program in the sandbox, once in each process that runs programs; it prints what it should not have been able to do.
 _PROBE = """
 import ctypes, os, resource, signal, socket
 

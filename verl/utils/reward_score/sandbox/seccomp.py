@@ -7,8 +7,8 @@ Everything that is not listed fails with EPERM. What matters of the list:
 - ``clone`` only for threads, no ``fork``, ``execve`` or ``ptrace``: the program is one process for ever;
 - signals and limits only for itself, no ``prctl``, no owner of a descriptor's signals (``F_SETOWN``).
 
-``clone3`` and ``openat2`` pass their flags in memory, which a filter cannot read: they are "not implemented" here, and the
-C library then uses the older call.
+``clone3`` and ``openat2`` pass their flags in memory, which a filter cannot read: they are "not implemented" here, and
+the C library then uses the older call.
 """
 
 from __future__ import annotations
