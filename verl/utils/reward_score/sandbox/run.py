@@ -50,8 +50,8 @@ def run_program(
     limits = limits or SandboxLimits()
     result, layers = _run(program, stdin, tests, limits)
     if not layers:
-        why = "in time" if result.status == "timeout" else f": {_last_line(result)}"
-        raise SandboxError(f"the process of a program did not start {why}")
+        why = f" within {limits.wall_s:g} s" if result.status == "timeout" else f": {_last_line(result)}"
+        raise SandboxError(f"the process of a program did not start{why}")
     if layers != expected:
         raise SandboxError(f"a program ran under {', '.join(layers)}; this machine has offered {', '.join(expected)}")
     return result
@@ -86,7 +86,7 @@ def _last_line(result: ProgramResult) -> str:
     return (result.stderr.strip().splitlines() or [f"{result.status}, exit code {result.exit_code}"])[-1]
 
 
-# Tried by a program in the sandbox, once in each process that runs programs; it prints what it should not have been able to do.
+# Tried in the sandbox, once by each process that runs programs; it prints what it should not have been able to do.
 _PROBE = """
 import ctypes, os, resource, signal, socket
 
