@@ -1,29 +1,31 @@
-"""Programs that were not written to solve a problem. One that reaches what it wants prints ESCAPED."""
+"""Programs that were not written to solve a problem. One that reaches what it wants prints ESCAPED and no more."""
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 
 # {marker} is a path to write, {victim} a folder with one file, {port} a listening TCP port of this machine, {parent}
 # the driver. Nothing here would do lasting harm outside of the victim if a sandbox failed.
 _SAYS = """
+reached = []
 def escaped(*_):
-    print("ESCAPED")
+    reached.append(1)
 def attempt(function):
     try:
         function()
-    except BaseException as error:
-        print(type(error).__name__)
-    else:
-        escaped()
+    except BaseException:
+        return
+    escaped()
 import ctypes, os, resource, signal, socket, subprocess, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
 def call(*arguments):
     if libc.syscall(*arguments) < 0:
         raise OSError(ctypes.get_errno(), "refused")
 """
+_END = "print('ESCAPED' if reached else 'held')"
 
-# What must raise. A line each; the name is the statement itself.
+# What must raise, a line each.
 _MUST_FAIL = """
 os.fork()
 os.forkpty()
@@ -274,15 +276,22 @@ _BOMBS = {
 }  # fmt: skip
 
 
-def forbidden_programs(marker: str, victim: str, port: int, parent: int, *, is_reading_limited: bool) -> dict[str, str]:
-    """Name to program: each tries one thing that must fail, and goes on."""
+def forbidden_programs(
+    marker: str, victim: str, port: int, parent: int, *, is_reading_limited: bool, per_program: int
+) -> dict[str, str]:
+    """First statement to program: each tries so many things that must fail, and says at its end whether one did not."""
     words = {"marker": marker, "victim": victim, "port": port, "parent": parent}
     lines = [line for line in _MUST_FAIL.splitlines() if line]
     if is_reading_limited:
         lines += [line for line in _MUST_NOT_READ.splitlines() if line]
     if platform.machine() != "x86_64":
         lines = [line for line in lines if not line.startswith("call(")]  # its numbers are those of x86_64
-    return {line: f"{_SAYS}\nattempt(lambda: {line.format(**words)})\n" for line in lines}
+    groups = [lines[first : first + per_program] for first in range(0, len(lines), per_program)]
+    return {group[0]: "\n".join([_SAYS, *_attempts(group, words), _END]) for group in groups}
+
+
+def _attempts(lines: list[str], words: Mapping[str, object]) -> list[str]:
+    return [f"attempt(lambda: {line.format(**words)})" for line in lines]
 
 
 def bombs() -> dict[str, str]:

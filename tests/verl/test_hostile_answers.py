@@ -25,8 +25,8 @@ SAY_42 = {f"box: {name}" for name in ("arabic digits", "full width digits", "mat
                                       "megabyte of spaces", "verbatim")} | {
     "plain: megabyte of lines", "plain: carriage returns"}  # fmt: skip
 TIMEOUT_S = 0.5
-SLACK_S = 1.0  # of a machine with few cores that others use too
-TEST_S = 1.0
+SLACK_S = 2.0  # of a machine with few cores that others use too
+TEST_S, CALL_S = 1.0, 8.0  # of a program, and of its grading
 
 
 @pytest.fixture
@@ -39,16 +39,17 @@ def server() -> Iterator[socket.socket]:
 
 def test_there_are_at_least_two_hundred_of_them(tmp_path: Path) -> None:
     texts = hostile_answers("x")
-    programs = forbidden_programs("x", "y", 1, 1, is_reading_limited=True) | bombs()
+    programs = forbidden_programs("x", "y", 1, 1, is_reading_limited=True, per_program=1) | bombs()
     assert len(texts) >= 100
     assert len(programs) >= 200
     assert max(map(len, texts.values())) >= 1 << 20
 
 
 @pytest.mark.timeout(240)
-def test_hostile_texts_only_score(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow)], ids=["every third", "all"])
+def test_hostile_texts_only_score(tmp_path: Path, step: int) -> None:
     marker = tmp_path / "marker"
-    answers = hostile_answers(str(marker))
+    answers = dict(list(hostile_answers(str(marker)).items())[::step])
     before = set(Path.cwd().iterdir())
     pool = ScoringPool(OBSERVED, num_workers=2, timeout_s=TIMEOUT_S)
     try:
@@ -69,8 +70,9 @@ def test_hostile_texts_only_score(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("per_program", [10, pytest.param(1, marks=pytest.mark.slow)])
 def test_programs_do_nothing_that_is_forbidden(
-    tmp_path: Path, server: socket.socket, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, server: socket.socket, monkeypatch: pytest.MonkeyPatch, per_program: int
 ) -> None:
     monkeypatch.setenv("SECRET_TOKEN", SECRET)
     marker, victim = tmp_path / "marker", tmp_path / "victim"
@@ -83,6 +85,7 @@ def test_programs_do_nothing_that_is_forbidden(
         server.getsockname()[1],
         os.getpid(),
         is_reading_limited="landlock" in sandbox_layers(),
+        per_program=per_program,
     )
     results = _graded_programs({"control": "print('ESCAPED')", **programs})
     assert results.pop("control").parts["score"] == 1.0
@@ -102,7 +105,7 @@ def test_programs_do_nothing_that_is_forbidden(
 def test_programs_meet_their_limits() -> None:
     results = _graded_programs(bombs())
     assert {name: result.error for name, result in results.items() if result.status != "ok"} == {}
-    slow = {name: result.seconds for name, result in results.items() if result.seconds > TEST_S + SLACK_S}
+    slow = {name: result.seconds for name, result in results.items() if result.seconds > CALL_S}
     assert not slow
     assert {name for name, result in results.items() if result.parts["score"]} == set()
     statuses = {name: result.parse["status"] for name, result in results.items()}
@@ -116,7 +119,7 @@ def test_programs_meet_their_limits() -> None:
 def _graded_programs(programs: dict[str, str]) -> dict[str, ScoringResult]:
     kwargs = {"test_s": TEST_S, "total_s": 5.0, "memory_mb": 256}
     function = RewardFunctionSpec(DEFAULT_FUNCTION.path, DEFAULT_FUNCTION.name, kwargs)
-    pool = ScoringPool(function, num_workers=2, timeout_s=8.0)
+    pool = ScoringPool(function, num_workers=2, timeout_s=CALL_S)
     try:
         jobs = [
             ScoringJob("code", f"```python\n{program}\n```", ESCAPED, {"name": name})

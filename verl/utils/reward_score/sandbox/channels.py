@@ -11,6 +11,7 @@ from types import TracebackType
 
 from verl.utils.reward_score.sandbox.limits import SandboxLimits
 
+START_S = 10.0  # for an interpreter to start and lock itself up, which is not the program's time
 _POLL_S = 0.01  # how often its threads are counted
 _CHUNK = 1 << 16
 _NUM_THREADS = 17  # of /proc/N/stat, counted from behind the command's name
@@ -28,6 +29,7 @@ class Channels:
         self._unsent = {"control": memoryview(control), "stdin": memoryview(stdin)}
         self._received = {name: bytearray() for name in ("stdout", "stderr", "report")}
         self._selector = selectors.DefaultSelector()
+        self.began_at: float | None = None  # by time.monotonic()
 
     def __enter__(self) -> Channels:
         for name in self._unsent:
@@ -70,17 +72,22 @@ class Channels:
         while self._far:
             os.close(self._far.popitem()[1])
 
-    def pump(self, process: subprocess.Popen[bytes], limits: SandboxLimits, deadline: float) -> str:
+    def pump(self, process: subprocess.Popen[bytes], limits: SandboxLimits) -> str:
         """Moves bytes until the program has ended or met a limit; ``ok`` or the limit's name.
 
-        Waits for the program's streams and its end; unblocked by ``deadline`` (of time.monotonic()) in any case.
+        Waits for the program's streams and its end; unblocked in any case by the limits of the interpreter's start and
+        of the program, whose clock begins with the first line of ``report``.
         """
+        deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             for key, _ in self._selector.select(_POLL_S):
                 if key.data in self._unsent:
                     self._send(key.data)
                 else:
                     self._receive(key.data)
+            if self.began_at is None and b"\n" in self._received["report"]:
+                self.began_at = time.monotonic()
+                deadline = self.began_at + limits.wall_s
             if max(map(len, self._received.values())) > limits.output_bytes:
                 return "output"
             if process.poll() is None:

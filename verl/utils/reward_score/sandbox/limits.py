@@ -14,7 +14,8 @@ class SandboxLimits:
     """What one program may use.
 
     Attributes:
-        wall_s, cpu_s: seconds until it is killed; ``cpu_s`` in whole seconds, over all its threads.
+        wall_s, cpu_s: seconds until it is killed; ``cpu_s`` in whole seconds, over all its threads and the
+            interpreter's start.
         memory_bytes: address space, the interpreter's own 30 MB and every thread's stack among it.
         output_bytes: of standard output, and of standard error.
         threads: of the one process that it is; more, and it is killed.
@@ -38,7 +39,7 @@ class ProgramResult:
             met: ``timeout``, ``output``, ``threads``.
         stdout, stderr: what it wrote, up to the limits; bytes that are no UTF-8 replaced.
         exit_code: minus the signal when one ended it.
-        seconds: wall clock, the interpreter's start among it.
+        seconds: wall clock, from its beginning.
     """
 
     status: str

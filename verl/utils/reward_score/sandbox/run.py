@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from verl.utils.reward_score.sandbox.channels import Channels
+from verl.utils.reward_score.sandbox.channels import START_S, Channels
 from verl.utils.reward_score.sandbox.limits import ProgramResult, SandboxError, SandboxLimits
 
 _ROOT = str(Path(__file__).resolve().parents[4])
@@ -50,7 +50,7 @@ def run_program(
     limits = limits or SandboxLimits()
     result, layers = _run(program, stdin, tests, limits)
     if not layers:
-        why = f" within {limits.wall_s:g} s" if result.status == "timeout" else f": {_last_line(result)}"
+        why = f" within {START_S:g} s" if result.status == "timeout" else f": {_last_line(result)}"
         raise SandboxError(f"the process of a program did not start{why}")
     if layers != expected:
         raise SandboxError(f"a program ran under {', '.join(layers)}; this machine has offered {', '.join(expected)}")
@@ -135,7 +135,6 @@ def _settings(tests: str | None, limits: SandboxLimits, control: int, report: in
 
 def _run(program: str, stdin: str, tests: str | None, limits: SandboxLimits) -> tuple[ProgramResult, tuple[str, ...]]:
     """The result, and the layers that the process says it is under: none when it did not come so far."""
-    start = time.monotonic()
     word = secrets.token_hex(16)
     frames = json.dumps(program) + "\n"
     if tests is not None:
@@ -154,7 +153,7 @@ def _run(program: str, stdin: str, tests: str | None, limits: SandboxLimits) -> 
         )
         try:
             channels.start()
-            status = channels.pump(process, limits, start + limits.wall_s)
+            status = channels.pump(process, limits)
         finally:
             process.kill()  # its only process: it cannot start another
             process.wait()
@@ -167,6 +166,6 @@ def _run(program: str, stdin: str, tests: str | None, limits: SandboxLimits) -> 
         channels.received("stdout").decode(errors="replace"),
         channels.received("stderr").decode(errors="replace"),
         process.returncode,
-        time.monotonic() - start,
+        time.monotonic() - channels.began_at if channels.began_at else 0.0,
     )
     return result, layers
