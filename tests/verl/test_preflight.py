@@ -110,7 +110,7 @@ def test_everything_that_is_missing_is_listed_together(keys: dict[str, Any], tmp
     assert f"data.train_files: {tmp_path / 'data.parquet'}: column 'data_source' is int64; expected a string" in text
     assert "no column 'prompt' (a list of {role, content})" in text
     assert "custom_reward_function: NameError: oops" in text
-    assert "reward_manager is 'absent'; known: naive" in text
+    assert "reward_manager is 'absent'; known: batch, naive, prime" in text
     assert "trainer.report_dir" in text and "is a file" in text
     assert not (tmp_path / "checkpoints").exists(), "looking leaves no traces"
 
@@ -135,6 +135,28 @@ def test_a_reward_file_may_define_dataclasses_and_must_name_a_function(keys: dic
     assert preflight_problems(_config(keys)) == []
     keys["custom_reward_function.name"] = "LIMIT"
     assert "LIMIT of" in preflight_problems(_config(keys))[0]
+
+
+def test_a_reward_function_that_cannot_be_called_and_a_source_without_one(keys: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def compute_score(solution_str, ground_truth): return 1.0\n")
+    keys["custom_reward_function.path"] = tmp_path / "reward.py"
+    [problem] = preflight_problems(_config(keys))
+    assert "compute_score of" in problem and "cannot be called; expected def NAME(data_source, solution_str" in problem
+    keys |= {"custom_reward_function.path": FUNCTION, "reward_model.reward_manager": "batch"}
+    assert "takes one sample; its first parameter must be data_sources" in preflight_problems(_config(keys))[0]
+    del keys["custom_reward_function.path"], keys["reward_model.reward_manager"]
+    [problem] = preflight_problems(_config(keys))
+    assert problem.startswith("no reward function for the data source s: custom_reward_function.path is empty")
+
+
+def test_functions_by_data_source_are_checked_against_the_data(keys: dict[str, Any]) -> None:
+    del keys["custom_reward_function.path"]
+    section = "custom_reward_function.by_data_source"
+    assert preflight_problems(_config(keys | {f"{section}.s.path": FUNCTION})) == []
+    config = _config(keys | {f"{section}.s.path": FUNCTION, f"{section}.t.path": f"{FUNCTION}.not"})
+    problems = "\n".join(preflight_problems(config))
+    assert f"{section}.t: ValueError: {FUNCTION}.not does not exist" in problems
+    assert f"{section}.t matches no data source; the data has s" in problems
 
 
 def test_a_directory_of_the_kernel_is_not_writable() -> None:

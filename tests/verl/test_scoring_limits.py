@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool
+from verl.utils.reward_score.spec import RewardFunctionSpec
 
 REWARD = """
 import os, subprocess, sys, time
@@ -55,7 +56,7 @@ def _job(answer: str, **extra_info: object) -> ScoringJob:
 
 @pytest.mark.timeout(90)
 def test_results_that_are_no_score_are_ungraded_and_the_grader_goes_on(function: str) -> None:
-    pool = ScoringPool(function, "compute_score", num_workers=1, timeout_s=10.0)
+    pool = ScoringPool(RewardFunctionSpec(function, "compute_score"), num_workers=1, timeout_s=10.0)
     answers = ["nan", "good", "no score", "text", "flood", "exit", "good again"]
     results = [future.result() for future in pool.submit([_job(answer) for answer in answers])]
     pool.close()
@@ -65,7 +66,7 @@ def test_results_that_are_no_score_are_ungraded_and_the_grader_goes_on(function:
 
 @pytest.mark.timeout(60)
 def test_extra_info_belongs_to_the_job(function: str) -> None:
-    pool = ScoringPool(function, "compute_score", num_workers=1, timeout_s=10.0)
+    pool = ScoringPool(RewardFunctionSpec(function, "compute_score"), num_workers=1, timeout_s=10.0)
     futures = pool.submit([_job("a", value=0.25), _job("a", value=0.75), _job("a", value=0.25)])
     assert [future.result().parts["score"] for future in futures] == [0.25, 0.75, 0.25]
     assert futures[0] is futures[2]
@@ -75,7 +76,7 @@ def test_extra_info_belongs_to_the_job(function: str) -> None:
 @pytest.mark.timeout(60)
 def test_close_does_not_wait_for_an_answer_that_hangs(function: str, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    pool = ScoringPool(function, "compute_score", num_workers=1, timeout_s=600.0)
+    pool = ScoringPool(RewardFunctionSpec(function, "compute_score"), num_workers=1, timeout_s=600.0)
     hanging, waiting = pool.submit([_job("child", pid_file=str(pid_file)), _job("good")])
     grandchild = psutil.Process(int(_wait_for(pid_file)))
     start = time.monotonic()
@@ -90,8 +91,9 @@ def test_close_does_not_wait_for_an_answer_that_hangs(function: str, tmp_path: P
 DRIVER = """
 import sys
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool
+from verl.utils.reward_score.spec import RewardFunctionSpec
 
-pool = ScoringPool(sys.argv[1], "compute_score", num_workers=2, timeout_s=600.0)
+pool = ScoringPool(RewardFunctionSpec(sys.argv[1], "compute_score"), num_workers=2, timeout_s=600.0)
 [future] = pool.submit([ScoringJob("test", "good", "42", {})])
 future.result()
 pool.submit([ScoringJob("test", "sleep", str(i), {}) for i in range(2)])

@@ -14,6 +14,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool
+from verl.utils.reward_score.spec import RewardFunctionSpec
 from verl.workers.config import CustomRewardFunctionConfig, RewardModelConfig
 from verl.workers.reward_manager import get_reward_manager_cls
 
@@ -23,7 +24,7 @@ TIMEOUT_S = 1.0
 
 @pytest.fixture
 def pool() -> Iterator[ScoringPool]:
-    pool = ScoringPool(FUNCTION, "compute_score", num_workers=2, timeout_s=TIMEOUT_S)
+    pool = ScoringPool(RewardFunctionSpec(FUNCTION, "compute_score"), num_workers=2, timeout_s=TIMEOUT_S)
     yield pool
     pool.close()
 
@@ -69,7 +70,7 @@ def test_huge_answers_pass_through(pool: ScoringPool) -> None:
 @pytest.mark.timeout(60)
 def test_no_process_is_left_after_close() -> None:
     before = {process.pid for process in _graders()}
-    pool = ScoringPool(FUNCTION, "compute_score", num_workers=2, timeout_s=TIMEOUT_S)
+    pool = ScoringPool(RewardFunctionSpec(FUNCTION, "compute_score"), num_workers=2, timeout_s=TIMEOUT_S)
     futures = pool.submit([_job(str(i)) for i in range(4)])
     [future.result() for future in futures]
     started = [process for process in _graders() if process.pid not in before]
@@ -90,7 +91,7 @@ def test_a_killed_grader_is_replaced(pool: ScoringPool) -> None:
 
 @pytest.mark.timeout(60)
 def test_a_function_that_cannot_be_loaded_is_an_error_not_a_score_of_zero() -> None:
-    pool = ScoringPool(FUNCTION, "absent", num_workers=1, timeout_s=TIMEOUT_S)
+    pool = ScoringPool(RewardFunctionSpec(FUNCTION, "absent"), num_workers=1, timeout_s=TIMEOUT_S)
     [future] = pool.submit([_job("42")])
     with pytest.raises(RuntimeError, match="absent"):
         future.result()
@@ -128,5 +129,5 @@ def test_manager_puts_the_score_on_the_last_response_token() -> None:
 
 
 def test_unknown_manager_is_an_error() -> None:
-    with pytest.raises(ValueError, match="known: naive"):
+    with pytest.raises(ValueError, match="known: batch, naive, prime"):
         get_reward_manager_cls("absent")

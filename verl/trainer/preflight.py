@@ -12,10 +12,9 @@ from mindspeed_llm.weights import open_hf, open_shards
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
 from verl.trainer.ppo.checkpointing import checkpoints
+from verl.trainer.reward_preflight import reward_problems
 from verl.utils.dataset.parquet import schema_problems
-from verl.utils.import_utils import load_extern_type
 from verl.workers.engine_setup import engine_problems, trained_model
-from verl.workers.reward_manager import get_reward_manager_cls
 from vllm.transformers_utils.config import load_config as load_rollout_config
 
 
@@ -24,7 +23,7 @@ def preflight_problems(config: PPOTrainerConfig) -> list[str]:
     return [
         *_weight_problems(config),
         *_data_problems(config),
-        *_reward_problems(config),
+        *reward_problems(config),
         *_output_problems(config),
     ]
 
@@ -67,24 +66,6 @@ def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
         for file in file_list(files):
             for problem in schema_problems(file, config.data.prompt_key):
                 yield f"data.{key}: {problem}"
-
-
-def _reward_problems(config: PPOTrainerConfig) -> Iterator[str]:
-    try:
-        get_reward_manager_cls(config.reward_model.reward_manager)
-    except ValueError as error:
-        yield str(error)
-    function = config.custom_reward_function
-    if function.path is None:
-        yield "custom_reward_function.path is empty; give the Python file of a reward function"
-        return
-    try:
-        loaded = load_extern_type(function.path, function.name)
-        if not callable(loaded):
-            kind = type(loaded).__name__
-            yield f"custom_reward_function: {function.name} of {function.path} is a {kind}; expected a function"
-    except Exception as error:  # a process edge: the user's file runs here, and may raise anything
-        yield f"custom_reward_function: {type(error).__name__}: {error}"
 
 
 def _output_problems(config: PPOTrainerConfig) -> Iterator[str]:

@@ -23,6 +23,7 @@ def validate_config(config: PPOTrainerConfig) -> list[str]:
         *models.rollout.device_problems("actor_rollout_ref.rollout", config.trainer.device),
         *config.algorithm.problems("algorithm"),
         *config.reward_model.problems("reward_model"),
+        *config.custom_reward_function.problems("custom_reward_function"),
         *config.trainer.problems("trainer"),
         *exact_problems(config),
     ]

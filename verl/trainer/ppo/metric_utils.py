@@ -67,8 +67,8 @@ def compute_throughout_metrics(batch: DataProto, timing: Mapping[str, float], n_
 
 
 def compute_reward_metrics(parts: Mapping[str, np.ndarray], prefix: str) -> dict[str, float]:
-    """The mean of every component of the reward."""
-    return {f"{prefix}/{name}": float(values.mean()) for name, values in parts.items()}
+    """The mean of every component of the reward over the samples that have it (the others are NaN)."""
+    return {f"{prefix}/{name}": float(np.nanmean(values)) for name, values in parts.items()}
 
 
 def process_validation_metrics(
@@ -80,8 +80,8 @@ def process_validation_metrics(
     for source in sorted(set(data_sources)):
         chosen = data_sources == source
         metrics[f"val-core/{source}/reward/mean@{n}"] = float(parts["score"][chosen].mean())
-        if "accuracy" in parts:
-            metrics[f"val-core/{source}/acc/mean@{n}"] = float(parts["accuracy"][chosen].mean())
+        if "accuracy" in parts and not np.isnan(parts["accuracy"][chosen]).all():
+            metrics[f"val-core/{source}/acc/mean@{n}"] = float(np.nanmean(parts["accuracy"][chosen]))
     return metrics
 
 

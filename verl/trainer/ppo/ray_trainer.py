@@ -25,6 +25,7 @@ from verl.trainer.ppo.metric_utils import (
     marked_timer,
     process_validation_metrics,
 )
+from verl.trainer.ppo.reward_ledger import RewardLedger
 from verl.trainer.ppo.seeds import sampling_seeds
 from verl.utils.dataset import ResumableLoader, RLHFDataset, collate_fn
 from verl.utils.device import resolve_device
@@ -32,7 +33,7 @@ from verl.utils.op_tables import op_tables_text
 from verl.utils.seqlen_balancing import dealt_order
 from verl.utils.tracking import Tracking
 from verl.workers.kept_rows import worker_batch
-from verl.workers.reward_manager import NaiveRewardManager
+from verl.workers.reward_manager import NaiveRewardManager, Scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,6 +85,7 @@ class RayPPOTrainer:
         self.tokenizer = tokenizer
         self.worker_class = worker_class
         self.reward_fn = reward_fn
+        self.reward_ledger = RewardLedger(config.trainer.report_dir, config.reward_model.ledger)
         self.train_dataset = _dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples)
         self.val_dataset = _dataset(config, tokenizer, config.data.val_files, config.data.val_max_samples)
         data = config.data
@@ -167,6 +169,7 @@ class RayPPOTrainer:
                     batch = batch.union(self.workers.compute_ref_log_prob(worker_batch(batch)))
             with marked_timer("reward", timing):
                 scores = scoring.result()
+                self.reward_ledger.write(self.global_step, scores.samples)
                 batch.batch["token_level_scores"] = scores.token_level_scores
                 metrics |= compute_reward_metrics(scores.parts, "reward")
             with marked_timer("adv", timing):
@@ -250,7 +253,8 @@ class RayPPOTrainer:
                 outputs.append(batch)
                 pending.append(self.reward_fn.start(batch))
             scores = [item.result() for item in pending]
-        parts = {name: np.concatenate([s.parts[name] for s in scores]) for name in scores[0].parts}
+        parts = _joined_parts(scores)
+        self.reward_ledger.write(self.global_step, [x for s in scores for x in s.samples], is_validation=True)
         self._write_generations(outputs, [text for s in scores for text in s.responses], parts)
         sources = np.concatenate([batch.non_tensor_batch["data_source"] for batch in outputs])
         lengths = torch.cat([batch.batch["response_mask"].sum(-1) for batch in outputs])
@@ -270,7 +274,7 @@ class RayPPOTrainer:
                 "prompt": prompts[row],
                 "response": responses[row],
                 "ground_truth": truths[row],
-                **{name: float(values[row]) for name, values in parts.items()},
+                **{name: float(values[row]) for name, values in parts.items() if not np.isnan(values[row])},
             }
             lines.append(json.dumps(record, ensure_ascii=False))
         directory = Path(self.config.trainer.report_dir) / "val_generations"
@@ -344,6 +348,15 @@ class RayPPOTrainer:
         """Seconds of the last save, which happened after its own step had been logged."""
         taken, self._carried_timing = self._carried_timing, {}
         return taken
+
+
+def _joined_parts(scores: list[Scores]) -> dict[str, np.ndarray]:
+    """Every part over all batches; NaN in a batch whose reward functions do not give it."""
+    names = sorted({name for item in scores for name in item.parts})
+    return {
+        name: np.concatenate([item.parts.get(name, np.full(len(item.samples), np.nan)) for item in scores])
+        for name in names
+    }
 
 
 def _dataset(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, files: Any, max_samples: int) -> RLHFDataset:

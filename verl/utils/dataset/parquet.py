@@ -37,6 +37,12 @@ def schema_problems(path: str, prompt_key: str = "prompt") -> list[str]:
     return problems
 
 
+def data_sources(paths: Sequence[str]) -> set[str]:
+    """Every ``data_source`` of files without schema problems."""
+    columns = (pq.read_table(Path(path).expanduser(), columns=["data_source"]).column(0) for path in paths)
+    return {str(source) for column in columns for source in column.unique().to_pylist()}
+
+
 def read_rows(paths: Sequence[str], prompt_key: str) -> list[dict[str, Any]]:
     """All rows of all files, in order; ValueError with every schema problem of every file."""
     problems = [problem for path in paths for problem in schema_problems(path, prompt_key)]

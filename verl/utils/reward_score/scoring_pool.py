@@ -5,26 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
-import select
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
-import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.utils.reward_score.scoring_process import PoolClosed, ScoringProcess
+from verl.utils.reward_score.spec import RewardFunctionSpec, function_of
 
 logger = logging.getLogger(__name__)
 
-_START_LIMIT_S = 180.0
 _CACHE_SIZE = 200_000
-_ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)
@@ -41,41 +34,82 @@ class ScoringJob:
         """What the result depends on; the samples of one prompt share their ``extra_info``."""
         return (self.data_source, self.solution_str, self.ground_truth, json.dumps(self.extra_info, sort_keys=True))
 
+    @property
+    def values(self) -> list[Any]:
+        """What a reward function is given, in its order."""
+        return [self.data_source, self.solution_str, self.ground_truth, self.extra_info]
+
 
 @dataclass(frozen=True)
 class ScoringResult:
-    """``parts`` holds at least ``score``; ``is_graded`` is False when the grader timed out, died or raised."""
+    """What a grader said of one answer, or why it said nothing.
+
+    Attributes:
+        parts: at least ``score``, which is 0 unless ``status`` is ok.
+        status: ``ok``; ``timeout`` when the answer took longer than its limit; ``error`` when the function raised,
+            returned no finite score, or its process ended.
+        error: what happened, else empty.
+        parse: texts that the function returned beside its numbers, such as the answer that it read.
+        seconds: of the call, which a batch shares.
+        function, version: who graded, and the digest of its file (``functions.RewardFunction.version``).
+    """
 
     parts: dict[str, float]
-    is_graded: bool
+    status: str = "ok"
+    error: str = ""
+    parse: dict[str, str | None] = field(default_factory=dict)
+    seconds: float = 0.0
+    function: RewardFunctionSpec | None = None
+    version: str = ""
+
+    @property
+    def is_graded(self) -> bool:
+        """False when the grader timed out, died or raised."""
+        return self.status == "ok"
 
 
-UNGRADED = ScoringResult({"score": 0.0}, False)
+@dataclass(frozen=True)
+class _Entry:
+    """A job that waits; ``is_alone`` once a call that it shared has failed, so that only the guilty one is lost."""
+
+    job: ScoringJob
+    future: Future[ScoringResult]
+    function: int
+    is_alone: bool = False
 
 
 class ScoringPool:
-    """``num_workers`` processes, each answer with a wall-clock limit of its own.
+    """``num_workers`` processes, each call with a wall-clock limit of its own.
 
     Args:
-        path, name: file and name of ``fn(data_source, solution_str, ground_truth, extra_info, **kwargs)`` that returns
-            a float or a dict of floats with ``score``.
-        timeout_s: seconds one answer may take; then its process is killed and replaced and the answer is ungraded.
+        function: of every data source that ``by_source`` does not name; None is ``default_compute_score``.
+        by_source: data source or pattern to its function.
+        timeout_s: seconds one call may take; then its process is killed and replaced. The answers of a call for several
+            are then graded one by one, and the one that does it again is counted as timed out.
+        batch_size, max_concurrent: the most answers in one call of a batched function, and of an async one.
     """
 
     def __init__(
-        self, path: str, name: str, *, kwargs: dict[str, Any] | None = None, num_workers: int, timeout_s: float
+        self,
+        function: RewardFunctionSpec | None,
+        *,
+        by_source: Mapping[str, RewardFunctionSpec] | None = None,
+        num_workers: int,
+        timeout_s: float,
+        batch_size: int = 64,
+        max_concurrent: int = 16,
     ) -> None:
-        self._command = [
-            sys.executable,
-            "-m",
-            "verl.utils.reward_score.scoring_worker",
-            path,
-            name,
-            json.dumps(kwargs or {}),
-        ]
+        self._default = function
+        self._by_source = dict(by_source or {})
+        self._functions: list[RewardFunctionSpec] = []
+        for named in filter(None, [function, *self._by_source.values()]):
+            self._number_of(named)
         self._timeout_s = timeout_s
+        self._batch_size, self._max_concurrent = batch_size, max_concurrent
         self._closed_read, self._closed_write = os.pipe()  # readable, for every waiting thread, once the pool closes
-        self._jobs: queue.Queue[tuple[ScoringJob, Future[ScoringResult]] | None] = queue.Queue()
+        self._waiting: deque[_Entry] = deque()
+        self._changed = threading.Condition()
+        self._is_closed = False
         self._cache: OrderedDict[tuple[str, str, str, str], Future[ScoringResult]] = OrderedDict()
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_workers)]
         for thread in self._threads:
@@ -84,149 +118,124 @@ class ScoringPool:
     def submit(self, jobs: Sequence[ScoringJob]) -> list[Future[ScoringResult]]:
         """One future per job, in order; equal jobs share one."""
         futures = []
+        entries = []
         for job in jobs:
             future = self._cache.get(job.key)
             if future is None:
                 future = Future()
                 self._cache[job.key] = future
-                self._jobs.put((job, future))
+                function = self._number_of(function_of(job.data_source, self._by_source, self._default))
+                entries.append(_Entry(job, future, function))
                 if len(self._cache) > _CACHE_SIZE:
                     self._cache.popitem(last=False)
             futures.append(future)
+        self._add(entries)
         return futures
 
     def close(self) -> None:
         """Ends every process at once; answers that are waiting or being graded are cancelled."""
+        with self._changed:
+            self._is_closed = True
+            while self._waiting:
+                self._waiting.popleft().future.cancel()
+            self._changed.notify_all()
         os.write(self._closed_write, b"x")
-        while True:
-            try:
-                entry = self._jobs.get_nowait()
-            except queue.Empty:
-                break
-            if entry is not None:
-                entry[1].cancel()
-        for _ in self._threads:
-            self._jobs.put(None)
         for thread in self._threads:
             thread.join()
         os.close(self._closed_read)
         os.close(self._closed_write)
 
+    def _number_of(self, function: RewardFunctionSpec) -> int:
+        """Its place in the list that every process loads; equal functions share one."""
+        if function not in self._functions:
+            self._functions.append(function)
+        return self._functions.index(function)
+
+    def _add(self, entries: Sequence[_Entry]) -> None:
+        with self._changed:
+            if self._is_closed:
+                for entry in entries:
+                    entry.future.cancel()
+            self._waiting.extend([] if self._is_closed else entries)
+            self._changed.notify_all()
+
     def _serve(self) -> None:
-        """Consumes jobs for one process until it reads None; waits for a reply no longer than the limit."""
-        worker: _Worker | None = None
-        while (entry := self._jobs.get()) is not None:
-            job, future = entry
+        """Consumes entries for one process until the pool closes; waits for a reply no longer than the limit."""
+        process: ScoringProcess | None = None
+        while (first := self._first()) is not None:
+            entries = [first]
             try:
-                worker = worker or _Worker(self._command, self._closed_read)
-                result = worker.score(job, self._timeout_s)
-            except _PoolClosed:
-                future.cancel()
+                if process is not None and not process.knows(first.function):
+                    process.kill()
+                    process = None
+                process = process or ScoringProcess(self._functions, self._timeout_s, self._closed_read)
+                entries += self._companions(first, process)
+                results = self._score(process, entries)
+            except PoolClosed:
+                for entry in entries:
+                    entry.future.cancel()
                 continue
             except Exception as error:  # a thread's edge: whoever waits for the answer must hear of it
-                if worker is not None:
-                    worker.kill()
-                    worker = None
-                future.set_exception(error)
+                if process is not None:
+                    process.kill()
+                    process = None
+                for entry in entries:
+                    entry.future.set_exception(error)
                 continue
-            if not worker.is_usable:
-                worker.kill()
-                worker = None
-            future.set_result(result)
-        if worker is not None:
-            worker.kill()
+            if not process.is_usable:
+                process.kill()
+                process = None
+            if results is None:
+                self._add([_Entry(entry.job, entry.future, entry.function, is_alone=True) for entry in entries])
+                continue
+            for entry, result in zip(entries, results, strict=True):
+                entry.future.set_result(result)
+        if process is not None:
+            process.kill()
 
+    def _first(self) -> _Entry | None:
+        """The next entry; None once the pool is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_closed)
+            return None if self._is_closed else self._waiting.popleft()
 
-class _PoolClosed(Exception):
-    """The pool was closed while an answer was being graded."""
+    def _companions(self, first: _Entry, process: ScoringProcess) -> list[_Entry]:
+        """The entries behind ``first`` that go into the same call: no more than are this process's share."""
+        if first.is_alone:
+            return []
+        with self._changed:
+            share = -(-(len(self._waiting) + 1) // len(self._threads))
+            limit = min(share, process.most_samples(first.function, self._batch_size, self._max_concurrent))
+            taken: list[_Entry] = []
+            while self._waiting and len(taken) + 1 < limit:
+                if self._waiting[0].function != first.function or self._waiting[0].is_alone:
+                    break
+                taken.append(self._waiting.popleft())
+            return taken
 
-
-class _Worker:
-    """A scoring process, leader of a group of its own, and the line protocol to it."""
-
-    def __init__(self, command: list[str], closed: int) -> None:
-        self._closed = closed
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        search_path = filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}
-        environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env=environment,
-            start_new_session=True,
-        )
-        self._buffer = b""
-        self.is_usable = True
-        try:
-            is_ready = bool(self._read_line(_START_LIMIT_S))
-        except _PoolClosed:
-            self.kill()
-            raise
-        if not is_ready:
-            last_words = self._last_words()
-            self.kill()
-            raise RuntimeError(f"the reward function cannot be loaded: {' '.join(command[3:5])}\n{last_words}")
-
-    def score(self, job: ScoringJob, timeout_s: float) -> ScoringResult:
-        """The result of one job; after a time-out or a crash ``is_usable`` is False."""
-        line = self._read_line(timeout_s) if self._write(job) else b""
-        if not line:
-            how = f"took more than {timeout_s:g} s" if line is None else "ended its process"
-            logger.warning("grading %s; counted as ungraded: %.120r", how, job.solution_str)
-            self.is_usable = False
-            return UNGRADED
-        reply = json.loads(line)
-        if "error" in reply:
-            logger.warning("grading raised %s; counted as ungraded: %.120r", reply["error"], job.solution_str)
-            return UNGRADED
-        return ScoringResult(reply["parts"], True)
-
-    def kill(self) -> None:
-        """Ends the process and whatever it started, and waits for it."""
-        os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._stderr):
-            _close(stream)
-
-    def _write(self, job: ScoringJob) -> bool:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return False
-        return True
-
-    def _read_line(self, timeout_s: float) -> bytes | None:
-        """The next reply; empty when the process ends first, None when the limit passes first."""
-        assert self._process.stdout is not None
-        descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + timeout_s
-        poller = select.poll()  # select() refuses file numbers above 1023, which a large driver reaches
-        for watched in (descriptor, self._closed):
-            poller.register(watched, select.POLLIN)
-        while b"\n" not in self._buffer:
-            ready = dict(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
-            if self._closed in ready:
-                raise _PoolClosed
-            if not ready:
+    def _score(self, process: ScoringProcess, entries: Sequence[_Entry]) -> list[ScoringResult] | None:
+        """A result for each, or None when a call for several failed as a whole."""
+        number = entries[0].function
+        reply = process.score(number, [entry.job.values for entry in entries])
+        if "results" not in reply:
+            if len(entries) > 1:
+                logger.warning("grading %d answers in one call: %s; each is graded alone", len(entries), reply)
                 return None
-            chunk = os.read(descriptor, 1 << 16)
-            if not chunk:
-                return b""
-            self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
-
-    def _last_words(self) -> str:
-        self._stderr.seek(0)
-        return self._stderr.read().decode(errors="replace")[-2000:]
-
-
-def _close(stream: BinaryIO | Any) -> None:
-    try:
-        stream.close()
-    except BrokenPipeError:
-        logger.debug("a killed grader had unread input")
+            reply["results"] = [reply]
+        results = []
+        for entry, outcome in zip(entries, reply["results"], strict=True):
+            status = next((name for name in ("timeout", "error") if name in outcome), "ok")
+            if status != "ok":
+                logger.warning("ungraded, %s: %s: %.120r", status, outcome[status], entry.job.solution_str)
+            results.append(
+                ScoringResult(
+                    outcome.get("parts", {"score": 0.0}),
+                    status,
+                    outcome.get(status, ""),
+                    outcome.get("parse", {}),
+                    reply["seconds"],
+                    self._functions[number],
+                    process.version(number),
+                )
+            )
+        return results

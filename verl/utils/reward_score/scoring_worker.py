@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import math
@@ -10,28 +11,33 @@ import resource
 import signal
 import stat
 import sys
+import time
+from collections.abc import Sequence
 from typing import Any, TextIO
 
-from verl.utils.import_utils import load_extern_type
+from verl.utils.reward_score.functions import RewardFunction, gather, load_reward_function
+from verl.utils.reward_score.spec import RewardFunctionSpec
 
 _PR_SET_PDEATHSIG = 1
 _MAX_ADDRESS_SPACE = 16 << 30  # an answer that asks for more memory than this gets a MemoryError, not the machine
 _MAX_PRINTED = 64 << 20  # what the function prints lands in a temporary file; beyond this the process is ended
+_MAX_PARSE_CHARS = 2000
 
 
 def main() -> None:
-    """Arguments: path of the reward function's file, its name, its keyword arguments as JSON."""
+    """Arguments: the functions as a JSON list of {path, name, kwargs}; seconds that one async sample may take."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_ADDRESS_SPACE, _MAX_ADDRESS_SPACE))
     resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_PRINTED, _MAX_PRINTED))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     replies = _claim_stdout()
-    path, name, kwargs = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-    function = load_extern_type(path, name)
-    _send(replies, {"ready": True})
+    functions = [load_reward_function(RewardFunctionSpec(**spec)) for spec in json.loads(sys.argv[1])]
+    kinds = [{"is_batched": f.is_batched, "is_async": f.is_async, "version": f.version} for f in functions]
+    _send(replies, {"ready": kinds})
     for line in sys.stdin:
-        _send(replies, _score(function, json.loads(line), kwargs))
+        request = json.loads(line)
+        _send(replies, _score(functions[request["function"]], request["samples"], float(sys.argv[2])))
         _drop_printed()
 
 
@@ -42,20 +48,69 @@ def _claim_stdout() -> TextIO:
     return replies
 
 
-def _score(function: Any, job: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _score(function: RewardFunction, samples: list[list[Any]], timeout_s: float) -> dict[str, Any]:
+    """``{"results": [one for each sample], "seconds": of the call}``; ``error`` instead when the whole call failed."""
+    start = time.perf_counter()
     try:
-        result = function(job["data_source"], job["solution_str"], job["ground_truth"], job["extra_info"], **kwargs)
-        parts = result if isinstance(result, dict) else {"score": result}
-        numbers = {str(key): float(value) for key, value in parts.items()}
+        results = _results(function, samples, timeout_s)
         sys.stdout.flush()  # printing beyond the limit is this answer's failure, not the next one's
+    except Exception as error:  # a process edge: any failure of the user's function is this call's, reported by name
+        return {"error": _text(error), "seconds": time.perf_counter() - start}
+    return {"results": [_result(result, timeout_s) for result in results], "seconds": time.perf_counter() - start}
+
+
+def _results(function: RewardFunction, samples: list[list[Any]], timeout_s: float) -> Sequence[Any]:
+    if not function.is_batched:
+        return asyncio.run(gather(function, samples, timeout_s)) if function.is_async else [_single(function, samples)]
+    results = asyncio.run(function.call(samples)) if function.is_async else function.call(samples)
+    if not isinstance(results, Sequence) and hasattr(results, "tolist"):
+        results = results.tolist()  # an array or a tensor of scores
+    if not isinstance(results, Sequence) or len(results) != len(samples):
+        raise ValueError(f"a batched reward function returned {_size(results)} for {len(samples)} samples")
+    return results
+
+
+def _single(function: RewardFunction, samples: list[list[Any]]) -> Any:
+    try:
+        return function.call(samples)
+    except Exception as error:  # as in _score: this sample's
+        return error
+
+
+def _result(result: Any, timeout_s: float) -> dict[str, Any]:
+    """One sample's numbers, and the text beside them as ``parse``; ``error`` or ``timeout`` when it has none."""
+    if isinstance(result, TimeoutError):
+        return {"timeout": str(result) or f"took more than {timeout_s:g} s"}
+    try:
+        if isinstance(result, BaseException):
+            raise result
+        parts = result if isinstance(result, dict) else {"score": result}
+        texts = {str(name): value for name, value in parts.items() if name != "score" and _is_text(value)}
+        numbers = {str(name): float(value) for name, value in parts.items() if name not in texts}
         if "score" not in numbers:
             raise ValueError(f"the reward function returned {sorted(numbers)}, which has no 'score'")
         wrong = [name for name, number in numbers.items() if not math.isfinite(number)]
         if wrong:  # one NaN would make every advantage of its batch NaN
             raise ValueError(f"the reward function returned numbers that are not finite: {wrong}")
-        return {"parts": numbers}
-    except Exception as error:  # a process edge: any failure of the user's function is this sample's, reported by name
-        return {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+        return {"parts": numbers, "parse": {name: _shortened(value) for name, value in texts.items()}}
+    except Exception as error:  # as above, of one sample
+        return {"error": _text(error)}
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, (str, list, tuple, dict))
+
+
+def _shortened(value: Any) -> str | None:
+    return None if value is None else str(value)[:_MAX_PARSE_CHARS]
+
+
+def _size(results: Any) -> str:
+    return f"{len(results)} results" if isinstance(results, Sequence) else type(results).__name__
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:500]}"
 
 
 def _drop_printed() -> None:

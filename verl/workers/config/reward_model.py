@@ -2,32 +2,102 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from verl.utils.reward_score.spec import RewardFunctionSpec
+
+LEDGER_CONTENTS = ("texts", "references", "off")
+_SOURCE_KEYS = ("path", "name", "reward_kwargs")
 
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    """The pool of scoring processes: ``timeout_s`` is the wall-clock limit of one sample."""
+    """The pool of scoring processes and what is kept of their work.
+
+    Attributes:
+        num_workers: scoring processes.
+        timeout_s: wall-clock seconds of one call of a reward function, which a batched one has for its whole batch.
+        batch_size: the most samples one call of a batched function gets.
+        max_concurrent: the most samples of an ``async def`` function that one process has under way.
+        ledger: ``texts`` keeps a line per sample with prompt and response, ``references`` with their digests, ``off``
+            none.
+    """
 
     reward_manager: str = "naive"
     num_workers: int = 2
     timeout_s: float = 10.0
+    batch_size: int = 64
+    max_concurrent: int = 16
+    ledger: str = "texts"
 
     def problems(self, where: str) -> list[str]:
         """Every value that cannot work, one sentence each."""
-        found = []
-        if self.num_workers < 1:
-            found.append(f"{where}.num_workers is {self.num_workers}; it must be at least 1")
+        found = [
+            f"{where}.{key} is {getattr(self, key)}; it must be at least 1"
+            for key in ("num_workers", "batch_size", "max_concurrent")
+            if getattr(self, key) < 1
+        ]
         if self.timeout_s <= 0:
             found.append(f"{where}.timeout_s is {self.timeout_s}; it must be above 0")
+        if self.ledger not in LEDGER_CONTENTS:
+            found.append(f"{where}.ledger is {self.ledger!r}; expected {', '.join(LEDGER_CONTENTS)}")
         return found
 
 
 @dataclass(frozen=True)
 class CustomRewardFunctionConfig:
-    """A reward function by file: ``name(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)``."""
+    """Reward functions by file.
+
+    Attributes:
+        path, name, reward_kwargs: the function of every sample that ``by_data_source`` does not name; without ``path``
+            it is ``verl.utils.reward_score.default_compute_score``.
+        by_data_source: a data source, or a shell pattern of them, to a section with ``path`` and perhaps ``name`` and
+            ``reward_kwargs``. An exact name goes before the patterns, the first pattern that matches before the others.
+    """
 
     path: str | None = None
     name: str = "compute_score"
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    by_data_source: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def default(self) -> RewardFunctionSpec | None:
+        """What grades sources without a function of their own, if the config names it."""
+        return None if self.path is None else _spec(self.path, self.name, self.reward_kwargs)
+
+    @property
+    def sources(self) -> dict[str, RewardFunctionSpec]:
+        """The functions of ``by_data_source``; call ``problems`` first."""
+        return {
+            source: _spec(section["path"], section.get("name", "compute_score"), section.get("reward_kwargs") or {})
+            for source, section in self.by_data_source.items()
+        }
+
+    def problems(self, where: str) -> list[str]:
+        """Every section that does not name a function, one sentence each."""
+        return [
+            problem
+            for source, section in self.by_data_source.items()
+            for problem in _section_problems(f"{where}.by_data_source.{source}", section)
+        ]
+
+
+def _spec(path: str, name: str, kwargs: dict[str, Any]) -> RewardFunctionSpec:
+    """With a whole path: the ledger names the function by it."""
+    return RewardFunctionSpec(str(Path(path).expanduser().absolute()), name, dict(kwargs))
+
+
+def _section_problems(where: str, section: Any) -> Iterator[str]:
+    if not isinstance(section, dict) or not isinstance(section.get("path"), str):
+        yield f"{where} is {section!r}; expected a section with path, the Python file of a reward function"
+        return
+    for key in section:
+        if key not in _SOURCE_KEYS:
+            yield f"{where} has the unknown key {key!r}; it takes {', '.join(_SOURCE_KEYS)}"
+    if not isinstance(section.get("name", ""), str):
+        yield f"{where}.name is {section['name']!r}; expected the name of a function"
+    if not isinstance(section.get("reward_kwargs") or {}, dict):
+        yield f"{where}.reward_kwargs is {section['reward_kwargs']!r}; expected keyword arguments"

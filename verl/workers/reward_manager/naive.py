@@ -1,7 +1,8 @@
-"""Every response graded on its own by a rule."""
+"""Every response graded by the rule of its data source, in processes of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,61 +21,85 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class GradedSample:
+    """One response and what its grader said: a line of the ledger."""
+
+    uid: str
+    prompt: str
+    job: ScoringJob
+    result: ScoringResult
+
+
+@dataclass(frozen=True)
 class Scores:
     """Rewards of a batch of B responses.
 
     Attributes:
         token_level_scores: fp32 [B, R], a response's score on its last token.
-        parts: every component by name, float [B] each; ``ungraded`` is 1 where the grader gave up.
-        responses: decoded text.
+        parts: every component by name, float [B] each; NaN where a response's function has no such part. ``timeout``
+            and ``grader_error`` are 1 where the grader gave up, ``ungraded`` where it did for either reason.
+        samples: what was graded, in the batch's order.
     """
 
     token_level_scores: Tensor
     parts: dict[str, np.ndarray]
-    responses: list[str]
+    samples: list[GradedSample]
+
+    @property
+    def responses(self) -> list[str]:
+        """Decoded text."""
+        return [sample.job.solution_str for sample in self.samples]
 
 
 class PendingScores:
     """Scores that are being computed in other processes."""
 
-    def __init__(self, futures: list[Future[ScoringResult]], response_mask: Tensor, responses: list[str]) -> None:
+    def __init__(
+        self,
+        futures: list[Future[ScoringResult]],
+        response_mask: Tensor,
+        asked: list[tuple[str, str, ScoringJob]],
+    ) -> None:
         self._futures = futures
         self._response_mask = response_mask
-        self._responses = responses
+        self._asked = asked
 
     def result(self) -> Scores:
         """Waits for every answer; each has its own time limit, so this ends."""
         results = [future.result() for future in self._futures]
-        names = sorted({name for result in results for name in result.parts})
-        parts = {name: np.array([result.parts.get(name, 0.0) for result in results]) for name in names}
-        parts["ungraded"] = np.array([float(not result.is_graded) for result in results])
+        parts = _parts(results)
         lengths = self._response_mask.sum(-1)
         scores = torch.zeros(self._response_mask.shape, dtype=torch.float32)
         rows = torch.arange(len(results))
         scores[rows, (lengths - 1).clamp(min=0)] = torch.tensor(parts["score"], dtype=torch.float32)
-        return Scores(scores, parts, self._responses)
+        samples = [GradedSample(*asked, result) for asked, result in zip(self._asked, results, strict=True)]
+        return Scores(scores, parts, samples)
 
 
 @register("naive")
+@register("batch")
+@register("prime")
 class NaiveRewardManager:
     """Decodes responses and hands them to a pool of graders.
 
+    The names are upstream's, for one manager: a function says by its parameters whether it takes samples one by one or
+    in batches, and every function runs in processes.
+
     Args:
-        function: file and name of the reward function.
+        function: files and names of the reward functions.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, config: RewardModelConfig, function: CustomRewardFunctionConfig
     ) -> None:
         self.tokenizer = tokenizer
-        if function.path is None:
-            raise ValueError("custom_reward_function.path is empty; give the Python file of a reward function")
         self._pool = ScoringPool(
-            function.path,
-            function.name,
-            kwargs=dict(function.reward_kwargs),
+            function.default,
+            by_source=function.sources,
             num_workers=config.num_workers,
             timeout_s=config.timeout_s,
+            batch_size=config.batch_size,
+            max_concurrent=config.max_concurrent,
         )
 
     def start(self, batch: DataProto) -> PendingScores:
@@ -84,18 +109,38 @@ class NaiveRewardManager:
             row[: int(length)].tolist() for row, length in zip(batch.batch["responses"], mask.sum(-1), strict=True)
         ]
         responses = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        columns = batch.non_tensor_batch
-        jobs = [
-            ScoringJob(str(source), text, str(model["ground_truth"]), _as_json(extra))
-            for source, text, model, extra in zip(
-                columns["data_source"], responses, columns["reward_model"], columns["extra_info"], strict=True
-            )
-        ]
-        return PendingScores(self._pool.submit(jobs), mask, responses)
+        asked = list(_asked(batch, responses))
+        return PendingScores(self._pool.submit([job for _, _, job in asked]), mask, asked)
 
     def close(self) -> None:
         """Ends the graders."""
         self._pool.close()
+
+
+def _asked(batch: DataProto, responses: list[str]) -> Iterator[tuple[str, str, ScoringJob]]:
+    """Per row its uid (its number where prompts have none), its prompt's text and what is graded."""
+    columns = batch.non_tensor_batch
+    for row, response in enumerate(responses):
+        job = ScoringJob(
+            str(columns["data_source"][row]),
+            response,
+            str(columns["reward_model"][row]["ground_truth"]),
+            _as_json(columns["extra_info"][row]),
+        )
+        uid = str(columns["uid"][row]) if "uid" in columns else str(row)
+        yield uid, str(columns["prompt_text"][row]) if "prompt_text" in columns else "", job
+
+
+def _parts(results: list[ScoringResult]) -> dict[str, np.ndarray]:
+    """Columns of all parts; an ungraded answer has 0 in each, as it has as its score."""
+    parts = {
+        name: np.array([result.parts.get(name, np.nan if result.is_graded else 0.0) for result in results])
+        for name in sorted({name for result in results for name in result.parts})
+    }
+    parts["ungraded"] = np.array([float(not result.is_graded) for result in results])
+    parts["timeout"] = np.array([float(result.status == "timeout") for result in results])
+    parts["grader_error"] = np.array([float(result.status == "error") for result in results])
+    return parts
 
 
 def _as_json(extra: Any) -> dict[str, Any]:

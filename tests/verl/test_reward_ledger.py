@@ -1,0 +1,160 @@
+"""Every graded sample is a line that says who graded it, and that can be graded again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.regrade import EXIT_BAD_INPUT, EXIT_DIFFERENT, main
+from verl.protocol import DataProto
+from verl.trainer.ppo.metric_utils import compute_reward_metrics
+from verl.trainer.ppo.reward_ledger import RewardLedger
+from verl.utils.reward_score.functions import load_reward_function
+from verl.utils.reward_score.spec import RewardFunctionSpec
+from verl.workers.config import CustomRewardFunctionConfig, RewardModelConfig
+from verl.workers.reward_manager import NaiveRewardManager, Scores
+
+REWARD = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, right=1.0):
+    if solution_str == "hang":
+        time.sleep(600)
+    if solution_str == "raise":
+        raise KeyError("no such thing")
+    accuracy = float(solution_str == ground_truth)
+    return {"score": right * accuracy, "accuracy": accuracy, "pred": solution_str}
+
+def length(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 0.25, "length": len(solution_str)}
+"""
+WORDS = ["42", "41", "hang", "raise", "long answer"]
+
+
+class _Words:
+    """A tokenizer of a few words, of which the manager needs only batch_decode."""
+
+    def batch_decode(self, tokens: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        return [WORDS[row[0]] for row in tokens]
+
+
+@pytest.fixture
+def reward(tmp_path: Path) -> str:
+    path = tmp_path / "reward.py"
+    path.write_text(REWARD)
+    return str(path)
+
+
+def _scores(reward: str) -> Scores:
+    """One sample of each word; the last by another function."""
+    config = RewardModelConfig(num_workers=1, timeout_s=1.0)
+    by_source = {"long": {"path": reward, "name": "length"}}
+    custom = CustomRewardFunctionConfig(path=reward, reward_kwargs={"right": 2.0}, by_data_source=by_source)
+    manager = NaiveRewardManager(_Words(), config, custom)  # type: ignore[arg-type]
+    size = len(WORDS)
+    columns: dict[str, list] = {
+        "uid": [f"3-{row // 2}" for row in range(size)],
+        "prompt_text": [f"prompt {row}" for row in range(size)],
+        "data_source": ["math"] * (size - 1) + ["long"],
+        "reward_model": [{"ground_truth": "42"}] * size,
+        "extra_info": [{"index": row, "array": [1]} for row in range(size)],
+    }
+    tensors = {"responses": torch.arange(size)[:, None], "response_mask": torch.ones(size, 1, dtype=torch.long)}
+    scores = manager.start(DataProto.from_dict(tensors, columns)).result()
+    manager.close()
+    return scores
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, reward: str) -> Path:
+    RewardLedger(str(tmp_path), "texts").write(3, _scores(reward).samples)
+    return tmp_path / "reward_ledger" / "step_3.jsonl"
+
+
+@pytest.mark.timeout(60)
+def test_a_line_per_sample_says_what_who_and_how(ledger: Path, reward: str) -> None:
+    lines = [json.loads(line) for line in ledger.read_text().splitlines()]
+    version = load_reward_function(RewardFunctionSpec(reward)).version
+    first = lines[0]
+    assert first.pop("seconds") >= 0
+    assert first == {
+        "uid": "3-0",
+        "step": 3,
+        "data_source": "math",
+        "prompt": "prompt 0",
+        "response": "42",
+        "ground_truth": "42",
+        "extra_info": {"index": 0},
+        "score": 2.0,
+        "parts": {"score": 2.0, "accuracy": 1.0},
+        "parse": {"pred": "42"},
+        "status": "ok",
+        "error": "",
+        "grader": {"path": reward, "name": "compute_score", "kwargs": {"right": 2.0}, "version": version},
+    }
+    assert [line["status"] for line in lines] == ["ok", "ok", "timeout", "error", "ok"]
+    assert lines[3]["error"] == "KeyError: 'no such thing'"
+    assert lines[4]["grader"]["name"] == "length" and lines[4]["parts"] == {"score": 0.25, "length": 11.0}
+
+
+@pytest.mark.timeout(60)
+def test_time_outs_are_counted_apart_and_parts_over_those_who_have_them(reward: str) -> None:
+    metrics = compute_reward_metrics(_scores(reward).parts, "reward")
+    assert metrics["reward/timeout"] == metrics["reward/grader_error"] == pytest.approx(1 / 5)
+    assert metrics["reward/ungraded"] == pytest.approx(2 / 5)
+    assert metrics["reward/accuracy"] == pytest.approx(1 / 4), "of the four that the math function graded"
+    assert metrics["reward/score"] == pytest.approx(2.25 / 5)
+
+
+@pytest.mark.timeout(60)
+def test_references_hold_digests_and_off_holds_nothing(tmp_path: Path, reward: str) -> None:
+    samples = _scores(reward).samples
+    RewardLedger(str(tmp_path / "a"), "references").write(0, samples, is_validation=True)
+    path = tmp_path / "a" / "reward_ledger" / "val_step_0.jsonl"
+    line = json.loads(path.read_text().splitlines()[0])
+    assert "response" not in line and len(line["response_sha256"]) == len(line["prompt_sha256"]) == 64
+    assert main([str(path)]) == EXIT_BAD_INPUT
+    RewardLedger(str(tmp_path / "b"), "off").write(0, samples)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.timeout(60)
+def test_the_same_graders_grade_the_same(ledger: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main([str(ledger.parent), "--timeout", "1"]) == 0
+    assert "0 of 5 differ; mean score 0.4500 -> 0.4500" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(60)
+def test_another_grader_shows_what_it_changes(ledger: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    other = tmp_path / "other.py"
+    other.write_text(
+        "def grade(data_source, solution_str, ground_truth, extra_info, plus):\n"
+        "    return {'score': plus + (solution_str == ground_truth), 'accuracy': solution_str == ground_truth}\n"
+    )
+    arguments = [str(ledger), "--path", str(other), "--name", "grade", "--kwargs", '{"plus": 1.0}']
+    assert main(arguments) == EXIT_DIFFERENT
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == [
+        "step_3.jsonl:2 uid 3-0 math: score 0 -> 1",
+        "step_3.jsonl:3 uid 3-1 math: timeout -> ok, accuracy none -> 0, score 0 -> 1",
+        "step_3.jsonl:4 uid 3-1 math: error -> ok, accuracy none -> 0, score 0 -> 1",
+        "step_3.jsonl:5 uid 3-2 long: accuracy none -> 0, length 11 -> none, score 0.25 -> 1",
+        "long: 1 of 1 differ",
+        "math: 3 of 4 differ",
+        "4 of 5 differ; mean score 0.4500 -> 1.2000",
+    ]
+
+
+def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "broken.jsonl").write_text("{\n")
+    (tmp_path / "empty").mkdir()
+    for arguments, message in (
+        ([tmp_path / "absent.jsonl"], "is no ledger"),
+        ([tmp_path / "empty"], "is no ledger"),
+        ([tmp_path / "broken.jsonl"], "broken.jsonl:1 is not JSON"),
+    ):
+        assert main([str(argument) for argument in arguments]) == EXIT_BAD_INPUT
+        assert message in capsys.readouterr().err

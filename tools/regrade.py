@@ -1,0 +1,169 @@
+"""Grades the responses of a reward ledger again and prints where the result differs.
+
+``python -m tools.regrade LEDGER ... [--path FILE --name FUNCTION --kwargs JSON]``; a ledger is a file or a folder of
+them (``reward_ledger`` beside a run's metrics). Without ``--path`` each line is graded by the function that it names,
+as its file is now. Exit codes: 0 nothing differs, 1 something does, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.utils.reward_score.functions import load_reward_function
+from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool, ScoringResult
+from verl.utils.reward_score.spec import RewardFunctionSpec
+
+EXIT_DIFFERENT = 1
+EXIT_BAD_INPUT = 2
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Line:
+    """One graded response: where it stands, what was recorded, what its grader was given."""
+
+    place: str
+    record: dict[str, Any]
+    job: ScoringJob
+
+    @property
+    def grader(self) -> RewardFunctionSpec:
+        """The function that graded it."""
+        grader = self.record["grader"]
+        return RewardFunctionSpec(grader["path"], grader["name"], grader["kwargs"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Reads, grades, prints."""
+    args = _parser().parse_args(argv)
+    try:
+        lines = list(read_ledgers(args.ledger))
+        given = None
+        if args.path is not None:
+            given = RewardFunctionSpec(args.path, args.name, json.loads(args.kwargs))
+        for function in _distinct(lines, given):
+            _check(function)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    results = regrade(lines, given, num_workers=args.workers, timeout_s=args.timeout)
+    return print_differences(lines, results)
+
+
+def read_ledgers(paths: Sequence[Path]) -> Iterator[Line]:
+    """Every line of every file, folders in the order of their names; ValueError for a line that has no texts."""
+    for path in paths:
+        files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        if not files or not all(file.is_file() for file in files):
+            raise ValueError(f"{path} is no ledger; expected a .jsonl file or a folder of them")
+        for file in files:
+            yield from _read(file)
+
+
+def regrade(
+    lines: Sequence[Line], function: RewardFunctionSpec | None, *, num_workers: int, timeout_s: float
+) -> list[ScoringResult]:
+    """A result for each line, by ``function`` or, without one, by that of each line."""
+    results: dict[int, ScoringResult] = {}
+    for grader in _distinct(lines, function):
+        chosen = [number for number, line in enumerate(lines) if function or line.grader == grader]
+        pool = ScoringPool(grader, num_workers=num_workers, timeout_s=timeout_s)
+        try:
+            futures = pool.submit([lines[number].job for number in chosen])
+            results |= {number: future.result() for number, future in zip(chosen, futures, strict=True)}
+        finally:
+            pool.close()
+    return [results[number] for number in range(len(lines))]
+
+
+def print_differences(lines: Sequence[Line], results: Sequence[ScoringResult]) -> int:
+    """A line for each response whose status or parts changed, then the counts; the exit code."""
+    changes: Counter[str] = Counter()
+    for line, result in zip(lines, results, strict=True):
+        said = difference(line.record, result)
+        if said:
+            changes[line.job.data_source] += 1
+            print(f"{line.place} uid {line.record['uid']} {line.job.data_source}: {said}")
+    totals = Counter(line.job.data_source for line in lines)
+    for source, total in sorted(totals.items()):
+        print(f"{source}: {changes[source]} of {total} differ")
+    before = sum(float(line.record["score"]) for line in lines) / max(len(lines), 1)
+    after = sum(result.parts["score"] for result in results) / max(len(lines), 1)
+    print(f"{changes.total()} of {len(lines)} differ; mean score {before:.4f} -> {after:.4f}")
+    return EXIT_DIFFERENT if changes else 0
+
+
+def difference(record: dict[str, Any], result: ScoringResult) -> str:
+    """What changed between a line and a new result, empty when nothing did; texts and times are not compared."""
+    said = []
+    if record["status"] != result.status:
+        said.append(f"{record['status']} -> {result.status}" + (f" ({result.error})" if result.error else ""))
+    for name in sorted({*record["parts"], *result.parts}):
+        old, new = record["parts"].get(name), result.parts.get(name)
+        if old is None or new is None or abs(old - new) > _TOLERANCE:
+            said.append(f"{name} {_number(old)} -> {_number(new)}")
+    return ", ".join(said)
+
+
+def _read(file: Path) -> Iterator[Line]:
+    with file.open(encoding="utf-8") as lines:
+        for number, text in enumerate(lines, start=1):
+            place = f"{file.name}:{number}"
+            try:
+                record = json.loads(text)
+                job = ScoringJob(
+                    record["data_source"], record["response"], record["ground_truth"], record["extra_info"]
+                )
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{place} is not JSON: {error}") from error
+            except (KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{place} has no {error}; only a ledger written with reward_model.ledger=texts holds what a grader "
+                    "needs"
+                ) from error
+            yield Line(place, record, job)
+
+
+def _distinct(lines: Sequence[Line], given: RewardFunctionSpec | None) -> list[RewardFunctionSpec]:
+    """The functions to be used, each once: their keyword arguments make them unhashable."""
+    found: list[RewardFunctionSpec] = [given] if given else []
+    for line in lines if given is None else ():
+        if line.grader not in found:
+            found.append(line.grader)
+    return found
+
+
+def _check(function: RewardFunctionSpec) -> None:
+    """ValueError when it cannot be loaded or called as a reward function."""
+    try:
+        load_reward_function(function)
+    except Exception as error:  # a process edge: the user's file runs here, and may raise anything
+        raise ValueError(f"{function.name} of {function.path}: {type(error).__name__}: {error}") from error
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.regrade", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("ledger", type=Path, nargs="+", help="step_N.jsonl, or the folder reward_ledger")
+    parser.add_argument("--path", help="Python file of the reward function; default: the one that each line names")
+    parser.add_argument("--name", default="compute_score")
+    parser.add_argument("--kwargs", default="{}", help="keyword arguments of the function, as JSON")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=10.0, help="seconds of one call")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""The record of every grade: what was asked, what came out, and which version of which grader said so.
+
+A file is ``step_N.jsonl``, or ``val_step_N.jsonl`` of a validation, with one line per response. Lines hold what a
+grader needs, so that ``python -m tools.regrade`` grades them again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.trainer.ppo.checkpointing import write_text
+from verl.workers.reward_manager import GradedSample
+
+FOLDER = "reward_ledger"
+
+
+class RewardLedger:
+    """Writes a file per step, whole or not at all; a step that is run again replaces its file.
+
+    Args:
+        report_dir: where the run writes; the ledger is in ``reward_ledger/`` there.
+        contents: ``reward_model.ledger``.
+    """
+
+    def __init__(self, report_dir: str, contents: str) -> None:
+        self._directory = Path(report_dir) / FOLDER
+        self._contents = contents
+
+    def write(self, step: int, samples: Sequence[GradedSample], *, is_validation: bool = False) -> None:
+        """The file of one step; on disk when this returns."""
+        if self._contents == "off":
+            return
+        self._directory.mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps(_record(step, sample, self._contents)) + "\n" for sample in samples)
+        prefix = "val_" if is_validation else ""
+        write_text(self._directory / f"{prefix}step_{step}.jsonl", "".join(lines))
+
+
+def _record(step: int, sample: GradedSample, contents: str) -> dict[str, Any]:
+    job, result = sample.job, sample.result
+    assert result.function is not None
+    texts = {"prompt": sample.prompt, "response": job.solution_str}
+    if contents == "references":
+        texts = {f"{name}_sha256": hashlib.sha256(_bytes(text)).hexdigest() for name, text in texts.items()}
+    return {
+        "uid": sample.uid,
+        "step": step,
+        "data_source": job.data_source,
+        **texts,
+        "ground_truth": job.ground_truth,
+        "extra_info": job.extra_info,
+        "score": result.parts["score"],
+        "parts": result.parts,
+        "parse": result.parse,
+        "status": result.status,
+        "error": result.error,
+        "seconds": round(result.seconds, 4),
+        "grader": {
+            "path": result.function.path,
+            "name": result.function.name,
+            "kwargs": result.function.kwargs,
+            "version": result.version,
+        },
+    }
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", errors="surrogatepass")

@@ -1,0 +1,85 @@
+"""Reward functions of users: how one is called, checked before a run starts, and told from an edited one."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.utils.import_utils import load_extern_type
+from verl.utils.reward_score.spec import RewardFunctionSpec
+
+SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+_FORMS = f"def NAME({', '.join(SINGLE)}) or, for a batched one, def NAME({', '.join(BATCHED)})"
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A loaded function.
+
+    Attributes:
+        is_batched: takes lists (its first parameter is ``data_sources``) and returns one result each.
+        is_async: an ``async def``.
+        version: first 16 digits of the SHA-256 of its file, as it was when loaded; what it imports is not in it.
+    """
+
+    function: Callable[..., Any]
+    kwargs: dict[str, Any]
+    is_batched: bool
+    is_async: bool
+    is_by_name: bool
+    version: str
+
+    def call(self, samples: Sequence[Sequence[Any]]) -> Any:
+        """One call for ``samples`` (of four values each, as in SINGLE), of which a function for one sample gets one.
+
+        Returns what the function returns: a coroutine when it is async.
+        """
+        values: list[Any] = [list(column) for column in zip(*samples, strict=True)]
+        if not self.is_batched:
+            [values] = [list(sample) for sample in samples]
+        if not self.is_by_name:
+            return self.function(*values, **self.kwargs)
+        names = BATCHED if self.is_batched else SINGLE
+        return self.function(**dict(zip(names, values, strict=True)), **self.kwargs)
+
+
+def load_reward_function(spec: RewardFunctionSpec) -> RewardFunction:
+    """Loads its file; ValueError when it cannot be called as a reward function. The file may raise anything."""
+    path = Path(spec.path).expanduser()
+    version = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
+    function = load_extern_type(spec.path, spec.name)
+    where = f"{spec.name} of {spec.path}"
+    if not callable(function):
+        raise ValueError(f"{where} is a {type(function).__name__}; expected a function")
+    signature = inspect.signature(function)
+    names = list(signature.parameters)
+    is_batched = bool(names) and names[0] == BATCHED[0]
+    expected = BATCHED if is_batched else SINGLE
+    is_by_name = _binds(signature, (), {**dict.fromkeys(expected), **spec.kwargs})
+    if not is_by_name and not _binds(signature, expected, spec.kwargs):
+        given = f" with the reward_kwargs {', '.join(spec.kwargs)}" if spec.kwargs else ""
+        raise ValueError(
+            f"{where}{signature} cannot be called{given}; expected {_FORMS}, and a parameter for each kwarg"
+        )
+    is_async = inspect.iscoroutinefunction(function)
+    return RewardFunction(function, spec.kwargs, is_batched, is_async, is_by_name, version)
+
+
+async def gather(function: RewardFunction, samples: Sequence[Sequence[Any]], timeout_s: float) -> list[Any]:
+    """All samples at once through an async function; in order, the result of each or its exception."""
+    calls = (asyncio.wait_for(function.call([sample]), timeout_s) for sample in samples)
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+def _binds(signature: inspect.Signature, values: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    try:
+        signature.bind(*values, **kwargs)
+    except TypeError:
+        return False
+    return True

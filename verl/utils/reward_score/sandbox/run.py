@@ -1,0 +1,171 @@
+"""Runs a submitted Python program where it can do no harm; refuses to where the kernel offers too little."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import sysconfig
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from verl.utils.reward_score.sandbox.channels import START_S, Channels
+from verl.utils.reward_score.sandbox.limits import ProgramResult, SandboxError, SandboxLimits
+
+_ROOT = str(Path(__file__).resolve().parents[4])
+_BOOT = "from verl.utils.reward_score.sandbox.jail import main; main()"
+_FILES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache",
+          "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom")  # fmt: skip
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/",
+    "LANG": "C.UTF-8",
+    "PYTHONPATH": _ROOT,  # until the program starts
+    "PYTHONHASHSEED": "0",
+    "PYTHONIOENCODING": "utf-8:replace",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+def run_program(
+    program: str, stdin: str = "", *, tests: str | None = None, limits: SandboxLimits | None = None
+) -> ProgramResult:
+    """Runs ``program`` as ``__main__`` on ``stdin``, or imports it and runs ``tests`` in its scope.
+
+    The program gets no network, no file to write, no second process, the limits' share of time and memory, and nothing
+    to read but Python's own files (the latter where the kernel has Landlock). Its standard library and the installed
+    packages are there. With ``tests`` it shares its process with them, so a program made for it can fool them; one that
+    is compared by its output cannot, because the expected output is never there.
+
+    Raises:
+        SandboxError: this machine cannot keep a program from the network, from writing, or within its limits; or the
+            program's process did not come so far as to begin.
+    """
+    expected = sandbox_layers()
+    limits = limits or SandboxLimits()
+    result, layers = _run(program, stdin, tests, limits)
+    if not layers:
+        why = f" within {START_S:g} s" if result.status == "timeout" else f": {_last_line(result)}"
+        raise SandboxError(f"the process of a program did not start{why}")
+    if layers != expected:
+        raise SandboxError(f"a program ran under {', '.join(layers)}; this machine has offered {', '.join(expected)}")
+    return result
+
+
+def missing_protection() -> str:
+    """Why programs cannot be run safely here, by trying what they must not do; empty when they can."""
+    try:
+        sandbox_layers()
+    except SandboxError as error:
+        return str(error)
+    return ""
+
+
+@cache  # of a success: where the sandbox does not hold, the next call tries again
+def sandbox_layers() -> tuple[str, ...]:
+    """The kernel's protections that programs are under on this machine; SandboxError when they do not hold."""
+    where = "the sandbox for submitted programs does not"
+    result, layers = _run(_PROBE.format(parent=os.getpid()), "", None, SandboxLimits(wall_s=30.0, cpu_s=10))
+    if not layers:
+        raise SandboxError(f"{where} start on this machine: {_last_line(result)}")
+    leaks = result.stdout.split("\n")[:-1]
+    if leaks or not result.is_ok:
+        raise SandboxError(
+            f"{where} hold on this machine: {'; '.join(leaks) or _last_line(result)}. It has {', '.join(layers)}; it "
+            "needs seccomp, and Landlock or user namespaces unless it runs as root"
+        )
+    return layers
+
+
+def _last_line(result: ProgramResult) -> str:
+    return (result.stderr.strip().splitlines() or [f"{result.status}, exit code {result.exit_code}"])[-1]
+
+
+# Tried in the sandbox, once by each process that runs programs; it prints what it should not have been able to do.
+_PROBE = """
+import ctypes, os, resource, signal, socket
+
+def must_fail(what, function):
+    try:
+        function()
+    except (OSError, MemoryError, ValueError):
+        return
+    print(what)
+
+must_fail("it can open a socket", lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+must_fail("it can write files", lambda: open("/tmp/.sandbox-probe", "w"))
+must_fail("it can make folders", lambda: os.mkdir("/tmp/.sandbox-probe"))
+must_fail("it can start processes", lambda: os._exit(0) if os.fork() == 0 else None)
+must_fail("it can send signals to its parent", lambda: os.kill({parent}, 0))
+must_fail("it can read its parent's environment", lambda: open("/proc/{parent}/environ", "rb").read(1))
+must_fail("it can use more memory than its limit", lambda: bytearray(resource.getrlimit(resource.RLIMIT_AS)[0]))
+must_fail("it can raise its limits", lambda: resource.setrlimit(resource.RLIMIT_AS, (-1, -1)))
+"""
+
+
+def _settings(tests: str | None, limits: SandboxLimits, control: int, report: int) -> dict[str, Any]:
+    packages = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+    library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+    prefixes = [os.path.join(prefix, "lib") for prefix in (sys.prefix, sys.base_prefix)]
+    dynamic = os.path.join(sysconfig.get_path("platstdlib"), "lib-dynload")
+    own = [os.path.join(sys.base_prefix, "lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "lib-dynload")]
+    return {
+        "parent": os.getpid(),
+        "control": control,
+        "report": report,
+        "has_tests": tests is not None,
+        "readable": list(dict.fromkeys([*_FILES, *prefixes, *packages, *library])),
+        "path": list(dict.fromkeys([*library, dynamic, *own, *packages])),
+        "limits": {
+            "RLIMIT_CPU": limits.cpu_s,
+            "RLIMIT_AS": limits.memory_bytes,
+            "RLIMIT_FSIZE": 0,
+            "RLIMIT_NOFILE": limits.open_files,
+            "RLIMIT_CORE": 0,
+            "RLIMIT_MEMLOCK": 0,
+            "RLIMIT_MSGQUEUE": 0,
+        },
+    }
+
+
+def _run(program: str, stdin: str, tests: str | None, limits: SandboxLimits) -> tuple[ProgramResult, tuple[str, ...]]:
+    """The result, and the layers that the process says it is under: none when it did not come so far."""
+    word = secrets.token_hex(16)
+    frames = json.dumps(program) + "\n"
+    if tests is not None:
+        frames += json.dumps({"code": tests, "word": word}) + "\n"
+    with Channels(frames.encode(), stdin.encode(errors="replace")) as channels:
+        control, report = channels.inherited
+        settings = json.dumps(_settings(tests, limits, control, report))
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-s", "-P", "-B", "-c", _BOOT, settings],
+            stdin=channels.stdin,
+            stdout=channels.stdout,
+            stderr=channels.stderr,
+            env=_ENVIRONMENT,
+            cwd="/",
+            pass_fds=channels.inherited,
+        )
+        try:
+            channels.start()
+            status = channels.pump(process, limits)
+        finally:
+            process.kill()  # its only process: it cannot start another
+            process.wait()
+    first, _, rest = channels.received("report").partition(b"\n")
+    layers = tuple(json.loads(first)["layers"]) if first.startswith(b'{"layers"') else ()
+    if status == "ok" and (process.returncode != 0 or (tests is not None and rest != word.encode())):
+        status = "failed"
+    result = ProgramResult(
+        status,
+        channels.received("stdout").decode(errors="replace"),
+        channels.received("stderr").decode(errors="replace"),
+        process.returncode,
+        time.monotonic() - channels.began_at if channels.began_at else 0.0,
+    )
+    return result, layers

@@ -1,0 +1,160 @@
+"""A scoring process as the pool sees it: requests in, replies out, and an end whenever the pool wants one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from verl.utils.reward_score.spec import RewardFunctionSpec
+
+logger = logging.getLogger(__name__)
+
+_START_LIMIT_S = 180.0
+_ASYNC_GRACE_S = 1.0  # an async call ends its own samples at the limit; what then still blocks is ended from outside
+_LAST_BREATH_S = 0.5  # between the end of a process's output and its own
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+class PoolClosed(Exception):
+    """The pool was closed while an answer was being graded."""
+
+
+class ScoringProcess:
+    """Leader of a process group of its own, and the line protocol to it.
+
+    Args:
+        functions: what it loads, in order; a call names one by its place.
+        timeout_s: seconds one call may take.
+        closed: a file descriptor that becomes readable when the pool closes.
+
+    Raises:
+        RuntimeError: a function cannot be loaded, with the process's last words.
+        PoolClosed: the pool was closed meanwhile.
+    """
+
+    def __init__(self, functions: Sequence[RewardFunctionSpec], timeout_s: float, closed: int) -> None:
+        self._closed = closed
+        self._timeout_s = timeout_s
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        search_path = filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}
+        environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        arguments = [json.dumps([asdict(function) for function in functions]), str(timeout_s)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "verl.utils.reward_score.scoring_worker", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=environment,
+            start_new_session=True,
+        )
+        self._buffer = b""
+        self.is_usable = True
+        try:
+            ready = self._read_line(_START_LIMIT_S)
+        except PoolClosed:
+            self.kill()
+            raise
+        if not ready:
+            last_words = self._last_words()
+            self.kill()
+            names = ", ".join(f"{function.name} of {function.path}" for function in functions)
+            raise RuntimeError(f"the reward function cannot be loaded: {names}\n{last_words}")
+        self._kinds: list[dict[str, Any]] = json.loads(ready)["ready"]
+
+    def knows(self, function: int) -> bool:
+        """Whether it loaded the function of that place."""
+        return function < len(self._kinds)
+
+    def version(self, function: int) -> str:
+        """Digest of the function's file, as this process loaded it."""
+        return str(self._kinds[function]["version"])
+
+    def most_samples(self, function: int, batch_size: int, max_concurrent: int) -> int:
+        """How many answers one call of the function may have."""
+        kind = self._kinds[function]
+        return batch_size if kind["is_batched"] else max_concurrent if kind["is_async"] else 1
+
+    def score(self, function: int, samples: Sequence[list[Any]]) -> dict[str, Any]:
+        """The worker's reply (``scoring_worker``) with ``seconds``; after a time-out or a crash not ``is_usable``."""
+        start = time.monotonic()
+        limit_s = self._timeout_s + (_ASYNC_GRACE_S if self._kinds[function]["is_async"] else 0.0)
+        line = self._read_line(limit_s) if self._write({"function": function, "samples": samples}) else b""
+        if line:
+            reply: dict[str, Any] = json.loads(line)
+            return reply
+        self.is_usable = False
+        seconds = time.monotonic() - start
+        if line is None:
+            return {"timeout": f"took more than {limit_s:g} s", "seconds": seconds}
+        return {"error": f"ended its process: {self._how_it_ended()}", "seconds": seconds}
+
+    def kill(self) -> None:
+        """Ends the process and whatever it started, and waits for it."""
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._stderr):
+            _close(stream)
+
+    def _write(self, request: dict[str, Any]) -> bool:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return False
+        return True
+
+    def _read_line(self, timeout_s: float) -> bytes | None:
+        """The next reply; empty when the process ends first, None when the limit passes first."""
+        assert self._process.stdout is not None
+        descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + timeout_s
+        poller = select.poll()  # select() refuses file numbers above 1023, which a large driver reaches
+        for watched in (descriptor, self._closed):
+            poller.register(watched, select.POLLIN)
+        while b"\n" not in self._buffer:
+            ready = dict(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
+            if self._closed in ready:
+                raise PoolClosed
+            if not ready:
+                return None
+            chunk = os.read(descriptor, 1 << 16)
+            if not chunk:
+                return b""
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _how_it_ended(self) -> str:
+        """Its signal or exit code, read without reaping it: its group must still be killed by its number."""
+        deadline = time.monotonic() + _LAST_BREATH_S
+        while (ended := os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is None:
+            if time.monotonic() > deadline:
+                return "its output was closed"
+            time.sleep(0.01)
+        if ended.si_code == os.CLD_EXITED:
+            return f"exit code {ended.si_status}"
+        return f"signal {signal.Signals(ended.si_status).name}"
+
+    def _last_words(self) -> str:
+        self._stderr.seek(0)
+        return self._stderr.read().decode(errors="replace")[-2000:]
+
+
+def _close(stream: BinaryIO | Any) -> None:
+    try:
+        stream.close()
+    except BrokenPipeError:
+        logger.debug("a killed grader had unread input")
