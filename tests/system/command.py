@@ -16,9 +16,10 @@ from typing import Any
 
 import psutil
 
-from recipes.r1_zero.launcher import child
-from recipes.r1_zero.launcher.network import free_ports
-from recipes.r1_zero.launcher.settings import ROOT, VARIABLES
+from recipes.common.launcher import child
+from recipes.common.launcher.network import free_ports
+from recipes.common.launcher.settings import variables
+from recipes.common.recipe import ROOT, load_recipe
 
 SCRIPT = ROOT / "recipes" / "r1_zero" / "ray_start_grpo_npu.sh"
 TAG_NAME = "R1_ZERO_TEST_COMMAND"
@@ -144,7 +145,15 @@ class Command:
 
 def _clean_environment() -> dict[str, str]:
     """This process's variables without settings of runs and proxies, and with its own Python for the command."""
-    dropped = {*VARIABLES, "RAY_ADDRESS", "RAY_AUTH_MODE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "MASTER_PORT"}
+    dropped = {
+        *variables(load_recipe("r1_zero")),
+        "RAY_ADDRESS",
+        "RAY_AUTH_MODE",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "ALL_PROXY",
+        "MASTER_PORT",
+    }
     kept = {name: value for name, value in os.environ.items() if name.upper() not in dropped}
     ray_port, control_port = free_ports(2)
     return kept | {

@@ -12,7 +12,7 @@ from pathlib import Path
 if not __package__:  # run by its path: let the repository's packages be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from recipes.r1_zero.stamp import write_text_atomically
+from recipes.common.stamp import write_text_atomically
 
 KINDS = ("sum", "maximum", "minimum")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
-from recipes.r1_zero.launcher.job import (
+from recipes.common.launcher.job import (
     Job,
     RayPorts,
     driver_stage,
@@ -18,9 +18,9 @@ from recipes.r1_zero.launcher.job import (
     run_variables,
     stages,
 )
-from recipes.r1_zero.launcher.settings import Place
+from recipes.common.launcher.settings import Place
 
-TEMP_DIR = "/tmp/r1z_<random>"
+TEMP_DIR = "/tmp/rl_<random>"
 
 
 def print_plan(job: Job, place: Place, problems: list[str], console: Console, environment: Mapping[str, str]) -> None:
@@ -84,7 +84,7 @@ def _print_environment(job: Job, node: Place, environment: Mapping[str, str], co
     given = {"NNODES": str(job.nnodes), "MASTER_ADDR": node.master_addr, "NODE_RANK": str(rank)}
     given |= {"CONFIG_NAME": settings.config_name, "OUTPUT_DIR": str(settings.output_dir)}
     for name in (
-        "JSON_PATH",
+        settings.recipe.input_variable,
         "MODEL_PATH",
         "DIST_CKPT_PATH",
         "STEPS",
@@ -97,7 +97,7 @@ def _print_environment(job: Job, node: Place, environment: Mapping[str, str], co
             given[name] = environment[name]
     prefix = " ".join(f"{name}={shlex.quote(value)}" for name, value in given.items())
     overrides = "".join(f" {shlex.quote(text)}" for text in settings.overrides)
-    console.print(f"  {prefix} bash recipes/r1_zero/ray_start_grpo_npu.sh{overrides}")
+    console.print(f"  {prefix} {settings.recipe.start_command}{overrides}")
     console.print("\nenvironment of Ray and the workers:")
     variables = run_variables(job, node, environment) | {"RAY_AUTH_TOKEN": "<the run's token>"}
     if job.device == "npu":
