@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -33,6 +34,16 @@ def make_problem(kind: str, numbers: tuple[int, ...]) -> dict[str, str]:
         "answer": answer,
         "solution": f"{function.__name__}({', '.join(map(str, numbers))}) = {answer}",
     }
+
+
+def solution_of(problem: str) -> str:
+    """The worked solution of a problem of ``make_problem``; an empty text for any other."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", problem))
+    words = {"sum": " + ", "maximum": "largest", "minimum": "smallest"}
+    for kind, word in words.items():
+        if word in problem and len(numbers) > 1 and (made := make_problem(kind, numbers))["problem"] == problem:
+            return made["solution"]
+    return ""
 
 
 def _running_sum(numbers: tuple[int, ...]) -> str:

@@ -23,9 +23,9 @@ from recipes.common.launcher.earlier import set_aside_other_training, training_i
 from recipes.common.launcher.job import (
     Job,
     Stage,
+    closing_stages,
     driver_stage,
     ray_nodes_command,
-    report_stage,
     resolve_config,
     run_variables,
     stages,
@@ -90,7 +90,8 @@ class Launch:
         self._keep_trainings_apart()
         self._start_ray()
         self._run_driver()
-        self._run_stage(report_stage(self.job))
+        for stage in closing_stages(self.job):
+            self._run_stage(stage)
         return 0
 
     def _keep_trainings_apart(self) -> None:

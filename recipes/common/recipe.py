@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from recipes.common.corpus import CorpusStyle
@@ -24,6 +24,7 @@ class Recipe:
     user is told about it; ``input_problems(path)`` finds its faults, one sentence each, before anything starts.
     ``data_stages(job)`` are the commands that make ``data/train.parquet`` and ``data/test.parquet`` of it, or of
     generated problems where it is not set. ``accelerators`` are the devices on which ``full_config`` is the default.
+    ``shards`` is the form that training starts from; ``converts_back``: the last checkpoint becomes an HF directory.
     """
 
     name: str
@@ -39,6 +40,8 @@ class Recipe:
     input_meaning: str
     input_problems: Callable[[Path], list[str]]
     data_stages: Callable[[Job], list[Stage]]
+    shards: Literal["mp_rank", "torch_dist"] = "mp_rank"
+    converts_back: bool = False
 
     @property
     def folder(self) -> Path:

@@ -17,6 +17,7 @@ OUTPUTS = (
     "tensorboard",
     "val_generations",
     "export_hf",
+    "trained_hf",
     "report.html",
     "rewards.png",
     "response_len.png",

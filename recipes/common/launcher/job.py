@@ -173,6 +173,9 @@ def _sharding_stage(job: Job) -> Stage:
         )
     if settings.dist_ckpt_path is not None and has_shards(settings.dist_ckpt_path):
         return Stage(name, title, why_not=f"DIST_CKPT_PATH {settings.dist_ckpt_path} has shards, used as they are")
+    paths = ["--load-dir", str(model_dir(settings)), "--save-dir", str(settings.dist_ckpt_dir), "--resume"]
+    if settings.recipe.shards == "torch_dist":
+        return Stage(name, title, (job.python, "-m", "mindspeed_llm.convert_ckpt_torch_dist", *paths))
     command = [job.python, "-m", "mindspeed_llm.convert_ckpt_deepseek3", "--moe-grouped-gemm"]
     command += ["--target-tensor-parallel-size", str(engine.tensor_model_parallel_size)]
     command += ["--target-pipeline-parallel-size", str(engine.pipeline_model_parallel_size)]
@@ -180,8 +183,7 @@ def _sharding_stage(job: Job) -> Stage:
     command += ["--target-expert-parallel-size", str(engine.expert_model_parallel_size)]
     if engine.moe_tp_extend_ep:
         command.append("--moe-tp-extend-ep")
-    command += ["--load-dir", str(model_dir(settings)), "--save-dir", str(settings.dist_ckpt_dir), "--resume"]
-    return Stage(name, title, tuple(command))
+    return Stage(name, title, (*command, *paths))
 
 
 def _slot_flags(job: Job) -> list[str]:
@@ -230,9 +232,23 @@ def driver_stage(job: Job) -> Stage:
     return Stage("main_ppo", "GRPO", (*command, *run_overrides(job.settings)))
 
 
-def report_stage(job: Job) -> Stage:
-    """Stage 7: curves, report and closing summary."""
-    return Stage("report", "Results", (job.python, "-m", "tools.report", "--run-dir", str(job.settings.output_dir)))
+def closing_stages(job: Job) -> list[Stage]:
+    """What is done when the training is over: the way back to Hugging Face form, curves, report and closing summary."""
+    report = (job.python, "-m", "tools.report", "--run-dir", str(job.settings.output_dir))
+    way_back = [_way_back_stage(job)] if job.settings.recipe.converts_back else []
+    return [*way_back, Stage("report", "Results", report)]
+
+
+def _way_back_stage(job: Job) -> Stage:
+    """The last checkpoint, torch-dist shards as training wrote them, as an HF directory; asked for when it is there."""
+    checkpoints = Path(job.config.trainer.default_local_dir)
+    latest = checkpoints / "latest_checkpointed_iteration.txt"
+    step = latest.read_text(encoding="utf-8").strip() if latest.is_file() else "<last>"
+    command = [job.python, "-m", "mindspeed_llm.convert_ckpt_deepseek3_mcore2hf"]
+    command += ["--load-dir", str(checkpoints / f"global_step_{step}" / "actor")]
+    command += ["--hf-config-dir", str(model_dir(job.settings))]
+    command += ["--save-dir", str(job.settings.output_dir / "trained_hf" / f"global_step_{step}"), "--resume"]
+    return Stage("way_back", "Shards to Hugging Face", tuple(command))
 
 
 def ray_command(job: Job, place: Place, temp_dir: str, ports: RayPorts) -> tuple[str, ...]:

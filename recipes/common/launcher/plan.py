@@ -10,15 +10,17 @@ from rich.console import Console
 from recipes.common.launcher.job import (
     Job,
     RayPorts,
+    closing_stages,
     driver_stage,
+    model_dimensions,
     npu_variables,
     ray_command,
     ray_nodes_command,
-    report_stage,
     run_variables,
     stages,
 )
 from recipes.common.launcher.settings import Place
+from verl.workers.config.engine import END_STAGES
 
 TEMP_DIR = "/tmp/rl_<random>"
 
@@ -55,8 +57,7 @@ def _node_place(rank: int, master: str, nnodes: int, here: Place) -> Place:
 def _print_layout(job: Job, console: Console) -> None:
     models, world = job.config.actor_rollout_ref, job.config.trainer.world_size
     engine, rollout = models.actor.megatron, models.rollout
-    layout, counts = engine.layout(world), engine.layer_counts()
-    stage_layers = "even" if counts is None else ",".join(map(str, counts))
+    layout = engine.layout(world)
     further = {
         "VPP": layout.virtual_pipeline_model_parallel_size,
         "CP": layout.context_parallel_size,
@@ -66,7 +67,7 @@ def _print_layout(job: Job, console: Console) -> None:
         f"training: TP{layout.tensor_model_parallel_size} PP{layout.pipeline_model_parallel_size} "
         f"DP{layout.data_parallel_size} EP{engine.expert_parallel}"
         + "".join(f" {axis}{size}" for axis, size in further.items() if size > 1)
-        + f", layers per stage {stage_layers}"
+        + f", layers per stage {_stage_layers(job)}"
     )
     rollout_dp = world // rollout.tensor_model_parallel_size
     expert = f" EP{world}" if rollout.enable_expert_parallel else ""
@@ -76,6 +77,23 @@ def _print_layout(job: Job, console: Console) -> None:
         f"a step:   {data.train_batch_size} prompts x {rollout.n} samples, prompts up to {data.max_prompt_length} and "
         f"responses up to {data.max_response_length} tokens"
     )
+
+
+def _stage_layers(job: Job) -> str:
+    """Layers of every stage, as far as they are known: a plan can be printed without the model."""
+    engine = job.config.actor_rollout_ref.actor.megatron
+    counts = engine.layer_counts()
+    if counts is None and job.settings.model_path is not None:
+        try:
+            counts = engine.layer_counts(model_dimensions(job.settings).get("num_hidden_layers"))
+        except ValueError:
+            counts = None  # the checks say that they do not divide
+    if counts is not None:
+        return ",".join(map(str, counts))
+    ends = {"first": END_STAGES[0], "last": END_STAGES[1]}
+    given = {name: engine.override_transformer_config.get(key) for name, key in ends.items()}
+    told = [f"{size} in the {name}" for name, size in given.items() if size is not None]
+    return f"{', '.join(told)}, the others even" if told else "even"
 
 
 def _print_environment(job: Job, node: Place, environment: Mapping[str, str], console: Console, rank: int) -> None:
@@ -116,7 +134,7 @@ def _commands(job: Job, node: Place, nodes: list[Place]) -> list[str]:
     if node.is_head:
         if len(nodes) > 1:
             out.append(shlex.join(ray_nodes_command(job, node, [other.own_addr for other in nodes])))
-        out += [driver_stage(job).shown(), report_stage(job).shown()]
+        out += [driver_stage(job).shown(), *(stage.shown() for stage in closing_stages(job))]
     else:
         out.append("# stays until the head says that the run is over, or goes away")
     return out
