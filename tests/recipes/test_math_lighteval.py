@@ -171,7 +171,7 @@ def config_of(name: str, *overrides: str) -> PPOTrainerConfig:
 
 
 def table_after(heading: str) -> list[tuple[str, str, str]]:
-    """Rows of the first table after a line that holds ``heading``: key (with a star perhaps), upstream's value, ours."""
+    """Rows of the first table after ``heading``: key (with a star perhaps), upstream's value, ours."""
     rest = README[README.index(heading) :]
     lines = re.search(r"(?:^\|.*\n)+", rest, re.MULTILINE)
     assert lines is not None
