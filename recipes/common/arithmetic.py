@@ -38,7 +38,7 @@ def make_problem(kind: str, numbers: tuple[int, ...]) -> dict[str, str]:
 
 def solution_of(problem: str) -> str:
     """The worked solution of a problem of ``make_problem``; an empty text for any other."""
-    numbers = tuple(int(number) for number in re.findall(r"\d+", problem))
+    numbers = tuple(int(number) for number in re.findall(r"\d{1,9}", problem))
     words = {"sum": " + ", "maximum": "largest", "minimum": "smallest"}
     for kind, word in words.items():
         if word in problem and len(numbers) > 1 and (made := make_problem(kind, numbers))["problem"] == problem:

@@ -19,12 +19,12 @@ def solution_of(row: dict[str, Any]) -> str:
 
 
 CORPUS = CorpusStyle(
-    well_formed="{thought}. The answer is $\\boxed{{{answer}}}$.",
+    well_formed="{thought}\nThe answer is $\\boxed{{{answer}}}$.",
     broken=(
-        "{thought}. The answer is {answer}.",
-        "{thought}. The answer is $\\boxed{answer}$.",
-        "{thought}. The answer is $\\boxed{{{answer}",
-        "{thought}.",
+        "{thought}\nThe answer is {answer}.",
+        "{thought}\nThe answer is $\\boxed{answer}$.",
+        "{thought}\nThe answer is $\\boxed{{{answer}",
+        "{thought}",
         "The answer is {answer}.",
     ),
     whole_tokens=(INSTRUCTION, "\\boxed{"),

@@ -125,8 +125,8 @@ def test_hostile_answers_are_wrong_and_cheap() -> None:
         for truth in ("5", "\\frac{1}{2}", "x+1", "\\sqrt{2}+\\sqrt{3}", "(1,2)"):
             begun = time.monotonic()
             boxed = last_boxed(f"\\boxed{{{hostile}}}")
-            assert not (boxed is not None and answers_equal(boxed, truth)), (hostile[:60], truth)
-            assert not answers_equal(hostile, truth), (hostile[:60], truth)
+            for answer in {boxed or "", hostile}:
+                assert not answers_equal(answer, truth), (hostile[:60], truth)
             assert time.monotonic() - begun < LIMIT_S, (hostile[:60], truth)
 
 
