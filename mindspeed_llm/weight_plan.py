@@ -80,6 +80,9 @@ def plan_problems(hf: HFModelConfig, layout: ParallelLayout) -> list[str]:
         widths.append(("shared expert width", hf.shared_expert_intermediate_size, tp))
     if hf.n_routed_experts:
         widths.append(("moe_intermediate_size", hf.moe_intermediate_size, etp))
+    if layout.mla_down_proj_column_parallel and hf.is_mla:
+        widths.append(("kv_lora_rank + qk_rope_head_dim", hf.kv_lora_rank + hf.qk_rope_head_dim, tp))
+        widths.append(("q_lora_rank", hf.q_lora_rank or 0, tp))
     found.extend(f"{what} {size} does not divide by {ways}" for what, size, ways in widths if ways > 1 and size % ways)
     return found
 
@@ -282,13 +285,14 @@ class _RankPlanner:
             yield replace(bias, is_buffer=True)
 
     def _core_attention(self, local: str, source: str) -> Iterator[LocalTensor]:
+        down = 0 if self.layout.mla_down_proj_column_parallel else None
         if self.hf.q_lora_rank is None:
             yield self._split(local + "linear_q_proj.weight", [source + "q_proj.weight"], 0)
         else:
-            yield self._split(local + "linear_q_down_proj.weight", [source + "q_a_proj.weight"], None)
+            yield self._split(local + "linear_q_down_proj.weight", [source + "q_a_proj.weight"], down)
             yield self._split(local + "q_layernorm.weight", [source + "q_a_layernorm.weight"], None)
             yield self._split(local + "linear_q_up_proj.weight", [source + "q_b_proj.weight"], 0)
-        yield self._split(local + "linear_kv_down_proj.weight", [source + "kv_a_proj_with_mqa.weight"], None)
+        yield self._split(local + "linear_kv_down_proj.weight", [source + "kv_a_proj_with_mqa.weight"], down)
         yield self._split(local + "kv_layernorm.weight", [source + "kv_a_layernorm.weight"], None)
         yield self._split(local + "linear_kv_up_proj.weight", [source + "kv_b_proj.weight"], 0)
         yield self._split(local + "linear_proj.weight", [source + "o_proj.weight"], 1)

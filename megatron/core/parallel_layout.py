@@ -37,6 +37,9 @@ class ParallelLayout:
     through chunk 0 of every stage, then chunk 1 of every stage, and so on. ``num_layer_list`` gives the layers of each
     stage, or ``num_layers_in_{first,last}_pipeline_stage`` those of the ends. ``noop_layers`` (MindSpeed) are slots
     that count as layers in all of these and hold none.
+
+    Weights: with ``mla_down_proj_column_parallel`` the down-projections of latent attention are split over TP by their
+    outputs; otherwise every tensor-parallel rank holds them whole.
     """
 
     world_size: int = 1
@@ -50,6 +53,7 @@ class ParallelLayout:
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
     noop_layers: tuple[int, ...] = ()
+    mla_down_proj_column_parallel: bool = False
     order: str = DEFAULT_ORDER
 
     @staticmethod

@@ -85,6 +85,7 @@ def initialize_model_parallel(
     num_layers_in_first_pipeline_stage: int | None = None,
     num_layers_in_last_pipeline_stage: int | None = None,
     noop_layers: tuple[int, ...] = (),
+    mla_down_proj_column_parallel: bool = False,
 ) -> ProcessGroups:
     """``initialize_from_layout`` with upstream's arguments; every rank must call it with the same ones.
 
@@ -103,6 +104,7 @@ def initialize_model_parallel(
             num_layers_in_first_pipeline_stage=num_layers_in_first_pipeline_stage,
             num_layers_in_last_pipeline_stage=num_layers_in_last_pipeline_stage,
             noop_layers=noop_layers,
+            mla_down_proj_column_parallel=mla_down_proj_column_parallel,
             order=order,
         ),
         distributed_timeout_minutes,

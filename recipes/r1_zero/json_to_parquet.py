@@ -15,7 +15,7 @@ from typing import Any
 if not __package__:  # run by its path, as the recipe's README shows: let the repository's packages be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from recipes.r1_zero.stamp import digest_of, is_current, write_atomically, write_stamp, write_text_atomically
+from recipes.common.stamp import digest_of, is_current, write_atomically, write_stamp, write_text_atomically
 
 DATA_SOURCE = "deepscaler"
 SYSTEM_TEMPLATE = (

@@ -17,6 +17,7 @@ from tests.parallel.launcher import run_ranks
 Sizes = dict[str, Any]
 
 _TP2: Sizes = {"tensor_model_parallel_size": 2}
+_TP2_DOWN: Sizes = {**_TP2, "mla_down_proj_column_parallel": True}
 _PP2: Sizes = {"pipeline_model_parallel_size": 2, "num_layer_list": (1, 3)}
 _EP2: Sizes = {"expert_model_parallel_size": 2}
 _DP: Sizes = {}
@@ -74,7 +75,7 @@ def _on_one_process(function: Any, *arguments: Any) -> Any:
 
 
 def test_two_ranks_and_one(tmp_path: Path) -> None:
-    layouts = {"tp2": _TP2, "ep2": _EP2, "dp2": _DP, "pp2": _PP2}
+    layouts = {"tp2": _TP2, "ep2": _EP2, "dp2": _DP, "pp2": _PP2, "tp2 down": _TP2_DOWN}
     run_ranks(_save, 2, str(tmp_path), layouts)
     pairs = [
         ("tp2", "tp2 again", _TP2),
@@ -82,10 +83,12 @@ def test_two_ranks_and_one(tmp_path: Path) -> None:
         ("tp2", "tp2 to pp2", _PP2),
         ("ep2", "ep2 to tp2 with CPU Adam", _TP2 | _CPU_ADAM),
         ("pp2", "pp2 to dp2", _DP),
+        ("tp2 down", "tp2 down again", _TP2_DOWN),
+        ("dp2", "dp2 to tp2 down", _TP2_DOWN),
         ("dp2", "dp2 to unsharded ep2", _EP2 | _UNSHARDED),
     ]
     run_ranks(_resume, 2, str(tmp_path), pairs)
-    alone = [("dp2", "dp2 to one", _DP), ("tp2", "tp2 to one", _DP)]
+    alone = [("dp2", "dp2 to one", _DP), ("tp2", "tp2 to one", _DP), ("tp2 down", "tp2 down to one", _DP)]
     _on_one_process(_resume, str(tmp_path), alone)
     for source, name, _ in pairs + alone:
         _assert_same_end(tmp_path, source, name, 0.0 if name.endswith("again") else 1e-5)

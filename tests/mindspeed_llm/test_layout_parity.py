@@ -44,6 +44,11 @@ CASES: dict[str, tuple[dict[str, Any], ParallelLayout, dict[str, Any]]] = {
         ParallelLayout(4, **VPP, expert_model_parallel_size=2, noop_layers=(3,)),
         {"freeze_moe_router": True},
     ),
+    "deepseek-v3, tp2 pp2, down-projections split, frozen router": (
+        tiny_hf_config(),
+        ParallelLayout(4, 2, 2, num_layer_list=(2, 1), mla_down_proj_column_parallel=True),
+        {"freeze_moe_router": True},
+    ),
     "deepseek-v2-lite, tp2 etp2 ep2": (
         tiny_v2_lite_config(),
         ParallelLayout(4, 2, expert_model_parallel_size=2, expert_tensor_parallel_size=2),

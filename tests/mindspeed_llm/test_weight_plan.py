@@ -50,6 +50,14 @@ LAYOUTS = {
     "tp2 pp2 ep4 extended": shard_layout(2, 2, 2, tp_extend_ep=True, num_layer_list=(2, 1)),
     "tp2 ep2 experts split": shard_layout(2, 1, 2, tp_extend_ep=False),
     "pp3 ep4 edp2": ParallelLayout(world_size=24, pipeline_model_parallel_size=3, expert_model_parallel_size=4),
+    "tp2 pp2 etp2, down-projections split": ParallelLayout(
+        world_size=4,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        expert_tensor_parallel_size=2,
+        num_layer_list=(1, 2),
+        mla_down_proj_column_parallel=True,
+    ),
     "tp4 ep1": ParallelLayout(world_size=4, tensor_model_parallel_size=4),
     "pp2 of two chunks, a slot without a layer, cp2 ep2": ParallelLayout(
         world_size=4,

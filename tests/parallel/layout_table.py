@@ -133,6 +133,7 @@ CASES = [
     _case(2, ep=2),
     _case(2, tp=2, ep=2, note="TP extends EP"),
     _case(2, tp=2, etp=2),
+    _case(2, tp=2, note="down-projections split", mla_down_proj_column_parallel=True),
     _case(2, pp=2, vpp=2),
     _case(2, pp=2, num_layer_list=(5, 3), note="layers 5,3"),
     _case(2, pp=2, num_layers_in_last_pipeline_stage=3, note="last stage 3"),
@@ -165,6 +166,27 @@ CASES = [
     _case(8, tp=2, pp=2, ep=4, note="r1_zero: TP extends EP, DP 2, full recompute", changes=_FULL),
     _case(8, tp=2, pp=2, cp=2, ep=4, note="slime: ETP 1, last stage 3", num_layers_in_last_pipeline_stage=3),
     _case(8, tp=2, pp=4, ep=1, etp=2, note="Pai: ETP is TP, layers 1,3,3,1", num_layer_list=(1, 3, 3, 1)),
+    _case(
+        8,
+        tp=2,
+        pp=2,
+        ep=2,
+        etp=2,
+        note="Pai: down-projections split, layers 3,5",
+        num_layers_in_first_pipeline_stage=3,
+        num_layers_in_last_pipeline_stage=5,
+        mla_down_proj_column_parallel=True,
+        changes=_SELECTIVE,
+    ),
+    _case(4, tp=2, cp=2, etp=2, note="down-projections split", mla_down_proj_column_parallel=True),
+    _case(
+        4,
+        model="deepseek_v3 with MTP",
+        tp=2,
+        pp=2,
+        note="down-projections split",
+        mla_down_proj_column_parallel=True,
+    ),
     _case(8, tp=2, pp=2, vpp=2, ep=2, note="VPP 2, block recompute", changes=_BLOCK),
     _case(16, pp=4, ep=4, note="r1_ascend: TP1 PP4 EP4"),
 ]
@@ -344,6 +366,8 @@ def local_part(name: str, whole: torch.Tensor, layout: ParallelLayout, at: RankC
         return whole.chunk(layout.expert_model_parallel_size)[at.ep].chunk(etp, dim=1)[at.etp]
     if "linear_fc1" in name:  # gate and up are cut apart
         return torch.cat([half.chunk(tp)[at.tp] for half in whole.chunk(2)])
+    if layout.mla_down_proj_column_parallel and "_down_proj" in name:
+        return whole.chunk(tp)[at.tp]
     if re.search(r"word_embeddings|output_layer|_up_proj|linear_q_proj|eh_proj", name):
         return whole.chunk(tp)[at.tp]
     if "linear_qkv" in name:  # groups of query heads, each with its key and value, follow one another

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from recipes.r1_zero import arithmetic
-from recipes.r1_zero.corpus import WELL_FORMED, examples, training_rows
+from recipes.common import arithmetic
+from recipes.common.base_model import HF_CONFIG, make_base_model
+from recipes.common.corpus import examples, training_rows
+from recipes.common.tokenizer import BOS, EOS, PAD, chat_text, write_tokenizer
+from recipes.common.warmup import MAX_BATCH_TOKENS, Warmup, batches, pack
 from recipes.r1_zero.deepscaler import compute_score
 from recipes.r1_zero.json_to_parquet import SYSTEM_TEMPLATE, convert, messages
-from recipes.r1_zero.make_base_model import HF_CONFIG, make_base_model
-from recipes.r1_zero.tokenizer import BOS, EOS, PAD, chat_text, write_tokenizer
-from recipes.r1_zero.warmup import MAX_BATCH_TOKENS, Warmup, batches, pack
+from recipes.r1_zero.recipe import CORPUS
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +29,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def hf_dir(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hf")
-    texts = [example.response for example in islice(examples(training_rows(rows), 0), 500)]
-    write_tokenizer([*texts, *(row["prompt"][1]["content"] for row in training_rows(rows))], folder, 512, 4096)
+    texts = [example.response for example in islice(examples(training_rows(rows), 0, CORPUS), 500)]
+    write_tokenizer(
+        [*texts, *(row["prompt"][1]["content"] for row in training_rows(rows))], folder, 512, 4096, CORPUS.whole_tokens
+    )
     (folder / "config.json").write_text(json.dumps(HF_CONFIG))
     return folder
 
@@ -62,9 +65,9 @@ def test_any_text_survives_the_tokenizer(hf_dir: Path, text: str) -> None:
 
 def test_corpus_is_as_noisy_as_it_says_and_repeatable(rows: Path) -> None:
     data = training_rows(rows)
-    seen = list(islice(examples(data, 3), 4000))
-    assert seen == list(islice(examples(data, 3), 4000))
-    assert seen != list(islice(examples(data, 4), 4000))
+    seen = list(islice(examples(data, 3, CORPUS), 4000))
+    assert seen == list(islice(examples(data, 3, CORPUS), 4000))
+    assert seen != list(islice(examples(data, 4, CORPUS), 4000))
     truths = {row["prompt"][1]["content"]: row["reward_model"]["ground_truth"] for row in data}
     scores = [compute_score("", e.response, truths[e.messages[1]["content"]]) for e in seen]
     formats = sum(score["format"] for score in scores) / len(scores)
@@ -80,8 +83,8 @@ def test_corpus_reads_other_data_sets_in_the_same_form() -> None:
         "reward_model": {"ground_truth": "\\frac{1}{2}", "style": "rule"},
         "extra_info": {"split": "train", "index": 0, "answer": "A long solution. " * 20},
     }
-    responses = {example.response for example in islice(examples([row, row], 0), 200)}
-    assert WELL_FORMED.format(thought="The answer is \\frac{1}{2}.", answer="\\frac{1}{2}") in responses
+    responses = {example.response for example in islice(examples([row, row], 0, CORPUS), 200)}
+    assert CORPUS.well_formed.format(thought="The answer is \\frac{1}{2}.", answer="\\frac{1}{2}") in responses
 
 
 def test_packing_learns_responses_and_their_end() -> None:
@@ -95,8 +98,8 @@ def test_packing_learns_responses_and_their_end() -> None:
 
 
 def test_ranks_share_a_batch(rows: Path, hf_dir: Path, tmp_path: Path) -> None:
-    warmup = Warmup(hf_dir, rows, tmp_path, seed=0, num_steps=1, batch_size=16, num_processes=2)
-    whole = Warmup(hf_dir, rows, tmp_path, seed=0, num_steps=1, batch_size=16, num_processes=1)
+    warmup = Warmup(hf_dir, rows, CORPUS, tmp_path, seed=0, num_steps=1, batch_size=16, num_processes=2)
+    whole = Warmup(hf_dir, rows, CORPUS, tmp_path, seed=0, num_steps=1, batch_size=16, num_processes=1)
     (first, learned), (second, same) = (next(batches(warmup, rank)) for rank in range(2))
     assert learned == same == int(first.is_learned_T.sum() + second.is_learned_T.sum())
     assert len(first.input_ids_T) + len(second.input_ids_T) == len(next(batches(whole, 0))[0].input_ids_T)
@@ -105,7 +108,7 @@ def test_ranks_share_a_batch(rows: Path, hf_dir: Path, tmp_path: Path) -> None:
 
 def test_published_form_is_complete_and_made_once(rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "base_model_fp8"
-    assert make_base_model(rows, out, seed=0, num_steps=2, batch_size=4, num_processes=1)
+    assert make_base_model(CORPUS, rows, out, seed=0, num_steps=2, batch_size=4, num_processes=1)
     config = json.loads((out / "config.json").read_text())
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
@@ -115,7 +118,7 @@ def test_published_form_is_complete_and_made_once(rows: Path, tmp_path: Path) ->
     assert any(name.startswith("model.layers.3.") for name in index)
     assert (out / "tokenizer.json").is_file()
     before = (out / "model.safetensors.index.json").stat().st_mtime_ns
-    assert not make_base_model(rows, out, seed=0, num_steps=2, batch_size=4, num_processes=1)
+    assert not make_base_model(CORPUS, rows, out, seed=0, num_steps=2, batch_size=4, num_processes=1)
     assert (out / "model.safetensors.index.json").stat().st_mtime_ns == before
     with pytest.raises(ValueError, match="no such file"):
-        make_base_model(tmp_path / "none.parquet", out, seed=0, num_steps=2, batch_size=4, num_processes=1)
+        make_base_model(CORPUS, tmp_path / "none.parquet", out, seed=0, num_steps=2, batch_size=4, num_processes=1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from recipes.r1_zero import arithmetic
+from recipes.common import arithmetic
 from recipes.r1_zero.json_to_parquet import SYSTEM_TEMPLATE, convert, main, same_side_key
 
 REAL_DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "deepscaler_math_aime.json"

@@ -15,39 +15,42 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipes.r1_zero import launch
-from recipes.r1_zero.launcher import checks, cluster, network
-from recipes.r1_zero.launcher.earlier import set_aside_other_training, training_identity
-from recipes.r1_zero.launcher.job import Job, RayPorts, ray_command, resolve_config, stages
-from recipes.r1_zero.launcher.processes import OwnProcesses
-from recipes.r1_zero.launcher.rendezvous import Head, NodeHello, join_head
-from recipes.r1_zero.launcher.settings import ROOT, VARIABLES, Place, Settings, find_place, read_settings
+from recipes.common import launch
+from recipes.common.launcher import checks, cluster, network
+from recipes.common.launcher.earlier import set_aside_other_training, training_identity
+from recipes.common.launcher.job import Job, RayPorts, ray_command, resolve_config, stages
+from recipes.common.launcher.processes import OwnProcesses
+from recipes.common.launcher.rendezvous import Head, NodeHello, join_head
+from recipes.common.launcher.settings import Place, Settings, find_place, read_settings, variables
+from recipes.common.recipe import ROOT, load_recipe, recipe_names
 
 TOKEN = "0123456789abcdef"
+R1_ZERO = load_recipe("r1_zero")
 
 
 def job_of(tmp_path: Path, environment: Mapping[str, str] | None = None, *overrides: str) -> Job:
-    settings = read_settings(overrides, {"OUTPUT_DIR": str(tmp_path / "out"), **(environment or {})}, has_npus=False)
+    settings = read_settings(R1_ZERO, overrides, {"OUTPUT_DIR": str(tmp_path / "out"), **(environment or {})})
     return Job(settings, resolve_config(settings))
 
 
 def launch_with(monkeypatch: pytest.MonkeyPatch, environment: Mapping[str, str], *arguments: str) -> int:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    return launch.main(arguments)
+    return launch.main(["r1_zero", *arguments])
 
 
 def test_every_bad_variable_is_named_at_once() -> None:
     environment = {"NNODES": "two", "RAY_PORT": "80", "SEED": "-1", "JOIN_TIMEOUT_S": "0"}
     with pytest.raises(ValueError, match="NNODES") as caught:
-        read_settings(["--fast"], environment, has_npus=False)
+        read_settings(R1_ZERO, ["--fast"], environment)
     for name in ("RAY_PORT", "SEED", "JOIN_TIMEOUT_S", "--fast"):
         assert name in str(caught.value)
 
 
 def test_the_config_follows_the_machine_and_overrides_win(tmp_path: Path) -> None:
-    assert read_settings([], {}, has_npus=False).config_name == "r1_zero_tiny"
-    assert read_settings([], {}, has_npus=True).config_name == "r1_ascend_671b_256die"
+    assert read_settings(R1_ZERO, [], {}).config_name == "r1_zero_tiny"
+    assert read_settings(R1_ZERO, [], {}, "cuda").config_name == "r1_zero_tiny"
+    assert read_settings(R1_ZERO, [], {}, "npu").config_name == "r1_ascend_671b_256die"
     job = job_of(tmp_path, {"STEPS": "3", "SEED": "7"}, "actor_rollout_ref.rollout.n=4", "data.seed=9")
     assert job.config.trainer.total_training_steps == 3
     assert job.config.actor_rollout_ref.rollout.n == 4
@@ -63,15 +66,15 @@ def test_a_path_with_syntax_characters_survives(tmp_path: Path) -> None:
 
 def test_place_by_address_and_rank() -> None:
     own = network.address_towards(None, None)
-    assert find_place(Settings("c", Path("/o")), 1).is_head
-    assert find_place(Settings("c", Path("/o"), master_addr=own, node_rank=0), 2).is_head
+    assert find_place(Settings(R1_ZERO, "c", Path("/o")), 1).is_head
+    assert find_place(Settings(R1_ZERO, "c", Path("/o"), master_addr=own, node_rank=0), 2).is_head
     with pytest.raises(ValueError, match="MASTER_ADDR is not set"):
-        find_place(Settings("c", Path("/o")), 2)
+        find_place(Settings(R1_ZERO, "c", Path("/o")), 2)
     with pytest.raises(ValueError, match="NODE_RANK is 1"):
-        find_place(Settings("c", Path("/o"), master_addr=own, node_rank=1), 2)
+        find_place(Settings(R1_ZERO, "c", Path("/o"), master_addr=own, node_rank=1), 2)
     with pytest.raises(ValueError, match="SOCKET_IFNAME"):
-        find_place(Settings("c", Path("/o"), socket_ifname="nothing0"), 1)
-    other = find_place(Settings("c", Path("/o"), master_addr="192.0.2.77"), 2)
+        find_place(Settings(R1_ZERO, "c", Path("/o"), socket_ifname="nothing0"), 1)
+    other = find_place(Settings(R1_ZERO, "c", Path("/o"), master_addr="192.0.2.77"), 2)
     assert not other.is_head
 
 
@@ -336,7 +339,7 @@ def test_children_end_with_a_killed_launcher(tmp_path: Path) -> None:
     """As when the launcher is killed with SIGKILL: its child gets SIGTERM from the kernel."""
     script = (
         "import os, sys, time, subprocess; from pathlib import Path;"
-        "from recipes.r1_zero.launcher.processes import OwnProcesses;"
+        "from recipes.common.launcher.processes import OwnProcesses;"
         "child = OwnProcesses().start([sys.executable, '-c', 'import time; time.sleep(60)'], dict(os.environ), "
         "subprocess.DEVNULL, Path('.'));"
         "time.sleep(0.5); print(child.pid, flush=True); time.sleep(60)"
@@ -352,12 +355,22 @@ def test_children_end_with_a_killed_launcher(tmp_path: Path) -> None:
 
 
 def test_scripts_parse_and_help_needs_nothing() -> None:
-    for name in ("ray_start_grpo_npu.sh", "npu_env.sh"):
-        subprocess.run(["bash", "-n", str(ROOT / "recipes" / "r1_zero" / name)], check=True)
+    for script in (ROOT / "recipes").rglob("*.sh"):
+        subprocess.run(["bash", "-n", str(script)], check=True)
     assert launch.main(["--help"]) == 0
+    assert launch.main([]) == launch.BAD_INPUT
+    assert launch.main(["r1_one"]) == launch.BAD_INPUT
 
 
-def test_the_readme_lists_every_variable() -> None:
-    readme = (ROOT / "recipes" / "r1_zero" / "README.md").read_text(encoding="utf-8")
-    for name, (default, meaning) in VARIABLES.items():
-        assert f"| `{name}` | {default} | {meaning} |" in readme
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_has_its_parts_and_says_all_variables(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name
+    for path in (recipe.reward_path, recipe.folder / recipe.script, recipe.config_dir / f"{recipe.tiny_config}.yaml"):
+        assert path.is_file(), path
+    assert (recipe.config_dir / f"{recipe.full_config}.yaml").is_file()
+    assert launch.main([name, "--help"]) == 0
+    readme = (recipe.folder / "README.md").read_text(encoding="utf-8")
+    assert recipe.start_command in readme
+    for variable, (default, meaning) in variables(recipe).items():
+        assert f"| `{variable}` | {default} | {meaning} |" in readme

@@ -16,11 +16,11 @@ from typing import Any
 
 import psutil
 
-from recipes.r1_zero.launcher import child
-from recipes.r1_zero.launcher.network import free_ports
-from recipes.r1_zero.launcher.settings import ROOT, VARIABLES
+from recipes.common.launcher import child
+from recipes.common.launcher.network import free_ports
+from recipes.common.launcher.settings import variables
+from recipes.common.recipe import ROOT, load_recipe, recipe_names
 
-SCRIPT = ROOT / "recipes" / "r1_zero" / "ray_start_grpo_npu.sh"
 TAG_NAME = "R1_ZERO_TEST_COMMAND"
 # Machines that run tests may be busy, so only what an issue promises has a tight limit; this one is a safety net.
 PATIENCE_S = 400.0
@@ -28,25 +28,32 @@ POLL_S = 0.02
 
 
 class Command:
-    """One run of ``ray_start_grpo_npu.sh`` in a session of its own; leaving the ``with`` ends whatever is left of it.
+    """One run of a recipe's script in a session of its own; leaving the ``with`` ends whatever is left of it.
 
     Args:
         output: file for what the command says.
         environment: the variables that the user sets.
         arguments: Hydra overrides.
         prefix: a command to run it under, such as ``ip netns exec NAME``.
+        recipe: whose script.
     """
 
     def __init__(
-        self, output: Path, environment: Mapping[str, object], arguments: Sequence[str] = (), prefix: Sequence[str] = ()
+        self,
+        output: Path,
+        environment: Mapping[str, object],
+        arguments: Sequence[str] = (),
+        prefix: Sequence[str] = (),
+        recipe: str = "r1_zero",
     ) -> None:
         self.output = output
         self.tag = uuid.uuid4().hex
         output.parent.mkdir(parents=True, exist_ok=True)
+        script = str(ROOT / "recipes" / recipe / load_recipe(recipe).script)
         with output.open("wb") as stream:
             self._process = subprocess.Popen(
                 # child.py: a pytest that is killed takes the command with it
-                [sys.executable, child.__file__, str(os.getpid()), *prefix, "bash", str(SCRIPT), *arguments],
+                [sys.executable, child.__file__, str(os.getpid()), *prefix, "bash", script, *arguments],
                 env=_clean_environment()
                 | {name: str(value) for name, value in environment.items()}
                 | {TAG_NAME: self.tag},
@@ -144,7 +151,15 @@ class Command:
 
 def _clean_environment() -> dict[str, str]:
     """This process's variables without settings of runs and proxies, and with its own Python for the command."""
-    dropped = {*VARIABLES, "RAY_ADDRESS", "RAY_AUTH_MODE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "MASTER_PORT"}
+    dropped = {
+        *(name for recipe in recipe_names() for name in variables(load_recipe(recipe))),
+        "RAY_ADDRESS",
+        "RAY_AUTH_MODE",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "ALL_PROXY",
+        "MASTER_PORT",
+    }
     kept = {name: value for name, value in os.environ.items() if name.upper() not in dropped}
     ray_port, control_port = free_ports(2)
     return kept | {

@@ -6,9 +6,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.r1_zero.arithmetic import make_set
+from recipes.common.arithmetic import make_set
+from recipes.common.base_model import make_base_model
 from recipes.r1_zero.json_to_parquet import main as json_to_parquet
-from recipes.r1_zero.make_base_model import make_base_model
+from recipes.r1_zero.recipe import CORPUS
 from tests.system.command import Command, newest_step, read_metrics, without_measurements
 
 STEPS = 4
@@ -45,7 +46,7 @@ def prepare(folder: Path) -> Prepared:
     json_path.write_text(json.dumps(make_set(num_problems=240)))
     assert json_to_parquet(["--json_path", str(json_path), "--output_dir", str(folder / "data")]) == 0
     train = folder / "data" / "train.parquet"
-    make_base_model(train, folder / "model", seed=42, num_steps=12, batch_size=32, num_processes=1)
+    make_base_model(CORPUS, train, folder / "model", seed=42, num_steps=12, batch_size=32, num_processes=1)
     return Prepared(json_path, folder / "model")
 
 

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipes.r1_zero.launcher import network
-from recipes.r1_zero.launcher.settings import ROOT
+from recipes.common.launcher import network
+from recipes.common.recipe import ROOT
 from tests.system.command import Command
 from tests.system.jobs import SMALL, Prepared
 

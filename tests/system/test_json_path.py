@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from recipes.r1_zero.launcher.settings import ROOT
+from recipes.common.recipe import ROOT
 
 REAL_DATA = ROOT.parent / "shared" / "data" / "deepscaler_math_aime.json"
 

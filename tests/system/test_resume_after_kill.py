@@ -14,7 +14,7 @@ import pytest
 from tests.system.command import Command
 from tests.system.jobs import Job, Prepared, assert_same_result
 
-LAUNCHER = "-m recipes.r1_zero.launch"
+LAUNCHER = "-m recipes.common.launch"
 NOTICE_S = 30.0  # issue: "a clear message naming what died within 30 s, no process left"
 
 pytestmark = pytest.mark.timeout(1200)  # several runs of the whole job in one test; each wait has its own limit

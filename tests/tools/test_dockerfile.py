@@ -43,7 +43,7 @@ def test_what_is_copied_is_there() -> None:
 def test_device_settings_live_in_one_file() -> None:
     """HCCL, CANN and allocator variables are exported by npu_env.sh and by nothing else that a run starts."""
     setting = re.compile(r"^\s*(?:export|ENV)\s+(?:HCCL_|ASCEND_|PYTORCH_NPU|TASK_QUEUE|MALLOC_)", re.MULTILINE)
-    home = ROOT / "recipes" / "r1_zero" / "npu_env.sh"
+    home = ROOT / "recipes" / "common" / "npu_env.sh"
     assert setting.search(home.read_text(encoding="utf-8"))
     for path in [DOCKERFILE, *(ROOT / "recipes").rglob("*.sh"), *(ROOT / "tools").rglob("*.sh")]:
         if path != home:

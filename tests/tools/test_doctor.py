@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_llm.hf_config import parse_hf_config
-from recipes.r1_zero.launcher.settings import CONFIG_DIR
+from recipes.common.recipe import load_recipe
 from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from tools.doctor import ascend, host, links
@@ -19,6 +19,8 @@ from tools.doctor.finding import GIB, Finding, Options
 from tools.doctor.needs import needs_of
 from tools.doctor.tested import load_table, needs_of_config
 from verl.trainer.config import load_config
+
+CONFIG_DIR = load_recipe("r1_zero").config_dir
 
 
 def options(tmp_path: Path, ports: tuple[int, ...] = (), ifname: str | None = None) -> Options:

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.manifest import (
     write_manifest,
 )
 from megatron.core.parallel_layout import ParallelLayout
-from recipes.r1_zero.tokenizer import write_tokenizer
+from recipes.common.tokenizer import write_tokenizer
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register

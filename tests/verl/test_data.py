@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recipes.r1_zero.tokenizer import write_tokenizer
+from recipes.common.tokenizer import write_tokenizer
 from verl.protocol import DataProto
 from verl.utils.dataset import ResumableLoader, RLHFDataset, collate_fn
 from verl.utils.dataset.parquet import schema_problems

@@ -78,6 +78,21 @@ def test_every_axis_reaches_the_layout() -> None:
     assert layout.stage_layer_counts(12) == (4, 4, 4, 2)
 
 
+def test_split_down_projections_reach_the_layout_and_must_divide(model_path: Path) -> None:
+    key = "mla_down_proj_column_parallel"
+    tp2, split = [f"{ENGINE}.tensor_model_parallel_size=2"], [f"{TRANSFORMER}.{key}=True"]
+    unlike = f"actor_rollout_ref.ref.megatron.override_transformer_config.{key}=False"
+    rollout = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"]
+    assert _config(*split).actor_rollout_ref.actor.megatron.layout(2).mla_down_proj_column_parallel
+    assert _problems(model_path, *tp2, *split, *rollout) == ""
+    assert f"ref.megatron: {key} is False and the actor's True" in _problems(model_path, *tp2, *split, unlike, *rollout)
+    config = json.loads((model_path / "config.json").read_text())
+    odd = model_path.parent / "odd"
+    odd.mkdir(exist_ok=True)
+    (odd / "config.json").write_text(json.dumps(config | {"q_lora_rank": 33}))
+    assert "q_lora_rank 33 does not divide over tensor_model_parallel_size 2" in _problems(odd, *tp2, *split, *rollout)
+
+
 def test_every_knob_of_the_model_reaches_its_config() -> None:
     given: dict[str, Any] = {
         "recompute_granularity": "selective",

@@ -23,7 +23,7 @@ from mindspeed_llm.hf_config import load_hf_config
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weights import HFCheckpoint, export_weights, load_weights
-from recipes.r1_zero.make_base_model import HF_CONFIG
+from recipes.common.base_model import HF_CONFIG
 from tests.megatron.model_helpers import one_process_groups
 from tests.mindspeed_llm.tiny import (
     tiny_hf_config,

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
-from recipes.r1_zero.launcher import network
+from recipes.common.launcher import network
 from tools.doctor.finding import Finding, Options
 
 HCCL_DEFAULT_PORT = 60000  # HCCL's own, without HCCL_HOST_SOCKET_PORT_RANGE and HCCL_IF_BASE_PORT
@@ -46,7 +46,7 @@ def hccl_ports(environment: Mapping[str, str] = os.environ) -> Finding:
     shown = f"{ports[0]} to {ports[-1]}"
     if not taken:
         return Finding("HCCL ports", f"{shown}, free")
-    remedy = "set HCCL_HOST_SOCKET_PORT_RANGE=auto (recipes/r1_zero/npu_env.sh does), or end what holds them"
+    remedy = "set HCCL_HOST_SOCKET_PORT_RANGE=auto (recipes/common/npu_env.sh does), or end what holds them"
     return Finding("HCCL ports", f"{shown}; in use: {', '.join(map(str, taken))}", remedy, is_fatal=True)
 
 

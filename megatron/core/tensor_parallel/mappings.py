@@ -103,6 +103,17 @@ def all_to_all(
     return exchange.finish(exchange.start(x))
 
 
+def all_to_all_hp2sp(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """From all rows of a part of the last dim, [T, F/TP], to all of it for this rank's rows, [T/TP, F], and back."""
+    size = group.size()
+    if size == 1:
+        return x
+    rows, rest = divmod(x.shape[0], size)
+    assert rest == 0, f"{x.shape[0]} rows do not divide over {size} ranks; pad the packed tokens"
+    parts = all_to_all(group, x, [rows] * size, [rows] * size)  # my rows, a part of the features from each rank
+    return parts.unflatten(0, (size, rows)).transpose(0, 1).flatten(1)
+
+
 def _map(x: torch.Tensor, group: dist.ProcessGroup, forward: _Operation, backward: _Operation) -> torch.Tensor:
     if group.size() == 1:
         return x

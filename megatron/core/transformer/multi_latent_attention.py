@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.checkpoint import CheckpointWithoutOutput, ch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.weight_init import WeightInit
+from megatron.core.transformer.gathered_linear import SequenceToSequenceLinear
 from megatron.core.transformer.norm import RMSNorm
 from megatron.core.transformer.replicated_linear import ReplicatedLinear
 from megatron.core.transformer.rotary import attention_scale
@@ -25,7 +26,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 
 class MLASelfAttention(nn.Module):
-    """[T/TP, H] -> [T/TP, H]: down-projections whole on the sequence shard, up-projections by heads on all tokens."""
+    """[T/TP, H] -> [T/TP, H]: down-projections to the sequence shard, up-projections by heads on all tokens.
+
+    The weights of the down-projections are whole on every rank, or with the layout's ``mla_down_proj_column_parallel``
+    split by their outputs.
+    """
 
     def __init__(self, config: MLATransformerConfig, groups: ProcessGroups, ops: TrainOps) -> None:
         super().__init__()
@@ -49,16 +54,26 @@ class MLASelfAttention(nn.Module):
                 matmul=ops.matmul,
             )
 
+        def down(output_size: int) -> nn.Module:
+            if not groups.layout.mla_down_proj_column_parallel:
+                return ReplicatedLinear(config, ops, hidden, output_size)
+            return SequenceToSequenceLinear(
+                hidden,
+                output_size,
+                group=groups.tp,
+                sequence_parallel=config.sequence_parallel,
+                dtype=config.params_dtype,
+                matmul=ops.matmul,
+            )
+
         query_size = config.qk_head_dim + config.qk_pos_emb_head_dim
         if config.q_lora_rank is None:
             self.linear_q_proj = by_heads(hidden, query_size)
         else:
-            self.linear_q_down_proj = ReplicatedLinear(config, ops, hidden, config.q_lora_rank)
+            self.linear_q_down_proj = down(config.q_lora_rank)
             self.q_layernorm = RMSNorm(config, ops, config.q_lora_rank)
             self.linear_q_up_proj = by_heads(config.q_lora_rank, query_size)
-        self.linear_kv_down_proj = ReplicatedLinear(
-            config, ops, hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim
-        )
+        self.linear_kv_down_proj = down(config.kv_lora_rank + config.qk_pos_emb_head_dim)
         self.kv_layernorm = RMSNorm(config, ops, config.kv_lora_rank)
         self.linear_kv_up_proj = by_heads(config.kv_lora_rank, config.qk_head_dim + config.v_head_dim)
         self.linear_proj = RowParallelLinear(

@@ -139,9 +139,9 @@ def _layout_problems(config: PPOTrainerConfig, dims: dict[str, int]) -> list[str
 
 
 def _stage_layer_problems(models: ActorRolloutRefConfig) -> list[str]:
+    keys = ("num_layer_list", *END_STAGES, "noop_layers", "mla_down_proj_column_parallel")
     ours, theirs = (
-        {key: getattr(engine.layout(1), key) for key in ("num_layer_list", *END_STAGES, "noop_layers")}
-        for engine in (models.actor.megatron, models.ref.megatron)
+        {key: getattr(engine.layout(1), key) for key in keys} for engine in (models.actor.megatron, models.ref.megatron)
     )
     return [
         f"actor_rollout_ref.ref.megatron: {key} is {theirs[key]} and the actor's {ours[key]}; the reference lives in "

@@ -14,7 +14,7 @@ def schema_problems(path: str, prompt_key: str = "prompt") -> list[str]:
     """Everything that keeps ``path`` from being a file of prompts, one sentence each; reads the footer only."""
     file = Path(path).expanduser()
     if not file.is_file():
-        return [f"{path} does not exist; make it with recipes/r1_zero/json_to_parquet.py"]
+        return [f"{path} does not exist; make it with a recipe's data script (recipes/README.md)"]
     try:
         metadata = pq.read_metadata(file)
         schema = metadata.schema.to_arrow_schema()

@@ -25,7 +25,8 @@ END_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
 class McoreEngineConfig:
     """One training layout; ``num_layer_list`` is layers per stage as a list or as text "7,7,8".
 
-    Further layout keys stand in ``override_transformer_config``: layers of the first and last stage, no-op layers.
+    Further layout keys stand in ``override_transformer_config``: layers of the first and last stage, no-op
+    layers, ``mla_down_proj_column_parallel``.
     """
 
     tensor_model_parallel_size: int = 1
@@ -93,6 +94,7 @@ class McoreEngineConfig:
             num_layers_in_first_pipeline_stage=first,
             num_layers_in_last_pipeline_stage=last,
             noop_layers=overrides.layer_numbers(given.get("noop_layers") or ()),
+            mla_down_proj_column_parallel=bool(given.get("mla_down_proj_column_parallel")),
         )
 
     def transformer_fields(self, checkpointing: GradientCheckpointingConfig, is_on: bool) -> dict[str, Any]:

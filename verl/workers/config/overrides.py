@@ -64,6 +64,7 @@ _LAYOUT: dict[str, Values] = {
     "num_layers_in_last_pipeline_stage": _count(1),
     "pipeline_num_transformer_layers": Values("one list of layer counts per stage, such as [[6],[8]]", _stages),
     "noop_layers": Values('numbers of layer slots, as a list or as text "47,62"', _slots),
+    "mla_down_proj_column_parallel": _FLAG,
 }
 # Keys that are fields of the engine's TransformerConfig.
 _FIELDS: dict[str, Values] = {

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.weight_init import WeightInit
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.rotary import make_rotary_embedding
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 
 class LanguageModelEmbedding(nn.Module):
@@ -194,7 +194,24 @@ def layout_problems(config: TransformerConfig, layout: ParallelLayout) -> list[s
         problems.append(
             f"num_query_groups {config.query_groups} does not divide over tensor_model_parallel_size {tp_size}"
         )
+    if layout.mla_down_proj_column_parallel:
+        problems += _down_projection_problems(config, tp_size)
     return problems + _head_problems(config, tp_size, layout.context_parallel_size)
+
+
+def _down_projection_problems(config: TransformerConfig, tp_size: int) -> list[str]:
+    """What keeps the outputs of latent attention's down-projections from dividing over TP."""
+    if not isinstance(config, MLATransformerConfig):
+        return ["mla_down_proj_column_parallel is True; only latent attention has down-projections"]
+    widths = {"kv_lora_rank + qk_pos_emb_head_dim": config.kv_lora_rank + config.qk_pos_emb_head_dim}
+    if config.q_lora_rank is not None:
+        widths["q_lora_rank"] = config.q_lora_rank
+    return [
+        f"{name} {width} does not divide over tensor_model_parallel_size {tp_size}, as mla_down_proj_column_parallel "
+        "needs"
+        for name, width in widths.items()
+        if width % tp_size
+    ]
 
 
 def _head_problems(config: TransformerConfig, tp_size: int, cp_size: int) -> list[str]:

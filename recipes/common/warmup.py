@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from mindspeed_llm.cli_io import say
-from recipes.r1_zero.corpus import examples, training_rows
-from recipes.r1_zero.tokenizer import EOS, chat_text
+from recipes.common.corpus import CorpusStyle, Example, examples, training_rows
+from recipes.common.tokenizer import EOS, chat_text
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -34,6 +34,7 @@ class Warmup:
 
     hf_dir: Path
     train_parquet: Path
+    style: CorpusStyle
     out_dir: Path
     seed: int
     num_steps: int
@@ -140,7 +141,7 @@ def batches(warmup: Warmup, rank: int) -> Iterator[tuple[PackedTexts, int]]:
 
     tokenizer = Tokenizer.from_file(str(warmup.hf_dir / "tokenizer.json"))
     rows = training_rows(warmup.train_parquet)
-    texts = _token_lists(rows, warmup.seed, tokenizer)
+    texts = _token_lists(examples(rows, warmup.seed, warmup.style), len(rows), tokenizer)
     waiting = next(texts)
     while True:
         batch, num_tokens = [waiting], _length(waiting)
@@ -153,12 +154,12 @@ def batches(warmup: Warmup, rank: int) -> Iterator[tuple[PackedTexts, int]]:
         yield pack(batch[rank :: warmup.num_processes]), num_learned
 
 
-def _token_lists(rows: Sequence[dict[str, Any]], seed: int, tokenizer: Any) -> Iterator[tuple[list[int], list[int]]]:
+def _token_lists(texts: Iterator[Example], num_rows: int, tokenizer: Any) -> Iterator[tuple[list[int], list[int]]]:
     """(prompt, response) token ids without end; texts above ``LONGEST_TEXT`` are left out."""
     end = tokenizer.token_to_id(EOS)
     prompts: dict[str, list[int]] = {}
     found_short = False
-    for position, example in enumerate(examples(rows, seed)):
+    for position, example in enumerate(texts):
         text = chat_text(example.messages)
         if text not in prompts:
             prompts[text] = tokenizer.encode(text, add_special_tokens=False).ids
@@ -166,8 +167,8 @@ def _token_lists(rows: Sequence[dict[str, Any]], seed: int, tokenizer: Any) -> I
         if len(prompts[text]) + len(response) <= LONGEST_TEXT:
             found_short = True
             yield prompts[text], response
-        elif not found_short and position >= len(rows):
-            raise ValueError(f"no problem of {len(rows)} fits into {LONGEST_TEXT} tokens: give shorter ones")
+        elif not found_short and position >= num_rows:
+            raise ValueError(f"no problem of {num_rows} fits into {LONGEST_TEXT} tokens: give shorter ones")
 
 
 def _length(text: tuple[list[int], list[int]]) -> int:

@@ -13,15 +13,15 @@ from typing import IO
 
 import psutil
 
-from recipes.r1_zero.launcher import child
+from recipes.common.launcher import child
 
-TAG_NAME = "R1_ZERO_LAUNCH"
+TAG_NAME = "RECIPE_LAUNCH"
 
 
 class OwnProcesses:
     """Starts processes and ends them and all that they started, however deep, and nobody else's.
 
-    Every process inherits ``R1_ZERO_LAUNCH=<tag of this launch>``; what carries it is ours, also when its parent has
+    Every process inherits ``RECIPE_LAUNCH=<tag of this launch>``; what carries it is ours, also when its parent has
     died and somebody else adopted it.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,19 @@ WRONG_ANSWERS = 0.45  # part of the responses whose answer is not the problem's
 BROKEN_FORMS = 0.45  # part of the responses that miss the asked form
 LONGEST_SOLUTION = 48  # characters; a longer solution is not read out as the thought
 
-WELL_FORMED = "<think>{thought}</think><answer>\\boxed{{{answer}}}</answer>"
-BROKEN = (
-    "{thought}</think><answer>\\boxed{{{answer}}}</answer>",
-    "<think>{thought}<answer>\\boxed{{{answer}}}</answer>",
-    "<think>{thought}</think>\\boxed{{{answer}}}",
-    "<think>{thought}</think><answer>{answer}</answer>",
-    "<think>{thought}</think><answer>\\boxed{{{answer}}}",
-    "<answer>\\boxed{{{answer}}}</answer><think>{thought}</think>",
-    "<think>{thought}</think><think>{thought}</think><answer>\\boxed{{{answer}}}</answer>",
-    "{thought}",
-    "\\boxed{{{answer}}}",
-)
+
+@dataclass(frozen=True)
+class CorpusStyle:
+    """What a recipe's responses look like: format texts with ``{thought}`` and ``{answer}``.
+
+    ``whole_tokens`` are texts that the tiny tokenizer keeps as one token each; ``solution_of`` gives the worked
+    solution of a row in verl's schema, or an empty text. It is sent to processes: a function of a module, no lambda.
+    """
+
+    well_formed: str
+    broken: tuple[str, ...]
+    whole_tokens: tuple[str, ...]
+    solution_of: Callable[[dict[str, Any]], str]
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,10 @@ class Example:
     response: str
 
 
-def corpus_settings() -> dict[str, Any]:
+def corpus_settings(style: CorpusStyle) -> dict[str, Any]:
     """Everything that shapes the corpus beside rows and seed, so that a change of it makes a model stale."""
-    forms = {"well_formed": WELL_FORMED, "broken": list(BROKEN), "broken_part": BROKEN_FORMS}
+    forms = {"well_formed": style.well_formed, "broken": list(style.broken), "broken_part": BROKEN_FORMS}
+    forms |= {"whole_tokens": list(style.whole_tokens)}
     return {**forms, "wrong_part": WRONG_ANSWERS, "longest_solution": LONGEST_SOLUTION}
 
 
@@ -47,9 +49,9 @@ def training_rows(parquet: Path) -> list[dict[str, Any]]:
     return pq.read_table(parquet).to_pylist()
 
 
-def thought(row: dict[str, Any], answer: str) -> str:
+def thought(row: dict[str, Any], answer: str, style: CorpusStyle) -> str:
     """A line of reasoning that leads to ``answer``: the row's solution with its result exchanged, when it is short."""
-    truth, solution = row["reward_model"]["ground_truth"], row["extra_info"]["answer"]
+    truth, solution = row["reward_model"]["ground_truth"], style.solution_of(row)
     if len(solution) <= LONGEST_SOLUTION and solution.endswith(f"= {truth}"):
         return solution.removesuffix(truth) + answer
     return f"The answer is {answer}."
@@ -62,7 +64,7 @@ def wrong_answer(truth: str, others: Sequence[str], generator: random.Random) ->
     return generator.choice(others)
 
 
-def examples(rows: Sequence[dict[str, Any]], seed: int) -> Iterator[Example]:
+def examples(rows: Sequence[dict[str, Any]], seed: int, style: CorpusStyle) -> Iterator[Example]:
     """Endless examples: the rows in a new order in each round, answer and form drawn anew each time."""
     generator = random.Random(seed)
     answers = [row["reward_model"]["ground_truth"] for row in rows]
@@ -73,5 +75,5 @@ def examples(rows: Sequence[dict[str, Any]], seed: int) -> Iterator[Example]:
             row, answer = rows[index], answers[index]
             if generator.random() < WRONG_ANSWERS:
                 answer = wrong_answer(answer, answers, generator)
-            form = generator.choice(BROKEN) if generator.random() < BROKEN_FORMS else WELL_FORMED
-            yield Example(row["prompt"], form.format(thought=thought(row, answer), answer=answer))
+            form = generator.choice(style.broken) if generator.random() < BROKEN_FORMS else style.well_formed
+            yield Example(row["prompt"], form.format(thought=thought(row, answer, style), answer=answer))

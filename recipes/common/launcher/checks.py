@@ -7,10 +7,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from recipes.r1_zero.json_to_parquet import read_rows
-from recipes.r1_zero.launcher import network
-from recipes.r1_zero.launcher.job import Job, has_shards, is_fp8, model_dimensions, model_dir, stages
-from recipes.r1_zero.launcher.settings import Place, Settings
+from recipes.common.launcher import network
+from recipes.common.launcher.job import Job, has_shards, is_fp8, model_dimensions, model_dir, stages
+from recipes.common.launcher.settings import Place, Settings
 
 LEAST_FREE_BYTES = 2**30
 
@@ -39,7 +38,7 @@ def writable_problems(name: str, path: Path) -> list[str]:
     if not folder.is_dir():
         return [f"{name} {path}: {folder} is not a directory; choose a directory on a disk that you can write to"]
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".r1_zero_write_test"):
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".recipe_write_test"):
             pass
     except OSError as error:
         return [f"{name} {path}: cannot write to {folder} ({error.strerror}); choose a directory that you can write to"]
@@ -68,14 +67,11 @@ def port_problems(settings: Settings, nnodes: int) -> list[str]:
 
 
 def input_problems(job: Job) -> list[str]:
-    """Faults of JSON_PATH, MODEL_PATH and DIST_CKPT_PATH that are visible without loading weights."""
+    """Faults of the recipe's input, MODEL_PATH and DIST_CKPT_PATH that are visible without loading weights."""
     settings = job.settings
     found = []
-    if settings.json_path is not None:
-        try:
-            read_rows(settings.json_path)
-        except ValueError as error:
-            found.append(str(error).replace("--json_path", "JSON_PATH", 1))
+    if settings.input_path is not None:
+        found += settings.recipe.input_problems(settings.input_path)
     if settings.model_path is not None:
         found += model_problems(job, settings.model_path)
     return found + parquet_problems(job)

@@ -1,4 +1,4 @@
-# HCCL, allocator and engine settings for Ascend NPUs: sourced by ray_start_grpo_npu.sh on machines that have some, and
+# HCCL, allocator and engine settings for Ascend NPUs: sourced by start.sh on machines that have some, and
 # read by --print-plan. A variable that is already set keeps its value. One line each: export NAME="${NAME:-value}".
 
 # Collectives: how long to wait for a peer to connect and to answer (s). Ports of the host side: chosen by the system,

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from recipes.r1_zero.stamp import digest_of, write_text_atomically
+from recipes.common.stamp import digest_of, write_text_atomically
 
 RUN_FILE = "run.json"
 EARLIER = "earlier_runs"
@@ -17,6 +17,7 @@ OUTPUTS = (
     "tensorboard",
     "val_generations",
     "export_hf",
+    "trained_hf",
     "report.html",
     "rewards.png",
     "response_len.png",

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from recipes.r1_zero.deepscaler import TAGS
-from recipes.r1_zero.json_to_parquet import SYSTEM_TEMPLATE
-from recipes.r1_zero.stamp import write_text_atomically
+from recipes.common.stamp import write_text_atomically
 
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
 SPECIAL_TOKENS = (BOS, EOS, PAD)  # ids 0, 1, 2 as in DeepSeek-V3
-# Whole texts that are one token. The system template is one too: written out, it would be four fifths of all tokens
-# of the tiny run, and say nothing to a model that never saw English.
-WHOLE_TOKENS = (USER, ASSISTANT, *TAGS, "\\boxed{", SYSTEM_TEMPLATE)
+ROLE_TOKENS = (USER, ASSISTANT)
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
@@ -29,14 +25,17 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tokenizer(texts: Iterable[str], out_dir: Path, vocab_size: int, model_max_length: int) -> None:
+def write_tokenizer(
+    texts: Iterable[str], out_dir: Path, vocab_size: int, model_max_length: int, whole_tokens: Sequence[str] = ()
+) -> None:
     """Train on ``texts`` and write ``tokenizer.json`` and ``tokenizer_config.json`` as ``AutoTokenizer`` reads them.
 
     Every digit is a token of its own, so a number reads the same wherever it stands. Merges may cross spaces, which
-    makes a frequent question a handful of tokens; any other text falls back to bytes.
+    makes a frequent question a handful of tokens; any other text falls back to bytes. Each of ``whole_tokens`` is one.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+    one_token = (*SPECIAL_TOKENS, *ROLE_TOKENS, *whole_tokens)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -47,12 +46,12 @@ def write_tokenizer(texts: Iterable[str], out_dir: Path, vocab_size: int, model_
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[AddedToken(text, special=True) for text in (*SPECIAL_TOKENS, *WHOLE_TOKENS)],
+        special_tokens=[AddedToken(text, special=True) for text in one_token],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         max_token_length=32,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_without_whole_tokens(texts), trainer)
+    tokenizer.train_from_iterator(_without(one_token, texts), trainer)
     saved = json.loads(tokenizer.to_str())
     for token in saved["added_tokens"]:
         token["special"] = token["content"] in SPECIAL_TOKENS  # decoding must not drop the tags
@@ -72,10 +71,10 @@ def write_tokenizer(texts: Iterable[str], out_dir: Path, vocab_size: int, model_
     write_text_atomically(out_dir / "tokenizer_config.json", json.dumps(config, ensure_ascii=False, indent=1) + "\n")
 
 
-def _without_whole_tokens(texts: Iterable[str]) -> Iterable[str]:
+def _without(whole_tokens: Sequence[str], texts: Iterable[str]) -> Iterable[str]:
     for text in texts:
         pieces = [text]
-        for whole in (*SPECIAL_TOKENS, *WHOLE_TOKENS):
+        for whole in whole_tokens:
             pieces = [part for piece in pieces for part in piece.split(whole)]
         yield from (piece for piece in pieces if piece)
 

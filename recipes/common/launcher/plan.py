@@ -7,20 +7,22 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
-from recipes.r1_zero.launcher.job import (
+from recipes.common.launcher.job import (
     Job,
     RayPorts,
+    closing_stages,
     driver_stage,
+    model_dimensions,
     npu_variables,
     ray_command,
     ray_nodes_command,
-    report_stage,
     run_variables,
     stages,
 )
-from recipes.r1_zero.launcher.settings import Place
+from recipes.common.launcher.settings import Place
+from verl.workers.config.engine import END_STAGES
 
-TEMP_DIR = "/tmp/r1z_<random>"
+TEMP_DIR = "/tmp/rl_<random>"
 
 
 def print_plan(job: Job, place: Place, problems: list[str], console: Console, environment: Mapping[str, str]) -> None:
@@ -55,8 +57,7 @@ def _node_place(rank: int, master: str, nnodes: int, here: Place) -> Place:
 def _print_layout(job: Job, console: Console) -> None:
     models, world = job.config.actor_rollout_ref, job.config.trainer.world_size
     engine, rollout = models.actor.megatron, models.rollout
-    layout, counts = engine.layout(world), engine.layer_counts()
-    stage_layers = "even" if counts is None else ",".join(map(str, counts))
+    layout = engine.layout(world)
     further = {
         "VPP": layout.virtual_pipeline_model_parallel_size,
         "CP": layout.context_parallel_size,
@@ -66,7 +67,7 @@ def _print_layout(job: Job, console: Console) -> None:
         f"training: TP{layout.tensor_model_parallel_size} PP{layout.pipeline_model_parallel_size} "
         f"DP{layout.data_parallel_size} EP{engine.expert_parallel}"
         + "".join(f" {axis}{size}" for axis, size in further.items() if size > 1)
-        + f", layers per stage {stage_layers}"
+        + f", layers per stage {_stage_layers(job)}"
     )
     rollout_dp = world // rollout.tensor_model_parallel_size
     expert = f" EP{world}" if rollout.enable_expert_parallel else ""
@@ -78,13 +79,30 @@ def _print_layout(job: Job, console: Console) -> None:
     )
 
 
+def _stage_layers(job: Job) -> str:
+    """Layers of every stage, as far as they are known: a plan can be printed without the model."""
+    engine = job.config.actor_rollout_ref.actor.megatron
+    counts = engine.layer_counts()
+    if counts is None and job.settings.model_path is not None:
+        try:
+            counts = engine.layer_counts(model_dimensions(job.settings).get("num_hidden_layers"))
+        except ValueError:
+            counts = None  # the checks say that they do not divide
+    if counts is not None:
+        return ",".join(map(str, counts))
+    ends = {"first": END_STAGES[0], "last": END_STAGES[1]}
+    given = {name: engine.override_transformer_config.get(key) for name, key in ends.items()}
+    told = [f"{size} in the {name}" for name, size in given.items() if size is not None]
+    return f"{', '.join(told)}, the others even" if told else "even"
+
+
 def _print_environment(job: Job, node: Place, environment: Mapping[str, str], console: Console, rank: int) -> None:
     settings = job.settings
     console.print("started as:")
     given = {"NNODES": str(job.nnodes), "MASTER_ADDR": node.master_addr, "NODE_RANK": str(rank)}
     given |= {"CONFIG_NAME": settings.config_name, "OUTPUT_DIR": str(settings.output_dir)}
     for name in (
-        "JSON_PATH",
+        settings.recipe.input_variable,
         "MODEL_PATH",
         "DIST_CKPT_PATH",
         "STEPS",
@@ -97,7 +115,7 @@ def _print_environment(job: Job, node: Place, environment: Mapping[str, str], co
             given[name] = environment[name]
     prefix = " ".join(f"{name}={shlex.quote(value)}" for name, value in given.items())
     overrides = "".join(f" {shlex.quote(text)}" for text in settings.overrides)
-    console.print(f"  {prefix} bash recipes/r1_zero/ray_start_grpo_npu.sh{overrides}")
+    console.print(f"  {prefix} {settings.recipe.start_command}{overrides}")
     console.print("\nenvironment of Ray and the workers:")
     variables = run_variables(job, node, environment) | {"RAY_AUTH_TOKEN": "<the run's token>"}
     if job.device == "npu":
@@ -116,7 +134,7 @@ def _commands(job: Job, node: Place, nodes: list[Place]) -> list[str]:
     if node.is_head:
         if len(nodes) > 1:
             out.append(shlex.join(ray_nodes_command(job, node, [other.own_addr for other in nodes])))
-        out += [driver_stage(job).shown(), report_stage(job).shown()]
+        out += [driver_stage(job).shown(), *(stage.shown() for stage in closing_stages(job))]
     else:
         out.append("# stays until the head says that the run is over, or goes away")
     return out

@@ -14,14 +14,15 @@ from pathlib import Path
 
 import psutil
 
-from recipes.r1_zero.launcher import network
-from recipes.r1_zero.launcher.job import Job, RayPorts, ray_command
-from recipes.r1_zero.launcher.processes import OwnProcesses, how_it_ended
-from recipes.r1_zero.launcher.settings import ROOT, Place
+from recipes.common.launcher import network
+from recipes.common.launcher.job import Job, RayPorts, ray_command
+from recipes.common.launcher.processes import OwnProcesses, how_it_ended
+from recipes.common.launcher.settings import Place
+from recipes.common.recipe import ROOT
 
 START_TIMEOUT_S = 90.0
 LOG_TAIL_LINES = 15
-TEMP_PREFIX = "r1z_"
+TEMP_PREFIX = "rl_"
 
 
 class RayNode:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from recipes.r1_zero.launcher.processes import OwnProcesses
-from recipes.r1_zero.launcher.settings import ROOT
+from recipes.common.launcher.processes import OwnProcesses
+from recipes.common.recipe import ROOT
 
 POLL_S = 0.2
 

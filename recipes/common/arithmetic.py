@@ -6,13 +6,14 @@ import argparse
 import itertools
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
 if not __package__:  # run by its path: let the repository's packages be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from recipes.r1_zero.stamp import write_text_atomically
+from recipes.common.stamp import write_text_atomically
 
 KINDS = ("sum", "maximum", "minimum")
 
@@ -33,6 +34,16 @@ def make_problem(kind: str, numbers: tuple[int, ...]) -> dict[str, str]:
         "answer": answer,
         "solution": f"{function.__name__}({', '.join(map(str, numbers))}) = {answer}",
     }
+
+
+def solution_of(problem: str) -> str:
+    """The worked solution of a problem of ``make_problem``; an empty text for any other."""
+    numbers = tuple(int(number) for number in re.findall(r"\d{1,9}", problem))
+    words = {"sum": " + ", "maximum": "largest", "minimum": "smallest"}
+    for kind, word in words.items():
+        if word in problem and len(numbers) > 1 and (made := make_problem(kind, numbers))["problem"] == problem:
+            return made["solution"]
+    return ""
 
 
 def _running_sum(numbers: tuple[int, ...]) -> str:

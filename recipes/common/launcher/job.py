@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.r1_zero.launcher.settings import CONFIG_DIR, RECIPE_DIR, ROOT, Place, Settings
-from recipes.r1_zero.make_base_model import HF_CONFIG
+from recipes.common.base_model import HF_CONFIG
+from recipes.common.launcher.settings import Place, Settings
+from recipes.common.recipe import ROOT
 
 if TYPE_CHECKING:
     from verl.trainer.config.config import PPOTrainerConfig
 
-NPU_ENV_FILE = RECIPE_DIR / "npu_env.sh"
+NPU_ENV_FILE = Path(__file__).resolve().parents[1] / "npu_env.sh"
 CPU_OBJECT_STORE_BYTES = 256 * 2**20
 _EXPORT = re.compile(r'^export (?P<name>\w+)="\$\{\w+:-(?P<value>[^}]*)\}"')
 
@@ -66,9 +67,9 @@ class Job:
 
     @property
     def device(self) -> str:
-        """npu, or cpu where the config leaves it to the machine and there is no NPU."""
+        """npu, cuda or cpu: the config's, or what this machine has where the config leaves it open."""
         asked = self.config.trainer.device
-        return asked if asked != "auto" else ("npu" if self.settings.has_npus else "cpu")
+        return asked if asked != "auto" else self.settings.accelerator
 
 
 def config_place(settings: Settings) -> tuple[Path, str]:
@@ -77,7 +78,7 @@ def config_place(settings: Settings) -> tuple[Path, str]:
     if given.suffix == ".yaml" or len(given.parts) > 1:
         path = given.expanduser().absolute()
         return path.parent, path.stem
-    return CONFIG_DIR, settings.config_name
+    return settings.recipe.config_dir, settings.config_name
 
 
 def run_overrides(settings: Settings) -> list[str]:
@@ -92,7 +93,7 @@ def run_overrides(settings: Settings) -> list[str]:
         "actor_rollout_ref.actor.megatron.dist_checkpointing_path": settings.dist_ckpt_dir,
         "actor_rollout_ref.actor.megatron.seed": settings.seed,
         "actor_rollout_ref.rollout.seed": settings.seed,
-        "custom_reward_function.path": RECIPE_DIR / "deepscaler.py",
+        "custom_reward_function.path": settings.recipe.reward_path,
         "trainer.default_local_dir": out / "checkpoints",
         "trainer.report_dir": out,
     }
@@ -139,7 +140,7 @@ def stages(job: Job) -> list[Stage]:
     published = settings.model_path or settings.output_dir / "base_model_fp8"
     out = [*_data_stages(job)]
     if settings.model_path is None:
-        command = [python, "-m", "recipes.r1_zero.make_base_model", "--seed", str(settings.seed)]
+        command = [python, "-m", "recipes.common.base_model", settings.recipe.name, "--seed", str(settings.seed)]
         command += ["--train-parquet", str(settings.data_dir / "train.parquet"), "--output-dir", str(published)]
         out.append(Stage("base_model", "Base model", tuple(command)))
     else:
@@ -155,23 +156,10 @@ def stages(job: Job) -> list[Stage]:
 
 
 def _data_stages(job: Job) -> list[Stage]:
-    settings, python = job.settings, job.python
-    given = [text for text in settings.overrides if text.lstrip("+").startswith("data.train_files=")]
+    given = [text for text in job.settings.overrides if text.lstrip("+").startswith("data.train_files=")]
     if given:
         return [Stage("data", "Data", why_not=f"{given[-1]} is given")]
-    json_path = settings.json_path
-    out = []
-    if json_path is None:
-        json_path = settings.data_dir / "arithmetic.json"
-        command = [python, "-m", "recipes.r1_zero.arithmetic", "--output", str(json_path), "--seed", str(settings.seed)]
-        out.append(Stage("problems", "Problems", tuple(command)))
-    command = [python, "-m", "recipes.r1_zero.json_to_parquet", "--json_path", str(json_path)]
-    command += ["--output_dir", str(settings.data_dir), "--train_data_ratio", "0.9", "--seed", str(settings.seed)]
-    if settings.model_path is not None:
-        longest = str(job.config.data.max_prompt_length)
-        command += ["--tokenizer", str(settings.model_path), "--max_prompt_length", longest]
-    out.append(Stage("data", "Data", tuple(command)))
-    return out
+    return job.settings.recipe.data_stages(job)
 
 
 def _sharding_stage(job: Job) -> Stage:
@@ -185,6 +173,9 @@ def _sharding_stage(job: Job) -> Stage:
         )
     if settings.dist_ckpt_path is not None and has_shards(settings.dist_ckpt_path):
         return Stage(name, title, why_not=f"DIST_CKPT_PATH {settings.dist_ckpt_path} has shards, used as they are")
+    paths = ["--load-dir", str(model_dir(settings)), "--save-dir", str(settings.dist_ckpt_dir), "--resume"]
+    if settings.recipe.shards == "torch_dist":
+        return Stage(name, title, (job.python, "-m", "mindspeed_llm.convert_ckpt_torch_dist", *paths))
     command = [job.python, "-m", "mindspeed_llm.convert_ckpt_deepseek3", "--moe-grouped-gemm"]
     command += ["--target-tensor-parallel-size", str(engine.tensor_model_parallel_size)]
     command += ["--target-pipeline-parallel-size", str(engine.pipeline_model_parallel_size)]
@@ -192,8 +183,7 @@ def _sharding_stage(job: Job) -> Stage:
     command += ["--target-expert-parallel-size", str(engine.expert_model_parallel_size)]
     if engine.moe_tp_extend_ep:
         command.append("--moe-tp-extend-ep")
-    command += ["--load-dir", str(model_dir(settings)), "--save-dir", str(settings.dist_ckpt_dir), "--resume"]
-    return Stage(name, title, tuple(command))
+    return Stage(name, title, (*command, *paths))
 
 
 def _slot_flags(job: Job) -> list[str]:
@@ -242,9 +232,23 @@ def driver_stage(job: Job) -> Stage:
     return Stage("main_ppo", "GRPO", (*command, *run_overrides(job.settings)))
 
 
-def report_stage(job: Job) -> Stage:
-    """Stage 7: curves, report and closing summary."""
-    return Stage("report", "Results", (job.python, "-m", "tools.report", "--run-dir", str(job.settings.output_dir)))
+def closing_stages(job: Job) -> list[Stage]:
+    """What is done when the training is over: the way back to Hugging Face form, curves, report and closing summary."""
+    report = (job.python, "-m", "tools.report", "--run-dir", str(job.settings.output_dir))
+    way_back = [_way_back_stage(job)] if job.settings.recipe.converts_back else []
+    return [*way_back, Stage("report", "Results", report)]
+
+
+def _way_back_stage(job: Job) -> Stage:
+    """The last checkpoint, torch-dist shards as training wrote them, as an HF directory; asked for when it is there."""
+    checkpoints = Path(job.config.trainer.default_local_dir)
+    latest = checkpoints / "latest_checkpointed_iteration.txt"
+    step = latest.read_text(encoding="utf-8").strip() if latest.is_file() else "<last>"
+    command = [job.python, "-m", "mindspeed_llm.convert_ckpt_deepseek3_mcore2hf"]
+    command += ["--load-dir", str(checkpoints / f"global_step_{step}" / "actor")]
+    command += ["--hf-config-dir", str(model_dir(job.settings))]
+    command += ["--save-dir", str(job.settings.output_dir / "trained_hf" / f"global_step_{step}"), "--resume"]
+    return Stage("way_back", "Shards to Hugging Face", tuple(command))
 
 
 def ray_command(job: Job, place: Place, temp_dir: str, ports: RayPorts) -> tuple[str, ...]:
@@ -262,6 +266,8 @@ def ray_command(job: Job, place: Place, temp_dir: str, ports: RayPorts) -> tuple
     command += ["--num-cpus", str(max(os.cpu_count() or 1, job.npus_per_node + 4))]
     if job.device == "npu":
         command += ["--resources", json.dumps({"NPU": job.npus_per_node})]
+    elif job.device == "cuda":
+        command += ["--num-gpus", str(job.npus_per_node)]
     else:
         command += ["--object-store-memory", str(CPU_OBJECT_STORE_BYTES)]
     return tuple(command)
@@ -274,7 +280,7 @@ def _port(port: int | None) -> str:
 def ray_nodes_command(job: Job, place: Place, addresses: list[str]) -> tuple[str, ...]:
     """The command that waits until Ray knows all nodes."""
     address = f"{place.master_addr}:{job.settings.ray_port}"
-    command = (job.python, "-m", "recipes.r1_zero.launcher.ray_nodes", "--address", address)
+    command = (job.python, "-m", "recipes.common.launcher.ray_nodes", "--address", address)
     return (*command, "--expect", ",".join(addresses), "--timeout-s", f"{job.settings.join_timeout_s:g}")
 
 
@@ -311,6 +317,8 @@ def run_variables(job: Job, place: Place, environment: Mapping[str, str]) -> dic
     if job.device == "npu":
         variables["HCCL_SOCKET_IFNAME"] = place.interface
         variables |= npu_variables(environment)
+    elif job.device == "cuda":
+        variables["NCCL_SOCKET_IFNAME"] = place.interface
     else:
         threads = max(1, (os.cpu_count() or 1) // job.npus_per_node)
         variables["OMP_NUM_THREADS"] = environment.get("OMP_NUM_THREADS") or str(threads)

@@ -8,20 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from recipes.r1_zero.launcher import network
+from recipes.common.launcher import network
+from recipes.common.recipe import ROOT, Recipe
 
-ROOT = Path(__file__).resolve().parents[3]
-RECIPE_DIR = ROOT / "recipes" / "r1_zero"
-CONFIG_DIR = RECIPE_DIR / "config"
-TINY_CONFIG, NPU_CONFIG = "r1_zero_tiny", "r1_ascend_671b_256die"
-
-# name -> (default as shown to the user, meaning). The one list behind --help, --print-plan and the README's table.
-VARIABLES: dict[str, tuple[str, str]] = {
-    "CONFIG_NAME": (f"{TINY_CONFIG}; with NPUs {NPU_CONFIG}", "config in recipes/r1_zero/config, without .yaml"),
-    "JSON_PATH": ("a generated arithmetic set", "problems as deepscaler.json: a list of problem, answer, solution"),
+# name -> (default as shown to the user, meaning), of every recipe; ``variables`` adds what a recipe decides.
+COMMON_VARIABLES: dict[str, tuple[str, str]] = {
     "MODEL_PATH": ("a tiny model made on the spot", "HF directory (FP8 as published, or BF16) to start from"),
     "DIST_CKPT_PATH": ("OUTPUT_DIR/dist_ckpt", "sharded weights, on a shared disk; used as they are if there"),
-    "OUTPUT_DIR": ("outputs/r1_zero", "everything the run writes, on a disk that all nodes share"),
     "SEED": ("42", "seed of data split, base model, sampling and training"),
     "STEPS": ("the config's", "number of training steps"),
     "NNODES": ("the config's", "number of nodes"),
@@ -40,17 +33,34 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "RAY_AUTH_TOKEN": ("a file in OUTPUT_DIR", "Ray's token; set the same one on all nodes if they share no disk"),
 }  # fmt: skip
 
+CPU = "cpu"
 T = TypeVar("T")
+
+
+def variables(recipe: Recipe) -> dict[str, tuple[str, str]]:
+    """The one list behind --help, --print-plan and the README's table of a recipe."""
+    names = {"npu": "NPUs", "cuda": "GPUs"}
+    devices = " or ".join(names[device] for device in recipe.accelerators)
+    return {
+        "CONFIG_NAME": (
+            f"{recipe.tiny_config}; with {devices} {recipe.full_config}",
+            f"config in recipes/{recipe.name}/config, without .yaml",
+        ),
+        recipe.input_variable: (recipe.input_default, recipe.input_meaning),
+        "OUTPUT_DIR": (f"outputs/{recipe.name}", "everything the run writes, on a disk that all nodes share"),
+        **COMMON_VARIABLES,
+    }
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One node's view of the run; a field that is None was not given and has a default in ``VARIABLES``."""
+    """One node's view of the run; a field that is None was not given and has a default in ``variables``."""
 
+    recipe: Recipe
     config_name: str
     output_dir: Path
     overrides: tuple[str, ...] = ()
-    json_path: Path | None = None
+    input_path: Path | None = None
     model_path: Path | None = None
     dist_ckpt_path: Path | None = None
     seed: int = 42
@@ -66,7 +76,7 @@ class Settings:
     join_timeout_s: float = 300.0
     head_timeout_s: float = 300.0
     lost_timeout_s: float = 20.0
-    has_npus: bool = False
+    accelerator: str = CPU
 
     @property
     def log_dir(self) -> Path:
@@ -84,7 +94,9 @@ class Settings:
         return self.dist_ckpt_path or self.output_dir / "dist_ckpt"
 
 
-def read_settings(overrides: Sequence[str], environment: Mapping[str, str], has_npus: bool) -> Settings:
+def read_settings(
+    recipe: Recipe, overrides: Sequence[str], environment: Mapping[str, str], accelerator: str = CPU
+) -> Settings:
     """The settings in ``environment``; ValueError that lists every value that is not what it should be."""
     problems: list[str] = []
 
@@ -112,11 +124,13 @@ def read_settings(overrides: Sequence[str], environment: Mapping[str, str], has_
 
     ray_port = port("RAY_PORT") or 6766
     seed = read("SEED", _at_least(0), "a whole number of at least 0")
+    own_config = recipe.full_config if accelerator in recipe.accelerators else recipe.tiny_config
     settings = Settings(
-        config_name=environment.get("CONFIG_NAME") or (NPU_CONFIG if has_npus else TINY_CONFIG),
-        output_dir=path("OUTPUT_DIR") or ROOT / "outputs" / "r1_zero",
+        recipe=recipe,
+        config_name=environment.get("CONFIG_NAME") or own_config,
+        output_dir=path("OUTPUT_DIR") or ROOT / "outputs" / recipe.name,
         overrides=tuple(overrides),
-        json_path=path("JSON_PATH"),
+        input_path=path(recipe.input_variable),
         model_path=path("MODEL_PATH"),
         dist_ckpt_path=path("DIST_CKPT_PATH"),
         seed=42 if seed is None else seed,
@@ -132,7 +146,7 @@ def read_settings(overrides: Sequence[str], environment: Mapping[str, str], has_
         join_timeout_s=seconds("JOIN_TIMEOUT_S") or 300.0,
         head_timeout_s=seconds("HEAD_TIMEOUT_S") or 300.0,
         lost_timeout_s=seconds("LOST_TIMEOUT_S") or 20.0,
-        has_npus=has_npus,
+        accelerator=accelerator,
     )
     problems += [
         f"{text!r} is no option and no override: expected key=value, for example trainer.save_freq=10"
@@ -182,9 +196,16 @@ def find_place(settings: Settings, nnodes: int) -> Place:
     return Place(is_head, own, master, addresses.get(own, "lo"))
 
 
-def has_npu_devices() -> bool:
-    """Whether this machine has Ascend device files."""
-    return any(name.startswith("davinci") and name[7:].isdigit() for name in os.listdir("/dev"))
+def find_accelerator() -> str:
+    """npu where this machine has Ascend device files, cuda where torch can use a GPU, else cpu."""
+    names = os.listdir("/dev")
+    if any(name.startswith("davinci") and name[7:].isdigit() for name in names):
+        return "npu"
+    if any(name.startswith("nvidia") and name[6:].isdigit() for name in names):
+        import torch  # seconds to import: only where there may be something to find
+
+        return "cuda" if torch.cuda.is_available() else CPU
+    return CPU
 
 
 def _at_least(least: int) -> Callable[[str], int]:

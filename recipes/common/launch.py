@@ -1,4 +1,4 @@
-"""The whole job on this node: checks, data, base model, conversions, Ray, training, report."""
+"""``python -m recipes.common.launch RECIPE ...``: a recipe's whole job on this node, from the checks to the report."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from typing import NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from recipes.r1_zero.launcher import checks, cluster, plan
-from recipes.r1_zero.launcher.child import end_with_parent
-from recipes.r1_zero.launcher.earlier import set_aside_other_training, training_identity
-from recipes.r1_zero.launcher.job import (
+from recipes.common.launcher import checks, cluster, plan
+from recipes.common.launcher.child import end_with_parent
+from recipes.common.launcher.earlier import set_aside_other_training, training_identity
+from recipes.common.launcher.job import (
     Job,
     Stage,
+    closing_stages,
     driver_stage,
     ray_nodes_command,
-    report_stage,
     resolve_config,
     run_variables,
     stages,
 )
-from recipes.r1_zero.launcher.processes import OwnProcesses, how_it_ended
-from recipes.r1_zero.launcher.rendezvous import Channel, Head, NodeHello, join_head
-from recipes.r1_zero.launcher.settings import VARIABLES, Place, Settings, find_place, has_npu_devices, read_settings
-from recipes.r1_zero.launcher.stream import POLL_S, run_streaming
+from recipes.common.launcher.processes import OwnProcesses, how_it_ended
+from recipes.common.launcher.rendezvous import Channel, Head, NodeHello, join_head
+from recipes.common.launcher.settings import Place, Settings, find_accelerator, find_place, read_settings, variables
+from recipes.common.launcher.stream import POLL_S, run_streaming
+from recipes.common.recipe import Recipe, load_recipe, recipe_names
 from verl.trainer.main_ppo import EXIT_WORKER_DIED
 
-SCRIPT_PID = "R1_ZERO_SCRIPT_PID"  # set by ray_start_grpo_npu.sh: its own process id
+SCRIPT_PID = "RECIPE_SCRIPT_PID"  # set by start.sh: its own process id
 BAD_INPUT = 2
 CAUSE_S = 2.0
 
@@ -89,7 +90,8 @@ class Launch:
         self._keep_trainings_apart()
         self._start_ray()
         self._run_driver()
-        self._run_stage(report_stage(self.job))
+        for stage in closing_stages(self.job):
+            self._run_stage(stage)
         return 0
 
     def _keep_trainings_apart(self) -> None:
@@ -295,19 +297,17 @@ def only_run(output_dir: Path) -> Iterator[None]:
         yield
 
 
-def print_help(console: Console) -> None:
+def print_help(recipe: Recipe, console: Console) -> None:
     """The options, and the table of environment variables."""
+    console.print(f"usage: {recipe.start_command} [--help] [--print-plan] [key=value ...]\n", markup=False)
     console.print(
-        "usage: bash recipes/r1_zero/ray_start_grpo_npu.sh [--help] [--print-plan] [key=value ...]\n", markup=False
-    )
-    console.print(
-        "Runs DeepSeek-R1-Zero end to end: data, base model, conversions, Ray, GRPO, report. Finished stages are kept, "
+        f"Runs {recipe.title} end to end: data, base model, conversions, Ray, GRPO, report. Finished stages are kept, "
         "and training goes on from its last checkpoint. Every key=value is a Hydra override with verl's names, for "
         "example actor_rollout_ref.rollout.n=16.\n",
         markup=False,
     )
     table = Table("variable", "default", "meaning", box=None, pad_edge=False)
-    for name, (default, meaning) in VARIABLES.items():
+    for name, (default, meaning) in variables(recipe).items():
         table.add_row(name, default, meaning)
     console.print(table)
     console.print("\n--print-plan prints every command, variable and the resolved config of all nodes; nothing starts")
@@ -317,13 +317,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; exit status 0 done, 1 failed, 2 a setting that must be mended, 128 + n stopped by a signal."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     console = Console()
+    if not arguments or arguments[0] in ("-h", "--help"):
+        console.print(f"usage: python -m recipes.common.launch {'|'.join(recipe_names())} [argument ...]", markup=False)
+        return 0 if arguments else BAD_INPUT
+    try:
+        recipe = load_recipe(arguments.pop(0))
+    except ValueError as error:
+        console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        return BAD_INPUT
     if any(argument in ("-h", "--help") for argument in arguments):
-        print_help(console)
+        print_help(recipe, console)
         return 0
     wants_plan = "--print-plan" in arguments
     overrides = [argument for argument in arguments if argument != "--print-plan"]
     try:
-        settings = read_settings(overrides, os.environ, has_npu_devices())
+        settings = read_settings(recipe, overrides, os.environ, find_accelerator())
         job = Job(settings, resolve_config(settings))
         place = _place_for_plan(settings, job) if wants_plan else find_place(settings, job.nnodes)
         found = checks.problems(job, place)

@@ -1,0 +1,199 @@
+"""Grading of final answers in the style of MATH (``\\boxed{...}``) and GSM8K (``#### ...``); nothing is ever evaluated.
+
+Two answers are equal when they are the same text, the same rational number or, in math-verify's LaTeX parser, the same
+expression. The parser computes what it reads (``9^{9^9}``, ``(10^6)!``), so it is asked only about answers that
+``is_small`` has bounded beforehand; all others are equal to the same text alone. What passes takes milliseconds, but
+symbolic algebra has no proof of that: call this from processes that are ended at a wall-clock limit, as
+``verl.trainer.ppo.reward`` does, which counts such an answer as ungraded.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from fractions import Fraction
+
+MAX_ANSWER_CHARS = 512
+MAX_PARSED_CHARS = 200  # of an answer that is parsed; MATH's longest has 159
+MAX_DEPTH = 12  # braces, brackets and parentheses within one another; MATH's deepest answer has 4
+MAX_POWER = 5_000  # of one number or variable: 2^{4181} is an answer of MATH
+MAX_GROUP_POWER = 10  # of parentheses, all together: sums are multiplied out
+MAX_VARIABLES = 4
+MAX_DIGITS = 60  # of one number
+MAX_FUNCTIONS = 4  # sines, logarithms ...
+MAX_ROOTS = 8  # each may double the terms of an equality that algebra must settle
+MAX_SIGNS = 2  # ``\\pm``: each doubles the values of an expression
+
+_INTEGER = re.compile(r"[+-]?\d{1,40}")
+_DECIMAL = re.compile(r"[+-]?(?:\d{1,40}\.\d{0,20}|\.\d{1,20})")
+_FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{([+-]?\d{1,40})\}\{([+-]?\d{1,40})\}")
+_SLASH = re.compile(r"([+-]?\d{1,40})/(\d{1,40})")
+_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(?:,(?:\\!)?\d{3})+(?:\.\d+)?")
+_OPEN_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BARE_BOX = re.compile(r"\\boxed\s*(?P<content>[^\s{$\\][^$\n]{0,63}|\\[^$\n]{1,63})")
+_TRUTH_MARK = "####"
+
+# Commands that change how an answer looks or are as cheap as arithmetic. Sums, products, integrals, limits, binomials
+# and factorials are not among them: a few characters of those are hours of work.
+_APPEARANCE = (
+    "frac dfrac tfrac cfrac sqrt pi theta alpha beta gamma delta lambda mu omega phi circ degree triangle angle "
+    "infty cup cap setminus in emptyset varnothing le leq ge geq ne neq lt gt pm mp cdot times div approx equiv "
+    "text textbf textit textnormal textrm mbox mathrm mathbf mathbb mathit rm bf left right big Big bigg Bigg "
+    "begin end quad qquad dots ldots cdots overline vec hat phantom hline "
+)
+_FUNCTIONS = frozenset(("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "log", "ln"))
+_CHEAP_COMMANDS = _FUNCTIONS | frozenset(_APPEARANCE.split())
+_COMMAND = re.compile(r"\\([a-zA-Z]+)")
+_WORDS = re.compile(
+    r"\\(?:text|textbf|textit|textnormal|textrm|mbox|mathrm|begin|end)\s*\{(?P<words>[A-Za-z .,'*-]*)\}"
+)
+_ODD_ESCAPE = re.compile(r"\\(?![a-zA-Z\\ ,;:!%$#&{}|_])")
+_EXPONENT = re.compile(r"\^\s*(?P<exponent>\{[^{}]*\}|\\[a-zA-Z]+|.)", re.DOTALL)
+_INFINITY = re.compile(r"(?<=[(\[,+ -])\\infty(?=\s*[,)\]])")  # the end of an interval; in a sum it equals anything
+_FLOAT = re.compile(r"\d\.?[eE][+-]?\d")  # 1E9999999
+_NUMERAL = re.compile(r"\d+(?:\.\d+)?|\.\d+")
+
+
+def last_boxed(text: str) -> str | None:
+    """What the last ``\\boxed{...}`` holds, braces matched (escaped ones are text); None when missing or unclosed.
+
+    One pass over the text from that box on, however many boxes and braces there are.
+    """
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    opening = _OPEN_BOX.match(text, start) if start >= 0 else None
+    if opening is None:
+        return None
+    begin = position = opening.end()
+    depth = 1
+    while position < len(text):
+        char = text[position]
+        if char == "\\":
+            position += 2
+            continue
+        depth += (char == "{") - (char == "}")
+        if depth == 0:
+            return text[begin:position]
+        position += 1
+    return None
+
+
+def true_answer(solution: str) -> str | None:
+    """The final answer of a data set's own solution: its last box, ``\\boxed 5`` too, or what follows ``####``."""
+    if _TRUTH_MARK in solution:
+        return solution.rsplit(_TRUTH_MARK, 1)[1].strip().split("\n")[0].strip() or None
+    boxed = last_boxed(solution)
+    if boxed is None and (bare := _BARE_BOX.match(solution, max(solution.rfind("\\boxed"), 0))) is not None:
+        boxed = bare["content"]
+    return None if boxed is None else boxed.strip() or None
+
+
+def answers_equal(given: str, truth: str) -> bool:
+    """Whether two answers are the same number, text or mathematical expression."""
+    if len(given) > 4 * MAX_ANSWER_CHARS:
+        return False
+    given, truth = _plain(given), _plain(truth)
+    if not given or not truth or len(given) > MAX_ANSWER_CHARS:
+        return False
+    if given == truth or given.removesuffix("\\%") == truth.removesuffix("\\%"):
+        return True
+    numbers = rational(given), rational(truth)
+    if None not in numbers and numbers[0] == numbers[1]:
+        return True
+    if all(_INTEGER.fullmatch(answer) for answer in (given, truth)):
+        return False
+    return is_small(given) and is_small(truth) and _math_equal(given, truth)
+
+
+def rational(answer: str) -> Fraction | None:
+    """The number that a plain integer, decimal or fraction writes; None for anything else."""
+    if _INTEGER.fullmatch(answer) or _DECIMAL.fullmatch(answer):
+        return Fraction(answer)
+    if (match := _FRACTION.fullmatch(answer)) is not None:
+        sign, numerator, denominator = match.groups()
+        return None if int(denominator) == 0 else Fraction(int(numerator), int(denominator)) * (-1) ** (sign == "-")
+    if (match := _SLASH.fullmatch(answer)) is not None and int(match[2]) != 0:
+        return Fraction(int(match[1]), int(match[2]))
+    return None
+
+
+def is_small(answer: str) -> bool:
+    """Whether computing what ``answer`` writes is bounded: its commands, nesting, variables, numbers and powers."""
+    if len(answer) > MAX_PARSED_CHARS or not answer.isascii() or _depth(answer) > MAX_DEPTH:
+        return False
+    math = _WORDS.sub(" ", answer)
+    commands = _COMMAND.findall(math)
+    if any(command not in _CHEAP_COMMANDS for command in commands) or _ODD_ESCAPE.search(math):
+        return False
+    if sum(command in _FUNCTIONS for command in commands) > MAX_FUNCTIONS:
+        return False
+    if commands.count("sqrt") > MAX_ROOTS or commands.count("pm") + commands.count("mp") > MAX_SIGNS:
+        return False
+    if "!" in math.replace("\\!", "") or _FLOAT.search(math):
+        return False
+    if any(len(numeral) > MAX_DIGITS for numeral in _NUMERAL.findall(math)):
+        return False
+    if len(_INFINITY.findall(math)) != commands.count("infty"):
+        return False
+    letters = set(re.findall(r"[a-zA-Z]", _COMMAND.sub(" ", math)))
+    return len(letters) <= MAX_VARIABLES and _powers_are_small(math)
+
+
+def _depth(text: str) -> int:
+    deepest = depth = 0
+    for char in text:
+        depth += (char in "{([") - (char in "})]")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _powers_are_small(math: str) -> bool:
+    """Whether the exponents are bounded: of single factors each, of what stands in parentheses their product."""
+    found = list(_EXPONENT.finditer(math))
+    if len(found) != math.count("^"):
+        return False
+    group_power = 1
+    for match in found:
+        bound = _exponent_bound(match["exponent"])
+        if bound is None or bound > MAX_POWER:
+            return False
+        if math[: match.start()].rstrip()[-1:] in tuple(")]}|"):
+            group_power *= bound
+    return group_power <= MAX_GROUP_POWER
+
+
+def _exponent_bound(exponent: str) -> int | None:
+    """At least the size of an exponent's value; None where an exponent has an exponent, or braces of its own.
+
+    Sums and products of numbers are at most the product of (number + 1); a division by a decimal multiplies by a power
+    of ten for each of its places.
+    """
+    if "^" in exponent or exponent in ("{", "(", "["):
+        return None
+    bound = 1
+    for numeral in _NUMERAL.findall(exponent):
+        whole, _, decimals = numeral.partition(".")
+        bound *= (int(whole + decimals) + 1) * 10 ** len(decimals)
+    return max(bound - 1, 1) if exponent.strip("{}-+ ").isdigit() else bound
+
+
+def _plain(answer: str) -> str:
+    """Drop what never changes an answer: outer space and dollars, a final full stop, ``\\left``, thousands commas."""
+    answer = answer.strip().strip("$").strip().removesuffix(".")
+    answer = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", answer)
+    answer = re.sub(r"\s+", " ", answer).strip()
+    if (words := _WORDS.fullmatch(answer)) is not None:
+        answer = words["words"].strip()
+    return re.sub(r",(?:\\!)?", "", answer) if _THOUSANDS.fullmatch(answer) else answer
+
+
+def _math_equal(given: str, truth: str) -> bool:
+    from math_verify import LatexExtractionConfig, parse, verify  # a second to import: only when an answer needs it
+
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # they warn at every call that their limits are off
+    latex_only = [LatexExtractionConfig()]
+    # The library's own limits are alarms of the main thread, which swallow a time-out as "wrong": switched off here,
+    # the pool's wall clock is the limit.
+    truth_parsed = parse(f"${truth}$", extraction_config=latex_only, parsing_timeout=None)
+    given_parsed = parse(f"${given}$", extraction_config=latex_only, parsing_timeout=None)
+    return bool(verify(truth_parsed, given_parsed, timeout_seconds=None))

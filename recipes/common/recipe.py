@@ -1,0 +1,77 @@
+"""What a recipe is: one object with its configs, data stages and reward, found by the name of its folder."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from recipes.common.corpus import CorpusStyle
+    from recipes.common.launcher.job import Job, Stage
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "recipes"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One folder of ``recipes``; its ``recipe.py`` holds one of these as ``RECIPE``.
+
+    ``input_variable`` is the environment variable that names the data, ``input_default`` and ``input_meaning`` what a
+    user is told about it; ``input_problems(path)`` finds its faults, one sentence each, before anything starts.
+    ``data_stages(job)`` are the commands that make ``data/train.parquet`` and ``data/test.parquet`` of it, or of
+    generated problems where it is not set. ``accelerators`` are the devices on which ``full_config`` is the default.
+    ``shards`` is the form that training starts from; ``converts_back``: the last checkpoint becomes an HF directory.
+    """
+
+    name: str
+    title: str
+    script: str
+    tiny_config: str
+    full_config: str
+    accelerators: tuple[str, ...]
+    reward: str
+    corpus: CorpusStyle
+    input_variable: str
+    input_default: str
+    input_meaning: str
+    input_problems: Callable[[Path], list[str]]
+    data_stages: Callable[[Job], list[Stage]]
+    shards: Literal["mp_rank", "torch_dist"] = "mp_rank"
+    converts_back: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+        return RECIPES / self.name
+
+    @property
+    def config_dir(self) -> Path:
+        """Its named configs."""
+        return self.folder / "config"
+
+    @property
+    def reward_path(self) -> Path:
+        """The file with its ``compute_score``."""
+        return self.folder / self.reward
+
+    @property
+    def start_command(self) -> str:
+        """What a user types, from the root of the repository."""
+        return f"bash recipes/{self.name}/{self.script}"
+
+
+def recipe_names() -> list[str]:
+    """Every folder that holds a ``recipe.py``, this one apart."""
+    return sorted(path.parent.name for path in RECIPES.glob("*/recipe.py") if path != Path(__file__).resolve())
+
+
+def load_recipe(name: str) -> Recipe:
+    """The recipe of that name; ValueError with the names that there are."""
+    if name not in recipe_names():
+        raise ValueError(f"there is no recipe {name!r}; expected one of {', '.join(recipe_names())}")
+    recipe: Recipe = importlib.import_module(f"recipes.{name}.recipe").RECIPE
+    return recipe

@@ -1,0 +1,201 @@
+"""From MATH-lighteval (problem, level, type, solution; parquet or JSON lines) to verl's train and test parquet."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run by its path, as the recipe's README shows: let the repository's packages be found
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from recipes.common.math_answers import true_answer
+from recipes.common.stamp import digest_of, is_current, write_atomically, write_stamp
+
+DATA_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
+INSTRUCTION = " Let's think step by step and output the final answer within \\boxed{}."
+SIDES = ("train", "test")
+COLUMNS = ("problem", "solution")  # level and type are carried along where they are
+CARRIED = ("level", "type")
+FORM_VERSION = 1  # raise when the rows would come out differently from the same input
+MOST_TOLD = 10
+
+
+@dataclass(frozen=True)
+class SourceRow:
+    """A row of the input: its file, where it stands there (counted from 0), and what it holds."""
+
+    file: Path
+    position: int
+    content: Any
+
+
+def input_files(input_dir: Path) -> dict[str, list[Path]]:
+    """The files of each side: ``train*`` and ``test*``, .parquet or .jsonl, in the folder or its ``data``; sorted.
+
+    Files that this command wrote are not among them, so that ``--local_dir`` may be the same folder. ValueError when
+    the folder or a side is not there.
+    """
+    expected = "expected a folder with train*.parquet and test*.parquet (or .jsonl) of MATH-lighteval"
+    if not input_dir.is_dir():
+        raise ValueError(f"--input_dir {input_dir}: no such folder; {expected}")
+    found = {}
+    for side in SIDES:
+        for folder in (input_dir, input_dir / "data"):
+            files = [path for kind in ("parquet", "jsonl") for path in sorted(folder.glob(f"{side}*.{kind}"))]
+            found[side] = [path for path in files if not _is_output(path)]
+            if found[side]:
+                break
+        else:
+            raise ValueError(f"--input_dir {input_dir}: no {side}*.parquet and no {side}*.jsonl there; {expected}")
+    return found
+
+
+def _is_output(path: Path) -> bool:
+    """Whether a file has the columns that this command writes."""
+    if path.suffix != ".parquet":
+        return False
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return {"data_source", "reward_model"} <= set(pq.read_schema(path).names)
+    except (pa.ArrowInvalid, OSError):
+        return False  # no parquet file at all: reading it says so
+
+
+def source_rows(file: Path) -> Iterator[SourceRow]:
+    """Every row of a file; ValueError when it is no parquet or JSON lines file, or lacks a column."""
+    if file.suffix == ".jsonl":
+        with file.open(encoding="utf-8") as lines:
+            for position, line in enumerate(line for line in lines if line.strip()):
+                try:
+                    yield SourceRow(file, position, json.loads(line))
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{file}: row {position} is no JSON object ({error})") from error
+        return
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(file)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{file} is not a readable parquet file: {str(error).splitlines()[0]}") from error
+    missing = [name for name in COLUMNS if name not in table.column_names]
+    if missing:
+        raise ValueError(f"{file} has no column {' and no '.join(missing)}; it has {', '.join(table.column_names)}")
+    for position, row in enumerate(table.to_pylist()):
+        yield SourceRow(file, position, row)
+
+
+def verl_row(source: SourceRow, side: str, index: int) -> dict[str, Any] | str:
+    """The row in verl's schema, ``index`` its place in its side; or the reason why it cannot be used."""
+    row = source.content
+    if not isinstance(row, dict):
+        return f"is a {type(row).__name__}, not an object with problem and solution"
+    for name in COLUMNS:
+        if not isinstance(row.get(name), str) or not row[name].strip():
+            return f"{name} is {'missing' if name not in row else 'empty or no text'}"
+    answer = true_answer(row["solution"])
+    if answer is None:
+        return "its solution has no final answer: expected a \\boxed{...} that is closed and not empty"
+    carried = {name: None if row.get(name) is None else str(row[name]) for name in CARRIED}
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": row["problem"] + INSTRUCTION}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": side, "index": index},
+        **carried,
+    }
+
+
+def converted(files: list[Path], side: str) -> list[dict[str, Any]]:
+    """All rows of one side; ValueError that names file and row of every one that cannot be used."""
+    rows, problems = [], []
+    for index, source in enumerate(row for file in files for row in source_rows(file)):
+        row = verl_row(source, side, index)
+        if isinstance(row, str):
+            problems.append(f"{source.file}: row {source.position}: {row}")
+        else:
+            rows.append(row)
+    if not rows and not problems:
+        problems.append(f"{', '.join(map(str, files))}: no rows")
+    if problems:
+        more = [f"and {len(problems) - MOST_TOLD} more"] if len(problems) > MOST_TOLD else []
+        raise ValueError("\n".join([*problems[:MOST_TOLD], *more]))
+    return rows
+
+
+def write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write verl rows with a fixed schema, atomically."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    text = pa.string()
+    schema = pa.schema(
+        [
+            ("data_source", text),
+            ("prompt", pa.list_(pa.struct([("role", text), ("content", text)]))),
+            ("ability", text),
+            ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
+            ("extra_info", pa.struct([("split", text), ("index", pa.int64())])),
+            *((name, text) for name in CARRIED),
+        ]
+    )
+    table = pa.Table.from_pylist(rows, schema=schema)
+    write_atomically(path, lambda temporary: pq.write_table(table, temporary))
+
+
+def convert(input_dir: Path, local_dir: Path) -> dict[str, int] | None:
+    """Write both parquet files; rows of each side, or None when they are there and their inputs unchanged.
+
+    Nothing is written unless every row of both sides can be used.
+    """
+    files = input_files(input_dir)
+    outputs = {side: local_dir / f"{side}.parquet" for side in SIDES}
+    own = [str(path) for side in SIDES for path in files[side] if path.resolve() == outputs[side].resolve()]
+    if own:
+        raise ValueError(f"--local_dir {local_dir}: {' and '.join(own)} would be replaced; choose another folder")
+    digest = digest_of(
+        {"form": FORM_VERSION, "instruction": INSTRUCTION}, [file for side in SIDES for file in files[side]]
+    )
+    if is_current(local_dir, digest):
+        return None
+    rows = {side: converted(files[side], side) for side in SIDES}
+    for side in SIDES:
+        write_parquet(rows[side], outputs[side])
+    write_stamp(local_dir, digest, outputs.values())
+    return {side: len(rows[side]) for side in SIDES}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit status, 2 for an input that a user can mend."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--input_dir", type=Path, required=True, help="folder of MATH-lighteval")
+    parser.add_argument("--local_dir", type=Path, default=Path("~/data/math"), help="where the parquet files go")
+    args = parser.parse_args(argv)
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    local_dir = args.local_dir.expanduser()
+    try:
+        counts = convert(args.input_dir.expanduser(), local_dir)
+    except (ValueError, OSError) as error:
+        console.print(f"error: {error}", style="red")
+        return 2
+    if counts is None:
+        console.print(f"{local_dir}: complete and its input unchanged, nothing to do")
+    else:
+        console.print(
+            f"wrote train.parquet ({counts['train']} rows) and test.parquet ({counts['test']}) to {local_dir}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

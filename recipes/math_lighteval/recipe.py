@@ -1,0 +1,73 @@
+"""MATH-lighteval as a recipe: Pai-Megatron-Patch's GRPO run of DeepSeek-V3 and Moonlight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from recipes.common import arithmetic
+from recipes.common.corpus import CorpusStyle
+from recipes.common.launcher.job import Job, Stage
+from recipes.common.recipe import Recipe
+from recipes.math_lighteval.math_lighteval import INSTRUCTION, input_files
+
+
+def solution_of(row: dict[str, Any]) -> str:
+    """A worked solution: the rows carry none, but the generated problems can be solved again."""
+    problem: str = row["prompt"][0]["content"]
+    return arithmetic.solution_of(problem.removesuffix(INSTRUCTION))
+
+
+CORPUS = CorpusStyle(
+    well_formed="{thought}\nThe answer is $\\boxed{{{answer}}}$.",
+    broken=(
+        "{thought}\nThe answer is {answer}.",
+        "{thought}\nThe answer is $\\boxed{answer}$.",
+        "{thought}\nThe answer is $\\boxed{{{answer}",
+        "{thought}",
+        "The answer is {answer}.",
+    ),
+    whole_tokens=(INSTRUCTION, "\\boxed{"),
+    solution_of=solution_of,
+)
+
+
+def input_problems(input_dir: Path) -> list[str]:
+    """Faults of INPUT_DIR that show without reading its rows."""
+    try:
+        input_files(input_dir)
+    except ValueError as error:
+        return [str(error).replace("--input_dir", "INPUT_DIR", 1)]
+    return []
+
+
+def data_stages(job: Job) -> list[Stage]:
+    """A generated arithmetic set unless INPUT_DIR is given; then parquet files."""
+    settings, python = job.settings, job.python
+    input_dir, out = settings.input_path, []
+    if input_dir is None:
+        input_dir = settings.data_dir / "arithmetic"
+        command = (python, "-m", "recipes.math_lighteval.arithmetic", "--output-dir", str(input_dir))
+        out.append(Stage("problems", "Problems", (*command, "--seed", str(settings.seed))))
+    command = (python, "-m", "recipes.math_lighteval.math_lighteval", "--input_dir", str(input_dir))
+    out.append(Stage("data", "Data", (*command, "--local_dir", str(settings.data_dir))))
+    return out
+
+
+RECIPE = Recipe(
+    name="math_lighteval",
+    title="GRPO on MATH-lighteval",
+    script="run_mcore_deepseek_verl.sh",
+    tiny_config="math_lighteval_tiny",
+    full_config="deepseek_v3_671b_128gpu",
+    accelerators=("cuda",),
+    reward="reward.py",
+    corpus=CORPUS,
+    input_variable="INPUT_DIR",
+    input_default="a generated arithmetic set",
+    input_meaning="folder of MATH-lighteval: train and test files, parquet or JSON lines",
+    input_problems=input_problems,
+    data_stages=data_stages,
+    shards="torch_dist",
+    converts_back=True,
+)
