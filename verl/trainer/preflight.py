@@ -12,6 +12,7 @@ from mindspeed_llm.weights import open_hf, open_shards
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
 from verl.trainer.ppo.checkpointing import checkpoints
+from verl.trainer.ppo.filter_groups import load_filter
 from verl.utils.dataset.parquet import schema_problems
 from verl.utils.import_utils import load_extern_type
 from verl.workers.engine_setup import engine_problems, trained_model
@@ -25,6 +26,7 @@ def preflight_problems(config: PPOTrainerConfig) -> list[str]:
         *_weight_problems(config),
         *_data_problems(config),
         *_reward_problems(config),
+        *_filter_problems(config),
         *_output_problems(config),
     ]
 
@@ -85,6 +87,16 @@ def _reward_problems(config: PPOTrainerConfig) -> Iterator[str]:
             yield f"custom_reward_function: {function.name} of {function.path} is a {kind}; expected a function"
     except Exception as error:  # a process edge: the user's file runs here, and may raise anything
         yield f"custom_reward_function: {type(error).__name__}: {error}"
+
+
+def _filter_problems(config: PPOTrainerConfig) -> Iterator[str]:
+    filters = config.algorithm.filter_groups
+    if not filters.enable or filters.filter_path is None:
+        return
+    try:
+        load_filter(filters.filter_path)
+    except Exception as error:  # a process edge: the user's file runs here, and may raise anything
+        yield str(error) if isinstance(error, ValueError) else f"{filters.filter_path}: {type(error).__name__}: {error}"
 
 
 def _output_problems(config: PPOTrainerConfig) -> Iterator[str]:
