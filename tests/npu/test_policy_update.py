@@ -11,7 +11,9 @@ from megatron.core.parallel_layout import ParallelLayout
 from mindspeed.ops import train_ops
 from tests.parallel.launcher import run_ranks
 from tests.verl.updates import Update, Updated, update, updates
+from verl.trainer.config import RolloutCorrectionConfig
 from verl.workers.config import RouterReplayConfig
+from verl.workers.config.actor import PolicyLossConfig
 
 CASE = Update(
     model={
@@ -25,6 +27,11 @@ CASE = Update(
     num_mtp=1,
     gate_noise=0.2,
 )
+GSPO = replace(
+    CASE,
+    actor=CASE.actor | {"policy_loss": PolicyLossConfig("gspo"), "loss_agg_mode": "seq-mean-token-mean"},
+    correction=RolloutCorrectionConfig("sequence", 1.1, "geometric", 1.03, rollout_is_batch_normalize=True),
+)
 
 
 def _on_devices(case: Update) -> Updated | None:
@@ -32,10 +39,11 @@ def _on_devices(case: Update) -> Updated | None:
 
 
 @pytest.mark.timeout(120)
-def test_an_update_over_two_devices_equals_one_cpu_process() -> None:
-    expected = run_ranks(updates, 1, {"cpu": CASE})[0]["cpu"]
+@pytest.mark.parametrize("case", [CASE, GSPO], ids=["ppo", "gspo, corrected"])
+def test_an_update_over_two_devices_equals_one_cpu_process(case: Update) -> None:
+    expected = run_ranks(updates, 1, {"cpu": case})[0]["cpu"]
     layout = ParallelLayout(world_size=2, context_parallel_size=2, expert_model_parallel_size=2)
-    ours = run_ranks(_on_devices, 2, replace(CASE, layout=layout), device="npu")[0]
+    ours = run_ranks(_on_devices, 2, replace(case, layout=layout), device="npu")[0]
     torch.testing.assert_close(ours.log_probs, expected.log_probs, rtol=1e-4, atol=1e-4)
     for name, value in expected.metrics.items():
         assert ours.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name

@@ -56,6 +56,7 @@ LAYOUTS = {
             "actor_rollout_ref.actor.use_dynamic_bsz=True",
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24",
             "actor_rollout_ref.actor.router_replay.mode=R2",
+            "actor_rollout_ref.rollout.calculate_log_probs=False",
         ],
     ),
     "dp2_ep2_swap": (
@@ -66,6 +67,7 @@ LAYOUTS = {
             f"{ENGINE}.expert_model_parallel_size=2",
             f"{ENGINE}.swap_optimizer=True",
             f"{ENGINE}.optimizer_offload=False",
+            "algorithm.rollout_correction={rollout_is:token,rollout_rs:geometric}",  # of no effect: both agree
         ],
     ),
 }
@@ -219,7 +221,12 @@ def test_layout_equals_one_process(
     assert torch.equal(result["responses"], expected["responses"])
     for metric in ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy"):
         assert result["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-4), metric
-    assert result["metrics"]["training/rollout_probs_diff_max"] <= 1e-4
+    assert result["metrics"].get("training/rollout_probs_diff_max", 0.0) <= 1e-4
+    assert ("training/rollout_probs_diff_max" in result["metrics"]) == (name != "cp2_pp2_vpp2_replay")
+    if "rollout_corr/kl" in result["metrics"]:
+        assert abs(result["metrics"]["rollout_corr/kl"]) < 1e-5
+        assert result["metrics"]["rollout_corr/rollout_rs_masked_fraction"] == 0.0
+    assert ("rollout_corr/kl" in result["metrics"]) == (name == "dp2_ep2_swap")
     ours, theirs = exported(tmp_path / "hf"), exported(expected_dir)
     assert ours.keys() == theirs.keys()
     before = exported(Path(model_dir))

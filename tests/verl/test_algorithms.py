@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,12 +14,13 @@ from verl.trainer.ppo.core_algos import (
     agg_loss,
     get_adv_estimator_fn,
     get_kl_controller,
+    get_policy_loss_fn,
     kl_penalty,
-    policy_loss_per_token,
     register_adv_est,
     token_loss_weights,
 )
-from verl.workers.config.actor import LOSS_AGG_MODES
+from verl.workers.config import ActorConfig
+from verl.workers.config.actor import KL_TYPES, LOSS_AGG_MODES
 
 GROUPS = ["a", "a", "b", "a", "b", "c"]
 SCORES = [1.0, 0.0, 0.33, 0.67, 0.33, 0.5]
@@ -104,24 +106,12 @@ def test_unknown_and_doubly_registered_estimators_are_errors() -> None:
 def test_dual_clip_loss_of_every_case() -> None:
     ratio = torch.tensor([1.0, 1.5, 0.5, 1.5, 0.5, 5.0])
     advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
-    loss, is_clipped, is_bounded, approx_kl = policy_loss_per_token(
-        torch.zeros(6), ratio.log(), advantages, clip_low=0.2, clip_high=0.3, clip_ratio_c=3.0
-    )
-    assert torch.allclose(loss, torch.tensor([-1.0, -1.3, -0.5, 1.5, 0.8, 3.0]), atol=1e-6)
-    assert is_clipped.tolist() == [False, True, False, False, True, False]
-    assert is_bounded.tolist() == [False] * 5 + [True]
-    assert torch.allclose(approx_kl, -ratio.log())
-
-
-def test_on_policy_gradient_is_the_policy_gradient() -> None:
-    log_prob = torch.tensor([-0.5, -2.0], requires_grad=True)
-    advantages = torch.tensor([2.0, -1.0])
-    loss, *_ = policy_loss_per_token(
-        log_prob.detach(), log_prob, advantages, clip_low=0.2, clip_high=0.2, clip_ratio_c=3.0
-    )
-    loss.sum().backward()
-    assert log_prob.grad is not None
-    assert torch.allclose(log_prob.grad, -advantages)
+    config = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0)
+    found = get_policy_loss_fn("vanilla")(torch.zeros(6), ratio.log(), advantages, config, lambda x: x)
+    assert torch.allclose(found.loss, torch.tensor([-1.0, -1.3, -0.5, 1.5, 0.8, 3.0]), atol=1e-6)
+    assert found.is_clipped.tolist() == [False, True, False, False, True, False]
+    assert found.is_clipped_lower.tolist() == [False] * 5 + [True]
+    assert torch.allclose(found.approx_kl, -ratio.log())
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -171,3 +161,72 @@ def test_adaptive_controller_raises_the_coefficient_when_kl_is_too_high() -> Non
     fixed = get_kl_controller(KLControlConfig(kl_coef=0.1))
     fixed.update(current_kl=1.0, n_steps=10)
     assert fixed.value == 0.1
+
+
+def _random_batch(seed: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Rewards on any response token and mask [40, 6]; groups of any size, one of one row and one of equal scores."""
+    random = np.random.default_rng(seed)
+    groups = [f"g{i}" for i in random.integers(0, 9, size=36)] + ["alone"] + ["equal"] * 3
+    mask = (np.arange(6) < random.integers(1, 7, size=(40, 1))).astype(float)
+    rewards = random.normal(size=(40, 6)) * mask
+    rewards[37:] = 0
+    order = random.permutation(40)
+    return rewards[order], mask[order], [groups[row] for row in order]
+
+
+def _expected(name: str, rewards: np.ndarray, mask: np.ndarray, groups: list[str]) -> np.ndarray:
+    """The papers' advantages, row by row."""
+    scores, rows = rewards.sum(-1), range(len(rewards))
+    members = [[scores[other] for other in rows if groups[other] == groups[row]] for row in rows]
+    if name == "reinforce_plus_plus":
+        values = np.array([[rewards[row, t:].sum() for t in range(rewards.shape[1])] for row in rows]) * mask
+    else:
+        baselines = []
+        for row, group in zip(rows, members, strict=True):
+            others = (sum(group) - scores[row]) / (len(group) - 1) if len(group) > 1 else 0.0
+            mean = np.mean(group) if len(group) > 1 else 0.0
+            baselines.append(others if name == "rloo" else mean)
+        values = (scores - np.array(baselines))[:, None] * mask
+        if name == "grpo":
+            stds = [np.std(group, ddof=1) if len(group) > 1 else 1.0 for group in members]
+            values = values / (np.array(stds)[:, None] + 1e-6)
+    if name.startswith("reinforce"):
+        tokens = values[mask > 0]
+        values = (values - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8) * mask
+    return values
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_advantages_on_random_rewards_are_the_papers(name: str, seed: int) -> None:
+    rewards, mask, groups = _random_batch(seed)
+    found, _ = get_adv_estimator_fn(name.removeprefix("dr_"))(
+        token_level_rewards=torch.tensor(rewards),
+        response_mask=torch.tensor(mask),
+        index=groups,
+        norm_adv_by_std_in_grpo=name != "dr_grpo",
+        gamma=1.0,
+    )
+    np.testing.assert_allclose(found.numpy(), _expected(name, rewards, mask, groups), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KL_TYPES)
+def test_kl_estimates_have_the_gradient_of_finite_differences(kind: str) -> None:
+    random = np.random.default_rng(0)
+    ours, reference = random.normal(size=(5, 4)), random.normal(size=(5, 4))
+    formulas = {
+        "kl": lambda x: x - reference,
+        "abs": lambda x: np.abs(x - reference),
+        "mse": lambda x: (x - reference) ** 2 / 2,
+        "low_var_kl": lambda x: np.exp(reference - x) - (reference - x) - 1,
+    }
+    formula = formulas[{"k1": "kl", "k2": "mse", "k3": "low_var_kl"}.get(kind, kind)]
+    variable = torch.tensor(ours, requires_grad=True)
+    kl = kl_penalty(variable, torch.tensor(reference), kind)
+    np.testing.assert_allclose(kl.detach().numpy(), formula(ours), atol=1e-6)
+    kl.sum().backward()
+    assert variable.grad is not None
+    step = 1e-6
+    np.testing.assert_allclose(
+        variable.grad.numpy(), (formula(ours + step) - formula(ours - step)) / (2 * step), atol=1e-6
+    )

@@ -190,7 +190,7 @@ def test_state_on_the_host_and_in_small_dtypes_reaches_the_optimizer() -> None:
         (f"{OPTIMIZER}.optimizer_offload_fraction=0.5", "does nothing without optimizer_cpu_offload=True"),
         (f"{OPTIMIZER}.lr=1", "override_optimizer_config.lr is not known here; known: exp_avg_dtype"),
         (f"{OPTIMIZER}={{use_precision_aware_optimizer:true,exp_avg_sq_dtype:bf16}}", "adam_beta2 is 0.999"),
-        (f"{ACTOR}.router_replay.mode=R1", "router_replay.mode is 'R1'; expected one of disabled, R2, R3"),
+        (f"{ACTOR}.router_replay.mode=R1", "router_replay.mode is 'R1'; expected one of auto, disabled, R2, R3"),
         (f"{ACTOR}.router_replay.mode=R3", "set actor_rollout_ref.rollout.enable_rollout_routing_replay=True"),
         (
             "actor_rollout_ref.model.override_config.moe_config.freeze=True",
@@ -221,6 +221,20 @@ def test_layers_of_the_ends_are_counted_with_the_model() -> None:
             "engine"
         )[0]
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mode"),
+    [
+        (["data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64"], "disabled"),
+        (["data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=32"], "R2"),
+        ([f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.router_replay.mode=disabled"], "disabled"),
+        ([f"{ACTOR}.ppo_epochs=2", "algorithm.rollout_correction.bypass_mode=True"], "disabled"),
+        (["actor_rollout_ref.rollout.enable_rollout_routing_replay=True"], "R3"),
+    ],
+)
+def test_replay_is_on_where_it_costs_no_other_pass(overrides: list[str], mode: str) -> None:
+    assert _config(*overrides).actor_rollout_ref.actor.router_replay.mode == mode
 
 
 def test_replay_computes_old_log_probs_even_on_policy() -> None:

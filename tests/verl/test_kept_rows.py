@@ -153,6 +153,39 @@ def test_rows_that_are_gone_are_named_with_their_owner() -> None:
     assert "batch 2, of which nothing is kept" in freed and "train on them before that" in freed
 
 
+def train_on_two_generations() -> list[bool]:
+    """A step generates twice and trains on some rows of each; the next one frees both."""
+    kept, rank = new_store(), dist.get_rank()
+    outputs: list[list[DataProto]] = [[], []]
+    dist.all_gather_object(
+        outputs, [kept.keep_generated(generated(rank + 2 * time), 1, keeps_earlier=time > 0) for time in (0, 1)]
+    )
+    first, second = (DataProto.concat([of_rank[time] for of_rank in outputs]) for time in (0, 1))
+    batch = DataProto.concat([first[[5, 1]], second[[0, 4]]])
+    expected = torch.tensor([5, 1, 6, 10]) * 100
+    checks = [torch.equal(kept.fetch(worker_batch(batch), ("input_ids",)).batch["input_ids"][:, 0], expected)]
+    mine = worker_batch(batch).chunk(2)[rank]
+    scores = kept.fetch(mine, ("rollout_log_probs",)).batch["rollout_log_probs"] * 2
+    written: list[DataProto] = [DataProto()] * 2
+    dist.all_gather_object(written, kept.keep("old_log_probs", scores))
+    back = kept.fetch(worker_batch(batch.union(DataProto.concat(written))), ("old_log_probs", "rollout_log_probs"))
+    checks += [torch.equal(back.batch["old_log_probs"], back.batch["rollout_log_probs"] * 2)]
+    dist.barrier()
+    kept.keep_generated(generated(rank), 1)
+    dist.barrier()
+    for old in (first, second):
+        with pytest.raises((RowsUnavailableError, ValueError), match="but the last one is batch 3"):
+            kept.fetch(worker_batch(old), ("input_ids",))
+    dist.barrier()
+    kept.close()
+    return checks
+
+
+def test_rows_of_all_generations_of_a_step_are_there_until_the_next() -> None:
+    for checks in run_ranks(train_on_two_generations, 2):
+        assert checks == [True, True]
+
+
 def rows(asked: RowsAsked) -> np.ndarray:
     if asked.column != "x":
         raise ValueError(f"no column {asked.column}")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.megatron.model_helpers import one_process_groups
-from verl.trainer.ppo.core_algos import agg_loss, kl_penalty, policy_loss_per_token, token_loss_weights
+from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty, token_loss_weights
 from verl.utils.megatron.packed_batch import PackedMicroBatch, pack_micro_batch
 from verl.workers.actor.policy_loss import LossInputs, PolicyLoss, UpdateMetrics
 from verl.workers.config import ActorConfig
@@ -35,6 +35,7 @@ def _inputs(tensors: dict[str, torch.Tensor], mode: str, *, is_on_policy: bool) 
         old_log_probs=None if is_on_policy else tensors["old_log_probs"],
         ref_log_prob=tensors["ref_log_prob"],
         rollout_log_probs=tensors["rollout_log_probs"],
+        response_lengths=mask.sum(-1),
     )
 
 
@@ -56,9 +57,9 @@ def test_micro_batches_add_up_to_the_loss_of_the_batch(mode: str, cut: list[list
         micro = _micro(mask, rows)
         at = (micro.rows_S, micro.cols_S)
         outputs.append(loss_of(log_probs[at], entropy[at], micro))
-    per_token, *_ = policy_loss_per_token(
-        tensors["old_log_probs"], log_probs, tensors["advantages"], clip_low=0.2, clip_high=0.2, clip_ratio_c=3.0
-    )
+    per_token = get_policy_loss_fn("vanilla")(
+        tensors["old_log_probs"], log_probs, tensors["advantages"], config, lambda values: values
+    ).loss
     kl = agg_loss(kl_penalty(log_probs, tensors["ref_log_prob"], "low_var_kl"), mask, mode)
     pg = agg_loss(per_token, mask, mode)
     expected = pg + 0.1 * kl - 0.01 * agg_loss(entropy, mask, mode)
@@ -84,9 +85,9 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_the_policy_gradient() ->
     at = (micro.rows_S, micro.cols_S)
     log_probs_S = tensors["log_probs"][at].requires_grad_()
     _, report = PolicyLoss(ActorConfig(), inputs)(log_probs_S, tensors["entropy"][at], micro)
-    loss, _ = PolicyLoss(ActorConfig(), LossInputs(inputs.weights, inputs.advantages, None, None, None))(
-        log_probs_S, tensors["entropy"][at], micro
-    )
+    loss, _ = PolicyLoss(
+        ActorConfig(), LossInputs(inputs.weights, inputs.advantages, None, None, None, inputs.response_lengths)
+    )(log_probs_S, tensors["entropy"][at], micro)
     loss.backward()
     assert log_probs_S.grad is not None
     assert torch.allclose(log_probs_S.grad, -tensors["advantages"][at] / 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,24 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_state import ProcessGroups
 from tests.megatron.model_helpers import make_model, one_process_groups, tiny_config
 from verl.protocol import DataProto
+from verl.trainer.config import RolloutCorrectionConfig
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import ActorConfig
+from verl.workers.config.actor import PolicyLossConfig
 
 NUM_ROWS, PROMPT, RESPONSE = 64, 12, 40
 BUDGETS = (52, 100, 256, 1000, 4000)  # tokens: the longest sequence alone, up to all sequences at once
 SIZES = (1, 6, 32)  # rows
 TOLERANCE = 1e-6
+GSPO, CISPO = ({"policy_loss": PolicyLossConfig(mode), "clip_ratio_high": 0.05} for mode in ("gspo", "cispo"))
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "ppo, token weights": {"correction": RolloutCorrectionConfig("token", 1.02)},
+    "gspo": GSPO,
+    "gspo, sequences masked": GSPO
+    | {"correction": RolloutCorrectionConfig(rollout_rs="geometric", rollout_rs_threshold=1.01)},
+    "cispo": CISPO,
+    "cispo, icepop": CISPO | {"correction": RolloutCorrectionConfig("token", 1.03, "token", 1.03, 0.97)},
+}
 
 
 def sixty_four_rows() -> DataProto:
@@ -37,11 +49,17 @@ def sixty_four_rows() -> DataProto:
         "advantages": torch.randn(NUM_ROWS, 1, generator=generator) * response_mask,
         "old_log_probs": -4.8 - 0.3 * noise[0],
         "ref_log_prob": -4.8 - 0.3 * noise[1],
+        "rollout_log_probs": -4.8 - 0.3 * noise[0] - 0.1 * (noise[1] - 0.5),
     }
     return DataProto.from_dict(tensors, meta_info={"temperature": 0.9, "rollout_n": 1, "global_step": 1})
 
 
-def one_update(groups: ProcessGroups, loss_agg_mode: str, **micro: int | bool) -> tuple[dict[str, float], dict]:
+def one_update(
+    groups: ProcessGroups,
+    loss_agg_mode: str,
+    correction: RolloutCorrectionConfig | None = None,
+    **fields: Any,
+) -> tuple[dict[str, float], dict]:
     """Metrics and gradients of an update that leaves the weights where they are."""
     config = ActorConfig(
         loss_agg_mode=loss_agg_mode,
@@ -49,13 +67,14 @@ def one_update(groups: ProcessGroups, loss_agg_mode: str, **micro: int | bool) -
         use_kl_loss=True,
         kl_loss_coef=0.1,
         entropy_coeff=0.01,
-        **micro,  # type: ignore[arg-type]
+        **fields,
     )
     model_config = tiny_config(calculate_per_token_loss=True)
     model = make_model(model_config, groups)
     ddp = DistributedDataParallel(model_config, DistributedDataParallelConfig(), model, groups)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0, clip_grad=0.0), ddp, groups, reference_ops())
-    metrics = MegatronPPOActor(config, model_config, groups, ddp, optimizer).update_policy(sixty_four_rows())
+    actor = MegatronPPOActor(config, model_config, groups, ddp, optimizer, None, correction)
+    metrics = actor.update_policy(sixty_four_rows())
     assert metrics["actor/skipped_steps"] == 0.0
     biases = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("expert_bias")}
     gradients = {name: weight.main_grad.clone() for name, weight in model.named_parameters()}  # type: ignore[attr-defined]
@@ -74,11 +93,34 @@ def test_five_budgets_and_three_sizes_of_micro_batches_agree(groups: ProcessGrou
         *({"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": budget} for budget in BUDGETS),
         *({"ppo_micro_batch_size_per_gpu": size} for size in SIZES),
     ]
-    expected, expected_gradients = one_update(groups, loss_agg_mode, **ways[0])
+    _assert_agree(groups, loss_agg_mode, ways, {}, abs_tolerance=0.0)
+
+
+@pytest.mark.parametrize("loss_agg_mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_loss_and_correction_agrees_over_micro_batches(
+    groups: ProcessGroups, loss_agg_mode: str, algorithm: str
+) -> None:
+    """One to four micro-batches, and three budgets of tokens."""
+    ways: list[dict[str, int | bool]] = [
+        *({"ppo_micro_batch_size_per_gpu": -(-NUM_ROWS // count)} for count in (1, 2, 3, 4)),
+        *({"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": budget} for budget in (52, 256, 1000)),
+    ]
+    _assert_agree(groups, loss_agg_mode, ways, ALGORITHMS[algorithm], abs_tolerance=1e-6)  # losses that nearly cancel
+
+
+def _assert_agree(
+    groups: ProcessGroups,
+    loss_agg_mode: str,
+    ways: list[dict[str, int | bool]],
+    algorithm: dict[str, Any],
+    abs_tolerance: float,
+) -> None:
+    expected, expected_gradients = one_update(groups, loss_agg_mode, **algorithm, **ways[0])
     for way in ways[1:]:
-        metrics, gradients = one_update(groups, loss_agg_mode, **way)
+        metrics, gradients = one_update(groups, loss_agg_mode, **algorithm, **way)
         for name in ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm"):
-            assert metrics[name] == pytest.approx(expected[name], rel=TOLERANCE), (way, name)
+            assert metrics[name] == pytest.approx(expected[name], rel=TOLERANCE, abs=abs_tolerance), (way, name)
         for name, gradient in gradients.items():
             distance = (gradient - expected_gradients[name]).norm() / expected_gradients[name].norm()
             assert distance <= TOLERANCE, (way, name, float(distance))

@@ -19,7 +19,9 @@ import pytest
 import ray
 
 from tests.verl.bandit import RIGHT_DIGIT, bandit_config, run_bandit, write_inputs
-from verl.single_controller.base import WorkerDiedError
+from verl.single_controller.base import Worker, WorkerDiedError
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.utils.tokenizer import hf_tokenizer
 
 WAIT_S = 120.0
 
@@ -105,6 +107,49 @@ def test_a_run_whose_worker_was_killed_resumes_to_the_metrics_of_an_undisturbed_
         run_bandit(bandit_config(root))
     assert "resumed after step" in caplog.text
     assert _metrics(root) == expected
+
+
+FILTERED = ("algorithm.filter_groups={enable:True,metric:accuracy}", "data.gen_batch_size=3")
+
+
+@pytest.mark.timeout(240)
+def test_dynamic_sampling_generates_until_enough_groups_differ_and_resumes_to_the_same_run(
+    local_ray: None, root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    whole = tmp_path_factory.mktemp("whole")
+    write_inputs(whole)
+    run_bandit(bandit_config(whole, *FILTERED, "trainer.total_training_steps=4"))
+    expected = _metrics(whole)
+    steps = [record for record in expected if record["step"]]
+    assert max(record["train/num_gen_batches"] for record in steps) >= 2
+    assert any(record["train/dropped_surplus_groups"] > 0 for record in steps)
+    for record in steps:
+        assert record["critic/score/min"] == 0.0 < record["critic/score/mean"] < record["critic/score/max"] == 1.0
+        assert record["train/kept_groups_ratio"] < 1 or record["train/num_gen_batches"] == 2
+    for total in (2, 4):
+        run_bandit(bandit_config(root, *FILTERED, f"trainer.total_training_steps={total}", "trainer.test_freq=4"))
+    resumed = _metrics(root)
+    assert [record["step"] for record in resumed] == list(range(5))
+    for ours, theirs in zip(resumed, expected, strict=True):
+        assert {k: v for k, v in ours.items() if not k.startswith("val")} == {
+            k: v for k, v in theirs.items() if not k.startswith("val")
+        }
+
+
+def test_prompts_sampled_again_in_a_step_get_other_seeds_and_the_same_in_every_run(root: Path) -> None:
+    config = bandit_config(root, *FILTERED, "data.shuffle=False")
+    tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
+    seen = []
+    for _ in range(2):
+        trainer = RayPPOTrainer(config, tokenizer, Worker, None)  # type: ignore[arg-type]
+        batches = iter(trainer.train_loader)
+        prompts = [trainer._next_prompts(batches, generation) for generation in range(12)]  # the data twice over
+        seen.append(
+            [(p.non_tensor_batch["uid"].tolist(), p.non_tensor_batch["sampling_seeds"].tolist()) for p in prompts]
+        )
+        uids, seeds = ([value for part in seen[-1] for value in part[place]] for place in (0, 1))
+        assert len(set(uids)) == 12 * 3 and len(set(seeds)) == len(seeds) == 12 * 3 * 8
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.slow  # tests/system has it for the whole job; this is the bare command, with a Ray of its own

@@ -13,7 +13,9 @@ from megatron.core.parallel_state import initialize_from_layout
 from tests.parallel.launcher import run_ranks
 from tests.verl.updates import Update, Updated, make_actor, move_gates, some_choices, some_rows, updates
 from verl.protocol import DataProto
+from verl.trainer.config import RolloutCorrectionConfig
 from verl.workers.config import RouterReplayConfig
+from verl.workers.config.actor import PolicyLossConfig
 
 EVERYTHING = {
     "moe_router_load_balancing_type": "seq_aux_loss",
@@ -22,6 +24,12 @@ EVERYTHING = {
     "mtp_loss_scaling_factor": 0.3,
 }
 BUDGET = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 60}
+
+
+def _algorithm(loss_mode: str, **fields: Any) -> dict[str, Any]:
+    return {"policy_loss": PolicyLossConfig(loss_mode), **fields}
+
+
 R2, R3 = ({"router_replay": RouterReplayConfig(mode)} for mode in ("R2", "R3"))
 WAYS = {
     "plain": Update(),
@@ -31,6 +39,29 @@ WAYS = {
     "rollout's choices": Update(actor=R3, gate_noise=0.2),
     "everything": Update(
         model=EVERYTHING, actor=R2 | {"loss_agg_mode": "seq-mean-token-mean"}, num_mtp=1, gate_noise=0.2
+    ),
+}
+ALGORITHMS = {
+    "ppo, sequences masked": Update(
+        correction=RolloutCorrectionConfig(
+            "sequence", rollout_rs="geometric", rollout_rs_threshold=1.03, rollout_token_veto_threshold=0.91
+        ),
+        num_rows=24,
+    ),
+    "gspo, sequences truncated": Update(
+        actor=_algorithm("gspo", loss_agg_mode="seq-mean-token-mean", clip_ratio_high=0.03),
+        correction=RolloutCorrectionConfig("sequence", 1.1, rollout_is_batch_normalize=True),
+        num_rows=24,
+    ),
+    "cispo, icepop": Update(
+        actor=_algorithm("cispo", clip_ratio_low=1.0, clip_ratio_high=0.1),
+        correction=RolloutCorrectionConfig("token", 1.08, "token", 1.08, 0.93),
+        num_rows=24,
+    ),
+    "gspo, anchored on the rollout": Update(
+        actor=_algorithm("gspo", loss_agg_mode="seq-mean-token-sum"),
+        correction=RolloutCorrectionConfig(bypass_mode=True),
+        num_rows=24,
     ),
 }
 
@@ -62,6 +93,18 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
 }
 
 
+# Of every algorithm: data parallelism of 2 to 4, context parallelism, both, and with pipeline stages.
+LAYOUTS: dict[int, dict[str, tuple[ParallelLayout, dict[str, Any]]]] = {
+    2: {"dp2": (_layout(2), {}), "cp2": (CP2, BUDGET)},
+    3: {"dp3": (_layout(3), {"ppo_micro_batch_size_per_gpu": 2})},
+    4: {
+        "dp4": (_layout(4), BUDGET),
+        "cp2 dp2": (CP2_DP2, BUDGET),
+        "cp2 pp2": (_layout(4, context=2, pipeline_model=2), {}),
+    },
+}
+
+
 def _case(way: str, changes: dict[str, Any]) -> Update:
     base = WAYS[way]
     return replace(
@@ -78,6 +121,12 @@ def one_process() -> dict[str, Updated]:
     return found
 
 
+@pytest.fixture(scope="module")
+def algorithms() -> dict[str, Updated]:
+    (found,) = run_ranks(updates, 1, ALGORITHMS)
+    return found
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("world_size", CASES)
 def test_layouts_equal_one_process(world_size: int, one_process: dict[str, Updated]) -> None:
@@ -85,6 +134,35 @@ def test_layouts_equal_one_process(world_size: int, one_process: dict[str, Updat
     found = run_ranks(updates, world_size, cases)[0]
     for name, (way, _) in CASES[world_size].items():
         _assert_equal(name, found[name], one_process[way])
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_every_algorithm_is_the_same_in_every_layout(world_size: int, algorithms: dict[str, Updated]) -> None:
+    cases = {
+        f"{name}, {way}": replace(ALGORITHMS[way], layout=layout, actor=ALGORITHMS[way].actor | actor)
+        for name, (layout, actor) in LAYOUTS[world_size].items()
+        for way in ALGORITHMS
+    }
+    found = run_ranks(updates, world_size, cases)[0]
+    for name in cases:
+        _assert_equal(name, found[name], algorithms[name.partition(", ")[2]])
+
+
+def test_corrections_and_clips_bite(algorithms: dict[str, Updated]) -> None:
+    """So that layouts are compared where it matters."""
+    masked = algorithms["ppo, sequences masked"].metrics
+    assert 0.1 < masked["rollout_corr/rollout_rs_seq_masked_fraction"] < 0.9
+    assert 0.1 < masked["rollout_corr/rollout_is_veto_fraction"] < 0.9
+    truncated = algorithms["gspo, sequences truncated"].metrics
+    assert 0.1 < truncated["rollout_corr/rollout_is_ratio_fraction_high"] < 0.9
+    assert 0.05 < truncated["actor/pg_clipfrac"] < 0.95
+    icepop = algorithms["cispo, icepop"].metrics
+    assert 0.05 < icepop["rollout_corr/rollout_rs_masked_fraction"] < 0.95
+    assert 0.05 < icepop["actor/pg_clipfrac"] < 0.95
+    anchored = algorithms["gspo, anchored on the rollout"].metrics
+    assert not any(name.startswith("rollout_corr/") for name in anchored)
+    assert anchored["training/rollout_probs_diff_max"] > 0
 
 
 def _assert_equal(name: str, ours: Updated, expected: Updated) -> None:

@@ -19,6 +19,7 @@ from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
 from mindspeed_llm.model import build_model
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from verl.protocol import DataProto
+from verl.trainer.config import RolloutCorrectionConfig
 from verl.utils.seqlen_balancing import dealt_order
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import ActorConfig
@@ -34,6 +35,7 @@ class Update:
         model: fields of the engine's TransformerConfig.
         actor: fields of ActorConfig; micro-batches of rows, unless they say otherwise.
         num_mtp: multi-token-prediction modules of the model.
+        correction: between rollout and training.
         gate_noise: how far routers move between the old log-prob pass and the update, as an optimizer would move them.
     """
 
@@ -42,6 +44,7 @@ class Update:
     actor: dict[str, Any] = field(default_factory=dict)
     num_rows: int = 16
     num_mtp: int = 0
+    correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     gate_noise: float = 0.0
 
 
@@ -70,8 +73,11 @@ def some_rows(num_rows: int) -> DataProto:
         "advantages": torch.randn(num_rows, 1, generator=generator) * response_mask,
         "old_log_probs": -4.8 - 0.3 * noise[0],
         "ref_log_prob": -4.8 - 0.3 * noise[1],
-        "rollout_log_probs": -4.8 - 0.3 * noise[0],
     }
+    drift = (
+        torch.rand(num_rows, RESPONSE, generator=generator) - 0.5 + 0.1 * torch.randn(num_rows, 1, generator=generator)
+    )
+    tensors["rollout_log_probs"] = tensors["old_log_probs"] + 0.2 * drift
     return DataProto.from_dict(tensors, meta_info={"temperature": 0.9, "rollout_n": 1, "global_step": 1})
 
 
@@ -122,7 +128,7 @@ def make_actor(
             | case.actor
         )
     )
-    return hf, ddp, MegatronPPOActor(config, model.config, groups, ddp, optimizer)
+    return hf, ddp, MegatronPPOActor(config, model.config, groups, ddp, optimizer, None, case.correction)
 
 
 def _update(case: Update, groups: ProcessGroups, device: str, ops: TrainOps | None) -> Updated | None:

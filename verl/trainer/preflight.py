@@ -12,6 +12,7 @@ from mindspeed_llm.weights import open_hf, open_shards
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
 from verl.trainer.ppo.checkpointing import checkpoints
+from verl.trainer.ppo.filter_groups import load_filter
 from verl.trainer.reward_preflight import reward_problems
 from verl.utils.dataset.parquet import schema_problems
 from verl.workers.engine_setup import engine_problems, trained_model
@@ -24,6 +25,7 @@ def preflight_problems(config: PPOTrainerConfig) -> list[str]:
         *_weight_problems(config),
         *_data_problems(config),
         *reward_problems(config),
+        *_filter_problems(config),
         *_output_problems(config),
     ]
 
@@ -66,6 +68,16 @@ def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
         for file in file_list(files):
             for problem in schema_problems(file, config.data.prompt_key):
                 yield f"data.{key}: {problem}"
+
+
+def _filter_problems(config: PPOTrainerConfig) -> Iterator[str]:
+    filters = config.algorithm.filter_groups
+    if not filters.enable or filters.filter_path is None:
+        return
+    try:
+        load_filter(filters.filter_path)
+    except Exception as error:  # a process edge: the user's file runs here, and may raise anything
+        yield str(error) if isinstance(error, ValueError) else f"{filters.filter_path}: {type(error).__name__}: {error}"
 
 
 def _output_problems(config: PPOTrainerConfig) -> Iterator[str]:

@@ -82,24 +82,26 @@ class KeptRows:
         self._device = device
         self._timeout_s = timeout_s
         self._batch = 0
-        self._columns: dict[str, np.ndarray] = {}
+        self._columns: dict[tuple[int, str], np.ndarray] = {}
         self._server = RowServer(_own_host(), self._rows_of)
         self._addresses = [self._server.address] * group.size()
         dist.all_gather_object(self._addresses, self._server.address, group=group)
         neighbour = (self._rank + 1) % group.size()
         fetch_rows({neighbour: (self._addresses[neighbour], [])}, timeout_s)  # a blocked network shows here, not later
 
-    def keep_generated(self, output: DataProto, replica_size: int) -> DataProto:
+    def keep_generated(self, output: DataProto, replica_size: int, *, keeps_earlier: bool = False) -> DataProto:
         """Begins a batch with this rank's share of its replica's ``output``; returns what goes to the controller.
 
-        All ``replica_size`` ranks of a rollout replica have the same output; they own its rows in turn.
+        All ``replica_size`` ranks of a rollout replica have the same output; they own its rows in turn. With
+        ``keeps_earlier`` the rows of earlier batches stay: a step may train on those of several generations.
         """
-        self.drop()
+        if not keeps_earlier:
+            self.drop()
         self._batch += 1
         first, place = self._rank // replica_size * replica_size, self._rank % replica_size
         names = [name for name in _GENERATED if name in output.batch]
         for name in names:
-            self._columns[name] = _kept_form(name, output.batch[name][place::replica_size])
+            self._columns[self._batch, name] = _kept_form(name, output.batch[name][place::replica_size])
         rows = torch.arange(len(output))
         reference = self._references(first + rows % replica_size, rows // replica_size)
         batch = controller_batch(output)
@@ -107,8 +109,8 @@ class KeptRows:
         return batch
 
     def keep(self, name: str, values: Tensor) -> DataProto:
-        """Owns a new column of the batch that was generated last; returns its references."""
-        self._columns[name] = _kept_form(name, values)
+        """Owns a new column of the rows of this step, whichever generation they are of; returns its references."""
+        self._columns[self._batch, name] = _kept_form(name, values)
         rows = torch.arange(len(values))
         return DataProto.from_dict({references(name): self._references(torch.full_like(rows, self._rank), rows)})
 
@@ -172,9 +174,11 @@ class KeptRows:
 
     def _rows_of(self, asked: RowsAsked) -> np.ndarray:
         """ValueError when the rows are not here; runs in the server's thread too, beside ``keep`` and ``drop``."""
-        column = self._columns.get(asked.column)
-        if asked.batch != self._batch or column is None:
-            state = f"batch {self._batch}, of which {', '.join(list(self._columns)) or 'nothing'} is kept"
+        column = self._columns.get((asked.batch, asked.column))
+        if column is None:
+            held = list(self._columns)  # one step, as the other thread may add to it
+            names = ", ".join(name for batch, name in held if batch == self._batch)
+            state = f"batch {self._batch}, of which {names or 'nothing'} is kept"
             raise ValueError(
                 f"{asked.column} of generated batch {asked.batch} was asked for, but the last one is {state}; rows are "
                 "kept until the next generate_sequences: train on them before that"

@@ -79,9 +79,12 @@ class ActorRolloutRefWorker(Worker):
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Syncs the weights, then one response per row; what the controller gets is ``controller_batch``.
 
-        In training all else stays here, and references go with it: see ``kept_rows``.
+        In training all else stays here, and references go with it: see ``kept_rows``. Rows of the generation before
+        are freed, unless ``meta_info["keeps_rows"]``: a step that generates again trains on both.
         """
-        self.kept_rows.drop()
+        keeps_earlier = bool(prompts.meta_info.get("keeps_rows", False))
+        if not keeps_earlier:
+            self.kept_rows.drop()
         self._offload_for_rollout()
         with self.sharding_manager as manager:
             start = time.perf_counter()
@@ -90,7 +93,8 @@ class ActorRolloutRefWorker(Worker):
         output.meta_info["timing"] = {"update_weights": manager.sync_seconds, "generate_sequences": generate_s}
         if prompts.meta_info.get("validate", False):
             return controller_batch(output)
-        return self.kept_rows.keep_generated(output, self.config.rollout.tensor_model_parallel_size)
+        replica_size = self.config.rollout.tensor_model_parallel_size
+        return self.kept_rows.keep_generated(output, replica_size, keeps_earlier=keeps_earlier)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
     @watched
@@ -249,7 +253,13 @@ class ActorRolloutRefWorker(Worker):
             lr_decay_style=optim.lr_decay_style,
         )
         self.actor = MegatronPPOActor(
-            config, model.config, self.groups, self.actor_module, self.optimizer, self.scheduler
+            config,
+            model.config,
+            self.groups,
+            self.actor_module,
+            self.optimizer,
+            self.scheduler,
+            self.run_config.algorithm.rollout_correction,
         )
         self.checkpoint_manager = MegatronCheckpointManager(
             config.checkpoint,

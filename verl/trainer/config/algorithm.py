@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from verl.trainer.config.rollout_correction import RolloutCorrectionConfig
 from verl.workers.config.actor import KL_TYPES
 
 ADV_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -20,6 +21,31 @@ class KLControlConfig:
 
 
 @dataclass(frozen=True)
+class FilterGroupsConfig:
+    """Dynamic sampling (DAPO, arXiv 2503.14476): only prompts whose samples differ are trained on.
+
+    metric: what must vary within a group, a part of the reward by name or ``seq_reward`` (the sum of a sample's
+    rewards, with the overlong penalty) · filter_path: instead of it a function ``(config, group) -> bool``, as
+    ``package.module.name`` or ``file.py:name`` · max_num_gen_batches: generations in one step; 0 = no limit.
+    """
+
+    enable: bool = False
+    metric: str | None = None
+    filter_path: str | None = None
+    max_num_gen_batches: int = 0
+
+    def problems(self, where: str) -> list[str]:
+        """Every value that cannot work, one sentence each."""
+        found = []
+        if self.enable and (self.metric is None) == (self.filter_path is None):
+            said = "both are given" if self.metric else "neither is given"
+            found.append(f"{where}.enable is True; give one of {where}.metric and {where}.filter_path ({said})")
+        if self.max_num_gen_batches < 0:
+            found.append(f"{where}.max_num_gen_batches is {self.max_num_gen_batches}; give a number, or 0 for no limit")
+        return found
+
+
+@dataclass(frozen=True)
 class AlgoConfig:
     """The advantage estimator and its constants."""
 
@@ -30,10 +56,15 @@ class AlgoConfig:
     use_kl_in_reward: bool = False
     kl_penalty: str = "kl"
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
     def problems(self, where: str) -> list[str]:
         """Every value that cannot work, one sentence each."""
-        found = []
+        found = [
+            *self.filter_groups.problems(f"{where}.filter_groups"),
+            *self.rollout_correction.problems(f"{where}.rollout_correction"),
+        ]
         if self.adv_estimator not in ADV_ESTIMATORS:
             found.append(
                 f"{where}.adv_estimator is {self.adv_estimator!r}; expected one of {', '.join(ADV_ESTIMATORS)}"

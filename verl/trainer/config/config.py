@@ -45,3 +45,34 @@ class PPOTrainerConfig:
     def use_reference_policy(self) -> bool:
         """True when some loss or reward needs log-probs of the reference weights."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def needs_old_log_prob(self) -> bool:
+        """True when a step computes log-probs of the policy before its updates.
+
+        A rollout correction compares them with the rollout's; in bypass mode those take their place.
+        """
+        actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
+        correction = algorithm.rollout_correction
+        if algorithm.use_kl_in_reward or actor.records_routing or correction.is_on:
+            return True
+        return not correction.bypass_mode and actor.needs_old_log_prob(self.data.train_batch_size)
+
+    @property
+    def automatic_router_replay(self) -> str:
+        """What ``actor.router_replay.mode=auto`` means: the routing that acted, as far as it costs no other pass.
+
+        Off with exact log-probs, where both engines route alike.
+        """
+        if self.trainer.exact_log_probs:
+            return "disabled"
+        if self.actor_rollout_ref.rollout.enable_rollout_routing_replay:
+            return "R3"
+        return "R2" if self.needs_old_log_prob else "disabled"
+
+    @property
+    def gen_batch_size(self) -> int:
+        """Prompts of one generation; dynamic sampling may generate several times a step, and more than it trains on."""
+        data = self.data
+        chosen = data.gen_batch_size if self.algorithm.filter_groups.enable else None
+        return chosen or data.train_batch_size

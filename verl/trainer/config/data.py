@@ -8,7 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Parquet files of prompts (one path or a list); lengths are tokens, batch sizes prompts."""
+    """Parquet files of prompts (one path or a list); lengths are tokens, batch sizes prompts.
+
+    gen_batch_size: prompts of each generation under ``algorithm.filter_groups``; absent = train_batch_size.
+    """
 
     train_files: Any = "~/data/rlhf/train.parquet"
     val_files: Any = "~/data/rlhf/test.parquet"
@@ -16,6 +19,7 @@ class DataConfig:
     max_prompt_length: int = 512
     max_response_length: int = 512
     train_batch_size: int = 1024
+    gen_batch_size: int | None = None
     val_batch_size: int | None = None
     train_max_samples: int = -1
     val_max_samples: int = -1
@@ -32,7 +36,7 @@ class DataConfig:
                 f"{where}.truncation is {self.truncation!r}; only 'error' is supported "
                 f"({where}.filter_overlong_prompts=True drops long prompts)"
             )
-        sizes = ("max_prompt_length", "max_response_length", "train_batch_size", "val_batch_size")
+        sizes = ("max_prompt_length", "max_response_length", "train_batch_size", "gen_batch_size", "val_batch_size")
         for key in sizes:
             size = getattr(self, key)
             if size is not None and size < 1:

@@ -33,6 +33,7 @@ _PATH_KEYS = (
     "trainer.report_dir",
     "trainer.resume_from_path",
 )
+_ROUTER_REPLAY = "actor_rollout_ref.actor.router_replay.mode"
 
 
 class ConfigError(ValueError):
@@ -103,6 +104,10 @@ def typed_config(composed: DictConfig) -> PPOTrainerConfig:
         OmegaConf.update(schema, key, _expand_home(OmegaConf.select(schema, key)))
     config = OmegaConf.to_object(schema)
     assert isinstance(config, PPOTrainerConfig)
+    if config.actor_rollout_ref.actor.router_replay.mode == "auto":
+        OmegaConf.update(schema, _ROUTER_REPLAY, config.automatic_router_replay)
+        config = OmegaConf.to_object(schema)
+        assert isinstance(config, PPOTrainerConfig)
     return config
 
 

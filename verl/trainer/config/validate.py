@@ -24,6 +24,7 @@ def validate_config(config: PPOTrainerConfig) -> list[str]:
         *config.algorithm.problems("algorithm"),
         *config.reward_model.problems("reward_model"),
         *config.custom_reward_function.problems("custom_reward_function"),
+        *config.reward_model.overlong_buffer.problems("reward_model.overlong_buffer", config.data.max_response_length),
         *config.trainer.problems("trainer"),
         *exact_problems(config),
     ]
@@ -31,6 +32,16 @@ def validate_config(config: PPOTrainerConfig) -> list[str]:
         found.append(
             "actor_rollout_ref.actor.router_replay.mode is 'R3', which replays what the rollout chose; set "
             "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+        )
+    if config.algorithm.rollout_correction.needs_rollout_log_probs and not models.rollout.calculate_log_probs:
+        found.append(
+            "algorithm.rollout_correction compares with log-probs that the rollout reports; set "
+            "actor_rollout_ref.rollout.calculate_log_probs=True"
+        )
+    if config.algorithm.filter_groups.enable and models.rollout.n < 2:
+        found.append(
+            f"algorithm.filter_groups.enable is True, but actor_rollout_ref.rollout.n is {models.rollout.n}: the "
+            "samples of a prompt are compared with each other, give at least 2"
         )
     if not models.hybrid_engine:
         found.append("actor_rollout_ref.hybrid_engine is False; actor and rollout always share their processes here")
@@ -47,9 +58,8 @@ def config_warnings(config: PPOTrainerConfig) -> list[str]:
     """What runs but deserves a line before the run starts."""
     models = config.actor_rollout_ref
     found = models.rollout.warnings("actor_rollout_ref.rollout")
-    needs_old = models.actor.needs_old_log_prob(config.data.train_batch_size)
-    if models.actor.recompute_old_log_prob.lower() == "false" and needs_old:
-        why = "routing is recorded there" if models.actor.records_routing else "the run makes several updates per batch"
+    if models.actor.recompute_old_log_prob.lower() == "false" and config.needs_old_log_prob:
+        why = _why_old_log_prob(config)
         found.append(
             f"actor_rollout_ref.actor.recompute_old_log_prob is False, but {why}, so old log-probs are computed all "
             "the same"
@@ -59,7 +69,22 @@ def config_warnings(config: PPOTrainerConfig) -> list[str]:
             f"actor_rollout_ref.rollout.n is 1: {config.algorithm.adv_estimator} compares the samples of a prompt, and "
             "a group of one has nothing to compare with"
         )
+    if models.actor.policy_loss.loss_mode == "gspo" and models.actor.loss_agg_mode != "seq-mean-token-mean":
+        found.append(
+            f"actor_rollout_ref.actor.loss_agg_mode is {models.actor.loss_agg_mode}: GSPO's objective is that of "
+            "seq-mean-token-mean"
+        )
     return found
+
+
+def _why_old_log_prob(config: PPOTrainerConfig) -> str:
+    if config.actor_rollout_ref.actor.records_routing:
+        return "routing is recorded there"
+    if config.algorithm.rollout_correction.is_on:
+        return "algorithm.rollout_correction compares with them"
+    if config.algorithm.use_kl_in_reward:
+        return "algorithm.use_kl_in_reward compares with them"
+    return "the run makes several updates per batch"
 
 
 def _reference_problems(models: ActorRolloutRefConfig) -> list[str]:
@@ -159,6 +184,11 @@ def _batch_problems(config: PPOTrainerConfig) -> list[str]:
     dp = _data_parallel(config)
     rollout_dp = world // models.rollout.tensor_model_parallel_size
     found = []
+    if config.data.gen_batch_size is not None and not config.algorithm.filter_groups.enable:
+        found.append(
+            f"data.gen_batch_size is {config.data.gen_batch_size}, which only algorithm.filter_groups.enable=True "
+            "uses; leave it out: a step generates data.train_batch_size prompts"
+        )
     if mini > batch:
         found.append(f"actor_rollout_ref.actor.ppo_mini_batch_size {mini} is above data.train_batch_size {batch}")
     elif batch % mini:
@@ -166,10 +196,12 @@ def _batch_problems(config: PPOTrainerConfig) -> list[str]:
             f"data.train_batch_size {batch} is not a multiple of ppo_mini_batch_size {mini}; "
             f"nearest: {_nearest_multiple(batch, mini)}"
         )
-    if batch * n % rollout_dp:
+    generated = config.gen_batch_size
+    if generated * n % rollout_dp:
+        key = "train_batch_size" if generated == batch else "gen_batch_size"
         found.append(
-            f"data.train_batch_size {batch} x rollout.n {n} = {batch * n} samples do not divide over the {rollout_dp} "
-            f"rollout replicas; nearest number of samples: {_nearest_multiple(batch * n, rollout_dp)}"
+            f"data.{key} {generated} x rollout.n {n} = {generated * n} samples do not divide over the {rollout_dp} "
+            f"rollout replicas; nearest number of samples: {_nearest_multiple(generated * n, rollout_dp)}"
         )
     if mini * n % dp:
         return [

@@ -1,4 +1,7 @@
-"""Losses on tokens, their aggregation, KL estimates and KL controllers; advantages are one file each in ``algos``."""
+"""Aggregation of losses, KL estimates and KL controllers.
+
+Advantages are one file each in ``algos``, policy losses in ``policy_losses``; both registries are reached from here.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from torch import Tensor
 
 from verl.trainer.config.algorithm import KLControlConfig
 from verl.trainer.ppo.algos import AdvantageEstimator, get_adv_estimator_fn, register_adv_est
+from verl.trainer.ppo.policy_losses import get_policy_loss_fn, register_policy_loss
 
 __all__ = [
     "AdaptiveKLController",
@@ -15,38 +19,12 @@ __all__ = [
     "agg_loss",
     "get_adv_estimator_fn",
     "get_kl_controller",
+    "get_policy_loss_fn",
     "kl_penalty",
-    "policy_loss_per_token",
     "register_adv_est",
+    "register_policy_loss",
     "token_loss_weights",
 ]
-
-
-def policy_loss_per_token(
-    old_log_prob: Tensor,
-    log_prob: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    clip_ratio_c: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Dual-clip PPO loss of every token (arXiv 1707.06347, dual clip 1912.09729); all tensors of one shape.
-
-    r = exp(log_prob - old_log_prob), with the exponent clamped to +-20 so that one token cannot overflow the sum.
-    L = max(-A r, -A clip(r, 1 - low, 1 + high)); where A < 0, L = min(L, -A c).
-
-    Returns:
-        (loss, 1 where the clipped branch was taken, 1 where the lower bound -A c was, old - new log-prob).
-    """
-    log_ratio = torch.clamp(log_prob - old_log_prob, min=-20.0, max=20.0)
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * torch.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high)
-    loss = torch.maximum(unclipped, clipped)
-    bound = -advantages * clip_ratio_c
-    is_bounded = (advantages < 0) & (loss > bound)
-    return torch.where(is_bounded, bound, loss), clipped > unclipped, is_bounded, -log_ratio.detach()
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
 from verl.trainer.ppo import checkpointing
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_kl_controller, kl_penalty
+from verl.trainer.ppo.filter_groups import SampleGroup, collect_groups, group_filter
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_reward_metrics,
@@ -26,6 +27,7 @@ from verl.trainer.ppo.metric_utils import (
     process_validation_metrics,
 )
 from verl.trainer.ppo.reward_ledger import RewardLedger
+from verl.trainer.ppo.scores import add_scores, reward_parts
 from verl.trainer.ppo.seeds import sampling_seeds
 from verl.utils.dataset import ResumableLoader, RLHFDataset, collate_fn
 from verl.utils.device import resolve_device
@@ -33,7 +35,7 @@ from verl.utils.op_tables import op_tables_text
 from verl.utils.seqlen_balancing import dealt_order
 from verl.utils.tracking import Tracking
 from verl.workers.kept_rows import worker_batch
-from verl.workers.reward_manager import NaiveRewardManager, Scores
+from verl.workers.reward_manager import GradedSample, NaiveRewardManager, Scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,9 +92,10 @@ class RayPPOTrainer:
         self.val_dataset = _dataset(config, tokenizer, config.data.val_files, config.data.val_max_samples)
         data = config.data
         self.train_loader = ResumableLoader(
-            self.train_dataset, data.train_batch_size, shuffle=data.shuffle, seed=data.seed or 0
+            self.train_dataset, config.gen_batch_size, shuffle=data.shuffle, seed=data.seed or 0
         )
-        per_epochs = len(self.train_loader) * config.trainer.total_epochs
+        self.keeps_group = group_filter(config) if config.algorithm.filter_groups.enable else None
+        per_epochs = len(self.train_dataset) // data.train_batch_size * config.trainer.total_epochs
         self.total_training_steps = config.trainer.total_training_steps or per_epochs
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.global_step = 0
@@ -126,7 +129,7 @@ class RayPPOTrainer:
         batches = iter(self.train_loader)
         while self.global_step < self.total_training_steps:
             self.global_step += 1
-            metrics = self._train_step(self._next_prompts(batches))
+            metrics = self._train_step(batches)
             self._publish_checkpoint(is_needed=False)
             is_last = self.global_step == self.total_training_steps
             if is_last or (trainer.test_freq > 0 and self.global_step % trainer.test_freq == 0):
@@ -146,32 +149,33 @@ class RayPPOTrainer:
         if self.workers is not None:
             self.workers.shutdown()
 
-    def _train_step(self, prompts: DataProto) -> dict[str, float]:
+    def _train_step(self, batches: Iterator[dict[str, Any]]) -> dict[str, float]:
         """One GRPO step: generate, score, log-probs, advantages, update."""
         timing: dict[str, float] = {}
         metrics: dict[str, float] = {
             "training/global_step": self.global_step,
             "training/epoch": self.train_loader.epoch,
         }
-        actor = self.config.actor_rollout_ref.actor
         with marked_timer("step", timing):
-            with marked_timer("gen", timing):
-                batch = prompts.union(self._generate(prompts, timing))
+            if self.keeps_group is None:
+                batch = self._sample(batches, timing)
+            else:
+                batch, of_filter = self._sample_groups(batches, self.keeps_group, timing)
+                metrics |= of_filter
             batch = self._balance_batch(batch)
             batch.meta_info |= self._update_info()
-            scoring = self.reward_fn.start(batch)  # runs in its own processes while log-probs are computed
-            needs_old = actor.needs_old_log_prob(self.config.data.train_batch_size)
-            if needs_old or self.config.algorithm.use_kl_in_reward:
+            # Runs in its own processes while log-probs are computed; groups were chosen by their scores.
+            scoring = self.reward_fn.start(batch) if self.keeps_group is None else None
+            if self.config.needs_old_log_prob:
                 with marked_timer("old_log_prob", timing):
                     batch = batch.union(self.workers.compute_log_prob(worker_batch(batch)))
             if self.config.use_reference_policy:
                 with marked_timer("ref", timing):
                     batch = batch.union(self.workers.compute_ref_log_prob(worker_batch(batch)))
             with marked_timer("reward", timing):
-                scores = scoring.result()
-                self.reward_ledger.write(self.global_step, scores.samples)
-                batch.batch["token_level_scores"] = scores.token_level_scores
-                metrics |= compute_reward_metrics(scores.parts, "reward")
+                if scoring is not None:
+                    self._take_scores(batch, scoring.result(), [])
+                metrics |= compute_reward_metrics(reward_parts(batch), "reward")
             with marked_timer("adv", timing):
                 metrics |= self._apply_kl(batch)
                 batch = compute_advantage(batch, self.config)
@@ -180,14 +184,43 @@ class RayPPOTrainer:
         metrics |= compute_data_metrics(batch) | compute_timing_metrics(batch, timing)
         return metrics | compute_throughout_metrics(batch, timing, self.config.trainer.world_size)
 
-    def _next_prompts(self, batches: Iterator[dict[str, Any]]) -> DataProto:
-        """The next prompts, each repeated n times, one uid per prompt, a sampling seed per row."""
+    def _sample(self, batches: Iterator[dict[str, Any]], timing: dict[str, float], generation: int = 0) -> DataProto:
+        """The next prompts and their responses; a later generation of a step leaves the earlier ones' rows."""
+        prompts = self._next_prompts(batches, generation)
+        with marked_timer("gen", timing):
+            return prompts.union(self._generate(prompts, timing, keeps_rows=generation > 0))
+
+    def _sample_groups(
+        self, batches: Iterator[dict[str, Any]], keeps: Callable[[SampleGroup], bool], timing: dict[str, float]
+    ) -> tuple[DataProto, dict[str, float]]:
+        """Dynamic sampling: scored responses to a batch of prompts that the filter keeps, and its metrics."""
+        graded: list[GradedSample] = []
+
+        def scored(generation: int) -> DataProto:
+            batch = self._sample(batches, timing, generation)
+            with marked_timer("reward", timing):
+                self._take_scores(batch, self.reward_fn.start(batch).result(), graded)
+            return batch
+
+        limit = self.config.algorithm.filter_groups.max_num_gen_batches
+        return collect_groups(scored, keeps, self.config.data.train_batch_size, limit)
+
+    def _take_scores(self, batch: DataProto, scores: Scores, graded: list[GradedSample]) -> None:
+        """Scores into ``batch``, grades into the ledger behind those that this step has already."""
+        graded += scores.samples
+        self.reward_ledger.write(self.global_step, graded)
+        add_scores(batch, scores, self.config.reward_model.overlong_buffer)
+
+    def _next_prompts(self, batches: Iterator[dict[str, Any]], generation: int) -> DataProto:
+        """The next prompts, each repeated n times; uids per prompt and sampling seeds per row differ within a step."""
         batch = DataProto.from_single_dict(next(batches))
-        uids = [f"{self.global_step}-{i}" for i in range(len(batch))]
+        first = generation * len(batch)
+        uids = [f"{self.global_step}-{first + i}" for i in range(len(batch))]
         batch.non_tensor_batch["uid"] = np.array(uids, dtype=object)
-        batch = batch.repeat(self.config.actor_rollout_ref.rollout.n, interleave=True)
-        seed = self.config.actor_rollout_ref.rollout.seed
-        batch.non_tensor_batch["sampling_seeds"] = sampling_seeds(seed, self.global_step, 0, len(batch))
+        rollout = self.config.actor_rollout_ref.rollout
+        batch = batch.repeat(rollout.n, interleave=True)
+        seeds = sampling_seeds(rollout.seed, self.global_step, first * rollout.n, len(batch))
+        batch.non_tensor_batch["sampling_seeds"] = seeds
         return batch
 
     def _generate(self, prompts: DataProto, timing: dict[str, float], **meta_info: Any) -> DataProto:

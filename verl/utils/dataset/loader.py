@@ -19,7 +19,8 @@ class ResumableLoader:
     def __init__(self, dataset: RLHFDataset, batch_size: int, *, shuffle: bool, seed: int) -> None:
         if batch_size > len(dataset):
             raise ValueError(
-                f"data.train_batch_size is {batch_size}, but only {len(dataset)} prompts can be used; lower it"
+                f"data.train_batch_size (or gen_batch_size) is {batch_size}, but only {len(dataset)} prompts can be "
+                "used; lower it"
             )
         self.dataset = dataset
         self.batch_size = batch_size

@@ -21,11 +21,13 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import MicroBatchRouting, RouterReplay
 from megatron.core.transformer.transformer_config import TransformerConfig
 from verl.protocol import DataProto
+from verl.trainer.config.rollout_correction import RolloutCorrectionConfig
 from verl.utils.megatron.packed_batch import PackedMicroBatch, pack_micro_batch, padded_lengths, scatter_to_rows
 from verl.workers.actor.auxiliary import auxiliary_losses, set_auxiliary_scales
 from verl.workers.actor.base import BasePPOActor
 from verl.workers.actor.micro_batching import split_rows
 from verl.workers.actor.policy_loss import LossInputs, PolicyLoss, UpdateMetrics
+from verl.workers.actor.rollout_correction import corrected
 from verl.workers.actor.routing_rows import FROM_ROLLOUT, RoutingRows, with_row_numbers
 from verl.workers.config import ActorConfig
 
@@ -48,8 +50,10 @@ class MegatronPPOActor(BasePPOActor):
         actor_module: DistributedDataParallel | GPTModel | ModelChunks,
         actor_optimizer: DistributedOptimizer | None = None,
         scheduler: OptimizerParamScheduler | None = None,
+        rollout_correction: RolloutCorrectionConfig | None = None,
     ) -> None:
         self.config = config
+        self.rollout_correction = rollout_correction or RolloutCorrectionConfig()
         self.tf_config = tf_config
         self.groups = groups
         self.actor_module = actor_module
@@ -143,13 +147,16 @@ class MegatronPPOActor(BasePPOActor):
                 raise ValueError("router replay: compute_log_prob must record the rows before update_policy")
             self._routing.check(data)
             data = with_row_numbers(data)
+        corrections: dict[str, float] = {}
+        if self.is_last_stage and self.rollout_correction.is_on:
+            data, corrections = corrected(data, self.rollout_correction, self.groups)
         for mini_batch in self.make_minibatch_iterator(data):
             self._update_minibatch(mini_batch, metrics)
         if self.scheduler is not None:
             self.scheduler.step(1)  # one per training step, as upstream, however many mini-batches it has
         self._routing = None
         auxiliary = auxiliary_losses(self.actor_module, self.tf_config, self.groups)
-        return metrics.result() | auxiliary if self.is_last_stage else {}
+        return metrics.result() | corrections | auxiliary if self.is_last_stage else {}
 
     def _rollout_routing(self, data: DataProto) -> tuple[RoutingRows, DataProto]:
         """The rollout's choices in this stage's layers, and ``data`` with the numbers of their rows."""
@@ -179,8 +186,9 @@ class MegatronPPOActor(BasePPOActor):
 
     def _update_minibatch(self, data: DataProto, metrics: UpdateMetrics) -> None:
         assert self.actor_optimizer is not None
-        inputs = LossInputs.from_batch(data, self.config, self.groups)
-        loss = PolicyLoss(self.config, inputs)
+        anchors_on_rollout = self.rollout_correction.bypass_mode
+        inputs = LossInputs.from_batch(data, self.config, self.groups, anchors_on_rollout=anchors_on_rollout)
+        loss = PolicyLoss(self.config, inputs, self.groups.cp if self.groups.cp.size() > 1 else None)
         set_auxiliary_scales(self.actor_module, inputs.num_tokens, inputs.num_response_tokens)
         temperature = float(data.meta_info["temperature"])
 

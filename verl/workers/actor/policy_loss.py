@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron.core.parallel_state import ProcessGroups
 from verl.protocol import DataProto
-from verl.trainer.ppo.core_algos import kl_penalty, policy_loss_per_token, token_loss_weights
+from verl.trainer.ppo.core_algos import get_policy_loss_fn, kl_penalty, token_loss_weights
+from verl.trainer.ppo.policy_losses import SequenceMean
 from verl.utils.megatron.packed_batch import PackedMicroBatch
 from verl.workers.config import ActorConfig
 
@@ -36,11 +37,15 @@ class LossInputs:
     """What the loss needs of one mini-batch, all fp32 [B, R] of this data-parallel rank's rows.
 
     Attributes:
-        weights: token weights such that sum(weights * loss) over every rank is the aggregated loss.
+        weights: token weights such that sum(weights * loss) over every rank is the aggregated loss; 0 where a rollout
+            correction rejected the token.
         advantages: one value per token.
         old_log_probs: of the policy that acted; None when it is provably the one being updated.
         ref_log_prob: of the reference policy; None without a KL loss, and on stages before the last.
         rollout_log_probs: as the rollout engine reported them; None when it did not.
+        response_lengths: response tokens of each row, [B].
+        rollout_is_weights: factors of the policy loss from a rollout correction; None without one.
+        anchors_on_rollout: ``bypass_mode``: the old log-probs are those of the rollout.
         num_tokens, num_response_tokens: of the mini-batch over all ranks; numbers, the first with prompts.
     """
 
@@ -49,27 +54,40 @@ class LossInputs:
     old_log_probs: Tensor | None
     ref_log_prob: Tensor | None
     rollout_log_probs: Tensor | None
+    response_lengths: Tensor
+    rollout_is_weights: Tensor | None = None
+    anchors_on_rollout: bool = False
     num_tokens: float = 1.0
     num_response_tokens: float = 1.0
 
     @classmethod
-    def from_batch(cls, data: DataProto, config: ActorConfig, groups: ProcessGroups) -> LossInputs:
+    def from_batch(
+        cls, data: DataProto, config: ActorConfig, groups: ProcessGroups, *, anchors_on_rollout: bool = False
+    ) -> LossInputs:
         """Reads a mini-batch; the denominators are summed over the data-parallel group.
 
         Context-parallel ranks hold the same rows, so the denominators are those of whole sequences, counted once.
+        Tokens that a rollout correction rejected (column ``kept_mask``) do not count in them.
         """
         batch = data.batch
-        mask = batch["response_mask"].float()
-        counts = torch.stack([mask.sum(), (mask.sum(-1) > 0).sum().float(), batch["attention_mask"].sum().float()])
-        counts = reduce_over(counts.double(), groups.dp, dist.ReduceOp.SUM)
-        num_scored, num_sequences, num_tokens = counts.tolist()
-        weights = token_loss_weights(mask, config.loss_agg_mode, num_tokens=num_scored, num_sequences=num_sequences)
+        response_mask = batch["response_mask"].float()
+        mask = batch.get("kept_mask", response_mask)
+        counted = (mask, mask.sum(-1) > 0, response_mask, batch["attention_mask"])
+        counts = torch.stack([values.sum().double() for values in counted])
+        num_kept, num_sequences, num_scored, num_tokens = reduce_over(counts, groups.dp, dist.ReduceOp.SUM).tolist()
+        weights = token_loss_weights(mask, config.loss_agg_mode, num_tokens=num_kept, num_sequences=num_sequences)
+        is_last = groups.is_last_stage
+        if anchors_on_rollout and is_last and "rollout_log_probs" not in batch:
+            raise ValueError("algorithm.rollout_correction.bypass_mode: the batch has no rollout_log_probs")
         return cls(
             weights=weights,
             advantages=batch["advantages"].float(),
-            old_log_probs=batch.get("old_log_probs", None),
-            ref_log_prob=batch["ref_log_prob"] if config.use_kl_loss and groups.is_last_stage else None,
+            old_log_probs=batch.get("rollout_log_probs" if anchors_on_rollout else "old_log_probs", None),
+            ref_log_prob=batch["ref_log_prob"] if config.use_kl_loss and is_last else None,
             rollout_log_probs=batch.get("rollout_log_probs", None),
+            response_lengths=response_mask.sum(-1),
+            rollout_is_weights=batch.get("rollout_is_weights", None),
+            anchors_on_rollout=anchors_on_rollout,
             num_tokens=max(num_tokens, 1.0),
             num_response_tokens=max(num_scored, 1.0),
         )
@@ -78,13 +96,18 @@ class LossInputs:
 class PolicyLoss:
     """Dual-clip policy loss (+ KL loss - entropy bonus) of one mini-batch, called once per micro-batch.
 
-    loss = sum_t w_t * (pg_t + kl_loss_coef * kl_t - entropy_coeff * H_t); the sum over micro-batches and
-    data-parallel ranks is verl's ``agg_loss`` of the mini-batch, however it was packed.
+    loss = sum_t w_t * (u_t * pg_t + kl_loss_coef * kl_t - entropy_coeff * H_t), u_t = 1 without a rollout correction;
+    the sum over micro-batches and data-parallel ranks is verl's ``agg_loss`` of the mini-batch, however it was packed.
+
+    Args:
+        cp_group: the ranks that share each sequence; None when one has all of its tokens.
     """
 
-    def __init__(self, config: ActorConfig, inputs: LossInputs) -> None:
+    def __init__(self, config: ActorConfig, inputs: LossInputs, cp_group: dist.ProcessGroup | None = None) -> None:
         self.config = config
         self.inputs = inputs
+        self.cp_group = cp_group
+        self.policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
 
     def __call__(self, log_probs_S: Tensor, entropy_S: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, dict]:
         """The scalar loss and fp64 sums for ``UpdateMetrics``."""
@@ -92,23 +115,18 @@ class PolicyLoss:
         weights_S = inputs.weights[at]
         # On-policy, the ratio is exactly one: the same numbers in, so no rounding between two forward passes.
         old_S = log_probs_S.detach() if inputs.old_log_probs is None else inputs.old_log_probs[at]
-        pg_S, clipped_S, clipped_lower_S, approx_kl_S = policy_loss_per_token(
-            old_S,
-            log_probs_S,
-            inputs.advantages[at],
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            clip_ratio_c=config.clip_ratio_c,
-        )
-        weighted_S = weights_S * pg_S
+        policy = self.policy_loss(old_S, log_probs_S, inputs.advantages[at], config, self._sequence_mean(micro))
+        weighted_S = weights_S * policy.loss
+        if inputs.rollout_is_weights is not None:
+            weighted_S = weighted_S * inputs.rollout_is_weights[at]
         loss = weighted_S.sum()
         sums = {
             "tokens": log_probs_S.new_tensor(log_probs_S.numel()),
             "pg_loss": weighted_S.detach().double().sum(),
             "entropy": entropy_S.sum(),
-            "clipfrac": clipped_S.float().sum(),
-            "clipfrac_lower": clipped_lower_S.float().sum(),
-            "approx_kl": approx_kl_S.sum(),
+            "clipfrac": policy.is_clipped.float().sum(),
+            "clipfrac_lower": policy.is_clipped_lower.float().sum(),
+            "approx_kl": policy.approx_kl.sum(),
         }
         if inputs.ref_log_prob is not None:
             kl_loss = (weights_S * kl_penalty(log_probs_S, inputs.ref_log_prob[at], config.kl_loss_type)).sum()
@@ -118,8 +136,10 @@ class PolicyLoss:
             loss = loss - config.entropy_coeff * (weights_S * entropy_S).sum()
         largest = torch.zeros((), dtype=torch.float64, device=log_probs_S.device)
         if inputs.rollout_log_probs is not None and log_probs_S.numel():
-            # Of the policy that acted: a later update of the batch has moved away from it on purpose.
-            ours, theirs = old_S.double().exp(), inputs.rollout_log_probs[at].double().exp()
+            # Of the policy that acted: a later update of the batch has moved away from it on purpose. In bypass mode
+            # nobody scored that one.
+            acted_S = log_probs_S.detach() if inputs.anchors_on_rollout else old_S
+            ours, theirs = acted_S.double().exp(), inputs.rollout_log_probs[at].double().exp()
             difference = (ours - theirs).abs()
             largest = difference.max()
             sums |= {"prob_diff": difference.sum(), "prob_x": ours.sum(), "prob_y": theirs.sum()}
@@ -128,6 +148,20 @@ class PolicyLoss:
         zero = torch.zeros((), dtype=torch.float64, device=log_probs_S.device)
         packed = torch.stack([sums[name].detach().double() if name in sums else zero for name in _SUMS])
         return loss, {"sums": packed, "largest": largest, "has_rollout": inputs.rollout_log_probs is not None}
+
+    def _sequence_mean(self, micro: PackedMicroBatch) -> SequenceMean:
+        """Of the rows of ``micro``: no row is cut by micro-batches, but context-parallel ranks share its tokens."""
+        inputs, at = self.inputs, (micro.rows_S, micro.cols_S)
+
+        def mean(values_S: Tensor) -> Tensor:
+            rows_BR = torch.zeros_like(inputs.weights, dtype=values_S.dtype)
+            rows_BR[at] = values_S.detach()
+            sums_B = rows_BR.sum(-1)
+            if self.cp_group is not None:
+                sums_B = reduce_over(sums_B, self.cp_group, dist.ReduceOp.SUM)
+            return (sums_B / inputs.response_lengths.clamp(min=1))[micro.rows_S]
+
+        return mean
 
 
 class UpdateMetrics:

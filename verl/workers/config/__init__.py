@@ -4,7 +4,7 @@ from verl.workers.config.actor import ActorConfig, CheckpointConfig, RefConfig, 
 from verl.workers.config.engine import McoreEngineConfig
 from verl.workers.config.model import GradientCheckpointingConfig, HFModelConfig
 from verl.workers.config.optimizer import McoreOptimizerConfig
-from verl.workers.config.reward_model import CustomRewardFunctionConfig, RewardModelConfig
+from verl.workers.config.reward_model import CustomRewardFunctionConfig, OverlongBufferConfig, RewardModelConfig
 from verl.workers.config.rollout import RolloutConfig, SamplingConfig
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "HFModelConfig",
     "McoreEngineConfig",
     "McoreOptimizerConfig",
+    "OverlongBufferConfig",
     "RefConfig",
     "RewardModelConfig",
     "RolloutConfig",

@@ -8,6 +8,7 @@ from verl.workers.config.engine import McoreEngineConfig
 from verl.workers.config.optimizer import McoreOptimizerConfig
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_MODES = ("cispo", "gspo", "vanilla")  # what verl.trainer.ppo.policy_losses registers
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
@@ -32,11 +33,12 @@ class PolicyLossConfig:
 
 @dataclass(frozen=True)
 class RouterReplayConfig:
-    """Which routing an update uses: its own (``disabled``), what the old log-prob pass chose (``R2``), or what the
-    rollout chose (``R3``), which the old log-prob pass then uses too.
+    """Which routing an update of a MoE model uses: its own (``disabled``), what the old log-prob pass chose (``R2``),
+    or what the rollout chose (``R3``), which the old log-prob pass then uses too. ``auto``: R3 when the rollout reports
+    its choices, else R2 when that pass runs anyway, else disabled; loading the config puts in which.
     """
 
-    mode: str = "disabled"
+    mode: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class ActorConfig:
     @property
     def replays_routing(self) -> bool:
         """Whether updates use the expert choices of another pass."""
-        return self.router_replay.mode != "disabled"
+        return self.router_replay.mode in ("R2", "R3")
 
     @property
     def records_routing(self) -> bool:
@@ -123,13 +125,17 @@ class ActorConfig:
             ("strategy", self.strategy, ("megatron",)),
             ("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES),
             ("kl_loss_type", self.kl_loss_type, KL_TYPES),
-            ("policy_loss.loss_mode", self.policy_loss.loss_mode, ("vanilla",)),
-            ("router_replay.mode", self.router_replay.mode, ("disabled", "R2", "R3")),
+            ("policy_loss.loss_mode", self.policy_loss.loss_mode, LOSS_MODES),
+            ("router_replay.mode", self.router_replay.mode, ("auto", "disabled", "R2", "R3")),
             ("recompute_old_log_prob", self.recompute_old_log_prob.lower(), ("auto", "true", "false")),
         )
         for key, value, allowed in choices:
             if value not in allowed:
                 found.append(f"{where}.{key} is {value!r}; expected one of {', '.join(allowed)}")
+        clips = (("clip_ratio_low", self.clip_low), ("clip_ratio_high", self.clip_high))
+        found += [f"{where}.{key} is {clip}; it must not be negative" for key, clip in clips if clip < 0]
+        if self.policy_loss.loss_mode == "vanilla" and self.clip_ratio_c <= 1:
+            found.append(f"{where}.clip_ratio_c is {self.clip_ratio_c}; the dual clip's bound must be above 1")
         for key, count in (("ppo_epochs", self.ppo_epochs), ("ppo_mini_batch_size", self.ppo_mini_batch_size)):
             if count < 1:
                 found.append(f"{where}.{key} is {count}; it must be at least 1")

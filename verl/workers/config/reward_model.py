@@ -14,6 +14,33 @@ _SOURCE_KEYS = ("path", "name", "reward_kwargs")
 
 
 @dataclass(frozen=True)
+class OverlongBufferConfig:
+    """DAPO's soft overlong punishment, in training: the last ``len`` tokens that a response may have cost reward.
+
+    len: tokens at the end of ``data.max_response_length`` · penalty_factor: what a response of the full length loses ·
+    log: show the penalty and the share of such responses among the metrics.
+    """
+
+    enable: bool = False
+    len: int = 0
+    penalty_factor: float = 1.0
+    log: bool = False
+
+    def problems(self, where: str, max_response_length: int) -> list[str]:
+        """Every value that cannot work, one sentence each."""
+        if not self.enable:
+            return []
+        found = []
+        if not 1 <= self.len <= max_response_length:
+            found.append(
+                f"{where}.len is {self.len}; expected 1 to data.max_response_length ({max_response_length}) tokens"
+            )
+        if self.penalty_factor < 0:
+            found.append(f"{where}.penalty_factor is {self.penalty_factor}; it must not be negative, it is subtracted")
+        return found
+
+
+@dataclass(frozen=True)
 class RewardModelConfig:
     """The pool of scoring processes and what is kept of their work.
 
@@ -32,6 +59,7 @@ class RewardModelConfig:
     batch_size: int = 64
     max_concurrent: int = 16
     ledger: str = "texts"
+    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
 
     def problems(self, where: str) -> list[str]:
         """Every value that cannot work, one sentence each."""

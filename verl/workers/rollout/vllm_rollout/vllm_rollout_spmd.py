@@ -86,9 +86,9 @@ class vLLMRollout(BaseRollout):
 
         Returns:
             What is trained on: input_ids and attention_mask [B, P + R], prompts left-padded and responses right-padded;
-            responses, response_mask and rollout_log_probs (fp32, zero on padding) [B, R]. For training with
-            ``enable_rollout_routing_replay`` also routed_experts, [B, P + R, MoE layers, K] of a small integer type,
-            zero where a token was not computed: padding, and the last one of each row.
+            responses and response_mask [B, R]; with ``calculate_log_probs`` rollout_log_probs (fp32, zero on padding)
+            [B, R]. For training with ``enable_rollout_routing_replay`` also routed_experts [B, P + R, MoE layers, K] of
+            a small integer type, zero where a token was not computed: padding, and the last one of each row.
         """
         seeds = prompts.non_tensor_batch["sampling_seeds"]
         requests = [TokensPrompt(prompt_token_ids=list(ids)) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
@@ -118,7 +118,6 @@ class vLLMRollout(BaseRollout):
         length, pad = self.config.response_length, int(prompts.meta_info["pad_token_id"])
         completions = [output.outputs[0] for output in outputs]
         responses = _right_padded([c.token_ids for c in completions], length, pad, torch.int64)
-        log_probs = _right_padded([c.sampled_logprobs for c in completions], length, 0.0, torch.float32)
         lengths = torch.tensor([len(c.token_ids) for c in completions])
         response_mask = (torch.arange(length) < lengths[:, None]).long()
 
@@ -133,8 +132,10 @@ class vLLMRollout(BaseRollout):
             "input_ids": torch.cat([prompt_ids, responses], dim=-1),
             "attention_mask": torch.cat([prompt_mask, response_mask], dim=-1),
             "response_mask": response_mask,
-            "rollout_log_probs": log_probs,
         }
+        if self.config.calculate_log_probs:
+            log_probs = [c.sampled_logprobs for c in completions]
+            tensors["rollout_log_probs"] = _right_padded(log_probs, length, 0.0, torch.float32)
         if self.config.enable_rollout_routing_replay and not prompts.meta_info.get("validate", False):
             tensors["routed_experts"] = _routed_experts(
                 completions, prompt_lengths.tolist(), self.config.prompt_length, length

@@ -1,0 +1,81 @@
+"""Knobs of the correction between the policy that sampled and the one that is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LEVELS = ("token", "sequence", "geometric")
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    """``algorithm.rollout_correction``: importance sampling and rejection by exp(old_log_prob - rollout_log_prob).
+
+    rollout_is: level of the weights, token, sequence or geometric; absent = none · rollout_is_threshold: weights are
+    cut there · rollout_is_batch_normalize: their mean over the batch becomes 1 · rollout_rs: level at which tokens or
+    sequences outside [lower, upper] are left out of the loss; absent = none · rollout_rs_threshold: upper, absent =
+    rollout_is_threshold · rollout_rs_threshold_lower: absent = 1 / upper, 0 = none · rollout_token_veto_threshold: a
+    sequence with a token below it is left out · bypass_mode: the rollout's log-probs are the old ones, and no pass
+    computes others.
+    """
+
+    rollout_is: str | None = None
+    rollout_is_threshold: float = 2.0
+    rollout_rs: str | None = None
+    rollout_rs_threshold: float | None = None
+    rollout_rs_threshold_lower: float | None = None
+    rollout_token_veto_threshold: float | None = None
+    bypass_mode: bool = False
+    rollout_is_batch_normalize: bool = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is weighed or left out."""
+        return bool(self.rollout_is or self.rollout_rs or self.rollout_token_veto_threshold is not None)
+
+    @property
+    def needs_rollout_log_probs(self) -> bool:
+        """Whether the rollout must report the log-probs of its tokens."""
+        return self.is_on or self.bypass_mode
+
+    @property
+    def rs_upper(self) -> float:
+        """Ratios above are rejected."""
+        return self.rollout_is_threshold if self.rollout_rs_threshold is None else self.rollout_rs_threshold
+
+    @property
+    def rs_lower(self) -> float:
+        """Ratios below are rejected."""
+        return 1.0 / self.rs_upper if self.rollout_rs_threshold_lower is None else self.rollout_rs_threshold_lower
+
+    def problems(self, where: str) -> list[str]:
+        """Every value that cannot work, one sentence each."""
+        found = []
+        for key, level in (("rollout_is", self.rollout_is), ("rollout_rs", self.rollout_rs)):
+            if level is not None and level not in LEVELS:
+                found.append(f"{where}.{key} is {level!r}; expected one of {', '.join(LEVELS)}, or leave it out")
+        limits = (
+            ("rollout_is_threshold", self.rollout_is_threshold),
+            ("rollout_rs_threshold", self.rollout_rs_threshold),
+        )
+        bad = [
+            f"{where}.{key} is {limit}; it must be above 0" for key, limit in limits if limit is not None and limit <= 0
+        ]
+        if bad:
+            return found + bad
+        if self.rs_lower < 0 or self.rs_lower > self.rs_upper:
+            found.append(
+                f"{where}.rollout_rs_threshold_lower is {self.rs_lower:g}; it must lie between 0 (no lower bound) and "
+                f"the upper threshold {self.rs_upper:g}"
+            )
+        veto = self.rollout_token_veto_threshold
+        if veto is not None and not 0 < veto < 1:
+            found.append(f"{where}.rollout_token_veto_threshold is {veto}; expected above 0 and below 1, as 1e-4")
+        if self.rollout_is_batch_normalize and self.rollout_is is None:
+            found.append(f"{where}.rollout_is_batch_normalize is True, but {where}.rollout_is is empty: no weights")
+        if self.bypass_mode and self.is_on:
+            found.append(
+                f"{where}.bypass_mode is True, so old and rollout log-probs are the same and every ratio is 1; take "
+                "out rollout_is, rollout_rs and rollout_token_veto_threshold, or set bypass_mode=False"
+            )
+        return found
