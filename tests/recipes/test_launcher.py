@@ -139,7 +139,7 @@ def test_plan_of_sixteen_nodes_starts_nothing(
     plan = capsys.readouterr().out
     assert "16 x 16 npu devices" in plan
     assert "training: TP4 PP8 DP8 EP32, layers per stage 7,7,8,8,8,8,8,7" in plan
-    assert "rollout:  TP2 DP128 EP256" in plan
+    assert "rollout:  2 engines of TP2 DP64 EP128" in plan
     assert "--target-expert-parallel-size 8 --moe-tp-extend-ep" in plan
     assert plan.count("-m ray.scripts.scripts start --block") == 16
     assert plan.count("--head") == 1
