@@ -3,7 +3,8 @@
     python -m tools.bench.algorithms --output DIR [--steps 20] [NAME ...]
 
 Runs the recipe's command once per algorithm, one after another, GRPO first: its stages make the data and the base model
-that the others take. A run that is there is not run again. Two to four minutes each on two cores.
+that the others take. A run that is there is not run again. About two minutes each on two cores, and two for the base
+model. The score is that of 300 held-out problems, eight samples each: its noise between runs is about 0.01.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ BASELINE = "grpo"
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 
 # What an algorithm adds to the recipe's config, which is GRPO with 64 prompts x 8 samples; several updates per rollout
-# where there would be nothing to clip without.
+# where there would be nothing to clip without, and a quantised rollout where there would be nothing to correct.
 TWO_UPDATES = f"{ACTOR}.ppo_mini_batch_size=32"
+FP8_ROLLOUT = "actor_rollout_ref.rollout.quantization=fp8"
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     BASELINE: (),
     "grpo_2_updates": (TWO_UPDATES,),
@@ -50,17 +52,21 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "reinforce_plus_plus": ("algorithm.adv_estimator=reinforce_plus_plus",),
     "reinforce_plus_plus_baseline": ("algorithm.adv_estimator=reinforce_plus_plus_baseline",),
     "kl_in_reward": (f"{ACTOR}.use_kl_loss=False", "algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=k1"),
-    "tis": (f"{CORRECTION}={{rollout_is:token,rollout_is_threshold:2}}",),
+    "tis": (FP8_ROLLOUT, f"{CORRECTION}={{rollout_is:token,rollout_is_threshold:2}}"),
     "mis": (
+        FP8_ROLLOUT,
         f"{CORRECTION}={{rollout_is:sequence,rollout_rs:sequence,rollout_rs_threshold:2,rollout_rs_threshold_lower:0}}",
     ),
     "icepop": (
+        FP8_ROLLOUT,
         f"{CORRECTION}={{rollout_is:token,rollout_is_threshold:5,rollout_rs:token,rollout_rs_threshold:5,"
         "rollout_rs_threshold_lower:0.5}",
     ),
-    "bypass": (f"{CORRECTION}.bypass_mode=True", TWO_UPDATES),
+    "bypass": (FP8_ROLLOUT, f"{CORRECTION}.bypass_mode=True", TWO_UPDATES),
+    "grpo_fp8": (FP8_ROLLOUT,),
     "r3": ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", f"{ACTOR}.router_replay.mode=R3"),
 }
+MEASURED = ("actor_rollout_ref.rollout.val_kwargs.n=8", "trainer.save_freq=-1", "trainer.export_hf=False")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +98,7 @@ def run(name: str, output: Path, steps: int) -> None:
     if name != BASELINE:
         made = output / BASELINE
         environment |= {"MODEL_PATH": str(made / "base_model_fp8")}
-    overrides = [*ALGORITHMS[name], f"trainer.test_freq={steps}", "trainer.save_freq=-1", "trainer.export_hf=False"]
+    overrides = [*ALGORITHMS[name], *MEASURED, f"trainer.test_freq={steps}"]
     with (directory / "command.log").open("w") as log:
         subprocess.run(["bash", str(SCRIPT), *overrides], env=environment, stdout=log, stderr=log, check=True)
 
