@@ -18,6 +18,8 @@ FIXED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
     "actor_rollout_ref.rollout.log_prob_micro_batch_size": ((None,), "use log_prob_micro_batch_size_per_gpu"),
     "actor_rollout_ref.rollout.disable_log_stats": ((True, False), "the trainer's metrics carry them"),
     "actor_rollout_ref.rollout.pipeline_model_parallel_size": ((1,), "generation has no pipeline stages"),
+    "reward_model.enable": ((False,), "rewards are functions, there is no reward network"),
+    "reward_model.launch_reward_fn_async": ((True, False), "scoring always runs while log-probs are computed"),
     "trainer.critic_warmup": ((0,), "there is no critic"),
 }
 

@@ -121,6 +121,7 @@ class RayPPOTrainer:
         self._load_checkpoint()
         trainer = self.config.trainer
         self.tracking = Tracking(trainer.report_dir, trainer.logger, first_step=self._first_logged_step())
+        self.reward_ledger.cut_back(self._first_logged_step())
         if self.global_step == 0 and trainer.val_before_train:
             self.tracking.log(self._validate(), step=0)
         batches = iter(self.train_loader)
