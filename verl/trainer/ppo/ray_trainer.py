@@ -170,7 +170,8 @@ class RayPPOTrainer:
                     batch = batch.union(self.workers.compute_ref_log_prob(worker_batch(batch)))
             with marked_timer("reward", timing):
                 scores = scoring.result()
-                self.reward_ledger.write(self.global_step, scores.samples)
+                self.reward_ledger.add(scores.samples)
+                self.reward_ledger.write(self.global_step)
                 batch.batch["token_level_scores"] = scores.token_level_scores
                 metrics |= compute_reward_metrics(scores.parts, "reward")
             with marked_timer("adv", timing):
@@ -255,7 +256,9 @@ class RayPPOTrainer:
                 pending.append(self.reward_fn.start(batch))
             scores = [item.result() for item in pending]
         parts = _joined_parts(scores)
-        self.reward_ledger.write(self.global_step, [x for s in scores for x in s.samples], is_validation=True)
+        for item in scores:
+            self.reward_ledger.add(item.samples)
+        self.reward_ledger.write(self.global_step, is_validation=True)
         self._write_generations(outputs, [text for s in scores for text in s.responses], parts)
         sources = np.concatenate([batch.non_tensor_batch["data_source"] for batch in outputs])
         lengths = torch.cat([batch.batch["response_mask"].sum(-1) for batch in outputs])

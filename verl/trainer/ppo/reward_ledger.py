@@ -31,6 +31,7 @@ class RewardLedger:
     def __init__(self, report_dir: str, contents: str) -> None:
         self._directory = Path(report_dir) / FOLDER
         self._contents = contents
+        self._samples: list[GradedSample] = []
 
     def cut_back(self, first_step: int) -> None:
         """Removes the files of ``first_step`` and later: those steps will be run again."""
@@ -39,11 +40,17 @@ class RewardLedger:
             if match and int(match[1]) >= first_step:
                 path.unlink()
 
-    def write(self, step: int, samples: Sequence[GradedSample], *, is_validation: bool = False) -> None:
-        """The file of one step; on disk when this returns."""
+    def add(self, samples: Sequence[GradedSample]) -> None:
+        """Keeps what was graded for the step's file: a step may grade several batches."""
+        if self._contents != "off":
+            self._samples += samples
+
+    def write(self, step: int, *, is_validation: bool = False) -> None:
+        """The file of one step, of all samples since the last one; on disk when this returns."""
         if self._contents == "off":
             return
         self._directory.mkdir(parents=True, exist_ok=True)
+        samples, self._samples = self._samples, []
         lines = (json.dumps(_record(step, sample, self._contents)) + "\n" for sample in samples)
         prefix = "val_" if is_validation else ""
         write_text(self._directory / f"{prefix}step_{step}.jsonl", "".join(lines))
