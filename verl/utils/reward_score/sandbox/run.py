@@ -108,6 +108,12 @@ must_fail("it can raise its limits", lambda: resource.setrlimit(resource.RLIMIT_
 """
 
 
+def _environment() -> dict[str, str]:
+    """All that a program's process gets: of this process's variables only where the interpreter's own libraries are."""
+    libraries = os.environ.get("LD_LIBRARY_PATH")
+    return _ENVIRONMENT if libraries is None else {**_ENVIRONMENT, "LD_LIBRARY_PATH": libraries}
+
+
 def _settings(tests: str | None, limits: SandboxLimits, control: int, report: int) -> dict[str, Any]:
     packages = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
     library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
@@ -147,7 +153,7 @@ def _run(program: str, stdin: str, tests: str | None, limits: SandboxLimits) -> 
             stdin=channels.stdin,
             stdout=channels.stdout,
             stderr=channels.stderr,
-            env=_ENVIRONMENT,
+            env=_environment(),
             cwd="/",
             pass_fds=channels.inherited,
         )
