@@ -153,6 +153,8 @@ def _powers_are_small(math: str) -> bool:
         return False
     group_power = 1
     for match in found:
+        if math[match.end() :].lstrip()[:1] == "^":
+            return False  # 9^9^9, a tower without braces
         bound = _exponent_bound(match["exponent"])
         if bound is None or bound > MAX_POWER:
             return False
