@@ -33,7 +33,8 @@ def main() -> None:
     scope["__name__"] = TESTED_NAME if settings["has_tests"] else MAIN_NAME
     exec(compile(program, "program.py", "exec"), scope)
     if settings["has_tests"]:
-        # Sent after the program ran, so that ending early, printing or catching errors does not pass for success.
+        # Success is a word that comes with the tests and goes back behind them: ending early, printing or catching
+        # errors is none. A program that reads this channel or changes what its tests call can still have it.
         tests = json.loads(control.readline())
         exec(compile(tests["code"], "tests.py", "exec"), scope)
         os.write(settings["report"], tests["word"].encode())
