@@ -16,15 +16,15 @@ from typing import Any
 from verl.utils.reward_score.sandbox.channels import START_S, Channels
 from verl.utils.reward_score.sandbox.limits import ProgramResult, SandboxError, SandboxLimits
 
-_ROOT = str(Path(__file__).resolve().parents[4])
-_BOOT = "from verl.utils.reward_score.sandbox.jail import main; main()"
+_FOLDER = str(Path(__file__).resolve().parent)
+_BOOT = "from inside.jail import main; main()"
 _FILES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache",
           "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom")  # fmt: skip
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/",
     "LANG": "C.UTF-8",
-    "PYTHONPATH": _ROOT,  # until the program starts
+    "PYTHONPATH": _FOLDER,  # until the program starts
     "PYTHONHASHSEED": "0",
     "PYTHONIOENCODING": "utf-8:replace",
     "OMP_NUM_THREADS": "1",
