@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import site
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from functools import cache
 from pathlib import Path
@@ -70,7 +72,9 @@ def missing_protection() -> str:
 def sandbox_layers() -> tuple[str, ...]:
     """The kernel's protections that programs are under on this machine; SandboxError when they do not hold."""
     where = "the sandbox for submitted programs does not"
-    result, layers = _run(_PROBE.format(parent=os.getpid()), "", None, SandboxLimits(wall_s=30.0, cpu_s=10))
+    probe = os.path.join(tempfile.gettempdir(), f"sandbox-probe-{os.getpid()}")
+    program = _PROBE.format(parent=os.getpid(), probe=probe)
+    result, layers = _run(program, "", None, SandboxLimits(wall_s=30.0, cpu_s=10))
     if not layers:
         raise SandboxError(f"{where} start on this machine: {_last_line(result)}")
     leaks = result.stdout.split("\n")[:-1]
@@ -98,8 +102,8 @@ def must_fail(what, function):
     print(what)
 
 must_fail("it can open a socket", lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-must_fail("it can write files", lambda: open("/tmp/.sandbox-probe", "w"))
-must_fail("it can make folders", lambda: os.mkdir("/tmp/.sandbox-probe"))
+must_fail("it can write files", lambda: (open({probe!r}, "w"), os.unlink({probe!r})))
+must_fail("it can make folders", lambda: (os.mkdir({probe!r}), os.rmdir({probe!r})))
 must_fail("it can start processes", lambda: os._exit(0) if os.fork() == 0 else None)
 must_fail("it can send signals to its parent", lambda: os.kill({parent}, 0))
 must_fail("it can read its parent's environment", lambda: open("/proc/{parent}/environ", "rb").read(1))
@@ -115,18 +119,16 @@ def _environment() -> dict[str, str]:
 
 
 def _settings(tests: str | None, limits: SandboxLimits, control: int, report: int) -> dict[str, Any]:
-    packages = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
-    library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
-    prefixes = [os.path.join(prefix, "lib") for prefix in (sys.prefix, sys.base_prefix)]
-    dynamic = os.path.join(sysconfig.get_path("platstdlib"), "lib-dynload")
-    own = [os.path.join(sys.base_prefix, "lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "lib-dynload")]
+    packages = list(dict.fromkeys([*site.getsitepackages(), *map(sysconfig.get_path, ("purelib", "platlib"))]))
+    library = [sysconfig.get_path("stdlib"), *(os.path.join(prefix, "lib") for prefix in (sys.prefix, sys.base_prefix))]
     return {
         "parent": os.getpid(),
         "control": control,
         "report": report,
         "has_tests": tests is not None,
-        "readable": list(dict.fromkeys([*_FILES, *prefixes, *packages, *library])),
-        "path": list(dict.fromkeys([*library, dynamic, *own, *packages])),
+        "readable": list(dict.fromkeys([*_FILES, *library, *packages])),
+        "packages": packages,
+        "own_path": _FOLDER,
         "limits": {
             "RLIMIT_CPU": limits.cpu_s,
             "RLIMIT_AS": limits.memory_bytes,

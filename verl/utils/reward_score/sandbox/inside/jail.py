@@ -63,7 +63,7 @@ def lock(settings: dict[str, Any]) -> list[str]:
 def _forget_the_start(settings: dict[str, Any]) -> None:
     """A program sees no arguments, no environment but the few variables below, and an empty ``__main__``."""
     sys.argv[:] = ["program.py"]
-    sys.path[:] = settings["path"]
+    sys.path[:] = [path for path in sys.path if path != settings["own_path"]] + settings["packages"]
     os.environ.pop("PYTHONPATH", None)
     scope = vars(sys.modules["__main__"])
     for name in [name for name in scope if not name.startswith("__")]:
