@@ -114,8 +114,9 @@ HOSTILE = [
         ("2^{", "}"), ("[", "]"),
     )),
     *(f"{text}\\text{{{code}}}" for text in ("", "7") for code in (
-        "__import__('os').system('touch x')", "exec('1')", "eval('1')", "open('x','w')", "import socket", "while 1: pass",
-        "().__class__.__bases__", "os.fork()", "raise SystemExit", "lambda: 0", "print(1)", "globals()",
+        "__import__('os').system('touch x')", "exec('1')", "eval('1')", "open('x','w')", "import socket",
+        "while 1: pass", "().__class__.__bases__", "os.fork()", "raise SystemExit", "lambda: 0", "print(1)",
+        "globals()",
     )),
     *(chr(code) * 30 for code in range(0x0660, 0x0668)), *(chr(code) + "5" for code in range(0x202A, 0x202F)),
     *(chr(code) * 20 for code in (0x0, 0x1, 0x7F, 0x85, 0xAD, 0x2212, 0x221E, 0x2460, 0x3000, 0xFEFF, 0x1D7D9)),
