@@ -140,7 +140,7 @@ HOSTILE = [
 
 def test_hostile_answers_are_wrong_and_cheap() -> None:
     for hostile in HOSTILE:
-        for truth in ("5", "x+1", "\\sqrt{2}+\\sqrt{3}"):
+        for truth in ("5", "x+1"):
             begun = time.monotonic()
             boxed = last_boxed(f"\\boxed{{{hostile}}}")
             for answer in {boxed or "", hostile}:
