@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -141,7 +142,10 @@ def copy_companions(hf_dir: Path, out_dir: Path) -> None:
 
 @contextmanager
 def progress(description: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar with bytes, rate and time left on standard error; yields the function that is told of more bytes."""
+    """A bar with bytes, rate and time left on standard error; yields the function that is told of more bytes.
+
+    That function raises KeyboardInterrupt when ``run_cli`` was asked to stop.
+    """
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -153,7 +157,12 @@ def progress(description: str, total_bytes: int) -> Iterator[Callable[[int], Non
     )
     with bar:
         task = bar.add_task(description, total=total_bytes)
-        yield lambda num_bytes: bar.advance(task, num_bytes)
+
+        def advance(num_bytes: int) -> None:
+            _stop_request.check()
+            bar.advance(task, num_bytes)
+
+        yield advance
 
 
 def say(message: str) -> None:
@@ -161,12 +170,36 @@ def say(message: str) -> None:
     Console(soft_wrap=True).print(message, markup=False, highlight=False)
 
 
+class _StopRequest:
+    """A signal handler that raises KeyboardInterrupt, and remembers: Python drops what is raised while it runs the
+    callback of a weak reference (a thread's end has one) or a finaliser, and the command would go on to its end."""
+
+    def __init__(self) -> None:
+        self.is_made = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.is_made = True
+        self.check()
+
+    def check(self) -> None:
+        """KeyboardInterrupt if there was a signal."""
+        if self.is_made:
+            raise KeyboardInterrupt
+
+
+_stop_request = _StopRequest()  # one per process, as its signal handlers are
+
+
 def run_cli(parser: argparse.ArgumentParser, body: Callable[[argparse.Namespace], None], argv: list[str] | None) -> int:
     """Parse and run; a user's error is one message on standard error and exit status 1, never a traceback."""
     arguments = parser.parse_args(argv)
     is_main_thread = threading.current_thread() is threading.main_thread()
+    previous: dict[signal.Signals, Any] = {}
     if is_main_thread:  # a terminated command cleans up like an interrupted one
-        previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        _stop_request.is_made = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                previous[number] = signal.signal(number, _stop_request)
     try:
         body(arguments)
     except (ValueError, OSError) as error:
@@ -176,8 +209,8 @@ def run_cli(parser: argparse.ArgumentParser, body: Callable[[argparse.Namespace]
         sys.stderr.write(f"{parser.prog}: interrupted; nothing half-written stands under an output's name\n")
         return 130
     finally:
-        if is_main_thread:
-            signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     return 0
 
 

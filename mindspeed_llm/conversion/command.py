@@ -33,7 +33,8 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=RunOptions.max_bytes // _MIB,
         metavar="MIB",
-        help="MiB for tensors in each worker, beside the process itself (default: %(default)s)",
+        help="MiB for tensors being made in each worker, beside the process itself and 8 MiB that are being written "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--kernels",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mindspeed_llm.conversion.engine import Conversion, RunOptions, partial_directory
 from mindspeed_llm.conversion.slabs import in_flight_bytes
+from mindspeed_llm.conversion.synced_file import WAITING_BYTES
 from mindspeed_llm.hf_config import HFModelConfig
 from mindspeed_llm.hf_shapes import hf_tensors, shared_copies
 
@@ -21,8 +22,8 @@ _RECORD_BYTES = 200  # of the journal's record of a tensor, in memory until the 
 class Forecast:
     """``num_parameters`` counts each once; ``file_bytes`` is path -> size, of shards a rank's bytes.
 
-    ``tensor_peak_bytes`` is the most that the slab being made takes with all that it is made of; a process has
-    ``process_bytes`` beside it (interpreter, torch, plan, journal).
+    ``tensor_peak_bytes`` is the most that the slab being made takes with all that it is made of, and what waits to be
+    written; a process has ``process_bytes`` beside it (interpreter, torch, plan, journal).
     """
 
     num_parameters: int
@@ -60,18 +61,17 @@ class Forecast:
 
 def forecast(conversion: Conversion, hf: HFModelConfig, output: Path, options: RunOptions) -> Forecast:
     """Walk the plan of every file; nothing is read or written."""
-    writer, peak, num_tensors, sizes = conversion.writer, 0, 0, {}
+    writer, slab_peak, num_tensors, sizes = conversion.writer, 0, 0, {}
     for file in writer.files():
         sizes[file] = writer.file_bytes(file)
         for tensor in writer.tensors(file):
             num_tensors += 1
-            peak = max(peak, in_flight_bytes(tensor, conversion.source, options.max_bytes))
+            slab_peak = max(slab_peak, in_flight_bytes(tensor, conversion.source, options.max_bytes))
     copies = shared_copies(hf)
     num_parameters = sum(math.prod(shape) for name, (shape, _) in hf_tensors(hf).items() if name not in copies)
     free = shutil.disk_usage(_existing(partial_directory(output.absolute()))).free
-    return Forecast(
-        num_parameters, sizes, peak, process_bytes() + num_tensors * _RECORD_BYTES, options.num_workers, free
-    )
+    own_bytes = process_bytes() + num_tensors * _RECORD_BYTES
+    return Forecast(num_parameters, sizes, slab_peak + WAITING_BYTES, own_bytes, options.num_workers, free)
 
 
 def process_bytes() -> int:

@@ -16,7 +16,8 @@ from fractions import Fraction
 MAX_ANSWER_CHARS = 512
 MAX_PARSED_CHARS = 200  # of an answer that is parsed; MATH's longest has 159
 MAX_DEPTH = 12  # braces, brackets and parentheses within one another; MATH's deepest answer has 4
-MAX_POWER = 5_000  # of one number or variable: 2^{4181} is an answer of MATH
+MAX_POWER = 5_000  # of a number among numbers: 2^{4181} is an answer of MATH
+MAX_SYMBOLIC_POWER = 64  # of anything where there are variables, roots or functions
 MAX_GROUP_POWER = 10  # of parentheses, all together: sums are multiplied out
 MAX_VARIABLES = 4
 MAX_DIGITS = 60  # of one number
@@ -42,6 +43,7 @@ _APPEARANCE = (
     "begin end quad qquad dots ldots cdots overline vec hat phantom hline "
 )
 _FUNCTIONS = frozenset(("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "log", "ln"))
+_ARITHMETIC = frozenset(("frac", "dfrac", "tfrac", "cfrac", "cdot", "times", "div", "left", "right"))
 _CHEAP_COMMANDS = _FUNCTIONS | frozenset(_APPEARANCE.split())
 _COMMAND = re.compile(r"\\([a-zA-Z]+)")
 _WORDS = re.compile(
@@ -135,7 +137,10 @@ def is_small(answer: str) -> bool:
     if len(_INFINITY.findall(math)) != commands.count("infty"):
         return False
     letters = set(re.findall(r"[a-zA-Z]", _COMMAND.sub(" ", math)))
-    return len(letters) <= MAX_VARIABLES and _powers_are_small(math)
+    if len(letters) > MAX_VARIABLES:
+        return False
+    is_plain = not letters and _ARITHMETIC.issuperset(commands)
+    return _powers_are_small(math, MAX_POWER if is_plain else MAX_SYMBOLIC_POWER)
 
 
 def _depth(text: str) -> int:
@@ -146,15 +151,17 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def _powers_are_small(math: str) -> bool:
-    """Whether the exponents are bounded: of single factors each, of what stands in parentheses their product."""
+def _powers_are_small(math: str, most: int) -> bool:
+    """Whether the exponents are bounded: of single factors by ``most``, of what stands in parentheses their product."""
     found = list(_EXPONENT.finditer(math))
     if len(found) != math.count("^"):
         return False
     group_power = 1
     for match in found:
+        if math[match.end() :].lstrip()[:1] == "^":
+            return False  # 9^9^9, a tower without braces
         bound = _exponent_bound(match["exponent"])
-        if bound is None or bound > MAX_POWER:
+        if bound is None or bound > most:
             return False
         if math[: match.start()].rstrip()[-1:] in tuple(")]}|"):
             group_power *= bound

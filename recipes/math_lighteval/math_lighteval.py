@@ -1,4 +1,7 @@
-"""From MATH-lighteval (problem, level, type, solution; parquet or JSON lines) to verl's train and test parquet."""
+"""From MATH-lighteval (problem, level, type, solution; parquet or JSON lines) to verl's train and test parquet.
+
+GSM8K's rows (question, answer ending in ``#### n``) are read as well.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ from recipes.common.stamp import digest_of, is_current, write_atomically, write_
 DATA_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
 INSTRUCTION = " Let's think step by step and output the final answer within \\boxed{}."
 SIDES = ("train", "test")
-COLUMNS = ("problem", "solution")  # level and type are carried along where they are
-CARRIED = ("level", "type")
+GSM8K = "openai/gsm8k"
+# data source -> its columns of the problem and of the worked solution; the first that fits a row is it
+FORMS = {DATA_SOURCE: ("problem", "solution"), GSM8K: ("question", "answer")}
+CARRIED = ("level", "type")  # where a row has them
 FORM_VERSION = 1  # raise when the rows would come out differently from the same input
 MOST_TOLD = 10
 
@@ -35,7 +40,7 @@ class SourceRow:
 
 
 def input_files(input_dir: Path) -> dict[str, list[Path]]:
-    """The files of each side: ``train*`` and ``test*``, .parquet or .jsonl, in the folder or its ``data``; sorted.
+    """The files of each side: ``train*`` or ``*_train*``, .parquet or .jsonl, in the folder or its ``data``; sorted.
 
     Files that this command wrote are not among them, so that ``--local_dir`` may be the same folder. ValueError when
     the folder or a side is not there.
@@ -46,7 +51,8 @@ def input_files(input_dir: Path) -> dict[str, list[Path]]:
     found = {}
     for side in SIDES:
         for folder in (input_dir, input_dir / "data"):
-            files = [path for kind in ("parquet", "jsonl") for path in sorted(folder.glob(f"{side}*.{kind}"))]
+            patterns = [f"{start}{side}*.{kind}" for kind in ("parquet", "jsonl") for start in ("", "*_")]
+            files = sorted({path for pattern in patterns for path in folder.glob(pattern)})
             found[side] = [path for path in files if not _is_output(path)]
             if found[side]:
                 break
@@ -85,9 +91,9 @@ def source_rows(file: Path) -> Iterator[SourceRow]:
         table = pq.read_table(file)
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{file} is not a readable parquet file: {str(error).splitlines()[0]}") from error
-    missing = [name for name in COLUMNS if name not in table.column_names]
-    if missing:
-        raise ValueError(f"{file} has no column {' and no '.join(missing)}; it has {', '.join(table.column_names)}")
+    if not any(set(columns) <= set(table.column_names) for columns in FORMS.values()):
+        expected = " or ".join(" and ".join(columns) for columns in FORMS.values())
+        raise ValueError(f"{file} has the columns {', '.join(table.column_names)}; expected {expected}")
     for position, row in enumerate(table.to_pylist()):
         yield SourceRow(file, position, row)
 
@@ -97,16 +103,18 @@ def verl_row(source: SourceRow, side: str, index: int) -> dict[str, Any] | str:
     row = source.content
     if not isinstance(row, dict):
         return f"is a {type(row).__name__}, not an object with problem and solution"
-    for name in COLUMNS:
+    data_source = GSM8K if FORMS[GSM8K][0] in row else DATA_SOURCE
+    problem, solution = FORMS[data_source]
+    for name in (problem, solution):
         if not isinstance(row.get(name), str) or not row[name].strip():
             return f"{name} is {'missing' if name not in row else 'empty or no text'}"
-    answer = true_answer(row["solution"])
+    answer = true_answer(row[solution])
     if answer is None:
-        return "its solution has no final answer: expected a \\boxed{...} that is closed and not empty"
+        return f"its {solution} has no final answer: expected a \\boxed{{...}} that is closed and not empty, or ####"
     carried = {name: None if row.get(name) is None else str(row[name]) for name in CARRIED}
     return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": row["problem"] + INSTRUCTION}],
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": row[problem] + INSTRUCTION}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": answer},
         "extra_info": {"split": side, "index": index},

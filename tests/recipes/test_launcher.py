@@ -84,6 +84,7 @@ def test_place_by_address_and_rank() -> None:
         (["actor_rollout_ref.rollout.nn=4"], "nearest known key is actor_rollout_ref.rollout.n"),
         (["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2", "trainer.n_gpus_per_node=3"], "multiple"),
         (["actor_rollout_ref.actor.megatron.num_layer_list=[2,2]"], "num_layer_list"),
+        (["trainer.device=cuda", "trainer.n_gpus_per_node=64"], "n_gpus_per_node is 64, and torch sees"),
     ],
 )
 def test_bad_configs_are_refused_before_anything_starts(

@@ -12,7 +12,7 @@ import pytest
 from recipes.common.math_answers import answers_equal, is_small, last_boxed, rational, true_answer
 
 REAL_DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-LIMIT_S = 5.0  # of one comparison, on a busy machine; the slowest takes a tenth
+LIMIT_S = 2.0  # CPU time of one comparison; the slowest takes a quarter of it
 
 
 def gold_answers(name: str) -> list[str]:
@@ -104,6 +104,24 @@ def test_equal(given: str, truth: str) -> None:
 
 
 HOSTILE = [
+    *(f"{base}^{{{exponent}}}" for base in (2, 99, "x", "(x+y)", "\\sqrt{2}", "\\pi") for exponent in (
+        "9^{9}", "99999", "-99999", "9*9*9*9*9", "1/0.00001", "\\frac{1}{0.0000001}", "9!", "10^{10^{10}}", "\\infty",
+        "{9^9}^9", "999999999999", "2^x^y", "\\sum_{i=1}^{9} i",
+    )),
+    *(f"{opening * 40}2{closing * 40}" for opening, closing in (
+        ("(", ")"), ("\\sqrt{", "}"), ("\\frac{1}{", "}"), ("\\left(", "\\right)"), ("{", "}"), ("|", "|"),
+        ("\\sin(", ")"), ("\\log(", ")"), ("-(", ")"), ("\\text{", "}"), ("\\overline{", "}"), ("1+(", ")"),
+        ("2^{", "}"), ("[", "]"),
+    )),
+    *(f"{text}\\text{{{code}}}" for text in ("", "7") for code in (
+        "__import__('os').system('touch x')", "exec('1')", "eval('1')", "open('x','w')", "import socket",
+        "while 1: pass", "().__class__.__bases__", "os.fork()", "raise SystemExit", "lambda: 0", "print(1)",
+        "globals()",
+    )),
+    *(chr(code) * 30 for code in range(0x0660, 0x0668)), *(chr(code) + "5" for code in range(0x202A, 0x202F)),
+    *(chr(code) * 20 for code in (0x0, 0x1, 0x7F, 0x85, 0xAD, 0x2212, 0x221E, 0x2460, 0x3000, 0xFEFF, 0x1D7D9)),
+    *(symbol * 300_000 for symbol in ("\\frac{1}{", "\\sqrt", "^", "_", "&", "\\", "$", ",", "9^{", "\\left(", "x=")),
+    "\\frac{\\sqrt[3]{5}^n^2}{2}", "\\sqrt{3}^3^{-4999}", "9 ^ 9 ^ 9", "{9}^{9}^{9}",
     "9^{9^9}", "9^{9^{9^{9}}}", "9^9^9^9", "9^{9*9*9*9*9}", "9^{1/0.00000001}", "9^{-99999}", "99^{\\infty}",
     "2^{99999}", "9**9**9**9", "2**(10**10)", "1E9999999", "9e999999999", "10000000000!", "(100!)!",
     "\\binom{10^9}{10^8}", "\\sum_{i=1}^{10^9} i", "\\prod_{i=1}^{10^9} i", "\\int_0^1 x^x dx", "\\lim_{x\\to0} x",
@@ -121,13 +139,14 @@ HOSTILE = [
 
 
 def test_hostile_answers_are_wrong_and_cheap() -> None:
+    assert answers_equal("1+x", "x+1")  # the parser is imported when first needed, which is not what is timed
     for hostile in HOSTILE:
-        for truth in ("5", "\\frac{1}{2}", "x+1", "\\sqrt{2}+\\sqrt{3}", "(1,2)"):
-            begun = time.monotonic()
+        for truth in ("5", "x+1"):
+            begun = time.process_time()
             boxed = last_boxed(f"\\boxed{{{hostile}}}")
             for answer in {boxed or "", hostile}:
                 assert not answers_equal(answer, truth), (hostile[:60], truth)
-            assert time.monotonic() - begun < LIMIT_S, (hostile[:60], truth)
+            assert time.process_time() - begun < LIMIT_S, (hostile[:60], truth)
 
 
 def test_what_is_refused_is_still_equal_to_itself() -> None:

@@ -19,7 +19,7 @@ from mindspeed_llm.weight_plan import local_plan, plan_problems
 from recipes.common import arithmetic, launch
 from recipes.common.base_model import HF_CONFIG
 from recipes.common.corpus import examples
-from recipes.common.recipe import load_recipe
+from recipes.common.recipe import ROOT, load_recipe
 from recipes.math_lighteval.arithmetic import write_set
 from recipes.math_lighteval.math_lighteval import DATA_SOURCE, INSTRUCTION, convert, main
 from recipes.math_lighteval.recipe import CORPUS
@@ -88,6 +88,16 @@ def test_rows_have_upstreams_schema(tmp_path: Path, kind: str, inner: str) -> No
     assert INSTRUCTION == " Let's think step by step and output the final answer within \\boxed{}."
 
 
+def test_real_word_problems_are_read(tmp_path: Path) -> None:
+    data = ROOT.parent / "shared" / "data"
+    if not (data / "gsm8k_train.jsonl").is_file():
+        pytest.skip(f"{data} has no GSM8K: real rows are not converted")
+    assert convert(data, tmp_path) == {"train": 7473, "test": 1319}
+    row = pq.read_table(tmp_path / "train.parquet").slice(0, 1).to_pylist()[0]
+    assert (row["data_source"], row["reward_model"]["ground_truth"], row["level"]) == ("openai/gsm8k", "72", None)
+    assert row["prompt"][0]["content"].startswith("Natalia sold") and row["prompt"][0]["content"].endswith(INSTRUCTION)
+
+
 @pytest.mark.parametrize(
     ("row", "told"),
     [
@@ -125,7 +135,7 @@ def test_bad_inputs_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "test.parquet").write_text("no parquet")
     assert "test.parquet is not a readable parquet file" in said(tmp_path)
     pq.write_table(pa.table({"problem": ["x"]}), tmp_path / "test.parquet")
-    assert "has no column solution" in said(tmp_path)
+    assert "has the columns problem; expected problem and solution or" in said(tmp_path)
     assert "would be replaced; choose another folder" in said(tmp_path, tmp_path)
 
 

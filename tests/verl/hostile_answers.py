@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 MEGABYTE = 1 << 20
+_NAMING = ("\\variable", "\\mathrm", "\\operatorname", "\\text", "\\mathit", "\\mathbf", "\\mathcal", "\\mbox")
 
 
 def hostile_answers(marker: str) -> dict[str, str]:
@@ -140,6 +141,14 @@ def _code(marker: str) -> dict[str, str]:
         "log lookup": "${jndi:ldap://127.0.0.1/x}",
         "regex": "(a+)+$" + "a" * 400 + "!",
         "path": "../../../../../../etc/passwd",
+        # Names that a LaTeX parser may hand on to an expression parser as they are.
+        **{f"name in {command}": f"{command}{{{touch}}}" for command in _NAMING},
+        **{f"call in {command}": f"{command}{{exit}}(1)" for command in _NAMING},
+        "subscript": f"x_{{{touch}}}",
+        "quoted subscript": f"x_{{a'); {touch} #}}",
+        "quoted name": f"\\mathrm{{a'), {touch}, Symbol('b}}",
+        "escaped underscores": f"\\mathrm{{\\_\\_import\\_\\_('os').system('touch {marker}')}}",
+        "number with a call": f"1_{{{touch}}}e5",
     }
 
 

@@ -10,6 +10,7 @@ import pytest
 from verl.utils.reward_score import default_compute_score
 from verl.utils.reward_score.code_answers import compute_score, last_code_block
 
+INPUTS = {"inputs": ["1", "2", "3", "4"], "outputs": ["1"] * 4}
 SQUARE = "print(int(input()) ** 2)"
 
 
@@ -57,6 +58,8 @@ def test_assertions_must_be_reached() -> None:
 def test_a_slow_program_is_wrong_and_too_many_slow_tests_are_ungraded() -> None:
     slow = "import time\ntime.sleep(0.7)\nprint(1)"
     endless = _score("while True: pass", {"inputs": [""], "outputs": ["1"]}, test_s=0.5)
+    partly = _score("if input() == '2': \n    while True: pass\nprint(1)", INPUTS, test_s=0.5, is_partial=True)
+    assert (partly["score"], partly["program_timeout"], partly["tests"]) == (0.25, 1.0, "1 of 2 run, 4 in all")
     assert (endless["score"], endless["program_timeout"], endless["status"]) == (0.0, 1.0, "timeout")
     with pytest.raises(TimeoutError, match="1 s of all"):
         _score(slow, {"inputs": [""] * 9, "outputs": ["1"] * 9}, total_s=1.0)

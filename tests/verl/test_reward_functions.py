@@ -111,6 +111,14 @@ def test_a_batch_has_the_size_that_the_config_says(spec: Callable[..., RewardFun
 
 
 @pytest.mark.timeout(60)
+def test_sources_that_take_turns_do_not_spoil_batches(spec: Callable[..., RewardFunctionSpec]) -> None:
+    pool = ScoringPool(spec("batched"), by_source={"b": spec("single")}, num_workers=1, timeout_s=5.0)
+    futures = pool.submit([ScoringJob("ab"[n % 2], str(n), "42", {}) for n in range(12)])
+    assert [future.result().parts.get("size") for future in futures] == [6.0, None] * 6
+    pool.close()
+
+
+@pytest.mark.timeout(60)
 def test_a_batch_with_too_few_results_is_graded_one_by_one(spec: Callable[..., RewardFunctionSpec]) -> None:
     results = _graded(spec("short"), ["1", "2"])
     assert [result.status for result in results] == ["ok", "ok"]

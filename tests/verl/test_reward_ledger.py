@@ -68,9 +68,16 @@ def _scores(reward: str) -> Scores:
     return scores
 
 
+def _write(ledger: RewardLedger, step: int, scores: Scores, *, is_validation: bool = False) -> None:
+    """In two parts, as a step that samples twice."""
+    ledger.add(scores.samples[:2])
+    ledger.add(scores.samples[2:])
+    ledger.write(step, is_validation=is_validation)
+
+
 @pytest.fixture
 def ledger(tmp_path: Path, reward: str) -> Path:
-    RewardLedger(str(tmp_path), "texts").write(3, _scores(reward).samples)
+    _write(RewardLedger(str(tmp_path), "texts"), 3, _scores(reward))
     return tmp_path / "reward_ledger" / "step_3.jsonl"
 
 
@@ -111,13 +118,13 @@ def test_time_outs_are_counted_apart_and_parts_over_those_who_have_them(reward: 
 
 @pytest.mark.timeout(60)
 def test_references_hold_digests_and_off_holds_nothing(tmp_path: Path, reward: str) -> None:
-    samples = _scores(reward).samples
-    RewardLedger(str(tmp_path / "a"), "references").write(0, samples, is_validation=True)
+    scores = _scores(reward)
+    _write(RewardLedger(str(tmp_path / "a"), "references"), 0, scores, is_validation=True)
     path = tmp_path / "a" / "reward_ledger" / "val_step_0.jsonl"
     line = json.loads(path.read_text().splitlines()[0])
     assert "response" not in line and len(line["response_sha256"]) == len(line["prompt_sha256"]) == 64
     assert main([str(path)]) == EXIT_BAD_INPUT
-    RewardLedger(str(tmp_path / "b"), "off").write(0, samples)
+    _write(RewardLedger(str(tmp_path / "b"), "off"), 0, scores)
     assert not (tmp_path / "b").exists()
 
 

@@ -49,7 +49,9 @@ def test_the_function_grades_and_its_ledger_is_graded_again(
     ]
     pool.close()
     assert [sample.result.parts["score"] for sample in samples] == [1.1, 0.0, 0.0]
-    RewardLedger("outputs/r1_zero/grpo", "texts").write(3, samples)
+    ledger = RewardLedger("outputs/r1_zero/grpo", "texts")
+    ledger.add(samples)
+    ledger.write(3)
     same, other = _commands("python -m tools.regrade")
     assert main(same[3:]) == 0
     assert main(other[3:]) == EXIT_DIFFERENT

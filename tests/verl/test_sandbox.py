@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from verl.utils.reward_score.sandbox import SandboxLimits, missing_protection, run_program, sandbox_layers
-from verl.utils.reward_score.sandbox.seccomp import Instruction, filter_for
-from verl.utils.reward_score.sandbox.syscalls import NUMBERS
+from verl.utils.reward_score.sandbox.inside.seccomp import Instruction, filter_for
+from verl.utils.reward_score.sandbox.inside.syscalls import NUMBERS
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534

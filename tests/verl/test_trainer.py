@@ -47,6 +47,13 @@ def _metrics(root: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(clocks)} for line in lines]
 
 
+def _ledger(root: Path) -> dict[str, list[dict[str, Any]]]:
+    """Lines of every file of the reward ledger, without their clocks."""
+    files = (root / "reward_ledger").iterdir()
+    lines = {path.name: [json.loads(line) for line in path.read_text().splitlines()] for path in files}
+    return {name: [{k: v for k, v in line.items() if k != "seconds"} for line in rows] for name, rows in lines.items()}
+
+
 def _wait_until(is_true: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + WAIT_S
     while not is_true():
@@ -108,6 +115,12 @@ def test_a_run_whose_worker_was_killed_resumes_to_the_metrics_of_an_undisturbed_
         run_bandit(bandit_config(root))
     assert "resumed after step" in caplog.text
     assert _metrics(root) == expected
+    ledger = _ledger(whole)
+    assert sorted(ledger) == sorted(
+        [f"step_{n}.jsonl" for n in range(1, 7)] + [f"val_step_{n}.jsonl" for n in (0, 3, 6)]
+    )
+    assert _ledger(root) == ledger
+    assert len({line["uid"] for line in ledger["step_6.jsonl"]}) == 4 and len(ledger["step_6.jsonl"]) == 32
 
 
 FILTERED = ("algorithm.filter_groups={enable:True,metric:accuracy}", "data.gen_batch_size=3")

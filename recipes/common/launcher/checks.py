@@ -21,6 +21,7 @@ def problems(job: Job, place: Place) -> list[str]:
     settings = job.settings
     found = validate_config(job.config)
     found += layout_problems(job)
+    found += device_problems(job)
     found += writable_problems("OUTPUT_DIR", settings.output_dir)
     if settings.dist_ckpt_path is not None and not has_shards(settings.dist_ckpt_path):
         found += writable_problems("DIST_CKPT_PATH", settings.dist_ckpt_path)
@@ -28,6 +29,18 @@ def problems(job: Job, place: Place) -> list[str]:
         found += port_problems(settings, job.nnodes)
         found += input_problems(job)
     return found
+
+
+def device_problems(job: Job) -> list[str]:
+    """Whether this node has the GPUs that the config asks of every node."""
+    if job.device != "cuda":
+        return []
+    import torch
+
+    count, wanted = torch.cuda.device_count(), job.npus_per_node
+    if count >= wanted:
+        return []
+    return [f"trainer.n_gpus_per_node is {wanted}, and torch sees {count} GPUs on this node: set NPUS_PER_NODE"]
 
 
 def writable_problems(name: str, path: Path) -> list[str]:

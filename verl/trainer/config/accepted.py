@@ -22,6 +22,8 @@ FIXED_KEYS: dict[str, tuple[tuple[Any, ...], str]] = {
         (False,),
         "bypass_mode trains with actor.policy_loss.loss_mode",
     ),
+    "reward_model.enable": ((False,), "rewards are functions, there is no reward network"),
+    "reward_model.launch_reward_fn_async": ((True, False), "scoring always runs while log-probs are computed"),
     "trainer.critic_warmup": ((0,), "there is no critic"),
 }
 

@@ -78,13 +78,16 @@ def config_warnings(config: PPOTrainerConfig) -> list[str]:
 
 
 def _why_old_log_prob(config: PPOTrainerConfig) -> str:
-    if config.actor_rollout_ref.actor.records_routing:
-        return "routing is recorded there"
     if config.algorithm.rollout_correction.is_on:
         return "algorithm.rollout_correction compares with them"
+    if config.actor_rollout_ref.actor.records_routing:
+        return "routing is recorded there"
     if config.algorithm.use_kl_in_reward:
         return "algorithm.use_kl_in_reward compares with them"
-    return "the run makes several updates per batch"
+    actor = config.actor_rollout_ref.actor
+    if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size < config.data.train_batch_size:
+        return "the run makes several updates per batch"
+    return "routing is recorded there"
 
 
 def _reference_problems(models: ActorRolloutRefConfig) -> list[str]:

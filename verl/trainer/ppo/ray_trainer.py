@@ -36,7 +36,7 @@ from verl.utils.op_tables import op_tables_text
 from verl.utils.seqlen_balancing import dealt_order
 from verl.utils.tracking import Tracking
 from verl.workers.kept_rows import worker_batch
-from verl.workers.reward_manager import GradedSample, NaiveRewardManager, Scores
+from verl.workers.reward_manager import NaiveRewardManager, Scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -128,6 +128,7 @@ class RayPPOTrainer:
         self._load_checkpoint()
         trainer = self.config.trainer
         self.tracking = Tracking(trainer.report_dir, trainer.logger, first_step=self._first_logged_step())
+        self.reward_ledger.cut_back(self._first_logged_step())
         if self.global_step == 0 and trainer.val_before_train:
             self.tracking.log(self._validate(), step=0)
         batches = iter(self.train_loader)
@@ -178,7 +179,8 @@ class RayPPOTrainer:
                     batch = batch.union(self.workers.compute_ref_log_prob(worker_batch(batch)))
             with marked_timer("reward", timing):
                 if scoring is not None:
-                    self._take_scores(batch, scoring.result(), [])
+                    self._take_scores(batch, scoring.result())
+                self.reward_ledger.write(self.global_step)
                 metrics |= compute_reward_metrics(reward_parts(batch), "reward")
             with marked_timer("adv", timing):
                 metrics |= self._apply_kl(batch)
@@ -198,21 +200,19 @@ class RayPPOTrainer:
         self, batches: Iterator[dict[str, Any]], keeps: Callable[[SampleGroup], bool], timing: dict[str, float]
     ) -> tuple[DataProto, dict[str, float]]:
         """Dynamic sampling: scored responses to a batch of prompts that the filter keeps, and its metrics."""
-        graded: list[GradedSample] = []
 
         def scored(generation: int) -> DataProto:
             batch = self._sample(batches, timing, generation)
             with marked_timer("reward", timing):
-                self._take_scores(batch, self.reward_fn.start(batch).result(), graded)
+                self._take_scores(batch, self.reward_fn.start(batch).result())
             return batch
 
         limit = self.config.algorithm.filter_groups.max_num_gen_batches
         return collect_groups(scored, keeps, self.config.data.train_batch_size, limit)
 
-    def _take_scores(self, batch: DataProto, scores: Scores, graded: list[GradedSample]) -> None:
-        """Scores into ``batch``, grades into the ledger behind those that this step has already."""
-        graded += scores.samples
-        self.reward_ledger.write(self.global_step, graded)
+    def _take_scores(self, batch: DataProto, scores: Scores) -> None:
+        """Scores into ``batch``, grades into the ledger."""
+        self.reward_ledger.add(scores.samples)
         add_scores(batch, scores, self.config.reward_model.overlong_buffer)
 
     def _next_prompts(self, batches: Iterator[dict[str, Any]], generation: int) -> DataProto:
@@ -286,7 +286,9 @@ class RayPPOTrainer:
                     pending.append(self.reward_fn.start(batch))
             scores = [item.result() for item in pending]
         parts = _joined_parts(scores)
-        self.reward_ledger.write(self.global_step, [x for s in scores for x in s.samples], is_validation=True)
+        for item in scores:
+            self.reward_ledger.add(item.samples)
+        self.reward_ledger.write(self.global_step, is_validation=True)
         self._write_generations(outputs, [text for s in scores for text in s.responses], parts)
         sources, sets = (
             np.concatenate([batch.non_tensor_batch[key] for batch in outputs]) for key in ("data_source", "val_set")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from verl.trainer.ppo.checkpointing import write_text
 from verl.workers.reward_manager import GradedSample
 
 FOLDER = "reward_ledger"
+_STEP = re.compile(r"(?:val_)?step_(\d+)\.jsonl")
 
 
 class RewardLedger:
-    """Writes a file per step, whole or not at all; a step that is run again replaces its file.
+    """Writes a file per step, whole or not at all.
 
     Args:
         report_dir: where the run writes; the ledger is in ``reward_ledger/`` there.
@@ -29,12 +31,26 @@ class RewardLedger:
     def __init__(self, report_dir: str, contents: str) -> None:
         self._directory = Path(report_dir) / FOLDER
         self._contents = contents
+        self._samples: list[GradedSample] = []
 
-    def write(self, step: int, samples: Sequence[GradedSample], *, is_validation: bool = False) -> None:
-        """The file of one step; on disk when this returns."""
+    def cut_back(self, first_step: int) -> None:
+        """Removes the files of ``first_step`` and later: those steps will be run again."""
+        for path in self._directory.glob("*step_*.jsonl"):
+            match = _STEP.fullmatch(path.name)
+            if match and int(match[1]) >= first_step:
+                path.unlink()
+
+    def add(self, samples: Sequence[GradedSample]) -> None:
+        """Keeps what was graded for the step's file: a step may grade several batches."""
+        if self._contents != "off":
+            self._samples += samples
+
+    def write(self, step: int, *, is_validation: bool = False) -> None:
+        """The file of one step, of all samples since the last one; on disk when this returns."""
         if self._contents == "off":
             return
         self._directory.mkdir(parents=True, exist_ok=True)
+        samples, self._samples = self._samples, []
         lines = (json.dumps(_record(step, sample, self._contents)) + "\n" for sample in samples)
         prefix = "val_" if is_validation else ""
         write_text(self._directory / f"{prefix}step_{step}.jsonl", "".join(lines))

@@ -65,6 +65,8 @@ def compute_score(
 ) -> dict[str, Any]:
     """``score`` is 1.0 when every test passes, else 0.0, or with ``is_partial`` the share of them that pass.
 
+    The first test that fails ends the run, with ``is_partial`` the first that takes too long: the rest have failed too.
+
     Args:
         test_s: wall-clock seconds of one test; an answer that needs more has failed it (``program_timeout`` is 1).
         total_s: of all tests together, below ``reward_model.timeout_s``; when they need more, TimeoutError: such an
@@ -72,6 +74,7 @@ def compute_score(
         memory_mb: address space of the program.
 
     Raises:
+        TimeoutError: see ``total_s``.
         ValueError: ``ground_truth`` has not the form above.
         SandboxError: this machine cannot run programs safely.
     """
@@ -90,7 +93,7 @@ def compute_score(
             raise TimeoutError(f"test {num_run} of {len(tests)} did not end in the {total_s:g} s of all")
         if not is_passed:
             status = came_of_it
-            if not is_partial:
+            if not is_partial or status == "timeout":
                 break
     share = passed / len(tests)
     return {

@@ -25,6 +25,7 @@ class RewardFunction:
     Attributes:
         is_batched: takes lists (its first parameter is ``data_sources``) and returns one result each.
         is_async: an ``async def``.
+        is_by_name: its parameters have the names of SINGLE or BATCHED; otherwise it is called by place.
         version: first 16 digits of the SHA-256 of its file, as it was when loaded; what it imports is not in it.
     """
 

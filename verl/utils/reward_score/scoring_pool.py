@@ -129,7 +129,7 @@ class ScoringPool:
                 if len(self._cache) > _CACHE_SIZE:
                     self._cache.popitem(last=False)
             futures.append(future)
-        self._add(entries)
+        self._add(sorted(entries, key=lambda entry: entry.function))  # beside each other they can share a call
         return futures
 
     def close(self) -> None:

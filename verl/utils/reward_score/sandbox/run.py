@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import site
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from functools import cache
 from pathlib import Path
@@ -16,15 +18,15 @@ from typing import Any
 from verl.utils.reward_score.sandbox.channels import START_S, Channels
 from verl.utils.reward_score.sandbox.limits import ProgramResult, SandboxError, SandboxLimits
 
-_ROOT = str(Path(__file__).resolve().parents[4])
-_BOOT = "from verl.utils.reward_score.sandbox.jail import main; main()"
+_FOLDER = str(Path(__file__).resolve().parent)
+_BOOT = "from inside.jail import main; main()"
 _FILES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache",
           "/etc/localtime", "/dev/null", "/dev/zero", "/dev/urandom")  # fmt: skip
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/",
     "LANG": "C.UTF-8",
-    "PYTHONPATH": _ROOT,  # until the program starts
+    "PYTHONPATH": _FOLDER,  # until the program starts
     "PYTHONHASHSEED": "0",
     "PYTHONIOENCODING": "utf-8:replace",
     "OMP_NUM_THREADS": "1",
@@ -70,7 +72,9 @@ def missing_protection() -> str:
 def sandbox_layers() -> tuple[str, ...]:
     """The kernel's protections that programs are under on this machine; SandboxError when they do not hold."""
     where = "the sandbox for submitted programs does not"
-    result, layers = _run(_PROBE.format(parent=os.getpid()), "", None, SandboxLimits(wall_s=30.0, cpu_s=10))
+    probe = os.path.join(tempfile.gettempdir(), f"sandbox-probe-{os.getpid()}")
+    program = _PROBE.format(parent=os.getpid(), probe=probe)
+    result, layers = _run(program, "", None, SandboxLimits(wall_s=30.0, cpu_s=10))
     if not layers:
         raise SandboxError(f"{where} start on this machine: {_last_line(result)}")
     leaks = result.stdout.split("\n")[:-1]
@@ -98,8 +102,8 @@ def must_fail(what, function):
     print(what)
 
 must_fail("it can open a socket", lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-must_fail("it can write files", lambda: open("/tmp/.sandbox-probe", "w"))
-must_fail("it can make folders", lambda: os.mkdir("/tmp/.sandbox-probe"))
+must_fail("it can write files", lambda: (open({probe!r}, "w"), os.unlink({probe!r})))
+must_fail("it can make folders", lambda: (os.mkdir({probe!r}), os.rmdir({probe!r})))
 must_fail("it can start processes", lambda: os._exit(0) if os.fork() == 0 else None)
 must_fail("it can send signals to its parent", lambda: os.kill({parent}, 0))
 must_fail("it can read its parent's environment", lambda: open("/proc/{parent}/environ", "rb").read(1))
@@ -108,19 +112,23 @@ must_fail("it can raise its limits", lambda: resource.setrlimit(resource.RLIMIT_
 """
 
 
+def _environment() -> dict[str, str]:
+    """All that a program's process gets: of this process's variables only where the interpreter's own libraries are."""
+    libraries = os.environ.get("LD_LIBRARY_PATH")
+    return _ENVIRONMENT if libraries is None else {**_ENVIRONMENT, "LD_LIBRARY_PATH": libraries}
+
+
 def _settings(tests: str | None, limits: SandboxLimits, control: int, report: int) -> dict[str, Any]:
-    packages = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
-    library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
-    prefixes = [os.path.join(prefix, "lib") for prefix in (sys.prefix, sys.base_prefix)]
-    dynamic = os.path.join(sysconfig.get_path("platstdlib"), "lib-dynload")
-    own = [os.path.join(sys.base_prefix, "lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "lib-dynload")]
+    packages = list(dict.fromkeys([*site.getsitepackages(), *map(sysconfig.get_path, ("purelib", "platlib"))]))
+    library = [sysconfig.get_path("stdlib"), *(os.path.join(prefix, "lib") for prefix in (sys.prefix, sys.base_prefix))]
     return {
         "parent": os.getpid(),
         "control": control,
         "report": report,
         "has_tests": tests is not None,
-        "readable": list(dict.fromkeys([*_FILES, *prefixes, *packages, *library])),
-        "path": list(dict.fromkeys([*library, dynamic, *own, *packages])),
+        "readable": list(dict.fromkeys([*_FILES, *library, *packages])),
+        "packages": packages,
+        "own_path": _FOLDER,
         "limits": {
             "RLIMIT_CPU": limits.cpu_s,
             "RLIMIT_AS": limits.memory_bytes,
@@ -147,7 +155,7 @@ def _run(program: str, stdin: str, tests: str | None, limits: SandboxLimits) -> 
             stdin=channels.stdin,
             stdout=channels.stdout,
             stderr=channels.stderr,
-            env=_ENVIRONMENT,
+            env=_environment(),
             cwd="/",
             pass_fds=channels.inherited,
         )

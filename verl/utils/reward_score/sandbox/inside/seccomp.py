@@ -16,9 +16,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
 
-from verl.utils.reward_score.sandbox.syscalls import NUMBERS
+from .syscalls import NUMBERS
 
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32_BIT = 0x40000000  # numbers of the 32-bit-pointer ABI on x86_64, which the same kernel may serve
@@ -52,7 +51,7 @@ class _Program(ctypes.Structure):
 
 def apply_filter() -> None:
     """Puts the filter on this process, for ever; OSError or ValueError when the kernel or the machine has none."""
-    instructions = filter_for(platform.machine(), os.getpid())
+    instructions = filter_for(os.uname().machine, os.getpid())
     packed = b"".join(
         code.to_bytes(2, "little") + bytes((true, false)) + k.to_bytes(4, "little")
         for code, true, false, k in instructions

@@ -1,0 +1,50 @@
+"""Commands stop when they are told to, whatever Python was doing at that moment."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import weakref
+
+import pytest
+
+from mindspeed_llm.cli_io import progress, run_cli
+
+INTERRUPTED = 130
+
+
+class Thing:
+    """What a weak reference can point to."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_a_callback_of_a_weak_reference_stops_the_command(number: signal.Signals) -> None:
+    went_on = []
+
+    def body(arguments: argparse.Namespace) -> None:
+        thing = Thing()
+        reference = weakref.ref(thing, lambda _: os.kill(os.getpid(), number))
+        with progress("work", total_bytes=2) as advance:
+            del thing
+            went_on.append(reference() is None)  # what the handler raised did not reach us
+            advance(1)
+            went_on.append(True)
+
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    assert run_cli(argparse.ArgumentParser(), body, []) == INTERRUPTED
+    assert went_on == [True]
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
+
+
+def test_an_earlier_stop_does_not_stop_the_next_command() -> None:
+    def stopped(arguments: argparse.Namespace) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def undisturbed(arguments: argparse.Namespace) -> None:
+        with progress("work", total_bytes=1) as advance:
+            advance(1)
+
+    assert run_cli(argparse.ArgumentParser(), stopped, []) == INTERRUPTED
+    assert run_cli(argparse.ArgumentParser(), undisturbed, []) == 0
