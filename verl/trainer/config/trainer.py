@@ -10,6 +10,8 @@ class TrainerConfig:
     """``*_freq`` count steps, -1 is never; ``train_ops``/``rollout_ops`` are "module:function", absent = by device.
 
     exact_log_probs: the exact op tables of both engines, whose log-probs are equal bit for bit; on a CPU, slower.
+    max_actor_ckpt_to_keep: the newest so many checkpoints stay, absent = all; keep_every_steps: those of steps that it
+    divides stay beside them for good, 0 = none.
     hang_timeout_s: when nothing has moved in a worker's phase for so long, one file in ``report_dir``/hang says which
     ranks wait where; absent = half of ``actor_rollout_ref.nccl_timeout``, after which the job ends; 0 = no watchdog.
     """
@@ -32,6 +34,7 @@ class TrainerConfig:
     resume_from_path: str | None = None
     default_local_dir: str = "checkpoints"
     max_actor_ckpt_to_keep: int | None = None
+    keep_every_steps: int = 0
     log_val_generations: int = 0
     balance_batch: bool = True
     worker_timeout_s: float | None = None
@@ -62,11 +65,31 @@ class TrainerConfig:
             found.append(f"{where}.resume_mode is resume_path but {where}.resume_from_path is empty")
         if self.max_actor_ckpt_to_keep is not None and self.max_actor_ckpt_to_keep < 1:
             found.append(f"{where}.max_actor_ckpt_to_keep is {self.max_actor_ckpt_to_keep}; it must be at least 1")
+        found += self._keep_every_problems(where)
         if self.hang_timeout_s is not None and self.hang_timeout_s < 0:
             found.append(f"{where}.hang_timeout_s is {self.hang_timeout_s}; give seconds, or 0 for no watchdog")
         for key in ("save_freq", "test_freq"):
             if getattr(self, key) == 0:
                 found.append(f"{where}.{key} is 0; use -1 for never")
+        return found
+
+    def _keep_every_problems(self, where: str) -> list[str]:
+        every, key = self.keep_every_steps, f"{where}.keep_every_steps"
+        if every == 0:
+            return []
+        if every < 0:
+            return [f"{key} is {every}; give a number of steps, or 0 for none"]
+        found = []
+        if self.max_actor_ckpt_to_keep is None:
+            found.append(f"{key} is {every}, but without {where}.max_actor_ckpt_to_keep no checkpoint is ever removed")
+        if self.save_freq < 1:
+            found.append(f"{key} is {every}, but {where}.save_freq is {self.save_freq}: nothing is saved")
+        elif every % self.save_freq:
+            above = every // self.save_freq * self.save_freq + self.save_freq
+            found.append(
+                f"{key} {every} is not a multiple of {where}.save_freq {self.save_freq}, so that most of those steps "
+                f"are not saved; nearest: {above}"
+            )
         return found
 
 

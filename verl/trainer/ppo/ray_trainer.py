@@ -345,7 +345,9 @@ class RayPPOTrainer:
                 return
             self.workers.wait_for_checkpoint()
         trainer = self.config.trainer
-        checkpointing.publish(trainer.default_local_dir, checkpoint, trainer.max_actor_ckpt_to_keep)
+        checkpointing.publish(
+            trainer.default_local_dir, checkpoint, trainer.max_actor_ckpt_to_keep, trainer.keep_every_steps
+        )
         self._unpublished = None
 
     def _load_checkpoint(self) -> None:
