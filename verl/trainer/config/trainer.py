@@ -12,6 +12,7 @@ class TrainerConfig:
     exact_log_probs: the exact op tables of both engines, whose log-probs are equal bit for bit; on a CPU, slower.
     max_actor_ckpt_to_keep: the newest so many checkpoints stay, absent = all; keep_every_steps: those of steps that it
     divides stay beside them for good, 0 = none.
+    timeline_freq: every so many steps, ``report_dir``/timeline gets a Chrome trace of the step.
     hang_timeout_s: when nothing has moved in a worker's phase for so long, one file in ``report_dir``/hang says which
     ranks wait where; absent = half of ``actor_rollout_ref.nccl_timeout``, after which the job ends; 0 = no watchdog.
     """
@@ -39,6 +40,7 @@ class TrainerConfig:
     balance_batch: bool = True
     worker_timeout_s: float | None = None
     hang_timeout_s: float | None = None
+    timeline_freq: int = -1
     report_dir: str = "outputs"
     export_hf: bool = True
 
@@ -68,7 +70,7 @@ class TrainerConfig:
         found += self._keep_every_problems(where)
         if self.hang_timeout_s is not None and self.hang_timeout_s < 0:
             found.append(f"{where}.hang_timeout_s is {self.hang_timeout_s}; give seconds, or 0 for no watchdog")
-        for key in ("save_freq", "test_freq"):
+        for key in ("save_freq", "test_freq", "timeline_freq"):
             if getattr(self, key) == 0:
                 found.append(f"{where}.{key} is 0; use -1 for never")
         return found

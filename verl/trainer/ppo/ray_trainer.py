@@ -29,6 +29,7 @@ from verl.trainer.ppo.metric_utils import (
 from verl.trainer.ppo.reward_ledger import RewardLedger
 from verl.trainer.ppo.scores import add_scores, reward_parts
 from verl.trainer.ppo.seeds import sampling_seeds
+from verl.trainer.ppo.step_timeline import StepTimeline
 from verl.utils.dataset import ResumableLoader, RLHFDataset, collate_fn
 from verl.utils.device import resolve_device
 from verl.utils.op_tables import op_tables_text
@@ -88,6 +89,7 @@ class RayPPOTrainer:
         self.worker_class = worker_class
         self.reward_fn = reward_fn
         self.reward_ledger = RewardLedger(config.trainer.report_dir, config.reward_model.ledger)
+        self.timeline = StepTimeline(config.trainer.report_dir, config.trainer.timeline_freq)
         self.train_dataset = _dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples)
         self.val_dataset = _dataset(config, tokenizer, config.data.val_files, config.data.val_max_samples)
         data = config.data
@@ -125,11 +127,13 @@ class RayPPOTrainer:
         trainer = self.config.trainer
         self.tracking = Tracking(trainer.report_dir, trainer.logger, first_step=self._first_logged_step())
         self.reward_ledger.cut_back(self._first_logged_step())
+        self.timeline.cut_back(self._first_logged_step())
         if self.global_step == 0 and trainer.val_before_train:
             self.tracking.log(self._validate(), step=0)
         batches = iter(self.train_loader)
         while self.global_step < self.total_training_steps:
             self.global_step += 1
+            self.timeline.begin(self.global_step, self.workers)
             metrics = self._train_step(batches)
             self._publish_checkpoint(is_needed=False)
             is_last = self.global_step == self.total_training_steps
@@ -138,6 +142,7 @@ class RayPPOTrainer:
             self.tracking.log(metrics | self._take_carried_timing(), step=self.global_step)
             if is_last or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0):
                 self._save_checkpoint()
+            self.timeline.end(self.workers)
         self._publish_checkpoint(is_needed=True)
         self.tracking.close()
         if trainer.export_hf:
@@ -152,7 +157,7 @@ class RayPPOTrainer:
 
     def _train_step(self, batches: Iterator[dict[str, Any]]) -> dict[str, float]:
         """One GRPO step: generate, score, log-probs, advantages, update."""
-        timing: dict[str, float] = {}
+        timing = self.timeline.phase_seconds()
         metrics: dict[str, float] = {
             "training/global_step": self.global_step,
             "training/epoch": self.train_loader.epoch,
@@ -267,7 +272,7 @@ class RayPPOTrainer:
 
     def _validate(self) -> dict[str, float]:
         """Mean scores over the validation problems; transcripts go to ``val_generations/step_N.jsonl``."""
-        timing: dict[str, float] = {}
+        timing = self.timeline.phase_seconds()
         config = self.config
         n, rows_seen = config.actor_rollout_ref.rollout.val_kwargs.n, 0
         batch_size = config.data.val_batch_size or len(self.val_dataset)
@@ -321,7 +326,7 @@ class RayPPOTrainer:
 
         With ``actor.checkpoint.async_save`` the workers return early, and ``latest`` follows when they are done.
         """
-        timing: dict[str, float] = {}
+        timing = self.timeline.phase_seconds()
         root = self.config.trainer.default_local_dir
         checkpoint = checkpointing.checkpoint_at(root, self.global_step)
         with marked_timer("save_checkpoint", timing):
