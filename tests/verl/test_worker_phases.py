@@ -14,8 +14,9 @@ from tests.parallel.launcher import run_ranks
 from tests.parallel.test_grpo_step import config_overrides, prompts
 from verl.protocol import DataProto
 from verl.trainer.config import load_config
+from verl.trainer.ppo.sample_records import ROLLOUT, TRAINING
 from verl.utils.timeline import Span
-from verl.workers.kept_rows import references
+from verl.workers.kept_rows import references, worker_batch
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from vllm.model_executor.model_loader.digest import WeightDigest
@@ -82,9 +83,12 @@ def one_step(model_dir: str) -> dict[str, Any]:
     kept = worker.generate_sequences(prompts())
     timing = dict(kept.meta_info["timing"])
     request = DataProto(kept.batch, meta_info={"temperature": 1.0})
-    worker.compute_log_prob(request)
+    scored = worker.compute_log_prob(request)
     worker.compute_ref_log_prob(request)
+    rows = DataProto(kept.batch, meta_info={}).union(scored).select_idxs([3, 0])
     return {
+        "fetched": worker.fetch_columns(worker_batch(rows), (ROLLOUT, TRAINING)).batch,
+        "is_response": rows.batch["response_mask"],
         "timing": timing,
         "recording": worker.take_timeline(),
         "after": worker.take_timeline().spans,
@@ -127,6 +131,10 @@ def test_a_step_of_one_worker(tmp_path: Path) -> None:
     assert seen["notes"] == MEMORY_ORDER
     assert_spans(seen["recording"].spans, seen["timing"])
     assert seen["after"] == []
+    fetched = seen["fetched"]
+    assert sorted(fetched.keys()) == sorted([ROLLOUT, TRAINING]) and fetched[ROLLOUT].shape == seen["is_response"].shape
+    is_response = seen["is_response"]
+    assert torch.allclose(fetched[ROLLOUT][is_response], fetched[TRAINING][is_response], atol=1e-3)
     kept = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs")
     assert seen["validation"] == ["response_mask", "responses"]
     assert seen["training"] == sorted([*map(references, kept), "responses", "response_mask"])

@@ -23,7 +23,7 @@ from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weights import Checkpoint, load_weights, open_hf, open_shards
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 from verl.trainer.config import PPOTrainerConfig
 from verl.utils.checkpoint import MegatronCheckpointManager
 from verl.utils.device import dist_backend, get_torch_device, ops_providers, resolve_device
@@ -156,6 +156,12 @@ class ActorRolloutRefWorker(Worker):
         if self.watchdog is not None:
             self.watchdog.note_metrics(metrics)
         return DataProto(meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    @watched
+    def fetch_columns(self, data: DataProto, columns: tuple[str, ...]) -> DataProto:
+        """Those of ``columns`` that workers keep of ``data``'s rows, from wherever they are, for the controller."""
+        return self.kept_rows.fetch(data, columns).to("cpu")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @watched

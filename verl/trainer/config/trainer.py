@@ -13,6 +13,7 @@ class TrainerConfig:
     max_actor_ckpt_to_keep: the newest so many checkpoints stay, absent = all; keep_every_steps: those of steps that it
     divides stay beside them for good, 0 = none.
     timeline_freq: every so many steps, ``report_dir``/timeline gets a Chrome trace of the step.
+    log_samples_freq: every so many steps, ``report_dir``/samples gets a record of ``log_samples_rows`` samples at most.
     hang_timeout_s: when nothing has moved in a worker's phase for so long, one file in ``report_dir``/hang says which
     ranks wait where; absent = half of ``actor_rollout_ref.nccl_timeout``, after which the job ends; 0 = no watchdog.
     """
@@ -41,6 +42,8 @@ class TrainerConfig:
     worker_timeout_s: float | None = None
     hang_timeout_s: float | None = None
     timeline_freq: int = -1
+    log_samples_freq: int = -1
+    log_samples_rows: int = 64
     report_dir: str = "outputs"
     export_hf: bool = True
 
@@ -68,9 +71,11 @@ class TrainerConfig:
         if self.max_actor_ckpt_to_keep is not None and self.max_actor_ckpt_to_keep < 1:
             found.append(f"{where}.max_actor_ckpt_to_keep is {self.max_actor_ckpt_to_keep}; it must be at least 1")
         found += self._keep_every_problems(where)
+        if self.log_samples_rows < 1:
+            found.append(f"{where}.log_samples_rows is {self.log_samples_rows}; it must be at least 1")
         if self.hang_timeout_s is not None and self.hang_timeout_s < 0:
             found.append(f"{where}.hang_timeout_s is {self.hang_timeout_s}; give seconds, or 0 for no watchdog")
-        for key in ("save_freq", "test_freq", "timeline_freq"):
+        for key in ("save_freq", "test_freq", "timeline_freq", "log_samples_freq"):
             if getattr(self, key) == 0:
                 found.append(f"{where}.{key} is 0; use -1 for never")
         return found

@@ -27,6 +27,7 @@ from verl.trainer.ppo.metric_utils import (
     process_validation_metrics,
 )
 from verl.trainer.ppo.reward_ledger import RewardLedger
+from verl.trainer.ppo.sample_records import ROLLOUT, TRAINING, SampleRecords
 from verl.trainer.ppo.scores import add_scores, reward_parts
 from verl.trainer.ppo.seeds import sampling_seeds
 from verl.trainer.ppo.step_timeline import StepTimeline
@@ -35,7 +36,7 @@ from verl.utils.device import resolve_device
 from verl.utils.op_tables import op_tables_text
 from verl.utils.seqlen_balancing import dealt_order
 from verl.utils.tracking import Tracking
-from verl.workers.kept_rows import worker_batch
+from verl.workers.kept_rows import has_references, references, worker_batch
 from verl.workers.reward_manager import NaiveRewardManager, Scores
 
 if TYPE_CHECKING:
@@ -90,6 +91,9 @@ class RayPPOTrainer:
         self.reward_fn = reward_fn
         self.reward_ledger = RewardLedger(config.trainer.report_dir, config.reward_model.ledger)
         self.timeline = StepTimeline(config.trainer.report_dir, config.trainer.timeline_freq)
+        self.sample_records = SampleRecords(
+            config.trainer.report_dir, config.trainer.log_samples_freq, config.trainer.log_samples_rows, tokenizer
+        )
         self.train_dataset = _dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples)
         self.val_dataset = _dataset(config, tokenizer, config.data.val_files, config.data.val_max_samples)
         data = config.data
@@ -128,6 +132,7 @@ class RayPPOTrainer:
         self.tracking = Tracking(trainer.report_dir, trainer.logger, first_step=self._first_logged_step())
         self.reward_ledger.cut_back(self._first_logged_step())
         self.timeline.cut_back(self._first_logged_step())
+        self.sample_records.cut_back(self._first_logged_step())
         if self.global_step == 0 and trainer.val_before_train:
             self.tracking.log(self._validate(), step=0)
         batches = iter(self.train_loader)
@@ -186,6 +191,9 @@ class RayPPOTrainer:
             with marked_timer("adv", timing):
                 metrics |= self._apply_kl(batch)
                 batch = compute_advantage(batch, self.config)
+            if self.sample_records.wants(self.global_step):
+                with marked_timer("log_samples", timing):
+                    self._record_samples(batch)
             with marked_timer("update_actor", timing):
                 metrics |= self.workers.update_actor(worker_batch(batch, "advantages")).meta_info["metrics"]
         metrics |= compute_data_metrics(batch) | compute_timing_metrics(batch, timing)
@@ -269,6 +277,19 @@ class RayPPOTrainer:
         used = self.kl_ctrl.value
         self.kl_ctrl.update(kl, n_steps=len(batch))
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": used}
+
+    def _record_samples(self, batch: DataProto) -> None:
+        """Some rows with both log-probs, before the update; those of training are computed where the step has none."""
+        if not has_references(batch):
+            self.sample_records.write(self.global_step, self.sample_records.chosen(batch))
+            return
+        if references(TRAINING) not in batch.batch:  # into another batch: the update must not find them
+            computed = self.workers.compute_log_prob(worker_batch(batch))
+            batch = DataProto(batch.batch, batch.non_tensor_batch, batch.meta_info).union(computed)
+        rows = self.sample_records.chosen(batch)
+        kept = self.workers.fetch_columns(worker_batch(rows), (ROLLOUT, TRAINING))
+        rows.batch.update(kept.batch)
+        self.sample_records.write(self.global_step, rows)
 
     def _validate(self) -> dict[str, float]:
         """Mean scores over the validation problems; transcripts go to ``val_generations/step_N.jsonl``."""
