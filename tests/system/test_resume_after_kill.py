@@ -93,6 +93,13 @@ def test_killed_worker_then_killed_driver_then_the_same_result(
         assert "resumed after step 1" in command.text()
     job.finish()
     assert_same_result(job, uninterrupted)
+    logs = job.output_dir / "logs"
+    assert sorted(path.name for path in logs.iterdir()) == ["attempt_1", "attempt_2", "attempt_3", "latest"]
+    assert (logs / "latest").resolve() == (logs / "attempt_3").resolve()
+    for attempt in (logs / f"attempt_{number}" for number in (1, 2, 3)):
+        assert "rank 1 pid=" in (attempt / "main_ppo.log").read_text(), "what a worker says is told with its rank"
+        for rank in (0, 1):
+            assert f":actor_name:rank {rank}" in (attempt / f"rank_{rank}.err").read_text()
 
 
 def test_a_run_leaves_timelines_that_agree_with_its_metrics_and_records_of_samples(uninterrupted: Job) -> None:
