@@ -60,8 +60,8 @@ def keep_session(kept: Path) -> None:
 
 def keep_earlier_sessions(logs: Path, address: str) -> None:
     """Keeps what Ray wrote on this node in attempts whose launcher was killed; before their folders are removed."""
-    for kept in logs.glob(f"attempt_*/ray_{address}"):
-        keep_session(kept)
+    for attempt in logs.glob("attempt_*"):
+        keep_session(attempt / f"ray_{address}")
 
 
 def _point(link: Path, target: Path) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +44,7 @@ class SampleRecords:
         self._directory = Path(report_dir) / FOLDER
         self._freq = freq
         self._max_rows = max_rows
-        self._decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        self._tokenizer = tokenizer
 
     def cut_back(self, first_step: int) -> None:
         """Removes the files of ``first_step`` and later: those steps will be run again."""
@@ -64,6 +63,9 @@ class SampleRecords:
         self._directory.mkdir(parents=True, exist_ok=True)
         lines = (json.dumps(self._record(step, batch, row)) + "\n" for row in range(len(batch)))
         write_text(self._directory / f"step_{step}.jsonl", "".join(lines))
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _record(self, step: int, batch: DataProto, row: int) -> dict[str, Any]:
         tensors, texts = batch.batch, batch.non_tensor_batch
