@@ -17,7 +17,7 @@ from typing import NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from recipes.common.launcher import checks, cluster, hosts, network, plan
+from recipes.common.launcher import checks, cluster, hosts, network, plan, run_logs
 from recipes.common.launcher.child import end_with_parent
 from recipes.common.launcher.earlier import set_aside_other_training, training_identity
 from recipes.common.launcher.job import (
@@ -62,6 +62,7 @@ class Launch:
             self.environment.pop(name, None)
         self.head: Head | None = None
         self.ray: cluster.RayNode | None = None
+        self.log_dir = job.settings.log_dir  # this attempt's folder in it, once it is made
         self.started = time.monotonic()
         self.is_training = False
 
@@ -83,6 +84,8 @@ class Launch:
         return status
 
     def _run_head(self) -> int:
+        self.log_dir = run_logs.new_attempt(self.job.settings.log_dir)
+        self.console.print(f"logs are in {self.log_dir}", highlight=False, markup=False, soft_wrap=True)
         if self.job.nnodes > 1:
             self._gather_nodes()
         for stage in stages(self.job):
@@ -144,7 +147,7 @@ class Launch:
             self.console.print(f"nothing to do: {stage.why_not}", highlight=False)
             return
         begun = time.monotonic()
-        log = self.job.settings.log_dir / f"{stage.name}.log"
+        log = self.log_dir / f"{stage.name}.log"
         self.console.print(f"$ {stage.shown()}", style="dim", highlight=False, markup=False, soft_wrap=True)
         pid, status = run_streaming(
             self.processes, stage.command, self.environment, log, Console(soft_wrap=True, markup=False), self._check
@@ -155,7 +158,7 @@ class Launch:
 
     def _start_ray(self) -> None:
         self.console.rule(f"[bold]Ray[/bold] ({self._elapsed()})")
-        self.ray = cluster.RayNode(self.job, self.place, self.processes, self.environment)
+        self.ray = cluster.RayNode(self.job, self.place, self.processes, self.environment, self.log_dir)
         try:
             self.ray.wait_until_up(self._check)
         except RuntimeError as error:
@@ -164,7 +167,7 @@ class Launch:
         self.console.print(f"Ray's head is up at {address}", highlight=False)
         if self.head is None:
             return
-        self.head.tell_all({"kind": "start_ray"})
+        self.head.tell_all({"kind": "start_ray", "attempt": self.log_dir.name})
         addresses = [self.place.own_addr, *(hello.address for hello in self.head.nodes())]
         self._run_stage(Stage("ray_nodes", "Ray nodes", ray_nodes_command(self.job, self.place, addresses)))
 
@@ -172,7 +175,7 @@ class Launch:
         self.is_training = True
         stage = driver_stage(self.job)
         self.console.rule(f"[bold]{stage.title}[/bold] ({self._elapsed()})")
-        log = self.job.settings.log_dir / f"{stage.name}.log"
+        log = self.log_dir / f"{stage.name}.log"
         self.console.print(f"$ {stage.shown()}", style="dim", highlight=False, markup=False, soft_wrap=True)
         output = Console(soft_wrap=True, markup=False, highlight=False)
         # The driver hands settings on to the workers of all nodes; interfaces are each node's own, from its Ray.
@@ -183,7 +186,7 @@ class Launch:
             why = " because a worker died or failed, which the lines above name" if status == EXIT_WORKER_DIED else ""
             raise RunFailed(
                 f"the driver (verl.trainer.main_ppo, pid {pid}) {how_it_ended(status)}{why}; its output is in {log}, "
-                f"Ray's logs will be in {self.job.settings.log_dir}"
+                f"Ray's logs will be in {self.log_dir}"
             )
 
     def _look_for_the_cause(self) -> None:
@@ -227,7 +230,8 @@ class Launch:
         while True:
             message = channel.receive(timeout_s=POLL_S)
             if message is not None and message.get("kind") == "start_ray":
-                self.ray = cluster.RayNode(self.job, self.place, self.processes, self.environment)
+                self.log_dir = run_logs.open_attempt(self.job.settings.log_dir, str(message.get("attempt")))
+                self.ray = cluster.RayNode(self.job, self.place, self.processes, self.environment, self.log_dir)
                 self.console.print(
                     "Ray is starting; the head runs the training and shows its progress", highlight=False
                 )

@@ -24,6 +24,9 @@ SMALL = (
     "data.val_max_samples=16",
     "trainer.test_freq=2",
     "trainer.save_freq=1",
+    "trainer.timeline_freq=2",
+    "trainer.log_samples_freq=2",
+    "trainer.log_samples_rows=10",
 )
 
 
@@ -83,11 +86,16 @@ class Job:
         """The exported files, by name."""
         return {path.name: path.read_bytes() for path in sorted((self.output_dir / "export_hf").glob("*"))}
 
+    def sample_records(self) -> dict[str, bytes]:
+        """The files of recorded samples, by name."""
+        return {path.name: path.read_bytes() for path in sorted((self.output_dir / "samples").glob("*"))}
+
 
 def assert_same_result(job: Job, reference: Job) -> None:
-    """Every step once, every metric that is no measurement equal, the exported weights bit-equal."""
+    """Every step once, every metric that is no measurement equal, sample records and exported weights bit-equal."""
     mine, expected = read_metrics(job.output_dir), read_metrics(reference.output_dir)
     assert [step["step"] for step in mine] == [*range(job.steps + 1)]
     assert without_measurements(mine) == without_measurements(expected)
     assert job.weights() == reference.weights()
+    assert job.sample_records() == reference.sample_records() and len(job.sample_records()) == job.steps // 2
     assert any(name.endswith(".safetensors") for name in job.weights())

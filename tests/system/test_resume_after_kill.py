@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.system.command import Command
+from tests.system.command import Command, read_metrics
 from tests.system.jobs import Job, Prepared, assert_same_result
 
 LAUNCHER = "-m recipes.common.launch"
@@ -92,6 +93,41 @@ def test_killed_worker_then_killed_driver_then_the_same_result(
         assert "resumed after step 1" in command.text()
     job.finish()
     assert_same_result(job, uninterrupted)
+    logs = job.output_dir / "logs"
+    assert sorted(path.name for path in logs.iterdir()) == ["attempt_1", "attempt_2", "attempt_3", "latest"]
+    assert (logs / "latest").resolve() == (logs / "attempt_3").resolve()
+    for attempt in (logs / f"attempt_{number}" for number in (1, 2, 3)):
+        assert "rank 1 pid=" in (attempt / "main_ppo.log").read_text(), "what a worker says is told with its rank"
+        for rank in (0, 1):
+            assert f":actor_name:rank {rank}" in (attempt / f"rank_{rank}.err").read_text()
+
+
+def test_a_run_leaves_timelines_that_agree_with_its_metrics_and_records_of_samples(uninterrupted: Job) -> None:
+    """Bars 4 and 5 need them right after kills too, which the comparison of the records above shows."""
+    metrics = {int(row["step"]): row for row in read_metrics(uninterrupted.output_dir)}
+    folder = uninterrupted.output_dir / "timeline"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_2.json", "step_4.json"]
+    for step in (2, 4):
+        events = json.loads((folder / f"step_{step}.json").read_text())["traceEvents"]
+        names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+        assert [name.split(" (")[0] for name in names] == ["controller", "rank 0", "rank 1"]
+        seconds: dict[tuple[int, str], float] = {}
+        for event in (event for event in events if event["ph"] == "X"):
+            key = event["pid"], event["name"]
+            seconds[key] = seconds.get(key, 0.0) + event["dur"] / 1e6
+        for phase in ("step", "gen", "reward", "adv", "update_actor", "log_samples", "testing"):
+            assert seconds[0, phase] == pytest.approx(metrics[step][f"timing_s/{phase}"], rel=1e-3, abs=1e-5), phase
+        for rank in (1, 2):
+            for part in ("weight_sync", "wake_weights", "sleep", "update_actor", "compute_log_prob", "save_checkpoint"):
+                assert (rank, part) in seconds, f"rank {rank - 1} has no {part}"
+            assert seconds[rank, "update_actor"] <= metrics[step]["timing_s/update_actor"]
+    for name, lines in uninterrupted.sample_records().items():
+        records = [json.loads(line) for line in lines.splitlines()]
+        assert name in ("step_2.jsonl", "step_4.jsonl") and len(records) == 8, "two whole groups of four"
+        assert len({record["uid"] for record in records}) == 2
+        for record in records:
+            assert len(record["tokens"]) == record["length"] == len(record["log_probs"])
+            assert record["log_probs"] == pytest.approx(record["rollout_log_probs"], abs=1e-3)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
 from tests.parallel.launcher import run_ranks
 from verl.trainer.config import load_config, validate_config
+from verl.utils.timeline import Timeline
 from verl.workers.phases import make_watchdog, watched
 
 
@@ -21,6 +22,7 @@ class _Role:
         config = load_config(["trainer.hang_timeout_s=1", f"trainer.report_dir={report_dir}"])
         self.groups, self.report_dir = groups, Path(report_dir)
         self.watchdog = make_watchdog(config, groups)
+        self.timeline = Timeline()
 
     @watched
     def update_actor(self, late_s: float) -> str:

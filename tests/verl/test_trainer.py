@@ -140,8 +140,14 @@ def test_dynamic_sampling_generates_until_enough_groups_differ_and_resumes_to_th
     for record in steps:
         assert record["critic/score/min"] == 0.0 < record["critic/score/mean"] < record["critic/score/max"] == 1.0
         assert record["train/kept_groups_ratio"] < 1 or record["train/num_gen_batches"] == 2
+    keeping = ("trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1", "trainer.keep_every_steps=2")
     for total in (2, 4):
-        run_bandit(bandit_config(root, *FILTERED, f"trainer.total_training_steps={total}", "trainer.test_freq=4"))
+        steps_and_tests = (f"trainer.total_training_steps={total}", "trainer.test_freq=4")
+        run_bandit(bandit_config(root, *FILTERED, *steps_and_tests, *keeping))
+    assert sorted(path.name for path in (root / "checkpoints").glob("global_step_*")) == [
+        "global_step_2",  # kept for good, by a resumed run too; 1 and 3 went
+        "global_step_4",
+    ]
     resumed = _metrics(root)
     assert [record["step"] for record in resumed] == list(range(5))
     for ours, theirs in zip(resumed, expected, strict=True):

@@ -14,7 +14,9 @@ from tests.parallel.launcher import run_ranks
 from tests.parallel.test_grpo_step import config_overrides, prompts
 from verl.protocol import DataProto
 from verl.trainer.config import load_config
-from verl.workers.kept_rows import references
+from verl.trainer.ppo.sample_records import ROLLOUT, TRAINING
+from verl.utils.timeline import Span
+from verl.workers.kept_rows import references, worker_batch
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from vllm.model_executor.model_loader.digest import WeightDigest
@@ -77,8 +79,19 @@ def one_step(model_dir: str) -> dict[str, Any]:
     batch.meta_info["validate"] = True
     validation = worker.generate_sequences(batch)
     rollout.notes.clear()
+    worker.begin_timeline()
     kept = worker.generate_sequences(prompts())
+    timing = dict(kept.meta_info["timing"])
+    request = DataProto(kept.batch, meta_info={"temperature": 1.0})
+    scored = worker.compute_log_prob(request)
+    worker.compute_ref_log_prob(request)
+    rows = DataProto(kept.batch, meta_info={}).union(scored).select_idxs([3, 0])
     return {
+        "fetched": worker.fetch_columns(worker_batch(rows), (ROLLOUT, TRAINING)).batch,
+        "is_response": rows.batch["response_mask"],
+        "timing": timing,
+        "recording": worker.take_timeline(),
+        "after": worker.take_timeline().spans,
         "notes": rollout.notes,
         "validation": sorted(validation.batch.keys()),
         "training": sorted(kept.batch.keys()),
@@ -86,11 +99,42 @@ def one_step(model_dir: str) -> dict[str, Any]:
     }
 
 
+def assert_spans(spans: list[Span], timing: dict[str, float]) -> None:
+    """Every part of a call lies inside it, in its order, and lasts as long as the worker says."""
+    parts = {
+        "generate_sequences": [
+            "onload",
+            "wake_weights",
+            "weight_sync",
+            "offload",
+            "wake_kv_cache",
+            "generate",
+            "sleep",
+        ],
+        "compute_log_prob": ["onload", "fetch_rows"],
+        "compute_ref_log_prob": ["onload", "fetch_rows", "offload"],
+    }
+    calls = {span.name: span for span in spans if span.name in parts}
+    assert list(calls) == list(parts)
+    for name, call in calls.items():
+        inside = [s for s in spans if s is not call and call.start_s <= s.start_s <= s.end_s <= call.end_s]
+        assert [s.name for s in inside if s.name != "update_weights"] == parts[name]
+    seconds = {span.name: span.end_s - span.start_s for span in spans}
+    assert seconds["update_weights"] == pytest.approx(timing["update_weights"])
+    assert seconds["generate"] == pytest.approx(timing["generate_sequences"])
+
+
 @pytest.mark.timeout(120)
 def test_a_step_of_one_worker(tmp_path: Path) -> None:
     write_tiny_checkpoint(tmp_path, tiny_hf_config(), seed=1, dtype=torch.float32)
     (seen,) = run_ranks(one_step, 1, str(tmp_path))
     assert seen["notes"] == MEMORY_ORDER
+    assert_spans(seen["recording"].spans, seen["timing"])
+    assert seen["after"] == []
+    fetched = seen["fetched"]
+    assert sorted(fetched.keys()) == sorted([ROLLOUT, TRAINING]) and fetched[ROLLOUT].shape == seen["is_response"].shape
+    is_response = seen["is_response"]
+    assert torch.allclose(fetched[ROLLOUT][is_response], fetched[TRAINING][is_response], atol=1e-3)
     kept = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs")
     assert seen["validation"] == ["response_mask", "responses"]
     assert seen["training"] == sorted([*map(references, kept), "responses", "response_mask"])

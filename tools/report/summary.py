@@ -20,7 +20,9 @@ PLACES = (
     ("tensorboard", "the same for TensorBoard"),
     ("checkpoints", "training checkpoints"),
     ("export_hf", "the trained model as Hugging Face safetensors"),
-    ("logs", "output of every stage, Ray's logs"),
+    ("samples", "recorded samples, for python -m tools.viewer"),
+    ("timeline", "recorded steps, for ui.perfetto.dev"),
+    ("logs/latest", "what every stage, driver, rank and Ray said"),
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-import time
 
 import torch
 import torch.distributed as dist
@@ -24,12 +23,13 @@ from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weights import Checkpoint, load_weights, open_hf, open_shards
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 from verl.trainer.config import PPOTrainerConfig
 from verl.utils.checkpoint import MegatronCheckpointManager
 from verl.utils.device import dist_backend, get_torch_device, ops_providers, resolve_device
 from verl.utils.import_utils import load_provider
 from verl.utils.megatron.frozen import HostResidentModel
+from verl.utils.timeline import now_s
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import McoreEngineConfig
 from verl.workers.engine_setup import ddp_config, model_fields, optimizer_config, trained_model
@@ -87,9 +87,10 @@ class ActorRolloutRefWorker(Worker):
             self.kept_rows.drop()
         self._offload_for_rollout()
         with self.sharding_manager as manager:
-            start = time.perf_counter()
+            start_s = now_s()
             output = self.rollout.generate_sequences(prompts)
-            generate_s = time.perf_counter() - start
+            generate_s = now_s() - start_s
+            self.timeline.add("generate", start_s, start_s + generate_s)
         output.meta_info["timing"] = {"update_weights": manager.sync_seconds, "generate_sequences": generate_s}
         if prompts.meta_info.get("validate", False):
             return controller_batch(output)
@@ -100,7 +101,8 @@ class ActorRolloutRefWorker(Worker):
     @watched
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """``old_log_probs`` fp32 [B, R] of the actor as it is now; rows that came as references get references."""
-        self.actor_module.onload_params()
+        with self.timeline.span("onload"):
+            self.actor_module.onload_params()
         rollout = self.config.rollout
         with training_phase():
             log_probs = self.actor.compute_log_prob(
@@ -119,16 +121,18 @@ class ActorRolloutRefWorker(Worker):
         """
         assert self.ref is not None, f"role {self.role} has no reference policy"
         ref = self.config.ref
-        if self.config.actor.megatron.param_offload:
-            self.actor_module.offload_params()
-        self.ref_weights.onload()
+        with self.timeline.span("onload"):
+            if self.config.actor.megatron.param_offload:
+                self.actor_module.offload_params()
+            self.ref_weights.onload()
         with training_phase():
             log_probs = self.ref.compute_log_prob(
                 self._fetch(data, self.ref, self.ref.scored_columns),
                 micro_batch_size=ref.log_prob_micro_batch_size_per_gpu,
                 max_token_len=ref.log_prob_max_token_len_per_gpu if ref.log_prob_use_dynamic_bsz else None,
             )
-        self.ref_weights.offload()
+        with self.timeline.span("offload"):
+            self.ref_weights.offload()
         return self._log_prob_output(data, "ref_log_prob", log_probs)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
@@ -137,19 +141,27 @@ class ActorRolloutRefWorker(Worker):
         """One GRPO update; metrics are in ``meta_info["metrics"]``. Weights stay for the next sync."""
         megatron = self.config.actor.megatron
         self.checkpoint_manager.check()
-        self.actor_module.onload_params()
-        self.actor_module.onload_grads()
-        self.optimizer.onload()
+        with self.timeline.span("onload"):
+            self.actor_module.onload_params()
+            self.actor_module.onload_grads()
+            self.optimizer.onload()
         with training_phase():
             metrics = self.actor.update_policy(self._fetch(data, self.actor, self.actor.trained_columns))
-        if megatron.grad_offload:
-            self.actor_module.offload_grads()
-        if megatron.optimizer_offload:
-            self.optimizer.offload()
+        with self.timeline.span("offload"):
+            if megatron.grad_offload:
+                self.actor_module.offload_grads()
+            if megatron.optimizer_offload:
+                self.optimizer.offload()
         metrics |= self._memory_metrics()
         if self.watchdog is not None:
             self.watchdog.note_metrics(metrics)
         return DataProto(meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    @watched
+    def fetch_columns(self, data: DataProto, columns: tuple[str, ...]) -> DataProto:
+        """Those of ``columns`` that workers keep of ``data``'s rows, from wherever they are, for the controller."""
+        return self.kept_rows.fetch(data, columns).to("cpu")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @watched
@@ -296,6 +308,7 @@ class ActorRolloutRefWorker(Worker):
             bucket_bytes=config.update_weights_bucket_megabytes << 20,
             ranks_per_node=self.run_config.trainer.n_gpus_per_node,
             device=self.device,
+            timeline=self.timeline,
             accelerator=get_torch_device(self.device_type),
         )
 
@@ -311,7 +324,8 @@ class ActorRolloutRefWorker(Worker):
 
     def _fetch(self, data: DataProto, actor: MegatronPPOActor, columns: tuple[str, ...]) -> DataProto:
         """The rows of ``data`` with ``columns``, and of a rollout's experts those of the layers that are here."""
-        return self.kept_rows.fetch(data, columns, actor.moe_layers)
+        with self.timeline.span("fetch_rows"):
+            return self.kept_rows.fetch(data, columns, actor.moe_layers)
 
     def _offload_for_rollout(self) -> None:
         self.actor_module.offload_grads()

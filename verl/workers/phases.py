@@ -45,11 +45,13 @@ def make_watchdog(config: PPOTrainerConfig, groups: ProcessGroups) -> HangWatchd
 
 
 def watched(method: Method) -> Method:
-    """Make a worker's method a phase of its ``watchdog``, where it has one."""
+    """Make a worker's method a phase of its ``watchdog``, where it has one, and a span of its ``timeline``."""
 
     @functools.wraps(method)
     def in_phase(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self.watchdog is None else self.watchdog.phase(method.__name__.lstrip("_")):
+        name = method.__name__.lstrip("_")
+        phase = nullcontext() if self.watchdog is None else self.watchdog.phase(name)
+        with phase, self.timeline.span(name):
             return method(self, *args, **kwargs)
 
     return in_phase  # type: ignore[return-value]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from recipes.common.launcher import network
+from recipes.common.launcher import network, run_logs
 from recipes.common.launcher.job import Job, RayPorts, ray_command
 from recipes.common.launcher.processes import OwnProcesses, how_it_ended
 from recipes.common.launcher.settings import Place
@@ -26,18 +26,21 @@ TEMP_PREFIX = "rl_"
 
 
 class RayNode:
-    """This node's ``ray start --block``: head or worker."""
+    """This node's ``ray start --block``: head or worker; what it says goes to ``log_dir``, this attempt's folder."""
 
-    def __init__(self, job: Job, place: Place, processes: OwnProcesses, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, job: Job, place: Place, processes: OwnProcesses, environment: Mapping[str, str], log_dir: Path
+    ) -> None:
         self._place, self._port = place, job.settings.ray_port
+        run_logs.keep_earlier_sessions(log_dir.parent, place.own_addr)
         # Ray's sockets lie below it and may be 107 characters long, so it cannot be in OUTPUT_DIR.
         _remove_leftovers(Path(tempfile.gettempdir()))
         self._temp_dir = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}_"))
-        self._kept_logs = job.settings.log_dir / f"ray_{place.own_addr}"
-        self.log_path = job.settings.log_dir / f"ray_start_{place.own_addr}.log"
+        self._kept_logs = log_dir / f"ray_{place.own_addr}"
+        run_logs.show_session(self._temp_dir / "session_latest" / "logs", self._kept_logs)
+        self.log_path = log_dir / f"ray_start_{place.own_addr}.log"
         client, dashboard, agent = network.free_ports(3, avoid=(job.settings.ray_port, job.settings.control_port))
         command = ray_command(job, place, str(self._temp_dir), RayPorts(client, dashboard, agent))
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
             self._process: subprocess.Popen[bytes] = processes.start(command, environment, log, ROOT)
 
@@ -67,12 +70,7 @@ class RayNode:
 
     def keep_logs(self) -> None:
         """Move Ray's session logs beside the run's own and remove its temporary folder; call it once Ray has ended."""
-        session = self._temp_dir / "session_latest"
-        if (session / "logs").is_dir():
-            shutil.rmtree(self._kept_logs, ignore_errors=True)
-            shutil.copytree(
-                (session / "logs").resolve(), self._kept_logs, ignore=_sockets, ignore_dangling_symlinks=True
-            )
+        run_logs.keep_session(self._kept_logs)
         shutil.rmtree(self._temp_dir, ignore_errors=True)
 
 
@@ -82,10 +80,6 @@ def _remove_leftovers(parent: Path) -> None:
         pid = path.name.removeprefix(TEMP_PREFIX).split("_")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)) and path.stat().st_uid == os.getuid():
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _sockets(folder: str, names: list[str]) -> list[str]:
-    return [name for name in names if not os.path.isfile(os.path.join(folder, name)) and "socket" in name]
 
 
 def shared_token(output_dir: Path, given: str | None) -> str:

@@ -85,7 +85,7 @@ class Settings:
 
     @property
     def log_dir(self) -> Path:
-        """Where every stage's output goes."""
+        """Where every attempt has a folder for what its stages say."""
         return self.output_dir / "logs"
 
     @property

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.timeline import ClockReading, Recording, Timeline, read_clock
+
 
 class Worker:
     """One rank of a worker group (upstream: ``verl.single_controller.base.Worker``).
@@ -18,6 +21,7 @@ class Worker:
         self._local_rank = _int_env("LOCAL_RANK")
         self._dispatch_dp_rank: dict[str, int] = {}
         self._collect_dp_rank: dict[str, bool] = {}
+        self.timeline = Timeline()
 
     @property
     def rank(self) -> int:
@@ -37,6 +41,21 @@ class Worker:
     def get_master_addr_port(self) -> tuple[str, str]:
         """Where the process group of the workers meets."""
         return os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin_timeline(self) -> ClockReading:
+        """Records this rank's spans from now on."""
+        return self.timeline.begin()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_timeline(self) -> Recording:
+        """What was recorded; ends the recording."""
+        return self.timeline.take()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def read_clock(self) -> ClockReading:
+        """The clock of this rank's spans."""
+        return read_clock()
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
         """Says which part of a batch this rank takes on ``mesh_name``, and whether its output is the part's output.

@@ -39,6 +39,10 @@ class Pickled:
 class WorkerProcess:
     """Runs one worker. The environment of the rank is set by Ray before the interpreter starts."""
 
+    def __repr__(self) -> str:
+        """Ray puts it before each line that this process says, and into the files that it keeps of them."""
+        return f"rank {os.environ['RANK']}"
+
     def address(self) -> ProcessAddress:
         """Where this process is; also the question that a dead process does not answer."""
         with socket.socket() as probe:

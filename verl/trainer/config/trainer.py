@@ -11,6 +11,10 @@ class TrainerConfig:
 
     save_last, test_last: the last step is saved and validated whatever the frequencies say.
     exact_log_probs: the exact op tables of both engines, whose log-probs are equal bit for bit; on a CPU, slower.
+    max_actor_ckpt_to_keep: the newest so many checkpoints stay, absent = all; keep_every_steps: those of steps that it
+    divides stay beside them for good, 0 = none.
+    timeline_freq: every so many steps, ``report_dir``/timeline gets a Chrome trace of the step.
+    log_samples_freq: every so many steps, ``report_dir``/samples gets a record of ``log_samples_rows`` samples at most.
     hang_timeout_s: when nothing has moved in a worker's phase for so long, one file in ``report_dir``/hang says which
     ranks wait where; absent = half of ``actor_rollout_ref.nccl_timeout``, after which the job ends; 0 = no watchdog.
     """
@@ -35,10 +39,14 @@ class TrainerConfig:
     resume_from_path: str | None = None
     default_local_dir: str = "checkpoints"
     max_actor_ckpt_to_keep: int | None = None
+    keep_every_steps: int = 0
     log_val_generations: int = 0
     balance_batch: bool = True
     worker_timeout_s: float | None = None
     hang_timeout_s: float | None = None
+    timeline_freq: int = -1
+    log_samples_freq: int = -1
+    log_samples_rows: int = 64
     report_dir: str = "outputs"
     export_hf: bool = True
 
@@ -65,11 +73,33 @@ class TrainerConfig:
             found.append(f"{where}.resume_mode is resume_path but {where}.resume_from_path is empty")
         if self.max_actor_ckpt_to_keep is not None and self.max_actor_ckpt_to_keep < 1:
             found.append(f"{where}.max_actor_ckpt_to_keep is {self.max_actor_ckpt_to_keep}; it must be at least 1")
+        found += self._keep_every_problems(where)
+        if self.log_samples_rows < 1:
+            found.append(f"{where}.log_samples_rows is {self.log_samples_rows}; it must be at least 1")
         if self.hang_timeout_s is not None and self.hang_timeout_s < 0:
             found.append(f"{where}.hang_timeout_s is {self.hang_timeout_s}; give seconds, or 0 for no watchdog")
-        for key in ("save_freq", "test_freq"):
+        for key in ("save_freq", "test_freq", "timeline_freq", "log_samples_freq"):
             if getattr(self, key) == 0:
                 found.append(f"{where}.{key} is 0; use -1 for never")
+        return found
+
+    def _keep_every_problems(self, where: str) -> list[str]:
+        every, key = self.keep_every_steps, f"{where}.keep_every_steps"
+        if every == 0:
+            return []
+        if every < 0:
+            return [f"{key} is {every}; give a number of steps, or 0 for none"]
+        found = []
+        if self.max_actor_ckpt_to_keep is None:
+            found.append(f"{key} is {every}, but without {where}.max_actor_ckpt_to_keep no checkpoint is ever removed")
+        if self.save_freq < 1:
+            found.append(f"{key} is {every}, but {where}.save_freq is {self.save_freq}: nothing is saved")
+        elif every % self.save_freq:
+            above = every // self.save_freq * self.save_freq + self.save_freq
+            found.append(
+                f"{key} {every} is not a multiple of {where}.save_freq {self.save_freq}, so that most of those steps "
+                f"are not saved; nearest: {above}"
+            )
         return found
 
 

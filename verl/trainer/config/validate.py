@@ -64,6 +64,11 @@ def config_warnings(config: PPOTrainerConfig) -> list[str]:
             f"actor_rollout_ref.actor.recompute_old_log_prob is False, but {why}, so old log-probs are computed all "
             "the same"
         )
+    if config.trainer.log_samples_freq > 0 and not models.rollout.calculate_log_probs:
+        found.append(
+            "trainer.log_samples_freq is on and actor_rollout_ref.rollout.calculate_log_probs is False: the records "
+            "will have no log-probs of the rollout"
+        )
     if models.rollout.n == 1 and config.algorithm.adv_estimator in ("grpo", "rloo"):
         found.append(
             f"actor_rollout_ref.rollout.n is 1: {config.algorithm.adv_estimator} compares the samples of a prompt, and "

@@ -40,18 +40,23 @@ class Checkpoint:
         return self.directory / "actor"
 
     @property
+    def state_path(self) -> Path:
+        """What the trainer writes."""
+        return self.directory / _TRAINER_STATE
+
+    @property
     def is_complete(self) -> bool:
         """True when both parts are whole."""
-        return (self.directory / _TRAINER_STATE).is_file() and is_complete(self.actor)
+        return self.state_path.is_file() and is_complete(self.actor)
 
     def write_state(self, state: dict[str, Any]) -> None:
         """The trainer's part, before the workers'."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        write_text(self.directory / _TRAINER_STATE, json.dumps(state))
+        write_text(self.state_path, json.dumps(state))
 
     def read_state(self) -> dict[str, Any]:
         """What ``write_state`` wrote."""
-        return json.loads((self.directory / _TRAINER_STATE).read_text())
+        return json.loads(self.state_path.read_text())
 
 
 def checkpoint_at(root: str, step: int) -> Checkpoint:
@@ -89,17 +94,29 @@ def latest_path(root: str) -> Path:
     return Path(root) / LATEST
 
 
-def publish(root: str, checkpoint: Checkpoint, max_to_keep: int | None) -> None:
-    """Points ``latest`` at a complete checkpoint, then removes older ones beyond ``max_to_keep`` and broken ones."""
+def publish(root: str, checkpoint: Checkpoint, max_to_keep: int | None, keep_every_steps: int = 0) -> None:
+    """Points ``latest`` at a complete checkpoint, then removes older ones that are broken or need not be kept.
+
+    Those of the ``max_to_keep`` newest (None: all) and of steps that ``keep_every_steps`` divides are kept. A kill
+    anywhere in here leaves nothing that looks whole and is not, and the next call removes what this one should have.
+    """
     write_text(latest_path(root), str(checkpoint.step))
     if max_to_keep is None:
         return
     older = [other for other in checkpoints(root) if other.step < checkpoint.step]
     whole = [other for other in older if other.is_complete]
     kept = whole[max(0, len(whole) - (max_to_keep - 1)) :]
+    if keep_every_steps:
+        kept += [other for other in whole if other.step % keep_every_steps == 0]
     for other in older:
         if other not in kept:
-            shutil.rmtree(other.directory)
+            _remove(other)
+
+
+def _remove(checkpoint: Checkpoint) -> None:
+    """Its state file first: from then on it is incomplete, however far the rest gets."""
+    checkpoint.state_path.unlink(missing_ok=True)
+    shutil.rmtree(checkpoint.directory)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from time import perf_counter
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
+from verl.utils.timeline import Timeline, now_s
+
+
+class PhaseSeconds(dict[str, float]):
+    """Seconds per phase; ``marked_timer`` makes each a span of ``timeline`` too."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        super().__init__()
+        self.timeline = timeline
 
 
 @contextmanager
 def marked_timer(name: str, timing: dict[str, float]) -> Iterator[None]:
     """Adds the seconds spent inside to ``timing[name]``."""
-    start = perf_counter()
+    start_s = now_s()
     try:
         yield
     finally:
-        timing[name] = timing.get(name, 0.0) + perf_counter() - start
+        end_s = now_s()
+        timing[name] = timing.get(name, 0.0) + end_s - start_s
+        if isinstance(timing, PhaseSeconds):
+            timing.timeline.add(name, start_s, end_s)
 
 
 def compute_data_metrics(batch: DataProto) -> dict[str, float]:

@@ -28,14 +28,16 @@ from verl.trainer.ppo.metric_utils import (
     process_validation_metrics,
 )
 from verl.trainer.ppo.reward_ledger import RewardLedger
+from verl.trainer.ppo.sample_records import ROLLOUT, TRAINING, SampleRecords
 from verl.trainer.ppo.scores import add_scores, reward_parts
 from verl.trainer.ppo.seeds import sampling_seeds
+from verl.trainer.ppo.step_timeline import StepTimeline
 from verl.utils.dataset import ResumableLoader, RLHFDataset, collate_fn
 from verl.utils.device import resolve_device
 from verl.utils.op_tables import op_tables_text
 from verl.utils.seqlen_balancing import dealt_order
 from verl.utils.tracking import Tracking
-from verl.workers.kept_rows import worker_batch
+from verl.workers.kept_rows import has_references, references, worker_batch
 from verl.workers.reward_manager import NaiveRewardManager, Scores
 
 if TYPE_CHECKING:
@@ -89,6 +91,10 @@ class RayPPOTrainer:
         self.worker_class = worker_class
         self.reward_fn = reward_fn
         self.reward_ledger = RewardLedger(config.trainer.report_dir, config.reward_model.ledger)
+        self.timeline = StepTimeline(config.trainer.report_dir, config.trainer.timeline_freq)
+        self.sample_records = SampleRecords(
+            config.trainer.report_dir, config.trainer.log_samples_freq, config.trainer.log_samples_rows, tokenizer
+        )
         data = config.data
         self.train_dataset = _dataset(config, tokenizer, file_list(data.train_files), data.train_max_samples)
         self.val_datasets = {
@@ -129,11 +135,14 @@ class RayPPOTrainer:
         trainer = self.config.trainer
         self.tracking = Tracking(trainer.report_dir, trainer.logger, first_step=self._first_logged_step())
         self.reward_ledger.cut_back(self._first_logged_step())
+        self.timeline.cut_back(self._first_logged_step())
+        self.sample_records.cut_back(self._first_logged_step())
         if self.global_step == 0 and trainer.val_before_train:
             self.tracking.log(self._validate(), step=0)
         batches = iter(self.train_loader)
         while self.global_step < self.total_training_steps:
             self.global_step += 1
+            self.timeline.begin(self.global_step, self.workers)
             metrics = self._train_step(batches)
             self._publish_checkpoint(is_needed=False)
             is_last = self.global_step == self.total_training_steps
@@ -142,6 +151,7 @@ class RayPPOTrainer:
             self.tracking.log(metrics | self._take_carried_timing(), step=self.global_step)
             if (is_last and trainer.save_last) or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0):
                 self._save_checkpoint()
+            self.timeline.end(self.workers)
         self._publish_checkpoint(is_needed=True)
         self.tracking.close()
         if trainer.export_hf:
@@ -156,7 +166,7 @@ class RayPPOTrainer:
 
     def _train_step(self, batches: Iterator[dict[str, Any]]) -> dict[str, float]:
         """One GRPO step: generate, score, log-probs, advantages, update."""
-        timing: dict[str, float] = {}
+        timing = self.timeline.phase_seconds()
         metrics: dict[str, float] = {
             "training/global_step": self.global_step,
             "training/epoch": self.train_loader.epoch,
@@ -185,6 +195,9 @@ class RayPPOTrainer:
             with marked_timer("adv", timing):
                 metrics |= self._apply_kl(batch)
                 batch = compute_advantage(batch, self.config)
+            if self.sample_records.wants(self.global_step):
+                with marked_timer("log_samples", timing):
+                    self._record_samples(batch)
             with marked_timer("update_actor", timing):
                 metrics |= self.workers.update_actor(worker_batch(batch, "advantages")).meta_info["metrics"]
         metrics |= compute_data_metrics(batch) | compute_timing_metrics(batch, timing)
@@ -269,12 +282,25 @@ class RayPPOTrainer:
         self.kl_ctrl.update(kl, n_steps=len(batch))
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": used}
 
+    def _record_samples(self, batch: DataProto) -> None:
+        """Some rows with both log-probs, before the update; those of training are computed where the step has none."""
+        if not has_references(batch):
+            self.sample_records.write(self.global_step, self.sample_records.chosen(batch))
+            return
+        if references(TRAINING) not in batch.batch:  # into another batch: the update must not find them
+            computed = self.workers.compute_log_prob(worker_batch(batch))
+            batch = DataProto(batch.batch, batch.non_tensor_batch, batch.meta_info).union(computed)
+        rows = self.sample_records.chosen(batch)
+        kept = self.workers.fetch_columns(worker_batch(rows), (ROLLOUT, TRAINING))
+        rows.batch.update(kept.batch)
+        self.sample_records.write(self.global_step, rows)
+
     def _validate(self) -> dict[str, float]:
         """Mean scores over the validation problems of all sets and of each that has a name.
 
         Transcripts go to ``val_generations/step_N.jsonl``.
         """
-        timing: dict[str, float] = {}
+        timing = self.timeline.phase_seconds()
         config = self.config
         n = config.actor_rollout_ref.rollout.val_kwargs.n
         outputs, pending = [], []
@@ -334,7 +360,7 @@ class RayPPOTrainer:
 
         With ``actor.checkpoint.async_save`` the workers return early, and ``latest`` follows when they are done.
         """
-        timing: dict[str, float] = {}
+        timing = self.timeline.phase_seconds()
         root = self.config.trainer.default_local_dir
         checkpoint = checkpointing.checkpoint_at(root, self.global_step)
         with marked_timer("save_checkpoint", timing):
@@ -358,7 +384,9 @@ class RayPPOTrainer:
                 return
             self.workers.wait_for_checkpoint()
         trainer = self.config.trainer
-        checkpointing.publish(trainer.default_local_dir, checkpoint, trainer.max_actor_ckpt_to_keep)
+        checkpointing.publish(
+            trainer.default_local_dir, checkpoint, trainer.max_actor_ckpt_to_keep, trainer.keep_every_steps
+        )
         self._unpublished = None
 
     def _load_checkpoint(self) -> None:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from verl.trainer.ppo.checkpointing import write_text
+from verl.trainer.ppo.step_files import remove_steps
 from verl.workers.reward_manager import GradedSample
 
 FOLDER = "reward_ledger"
-_STEP = re.compile(r"(?:val_)?step_(\d+)\.jsonl")
 
 
 class RewardLedger:
@@ -35,10 +34,7 @@ class RewardLedger:
 
     def cut_back(self, first_step: int) -> None:
         """Removes the files of ``first_step`` and later: those steps will be run again."""
-        for path in self._directory.glob("*step_*.jsonl"):
-            match = _STEP.fullmatch(path.name)
-            if match and int(match[1]) >= first_step:
-                path.unlink()
+        remove_steps(self._directory, "*step_*.jsonl", first_step)
 
     def add(self, samples: Sequence[GradedSample]) -> None:
         """Keeps what was graded for the step's file: a step may grade several batches."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from types import ModuleType, TracebackType
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.parallel_state import ProcessGroups
 from mindspeed_llm.hf_config import HFModelConfig
+from verl.utils.timeline import Timeline, now_s
 from verl.workers.phases import release_cached_memory
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.sharding_manager.weight_sync import WeightSync
@@ -30,6 +30,7 @@ class MegatronVLLMShardingManager:
         offload_param: the training weights leave the device while the engine generates.
         bucket_bytes: how much of the weights a rank sends and receives at once.
         ranks_per_node: ranks that are close to each other, counted from rank 0.
+        timeline: gets a span of each part.
         accelerator: ``torch.npu`` or ``torch.cuda``, whose allocator gives back what one side freed before the other
             allocates; None on the CPU.
     """
@@ -45,12 +46,14 @@ class MegatronVLLMShardingManager:
         bucket_bytes: int,
         ranks_per_node: int,
         device: torch.device,
+        timeline: Timeline,
         accelerator: ModuleType | None = None,
     ) -> None:
         self.actor_module = actor_module
         self.rollout = rollout
         self.offload_param = offload_param
         self.accelerator = accelerator
+        self.timeline = timeline
         self.sync = WeightSync(
             hf_config,
             groups.layout,
@@ -65,25 +68,33 @@ class MegatronVLLMShardingManager:
         self.policy_version = 0  # syncs so far
 
     def __enter__(self) -> MegatronVLLMShardingManager:
-        start = time.perf_counter()
-        self.actor_module.offload_grads()
-        self.actor_module.onload_params()
-        release_cached_memory(self.accelerator)
-        self.rollout.resume(tags=["weights"])
-        self.policy_version += 1
-        self.sync.run(self.actor_module.module.state_dict(keep_vars=True), self.rollout, self.policy_version)
-        if self.offload_param:
-            self.actor_module.offload_params()
+        start_s = now_s()
+        with self.timeline.span("onload"):
+            self.actor_module.offload_grads()
+            self.actor_module.onload_params()
             release_cached_memory(self.accelerator)
+        with self.timeline.span("wake_weights"):
+            self.rollout.resume(tags=["weights"])
+        self.policy_version += 1
+        with self.timeline.span("weight_sync"):
+            self.sync.run(self.actor_module.module.state_dict(keep_vars=True), self.rollout, self.policy_version)
+        if self.offload_param:
+            with self.timeline.span("offload"):
+                self.actor_module.offload_params()
+                release_cached_memory(self.accelerator)
         # NPU-ADAPTATION(kv-cache-last): on a 64 GB die the KV cache fits only after the training weights have left;
         # drop when rollout and training run on separate dies.
-        self.rollout.resume(tags=["kv_cache"])
+        with self.timeline.span("wake_kv_cache"):
+            self.rollout.resume(tags=["kv_cache"])
         # NPU-ADAPTATION END
-        self.sync_seconds = time.perf_counter() - start
+        end_s = now_s()
+        self.timeline.add("update_weights", start_s, end_s)
+        self.sync_seconds = end_s - start_s
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.rollout.release()
-        release_cached_memory(self.accelerator)
+        with self.timeline.span("sleep"):
+            self.rollout.release()
+            release_cached_memory(self.accelerator)

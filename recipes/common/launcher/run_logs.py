@@ -1,0 +1,76 @@
+"""A run's logs: a folder per attempt, ``latest`` in front of the newest, and Ray's files under the names of ranks.
+
+logs/latest -> attempt_3
+logs/attempt_3/<stage>.log, main_ppo.log      what each stage and the driver said
+logs/attempt_3/ray_start_<address>.log        ``ray start`` of a node
+logs/attempt_3/ray_<address>/                 Ray's own files of a node: a link while it runs, a copy afterwards
+logs/attempt_3/rank_<N>.{out,err}             what a worker said: links into them
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+LATEST = "latest"
+_ATTEMPT = re.compile(r"attempt_(\d+)")
+_RANK = re.compile(r":actor_name:rank (\d+)")  # Ray writes an actor's repr into its files when it starts
+_HEAD_BYTES = 1000
+
+
+def new_attempt(logs: Path) -> Path:
+    """Makes the folder of the next attempt and points ``latest`` at it."""
+    numbers = [int(match[1]) for path in logs.glob("attempt_*") if (match := _ATTEMPT.fullmatch(path.name))]
+    return open_attempt(logs, f"attempt_{max(numbers, default=0) + 1}")
+
+
+def open_attempt(logs: Path, name: str) -> Path:
+    """The folder of an attempt that another node may have made, and ``latest`` at it."""
+    if not _ATTEMPT.fullmatch(name):
+        raise ValueError(f"{name!r} is no attempt's name; is the head of another version?")
+    folder = logs / name
+    folder.mkdir(parents=True, exist_ok=True)
+    _point(logs / LATEST, Path(name))
+    return folder
+
+
+def show_session(session_logs: Path, kept: Path) -> None:
+    """While Ray runs, ``kept`` leads to its files."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    _point(kept, session_logs)
+
+
+def keep_session(kept: Path) -> None:
+    """Turns a link that ``show_session`` made into a copy, once Ray has ended, and names the files of ranks."""
+    if not kept.is_symlink():
+        return
+    source = kept.resolve()
+    kept.unlink()
+    if not source.is_dir():
+        return  # Ray ended before it wrote anything, or another launcher has removed its temporary folder
+    shutil.copytree(source, kept, ignore=_sockets, ignore_dangling_symlinks=True)
+    for path in sorted(kept.glob("worker-*"), key=lambda path: path.stat().st_mtime):  # the last process of a rank
+        with path.open("rb") as log:
+            match = _RANK.search(log.read(_HEAD_BYTES).decode(errors="replace"))
+        if match:
+            _point(kept.parent / f"rank_{match[1]}{path.suffix}", path.relative_to(kept.parent))
+
+
+def keep_earlier_sessions(logs: Path, address: str) -> None:
+    """Keeps what Ray wrote on this node in attempts whose launcher was killed; before their folders are removed."""
+    for attempt in logs.glob("attempt_*"):
+        keep_session(attempt / f"ray_{address}")
+
+
+def _point(link: Path, target: Path) -> None:
+    """A symbolic link that is replaced as a whole."""
+    temporary = link.with_name(f".{link.name}.tmp{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    os.replace(temporary, link)
+
+
+def _sockets(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if not os.path.isfile(os.path.join(folder, name)) and "socket" in name]

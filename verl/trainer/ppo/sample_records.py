@@ -1,0 +1,121 @@
+"""A record per sample of chosen steps, with both log-probs of every token; ``python -m tools.viewer`` shows them.
+
+A file is ``samples/step_N.jsonl``, one line per sample: ``step``, ``uid`` (of the prompt's group), ``data_source``,
+``prompt``, ``ground_truth``, ``tokens`` (texts, which joined are the response), ``rollout_log_probs`` (the rollout
+engine's when it sampled) and ``log_probs`` (the training engine's, before the update), both per token and null where
+there is none, ``versions`` ([policy version, tokens sampled with it] in order; a version counts updates), ``reward``,
+``parts`` of it, ``advantage`` (mean over the tokens), ``length`` in tokens and ``finish_reason``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.checkpointing import write_text
+from verl.trainer.ppo.scores import REWARD_PARTS
+from verl.trainer.ppo.step_files import remove_steps
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FOLDER = "samples"
+ROLLOUT, TRAINING = "rollout_log_probs", "old_log_probs"  # columns of the batch
+_DIGITS = 7  # of a log-prob behind the point: float32 has no more
+
+
+class SampleRecords:
+    """Writes the steps that ``trainer.log_samples_freq`` divides.
+
+    Args:
+        report_dir: where the run writes.
+        freq: a file every so many steps; -1 is none.
+        max_rows: of a file; whole groups as far as they fit.
+    """
+
+    def __init__(self, report_dir: str, freq: int, max_rows: int, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._directory = Path(report_dir) / FOLDER
+        self._freq = freq
+        self._max_rows = max_rows
+        self._tokenizer = tokenizer
+
+    def cut_back(self, first_step: int) -> None:
+        """Removes the files of ``first_step`` and later: those steps will be run again."""
+        remove_steps(self._directory, "step_*.jsonl", first_step)
+
+    def wants(self, step: int) -> bool:
+        """Whether ``step`` is one of them."""
+        return self._freq > 0 and step % self._freq == 0
+
+    def chosen(self, batch: DataProto) -> DataProto:
+        """The rows of ``batch`` that are recorded."""
+        return batch.select_idxs(chosen_rows(batch.non_tensor_batch["uid"], self._max_rows))
+
+    def write(self, step: int, batch: DataProto) -> None:
+        """The file of ``step``, of all rows of ``batch``, which has the log-probs that there are as columns."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps(self._record(step, batch, row)) + "\n" for row in range(len(batch)))
+        write_text(self._directory / f"step_{step}.jsonl", "".join(lines))
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _record(self, step: int, batch: DataProto, row: int) -> dict[str, Any]:
+        tensors, texts = batch.batch, batch.non_tensor_batch
+        is_response_R = tensors["response_mask"][row].bool()
+        token_ids = tensors["responses"][row][is_response_R].tolist()
+        log_probs = {
+            name: [_finite(value) for value in tensors[name][row][is_response_R].tolist()] if name in tensors else None
+            for name in (ROLLOUT, TRAINING)
+        }
+        reasons = texts.get("finish_reason")
+        return {
+            "step": step,
+            "uid": str(texts["uid"][row]),
+            "data_source": str(texts["data_source"][row]),
+            "prompt": str(texts["prompt_text"][row]),
+            "ground_truth": str(texts["reward_model"][row]["ground_truth"]),
+            "tokens": token_texts(self._decode, token_ids),
+            "rollout_log_probs": log_probs[ROLLOUT],
+            "log_probs": log_probs[TRAINING],
+            "versions": [[step - 1, len(token_ids)]],
+            "reward": _finite(float(tensors["token_level_scores"][row].sum())),
+            "parts": {name: _finite(value) for name, value in texts[REWARD_PARTS][row].items()},
+            "advantage": _finite(float(tensors["advantages"][row][is_response_R].mean())),
+            "length": len(token_ids),
+            "finish_reason": None if reasons is None else reasons[row],
+        }
+
+
+def chosen_rows(uids: np.ndarray, max_rows: int) -> list[int]:
+    """Rows of the first groups that fit into ``max_rows``, group by group; of the first at most ``max_rows``."""
+    groups: dict[str, list[int]] = {}
+    for row, uid in enumerate(uids):
+        groups.setdefault(str(uid), []).append(row)
+    chosen: list[int] = []
+    for uid in sorted(groups, key=lambda uid: (len(uid), uid)):  # "7-10" behind "7-9"
+        if chosen and len(chosen) + len(groups[uid]) > max_rows:
+            break
+        chosen += groups[uid]
+    return chosen[:max_rows]
+
+
+def token_texts(decode: Callable[[list[int]], str], token_ids: list[int]) -> list[str]:
+    """What each token adds to the text; "" where a character waits for the next token's bytes."""
+    growing = IncrementalDetokenizer(decode)
+    pieces = [growing.append([token]) for token in token_ids]
+    if pieces:
+        pieces[-1] += growing.append([], is_finished=True)
+    return pieces
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no word for the others."""
+    return round(value, _DIGITS) if math.isfinite(value) else None

@@ -1,0 +1,16 @@
+"""Files of single steps in a run's directory: ``step_N`` with any prefix and ending."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_STEP = re.compile(r"(?:.*_)?step_(\d+)\.\w+")
+
+
+def remove_steps(directory: Path, pattern: str, first_step: int) -> None:
+    """Removes what ``pattern`` finds of ``first_step`` and later: a resumed run takes those steps again."""
+    for path in directory.glob(pattern):
+        match = _STEP.fullmatch(path.name)
+        if match and int(match[1]) >= first_step:
+            path.unlink()

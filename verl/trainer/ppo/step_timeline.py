@@ -1,0 +1,151 @@
+"""A step of the whole run as a Chrome trace: the controller's phases, and those of every rank, by one clock.
+
+Files are ``timeline/step_N.json``, for chrome://tracing and https://ui.perfetto.dev. Format: "Trace Event Format"
+(JSON object, complete events ``X`` with ``ts`` and ``dur`` in microseconds, metadata events ``M``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.trainer.ppo.checkpointing import write_text
+from verl.trainer.ppo.metric_utils import PhaseSeconds
+from verl.trainer.ppo.step_files import remove_steps
+from verl.utils.timeline import ClockReading, Recording, Span, Timeline, now_s, read_clock
+
+FOLDER = "timeline"
+_EXTRA_READINGS = 3  # each narrows the error of the other hosts' clocks down to its own way there and back
+
+
+@dataclass(frozen=True)
+class BoundedReading:
+    """A rank's clock, read somewhere between two moments of the controller's."""
+
+    reading: ClockReading
+    after_s: float
+    before_s: float
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """What is added to a clock to have the controller's, and by how much that may be wrong."""
+
+    offset_s: float
+    error_s: float
+
+
+class StepTimeline:
+    """Records the steps that ``trainer.timeline_freq`` divides; all others cost one comparison a phase.
+
+    Args:
+        report_dir: where the run writes.
+        freq: a file every so many steps; -1 is none.
+    """
+
+    def __init__(self, report_dir: str, freq: int) -> None:
+        self._directory = Path(report_dir) / FOLDER
+        self._freq = freq
+        self._controller = Timeline()
+        self._step: int | None = None
+        self._start_s = 0.0
+        self._readings: list[BoundedReading] = []
+
+    def cut_back(self, first_step: int) -> None:
+        """Removes the files of ``first_step`` and later: those steps will be run again."""
+        remove_steps(self._directory, "step_*.json", first_step)
+
+    def phase_seconds(self) -> PhaseSeconds:
+        """What ``marked_timer`` fills: its phases are the controller's spans."""
+        return PhaseSeconds(self._controller)
+
+    def begin(self, step: int, workers: Any) -> None:
+        """Starts the recording of ``step`` on all ranks, where it is one that is recorded."""
+        if self._freq < 1 or step % self._freq:
+            return
+        self._step, self._readings = step, []
+        self._start_s = now_s()
+        self._controller.begin()
+        self._note(self._start_s, workers.begin_timeline())
+
+    def end(self, workers: Any) -> None:
+        """Writes the step that was begun, if one was."""
+        if self._step is None:
+            return
+        for _ in range(_EXTRA_READINGS):
+            asked_s = now_s()
+            self._note(asked_s, workers.read_clock())
+        asked_s = now_s()
+        recordings: list[Recording] = workers.take_timeline()
+        self._note(asked_s, [recording.reading for recording in recordings])
+        text = json.dumps(
+            trace(self._step, self._start_s, self._controller.take(), recordings, clock_offsets(self._readings))
+        )
+        self._directory.mkdir(parents=True, exist_ok=True)
+        write_text(self._directory / f"step_{self._step}.json", text + "\n")
+        self._step = None
+
+    def _note(self, asked_s: float, readings: Iterable[ClockReading]) -> None:
+        answered_s = now_s()
+        self._readings += [BoundedReading(reading, asked_s, answered_s) for reading in readings]
+
+
+def clock_offsets(readings: Sequence[BoundedReading]) -> dict[str, ClockOffset]:
+    """Of each clock, the middle of the offsets that all of its readings allow; 0 for the controller's own.
+
+    A clock that showed w between the controller's a and b is behind it by at least a - w and by at most b - w.
+    """
+    own = read_clock().clock
+    offsets = {own: ClockOffset(0.0, 0.0)}
+    for clock in {bounded.reading.clock for bounded in readings} - {own}:
+        same = [bounded for bounded in readings if bounded.reading.clock == clock]
+        least = max(bounded.after_s - bounded.reading.clock_s for bounded in same)
+        most = min(bounded.before_s - bounded.reading.clock_s for bounded in same)
+        offsets[clock] = ClockOffset((least + most) / 2, abs(most - least) / 2)
+    return offsets
+
+
+def trace(
+    step: int,
+    start_s: float,
+    controller: Recording,
+    ranks: Sequence[Recording],
+    offsets: dict[str, ClockOffset],
+) -> dict[str, Any]:
+    """The trace of one step: process 0 is the controller, process r + 1 is rank r; time 0 is the step's begin."""
+    events: list[dict[str, Any]] = []
+    for process, recording in enumerate([controller, *ranks]):
+        name = "controller" if process == 0 else f"rank {process - 1}"
+        offset_s = offsets[recording.reading.clock].offset_s - start_s
+        events += [
+            _named("process_name", process, {"name": f"{name} ({recording.host}, pid {recording.pid})"}),
+            _named("process_sort_index", process, {"sort_index": process}),
+            *(_event(span, process, offset_s) for span in sorted(recording.spans, key=_outermost_first)),
+        ]
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "step": step,
+            "clock_error_us": round(max(offset.error_s for offset in offsets.values()) * 1e6, 1),
+            "num_dropped_spans": sum(recording.num_dropped for recording in [controller, *ranks]),
+        },
+    }
+
+
+def _outermost_first(span: Span) -> tuple[float, float]:
+    return span.start_s, -span.end_s
+
+
+def _event(span: Span, process: int, offset_s: float) -> dict[str, Any]:
+    # Both ends are rounded, and never their distance: what is inside a span stays inside.
+    start_ns, end_ns = (round((moment_s + offset_s) * 1e9) for moment_s in (span.start_s, span.end_s))
+    timing = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}
+    return {"name": span.name, "ph": "X", "pid": process, "tid": 0, **timing}
+
+
+def _named(kind: str, process: int, values: dict[str, Any]) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": 0, "args": values}

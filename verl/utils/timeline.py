@@ -1,0 +1,93 @@
+"""What one process did when: named spans, and the clock that they are told by."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_SPANS = 20_000  # of a recording; a step has some dozens
+
+
+@dataclass(frozen=True)
+class Span:
+    """``name`` went on from ``start_s`` to ``end_s`` of this process's clock."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class ClockReading:
+    """``clock_s`` was the time on the clock that all processes of one running kernel share, ``clock`` its name."""
+
+    clock: str
+    clock_s: float
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a process did since its recording began; ``num_dropped`` spans came when it was full."""
+
+    host: str
+    pid: int
+    spans: list[Span]
+    num_dropped: int
+    reading: ClockReading
+
+
+class Timeline:
+    """Spans of this process, kept only between ``begin`` and ``take``; outside of these a span costs one comparison."""
+
+    def __init__(self, max_spans: int = MAX_SPANS) -> None:
+        self._max_spans = max_spans
+        self._spans: list[Span] | None = None
+        self._num_dropped = 0
+
+    def begin(self) -> ClockReading:
+        """Records from now on; what an unfinished recording had is gone."""
+        self._spans, self._num_dropped = [], 0
+        return read_clock()
+
+    def take(self) -> Recording:
+        """Ends the recording. Spans that are still open are not in it."""
+        spans, self._spans = self._spans or [], None
+        return Recording(socket.gethostname(), os.getpid(), spans, self._num_dropped, read_clock())
+
+    def add(self, name: str, start_s: float, end_s: float) -> None:
+        """A span that was measured elsewhere with ``now_s``."""
+        if self._spans is None:
+            return
+        if len(self._spans) < self._max_spans:
+            self._spans.append(Span(name, start_s, end_s))
+        else:
+            self._num_dropped += 1
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Everything inside is one span, also when it raises."""
+        if self._spans is None:
+            yield
+            return
+        start_s = now_s()
+        try:
+            yield
+        finally:
+            self.add(name, start_s, now_s())
+
+
+def now_s() -> float:
+    """CLOCK_MONOTONIC, which starts with the kernel and is the same in all its processes."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
+def read_clock() -> ClockReading:
+    """Named by the boot and by the namespace of time, in which a container may have an offset of its own."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = Path("/proc/self/ns/time")  # kernels before 5.6 have none
+    return ClockReading(f"{boot} {os.readlink(namespace) if namespace.exists() else ''}", now_s())
