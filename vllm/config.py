@@ -76,6 +76,7 @@ class ParallelConfig:
     # How tokens reach experts on other ranks: every rank gets all tokens and one all-reduce sums the results
     # ("all_gather"), or tokens travel to their experts and back ("dispatch").
     expert_exchange: str = "all_gather"
+    force_load_balancing: bool = False  # benchmarks with random weights: the router decides nothing
 
     @property
     def dp_rank(self) -> int:

@@ -17,7 +17,7 @@ from typing import NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from recipes.common.launcher import checks, cluster, plan, run_logs
+from recipes.common.launcher import checks, cluster, hosts, network, plan, run_logs
 from recipes.common.launcher.child import end_with_parent
 from recipes.common.launcher.earlier import set_aside_other_training, training_identity
 from recipes.common.launcher.job import (
@@ -335,17 +335,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     wants_plan = "--print-plan" in arguments
     overrides = [argument for argument in arguments if argument != "--print-plan"]
     try:
+        others = _other_nodes(recipe, overrides)
         settings = read_settings(recipe, overrides, os.environ, find_accelerator())
         job = Job(settings, resolve_config(settings))
         place = _place_for_plan(settings, job) if wants_plan else find_place(settings, job.nnodes)
         found = checks.problems(job, place)
         if wants_plan:
-            plan.print_plan(job, place, found, Console(soft_wrap=True, highlight=False, markup=False), os.environ)
+            plan.print_plan(
+                job, place, found, Console(soft_wrap=True, highlight=False, markup=False), os.environ, others
+            )
             return 0
         if found:
             raise ValueError("\n".join(f"- {problem}" for problem in found))
         with only_run(settings.output_dir) if place.is_head else _no_lock():
-            return _launch(job, place, console)
+            return _launch(job, place, console, others)
     except ValueError as error:
         console.print(
             f"error: {error}\nNothing was started.", style="red", highlight=False, markup=False, soft_wrap=True
@@ -362,19 +365,38 @@ def _place_for_plan(settings: Settings, job: Job) -> Place:
         return Place(True, address, address, settings.socket_ifname or "<interface>")
 
 
+def _other_nodes(recipe: Recipe, arguments: Sequence[str]) -> list[hosts.RemoteStart]:
+    """How HOSTFILE's other nodes are started; puts this one's own settings into the environment."""
+    given = os.environ.get(hosts.HOSTFILE)
+    if not given:
+        return []
+    found = hosts.read_hosts(Path(given).expanduser())
+    own = hosts.own_settings(found, os.environ, list(network.own_addresses()))
+    starts = hosts.remote_starts(recipe, arguments, found, own, os.environ)
+    os.environ.update(own)
+    return starts
+
+
 @contextmanager
 def _no_lock() -> Iterator[None]:
     yield
 
 
-def _launch(job: Job, place: Place, console: Console) -> int:
+def _launch(job: Job, place: Place, console: Console, others: Sequence[hosts.RemoteStart]) -> int:
     checks.open_file_limit()
     script_pid = os.environ.get(SCRIPT_PID, "")
     if script_pid.isdigit():
         end_with_parent(int(script_pid))
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, _stop)
-    return Launch(job, place, console).run()
+    run = Launch(job, place, console)
+    if not others:
+        return run.run()
+    nodes = hosts.RemoteNodes(others, job.settings.log_dir)
+    status = run.run()
+    for problem in nodes.end(patience_s=job.settings.lost_timeout_s):
+        console.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    return status
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from recipes.common.corpus import CorpusStyle
     from recipes.common.launcher.job import Job, Stage
+    from recipes.common.launcher.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
@@ -24,6 +25,8 @@ class Recipe:
     user is told about it; ``input_problems(path)`` finds its faults, one sentence each, before anything starts.
     ``data_stages(job)`` are the commands that make ``data/train.parquet`` and ``data/test.parquet`` of it, or of
     generated problems where it is not set. ``accelerators`` are the devices on which ``full_config`` is the default.
+    ``eval_variable`` names the evaluation sets of a recipe that has several, ``name path name path ...``;
+    ``eval_problems`` finds its faults, ``eval_sets`` the names of the files that the data stages write to data/eval.
     ``shards`` is the form that training starts from; ``converts_back``: the last checkpoint becomes an HF directory.
     """
 
@@ -42,6 +45,10 @@ class Recipe:
     data_stages: Callable[[Job], list[Stage]]
     shards: Literal["mp_rank", "torch_dist"] = "mp_rank"
     converts_back: bool = False
+    eval_variable: str | None = None
+    eval_default: str = ""
+    eval_problems: Callable[[str], list[str]] = lambda text: []
+    eval_sets: Callable[[Settings], tuple[str, ...]] = lambda settings: ()
 
     @property
     def folder(self) -> Path:

@@ -84,6 +84,7 @@ def test_place_by_address_and_rank() -> None:
         (["actor_rollout_ref.rollout.nn=4"], "nearest known key is actor_rollout_ref.rollout.n"),
         (["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2", "trainer.n_gpus_per_node=3"], "multiple"),
         (["actor_rollout_ref.actor.megatron.num_layer_list=[2,2]"], "num_layer_list"),
+        (["trainer.device=cuda", "trainer.n_gpus_per_node=64"], "n_gpus_per_node is 64, and torch sees"),
     ],
 )
 def test_bad_configs_are_refused_before_anything_starts(
@@ -139,7 +140,7 @@ def test_plan_of_sixteen_nodes_starts_nothing(
     plan = capsys.readouterr().out
     assert "16 x 16 npu devices" in plan
     assert "training: TP4 PP8 DP8 EP32, layers per stage 7,7,8,8,8,8,8,7" in plan
-    assert "rollout:  TP2 DP128 EP256" in plan
+    assert "rollout:  2 engines of TP2 DP64 EP128" in plan
     assert "--target-expert-parallel-size 8 --moe-tp-extend-ep" in plan
     assert plan.count("-m ray.scripts.scripts start --block") == 16
     assert plan.count("--head") == 1

@@ -36,6 +36,7 @@ class Command:
         arguments: Hydra overrides.
         prefix: a command to run it under, such as ``ip netns exec NAME``.
         recipe: whose script.
+        script: another of its scripts than the one that it names.
     """
 
     def __init__(
@@ -45,15 +46,16 @@ class Command:
         arguments: Sequence[str] = (),
         prefix: Sequence[str] = (),
         recipe: str = "r1_zero",
+        script: str | None = None,
     ) -> None:
         self.output = output
         self.tag = uuid.uuid4().hex
         output.parent.mkdir(parents=True, exist_ok=True)
-        script = str(ROOT / "recipes" / recipe / load_recipe(recipe).script)
+        path = str(ROOT / "recipes" / recipe / (script or load_recipe(recipe).script))
         with output.open("wb") as stream:
             self._process = subprocess.Popen(
                 # child.py: a pytest that is killed takes the command with it
-                [sys.executable, child.__file__, str(os.getpid()), *prefix, "bash", script, *arguments],
+                [sys.executable, child.__file__, str(os.getpid()), *prefix, "bash", path, *arguments],
                 env=_clean_environment()
                 | {name: str(value) for name, value in environment.items()}
                 | {TAG_NAME: self.tag},

@@ -129,13 +129,16 @@ def test_hccl_ports_that_are_taken_or_cannot_be_read_are_told() -> None:
 
 
 def test_the_table_has_what_the_big_configs_need() -> None:
-    """Memory with a quarter on top, disk with two checkpoints: the figures of tested.toml, computed again."""
+    """Memory with a quarter on top, disk with all checkpoints of a moment: the figures of tested.toml once more."""
     hf = parse_hf_config(tiny_hf_config(**DEEPSEEK_V3))
-    for row in load_table()[1][1:]:
+    for row in load_table()[1]:
+        if row.config.endswith("_tiny"):
+            continue  # measured
         config = load_config([], config_name=row.config, config_dir=CONFIG_DIR)
         needs = needs_of(config, hf)
         assert row.memory_gib * 0.97 < needs.host_bytes * 1.25 / GIB <= row.memory_gib
-        checkpoints = 2 * needs.checkpoint_bytes if config.trainer.save_freq > 0 else 0
+        num_checkpoints = 2 if config.trainer.save_freq > 0 else int(config.trainer.save_last)
+        checkpoints = num_checkpoints * needs.checkpoint_bytes
         assert (needs.input_bytes + checkpoints) / GIB <= row.disk_gib
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from verl.trainer.config import ConfigError, PPOTrainerConfig, load_config, validate_config
+from verl.trainer.config.data import file_list, val_sets
 
 RECIPE_CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "r1_zero" / "config"
 LARGE = ("r1_ascend_671b_256die", "cann_true_weight_671b_256die", "cann_random_init_671b_256die")
@@ -18,7 +19,7 @@ def _recipe(name: str, *overrides: str) -> PPOTrainerConfig:
 
 
 def test_every_config_of_the_recipe_is_tested() -> None:
-    assert {path.stem for path in RECIPE_CONFIGS.glob("*.yaml")} == {*LARGE, "r1_zero_tiny"}
+    assert {path.stem for path in RECIPE_CONFIGS.glob("*.yaml")} == {*LARGE, "r1_zero_tiny", "cann_random_init_tiny"}
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -76,9 +77,27 @@ def test_home_is_expanded_wherever_a_path_stands(monkeypatch: pytest.MonkeyPatch
     assert config.data.val_files == "/home/someone/data/rlhf/test.parquet", "defaults are expanded too"
 
 
+def test_evaluation_sets_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    config = load_config(["data.val_files={aime:'~/a.parquet',math-500:[/b.parquet,/c.parquet]}"])
+    assert val_sets(config.data.val_files) == {
+        "aime": ["/home/someone/a.parquet"],
+        "math-500": ["/b.parquet", "/c.parquet"],
+    }
+    assert file_list(config.data.val_files) == ["/home/someone/a.parquet", "/b.parquet", "/c.parquet"]
+    by_key = load_config(["data.val_files.aime=/a.parquet", "data.val_files.math=/b.parquet"])
+    assert by_key.data.val_files == {"aime": "/a.parquet", "math": "/b.parquet"}
+    with pytest.raises(ConfigError, match="unknown key data.train_files.aime"):
+        load_config(["data.train_files={aime:/a.parquet}"])
+    assert val_sets("/a.parquet") == {"": ["/a.parquet"]}
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [
+        ("data.val_files={a b:/a.parquet}", "data.val_files names 'a b'"),
+        ("data.val_files={aime:null}", "data.val_files.aime is None; expected a path or a list"),
+        ("actor_rollout_ref.rollout.data_parallel_size=3", "data_parallel_size is 3; it must divide the 8 replicas"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=0", "ppo_mini_batch_size is 0; it must be at least 1"),
         ("actor_rollout_ref.rollout.n=0", "rollout.n is 0; it must be at least 1"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=0", "rollout.tensor_model_parallel_size is 0"),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 import ray
 
@@ -153,6 +154,24 @@ def test_dynamic_sampling_generates_until_enough_groups_differ_and_resumes_to_th
         assert {k: v for k, v in ours.items() if not k.startswith("val")} == {
             k: v for k, v in theirs.items() if not k.startswith("val")
         }
+
+
+@pytest.mark.timeout(240)
+def test_evaluation_sets_have_metrics_of_their_own_and_the_end_can_be_left_out(local_ray: None, root: Path) -> None:
+    rows = pq.read_table(root / "data.parquet")
+    pq.write_table(rows.slice(0, 3), root / "few.parquet")
+    sets = f"data.val_files={{all:{root / 'data.parquet'},few:{root / 'few.parquet'}}}"
+    length = ("trainer.total_training_steps=1", "trainer.log_val_generations=2", "trainer.export_hf=False")
+    run_bandit(bandit_config(root, sets, *length, "trainer.save_last=False", "trainer.test_last=False"))
+    first, last = _metrics(root)
+    assert (16 * first["val/all/score"] + 3 * first["val/few/score"]) / 19 == pytest.approx(first["val/score"])
+    assert {"val/few/accuracy", "val/few/response_length", "val-core/digits/reward/mean@1"} <= first.keys()
+    shown = [json.loads(line) for line in (root / "val_generations" / "step_0.jsonl").read_text().splitlines()]
+    assert [record["set"] for record in shown] == ["all", "all", "few", "few"]
+    assert [record["prompt"] for record in shown[:2]] == [record["prompt"] for record in shown[2:]]
+    assert [record["response"] for record in shown[:2]] == [record["response"] for record in shown[2:]]
+    assert not any(key.startswith("val") for key in last)
+    assert not (root / "checkpoints").exists()
 
 
 def test_prompts_sampled_again_in_a_step_get_other_seeds_and_the_same_in_every_run(root: Path) -> None:

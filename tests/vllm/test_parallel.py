@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from megatron.core.transformer.moe.router import _balanced_logits
 from tests.parallel.launcher import run_ranks
-from tests.vllm.tiny import write_checkpoint
+from tests.vllm.tiny import TINY, write_checkpoint
+from vllm.model_executor.layers.fused_moe import balanced_logits
 
 Result = list[tuple[list[int], list[float]]]
 # Replicas get shares of different sizes, and in a second batch all but the first get nothing.
@@ -89,3 +92,35 @@ def test_layouts_equal_one_process(world_size: int, checkpoint: str, alone: list
                 for (tokens, logprobs), (expected_tokens, expected_logprobs) in zip(samples, alone[index], strict=True):
                     assert tokens == expected_tokens, (llm_args, rank, index)
                     assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
+
+
+def balanced_loads(path: str, llm_args: dict[str, Any]) -> list[int]:
+    """How often each expert is chosen for eight prompts of eight tokens and four new ones each, all layers together."""
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    llm = LLM(
+        path, skip_tokenizer_init=True, max_model_len=32, force_load_balancing=True, enable_return_routed_experts=True,
+        **llm_args,
+    )  # fmt: skip
+    prompts = [TokensPrompt(prompt_token_ids=list(range(1 + i, 9 + i))) for i in range(8)]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=5, ignore_eos=True, seed=1))
+    routed = [output.outputs[0].routed_experts for output in outputs]
+    chosen = [int(expert) for experts in routed if experts is not None for expert in experts.flatten()]
+    llm.shutdown()
+    return [chosen.count(expert) for expert in range(TINY["n_routed_experts"])]
+
+
+def test_forced_balance_gives_every_expert_the_same_load(checkpoint: str) -> None:
+    alone = balanced_loads(checkpoint, {})
+    assert max(alone) == min(alone) > 0, alone
+    for args in (EXPERTS, DISPATCH):
+        loads = run_ranks(balanced_loads, 2, checkpoint, {"tensor_parallel_size": 2, **args}, timeout_s=150)
+        assert loads == [alone, alone], args
+
+
+def test_balanced_logits_are_those_of_training() -> None:
+    """One formula in two engines that share no code."""
+    logits_TE = torch.randn(12, 8)
+    assert balanced_logits(logits_TE, 2).equal(_balanced_logits(logits_TE, 2))
+    chosen_TK = balanced_logits(logits_TE[:4], 2, first_token=4).topk(2, dim=-1).indices.sort(-1).values
+    assert chosen_TK.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]

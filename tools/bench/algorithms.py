@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, help="directory of the runs, one folder each")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=1, help="runs of each algorithm")
-    parser.add_argument("--margin", type=float, default=0.02, help="how far below GRPO's score is still a draw")
+    parser.add_argument("--margin", type=float, default=0.03, help="how far below GRPO's score is still a draw")
     parser.add_argument("names", nargs="*", help=f"of {', '.join(ALGORITHMS)}; default: all")
     return parser
 

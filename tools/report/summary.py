@@ -10,6 +10,7 @@ from rich.text import Text
 from tools.report.page import duration
 from tools.report.run_data import RunData
 
+PHASES = ("gen", "old_log_prob", "ref", "reward", "adv", "update_actor")
 PLACES = (
     ("report.html", "the run on one page"),
     ("rewards.png", "reward curve"),
@@ -25,11 +26,18 @@ PLACES = (
 )
 
 
+def _phases(step: dict[str, float]) -> str:
+    """Seconds of a step and of its phases, in the order they happen."""
+    names = [name for name in PHASES if f"timing_s/{name}" in step]
+    parts = ", ".join(f"{name} {step[f'timing_s/{name}']:.2f}" for name in names)
+    return f"{step['timing_s/step']:.2f} s: {parts}"
+
+
 def closing_summary(run: RunData) -> RenderableType:
     """A panel with the scores and the places that exist."""
     facts = Table.grid(padding=(0, 2))
     scores = run.series("val/score")
-    if scores:
+    if len(scores) > 1:
         (first_step, first), (last_step, last) = scores[0], scores[-1]
         facts.add_row("validation score", f"{first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})")
         facts.add_row("last validations", ", ".join(f"{value:.3f}" for _, value in scores[-3:]))
@@ -37,6 +45,10 @@ def closing_summary(run: RunData) -> RenderableType:
     if score:
         facts.add_row("training score", f"{score[0][1]:.3f} -> {score[-1][1]:.3f}")
     facts.add_row("steps", f"{int(run.metrics[-1]['step'])} in {duration(run.seconds())}")
+    throughput = run.series("perf/throughput")
+    if throughput:
+        facts.add_row("throughput", f"{throughput[-1][1]:,.1f} tokens per second and device in the last step")
+        facts.add_row("last step", _phases(run.metrics[-1]))
     gaps = [value for _, value in run.series("training/rollout_probs_diff_max")]
     if gaps:
         facts.add_row("trainer/rollout gap", f"at most {max(gaps):.1e} (probabilities of the sampled tokens)")

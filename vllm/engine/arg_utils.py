@@ -45,6 +45,7 @@ class EngineArgs:
     kv_cache_layout: str = "nd"
     enable_return_routed_experts: bool = False  # CompletionOutput.routed_experts, for replay in training
     expert_exchange: str = "all_gather"
+    force_load_balancing: bool = False  # every expert gets as many tokens, whatever the router says; for benchmarks
     enable_sleep_mode: bool = True
     enforce_eager: bool = True
     cudagraph_capture_sizes: Sequence[int] | None = None  # None: powers of two up to max_num_seqs
@@ -93,6 +94,7 @@ class EngineArgs:
                 world_size,
                 self.rebalance_interval,
                 self.expert_exchange,
+                self.force_load_balancing,
             ),
             load_format=self.load_format,
             rollout_ops=self.rollout_ops,

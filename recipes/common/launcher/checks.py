@@ -21,6 +21,7 @@ def problems(job: Job, place: Place) -> list[str]:
     settings = job.settings
     found = validate_config(job.config)
     found += layout_problems(job)
+    found += device_problems(job)
     found += writable_problems("OUTPUT_DIR", settings.output_dir)
     if settings.dist_ckpt_path is not None and not has_shards(settings.dist_ckpt_path):
         found += writable_problems("DIST_CKPT_PATH", settings.dist_ckpt_path)
@@ -28,6 +29,18 @@ def problems(job: Job, place: Place) -> list[str]:
         found += port_problems(settings, job.nnodes)
         found += input_problems(job)
     return found
+
+
+def device_problems(job: Job) -> list[str]:
+    """Whether this node has the GPUs that the config asks of every node."""
+    if job.device != "cuda":
+        return []
+    import torch
+
+    count, wanted = torch.cuda.device_count(), job.npus_per_node
+    if count >= wanted:
+        return []
+    return [f"trainer.n_gpus_per_node is {wanted}, and torch sees {count} GPUs on this node: set NPUS_PER_NODE"]
 
 
 def writable_problems(name: str, path: Path) -> list[str]:
@@ -83,9 +96,13 @@ def parquet_problems(job: Job) -> list[str]:
 
     data, folder = job.config.data, job.settings.data_dir
     is_made = any(stage.name == "data" and stage.why_not is None for stage in stages(job))
-    made = {str(folder / "train.parquet"), str(folder / "test.parquet")} if is_made else set()
     named = {"data.train_files": data.train_files, "data.val_files": data.val_files}
-    given = [(key, path) for key, files in named.items() for path in file_list(files) if path not in made]
+    given = [
+        (key, path)
+        for key, files in named.items()
+        for path in file_list(files)
+        if not is_made or not Path(path).is_relative_to(folder)
+    ]
     if not given:
         return []
     from verl.utils.dataset.parquet import schema_problems
@@ -111,8 +128,9 @@ def layout_problems(job: Job) -> list[str]:
         return []  # the config's own check has said so
     with_model = layout.problems(num_layers, num_experts, num_heads, vocab_size)
     found = [problem for problem in with_model if problem not in layout.problems()]
-    if models.rollout.enable_expert_parallel and num_experts and num_experts % world:
-        found.append(f"{num_experts} experts do not divide over {world} rollout ranks")
+    over = models.rollout.experts_over(world)
+    if models.rollout.enable_expert_parallel and num_experts and num_experts % over:
+        found.append(f"{num_experts} experts do not divide over {over} rollout ranks")
     size = f"({num_layers} layers, {num_experts} experts)"
     return [f"{where} {size}: {problem}; {advice} the layout" for problem in found]
 

@@ -87,7 +87,7 @@ def run_overrides(settings: Settings) -> list[str]:
     model = model_dir(settings)
     derived: dict[str, object] = {
         "data.train_files": out / "data" / "train.parquet",
-        "data.val_files": out / "data" / "test.parquet",
+        **{f"data.{key}": path for key, path in val_files(settings).items()},
         "data.seed": settings.seed,
         "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.actor.megatron.dist_checkpointing_path": settings.dist_ckpt_dir,
@@ -104,6 +104,14 @@ def run_overrides(settings: Settings) -> list[str]:
     if settings.npus_per_node is not None:
         derived["trainer.n_gpus_per_node"] = settings.npus_per_node
     return [*(f"{key}={_quoted(value)}" for key, value in derived.items()), *settings.overrides]
+
+
+def val_files(settings: Settings) -> dict[str, Path]:
+    """What the data stages make to evaluate on, by key below ``data``: a set of every name, or one file."""
+    names = settings.recipe.eval_sets(settings)
+    if not names:
+        return {"val_files": settings.data_dir / "test.parquet"}
+    return {f"val_files.{name}": settings.data_dir / "eval" / f"{name}.parquet" for name in names}
 
 
 def _quoted(value: object) -> str:
@@ -142,6 +150,8 @@ def stages(job: Job) -> list[Stage]:
     if settings.model_path is None:
         command = [python, "-m", "recipes.common.base_model", settings.recipe.name, "--seed", str(settings.seed)]
         command += ["--train-parquet", str(settings.data_dir / "train.parquet"), "--output-dir", str(published)]
+        if not job.config.actor_rollout_ref.actor.megatron.load_weight:
+            command += ["--num-steps", "2"]  # config and tokenizer are wanted, weights are not
         out.append(Stage("base_model", "Base model", tuple(command)))
     else:
         out.append(Stage("base_model", "Base model", why_not=f"MODEL_PATH is {settings.model_path}"))

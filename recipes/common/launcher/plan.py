@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 
+from recipes.common.launcher.hosts import RemoteStart, without_secrets
 from recipes.common.launcher.job import (
     Job,
     RayPorts,
@@ -25,10 +27,19 @@ from verl.workers.config.engine import END_STAGES
 TEMP_DIR = "/tmp/rl_<random>"
 
 
-def print_plan(job: Job, place: Place, problems: list[str], console: Console, environment: Mapping[str, str]) -> None:
-    """Print the plan of the whole run, as seen from any of its nodes."""
+def print_plan(
+    job: Job,
+    place: Place,
+    problems: list[str],
+    console: Console,
+    environment: Mapping[str, str],
+    others: Sequence[RemoteStart] = (),
+) -> None:
+    """Print the plan of the whole run, as seen from any of its nodes; ``others`` are those that this one starts."""
     master = job.settings.master_addr or place.master_addr
     nodes = [_node_place(rank, master, job.nnodes, place) for rank in range(job.nnodes)]
+    for rank, start in enumerate(others, start=1):
+        nodes[rank] = replace(nodes[rank], own_addr=start.host.address)
     console.rule(f"Plan: {job.settings.config_name} on {job.nnodes} x {job.npus_per_node} {job.device} devices")
     _print_layout(job, console)
     for rank, node in enumerate(nodes):
@@ -37,6 +48,10 @@ def print_plan(job: Job, place: Place, problems: list[str], console: Console, en
         console.print("\ncommands, in order:")
         for line in _commands(job, node, nodes):
             console.print(f"  {line}")
+    if others:
+        console.rule("Started from here")
+        for start in others:
+            console.print(without_secrets(start, environment).shown())
     console.rule("Resolved config")
     from verl.trainer.config.load import to_yaml
 
@@ -69,13 +84,17 @@ def _print_layout(job: Job, console: Console) -> None:
         + "".join(f" {axis}{size}" for axis, size in further.items() if size > 1)
         + f", layers per stage {_stage_layers(job)}"
     )
-    rollout_dp = world // rollout.tensor_model_parallel_size
-    expert = f" EP{world}" if rollout.enable_expert_parallel else ""
-    console.print(f"rollout:  TP{rollout.tensor_model_parallel_size} DP{rollout_dp}{expert}")
+    over = rollout.experts_over(world)
+    expert = f" EP{over}" if rollout.enable_expert_parallel else ""
+    engines = f"{world // over} engines of " if over < world else ""
+    replicas = rollout.replicas_per_engine(world)
+    console.print(f"rollout:  {engines}TP{rollout.tensor_model_parallel_size} DP{replicas}{expert}")
     data = job.config.data
+    generated = job.config.gen_batch_size
+    more = f" of {generated} at a time" if generated != data.train_batch_size else ""
     console.print(
-        f"a step:   {data.train_batch_size} prompts x {rollout.n} samples, prompts up to {data.max_prompt_length} and "
-        f"responses up to {data.max_response_length} tokens"
+        f"a step:   {data.train_batch_size} prompts{more} x {rollout.n} samples, prompts up to "
+        f"{data.max_prompt_length} and responses up to {data.max_response_length} tokens"
     )
 
 
@@ -103,6 +122,7 @@ def _print_environment(job: Job, node: Place, environment: Mapping[str, str], co
     given |= {"CONFIG_NAME": settings.config_name, "OUTPUT_DIR": str(settings.output_dir)}
     for name in (
         settings.recipe.input_variable,
+        *([settings.recipe.eval_variable] if settings.recipe.eval_variable else []),
         "MODEL_PATH",
         "DIST_CKPT_PATH",
         "STEPS",

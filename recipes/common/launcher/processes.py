@@ -30,18 +30,29 @@ class OwnProcesses:
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(
-        self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | int, cwd: Path
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        output: IO[bytes] | int,
+        cwd: Path,
+        standard_input: bytes = b"",
     ) -> subprocess.Popen[bytes]:
-        """Start ``command`` with stdout and stderr to ``output``; it is sent SIGTERM if this process dies first."""
+        """Start ``command`` with stdout and stderr to ``output``; it is sent SIGTERM if this process dies first.
+
+        ``standard_input`` is what it reads there, at most what a pipe holds (64 KiB).
+        """
         process = subprocess.Popen(
             [sys.executable, str(Path(child.__file__)), str(os.getpid()), *command],
             env={**environment, TAG_NAME: self.tag},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if standard_input else subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=cwd,
             start_new_session=True,
         )
+        if process.stdin is not None:
+            process.stdin.write(standard_input)
+            process.stdin.close()
         self._started.append(process)
         return process
 

@@ -17,6 +17,7 @@ COMMON_VARIABLES: dict[str, tuple[str, str]] = {
     "DIST_CKPT_PATH": ("OUTPUT_DIR/dist_ckpt", "sharded weights, on a shared disk; used as they are if there"),
     "SEED": ("42", "seed of data split, base model, sampling and training"),
     "STEPS": ("the config's", "number of training steps"),
+    "HOSTFILE": ("none", "file with a line per node, address and slots=8: started on one, it starts the others by ssh"),
     "NNODES": ("the config's", "number of nodes"),
     "NPUS_PER_NODE": ("the config's", "devices per node; without NPUs the number of worker processes"),
     "MASTER_ADDR": ("this machine, for one node", "address of the head node, the same on every node"),
@@ -41,12 +42,15 @@ def variables(recipe: Recipe) -> dict[str, tuple[str, str]]:
     """The one list behind --help, --print-plan and the README's table of a recipe."""
     names = {"npu": "NPUs", "cuda": "GPUs"}
     devices = " or ".join(names[device] for device in recipe.accelerators)
+    meaning = "evaluation sets of the same form: name path, and again for each"
+    evaluation = {recipe.eval_variable: (recipe.eval_default, meaning)} if recipe.eval_variable else {}
     return {
         "CONFIG_NAME": (
             f"{recipe.tiny_config}; with {devices} {recipe.full_config}",
             f"config in recipes/{recipe.name}/config, without .yaml",
         ),
         recipe.input_variable: (recipe.input_default, recipe.input_meaning),
+        **evaluation,
         "OUTPUT_DIR": (f"outputs/{recipe.name}", "everything the run writes, on a disk that all nodes share"),
         **COMMON_VARIABLES,
     }
@@ -61,6 +65,7 @@ class Settings:
     output_dir: Path
     overrides: tuple[str, ...] = ()
     input_path: Path | None = None
+    eval_input: str = ""
     model_path: Path | None = None
     dist_ckpt_path: Path | None = None
     seed: int = 42
@@ -131,6 +136,7 @@ def read_settings(
         output_dir=path("OUTPUT_DIR") or ROOT / "outputs" / recipe.name,
         overrides=tuple(overrides),
         input_path=path(recipe.input_variable),
+        eval_input=environment.get(recipe.eval_variable, "").strip() if recipe.eval_variable else "",
         model_path=path("MODEL_PATH"),
         dist_ckpt_path=path("DIST_CKPT_PATH"),
         seed=42 if seed is None else seed,
@@ -148,6 +154,7 @@ def read_settings(
         lost_timeout_s=seconds("LOST_TIMEOUT_S") or 20.0,
         accelerator=accelerator,
     )
+    problems += recipe.eval_problems(settings.eval_input)
     problems += [
         f"{text!r} is no option and no override: expected key=value, for example trainer.save_freq=10"
         for text in overrides

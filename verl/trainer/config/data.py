@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import Any
+
+TAKES_NAMES = "takes_names"  # in a field's metadata: keys of the user's own may stand below it
+_SET_NAME = re.compile(r"[\w-]+")  # a part of a dotted key
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Parquet files of prompts (one path or a list); lengths are tokens, batch sizes prompts.
 
+    val_files: also evaluation sets by name, ``{aime: a.parquet, math: [b.parquet, c.parquet]}``, each with metrics of
+    its own under ``val/<name>/``.
     gen_batch_size: prompts of each generation under ``algorithm.filter_groups``; absent = train_batch_size.
     """
 
     train_files: Any = "~/data/rlhf/train.parquet"
-    val_files: Any = "~/data/rlhf/test.parquet"
+    val_files: Any = field(default="~/data/rlhf/test.parquet", metadata={TAKES_NAMES: True})
     prompt_key: str = "prompt"
     max_prompt_length: int = 512
     max_response_length: int = 512
@@ -41,6 +47,8 @@ class DataConfig:
             size = getattr(self, key)
             if size is not None and size < 1:
                 found.append(f"{where}.{key} is {size}; it must be at least 1")
+        if isinstance(self.val_files, dict):
+            found += _set_problems(f"{where}.val_files", self.val_files)
         for key in ("train_max_samples", "val_max_samples"):
             limit = getattr(self, key)
             if limit != -1 and limit < 1:
@@ -48,6 +56,24 @@ class DataConfig:
         return found
 
 
+def _set_problems(where: str, sets: dict[str, Any]) -> list[str]:
+    found = [] if sets else [f"{where} has no sets; give a path, a list, or paths by name"]
+    for name, files in sets.items():
+        if not _SET_NAME.fullmatch(str(name)):
+            found.append(f"{where} names {name!r}; expected letters, digits, _ and -")
+        if not files or not isinstance(files, str | list):
+            found.append(f"{where}.{name} is {files!r}; expected a path or a list of paths")
+    return found
+
+
 def file_list(files: Any) -> list[str]:
-    """One path or a list of them, as a list."""
+    """One path, a list of them or named ones, as a list."""
+    if isinstance(files, dict):
+        return [path for named in files.values() for path in file_list(named)]
     return [files] if isinstance(files, str) else [str(path) for path in files]
+
+
+def val_sets(files: Any) -> dict[str, list[str]]:
+    """The evaluation sets of ``data.val_files``, by name; without names one set, called ""."""
+    named = files if isinstance(files, dict) else {"": files}
+    return {str(name): file_list(paths) for name, paths in named.items()}

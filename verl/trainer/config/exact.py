@@ -33,6 +33,7 @@ def exact_problems(config: PPOTrainerConfig) -> list[str]:
             ("alltoall",),
             "the other adds experts rank by rank",
         ),
+        (f"{generation}.fix_router", rollout.fix_router, (False,), "it routes by the place in the step"),
         (f"{generation}.tensor_model_parallel_size", rollout.tensor_model_parallel_size, (1,), "ranks add likewise"),
         (f"{generation}.dtype", rollout.dtype, (engine.dtype,), f"{actor}.dtype has it"),
         (f"{generation}.quantization", rollout.quantization, (None,), "training does not quantise"),

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.trainer.config.accepted import FIXED_KEYS, fixed_key_problems
 from verl.trainer.config.config import PPOTrainerConfig
+from verl.trainer.config.data import TAKES_NAMES
 
 CONFIG_DIR = Path(__file__).resolve().parent
 DEFAULT_CONFIG_NAME = "ppo_megatron_trainer"
@@ -120,7 +121,7 @@ def known_keys(cls: type = PPOTrainerConfig, prefix: str = "") -> dict[str, bool
         if dataclasses.is_dataclass(default):
             keys.update(known_keys(type(default), f"{name}."))
         else:
-            keys[name] = isinstance(default, dict)
+            keys[name] = isinstance(default, dict) or TAKES_NAMES in field.metadata
     return keys
 
 
@@ -160,6 +161,8 @@ def _drop_non_sections(tree: dict[str, Any], known: dict[str, bool], prefix: str
 def _expand_home(value: Any) -> Any:
     if isinstance(value, ListConfig):
         return [_expand_home(path) for path in value]
+    if isinstance(value, DictConfig):
+        return {name: _expand_home(value[name]) for name in value}
     return os.path.expanduser(value) if isinstance(value, str) else value
 
 

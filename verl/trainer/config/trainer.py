@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 class TrainerConfig:
     """``*_freq`` count steps, -1 is never; ``train_ops``/``rollout_ops`` are "module:function", absent = by device.
 
+    save_last, test_last: the last step is saved and validated whatever the frequencies say.
     exact_log_probs: the exact op tables of both engines, whose log-probs are equal bit for bit; on a CPU, slower.
     max_actor_ckpt_to_keep: the newest so many checkpoints stay, absent = all; keep_every_steps: those of steps that it
     divides stay beside them for good, 0 = none.
@@ -31,6 +32,8 @@ class TrainerConfig:
     logger: list[str] = field(default_factory=lambda: ["console", "tensorboard"])
     save_freq: int = -1
     test_freq: int = -1
+    save_last: bool = True
+    test_last: bool = True
     val_before_train: bool = True
     resume_mode: str = "auto"
     resume_from_path: str | None = None

@@ -89,7 +89,10 @@ def _why_old_log_prob(config: PPOTrainerConfig) -> str:
         return "routing is recorded there"
     if config.algorithm.use_kl_in_reward:
         return "algorithm.use_kl_in_reward compares with them"
-    return "the run makes several updates per batch"
+    actor = config.actor_rollout_ref.actor
+    if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size < config.data.train_batch_size:
+        return "the run makes several updates per batch"
+    return "routing is recorded there"
 
 
 def _reference_problems(models: ActorRolloutRefConfig) -> list[str]:
@@ -152,19 +155,21 @@ def _layout_problems(config: PPOTrainerConfig, dims: dict[str, int]) -> list[str
     heads, experts = dims.get("num_attention_heads"), dims.get("num_experts")
     if heads is not None and heads % rollout_tp:
         found.append(f"{heads} attention heads do not divide over rollout.tensor_model_parallel_size {rollout_tp}")
-    if experts is not None and models.rollout.enable_expert_parallel and experts % world:
+    data_parallel = models.rollout.data_parallel_size
+    if data_parallel is not None and (data_parallel < 1 or world // rollout_tp % data_parallel):
+        return [
+            *found,
+            f"actor_rollout_ref.rollout.data_parallel_size is {data_parallel}; it must divide the "
+            f"{world // rollout_tp} replicas of {world} devices / TP {rollout_tp}, or leave it empty for one engine",
+        ]
+    over = models.rollout.experts_over(world)
+    if experts is not None and models.rollout.enable_expert_parallel and experts % over:
         found.append(
-            f"{experts} experts do not divide over the {world} rollout ranks; set "
+            f"{experts} experts do not divide over the {over} rollout ranks; set "
             "actor_rollout_ref.rollout.enable_expert_parallel=False or change the number of devices"
         )
     if dims and experts is None and models.rollout.enable_expert_parallel:
         found.append("the model has no experts; set actor_rollout_ref.rollout.enable_expert_parallel=False")
-    data_parallel = models.rollout.data_parallel_size
-    if data_parallel not in (None, world // rollout_tp):
-        found.append(
-            f"actor_rollout_ref.rollout.data_parallel_size is {data_parallel}; it follows from "
-            f"{world} devices / TP {rollout_tp} = {world // rollout_tp}: leave it empty"
-        )
     return found
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
@@ -93,6 +94,19 @@ def process_validation_metrics(
         metrics[f"val-core/{source}/reward/mean@{n}"] = float(parts["score"][chosen].mean())
         if "accuracy" in parts and not np.isnan(parts["accuracy"][chosen]).all():
             metrics[f"val-core/{source}/acc/mean@{n}"] = float(np.nanmean(parts["accuracy"][chosen]))
+    return metrics
+
+
+def compute_set_metrics(
+    sets: np.ndarray, parts: Mapping[str, np.ndarray], response_lengths: Tensor
+) -> dict[str, float]:
+    """``val/<set>/<part>`` and ``val/<set>/response_length`` of every evaluation set that has a name."""
+    metrics: dict[str, float] = {}
+    for name in sorted(set(sets) - {""}):
+        chosen = sets == name
+        own = {part: values[chosen] for part, values in parts.items() if not np.isnan(values[chosen]).all()}
+        metrics |= compute_reward_metrics(own, f"val/{name}")
+        metrics[f"val/{name}/response_length"] = float(response_lengths[torch.from_numpy(chosen)].float().mean())
     return metrics
 
 

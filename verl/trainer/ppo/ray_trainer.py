@@ -14,13 +14,14 @@ import torch
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.config import PPOTrainerConfig
-from verl.trainer.config.data import file_list
+from verl.trainer.config.data import file_list, val_sets
 from verl.trainer.ppo import checkpointing
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_kl_controller, kl_penalty
 from verl.trainer.ppo.filter_groups import SampleGroup, collect_groups, group_filter
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_reward_metrics,
+    compute_set_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
     marked_timer,
@@ -94,9 +95,12 @@ class RayPPOTrainer:
         self.sample_records = SampleRecords(
             config.trainer.report_dir, config.trainer.log_samples_freq, config.trainer.log_samples_rows, tokenizer
         )
-        self.train_dataset = _dataset(config, tokenizer, config.data.train_files, config.data.train_max_samples)
-        self.val_dataset = _dataset(config, tokenizer, config.data.val_files, config.data.val_max_samples)
         data = config.data
+        self.train_dataset = _dataset(config, tokenizer, file_list(data.train_files), data.train_max_samples)
+        self.val_datasets = {
+            name: _dataset(config, tokenizer, files, data.val_max_samples)
+            for name, files in val_sets(data.val_files).items()
+        }
         self.train_loader = ResumableLoader(
             self.train_dataset, config.gen_batch_size, shuffle=data.shuffle, seed=data.seed or 0
         )
@@ -142,10 +146,10 @@ class RayPPOTrainer:
             metrics = self._train_step(batches)
             self._publish_checkpoint(is_needed=False)
             is_last = self.global_step == self.total_training_steps
-            if is_last or (trainer.test_freq > 0 and self.global_step % trainer.test_freq == 0):
+            if (is_last and trainer.test_last) or (trainer.test_freq > 0 and self.global_step % trainer.test_freq == 0):
                 metrics |= self._validate()
             self.tracking.log(metrics | self._take_carried_timing(), step=self.global_step)
-            if is_last or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0):
+            if (is_last and trainer.save_last) or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0):
                 self._save_checkpoint()
             self.timeline.end(self.workers)
         self._publish_checkpoint(is_needed=True)
@@ -292,35 +296,42 @@ class RayPPOTrainer:
         self.sample_records.write(self.global_step, rows)
 
     def _validate(self) -> dict[str, float]:
-        """Mean scores over the validation problems; transcripts go to ``val_generations/step_N.jsonl``."""
+        """Mean scores over the validation problems of all sets and of each that has a name.
+
+        Transcripts go to ``val_generations/step_N.jsonl``.
+        """
         timing = self.timeline.phase_seconds()
         config = self.config
-        n, rows_seen = config.actor_rollout_ref.rollout.val_kwargs.n, 0
-        batch_size = config.data.val_batch_size or len(self.val_dataset)
+        n = config.actor_rollout_ref.rollout.val_kwargs.n
         outputs, pending = [], []
         with marked_timer("testing", timing):
-            for first in range(0, len(self.val_dataset), batch_size):
-                rows = range(first, min(first + batch_size, len(self.val_dataset)))
-                prompts = DataProto.from_single_dict(collate_fn([self.val_dataset[i] for i in rows]))
-                prompts = prompts.repeat(n, interleave=True)
-                seeds = sampling_seeds(
-                    config.actor_rollout_ref.rollout.seed, _VALIDATION_STREAM, rows_seen, len(prompts)
-                )
-                prompts.non_tensor_batch["sampling_seeds"] = seeds
-                rows_seen += len(prompts)
-                batch = prompts.union(self._generate(prompts, {}, validate=True))
-                outputs.append(batch)
-                pending.append(self.reward_fn.start(batch))
+            for name, dataset in self.val_datasets.items():
+                for batch in self._validation_batches(dataset, n):
+                    batch.non_tensor_batch["val_set"] = np.array([name] * len(batch), dtype=object)
+                    outputs.append(batch)
+                    pending.append(self.reward_fn.start(batch))
             scores = [item.result() for item in pending]
         parts = _joined_parts(scores)
         for item in scores:
             self.reward_ledger.add(item.samples)
         self.reward_ledger.write(self.global_step, is_validation=True)
         self._write_generations(outputs, [text for s in scores for text in s.responses], parts)
-        sources = np.concatenate([batch.non_tensor_batch["data_source"] for batch in outputs])
+        sources, sets = (
+            np.concatenate([batch.non_tensor_batch[key] for batch in outputs]) for key in ("data_source", "val_set")
+        )
         lengths = torch.cat([batch.batch["response_mask"].sum(-1) for batch in outputs])
-        metrics = process_validation_metrics(sources, parts, lengths, n)
+        metrics = process_validation_metrics(sources, parts, lengths, n) | compute_set_metrics(sets, parts, lengths)
         return metrics | {"timing_s/testing": timing["testing"]}
+
+    def _validation_batches(self, dataset: RLHFDataset, n: int) -> Iterator[DataProto]:
+        """Every problem of a set n times with its responses; a set's noise does not depend on the other sets."""
+        seed, size = self.config.actor_rollout_ref.rollout.seed, self.config.data.val_batch_size or len(dataset)
+        for first in range(0, len(dataset), size):
+            rows = range(first, min(first + size, len(dataset)))
+            prompts = DataProto.from_single_dict(collate_fn([dataset[i] for i in rows])).repeat(n, interleave=True)
+            seeds = sampling_seeds(seed, _VALIDATION_STREAM, first * n, len(prompts))
+            prompts.non_tensor_batch["sampling_seeds"] = seeds
+            yield prompts.union(self._generate(prompts, {}, validate=True))
 
     def _write_generations(self, outputs: list[DataProto], responses: list[str], parts: dict[str, np.ndarray]) -> None:
         limit = self.config.trainer.log_val_generations
@@ -328,10 +339,12 @@ class RayPPOTrainer:
             return
         prompts = [text for batch in outputs for text in batch.non_tensor_batch["prompt_text"]]
         truths = [str(m["ground_truth"]) for batch in outputs for m in batch.non_tensor_batch["reward_model"]]
+        sets = [name for batch in outputs for name in batch.non_tensor_batch["val_set"]]
         lines = []
-        for row in range(min(limit, len(responses))):
+        for row in _first_of_each(sets, limit):
             record = {
                 "step": self.global_step,
+                **({"set": sets[row]} if sets[row] else {}),
                 "prompt": prompts[row],
                 "response": responses[row],
                 "ground_truth": truths[row],
@@ -413,6 +426,13 @@ class RayPPOTrainer:
         return taken
 
 
+def _first_of_each(names: list[str], limit: int) -> list[int]:
+    """Rows of the first ``limit`` of every name."""
+    return [
+        row for name in dict.fromkeys(names) for row in [i for i, other in enumerate(names) if other == name][:limit]
+    ]
+
+
 def _joined_parts(scores: list[Scores]) -> dict[str, np.ndarray]:
     """Every part over all batches; NaN in a batch whose reward functions do not give it."""
     names = sorted({name for item in scores for name in item.parts})
@@ -422,10 +442,12 @@ def _joined_parts(scores: list[Scores]) -> dict[str, np.ndarray]:
     }
 
 
-def _dataset(config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, files: Any, max_samples: int) -> RLHFDataset:
+def _dataset(
+    config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase, files: list[str], max_samples: int
+) -> RLHFDataset:
     data = config.data
     return RLHFDataset(
-        file_list(files),
+        files,
         tokenizer,
         prompt_key=data.prompt_key,
         max_prompt_length=data.max_prompt_length,

@@ -20,9 +20,12 @@ class SamplingConfig:
 class RolloutConfig:
     """The rollout engine and how it samples for training; lengths are tokens.
 
-    enforce_eager: decode without recorded graphs · cudagraph_capture_sizes: numbers of sequences
+    data_parallel_size: replicas of tensor_model_parallel_size ranks that share experts; absent = all of them, fewer =
+    several engines that know nothing of each other · enforce_eager: decode without recorded graphs ·
+    cudagraph_capture_sizes: numbers of sequences
     that graphs are recorded for, absent = powers of two up to max_num_seqs · kv_cache_layout: ``nd``, or ``nz`` on an
     NPU · expert_exchange: how tokens reach the experts of other ranks, ``all_gather`` or ``dispatch`` ·
+    fix_router: every expert gets as many tokens, whatever the router says, as ``actor.megatron.fix_router`` ·
     rebalance_interval: steps between two rounds of moving requests between data-parallel replicas, 0 = never ·
     quantization: ``fp8`` holds linear weights in e4m3 blocks of 128 x 128, quantised as they arrive ·
     enable_rollout_routing_replay: the experts of every token come back with it, for router replay R3.
@@ -57,6 +60,7 @@ class RolloutConfig:
     num_gpu_blocks_override: int | None = None
     kv_cache_layout: str = "nd"
     expert_exchange: str = "all_gather"
+    fix_router: bool = False
     rebalance_interval: int = 0
     enable_rollout_routing_replay: bool = False
     log_prob_micro_batch_size_per_gpu: int | None = None
@@ -66,6 +70,14 @@ class RolloutConfig:
     calculate_log_probs: bool = True
     seed: int = 0
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
+
+    def replicas_per_engine(self, world_size: int) -> int:
+        """Data-parallel replicas of one engine on ``world_size`` ranks."""
+        return self.data_parallel_size or world_size // self.tensor_model_parallel_size
+
+    def experts_over(self, world_size: int) -> int:
+        """Ranks that the experts of one engine are split over, with ``enable_expert_parallel``."""
+        return self.tensor_model_parallel_size * self.replicas_per_engine(world_size)
 
     @property
     def context_length(self) -> int:

@@ -48,6 +48,14 @@ class DeepseekMLP(nn.Module):
         return gate_up | self.down_proj.targets(f"{prefix}.down_proj.weight")
 
 
+def balanced_logits(logits_TE: Tensor, top_k: int, first_token: int = 0) -> Tensor:
+    """Logits that send token t to the experts (first_token + t) * K ... + K-1, modulo E: all get the same load."""
+    num_tokens, num_experts = logits_TE.shape
+    first_T = (torch.arange(num_tokens, device=logits_TE.device) + first_token) * top_k
+    chosen_TK = (first_T[:, None] + torch.arange(top_k, device=logits_TE.device)) % num_experts
+    return torch.full_like(logits_TE, -15.0).scatter_(1, chosen_TK, 15.0)
+
+
 class FusedMoE(nn.Module):
     """Router, routed experts of this rank, and shared experts."""
 
@@ -120,8 +128,12 @@ class FusedMoE(nn.Module):
 
     def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         hf = self.hf
+        logits_TE = self.ops.linear(x_TH.float(), self.gate)
+        if self.parallel.config.force_load_balancing:
+            first_token = self.parallel.exchange.rank_in_group * len(x_TH)  # dispatch: each rank routes other tokens
+            logits_TE = balanced_logits(logits_TE, hf.num_experts_per_tok, first_token)
         return self.ops.topk_router(
-            self.ops.linear(x_TH.float(), self.gate),
+            logits_TE,
             self.e_score_correction_bias,
             hf.num_experts_per_tok,
             hf.n_group,

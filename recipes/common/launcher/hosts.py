@@ -1,0 +1,165 @@
+"""HOSTFILE: one node starts the recipe's script on every other one over ssh, and takes part itself as the head.
+
+What a node is told travels on ssh's standard input, not on its command line, where every user of the machine could
+read it. A remote node ends with the head: the launchers watch each other (``rendezvous``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.common.launcher import network
+from recipes.common.launcher.processes import OwnProcesses, how_it_ended
+from recipes.common.launcher.settings import variables
+from recipes.common.recipe import ROOT, Recipe
+
+HOSTFILE = "HOSTFILE"
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new")
+SECRETS = ("RAY_AUTH_TOKEN",)
+HIDDEN = "<hidden>"
+_LINE = re.compile(r"(?P<address>[\w.:-]+)(?:\s+(?:slots?\s*=\s*)(?P<slots>\d+))?")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A line of the file: where to log in, and how many devices the node has, None when the line does not say."""
+
+    address: str
+    slots: int | None
+
+
+@dataclass(frozen=True)
+class RemoteStart:
+    """How one other node is started: the command here, and the script that it is sent."""
+
+    host: Host
+    command: tuple[str, ...]
+    script: str
+
+    def shown(self) -> str:
+        """Both, as a person would type them."""
+        return f"{shlex.join(self.command)} <<'END'\n{self.script}END"
+
+
+def read_hosts(path: Path) -> list[Host]:
+    """The nodes of an mpi host file; ValueError that names every line that is none."""
+    if not path.is_file():
+        raise ValueError(f"{HOSTFILE} {path}: no such file; expected a line per node: address slots=8")
+    hosts, problems = [], []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = _LINE.fullmatch(text)
+        if match is None:
+            problems.append(f"{HOSTFILE} {path}, line {number}: {text!r}; expected address, or address slots=8")
+        else:
+            hosts.append(Host(match["address"], int(match["slots"]) if match["slots"] else None))
+    addresses = [host.address for host in hosts]
+    problems += [
+        f"{HOSTFILE} {path} names {name} twice" for name in sorted({a for a in addresses if addresses.count(a) > 1})
+    ]
+    if len({host.slots for host in hosts}) > 1:
+        problems.append(f"{HOSTFILE} {path}: the nodes have different slots; every node must have as many devices")
+    if not hosts and not problems:
+        problems.append(f"{HOSTFILE} {path} names no node")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return hosts
+
+
+def own_settings(hosts: Sequence[Host], environment: Mapping[str, str], own_addresses: Sequence[str]) -> dict[str, str]:
+    """NNODES, MASTER_ADDR, NODE_RANK and NPUS_PER_NODE of this node, the head; ValueError when it is not listed."""
+    master = environment.get("MASTER_ADDR", "")
+    if not master:
+        here = [host.address for host in hosts if network.resolve(host.address) in own_addresses]
+        if not here:
+            raise ValueError(
+                f"{HOSTFILE} names none of this machine's addresses ({', '.join(own_addresses)}): start the script on "
+                "one of its nodes"
+            )
+        master = here[0]
+    elif master not in [host.address for host in hosts]:
+        raise ValueError(
+            f"MASTER_ADDR {master} is not in {HOSTFILE}; leave it out, or give one of the file's addresses"
+        )
+    found = {"NNODES": str(len(hosts)), "MASTER_ADDR": master, "NODE_RANK": "0"}
+    if hosts[0].slots is not None:
+        found["NPUS_PER_NODE"] = str(hosts[0].slots)
+    given = {name: environment[name] for name in ("NNODES", "NPUS_PER_NODE") if environment.get(name)}
+    for name, value in given.items():
+        if value != found.get(name, value):
+            raise ValueError(f"{name} is {value}, and {HOSTFILE} says {found[name]}; leave {name} out")
+    return found
+
+
+def remote_starts(
+    recipe: Recipe,
+    arguments: Sequence[str],
+    hosts: Sequence[Host],
+    own: Mapping[str, str],
+    environment: Mapping[str, str],
+) -> list[RemoteStart]:
+    """How every node but this one is started: the same script and settings, with its own rank."""
+    kept = {name: environment[name] for name in variables(recipe) if name != HOSTFILE and environment.get(name)}
+    others = [host for host in hosts if host.address != own["MASTER_ADDR"]]
+    return [
+        _remote_start(recipe, arguments, host, {**kept, **own, "NODE_RANK": str(rank)})
+        for rank, host in enumerate(others, start=1)
+    ]
+
+
+def _remote_start(recipe: Recipe, arguments: Sequence[str], host: Host, given: Mapping[str, str]) -> RemoteStart:
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in given.items()]
+    lines += [
+        f"cd {shlex.quote(str(ROOT))}",
+        f"exec {shlex.join([*recipe.start_command.split(), *arguments])} </dev/null",
+    ]
+    return RemoteStart(host, (*SSH, host.address, "bash", "-s"), "\n".join(lines) + "\n")
+
+
+def without_secrets(start: RemoteStart, environment: Mapping[str, str]) -> RemoteStart:
+    """The same, fit to be shown."""
+    script = start.script
+    for name in SECRETS:
+        if environment.get(name):
+            script = script.replace(shlex.quote(environment[name]), HIDDEN)
+    return RemoteStart(start.host, start.command, script)
+
+
+class RemoteNodes:
+    """The other nodes' ssh connections, each with a log of what its node says."""
+
+    def __init__(self, starts: Sequence[RemoteStart], log_dir: Path) -> None:
+        self._processes = OwnProcesses()
+        self._nodes: list[tuple[Host, Path, subprocess.Popen[bytes]]] = []
+        log_dir.mkdir(parents=True, exist_ok=True)
+        for start in starts:
+            log = log_dir / f"node_{start.host.address}.log"
+            with log.open("ab") as output:
+                process = self._processes.start(
+                    start.command, os.environ, output, ROOT, standard_input=start.script.encode()
+                )
+            self._nodes.append((start.host, log, process))
+
+    def end(self, patience_s: float) -> list[str]:
+        """Give the nodes that long to end by themselves, then cut the connections; a sentence for each that failed."""
+        found = []
+        deadline = time.monotonic() + patience_s
+        for host, log, process in self._nodes:
+            try:
+                status = process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                found.append(f"node {host.address} had not ended after {patience_s:g} s; what it said is in {log}")
+                continue
+            if status != 0:
+                found.append(f"node {host.address}: ssh {how_it_ended(status)}; what it said is in {log}")
+        self._processes.end_all()
+        return found

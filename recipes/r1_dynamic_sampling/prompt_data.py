@@ -1,0 +1,183 @@
+"""From JSON lines of prompts and labels (slime's ``--prompt-data``, ``--eval-prompt-data``) to verl's parquet files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # run by its path, as the recipe's README shows: let the repository's packages be found
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from recipes.common.stamp import digest_of, is_current, write_atomically, write_stamp
+
+HELD_OUT_SET = "held_out"  # what is evaluated on when no evaluation set is given
+FORM_VERSION = 1  # raise when the rows would come out differently from the same input
+MOST_TOLD = 10
+
+
+def read_lines(file: Path, input_key: str, label_key: str, source: str) -> list[dict[str, Any]]:
+    """Rows in verl's schema; ValueError that names file and line of every one that cannot be used."""
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file; expected JSON lines with {input_key!r} and {label_key!r}")
+    rows: list[dict[str, Any]] = []
+    problems: list[str] = []
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            row = _verl_row(line, input_key, label_key, source, len(rows))
+            if isinstance(row, str):
+                problems.append(f"{file}: line {number}: {row}")
+            else:
+                rows.append(row)
+    if not rows and not problems:
+        problems.append(f"{file}: no rows")
+    if problems:
+        more = [f"and {len(problems) - MOST_TOLD} more"] if len(problems) > MOST_TOLD else []
+        raise ValueError("\n".join([*problems[:MOST_TOLD], *more]))
+    return rows
+
+
+def _verl_row(line: str, input_key: str, label_key: str, source: str, index: int) -> dict[str, Any] | str:
+    """The row of one line, or the reason why it cannot be used."""
+    try:
+        given = json.loads(line)
+    except json.JSONDecodeError as error:
+        return f"is not JSON ({error})"
+    if not isinstance(given, dict):
+        return f"is a {type(given).__name__}, not an object with {input_key} and {label_key}"
+    prompt, label = given.get(input_key), given.get(label_key)
+    messages = _chat(prompt)
+    if messages is None:
+        return f"{input_key} is {str(prompt)[:60]!r}; expected a text, or messages of role and content"
+    if isinstance(label, bool) or not isinstance(label, str | int | float) or not str(label).strip():
+        return f"{label_key} is {label!r}; expected the answer as text or number"
+    return {
+        "data_source": source,
+        "prompt": messages,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(label)},
+        "extra_info": {"split": source, "index": index},
+    }
+
+
+def _chat(prompt: Any) -> list[dict[str, str]] | None:
+    """The messages of a prompt, a text being a user's; None when it is neither, or says nothing."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(messages, list) or not messages:
+        return None
+    found = []
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            return None
+        if not message["content"].strip():
+            return None
+        found.append({"role": message["role"], "content": message["content"]})
+    return found
+
+
+def write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write verl rows with a fixed schema, atomically."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    text = pa.string()
+    schema = pa.schema(
+        [
+            ("data_source", text),
+            ("prompt", pa.list_(pa.struct([("role", text), ("content", text)]))),
+            ("ability", text),
+            ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
+            ("extra_info", pa.struct([("split", text), ("index", pa.int64())])),
+        ]
+    )
+    table = pa.Table.from_pylist(rows, schema=schema)
+    write_atomically(path, lambda temporary: pq.write_table(table, temporary))
+
+
+def set_pairs(words: Sequence[str]) -> dict[str, Path]:
+    """``name path name path ...`` as evaluation sets by name; ValueError where these are no such pairs."""
+    names = words[::2]
+    if len(words) % 2:
+        raise ValueError(f"{' '.join(words)!r} are {len(words)} words; expected name path, and again for every set")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{' '.join(words)!r} has a name twice; give every evaluation set its own")
+    for name in names:
+        if not name.replace("-", "").replace("_", "").isalnum():
+            raise ValueError(f"{name!r} cannot name an evaluation set; expected letters, digits, _ and -")
+    return {name: Path(path).expanduser().absolute() for name, path in zip(names, words[1::2], strict=True)}
+
+
+def convert(
+    prompt_data: Path, eval_sets: dict[str, Path], local_dir: Path, input_key: str, label_key: str, held_out: int
+) -> dict[str, int] | None:
+    """Write ``train.parquet`` and ``eval/<name>.parquet``; rows of each, or None when they are there and current.
+
+    Without evaluation sets the last ``held_out`` prompts become the set ``held_out``, and are not trained on. Nothing
+    is written unless every row can be used.
+    """
+    outputs = {"train": local_dir / "train.parquet"}
+    outputs |= {name: local_dir / "eval" / f"{name}.parquet" for name in eval_sets or (HELD_OUT_SET,)}
+    settings = {"form": FORM_VERSION, "keys": [input_key, label_key], "sets": sorted(eval_sets), "held_out": held_out}
+    inputs = [prompt_data, *eval_sets.values()]
+    missing = [f"{file}: no such file" for file in inputs if not file.is_file()]
+    if missing:
+        raise ValueError("\n".join(missing))
+    digest = digest_of(settings, inputs)
+    if is_current(local_dir, digest):
+        return None
+    rows = {"train": read_lines(prompt_data, input_key, label_key, prompt_data.stem)}
+    for name, file in eval_sets.items():
+        rows[name] = read_lines(file, input_key, label_key, name)
+    if not eval_sets:
+        if held_out < 1 or len(rows["train"]) <= held_out:
+            raise ValueError(
+                f"{prompt_data} has {len(rows['train'])} prompts, {held_out} of them to hold out: give evaluation "
+                "sets, more prompts, or another --held_out"
+            )
+        rows[HELD_OUT_SET] = rows["train"][-held_out:]
+        rows["train"] = rows["train"][:-held_out]
+    for name, path in outputs.items():
+        write_parquet(rows[name], path)
+    write_stamp(local_dir, digest, outputs.values())
+    return {name: len(rows[name]) for name in outputs}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit status, 2 for an input that a user can mend."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompt_data", type=Path, required=True, help="JSON lines to train on")
+    parser.add_argument(
+        "--eval_prompt_data", nargs="*", default=[], metavar="NAME PATH", help="evaluation sets by name"
+    )
+    parser.add_argument("--input_key", default="prompt", help="a text, or a list of messages (default: prompt)")
+    parser.add_argument("--label_key", default="label", help="the answer (default: label)")
+    parser.add_argument(
+        "--held_out", type=int, default=256, help="prompts that are evaluated on without evaluation sets"
+    )
+    parser.add_argument("--local_dir", type=Path, required=True, help="where the parquet files go")
+    args = parser.parse_args(argv)
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    local_dir = args.local_dir.expanduser()
+    try:
+        sets = set_pairs(args.eval_prompt_data)
+        counts = convert(args.prompt_data.expanduser(), sets, local_dir, args.input_key, args.label_key, args.held_out)
+    except (ValueError, OSError) as error:
+        console.print(f"error: {error}", style="red")
+        return 2
+    if counts is None:
+        console.print(f"{local_dir}: complete and its input unchanged, nothing to do")
+    else:
+        told = ", ".join(f"{name} {count}" for name, count in counts.items())
+        console.print(f"wrote parquet files to {local_dir}: {told} rows")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

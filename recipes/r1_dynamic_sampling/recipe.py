@@ -1,0 +1,95 @@
+"""DeepSeek-R1 with dynamic sampling as a recipe: slime's example on 128 GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recipes.common import arithmetic
+from recipes.common.corpus import CorpusStyle
+from recipes.common.launcher.job import Job, Stage
+from recipes.common.recipe import Recipe
+from recipes.r1_dynamic_sampling.arithmetic import EVAL_SETS, INSTRUCTION
+from recipes.r1_dynamic_sampling.prompt_data import HELD_OUT_SET, set_pairs
+
+if TYPE_CHECKING:
+    from recipes.common.launcher.settings import Settings
+
+
+def solution_of(row: dict[str, Any]) -> str:
+    """A worked solution: the rows carry none, but the generated problems can be solved again."""
+    problem: str = row["prompt"][0]["content"]
+    return arithmetic.solution_of(problem.removesuffix(INSTRUCTION))
+
+
+CORPUS = CorpusStyle(
+    well_formed="<think>{thought}</think>The answer is \\boxed{{{answer}}}.",
+    broken=(
+        "<think>{thought}The answer is \\boxed{{{answer}}}.",
+        "<think>{thought}</think>The answer is {answer}.",
+        "<think>{thought}</think>The answer is \\boxed{{{answer}",
+        "<think>The answer is \\boxed{{{answer}}}.</think>{thought}",
+        "{thought}",
+    ),
+    whole_tokens=(INSTRUCTION, "<think>", "</think>", "\\boxed{"),
+    solution_of=solution_of,
+)
+
+
+def input_problems(prompt_data: Path) -> list[str]:
+    """Faults of PROMPT_DATA that show without reading its rows."""
+    return [] if prompt_data.is_file() else [f"PROMPT_DATA {prompt_data}: no such file; expected JSON lines"]
+
+
+def eval_problems(text: str) -> list[str]:
+    """Faults of EVAL_PROMPT_DATA."""
+    try:
+        sets = set_pairs(text.split())
+    except ValueError as error:
+        return [f"EVAL_PROMPT_DATA: {error}"]
+    return [f"EVAL_PROMPT_DATA: {name}: {path}: no such file" for name, path in sets.items() if not path.is_file()]
+
+
+def eval_sets(settings: Settings) -> tuple[str, ...]:
+    """Names of the sets under ``data/eval``: those given, those generated, or a part of PROMPT_DATA."""
+    if settings.eval_input:
+        return tuple(settings.eval_input.split()[::2])
+    return EVAL_SETS if settings.input_path is None else (HELD_OUT_SET,)
+
+
+def data_stages(job: Job) -> list[Stage]:
+    """Generated problems unless PROMPT_DATA is given; then parquet files of prompts and of every evaluation set."""
+    settings, python = job.settings, job.python
+    prompts, words, out = settings.input_path, settings.eval_input.split(), []
+    if prompts is None:
+        folder = settings.data_dir / "arithmetic"
+        command = (python, "-m", "recipes.r1_dynamic_sampling.arithmetic", "--output-dir", str(folder))
+        out.append(Stage("problems", "Problems", (*command, "--seed", str(settings.seed))))
+        prompts = folder / "prompts.jsonl"
+        words = words or [word for name in EVAL_SETS for word in (name, str(folder / f"{name}.jsonl"))]
+    command = (python, "-m", "recipes.r1_dynamic_sampling.prompt_data", "--prompt_data", str(prompts))
+    given = ("--eval_prompt_data", *words) if words else ()
+    out.append(Stage("data", "Data", (*command, "--local_dir", str(settings.data_dir), *given)))
+    return out
+
+
+RECIPE = Recipe(
+    name="r1_dynamic_sampling",
+    title="DeepSeek-R1 with dynamic sampling",
+    script="run_deepseek_r1.sh",
+    tiny_config="r1_dynamic_sampling_tiny",
+    full_config="deepseek_r1_671b_128gpu",
+    accelerators=("cuda",),
+    reward="reward.py",
+    corpus=CORPUS,
+    input_variable="PROMPT_DATA",
+    input_default="a generated arithmetic set",
+    input_meaning="JSON lines of prompt and label, as dapo-math-17k.jsonl",
+    input_problems=input_problems,
+    data_stages=data_stages,
+    shards="torch_dist",
+    eval_variable="EVAL_PROMPT_DATA",
+    eval_default="generated too, or the last 256 prompts of PROMPT_DATA",
+    eval_problems=eval_problems,
+    eval_sets=eval_sets,
+)
