@@ -10,12 +10,17 @@ import pytest
 import torch
 
 from recipes.common.tokenizer import write_tokenizer
+from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
+from tests.parallel.launcher import run_ranks
+from tests.parallel.test_grpo_step import config_overrides, prompts
 from verl.protocol import DataProto
 from verl.trainer.config import load_config, validate_config
 from verl.trainer.config.validate import config_warnings
-from verl.trainer.ppo.sample_records import SampleRecords, chosen_rows, token_texts
+from verl.trainer.ppo.sample_records import ROLLOUT, TRAINING, SampleRecords, chosen_rows, token_texts
 from verl.trainer.ppo.scores import REWARD_PARTS
 from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.kept_rows import worker_batch
+from verl.workers.megatron_workers import ActorRolloutRefWorker
 
 TEXT = "Füße 为什么 🦊!"
 
@@ -91,3 +96,34 @@ def test_values_that_record_nothing_are_told() -> None:
     assert any("trainer.log_samples_rows is 0; it must be at least 1" in problem for problem in found)
     without = load_config(["trainer.log_samples_freq=5", "actor_rollout_ref.rollout.calculate_log_probs=False"])
     assert any("the records will have no log-probs of the rollout" in warning for warning in config_warnings(without))
+
+
+def _two_steps(model_dir: str, is_recorded: bool) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Metrics and weights of a worker's steps, with what the trainer does for a record or without it."""
+    worker = ActorRolloutRefWorker(load_config(config_overrides(model_dir, 1)), "actor_rollout_ref")
+    worker.init_model()
+    metrics = []
+    for step in range(2):
+        batch = worker.generate_sequences(prompts())
+        batch = DataProto(batch.batch, meta_info={"temperature": 1.0, "rollout_n": 2, "global_step": step + 1})
+        batch = batch.union(worker.compute_ref_log_prob(worker_batch(batch)))
+        noise = torch.randn(len(batch), 1, generator=torch.Generator().manual_seed(step))
+        batch.batch["advantages"] = noise * batch.batch["response_mask"]
+        if is_recorded:
+            scored = worker.compute_log_prob(worker_batch(batch))
+            rows = DataProto(batch.batch, meta_info=batch.meta_info).union(scored).select_idxs([1, 0])
+            worker.fetch_columns(worker_batch(rows), (ROLLOUT, TRAINING))
+        found = worker.update_actor(worker_batch(batch, "advantages")).meta_info["metrics"]
+        metrics.append({name: value for name, value in found.items() if not name.startswith("perf/")})
+    worker.actor_module.onload_params()
+    state = worker.actor_module.module.state_dict()
+    return metrics, {name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+@pytest.mark.timeout(120)
+def test_a_record_changes_nothing_that_is_trained(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_hf_config(), seed=1, dtype=torch.float32)
+    ((metrics, weights),) = run_ranks(_two_steps, 1, str(tmp_path), False)
+    ((recorded_metrics, recorded_weights),) = run_ranks(_two_steps, 1, str(tmp_path), True)
+    assert recorded_metrics == metrics and metrics[1]["actor/grad_norm"] > 0
+    assert all(torch.equal(recorded_weights[name], weights[name]) for name in weights)

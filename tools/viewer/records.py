@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
-_FIELDS = {
+FIELDS = {
     "step", "uid", "data_source", "prompt", "ground_truth", "tokens", "rollout_log_probs", "log_probs", "versions",
     "reward", "parts", "advantage", "length", "finish_reason",
 }  # fmt: skip
@@ -58,8 +58,8 @@ def _read_step(path: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}:{number} is not JSON: {error}") from error
-        if not isinstance(record, dict) or not record.keys() >= _FIELDS:
-            lacking = sorted(_FIELDS - record.keys()) if isinstance(record, dict) else "everything"
+        if not isinstance(record, dict) or not record.keys() >= FIELDS:
+            lacking = sorted(FIELDS - record.keys()) if isinstance(record, dict) else "everything"
             raise ValueError(f"{path}:{number} is no record of a sample; it lacks {lacking}")
         records.append(record)
     return records
