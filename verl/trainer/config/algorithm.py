@@ -12,7 +12,14 @@ ADV_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_ba
 
 @dataclass(frozen=True)
 class KLControlConfig:
-    """The coefficient of the KL penalty in the reward; "adaptive" steers it towards ``target_kl``."""
+    """The coefficient of the KL penalty in the reward.
+
+    Attributes:
+        type: ``fixed`` keeps the coefficient, ``adaptive`` steers it so that the KL stays near ``target_kl``.
+        kl_coef: the coefficient, or what ``adaptive`` begins with.
+        horizon: samples over which ``adaptive`` corrects the coefficient; larger is slower.
+        target_kl: mean KL per token that ``adaptive`` aims at.
+    """
 
     type: str = "fixed"
     kl_coef: float = 0.001
@@ -24,9 +31,13 @@ class KLControlConfig:
 class FilterGroupsConfig:
     """Dynamic sampling (DAPO, arXiv 2503.14476): only prompts whose samples differ are trained on.
 
-    metric: what must vary within a group, a part of the reward by name or ``seq_reward`` (the sum of a sample's
-    rewards, with the overlong penalty) · filter_path: instead of it a function ``(config, group) -> bool``, as
-    ``package.module.name`` or ``file.py:name`` · max_num_gen_batches: generations in one step; 0 = no limit.
+    Attributes:
+        enable: generate until ``data.train_batch_size`` prompts have passed the filter.
+        metric: what must vary within a group, a part of the reward by name or ``seq_reward`` (the sum of a sample's
+            rewards, with the overlong penalty).
+        filter_path: instead of ``metric`` a function ``(config, group) -> bool``, as ``package.module.name`` or
+            ``file.py:name``.
+        max_num_gen_batches: generations in one step, then an error; 0 = no limit.
     """
 
     enable: bool = False
@@ -47,7 +58,17 @@ class FilterGroupsConfig:
 
 @dataclass(frozen=True)
 class AlgoConfig:
-    """The advantage estimator and its constants."""
+    """The advantage estimator and its constants.
+
+    Attributes:
+        adv_estimator: how rewards become advantages, by registered name.
+        gamma: discount per token of the reward-to-go of ``reinforce_plus_plus``.
+        lam: GAE's lambda, which no estimator here uses; 1.0 only.
+        norm_adv_by_std_in_grpo: GRPO divides by the standard deviation of the group; False is Dr. GRPO's form.
+        use_kl_in_reward: subtract the KL to the reference from the reward of every token; makes each step compute old
+            and reference log-probs.
+        kl_penalty: the estimate of that KL; ``k1`` = ``kl``, ``k2`` = ``mse``, ``k3`` = ``low_var_kl``.
+    """
 
     adv_estimator: str = "grpo"
     gamma: float = 1.0

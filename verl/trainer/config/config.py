@@ -19,7 +19,12 @@ from verl.workers.config import (
 
 @dataclass(frozen=True)
 class ActorRolloutRefConfig:
-    """The three roles of one worker process; ``nccl_timeout`` is seconds for any collective."""
+    """The three roles of one worker process.
+
+    Attributes:
+        hybrid_engine: actor and rollout share their processes; True only.
+        nccl_timeout: seconds after which a collective, or a fetch of rows from another rank, ends the job.
+    """
 
     hybrid_engine: bool = True
     nccl_timeout: int = 600

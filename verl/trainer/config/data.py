@@ -12,11 +12,24 @@ _SET_NAME = re.compile(r"[\w-]+")  # a part of a dotted key
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Parquet files of prompts (one path or a list); lengths are tokens, batch sizes prompts.
+    """Parquet files of prompts; lengths are tokens, batch sizes prompts.
 
-    val_files: also evaluation sets by name, ``{aime: a.parquet, math: [b.parquet, c.parquet]}``, each with metrics of
-    its own under ``val/<name>/``.
-    gen_batch_size: prompts of each generation under ``algorithm.filter_groups``; absent = train_batch_size.
+    Attributes:
+        train_files: one path or a list of them.
+        val_files: the same, or evaluation sets by name, ``{aime: a.parquet, math: [b.parquet, c.parquet]}``, each with
+            metrics of its own under ``val/<name>/``.
+        prompt_key: column with the prompt, a list of chat messages.
+        max_prompt_length: longest prompt; a longer one is an error or left out (``filter_overlong_prompts``).
+        max_response_length: tokens after which a response is cut.
+        train_batch_size: prompts that one step trains on.
+        gen_batch_size: prompts of each generation under ``algorithm.filter_groups``; absent = ``train_batch_size``.
+        val_batch_size: prompts that validation generates for at a time; absent = a whole set.
+        train_max_samples: only the first so many rows; -1 = all.
+        val_max_samples: the same of every evaluation set.
+        shuffle: a new order of the rows in each epoch, which depends on (``seed``, epoch) alone.
+        seed: of that order; absent = 0.
+        filter_overlong_prompts: leave prompts longer than ``max_prompt_length`` out.
+        truncation: what happens to a longer prompt that is not left out; there is only the error.
     """
 
     train_files: Any = "~/data/rlhf/train.parquet"

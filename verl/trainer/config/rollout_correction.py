@@ -9,14 +9,18 @@ LEVELS = ("token", "sequence", "geometric")
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
-    """``algorithm.rollout_correction``: importance sampling and rejection by exp(old_log_prob - rollout_log_prob).
+    """Importance sampling and rejection by exp(old_log_prob - rollout_log_prob).
 
-    rollout_is: level of the weights, token, sequence or geometric; absent = none · rollout_is_threshold: weights are
-    cut there · rollout_is_batch_normalize: their mean over the batch becomes 1 · rollout_rs: level at which tokens or
-    sequences outside [lower, upper] are left out of the loss; absent = none · rollout_rs_threshold: upper, absent =
-    rollout_is_threshold · rollout_rs_threshold_lower: absent = 1 / upper, 0 = none · rollout_token_veto_threshold: a
-    sequence with a token below it is left out · bypass_mode: the rollout's log-probs are the old ones, and no pass
-    computes others.
+    Attributes:
+        rollout_is: level of the weights: of each token, of a sequence (the product of its ratios) or ``geometric``
+            (their mean); absent = none.
+        rollout_is_threshold: larger weights are cut to it.
+        rollout_rs: level at which tokens or sequences outside [lower, upper] are left out of the loss; absent = none.
+        rollout_rs_threshold: upper; absent = ``rollout_is_threshold``.
+        rollout_rs_threshold_lower: lower; absent = 1 / upper, 0 = no lower bound.
+        rollout_token_veto_threshold: a sequence with a token whose ratio is below it is left out; absent = none is.
+        bypass_mode: the rollout's log-probs are the old ones, and no pass computes others.
+        rollout_is_batch_normalize: divide the weights by their mean over the batch.
     """
 
     rollout_is: str | None = None

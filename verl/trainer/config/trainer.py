@@ -7,16 +7,43 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """``*_freq`` count steps, -1 is never; ``train_ops``/``rollout_ops`` are "module:function", absent = by device.
+    """Size, length, device and outputs of a run; ``*_freq`` count steps, and -1 is never.
 
-    save_last, test_last: the last step is saved and validated whatever the frequencies say.
-    exact_log_probs: the exact op tables of both engines, whose log-probs are equal bit for bit; on a CPU, slower.
-    max_actor_ckpt_to_keep: the newest so many checkpoints stay, absent = all; keep_every_steps: those of steps that it
-    divides stay beside them for good, 0 = none.
-    timeline_freq: every so many steps, ``report_dir``/timeline gets a Chrome trace of the step.
-    log_samples_freq: every so many steps, ``report_dir``/samples gets a record of ``log_samples_rows`` samples at most.
-    hang_timeout_s: when nothing has moved in a worker's phase for so long, one file in ``report_dir``/hang says which
-    ranks wait where; absent = half of ``actor_rollout_ref.nccl_timeout``, after which the job ends; 0 = no watchdog.
+    Attributes:
+        project_name: a part of the default paths of outputs and checkpoints.
+        experiment_name: the part below it.
+        nnodes: hosts.
+        n_gpus_per_node: devices of each, one worker process per device; on Ascend a device is a die.
+        device: what the workers compute on; ``auto`` takes an NPU or a GPU where there is one.
+        train_ops: op table of the training engine as ``module:function``; absent = the device's.
+        rollout_ops: op table of the rollout engine as ``module:function``; absent = the device's.
+        exact_log_probs: the exact op tables of both engines, whose log-probs are equal bit for bit; on a CPU, slower.
+        total_epochs: passes over the training rows, in steps of ``data.train_batch_size`` prompts.
+        total_training_steps: steps; absent = what ``total_epochs`` makes.
+        logger: where metrics go besides ``metrics.jsonl``: ``console``, ``tensorboard``, ``file`` (nothing more).
+        save_freq: steps between checkpoints.
+        test_freq: steps between validations.
+        save_last: the last step is saved whatever ``save_freq`` says.
+        test_last: the last step is validated whatever ``test_freq`` says.
+        val_before_train: validate before the first step, as step 0.
+        resume_mode: ``auto`` continues from the newest whole checkpoint, ``resume_path`` from ``resume_from_path``,
+            ``disable`` never.
+        resume_from_path: folder ``global_step_N`` of ``resume_path``.
+        default_local_dir: folder of the checkpoints.
+        max_actor_ckpt_to_keep: the newest so many checkpoints stay; absent = all.
+        keep_every_steps: checkpoints of steps that it divides stay beside them for good; 0 = none.
+        log_val_generations: transcripts of so many problems of each evaluation set go to ``val_generations/``; 0 =
+            none.
+        balance_batch: deal rows over the data-parallel ranks by length; False deals them in order.
+        worker_timeout_s: seconds that the controller waits for any answer of a worker; absent = for ever.
+        hang_timeout_s: when nothing has moved in a worker's phase for so many seconds, one file in ``report_dir``/hang
+            says which ranks wait where; absent = half of ``actor_rollout_ref.nccl_timeout``, after which the job ends;
+            0 = no watchdog.
+        timeline_freq: steps between Chrome traces of a step in ``report_dir``/timeline.
+        log_samples_freq: steps between records of samples in ``report_dir``/samples.
+        log_samples_rows: the most samples of one record, in whole groups.
+        report_dir: folder of metrics, ledger, traces, records and the exported model.
+        export_hf: write the trained model as a Hugging Face directory when the run ends.
     """
 
     project_name: str = "r1_zero"
@@ -105,7 +132,12 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class RayInitConfig:
-    """How the driver reaches Ray: absent ``address`` = the RAY_ADDRESS variable, else a cluster of this process."""
+    """How the driver reaches Ray.
+
+    Attributes:
+        address: of a running cluster; absent = the RAY_ADDRESS variable, else a cluster of this process.
+        num_cpus: what a cluster of this process offers; absent = all cores.
+    """
 
     address: str | None = None
     num_cpus: int | None = None
@@ -113,7 +145,11 @@ class RayInitConfig:
 
 @dataclass(frozen=True)
 class RayConfig:
-    """Ray's own settings; ``num_cpus_per_worker`` is what one worker process reserves."""
+    """Ray's own settings.
+
+    Attributes:
+        num_cpus_per_worker: CPUs that Ray reserves for one worker process.
+    """
 
     ray_init: RayInitConfig = field(default_factory=RayInitConfig)
     num_cpus_per_worker: float = 1.0

@@ -16,7 +16,11 @@ KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 class CheckpointConfig:
     """What a training checkpoint holds.
 
-    async_save: the next step begins when the state has been copied to host memory; files are written meanwhile.
+    Attributes:
+        save_contents: with ``hf_model`` the weights are written under Hugging Face names too; model, optimizer and the
+            rest always are.
+        load_contents: taken for upstream's scripts; a resume always loads everything.
+        async_save: the next step begins when the state has been copied to host memory; files are written meanwhile.
     """
 
     save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
@@ -26,16 +30,23 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    """Which registered policy loss the actor uses."""
+    """Which registered policy loss the actor uses.
+
+    Attributes:
+        loss_mode: PPO's clipped loss (``vanilla``), GSPO's or CISPO's.
+    """
 
     loss_mode: str = "vanilla"
 
 
 @dataclass(frozen=True)
 class RouterReplayConfig:
-    """Which routing an update of a MoE model uses: its own (``disabled``), what the old log-prob pass chose (``R2``),
-    or what the rollout chose (``R3``), which the old log-prob pass then uses too. ``auto``: R3 when the rollout reports
-    its choices, else R2 when that pass runs anyway, else disabled; loading the config puts in which.
+    """Which routing an update of a MoE model uses.
+
+    Attributes:
+        mode: its own (``disabled``), what the old log-prob pass chose (``R2``), or what the rollout chose (``R3``),
+            which the old log-prob pass then uses too. ``auto``: R3 when the rollout reports its choices, else R2 when
+            that pass runs anyway, else disabled; loading the config puts in which.
     """
 
     mode: str = "auto"
@@ -45,9 +56,31 @@ class RouterReplayConfig:
 class ActorConfig:
     """One PPO/GRPO update; batch sizes count prompts (``ppo_mini_batch_size``) and samples (micro).
 
-    ppo_max_token_len_per_gpu: packed tokens of a micro-batch, on each rank: with context parallelism a micro-batch has
-    CP times as many · shuffle: rows are shuffled before they are cut into mini-batches, and these in each epoch; as
-    without it, a mini-batch has the same rows in every layout.
+    Attributes:
+        strategy: the training engine; there is one.
+        ppo_mini_batch_size: prompts of one optimizer step; must divide ``data.train_batch_size``.
+        ppo_micro_batch_size_per_gpu: samples of one forward and backward pass on a rank; needed without
+            ``use_dynamic_bsz``.
+        use_dynamic_bsz: fill micro-batches by tokens instead, up to ``ppo_max_token_len_per_gpu``.
+        ppo_max_token_len_per_gpu: packed tokens of a micro-batch, on each rank: with context parallelism a micro-batch
+            has CP times as many.
+        clip_ratio: how far the ratio of new to old probability may leave 1 before its gradient is cut.
+        clip_ratio_low: below 1; absent = ``clip_ratio``.
+        clip_ratio_high: above 1; absent = ``clip_ratio``. DAPO's clip-higher sets it alone.
+        clip_ratio_c: bound of the dual clip, for negative advantages.
+        loss_agg_mode: how the losses of tokens become one: the mean over all tokens of the mini-batch, or sums or
+            means per sequence first.
+        entropy_coeff: the loss has so many times the entropy subtracted.
+        use_kl_loss: add the KL to the reference to the loss; makes each step compute reference log-probs.
+        kl_loss_coef: times what.
+        kl_loss_type: the estimate of that KL; ``k1`` = ``kl``, ``k2`` = ``mse``, ``k3`` = ``low_var_kl``.
+        ppo_epochs: passes of the update over the batch of a step.
+        shuffle: rows are shuffled before they are cut into mini-batches, and these in each epoch; as without it, a
+            mini-batch has the same rows in every layout.
+        data_loader_seed: of that order.
+        recompute_old_log_prob: compute log-probs before the update: ``auto`` and ``False`` only where they differ from
+            those of the update itself, ``True`` always.
+        load_weight: False initialises actor and reference at random.
     """
 
     strategy: str = "megatron"
@@ -154,7 +187,14 @@ class ActorConfig:
 
 @dataclass(frozen=True)
 class RefConfig:
-    """Log-probs under the reference weights; ``megatron`` starts as a copy of the actor's."""
+    """Log-probs under the reference weights; ``megatron`` starts as a copy of the actor's.
+
+    Attributes:
+        log_prob_micro_batch_size_per_gpu: samples of one forward pass on a rank; follows the actor's.
+        log_prob_use_dynamic_bsz: fill micro-batches by tokens instead; follows the actor's.
+        log_prob_max_token_len_per_gpu: packed tokens of a micro-batch on each rank; follows the actor's.
+        load_weight: taken for upstream's scripts; ``actor.load_weight`` and ``ref.megatron.load_weight`` decide.
+    """
 
     log_prob_micro_batch_size_per_gpu: int | None = None
     log_prob_use_dynamic_bsz: bool = False

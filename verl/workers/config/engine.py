@@ -23,10 +23,35 @@ END_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
 
 @dataclass(frozen=True)
 class McoreEngineConfig:
-    """One training layout; ``num_layer_list`` is layers per stage as a list or as text "7,7,8".
+    """One training layout, where its weights come from and where its memory goes.
 
-    Further layout keys stand in ``override_transformer_config``: layers of the first and last stage, no-op
-    layers, ``mla_down_proj_column_parallel``.
+    Further layout keys stand in ``override_transformer_config``: layers of the first and last stage, no-op layers,
+    ``mla_down_proj_column_parallel``.
+
+    Attributes:
+        tensor_model_parallel_size: ranks that split every layer (TP).
+        pipeline_model_parallel_size: stages that split the layers (PP).
+        virtual_pipeline_model_parallel_size: chunks of layers on each stage (VPP), run interleaved; absent = 1.
+        num_layer_list: layers of every stage, as a list or as text "7,7,8"; absent = an even split.
+        context_parallel_size: ranks that split every sequence (CP).
+        expert_model_parallel_size: groups of experts (EP), across the data-parallel ranks.
+        expert_tensor_parallel_size: ranks that split every expert (ETP); absent = 1.
+        moe_tp_extend_ep: the tensor-parallel ranks become expert groups too: EP x TP of them.
+        sequence_parallel: activations between layers are split over the tensor-parallel ranks; True only with TP.
+        use_distributed_optimizer: optimizer state is sharded over the data-parallel ranks; True only.
+        param_offload: weights leave the device while something else needs it.
+        grad_offload: gradients leave the device after the update.
+        optimizer_offload: optimizer state leaves the device after the update.
+        swap_optimizer: optimizer state stays in host memory and visits the device piece by piece (MindSpeed).
+        use_dist_checkpointing: start from sharded weights at ``dist_checkpointing_path`` instead of ``model.path``.
+        dist_checkpointing_path: mp_rank files, a distributed checkpoint or the ``global_step_N/actor`` of another run,
+            of any layout.
+        load_weight: False initialises at random, from ``seed``.
+        fix_router: every expert gets as many tokens, whatever the router says; for throughput measurements only.
+        seed: of weights that are initialised at random.
+        dtype: of weights and activations; the optimizer's master weights are float32.
+        override_ddp_config: gradient buffers; keys below.
+        override_transformer_config: layout, recomputation, MoE and MTP; keys below.
     """
 
     tensor_model_parallel_size: int = 1

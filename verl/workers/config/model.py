@@ -10,7 +10,13 @@ from verl.workers.config.overrides import MODEL_OVERRIDES, override_problems
 
 @dataclass(frozen=True)
 class GradientCheckpointingConfig:
-    """MindSpeed's spelling of activation recomputation; absent values keep ``override_transformer_config``'s."""
+    """MindSpeed's spelling of activation recomputation; absent values keep ``override_transformer_config``'s.
+
+    Attributes:
+        activations_checkpoint_granularity: as ``recompute_granularity``.
+        activations_checkpoint_method: as ``recompute_method``.
+        activations_checkpoint_num_layers: as ``recompute_num_layers``.
+    """
 
     activations_checkpoint_granularity: str | None = None
     activations_checkpoint_method: str | None = None
@@ -19,7 +25,14 @@ class GradientCheckpointingConfig:
 
 @dataclass(frozen=True)
 class HFModelConfig:
-    """A Hugging Face model directory; no code from it is ever executed."""
+    """A Hugging Face model directory; no code from it is ever executed.
+
+    Attributes:
+        path: the directory, with weights in BF16 or FP8.
+        trust_remote_code: False only.
+        enable_gradient_checkpointing: makes ``gradient_checkpointing_kwargs`` count.
+        override_config: ``moe_config.freeze_moe_router``, and nothing else.
+    """
 
     path: str = "~/models/DeepSeek-V3-hf"
     trust_remote_code: bool = False

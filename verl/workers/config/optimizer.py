@@ -10,10 +10,22 @@ from verl.workers.config.overrides import OPTIMIZER_OVERRIDES, override_problems
 
 @dataclass(frozen=True)
 class McoreOptimizerConfig:
-    """AdamW with fp32 master weights; ``lr_warmup_steps`` -1 means "use ``lr_warmup_steps_ratio``".
+    """AdamW with fp32 master weights; schedule lengths count optimizer steps.
 
-    override_optimizer_config: where the state lives and in which dtypes (CPU Adam, precision-aware states), and whether
-    gradients that are not finite skip the step or stop the run; keys in ``overrides.OPTIMIZER_OVERRIDES``.
+    Attributes:
+        lr: highest learning rate.
+        min_lr: lowest, where the decay ends.
+        weight_decay: decoupled, times the learning rate; of matrices only.
+        clip_grad: gradients are scaled down to this norm; 0 = never.
+        betas: decay of the first and the second moment.
+        adam_eps: added to the root of the second moment.
+        lr_warmup_steps: steps of linear warm-up; -1 = use ``lr_warmup_steps_ratio``.
+        lr_warmup_steps_ratio: the same as a share of all steps.
+        lr_warmup_init: rate that the warm-up begins with.
+        lr_decay_style: how the rate falls from ``lr`` to ``min_lr`` after the warm-up.
+        lr_decay_steps: steps after which it is ``min_lr``; absent = the whole run.
+        override_optimizer_config: where the state lives, in which dtypes, and what happens to gradients that are not
+            finite; keys below.
     """
 
     lr: float = 1e-6

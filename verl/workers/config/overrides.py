@@ -1,4 +1,51 @@
-"""Keys of the free sections (``override_transformer_config`` and its kin), and what they may be set to."""
+"""Keys of the free sections (``override_transformer_config`` and its kin), and what they may be set to.
+
+Attributes:
+    num_layers_in_first_pipeline_stage: layers of the first stage; the others share the rest evenly.
+    num_layers_in_last_pipeline_stage: layers of the last stage; the others share the rest evenly.
+    pipeline_num_transformer_layers: layers of every stage, for each of its chunks (MindSpeed's form of
+        ``num_layer_list``).
+    noop_layers: layer slots without a layer, so that stages come out even (MindSpeed).
+    mla_down_proj_column_parallel: split the down-projections of latent attention by their outputs over TP.
+    recompute_granularity: whole layers again in the backward pass (``full``), or ``recompute_modules`` of each
+        (``selective``).
+    recompute_method: of ``full``: ``uniform`` keeps the input of every group of layers, ``block`` recomputes only the
+        first layers of a stage.
+    recompute_num_layers: layers of a group, or of a stage's beginning.
+    recompute_modules: what ``selective`` recomputes.
+    cp_comm_type: how attention reaches the tokens of other context-parallel ranks.
+    cp_send_latents: latents travel instead of keys and values, and each rank makes those that it needs.
+    microbatch_group_size_per_vp_stage: micro-batches that a stage runs through one chunk before it turns to the next;
+        absent = the stages.
+    mtp_num_layers: depths of multi-token prediction that are trained; 0 = none.
+    mtp_loss_scaling_factor: weight of the mean of their losses.
+    moe_aux_loss_coeff: weight of the loss that balances experts.
+    moe_z_loss_coeff: weight of the loss that keeps the gate's logits small.
+    moe_router_load_balancing_type: over what experts are balanced by that loss: the micro-batch or each sequence.
+    moe_router_bias_update_rate: what an update moves the gate's bias of an expert with too few or too many tokens.
+    moe_router_dtype: of the gate's matmul.
+    moe_token_dispatcher_type: how tokens reach the experts of other ranks.
+    moe_shared_expert_overlap: compute the shared experts while tokens travel to the routed ones.
+    moe_alltoall_overlap_comm: MindSpeed's name of ``moe_shared_expert_overlap``.
+    grad_reduce_in_fp32: gradients are summed up and reduced in float32.
+    overlap_grad_reduce: reduce each buffer of gradients while the backward pass goes on.
+    overlap_param_gather: gather each buffer of updated weights in the background.
+    check_for_nan_in_grad: look for gradients that are not finite after every micro-batch, and name the micro-batch.
+    bucket_size: elements after which a new buffer begins.
+    freeze_moe_router: gates and their biases keep their values.
+    optimizer_cpu_offload: AdamW runs on the CPU, on state that never leaves host memory.
+    optimizer_offload_fraction: share of the parameters that it does so for.
+    overlap_cpu_optimizer_d2h_h2d: copy gradients and weights beside the CPU's work.
+    pin_cpu_grads: page-locked host memory for gradients.
+    pin_cpu_params: page-locked host memory for weights.
+    use_precision_aware_optimizer: allows states below float32.
+    main_grads_dtype: of the gradients that the optimizer reads.
+    main_params_dtype: of the master weights.
+    exp_avg_dtype: of the first moment.
+    exp_avg_sq_dtype: of the second moment.
+    on_non_finite_grads: skip the step when the gradient norm is NaN or infinite, or stop the run and name rank and
+        parameter.
+"""
 
 from __future__ import annotations
 

@@ -17,8 +17,11 @@ _SOURCE_KEYS = ("path", "name", "reward_kwargs")
 class OverlongBufferConfig:
     """DAPO's soft overlong punishment, in training: the last ``len`` tokens that a response may have cost reward.
 
-    len: tokens at the end of ``data.max_response_length`` · penalty_factor: what a response of the full length loses ·
-    log: show the penalty and the share of such responses among the metrics.
+    Attributes:
+        enable: punish.
+        len: tokens at the end of ``data.max_response_length`` over which the penalty grows from 0.
+        penalty_factor: what a response of the full length loses.
+        log: show the penalty and the share of such responses among the metrics.
     """
 
     enable: bool = False
@@ -45,6 +48,7 @@ class RewardModelConfig:
     """The pool of scoring processes and what is kept of their work.
 
     Attributes:
+        reward_manager: ``naive``, or upstream's names for the same, ``prime`` and ``batch`` (batched functions only).
         num_workers: scoring processes.
         timeout_s: wall-clock seconds of one call of a reward function, which a batched one has for its whole batch.
         batch_size: the most samples one call of a batched function gets.
@@ -80,10 +84,13 @@ class CustomRewardFunctionConfig:
     """Reward functions by file.
 
     Attributes:
-        path, name, reward_kwargs: the function of every sample that ``by_data_source`` does not name; without ``path``
-            it is ``verl.utils.reward_score.default_compute_score``.
+        path: file of the function of every sample that ``by_data_source`` does not name; absent =
+            ``verl.utils.reward_score.default_compute_score``.
+        name: of the function in that file.
+        reward_kwargs: keyword arguments for it.
         by_data_source: a data source, or a shell pattern of them, to a section with ``path`` and perhaps ``name`` and
-            ``reward_kwargs``. An exact name goes before the patterns, the first pattern that matches before the others.
+            ``reward_kwargs``. An exact name goes before the patterns, the first pattern that matches before the
+            others.
     """
 
     path: str | None = None

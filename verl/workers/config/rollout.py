@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How validation samples; ``do_sample`` False means greedy, whatever the temperature."""
+    """How validation samples.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: only the likeliest so many tokens; -1 = all.
+        top_p: only the likeliest tokens that together have this probability.
+        do_sample: False takes the likeliest token, whatever the temperature.
+        n: responses to each problem.
+    """
 
     temperature: float = 0.0
     top_k: int = -1
@@ -20,15 +28,53 @@ class SamplingConfig:
 class RolloutConfig:
     """The rollout engine and how it samples for training; lengths are tokens.
 
-    data_parallel_size: replicas of tensor_model_parallel_size ranks that share experts; absent = all of them, fewer =
-    several engines that know nothing of each other · enforce_eager: decode without recorded graphs ·
-    cudagraph_capture_sizes: numbers of sequences
-    that graphs are recorded for, absent = powers of two up to max_num_seqs · kv_cache_layout: ``nd``, or ``nz`` on an
-    NPU · expert_exchange: how tokens reach the experts of other ranks, ``all_gather`` or ``dispatch`` ·
-    fix_router: every expert gets as many tokens, whatever the router says, as ``actor.megatron.fix_router`` ·
-    rebalance_interval: steps between two rounds of moving requests between data-parallel replicas, 0 = never ·
-    quantization: ``fp8`` holds linear weights in e4m3 blocks of 128 x 128, quantised as they arrive ·
-    enable_rollout_routing_replay: the experts of every token come back with it, for router replay R3.
+    Attributes:
+        name: the engine; there is one.
+        mode: generation of whole batches; there is no other.
+        temperature: divides the logits, in training's log-probs too.
+        top_k: only the likeliest so many tokens; -1 = all. Biases training otherwise.
+        top_p: only the likeliest tokens that together have this probability. Below 1 it biases training.
+        do_sample: taken for upstream's scripts; training always samples.
+        n: responses to each prompt, the group that GRPO compares.
+        prompt_length: follows ``data.max_prompt_length``.
+        response_length: follows ``data.max_response_length``.
+        dtype: of weights and cache.
+        gpu_memory_utilization: share of the device's memory for weights and cache together.
+        ignore_eos: responses always reach their full length; for throughput measurements only.
+        enforce_eager: decode without recorded graphs.
+        cudagraph_capture_sizes: numbers of sequences that graphs are recorded for; absent = powers of two up to
+            ``max_num_seqs``.
+        free_cache_engine: taken for upstream's scripts; weights and cache are always given back between generations.
+        load_format: taken for upstream's scripts; weights always come from the trainer.
+        quantization: ``fp8`` holds linear weights in e4m3 blocks of 128 x 128, quantised as they arrive; absent = as
+            the model's files.
+        tensor_model_parallel_size: ranks that split every layer.
+        data_parallel_size: replicas of ``tensor_model_parallel_size`` ranks that share experts; absent = all of them,
+            fewer = several engines that know nothing of each other.
+        enable_expert_parallel: experts are split over the ranks of an engine; False splits each over the ranks of a
+            replica.
+        max_num_seqs: sequences that a replica decodes at a time.
+        max_num_batched_tokens: tokens that a replica computes in one step.
+        max_model_len: tokens that one sequence may reach; absent = ``prompt_length`` + ``response_length``.
+        enable_chunked_prefill: long prompts are computed over several steps.
+        enable_prefix_caching: equal beginnings of prompts are computed once.
+        block_size: tokens of one block of the cache.
+        num_gpu_blocks_override: blocks of the cache; absent = what the memory allows.
+        kv_cache_layout: ``nd``, or ``nz`` on an NPU.
+        expert_exchange: how tokens reach the experts of other ranks.
+        fix_router: every expert gets as many tokens, whatever the router says, as ``actor.megatron.fix_router``.
+        rebalance_interval: engine steps between two rounds of moving requests between data-parallel replicas; 0 =
+            never.
+        enable_rollout_routing_replay: the experts of every token come back with it, for router replay R3.
+        log_prob_micro_batch_size_per_gpu: samples of one forward pass of the old log-probs on a rank; follows the
+            actor's.
+        log_prob_use_dynamic_bsz: fill those micro-batches by tokens instead; follows the actor's.
+        log_prob_max_token_len_per_gpu: packed tokens of such a micro-batch on each rank; follows the actor's.
+        update_weights_bucket_megabytes: most memory of a rank's buffers in one round of a weight sync, in MiB; two
+            rounds are alive.
+        calculate_log_probs: the rollout reports the log-prob of every token that it sampled, which the gap metrics
+            need.
+        seed: of sampling; the noise of a response depends on (seed, step, row).
     """
 
     name: str = "vllm"
