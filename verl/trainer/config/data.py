@@ -27,7 +27,7 @@ class DataConfig:
         train_max_samples: only the first so many rows; -1 = all.
         val_max_samples: the same of every evaluation set.
         shuffle: a new order of the rows in each epoch, which depends on (``seed``, epoch) alone.
-        seed: of that order; absent = 0.
+        seed: of the order; absent = 0.
         filter_overlong_prompts: leave prompts longer than ``max_prompt_length`` out.
         truncation: what happens to a longer prompt that is not left out; there is only the error.
     """

@@ -72,12 +72,12 @@ class ActorConfig:
             means per sequence first.
         entropy_coeff: the loss has so many times the entropy subtracted.
         use_kl_loss: add the KL to the reference to the loss; makes each step compute reference log-probs.
-        kl_loss_coef: times what.
+        kl_loss_coef: weight of that KL.
         kl_loss_type: the estimate of that KL; ``k1`` = ``kl``, ``k2`` = ``mse``, ``k3`` = ``low_var_kl``.
         ppo_epochs: passes of the update over the batch of a step.
         shuffle: rows are shuffled before they are cut into mini-batches, and these in each epoch; as without it, a
             mini-batch has the same rows in every layout.
-        data_loader_seed: of that order.
+        data_loader_seed: seed of that order.
         recompute_old_log_prob: compute log-probs before the update: ``auto`` and ``False`` only where they differ from
             those of the update itself, ``True`` always.
         load_weight: False initialises actor and reference at random.

@@ -36,8 +36,8 @@ class RolloutConfig:
         top_p: only the likeliest tokens that together have this probability. Below 1 it biases training.
         do_sample: taken for upstream's scripts; training always samples.
         n: responses to each prompt, the group that GRPO compares.
-        prompt_length: follows ``data.max_prompt_length``.
-        response_length: follows ``data.max_response_length``.
+        prompt_length: longest prompt; follows ``data.max_prompt_length``.
+        response_length: tokens after which a response is cut; follows ``data.max_response_length``.
         dtype: of weights and cache.
         gpu_memory_utilization: share of the device's memory for weights and cache together.
         ignore_eos: responses always reach their full length; for throughput measurements only.

@@ -1,0 +1,69 @@
+"""docs/parameters.md is what the config says, and the config says what every key means."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tools.reference.__main__ import EXIT_DIFFERENT, PAGE, main, problems
+from tools.reference.parameters import FREE_SECTIONS, REFERENCE_ENGINE, Parameter, attributes, sections
+from verl.trainer.config.load import known_keys
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Parameter]:
+    return {item.key: item for section in sections() for item in section.parameters}
+
+
+def test_the_page_is_current_and_no_key_lacks_a_meaning() -> None:
+    assert problems() == []
+
+
+def test_every_key_of_the_config_is_there_once(found: dict[str, Parameter]) -> None:
+    expected = {key for key in known_keys() if not key.startswith(REFERENCE_ENGINE)}
+    expected |= {f"{section}.{key}" for section, keys in FREE_SECTIONS.items() for key in keys}
+    assert found.keys() == expected
+    rows = re.findall(r"^\| `\w+` \|", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert len(rows) == len(expected)
+
+
+def test_no_docstring_speaks_of_a_key_that_is_not_there() -> None:
+    from verl.workers.config import ActorConfig, RolloutConfig
+
+    for cls in (ActorConfig, RolloutConfig):
+        assert attributes(cls.__doc__).keys() <= set(cls.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("key", "allowed"),
+    [
+        ("trainer.device", "auto, cpu, cuda or npu"),
+        ("actor_rollout_ref.actor.clip_ratio_c", "above 1"),
+        ("actor_rollout_ref.rollout.top_p", "(0, 1]"),
+        ("actor_rollout_ref.rollout.temperature", "above 0"),
+        ("actor_rollout_ref.actor.megatron.context_parallel_size", "at least 1"),
+        ("data.truncation", "error"),
+        ("trainer.save_freq", "above 0, or -1 for never"),
+        ("reward_model.overlong_buffer.len", "1 to data.max_response_length tokens"),
+        ("trainer.export_hf", ""),
+    ],
+)
+def test_values_are_those_of_validation(found: dict[str, Parameter], key: str, allowed: str) -> None:
+    assert found[key].allowed == allowed
+
+
+def test_defaults_that_follow_others_say_whom(found: dict[str, Parameter]) -> None:
+    assert found["actor_rollout_ref.rollout.prompt_length"].default == "that of `data.max_prompt_length`"
+    assert found["actor_rollout_ref.actor.optim.override_optimizer_config.exp_avg_dtype"].default == "`fp32`"
+    assert found["actor_rollout_ref.actor.megatron.override_ddp_config.grad_reduce_in_fp32"].default == "`True`"
+
+
+def test_a_page_that_is_not_current_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "parameters.md"
+    assert main(["--check", "--page", str(page)]) == EXIT_DIFFERENT
+    assert "--write" in capsys.readouterr().err
+    assert main(["--write", "--page", str(page)]) == 0
+    page.write_text(page.read_text().replace("`1024`", "`1023`"))
+    assert main(["--check", "--page", str(page)]) == EXIT_DIFFERENT

@@ -1,0 +1,1 @@
+"""The reference of parameters, made from the typed config."""
