@@ -12,6 +12,7 @@ from recipes.common.base_model import make_base_model
 from recipes.math_lighteval.arithmetic import write_set
 from recipes.math_lighteval.math_lighteval import convert
 from recipes.math_lighteval.recipe import CORPUS
+from tests.pages import undocumented
 from tests.system.command import Command, read_metrics
 from tests.system.jobs import SMALL
 
@@ -31,6 +32,7 @@ def test_from_a_folder_of_problems_to_trained_weights(tmp_path: Path) -> None:
         assert command.wait() == 0, command.tail()
         assert command.left_behind() == []
     steps = read_metrics(run)
+    assert undocumented(name for step in steps for name in step) == []
     assert [step["step"] for step in steps] == [*range(STEPS + 1)]
     assert (run / "dist_ckpt" / ".metadata").is_file(), "training started from torch-dist shards"
     assert (run / "report.html").is_file()

@@ -8,6 +8,7 @@ from recipes.common.base_model import make_base_model
 from recipes.r1_dynamic_sampling.arithmetic import write_set
 from recipes.r1_dynamic_sampling.prompt_data import convert
 from recipes.r1_dynamic_sampling.recipe import CORPUS
+from tests.pages import undocumented
 from tests.system.command import Command, read_metrics
 from tests.system.jobs import SMALL
 
@@ -50,6 +51,7 @@ def test_from_json_lines_to_a_policy(tmp_path: Path) -> None:
         assert command.wait() == 0, command.tail()
         assert command.left_behind() == []
     steps = read_metrics(run)
+    assert undocumented(name for step in steps for name in step) == []
     assert [step["step"] for step in steps] == [*range(STEPS + 1)]
     for step in steps[1:]:
         assert step["train/num_gen_batches"] == 1 and step["train/dropped_surplus_groups"] > 0

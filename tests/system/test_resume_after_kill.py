@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.pages import undocumented
 from tests.system.command import Command, read_metrics
 from tests.system.jobs import Job, Prepared, assert_same_result
 
@@ -105,6 +106,7 @@ def test_killed_worker_then_killed_driver_then_the_same_result(
 def test_a_run_leaves_timelines_that_agree_with_its_metrics_and_records_of_samples(uninterrupted: Job) -> None:
     """Bars 4 and 5 need them right after kills too, which the comparison of the records above shows."""
     metrics = {int(row["step"]): row for row in read_metrics(uninterrupted.output_dir)}
+    assert undocumented(name for row in metrics.values() for name in row) == []
     folder = uninterrupted.output_dir / "timeline"
     assert sorted(path.name for path in folder.iterdir()) == ["step_2.json", "step_4.json"]
     for step in (2, 4):

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
+from tests.pages import undocumented
 from tests.verl.bandit import RIGHT_DIGIT, bandit_config, run_bandit, write_inputs
 from verl.single_controller.base import Worker, WorkerDiedError
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -87,6 +88,7 @@ def test_a_run_whose_worker_was_killed_resumes_to_the_metrics_of_an_undisturbed_
     run_bandit(bandit_config(whole))
     expected = _metrics(whole)
     assert [record["step"] for record in expected] == list(range(7))
+    assert undocumented(name for record in expected for name in record) == []
     scores = [record["val/score"] for record in expected if "val/score" in record]
     assert len(scores) == 3 and scores[-1] > scores[0]
     assert (whole / "export_hf" / "best_digit").read_text() == str(RIGHT_DIGIT)
