@@ -40,7 +40,7 @@ def test_the_code_has_no_other_names() -> None:
                 texts.add(node.value)
     assert len(texts) > 20
     whole = {text for text in texts if not text.endswith(("/", "_"))}  # the others are beginnings of names
-    assert undocumented(whole) == []
+    assert [text for text in undocumented(whole) if undocumented([f"{text}/mean"])] == []
 
 
 def test_phases_are_those_of_the_code() -> None:
