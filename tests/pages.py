@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-REFERENCE = re.compile(r"`([\w/.-]+\.py):([A-Za-z_][\w.]*)`")
+REFERENCE = re.compile(r"`([\w.-]+/[\w/.-]+\.py):([A-Za-z_][\w.]*)`")
 
 
 @cache
