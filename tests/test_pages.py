@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import REFERENCE, ROOT, missing_references
+from tests.pages import REFERENCE, ROOT, functions_of, missing_references
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
@@ -26,3 +26,19 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_life_of_a_step_names_many_places() -> None:
     text = (ROOT / "docs" / "life_of_a_step.md").read_text(encoding="utf-8")
     assert len(REFERENCE.findall(text)) > 50
+
+
+def _said(path: str, name: str) -> str:
+    """The source of a function, or of a file, with the parts of its texts joined."""
+    source = functions_of(path)[name] if name else (ROOT / path).read_text(encoding="utf-8")
+    return re.sub(r'"\s*f?"', "", source)
+
+
+def test_messages_of_the_debugging_guide_are_those_of_the_code() -> None:
+    text = (ROOT / "docs" / "debugging.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^- prints `([^`]+)` \(`([\w/.-]+\.py)(?::([\w.]+))?`\)", text, flags=re.MULTILINE)
+    assert len(messages) == text.count("\n- prints ") > 15
+    for message, path, name in messages:
+        said = _said(path, name)
+        parts = [part for part in message.split("...") if part]
+        assert parts and all(part in said for part in parts), f"{message} is not said by {path}:{name}"
