@@ -1,0 +1,141 @@
+"""Every command that README and docs tell the reader to run is one that can be run.
+
+A recipe's command resolves to a valid config, a module is there and knows the options, files that are named exist. What
+a command does is tested where its code is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from recipes.common.launcher.job import resolve_config
+from recipes.common.launcher.settings import read_settings, variables
+from recipes.common.recipe import load_recipe
+from tests.pages import ROOT
+from verl.trainer.config import load_config, validate_config
+
+PAGES = sorted([ROOT / "README.md", ROOT / "README.zh.md", *(ROOT / "docs").glob("*.md")])
+PROGRAMS = ("bash", "python", "source", "curl", "grep")
+_ASSIGNMENT = re.compile(r"[A-Z][A-Z0-9_]*=")
+_MADE_BY_A_COMMAND = (".venv/bin/activate",)  # tools/setup_env.sh
+_RUN_ELSEWHERE = {"-c": "docs/rewards.md"}  # by tests/verl/test_rewards_page.py
+
+
+def commands_of(page: Path) -> list[str]:
+    """Commands of code blocks (fenced ones of a shell, indented ones) and of spans of code."""
+    text = page.read_text(encoding="utf-8")
+    fenced = re.findall(r"```(?:bash|sh|console)\n(.*?)```", text, flags=re.DOTALL)
+    plain = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    lines = [line for block in fenced for line in _joined(block).splitlines()]
+    lines += [line.strip() for line in _joined(plain).splitlines() if line.startswith("    ")]
+    lines += re.findall(r"`((?:python -m|bash|source) [^`]+)`", plain)
+    found = [re.sub(r"\s+# .*", "", line) for line in lines]
+    return [line for line in dict.fromkeys(found) if _program(line) in PROGRAMS]
+
+
+def _joined(text: str) -> str:
+    return re.sub(r"\\\n\s*", "", text)
+
+
+def _program(line: str) -> str:
+    words = line.split()
+    return next((word for word in words if not _ASSIGNMENT.match(word)), "")
+
+
+CASES = [pytest.param(page, line, id=f"{page.name}: {line[:70]}") for page in PAGES for line in commands_of(page)]
+
+
+def test_commands_are_found() -> None:
+    assert len(CASES) > 50
+    assert {page.name for page in PAGES if commands_of(page)} >= {"README.md", "README.zh.md", "debugging.md"}
+
+
+@pytest.mark.parametrize(("page", "line"), CASES)
+def test_a_command_can_be_run(page: Path, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for part in line.split(" && "):
+        words = shlex.split(re.sub(r"<[^>]+>", "127.0.0.1", part))
+        settings = {}
+        while _ASSIGNMENT.match(words[0]):
+            name, _, settings[name] = words.pop(0).partition("=")
+        program, arguments = words[0], words[1:]
+        if program == "bash":
+            _check_script(arguments[0], arguments[1:], settings, tmp_path)
+        elif program == "python":
+            _check_python(page, arguments)
+        elif program == "source":
+            assert arguments[0] in _MADE_BY_A_COMMAND or Path(arguments[0]).is_file()
+        else:
+            assert shutil.which(program)
+
+
+def _check_script(script: str, arguments: list[str], settings: dict[str, str], tmp_path: Path) -> None:
+    assert Path(script).is_file(), script
+    if script.startswith("tests/"):
+        paths = [word for word in arguments if "/" in word]
+        assert all(Path(path).exists() for path in paths)
+    elif script.startswith("recipes/"):
+        recipe = load_recipe(Path(script).parts[1])
+        overrides = [word for word in arguments if word not in ("...", "--print-plan", "--help")]
+        assert all("=" in word for word in overrides)
+        assert settings.keys() <= {*variables(recipe), "NPU_VENV_DIR"}
+        settings = {name: value for name, value in settings.items() if name != "NNODES" and "$" not in value}
+        config = resolve_config(read_settings(recipe, overrides, {"OUTPUT_DIR": str(tmp_path)} | settings))
+        assert validate_config(config) == []
+        function = config.custom_reward_function.path
+        assert function is None or Path(function).is_file() or "my_reward" in function
+
+
+def _check_python(page: Path, arguments: list[str]) -> None:
+    if arguments[0] in _RUN_ELSEWHERE:
+        assert page == ROOT / _RUN_ELSEWHERE[arguments[0]]
+        return
+    assert arguments[0] == "-m", arguments
+    module, given = arguments[1], arguments[2:]
+    assert importlib.util.find_spec(module) is not None, module
+    options = [word.partition("=")[0] for word in given if word.startswith("--")]
+    if module == "pytest":
+        assert all(Path(path).exists() for path in given if "/" in path)
+    elif module == "verl.trainer.main_ppo":
+        load_config([word for word in given if "=" in word])
+    elif options:
+        known = _help(module, *(given[:1] if module == "tools.subtree" else ()))
+        assert all(re.search(rf"(?<![\w-]){option}(?![\w-])", known) for option in options), f"{module} {options}"
+
+
+@cache
+def _help(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout
+
+
+def test_both_languages_say_the_same_things() -> None:
+    """Commands, headings, tables, links and figures of README.md are those of README.zh.md, and each leads to the other."""
+    english, chinese = (ROOT / name for name in ("README.md", "README.zh.md"))
+    assert [_without_words(line) for line in commands_of(english)] == [
+        _without_words(line) for line in commands_of(chinese)
+    ]
+    texts = [page.read_text(encoding="utf-8") for page in (english, chinese)]
+    for form in (r"^#+ ", r"^\|", r"^- ", r"^    ", r"^\d\. "):
+        counts = [len(re.findall(form, text, flags=re.MULTILINE)) for text in texts]
+        assert counts[0] == counts[1], form
+    spans = [sorted(set(re.findall(r"`([^`\n]+)`", text))) for text in texts]
+    assert spans[0] == spans[1]
+    figures = [sorted(set(re.findall(r"\d+\.\d+|\d{2,}", text))) for text in texts]
+    assert figures[0] == figures[1]
+    assert "(README.zh.md)" in texts[0] and "(README.md)" in texts[1]
+
+
+def _without_words(line: str) -> str:
+    return re.sub(r"<[^>]+>", "<>", line)
