@@ -47,7 +47,7 @@ def _joined(text: str) -> str:
 
 
 def _program(line: str) -> str:
-    words = line.split()
+    words = re.sub(r"<[^>]+>", "<>", line).split()
     return next((word for word in words if not _ASSIGNMENT.match(word)), "")
 
 
@@ -121,7 +121,7 @@ def _help(*command: str) -> str:
 
 
 def test_both_languages_say_the_same_things() -> None:
-    """Commands, headings, tables, links and figures of README.md are those of README.zh.md, and each leads to the other."""
+    """Commands, headings, tables, code and figures of both READMEs are the same, and each leads to the other."""
     english, chinese = (ROOT / name for name in ("README.md", "README.zh.md"))
     assert [_without_words(line) for line in commands_of(english)] == [
         _without_words(line) for line in commands_of(chinese)

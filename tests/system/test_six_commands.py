@@ -1,0 +1,53 @@
+"""The six commands of the README, in order: install, run, look, change the reward and resume, serve, ask the model."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.pages import ROOT
+from tests.system.command import Command, newest_step, read_metrics
+from tests.system.jobs import SMALL, Prepared
+from tests.vllm.serving import server_process
+from tools.report.__main__ import main as report
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def _six_commands() -> list[list[str]]:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Six commands\n")[1].split("\n## ")[0]
+    return [shlex.split(line) for line in section.splitlines() if line.startswith("    ") and line[4] != " "]
+
+
+def test_a_new_user_gets_from_nothing_to_an_answer(prepared: Prepared, tmp_path: Path) -> None:
+    install, run, look, change, serve, ask = _six_commands()
+    script = ["bash", "recipes/r1_zero/ray_start_grpo_npu.sh"]  # what ``Command`` starts
+    assert install[:2] == ["bash", "tools/setup_env.sh"]  # tests/tools/test_setup_env.py
+    output = tmp_path / "run"
+    assert run == script
+    with Command(tmp_path / "first.log", prepared.environment(output, STEPS=1), SMALL) as command:
+        assert command.wait() == 0, command.tail()
+    assert look[:4] == ["python", "-m", "tools.report", "--run-dir"]
+    (output / "report.html").unlink()
+    assert report(["--run-dir", str(output)]) == 0 and (output / "report.html").is_file()
+    before = (output / "export_hf" / "model-00001-of-00001.safetensors").read_bytes()
+
+    assert change[0].startswith("STEPS=") and change[1:3] == script
+    with Command(tmp_path / "second.log", prepared.environment(output, STEPS=2), [*SMALL, *change[3:]]) as command:
+        assert command.wait() == 0, command.tail()
+        assert "resumed after step 1" in command.text()
+    steps = read_metrics(output)
+    assert newest_step(output) == 2 and [step["step"] for step in steps] == [0, 1, 2]
+    assert "reward/format" in steps[1] and "reward/boxed" in steps[2], "another function graded the second step"
+    assert (output / "export_hf" / "model-00001-of-00001.safetensors").read_bytes() != before
+
+    assert serve[3:5] == ["--model", "outputs/r1_zero/export_hf"]
+    with server_process(str(output / "export_hf"), 0, *serve[5:]) as (_, port):
+        asked = [word.replace(":8000/", f":{port}/") for word in ask]
+        done = subprocess.run([*asked, "--silent"], capture_output=True, text=True, timeout=60, check=True)
+    [choice] = json.loads(done.stdout)["choices"]
+    assert choice["message"]["content"]
