@@ -129,7 +129,7 @@ def test_hccl_ports_that_are_taken_or_cannot_be_read_are_told() -> None:
 
 
 def test_the_table_has_what_the_big_configs_need() -> None:
-    """Memory with a quarter on top, disk with all checkpoints of a moment: the figures of tested.toml once more."""
+    """Memory with a quarter on top, disk with all checkpoints at once: the figures of tested.toml, computed again."""
     hf = parse_hf_config(tiny_hf_config(**DEEPSEEK_V3))
     for row in load_table()[1]:
         if row.config.endswith("_tiny"):
