@@ -8,8 +8,9 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from mindspeed_llm.conversion.manifest import JOURNAL_NAME, record_from_json, record_to_json
 from mindspeed_llm.conversion.writer import FileRecord
@@ -19,7 +20,7 @@ from mindspeed_llm.conversion.writer import FileRecord
 class Journal:
     """The open journal of one unfinished output; ``records`` are the files that are finished and still there."""
 
-    stream: BinaryIO
+    stream: FileIO
     records: dict[str, FileRecord] = field(default_factory=dict)
 
     def append(self, file: str, record: FileRecord) -> None:
@@ -28,8 +29,9 @@ class Journal:
         self.records[file] = record
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self.stream.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-        self.stream.flush()
+        left = memoryview(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        while left:
+            left = left[self.stream.write(left) :]
         os.fsync(self.stream.fileno())
 
 
@@ -44,7 +46,7 @@ def open_journal(directory: Path, made_from: Mapping[str, Any], resume: bool) ->
     if directory.exists() and any(directory.iterdir()) and not path.exists():
         raise ValueError(f"{directory} is in the way and was not left by a conversion; remove it")
     directory.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as stream:
+    with path.open("a+b", buffering=0) as stream:  # a line that a full disk refused must not be tried again at the end
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -70,7 +72,7 @@ def open_journal(directory: Path, made_from: Mapping[str, Any], resume: bool) ->
         yield journal
 
 
-def _read_lines(stream: BinaryIO) -> list[dict[str, Any]]:
+def _read_lines(stream: FileIO) -> list[dict[str, Any]]:
     """Complete lines; what a kill left of one behind them is cut off."""
     stream.seek(0)
     content = stream.read()

@@ -36,6 +36,7 @@ from recipes.common.launcher.settings import Place, Settings, find_accelerator, 
 from recipes.common.launcher.stream import POLL_S, run_streaming
 from recipes.common.recipe import Recipe, load_recipe, recipe_names
 from verl.trainer.main_ppo import EXIT_WORKER_DIED
+from verl.utils.rank_log import LOG_DIR
 
 SCRIPT_PID = "RECIPE_SCRIPT_PID"  # set by start.sh: its own process id
 BAD_INPUT = 2
@@ -62,7 +63,8 @@ class Launch:
             self.environment.pop(name, None)
         self.head: Head | None = None
         self.ray: cluster.RayNode | None = None
-        self.log_dir = job.settings.log_dir  # this attempt's folder in it, once it is made
+        # This attempt's folder; the head says which one that is, so that other nodes learn it only later.
+        self.log_dir = run_logs.new_attempt(job.settings.log_dir) if place.is_head else job.settings.log_dir
         self.started = time.monotonic()
         self.is_training = False
 
@@ -84,7 +86,6 @@ class Launch:
         return status
 
     def _run_head(self) -> int:
-        self.log_dir = run_logs.new_attempt(self.job.settings.log_dir)
         self.console.print(f"logs are in {self.log_dir}", highlight=False, markup=False, soft_wrap=True)
         if self.job.nnodes > 1:
             self._gather_nodes()
@@ -180,6 +181,7 @@ class Launch:
         output = Console(soft_wrap=True, markup=False, highlight=False)
         # The driver hands settings on to the workers of all nodes; interfaces are each node's own, from its Ray.
         environment = {name: value for name, value in self.environment.items() if not name.endswith("_SOCKET_IFNAME")}
+        environment[LOG_DIR] = str(self.log_dir)
         pid, status = run_streaming(self.processes, stage.command, environment, log, output, self._check)
         if status != 0:
             self._look_for_the_cause()
@@ -392,7 +394,7 @@ def _launch(job: Job, place: Place, console: Console, others: Sequence[hosts.Rem
     run = Launch(job, place, console)
     if not others:
         return run.run()
-    nodes = hosts.RemoteNodes(others, job.settings.log_dir)
+    nodes = hosts.RemoteNodes(others, run.log_dir)
     status = run.run()
     for problem in nodes.end(patience_s=job.settings.lost_timeout_s):
         console.print(problem, style="yellow", highlight=False, markup=False, soft_wrap=True)

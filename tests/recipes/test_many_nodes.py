@@ -144,6 +144,6 @@ def test_a_node_that_cannot_be_reached_is_told(tmp_path: Path) -> None:
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
     assert run.returncode == 1, run.stdout + run.stderr
     assert "1 of 2 nodes were there after 1 s" in run.stdout
-    log = tmp_path / "out" / "logs" / "node_192.0.2.11.log"
+    log = tmp_path / "out" / "logs" / "attempt_1" / "node_192.0.2.11.log"
     assert f"node 192.0.2.11: ssh ended with exit status 255; what it said is in {log}" in run.stdout
     assert log.read_text() == "no route to host\n"

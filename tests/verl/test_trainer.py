@@ -23,6 +23,7 @@ from tests.pages import undocumented
 from tests.verl.bandit import RIGHT_DIGIT, bandit_config, run_bandit, write_inputs
 from verl.single_controller.base import Worker, WorkerDiedError
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.utils.rank_log import LOG_DIR
 from verl.utils.tokenizer import hf_tokenizer
 
 WAIT_S = 120.0
@@ -130,7 +131,7 @@ FILTERED = ("algorithm.filter_groups={enable:True,metric:accuracy}", "data.gen_b
 
 @pytest.mark.timeout(240)
 def test_dynamic_sampling_generates_until_enough_groups_differ_and_resumes_to_the_same_run(
-    local_ray: None, root: Path, tmp_path_factory: pytest.TempPathFactory
+    local_ray: None, root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = tmp_path_factory.mktemp("whole")
     write_inputs(whole)
@@ -143,6 +144,7 @@ def test_dynamic_sampling_generates_until_enough_groups_differ_and_resumes_to_th
         assert record["critic/score/min"] == 0.0 < record["critic/score/mean"] < record["critic/score/max"] == 1.0
         assert record["train/kept_groups_ratio"] < 1 or record["train/num_gen_batches"] == 2
     keeping = ("trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1", "trainer.keep_every_steps=2")
+    monkeypatch.setenv(LOG_DIR, str(root / "logs"))
     for total in (2, 4):
         steps_and_tests = (f"trainer.total_training_steps={total}", "trainer.test_freq=4")
         run_bandit(bandit_config(root, *FILTERED, *steps_and_tests, *keeping))
@@ -150,6 +152,7 @@ def test_dynamic_sampling_generates_until_enough_groups_differ_and_resumes_to_th
         "global_step_2",  # kept for good, by a resumed run too; 1 and 3 went
         "global_step_4",
     ]
+    assert (root / "logs" / "rank_0.log").read_text().count("rank 0 of 1 on ") == 2
     resumed = _metrics(root)
     assert [record["step"] for record in resumed] == list(range(5))
     for ours, theirs in zip(resumed, expected, strict=True):

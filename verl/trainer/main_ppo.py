@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from verl.trainer.config import ConfigError, PPOTrainerConfig, config_warnings, load_config, validate_config
+from verl.utils.rank_log import FORMAT
 
 logger = logging.getLogger("verl.trainer.main_ppo")
 
@@ -19,7 +20,7 @@ EXIT_WORKER_DIED = 3
 def main(argv: Sequence[str] | None = None) -> int:
     """Checks everything, then trains; 0 done, 2 bad input (nothing was started), 3 a worker died."""
     args = _parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format=FORMAT)
     try:
         config = load_config(args.overrides, config_name=args.config_name, config_dir=args.config_dir)
         _raise_problems(validate_config(config))

@@ -4,7 +4,8 @@ logs/latest -> attempt_3
 logs/attempt_3/<stage>.log, main_ppo.log      what each stage and the driver said
 logs/attempt_3/ray_start_<address>.log        ``ray start`` of a node
 logs/attempt_3/ray_<address>/                 Ray's own files of a node: a link while it runs, a copy afterwards
-logs/attempt_3/rank_<N>.{out,err}             what a worker said: links into them
+logs/attempt_3/rank_<N>.log                   what the code of a rank logs
+logs/attempt_3/rank_<N>.{out,err}             all else that its process said: links into Ray's files
 """
 
 from __future__ import annotations

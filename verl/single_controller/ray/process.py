@@ -11,6 +11,8 @@ from typing import Any
 import ray
 import ray.cloudpickle
 
+from verl.utils.rank_log import open_rank_log
+
 
 @dataclass(frozen=True)
 class ProcessAddress:
@@ -54,6 +56,7 @@ class WorkerProcess:
         """Sets what is known only once all processes run, then builds the worker from (cls, args, kwargs)."""
         os.environ.update(env)
         try:
+            open_rank_log(f"{ray.util.get_node_ip_address()}, pid {os.getpid()}")
             cls, args, kwargs = ray.cloudpickle.loads(pickled_worker)
             self.worker = cls(*args, **kwargs)
         except Exception as error:

@@ -15,9 +15,10 @@ from ray.util.placement_group import (
 )
 
 from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool
+from verl.utils.rank_log import LOG_DIR
 
 _DEVICE_RESOURCES = {"cpu": None, "npu": "NPU", "cuda": "GPU", "gpu": "GPU"}
-_PASSED_ON = ("VLLM_", "HCCL_", "ASCEND_", "NCCL_", "GLOO_")
+_PASSED_ON = ("VLLM_", "HCCL_", "ASCEND_", "NCCL_", "GLOO_", LOG_DIR)
 
 
 class RayResourcePool(ResourcePool):

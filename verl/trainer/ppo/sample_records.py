@@ -3,8 +3,8 @@
 A file is ``samples/step_N.jsonl``, one line per sample: ``step``, ``uid`` (of the prompt's group), ``data_source``,
 ``prompt``, ``ground_truth``, ``tokens`` (texts, which joined are the response), ``rollout_log_probs`` (the rollout
 engine's when it sampled) and ``log_probs`` (the training engine's, before the update), both per token and null where
-there is none, ``versions`` ([policy version, tokens sampled with it] in order; a version counts updates), ``reward``,
-``parts`` of it, ``advantage`` (mean over the tokens), ``length`` in tokens and ``finish_reason``.
+there is none, ``versions`` ([policy version, tokens sampled with it] in order; version v is the policy after step v),
+``reward``, ``parts`` of it, ``advantage`` (mean over the tokens), ``length`` in tokens and ``finish_reason``.
 """
 
 from __future__ import annotations

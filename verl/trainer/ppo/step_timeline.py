@@ -39,7 +39,7 @@ class ClockOffset:
 
 
 class StepTimeline:
-    """Records the steps that ``trainer.timeline_freq`` divides; all others cost one comparison a phase.
+    """Records the steps that ``trainer.timeline_freq`` divides; others take a microsecond a phase.
 
     Args:
         report_dir: where the run writes.
