@@ -62,6 +62,7 @@ def start_from_all(root: str) -> list[str]:
     lines = [line]
     for model, overrides in (
         ("fp8", []),
+        ("fp8", ["actor_rollout_ref.rollout.quantization=dequantize"]),
         ("bf16", [SHARDS, f"{ENGINE}.dist_checkpointing_path={root}/legacy"]),
         ("bf16", [SHARDS, f"{ENGINE}.dist_checkpointing_path={root}/dcp"]),
         ("bf16", [SHARDS, f"{ENGINE}.dist_checkpointing_path={root}/saved/actor"]),
@@ -90,7 +91,7 @@ def root(tmp_path: Path) -> Path:
 
 def test_workers_start_with_the_same_weights_from_every_form(root: Path) -> None:
     [lines] = run_ranks(start_from_all, 1, str(root))
-    plain, fp8, legacy, dcp, training = lines
+    plain, fp8, _, legacy, dcp, training = lines
     assert "Hugging Face directory" in plain and " 0 of them in FP8" in plain
     assert "Hugging Face directory" in fp8 and " 0 of them in FP8" not in fp8
     assert "mp_rank shards for ParallelLayout(world_size=2, tensor_model_parallel_size=2" in legacy

@@ -46,8 +46,8 @@ class RolloutConfig:
             ``max_num_seqs``.
         free_cache_engine: taken for upstream's scripts; weights and cache are always given back between generations.
         load_format: taken for upstream's scripts; weights always come from the trainer.
-        quantization: ``fp8`` holds linear weights in e4m3 blocks of 128 x 128, quantised as they arrive; absent = as
-            the model's files.
+        quantization: ``fp8`` holds linear weights in e4m3 blocks of 128 x 128, quantised as they arrive;
+            ``dequantize`` multiplies those of a model in FP8 out; absent = as the model's files.
         tensor_model_parallel_size: ranks that split every layer.
         data_parallel_size: replicas of ``tensor_model_parallel_size`` ranks that share experts; absent = all of them,
             fewer = several engines that know nothing of each other.
@@ -144,8 +144,8 @@ class RolloutConfig:
         for key, value, allowed in choices:
             if value not in allowed:
                 found.append(f"{where}.{key} is {value!r}; expected one of {', '.join(allowed)}")
-        if self.quantization not in (None, "fp8"):
-            found.append(f"{where}.quantization is {self.quantization!r}; expected fp8, or leave it out")
+        if self.quantization not in (None, "fp8", "dequantize"):
+            found.append(f"{where}.quantization is {self.quantization!r}; expected fp8, dequantize, or leave it out")
         for key, size in (("n", self.n), ("val_kwargs.n", self.val_kwargs.n), ("max_num_seqs", self.max_num_seqs)):
             if size < 1:
                 found.append(f"{where}.{key} is {size}; it must be at least 1")
