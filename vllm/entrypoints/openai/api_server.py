@@ -200,6 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with bind(server_args.host, server_args.port) as listener:
         llm = LLM(**{field.name: getattr(engine_args, field.name) for field in dataclasses.fields(EngineArgs)})
         server = ApiServer(llm, server_args, listener)
+        listener.listen()  # from here on who connects waits for the app to start, and is not refused
         logger.info("serving %s on %s", engine_args.model, server.url)
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, _go_on)
