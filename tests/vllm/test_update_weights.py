@@ -18,8 +18,7 @@ from tests.vllm.test_lifecycle import build, tokens_of
 from tests.vllm.tiny import TINY, random_weights, write_checkpoint
 from vllm.model_executor.model_loader.digest import (
     WeightDigest,
-    _inner_coefficients,
-    _outer_coefficients,
+    _coefficients,
     copy_with_digest,
     differences,
     digest,
@@ -134,11 +133,8 @@ def test_digests_add_up_over_tiles_in_any_order_of_memory(is_native: bool, monke
         whole = torch.randn(rows, columns, generator=generator).to(dtype)
         bands = whole if name == "lm_head.weight" else whole.T
         elements = bands.clone(memory_format=torch.contiguous_format).view(torch.int8).long().view(len(bands), -1)
-        c, r = (
-            _inner_coefficients(0, elements.shape[1], whole.device),
-            _outer_coefficients(0, len(bands), whole.device),
-        )
-        expected = int(((elements * c).sum(1) * r).sum()) % 2**64
+        r_P, c_QB = _coefficients(name, bands, (0, 0))
+        expected = int(((elements * c_QB.flatten()).sum(1) * r_P).sum()) % 2**64
         spread = torch.zeros(rows + 1, 2 * columns).to(dtype)
         spread[1:, ::2] = whole
         for laid_out in (whole, whole.T.clone(memory_format=torch.contiguous_format).T, spread[1:, ::2]):

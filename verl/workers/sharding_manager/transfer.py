@@ -146,7 +146,7 @@ class WeightTransfer:
                 view.copy_(values)
             elif values.dtype == self.plan.held_dtypes[route.hf_name]:
                 starts = tuple(start for start, _ in route.ranges)
-                self.sums_N[route.index] += copy_with_digest(route.hf_name, view, values, starts, of=values)
+                self.sums_N[route.index].add_(copy_with_digest(route.hf_name, view, values, starts, of=values))
             else:
                 view.copy_(values)
                 self._add_digest(route, values)
@@ -161,7 +161,7 @@ class WeightTransfer:
             step = max(1, _CHUNK_ELEMENTS * len(values) // values.numel())
         for first in range(0, len(values), step):
             part = values[first : first + step].to(dtype)
-            self.sums_N[route.index] += slice_digest(route.hf_name, part, (starts[0] + first, *starts[1:]))
+            self.sums_N[route.index].add_(slice_digest(route.hf_name, part, (starts[0] + first, *starts[1:])))
 
     def _start(self, round_: Round, packed: Tensor) -> _Travelling:
         arriving = torch.empty(sum(round_.received_bytes), dtype=torch.uint8, device=self.device)

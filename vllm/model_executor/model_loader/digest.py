@@ -27,6 +27,8 @@ from vllm.ops.cpu_build import has_compiler, kernels
 _CHUNK_BYTES = 1 << 20  # of a slice, widened at a time
 _MAX_INNER_BYTES = 1 << 16  # whose products fit in 32 bits
 _OUTER_SALT, _INNER_SALT = 1, 2
+_BYTES_OF_R = 8
+_CPU = torch.device("cpu")
 # The engine keeps [in, out] in memory of what goes into products (`empty_matrix`), [out, in] of the rest.
 _OUTPUTS_TOGETHER = re.compile(r".*(?<!\.kv_b)_proj(_with_mqa)?\.weight")
 
@@ -53,11 +55,10 @@ def slice_digest(hf_name: str, part: Tensor, starts: tuple[int, ...]) -> Tensor:
     part_PQ = _as_rows(hf_name, part)
     if part_PQ.stride(1) != 1 and part_PQ.stride(0) != 1:
         part_PQ = part_PQ.clone(memory_format=torch.contiguous_format)
-    r_P, c_QB = _coefficients(hf_name, part_PQ, starts)
     native = _cpu_digest() if part.is_cpu else None
     if native is None:
-        return _torch_digest(part_PQ, r_P, c_QB)
-    return torch.tensor(native(*_pointers(part_PQ, r_P, c_QB), None, 0, None, 0))
+        return _torch_digest(part_PQ, *_coefficients(hf_name, part_PQ, starts))
+    return torch.tensor(native(*_pointers(hf_name, part_PQ, starts), None, 0, None, 0))
 
 
 def copy_with_digest(hf_name: str, target: Tensor, values: Tensor, starts: tuple[int, ...], of: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ def copy_with_digest(hf_name: str, target: Tensor, values: Tensor, starts: tuple
         return slice_digest(hf_name, of, starts)
     size, of_PQ = target.element_size(), to_PQ if of is target else from_PQ
     places = [(matrix.data_ptr(), matrix.stride(0) * size) for matrix in (from_PQ, to_PQ)]
-    return torch.tensor(native(*_pointers(of_PQ, *_coefficients(hf_name, of_PQ, starts)), *places[0], *places[1]))
+    return torch.tensor(native(*_pointers(hf_name, of_PQ, starts), *places[0], *places[1]))
 
 
 def _as_rows(hf_name: str, part: Tensor) -> Tensor:
@@ -83,19 +84,30 @@ def _as_rows(hf_name: str, part: Tensor) -> Tensor:
     return part.T if inner_dim(hf_name) == 0 else part
 
 
+def _first_places(hf_name: str, starts: tuple[int, ...]) -> tuple[int, int]:
+    """p and q of the slice's first element."""
+    if len(starts) == 1:
+        return 0, starts[0]
+    return (starts[1], starts[0]) if inner_dim(hf_name) == 0 else (starts[0], starts[1])
+
+
 def _coefficients(hf_name: str, part_PQ: Tensor, starts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """r int64 [P], c int8 [Q, bytes of an element]."""
-    first_row, first_column = (0, *starts) if len(starts) == 1 else starts[:: -1 if inner_dim(hf_name) == 0 else 1]
+    (first_row, first_column), device = _first_places(hf_name, starts), part_PQ.device
     (num_rows, num_columns), size = part_PQ.shape, part_PQ.element_size()
-    c_QB = _inner_coefficients(first_column * size, num_columns * size, part_PQ.device).view(num_columns, size)
-    return _outer_coefficients(first_row, num_rows, part_PQ.device), c_QB
+    first_byte, stop = first_column * size, (first_column + num_columns) * size
+    c_QB = _inner_table(_table_size(stop), device)[first_byte:stop].view(num_columns, size)
+    return _table(_OUTER_SALT, _table_size(first_row + num_rows), device)[first_row : first_row + num_rows], c_QB
 
 
-def _pointers(part_PQ: Tensor, r_P: Tensor, c_QB: Tensor) -> tuple[int, ...]:
-    """The slice's part of cpu_digest's arguments."""
-    is_across, size = part_PQ.stride(1) != 1, part_PQ.element_size()
-    stride = part_PQ.stride(1 if is_across else 0) * size
-    return part_PQ.data_ptr(), size, int(is_across), stride, *part_PQ.shape, c_QB.data_ptr(), r_P.data_ptr()
+def _pointers(hf_name: str, part_PQ: Tensor, starts: tuple[int, ...]) -> tuple[int, ...]:
+    """The slice's part of cpu_digest's arguments, without a tensor on the way: experts are many and small."""
+    (rows, columns), (along_p, along_q), size = part_PQ.shape, part_PQ.stride(), part_PQ.element_size()
+    first_row, first_column = _first_places(hf_name, starts)
+    c = _inner_table(_table_size((first_column + columns) * size), _CPU).data_ptr() + first_column * size
+    r = _table(_OUTER_SALT, _table_size(first_row + rows), _CPU).data_ptr() + first_row * _BYTES_OF_R
+    is_across = along_q != 1
+    return part_PQ.data_ptr(), size, int(is_across), (along_q if is_across else along_p) * size, rows, columns, c, r
 
 
 @cache
@@ -147,23 +159,13 @@ def _text(digest: WeightDigest) -> str:
     return f"{str(digest.dtype).removeprefix('torch.')} {list(digest.shape)} {digest.value:016x}"
 
 
-def _outer_coefficients(start: int, count: int, device: torch.device) -> Tensor:
-    """Odd numbers int64 [count], of the positions from `start` on."""
-    return _table(_OUTER_SALT, _table_size(start + count), device)[start : start + count]
-
-
-def _inner_coefficients(start: int, count: int, device: torch.device) -> Tensor:
-    """int8 [count] without 0, of the positions from `start` on."""
-    return _inner_table(_table_size(start + count), device)[start : start + count]
-
-
 def _table_size(count: int) -> int:
     return 1 << max(12, (count - 1).bit_length())
 
 
 @lru_cache(maxsize=64)
 def _inner_table(size: int, device: torch.device) -> Tensor:
-    bits = (_table(_INNER_SALT, size, torch.device("cpu")) >> 40) & 0xFF
+    bits = (_table(_INNER_SALT, size, _CPU) >> 40) & 0xFF
     return torch.where(bits == 0, 1, bits).to(torch.uint8).view(torch.int8).to(device)
 
 
