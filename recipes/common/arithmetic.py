@@ -8,7 +8,9 @@ import json
 import random
 import re
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # run by its path: let the repository's packages be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -16,6 +18,7 @@ if not __package__:  # run by its path: let the repository's packages be found
 from recipes.common.stamp import write_text_atomically
 
 KINDS = ("sum", "maximum", "minimum")
+HELD_OUT = 10  # one problem of so many, where a recipe's form of the set has sides
 
 
 def make_problem(kind: str, numbers: tuple[int, ...]) -> dict[str, str]:
@@ -68,6 +71,30 @@ def make_set(num_problems: int = 3000, seed: int = 42) -> list[dict[str, str]]:
         chosen += [make_problem(kind, numbers) for numbers in generator.sample(pool, wanted)]
     generator.shuffle(chosen)
     return chosen
+
+
+def solution_of_row(row: dict[str, Any], instruction: str) -> str:
+    """``solution_of`` a verl row whose only message is a problem and ``instruction``: such rows carry no solution."""
+    problem: str = row["prompt"][0]["content"]
+    return solution_of(problem.removesuffix(instruction))
+
+
+def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """One row a line, atomically."""
+    write_text_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def generate(
+    module: str, description: str | None, write_set: Callable[[Path, int, int], None], argv: list[str] | None
+) -> int:
+    """Command line of a recipe's own form of the problems: ``write_set(output_dir, num_problems, seed)``."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--num-problems", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=42)
+    args = parser.parse_args(argv)
+    write_set(args.output_dir, args.num_problems, args.seed)
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 
-from recipes.common.arithmetic import make_set
-from recipes.common.stamp import write_text_atomically
-
-HELD_OUT = 10  # one problem of so many
+from recipes.common.arithmetic import HELD_OUT, generate, make_set, write_json_lines
 
 
 def write_set(output_dir: Path, num_problems: int, seed: int) -> None:
@@ -25,18 +20,12 @@ def write_set(output_dir: Path, num_problems: int, seed: int) -> None:
     ]
     count = len(rows) // HELD_OUT
     for side, part in (("test", rows[:count]), ("train", rows[count:])):
-        write_text_atomically(output_dir / f"{side}.jsonl", "".join(json.dumps(row) + "\n" for row in part))
+        write_json_lines(output_dir / f"{side}.jsonl", part)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of ``python -m recipes.math_lighteval.arithmetic``."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.math_lighteval.arithmetic", description=__doc__)
-    parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--num-problems", type=int, default=3000)
-    parser.add_argument("--seed", type=int, default=42)
-    args = parser.parse_args(argv)
-    write_set(args.output_dir, args.num_problems, args.seed)
-    return 0
+    return generate("recipes.math_lighteval.arithmetic", __doc__, write_set, argv)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ if not __package__:  # run by its path, as the recipe's README shows: let the re
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from recipes.common.math_answers import true_answer
-from recipes.common.stamp import digest_of, is_current, write_atomically, write_stamp
+from recipes.common.stamp import digest_of, is_current, write_stamp
+from recipes.common.verl_rows import check_rows, write_parquet
 
 DATA_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
 INSTRUCTION = " Let's think step by step and output the final answer within \\boxed{}."
@@ -27,7 +28,6 @@ GSM8K = "openai/gsm8k"
 FORMS = {DATA_SOURCE: ("problem", "solution"), GSM8K: ("question", "answer")}
 CARRIED = ("level", "type")  # where a row has them
 FORM_VERSION = 1  # raise when the rows would come out differently from the same input
-MOST_TOLD = 10
 
 
 @dataclass(frozen=True)
@@ -131,32 +131,8 @@ def converted(files: list[Path], side: str) -> list[dict[str, Any]]:
             problems.append(f"{source.file}: row {source.position}: {row}")
         else:
             rows.append(row)
-    if not rows and not problems:
-        problems.append(f"{', '.join(map(str, files))}: no rows")
-    if problems:
-        more = [f"and {len(problems) - MOST_TOLD} more"] if len(problems) > MOST_TOLD else []
-        raise ValueError("\n".join([*problems[:MOST_TOLD], *more]))
+    check_rows(rows, problems, ", ".join(map(str, files)))
     return rows
-
-
-def write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write verl rows with a fixed schema, atomically."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    text = pa.string()
-    schema = pa.schema(
-        [
-            ("data_source", text),
-            ("prompt", pa.list_(pa.struct([("role", text), ("content", text)]))),
-            ("ability", text),
-            ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
-            ("extra_info", pa.struct([("split", text), ("index", pa.int64())])),
-            *((name, text) for name in CARRIED),
-        ]
-    )
-    table = pa.Table.from_pylist(rows, schema=schema)
-    write_atomically(path, lambda temporary: pq.write_table(table, temporary))
 
 
 def convert(input_dir: Path, local_dir: Path) -> dict[str, int] | None:
@@ -176,7 +152,7 @@ def convert(input_dir: Path, local_dir: Path) -> dict[str, int] | None:
         return None
     rows = {side: converted(files[side], side) for side in SIDES}
     for side in SIDES:
-        write_parquet(rows[side], outputs[side])
+        write_parquet(rows[side], outputs[side], text_columns=CARRIED)
     write_stamp(local_dir, digest, outputs.values())
     return {side: len(rows[side]) for side in SIDES}
 

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from recipes.common import arithmetic
 from recipes.common.corpus import CorpusStyle
 from recipes.common.launcher.job import Job, Stage
 from recipes.common.recipe import Recipe
 from recipes.math_lighteval.math_lighteval import INSTRUCTION, input_files
-
-
-def solution_of(row: dict[str, Any]) -> str:
-    """A worked solution: the rows carry none, but the generated problems can be solved again."""
-    problem: str = row["prompt"][0]["content"]
-    return arithmetic.solution_of(problem.removesuffix(INSTRUCTION))
-
 
 CORPUS = CorpusStyle(
     well_formed="{thought}\nThe answer is $\\boxed{{{answer}}}$.",
@@ -28,7 +21,7 @@ CORPUS = CorpusStyle(
         "The answer is {answer}.",
     ),
     whole_tokens=(INSTRUCTION, "\\boxed{"),
-    solution_of=solution_of,
+    solution_of=partial(arithmetic.solution_of_row, instruction=INSTRUCTION),
 )
 
 

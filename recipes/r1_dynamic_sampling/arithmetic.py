@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 
-from recipes.common.arithmetic import make_set
-from recipes.common.stamp import write_text_atomically
+from recipes.common.arithmetic import HELD_OUT, generate, make_set, write_json_lines
 
 INSTRUCTION = " Think first, then give the answer within \\boxed{}."
-HELD_OUT = 10  # one problem of so many
 EVAL_SETS = ("sums", "comparisons")
 
 
@@ -25,18 +21,12 @@ def write_set(output_dir: Path, num_problems: int, seed: int) -> None:
         content = item["problem"] + INSTRUCTION
         parts[name].append({"prompt": [{"role": "user", "content": content}], "label": item["answer"]})
     for name, rows in parts.items():
-        write_text_atomically(output_dir / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        write_json_lines(output_dir / f"{name}.jsonl", rows)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of ``python -m recipes.r1_dynamic_sampling.arithmetic``."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.r1_dynamic_sampling.arithmetic", description=__doc__)
-    parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--num-problems", type=int, default=3000)
-    parser.add_argument("--seed", type=int, default=42)
-    args = parser.parse_args(argv)
-    write_set(args.output_dir, args.num_problems, args.seed)
-    return 0
+    return generate("recipes.r1_dynamic_sampling.arithmetic", __doc__, write_set, argv)
 
 
 if __name__ == "__main__":

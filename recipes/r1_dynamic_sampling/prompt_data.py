@@ -12,11 +12,11 @@ from typing import Any
 if not __package__:  # run by its path, as the recipe's README shows: let the repository's packages be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from recipes.common.stamp import digest_of, is_current, write_atomically, write_stamp
+from recipes.common.stamp import digest_of, is_current, write_stamp
+from recipes.common.verl_rows import check_rows, write_parquet
 
 HELD_OUT_SET = "held_out"  # what is evaluated on when no evaluation set is given
 FORM_VERSION = 1  # raise when the rows would come out differently from the same input
-MOST_TOLD = 10
 
 
 def read_lines(file: Path, input_key: str, label_key: str, source: str) -> list[dict[str, Any]]:
@@ -34,11 +34,7 @@ def read_lines(file: Path, input_key: str, label_key: str, source: str) -> list[
                 problems.append(f"{file}: line {number}: {row}")
             else:
                 rows.append(row)
-    if not rows and not problems:
-        problems.append(f"{file}: no rows")
-    if problems:
-        more = [f"and {len(problems) - MOST_TOLD} more"] if len(problems) > MOST_TOLD else []
-        raise ValueError("\n".join([*problems[:MOST_TOLD], *more]))
+    check_rows(rows, problems, str(file))
     return rows
 
 
@@ -78,25 +74,6 @@ def _chat(prompt: Any) -> list[dict[str, str]] | None:
             return None
         found.append({"role": message["role"], "content": message["content"]})
     return found
-
-
-def write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write verl rows with a fixed schema, atomically."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    text = pa.string()
-    schema = pa.schema(
-        [
-            ("data_source", text),
-            ("prompt", pa.list_(pa.struct([("role", text), ("content", text)]))),
-            ("ability", text),
-            ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
-            ("extra_info", pa.struct([("split", text), ("index", pa.int64())])),
-        ]
-    )
-    table = pa.Table.from_pylist(rows, schema=schema)
-    write_atomically(path, lambda temporary: pq.write_table(table, temporary))
 
 
 def set_pairs(words: Sequence[str]) -> dict[str, Path]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from recipes.common import arithmetic
 from recipes.common.corpus import CorpusStyle
@@ -16,12 +17,6 @@ if TYPE_CHECKING:
     from recipes.common.launcher.settings import Settings
 
 
-def solution_of(row: dict[str, Any]) -> str:
-    """A worked solution: the rows carry none, but the generated problems can be solved again."""
-    problem: str = row["prompt"][0]["content"]
-    return arithmetic.solution_of(problem.removesuffix(INSTRUCTION))
-
-
 CORPUS = CorpusStyle(
     well_formed="<think>{thought}</think>The answer is \\boxed{{{answer}}}.",
     broken=(
@@ -32,7 +27,7 @@ CORPUS = CorpusStyle(
         "{thought}",
     ),
     whole_tokens=(INSTRUCTION, "<think>", "</think>", "\\boxed{"),
-    solution_of=solution_of,
+    solution_of=partial(arithmetic.solution_of_row, instruction=INSTRUCTION),
 )
 
 
