@@ -16,15 +16,17 @@ from tests.npu.rollout_op_cases import CASES, SMALL
 from tests.vllm.tiny import write_checkpoint
 from vllm import LLM, SamplingParams
 from vllm.ops.contract import DecodeMetadata, PrefillMetadata, RolloutOps, SamplingBatch, resolve
-from vllm.ops.cpu import _CpuOps, multiplies_bfloat16
+from vllm.ops.cpu import Bfloat16Products, best_products, cpu_table
 from vllm.ops.reference import rollout_ops as reference_ops
 from vllm.platforms import resolve_platform
 from vllm.v1.sample.rng import row_keys, vocab_keys
 
 REFERENCE = reference_ops()
-WIDENED, DOT = _CpuOps(has_bfloat16=False).table(), _CpuOps(has_bfloat16=True).table()
-# bfloat16 instructions are emulated where the processor has none.
+WIDENED, DOT = cpu_table(Bfloat16Products.WIDENED), cpu_table(Bfloat16Products.DOT)
+# Pairs are emulated where the processor has no instructions for them; tiles are not.
 TABLES = {"fp32": (WIDENED, torch.float32), "bf16 widened": (WIDENED, torch.bfloat16), "bf16": (DOT, torch.bfloat16)}
+if best_products() is Bfloat16Products.TILES:
+    TABLES["bf16 tiles"] = (cpu_table(Bfloat16Products.TILES), torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -197,7 +199,8 @@ def test_the_cpu_platform_uses_this_table() -> None:
     table = resolve(resolve_platform("cpu").rollout_ops)
     assert table.names["linear"] == "native"
     assert table.names["mla_decode"] == "native"
-    assert multiplies_bfloat16() == bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
+    known = torch.cpu.get_capabilities()
+    assert (best_products() is Bfloat16Products.WIDENED) != known.get("avx512_bf16", False)
 
 
 def test_without_a_compiler_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

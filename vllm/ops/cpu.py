@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from vllm.ops.reference_exchange import all_to_all_experts
 
 logger = logging.getLogger(__name__)
 
-_FLOAT32, _WIDENED, _DOT = 0, 1, 2  # modes of the kernels
+_FLOAT32 = 0  # mode of the kernels for float32 tensors
 _PREFILL_TOKENS = 512  # attended to at a time: queries in latent space are wider than the model's own
 _NATIVE = (
     "linear",
@@ -40,13 +41,21 @@ _NATIVE = (
 )
 
 
+class Bfloat16Products(IntEnum):
+    """How the kernels multiply bfloat16 tensors; every way is the same for all rows, their results differ in rounding."""
+
+    WIDENED = 1  # in float32 registers: any processor
+    DOT = 2  # by the instructions for pairs (AVX512-BF16)
+    TILES = 3  # by those for tiles of 16 rows by 16 columns (AMX)
+
+
 def rollout_ops() -> RolloutOps:
     """The table for this processor; builds the kernels when they are not there yet.
 
     Raises:
         RuntimeError: they cannot be built.
     """
-    return _CpuOps(multiplies_bfloat16()).table()
+    return cpu_table(best_products())
 
 
 def default_ops() -> RolloutOps:
@@ -64,16 +73,24 @@ def default_ops() -> RolloutOps:
     return reference.rollout_ops()
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether the kernels have instructions for bfloat16 products on this CPU."""
-    return bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
+def best_products() -> Bfloat16Products:
+    """The quickest way that this processor has instructions for, and the system lets us use."""
+    if kernels().cpu_may_use_tiles():
+        return Bfloat16Products.TILES
+    has_pairs = torch.cpu.get_capabilities().get("avx512_bf16", False)
+    return Bfloat16Products.DOT if has_pairs else Bfloat16Products.WIDENED
+
+
+def cpu_table(products: Bfloat16Products) -> RolloutOps:
+    """The table that multiplies bfloat16 in one way; pairs are emulated where the processor has no instructions."""
+    return _CpuOps(products).table()
 
 
 class _CpuOps:
     """The entries, with the kernels' way of multiplying bfloat16 chosen."""
 
-    def __init__(self, has_bfloat16: bool) -> None:
-        self.modes = {torch.float32: _FLOAT32, torch.bfloat16: _DOT if has_bfloat16 else _WIDENED}
+    def __init__(self, products: Bfloat16Products) -> None:
+        self.modes = {torch.float32: _FLOAT32, torch.bfloat16: int(products)}
         kernels()  # built now, not in the first step
 
     def table(self) -> RolloutOps:

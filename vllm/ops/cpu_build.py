@@ -90,8 +90,10 @@ def _build() -> Path:
 def _target_flags() -> list[str]:
     if platform.machine() in ("x86_64", "AMD64"):
         # Said again: a compiler older than the processor takes its family for another one.
-        bfloat16 = ["-mavx512bf16"] if torch.cpu.get_capabilities().get("avx512_bf16", False) else []
-        return ["-fPIC", "-march=native", "-mprefer-vector-width=512", *bfloat16]
+        has = torch.cpu.get_capabilities().get
+        bfloat16 = ["-mavx512bf16"] if has("avx512_bf16", False) else []
+        tiles = ["-mamx-tile", "-mamx-bf16"] if has("amx_bf16", False) and has("avx512_bf16", False) else []
+        return ["-fPIC", "-march=native", "-mprefer-vector-width=512", *bfloat16, *tiles]
     return ["-fPIC", "-mcpu=native"]
 
 

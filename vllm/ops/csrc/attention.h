@@ -6,7 +6,7 @@
 #include <atomic>
 #include <cmath>
 
-#include "gemm.h"
+#include "linear.h"
 
 constexpr long HEADS = 8;
 constexpr long SPAN = 512;  // even

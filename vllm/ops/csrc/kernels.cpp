@@ -1,4 +1,4 @@
-// The C entry points of vllm/ops/cpu.py. `mode`: 0 float32, 1 bfloat16 widened to float32, 2 bfloat16 instructions.
+// The C entry points of vllm/ops/cpu.py. `mode`: 0 float32, 1 bfloat16 widened to float32, 2 bfloat16 instructions, 3 tiles.
 // Strides count elements; the last dimension of a tensor is contiguous unless a stride is given for it.
 #include <type_traits>
 #include <utility>
@@ -12,7 +12,8 @@
   switch (mode) {                                   \
     case 0: { typedef Float32 M; call; } break;     \
     case 1: { typedef Widened M; call; } break;     \
-    default: { typedef Dot M; call; } break;        \
+    case 2: { typedef Dot M; call; } break;         \
+    default: { typedef Tiles M; call; } break;      \
   }
 #define BY_TYPE(mode, call)                         \
   switch (mode) {                                   \
@@ -23,6 +24,8 @@
 extern "C" {
 
 int num_threads() { return omp_get_max_threads(); }
+
+int cpu_may_use_tiles() { return may_use_tiles(); }
 
 void cpu_head_linear(long mode, const void* x, long x_token, long x_head, long tokens, long heads, const void* w,
                      long w_head, long w_k, long w_n, long k, long n, void* out) {

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "gemm.h"
+#include "linear.h"
 
 template <class T>
 struct Experts {
@@ -13,7 +13,7 @@ struct Experts {
   long count, hidden, width, first;
 };
 
-// Chunks of at most CHUNK rows of one expert.
+// At most Rows<M>::AT_ONCE rows of one expert.
 struct Segment {
   long expert, start, rows;
 };
@@ -23,7 +23,8 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
                           const int64_t* ids, Experts<typename M::T> experts, typename M::T* out) {
   typedef typename M::T T;
   typedef std::conditional_t<M::is_dot, bf16, float> Act;  // activations between the products
-  typedef std::conditional_t<M::is_dot, Dot, Float32> Second;
+  typedef std::conditional_t<M::is_dot, M, Float32> Second;
+  constexpr long chunk = Rows<M>::AT_ONCE;
   const long hidden = experts.hidden, width = experts.width, total = tokens * choices;
   static thread_local Buffer order_buffer, place_buffer, segment_buffer, end_buffer, act_buffer, result_buffer;
   long* order = order_buffer.get<long>(total);
@@ -34,11 +35,11 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
     const long e = ids[s] - experts.first;
     if (e >= 0 && e < experts.count) ++ends[e + 1];
   }
-  Segment* segments = segment_buffer.get<Segment>(experts.count + total / CHUNK + 1);
+  Segment* segments = segment_buffer.get<Segment>(experts.count + total / chunk + 1);
   long num_segments = 0;
   for (long e = 0; e < experts.count; ++e) {
     const long start = ends[e], rows = ends[e + 1];
-    for (long done = 0; done < rows; done += CHUNK) segments[num_segments++] = {e, start + done, std::min(CHUNK, rows - done)};
+    for (long done = 0; done < rows; done += chunk) segments[num_segments++] = {e, start + done, std::min(chunk, rows - done)};
     ends[e + 1] += ends[e];
   }
   for (long s = 0; s < total; ++s) {
@@ -58,11 +59,12 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
   std::atomic<long> next_up{0}, next_down{0};
 #pragma omp parallel
   {
-    static thread_local PackedRows<M> rows;
-    static thread_local PackedRows<M> act_rows;
+    Scope<M> scope;
+    static thread_local Rows<M> rows;
+    static thread_local Rows<M> act_rows;
     static thread_local Buffer buffer;
-    float* gate = buffer.get(2 * CHUNK * item_columns);
-    float* up = gate + CHUNK * item_columns;
+    float* gate = buffer.get(2 * chunk * item_columns);
+    float* up = gate + chunk * item_columns;
     long packed_for = -1;
     for (long item = next_up++; item < num_segments * up_items; item = next_up++) {
       const Segment segment = segments[item / up_items];
@@ -79,7 +81,7 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
         rows.multiply(w, width + first, columns, up);
         for (long p = 0; p * PANEL < columns; ++p)
           for (long i = 0; i < segment.rows; ++i) {
-            const float *g = gate + (p * segment.rows + i) * PANEL, *u = up + (p * segment.rows + i) * PANEL;
+            const float *g = gate + (p * rows.rows_apart() + i) * PANEL, *u = up + (p * rows.rows_apart() + i) * PANEL;
             vf low = silu(load(g)) * load(u), high = silu(load(g + LANES)) * load(u + LANES);
             in_order<M>(low, high);
             Act* to = act + (segment.start + i) * width + first + p * PANEL;
@@ -105,7 +107,7 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
         act_rows.multiply(w, first, columns, gate);
         for (long p = 0; p * PANEL < columns; ++p)
           for (long i = 0; i < segment.rows; ++i) {
-            const float* sums = gate + (p * segment.rows + i) * PANEL;
+            const float* sums = gate + (p * act_rows.rows_apart() + i) * PANEL;
             float* to = results + (segment.start + i) * row_size + first + p * PANEL;
             const float weight = weights[order[segment.start + i]];
             store(to, load(sums) * weight);

@@ -1,0 +1,48 @@
+// Rows of all heads times each head's weight, on all threads.
+#pragma once
+#include "tiles.h"
+
+template <class T>
+struct Batch {  // x[t, n] = data + t * token_stride + n * head_stride
+  T* data;
+  long token_stride, head_stride;
+};
+
+// out[t, n, :] = x[t, n, :] w[n]
+template <class M>
+static void head_linear(Batch<const typename M::T> x, long tokens, long heads, Weight<typename M::T> w,
+                        long w_head_stride, long k, long n, Batch<typename M::T> out) {
+  typedef typename M::T T;
+  const long panels = (n + PANEL - 1) / PANEL;
+  const int threads = tokens * heads * k * n < SMALL_PRODUCT ? 1 : omp_get_max_threads();
+  constexpr long alike = Rows<M>::ALIKE;
+  long chunk = Rows<M>::AT_ONCE;
+  while (chunk > alike && (tokens + chunk - 1) / chunk * heads * panels < 2 * threads)
+    chunk = (chunk / 2 + alike - 1) / alike * alike;
+  const long chunks = (tokens + chunk - 1) / chunk, items = heads * chunks * panels;
+#pragma omp parallel num_threads(threads)
+  {
+    Scope<M> scope;
+    static thread_local Rows<M> rows;
+    static thread_local Buffer sums_buffer;
+    float* sums = sums_buffer.get(Rows<M>::AT_ONCE * PANEL * PANELS);
+    const long part = omp_get_thread_num(), parts = omp_get_num_threads(), end = items * (part + 1) / parts;
+    long packed_for = -1, taken;
+    for (long item = items * part / parts; item < end; item += taken) {
+      const long group = item / panels, head = group / chunks, start = group % chunks * chunk;
+      const long count = std::min(chunk, tokens - start), first = item % panels * PANEL;
+      if (packed_for != group) {
+        rows.pack([&](long i) { return x.data + (start + i) * x.token_stride + head * x.head_stride; }, count, k);
+        packed_for = group;
+      }
+      const Weight<T> of_head = {w.data + head * w_head_stride, w.k_stride, w.n_stride};
+      taken = std::min({rows.panels_at_once(of_head), end - item, panels - item % panels});
+      const long columns = std::min(taken * PANEL, n - first);
+      rows.multiply(of_head, first, columns, sums);
+      for (long p = 0; p < taken; ++p)
+        for (long i = 0; i < count; ++i)
+          store_columns<M>(out.data + (start + i) * out.token_stride + head * out.head_stride + first + p * PANEL,
+                           sums + (p * rows.rows_apart() + i) * PANEL, columns - p * PANEL);
+    }
+  }
+}
