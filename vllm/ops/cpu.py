@@ -90,6 +90,7 @@ class _CpuOps:
     """The entries, with the kernels' way of multiplying bfloat16 chosen."""
 
     def __init__(self, products: Bfloat16Products) -> None:
+        self.weights_by_row = products is Bfloat16Products.TILES
         self.modes = {torch.float32: _FLOAT32, torch.bfloat16: int(products)}
         kernels()  # built now, not in the first step
 
@@ -99,7 +100,7 @@ class _CpuOps:
         names = base.names | dict.fromkeys(_NATIVE, "native")
         names |= {"exchanged_experts": "native experts, reference exchange"}
         names |= {"sample": "native without filters, reference with them"}
-        return replace(base, **entries, names=names, not_recordable=("gqa_decode", "exchanged_experts"))
+        return replace(base, **entries, names=names, not_recordable=("gqa_decode", "exchanged_experts"), weights_by_row=self.weights_by_row)
 
     def linear(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         rows = x_TI.shape[0]
@@ -333,18 +334,21 @@ class _CpuOps:
         if len(x_TH) == 0:
             return out_TH
         x_TH, weights_TK, ids_TK = _last_contiguous(x_TH), weights_TK.float().contiguous(), ids_TK.contiguous()
-        w13_EH2F, w2_EFH = w13_E2FH.transpose(1, 2).contiguous(), w2_EHF.transpose(1, 2).contiguous()
-        experts, width, hidden = w2_EFH.shape
+        experts, hidden, width = w2_EHF.shape
+        if self.weights_by_row:
+            w13_E2FH, w2_EHF = w13_E2FH.contiguous(), w2_EHF.contiguous()
+        else:
+            w13_E2FH, w2_EHF = _in_out(w13_E2FH), _in_out(w2_EHF)
         launch(
             "cpu_fused_experts",
-            self._mode(x_TH, w13_EH2F, w2_EFH),
+            self._mode(x_TH, w13_E2FH, w2_EHF),
             x_TH.data_ptr(),
             x_TH.stride(0),
             *ids_TK.shape,
             weights_TK.data_ptr(),
             ids_TK.data_ptr(),
-            w13_EH2F.data_ptr(),
-            w2_EFH.data_ptr(),
+            w13_E2FH.data_ptr(),
+            w2_EHF.data_ptr(),
             experts,
             hidden,
             width,
@@ -402,6 +406,11 @@ class _CpuOps:
         for other in others:
             assert other.dtype is first.dtype, (first.dtype, other.dtype)
         return self.modes[first.dtype]
+
+
+def _in_out(weight_EOI: Tensor) -> Tensor:
+    """The same matrices with memory [E, I, O]: a view's, or a copy's."""
+    return weight_EOI.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _last_contiguous(x: Tensor) -> Tensor:

@@ -72,8 +72,8 @@ class FusedMoE(nn.Module):
         self.e_score_correction_bias: nn.Parameter | None = None
         if hf.scoring_func == "sigmoid":
             self.e_score_correction_bias = empty_parameter(hf.n_routed_experts, dtype=torch.float32)
-        self.w13 = empty_matrix(self.num_local_experts, 2 * width, hf.hidden_size)
-        self.w2 = empty_matrix(self.num_local_experts, hf.hidden_size, width)
+        self.w13 = empty_matrix(ops, self.num_local_experts, 2 * width, hf.hidden_size)
+        self.w2 = empty_matrix(ops, self.num_local_experts, hf.hidden_size, width)
         self.shared_experts = None
         if hf.n_shared_experts:
             shared_width = hf.moe_intermediate_size * hf.n_shared_experts

@@ -1,6 +1,6 @@
 """Linear layers and embeddings that hold this rank's slice and say which slice it is.
 
-Weights are [out, in] as in checkpoints; those of products are stored the other way round in memory (`empty_matrix`).
+Weights are [out, in] as in checkpoints; in memory those of products lie as the op table wants them (`empty_matrix`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def empty_parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Paramet
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
-def empty_matrix(*shape: int) -> nn.Parameter:
-    """A parameter [..., out, in] whose memory is [..., in, out]: small fp32 products on a CPU are 10 to 40% quicker
-    so.
-    """
+def empty_matrix(ops: RolloutOps, *shape: int) -> nn.Parameter:
+    """A parameter [..., out, in] in the memory order that products of ``ops`` want: [..., in, out] unless by row."""
+    if ops.weights_by_row:
+        return empty_parameter(*shape)
     return nn.Parameter(torch.empty(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2), requires_grad=False)
 
 
@@ -47,7 +47,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.ops = ops
         self.in_size, self.out_sizes, self.tp = in_size, list(out_sizes), tp
-        self.weight = empty_matrix(sum(out_sizes) // tp.world_size, in_size)
+        self.weight = empty_matrix(ops, sum(out_sizes) // tp.world_size, in_size)
 
     def forward(self, x_TI: Tensor) -> Tensor:
         """[T, in] -> [T, sum(out) / TP], the matrices' outputs one after the other."""
@@ -71,7 +71,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.ops = ops
         self.in_size, self.out_size, self.tp = in_size, out_size, tp
-        self.weight = empty_matrix(out_size, in_size // tp.world_size)
+        self.weight = empty_matrix(ops, out_size, in_size // tp.world_size)
 
     def forward(self, x_TI: Tensor, reduce: bool = True) -> Tensor:
         """[T, in / TP] -> [T, out]."""

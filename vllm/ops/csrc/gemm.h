@@ -255,8 +255,9 @@ static void run_kernel(long rows, const float* x, const float* packed, const typ
 template <class M>
 class PackedRows {
  public:
-  static constexpr long ALIKE = TILE;      // rows in one tile
+  static constexpr long ALIKE = TILE;     // rows in one tile
   static constexpr long AT_ONCE = CHUNK;  // rows that are packed at a time, whole tiles
+  static constexpr long SUMS = AT_ONCE * PANEL * PANELS;  // that `multiply` makes at most
   long rows_apart() const { return rows_; }  // of one panel of the sums
 
   template <class X = M, class Row>

@@ -25,7 +25,7 @@ static void head_linear(Batch<const typename M::T> x, long tokens, long heads, W
     Scope<M> scope;
     static thread_local Rows<M> rows;
     static thread_local Buffer sums_buffer;
-    float* sums = sums_buffer.get(Rows<M>::AT_ONCE * PANEL * PANELS);
+    float* sums = sums_buffer.get(Rows<M>::SUMS);
     const long part = omp_get_thread_num(), parts = omp_get_num_threads(), end = items * (part + 1) / parts;
     long packed_for = -1, taken;
     for (long item = items * part / parts; item < end; item += taken) {
@@ -39,10 +39,11 @@ static void head_linear(Batch<const typename M::T> x, long tokens, long heads, W
       taken = std::min({rows.panels_at_once(of_head), end - item, panels - item % panels});
       const long columns = std::min(taken * PANEL, n - first);
       rows.multiply(of_head, first, columns, sums);
-      for (long p = 0; p < taken; ++p)
-        for (long i = 0; i < count; ++i)
-          store_columns<M>(out.data + (start + i) * out.token_stride + head * out.head_stride + first + p * PANEL,
-                           sums + (p * rows.rows_apart() + i) * PANEL, columns - p * PANEL);
+      for (long i = 0; i < count; ++i) {
+        T* to = out.data + (start + i) * out.token_stride + head * out.head_stride + first;
+        for (long p = 0; p < taken; ++p)
+          store_columns<M>(to + p * PANEL, sums + (p * rows.rows_apart() + i) * PANEL, columns - p * PANEL);
+      }
     }
   }
 }

@@ -8,8 +8,8 @@
 
 template <class T>
 struct Experts {
-  const T* w13;  // [experts, hidden, 2 * width] in memory
-  const T* w2;   // [experts, width, hidden]
+  const T* w13;  // [experts, hidden, 2 * width] in memory, by row [experts, 2 * width, hidden]
+  const T* w2;   // [experts, width, hidden], by row [experts, hidden, width]
   long count, hidden, width, first;
 };
 
@@ -56,6 +56,10 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
   constexpr long item_columns = PANEL * PANELS;
   const long up_items = (width + item_columns - 1) / item_columns;
   const long down_items = (hidden + item_columns - 1) / item_columns;
+  auto matrix = [](const T* all, long expert, long k, long n) -> Weight<T> {
+    const T* data = all + expert * k * n;
+    return by_row<M> ? Weight<T>{data, 1, k} : Weight<T>{data, n, 1};
+  };
   std::atomic<long> next_up{0}, next_down{0};
 #pragma omp parallel
   {
@@ -63,8 +67,8 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
     static thread_local Rows<M> rows;
     static thread_local Rows<M> act_rows;
     static thread_local Buffer buffer;
-    float* gate = buffer.get(2 * chunk * item_columns);
-    float* up = gate + chunk * item_columns;
+    float* gate = buffer.get(2 * Rows<M>::SUMS);
+    float* up = gate + Rows<M>::SUMS;
     long packed_for = -1;
     for (long item = next_up++; item < num_segments * up_items; item = next_up++) {
       const Segment segment = segments[item / up_items];
@@ -72,7 +76,7 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
         rows.pack([&](long i) { return x.data + order[segment.start + i] / choices * x.token_stride; }, segment.rows, hidden);
         packed_for = item / up_items;
       }
-      const Weight<T> w = {experts.w13 + segment.expert * hidden * 2 * width, 2 * width, 1};
+      const Weight<T> w = matrix(experts.w13, segment.expert, hidden, 2 * width);
       const long begin = item % up_items * item_columns, end = std::min(width, begin + item_columns);
       const long step = rows.panels_at_once(w) * PANEL;
       for (long first = begin; first < end; first += step) {
@@ -99,7 +103,7 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
         act_rows.template pack<Second>([&](long i) { return act + (segment.start + i) * width; }, segment.rows, width);
         packed_for = item / down_items;
       }
-      const Weight<T> w = {experts.w2 + segment.expert * width * hidden, hidden, 1};
+      const Weight<T> w = matrix(experts.w2, segment.expert, width, hidden);
       const long begin = item % down_items * item_columns, end = std::min(hidden, begin + item_columns);
       const long step = act_rows.panels_at_once(w) * PANEL;
       for (long first = begin; first < end; first += step) {

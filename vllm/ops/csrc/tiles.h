@@ -1,7 +1,11 @@
-// Products by the processor's matrix tiles (AMX): sixteen rows by sixteen columns, 32 elements along k at once.
+// Products by the processor's matrix tiles (AMX): sixteen columns of a weight by sixteen rows, 32 elements along k at once.
+//
+// A weight whose columns lie along k, as in checkpoints, goes into tiles as it lies, in the order of memory: few rows then
+// take no longer than reading it. The rows are packed as words of pairs along k, the operand that instructions want so, and
+// sums come out with columns and rows exchanged.
 //
 // As elsewhere every output is one sum over k in order: an instruction adds the products of its 32 elements to a sum in
-// order, and rows and columns do not meet. Sums are rounded to bfloat16 only when a row is finished.
+// order, and neither rows nor columns meet.
 #pragma once
 #include <type_traits>
 
@@ -14,15 +18,15 @@ struct NoScope {
 #if defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
-#define HAS_TILES 1
 
 struct Tiles {  // bfloat16 tensors and tiles
   typedef bf16 T;
   static constexpr bool is_dot = true;
 };
 
-constexpr long TILE_K = 32;                // elements along k of one instruction
-constexpr long TILE_SIZE = LANES * TILE_K;  // bfloat16 elements of one tile, of sums half as many
+constexpr long TILE_K = 32;                       // elements along k of one instruction
+constexpr long TILE_WORDS = LANES * TILE_K / 2;  // of one tile, of operands as of sums
+constexpr long TILE_BYTES = 64;                   // of a row of a tile
 
 // Tile registers are the process's to ask for, once: the kernel then saves them with every thread.
 static inline bool may_use_tiles() {
@@ -43,125 +47,167 @@ class TileScope {  // all eight registers as 16 rows of 64 bytes, for one thread
   ~TileScope() { _tile_release(); }
 };
 
-// Rows of x, laid out as tiles once and multiplied with many panels; of one thread, inside a TileScope.
+// Sixteen columns of a weight: tile s begins at data + s * step, its rows (columns of the weight) are `stride` apart.
+struct ColumnTiles {
+  const bf16* data;
+  long step, stride;
+};
+
+// Rows of x, packed once and multiplied with many panels; of one thread, inside a TileScope.
 class TileRows {
  public:
   static constexpr long ALIKE = LANES;
   static constexpr long AT_ONCE = 16 * LANES;
+  static constexpr long SUMS = AT_ONCE * PANEL * PANELS;
   long rows_apart() const { return tiles_ * LANES; }
 
   template <class X = Tiles, class Row>
   void pack(Row row, long rows, long k) {
     k_ = k, tiles_ = (rows + LANES - 1) / LANES, steps_ = (k + TILE_K - 1) / TILE_K;
-    data_ = buffer_.get<bf16>(tiles_ * steps_ * TILE_SIZE);
-    for (long r = 0; r < tiles_ * LANES; ++r) {
-      bf16* to = data_ + r / LANES * steps_ * TILE_SIZE + r % LANES * TILE_K;
-      const bf16* from = r < rows ? row(r) : nullptr;
-      for (long s = 0; s < steps_; ++s, to += TILE_SIZE)
-        store_bits(to, from ? (vhh)load_words<Tiles>(from + s * TILE_K, k - s * TILE_K) : vhh{});
+    data_ = buffer_.get<float>(tiles_ * steps_ * TILE_WORDS);
+    const long known = words<Dot>(k) * LANES;
+    for (long t = 0; t < tiles_; ++t) {
+      float* to = data_ + t * steps_ * TILE_WORDS;
+      pack_rows<Dot>([&](long i) { return row(t * LANES + i); }, std::min(LANES, rows - t * LANES), k, to, LANES);
+      std::fill(to + known, to + steps_ * TILE_WORDS, 0.0f);
     }
   }
 
-  long panels_at_once(const Weight<bf16>& w) const { return w.n_stride == 1 ? PANELS : 1; }
+  long panels_at_once(const Weight<bf16>&) const { return PANELS; }
 
   // out[panel][rows_apart()][32] = x times columns [first, first + columns) of w
   void multiply(const Weight<bf16>& w, long first, long columns, float* out) {
-    const long panels = (columns + PANEL - 1) / PANEL, whole = w.n_stride == 1 ? columns / PANEL : 0;
-    const long apart = rows_apart() * PANEL, depth = tiles_ <= FEW_TILES ? FEW_STEPS : STEPS;
-    float* paired = panel_.get<float>(std::max(PANELS * depth, steps_) * STEP_WORDS);
-    long p = 0;
-    for (; p < whole; p += PANELS) {
-      const long count = std::min(PANELS, whole - p);
-      for (long start = 0; start < steps_; start += depth) {
-        const long steps = std::min(depth, steps_ - start);
-        pair_columns(w, start, steps, first + p * PANEL, count, paired);
-        for (long i = 0; i < count; ++i) run(paired + i * steps * STEP_WORDS, start, steps, out + (p + i) * apart);
+    const long apart = rows_apart() * PANEL;
+    for (long n = 0; n < columns; n += PANEL, out += apart) {
+      const ColumnTiles low = tiles_of(w, first + n, std::min(LANES, columns - n), low_);
+      const long left = columns - n - LANES;
+      if (left <= 0) {
+        few_columns(low, out);
+        continue;
       }
-    }
-    for (; p < panels; ++p) {
-      pack_panel<Dot>(w, first + p * PANEL, std::min(PANEL, columns - p * PANEL), k_, paired);
-      std::fill(paired + words<Dot>(k_) * PANEL, paired + steps_ * STEP_WORDS, 0.0f);
-      run(paired, 0, steps_, out + p * apart);
+      const ColumnTiles high = tiles_of(w, first + n + LANES, std::min(LANES, left), high_);
+      if (tiles_ <= FEW_TILES)
+        few_columns(low, out), few_columns(high, out + LANES);
+      else
+        for (long t = 0; t < tiles_; t += 2) many_rows(low, high, t, out + t * LANES * PANEL);
     }
   }
 
  private:
-  static constexpr long FEW_TILES = 1;
-  static constexpr long FEW_STEPS = 2, STEPS = 8;         // of 32 along k, that are paired at a time
-  static constexpr long STEP_WORDS = TILE_K / 2 * PANEL;  // of 32 columns and one step
-  static constexpr long AHEAD = 32;                       // rows of the weight that are fetched early
+  static constexpr long FEW_TILES = 4;  // of rows: sums of one tile of columns stay in registers, the weight is read once
 
-  // `steps` steps of `panels` whole panels as words of pairs, out[panel][word][32 columns]; zeros behind the last row.
-  void pair_columns(const Weight<bf16>& w, long start, long steps, long first, long panels, float* out) {
-    const bf16* row = w.data + start * TILE_K * w.k_stride + first;
-    const long left = k_ - start * TILE_K;
-    for (long i = 0; i < steps * TILE_K; i += 2, row += 2 * w.k_stride, out += PANEL) {
-      float* to = out;
-      for (long p = 0; p < panels; ++p, to += steps * STEP_WORDS) {
-        const bf16* columns = row + p * PANEL;
-        __builtin_prefetch(columns + AHEAD * w.k_stride);
-        __builtin_prefetch(columns + (AHEAD + 1) * w.k_stride);
-        vf low, high;
-        interleave(i < left ? load_bits<vhh>(columns) : vhh{},
-                   i + 1 < left ? load_bits<vhh>(columns + w.k_stride) : vhh{}, low, high);
-        store(to, low);
-        store(to + LANES, high);
+  // As they lie, or where columns are not along k, or tiles would not be whole, copied to `scratch` with zeros behind.
+  ColumnTiles tiles_of(const Weight<bf16>& w, long first, long columns, Buffer& scratch) const {
+    const bf16* from = w.data + first * w.n_stride;
+    if (w.k_stride == 1 && columns == LANES && k_ % TILE_K == 0) return {from, TILE_K, w.n_stride};
+    bf16* to = scratch.get<bf16>(steps_ * 2 * TILE_WORDS);
+    for (long s = 0; s < steps_; ++s, to += 2 * TILE_WORDS) {
+      const long left = k_ - s * TILE_K;
+      vf block[LANES] = {};
+      if (w.k_stride == 1) {
+        for (long i = 0; i < columns; ++i) block[i] = load_words<Tiles>(from + i * w.n_stride + s * TILE_K, left);
+      } else {
+        for (long i = 0; i < LANES; ++i) {
+          const bf16* row = from + (s * TILE_K + 2 * i) * w.k_stride;
+          vh even = {}, odd = {};
+          if (2 * i < left) std::memcpy(&even, row, columns * sizeof(bf16));
+          if (2 * i + 1 < left) std::memcpy(&odd, row + w.k_stride, columns * sizeof(bf16));
+          block[i] = (vf)(__builtin_convertvector(even, vu) | __builtin_convertvector(odd, vu) << 16);
+        }
+        transpose16(block);
       }
+      for (long i = 0; i < LANES; ++i) store_bits(to + i * TILE_K, block[i]);
     }
+    return {to - steps_ * 2 * TILE_WORDS, 2 * TILE_WORDS, TILE_K};
   }
 
-  // All rows with `steps` steps of one panel, added to what is there unless they are the first.
-  void run(const float* panel, long start, long steps, float* out) {
-    for (long t = 0; t < tiles_; t += 2, out += 2 * LANES * PANEL) {
-      const bf16* x = data_ + (t * steps_ + start) * TILE_SIZE;
-      if (t + 1 < tiles_)
-        kernel<true>(x, x + steps_ * TILE_SIZE, panel, steps, start > 0, out);
-      else
-        kernel<false>(x, nullptr, panel, steps, start > 0, out);
-    }
+  // Sixteen columns with up to four tiles of rows at a time.
+  void few_columns(const ColumnTiles& w, float* out) {
+    for (long t = 0; t < tiles_; t += FEW_TILES, out += FEW_TILES * LANES * PANEL) switch (std::min(FEW_TILES, tiles_ - t)) {
+        case 1: one_column<1>(w, t, out); break;
+        case 2: one_column<2>(w, t, out); break;
+        case 3: one_column<3>(w, t, out); break;
+        default: one_column<4>(w, t, out); break;
+      }
   }
 
-  template <bool HAS_SECOND>
-  static void kernel(const bf16* x, const bf16* second, const float* panel, long steps, bool goes_on, float* out) {
-    constexpr long BYTES = PANEL * sizeof(float);
-    float* below = out + LANES * PANEL;
-    if (goes_on) {
-      _tile_loadd(0, out, BYTES);
-      _tile_loadd(1, out + LANES, BYTES);
-      if constexpr (HAS_SECOND) {
-        _tile_loadd(2, below, BYTES);
-        _tile_loadd(3, below + LANES, BYTES);
+  template <int ROWS>
+  void one_column(const ColumnTiles& w, long tile, float* out) {
+    const float* x = data_ + tile * steps_ * TILE_WORDS;
+    const long next = steps_ * TILE_WORDS, stride = w.stride * sizeof(bf16);
+    const bf16* column = w.data;
+    zero_sums();
+    for (long s = 0; s < steps_; ++s, column += w.step, x += TILE_WORDS) {
+      _tile_loadd(4, column, stride);
+      _tile_loadd(5, x, TILE_BYTES);
+      _tile_dpbf16ps(0, 4, 5);
+      if constexpr (ROWS > 1) {
+        _tile_loadd(6, x + next, TILE_BYTES);
+        _tile_dpbf16ps(1, 4, 6);
       }
-    } else {
-      _tile_zero(0);
-      _tile_zero(1);
-      if constexpr (HAS_SECOND) {
-        _tile_zero(2);
-        _tile_zero(3);
+      if constexpr (ROWS > 2) {
+        _tile_loadd(7, x + 2 * next, TILE_BYTES);
+        _tile_dpbf16ps(2, 4, 7);
+      }
+      if constexpr (ROWS > 3) {
+        _tile_loadd(5, x + 3 * next, TILE_BYTES);
+        _tile_dpbf16ps(3, 4, 5);
       }
     }
-    for (long s = 0; s < steps; ++s, panel += STEP_WORDS) {
-      _tile_loadd(4, panel, BYTES);
-      _tile_loadd(5, panel + LANES, BYTES);
-      _tile_loadd(6, x + s * TILE_SIZE, 64);
-      _tile_dpbf16ps(0, 6, 4);
+    alignas(64) float sums[4][TILE_WORDS];
+    _tile_stored(0, sums[0], TILE_BYTES);
+    if constexpr (ROWS > 1) _tile_stored(1, sums[1], TILE_BYTES);
+    if constexpr (ROWS > 2) _tile_stored(2, sums[2], TILE_BYTES);
+    if constexpr (ROWS > 3) _tile_stored(3, sums[3], TILE_BYTES);
+    for (int r = 0; r < ROWS; ++r) store_rows(sums[r], out + r * LANES * PANEL);
+  }
+
+  // A whole panel with one or two tiles of rows.
+  void many_rows(const ColumnTiles& low, const ColumnTiles& high, long tile, float* out) {
+    const bool has_second = tile + 1 < tiles_;
+    const float* x = data_ + tile * steps_ * TILE_WORDS;
+    const float* second = has_second ? x + steps_ * TILE_WORDS : x;
+    const long low_stride = low.stride * sizeof(bf16), high_stride = high.stride * sizeof(bf16);
+    zero_sums();
+    for (long s = 0; s < steps_; ++s, x += TILE_WORDS, second += TILE_WORDS) {
+      _tile_loadd(4, low.data + s * low.step, low_stride);
+      _tile_loadd(5, x, TILE_BYTES);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_loadd(6, high.data + s * high.step, high_stride);
       _tile_dpbf16ps(1, 6, 5);
-      if constexpr (HAS_SECOND) {
-        _tile_loadd(7, second + s * TILE_SIZE, 64);
-        _tile_dpbf16ps(2, 7, 4);
-        _tile_dpbf16ps(3, 7, 5);
-      }
+      _tile_loadd(7, second, TILE_BYTES);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_dpbf16ps(3, 6, 7);
     }
-    _tile_stored(0, out, BYTES);
-    _tile_stored(1, out + LANES, BYTES);
-    if constexpr (HAS_SECOND) {
-      _tile_stored(2, below, BYTES);
-      _tile_stored(3, below + LANES, BYTES);
-    }
+    alignas(64) float sums[4][TILE_WORDS];
+    _tile_stored(0, sums[0], TILE_BYTES);
+    _tile_stored(1, sums[1], TILE_BYTES);
+    _tile_stored(2, sums[2], TILE_BYTES);
+    _tile_stored(3, sums[3], TILE_BYTES);
+    store_rows(sums[0], out);
+    store_rows(sums[1], out + LANES);
+    if (!has_second) return;
+    store_rows(sums[2], out + LANES * PANEL);
+    store_rows(sums[3], out + LANES * PANEL + LANES);
   }
 
-  Buffer buffer_, panel_;
-  bf16* data_ = nullptr;
+  // sums[column][row] to out[row][column]
+  static void store_rows(const float* sums, float* out) {
+    vf block[LANES];
+    for (long i = 0; i < LANES; ++i) block[i] = load(sums + i * LANES);
+    transpose16(block);
+    for (long i = 0; i < LANES; ++i) store(out + i * PANEL, block[i]);
+  }
+
+  static void zero_sums() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+
+  Buffer buffer_, low_, high_;
+  float* data_ = nullptr;  // [tile of rows][step][16 words][16 rows]
   long k_ = 0, tiles_ = 0, steps_ = 0;
 };
 
@@ -169,8 +215,9 @@ template <class M>
 using Rows = std::conditional_t<std::is_same_v<M, Tiles>, TileRows, PackedRows<M>>;
 template <class M>
 using Scope = std::conditional_t<std::is_same_v<M, Tiles>, TileScope, NoScope>;
+template <class M>
+constexpr bool by_row = std::is_same_v<M, Tiles>;  // experts' weights are [out, in] in memory, else [in, out]
 #else
-#define HAS_TILES 0
 typedef Dot Tiles;
 static inline bool may_use_tiles() { return false; }
 
@@ -178,4 +225,6 @@ template <class M>
 using Rows = PackedRows<M>;
 template <class M>
 using Scope = NoScope;
+template <class M>
+constexpr bool by_row = false;
 #endif
