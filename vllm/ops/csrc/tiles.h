@@ -18,6 +18,7 @@ struct NoScope {
 #if defined(__AMX_BF16__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#define HAS_TILES 1
 
 struct Tiles {  // bfloat16 tensors and tiles
   typedef bf16 T;
@@ -218,6 +219,7 @@ using Scope = std::conditional_t<std::is_same_v<M, Tiles>, TileScope, NoScope>;
 template <class M>
 constexpr bool by_row = std::is_same_v<M, Tiles>;  // experts' weights are [out, in] in memory, else [in, out]
 #else
+#define HAS_TILES 0
 typedef Dot Tiles;
 static inline bool may_use_tiles() { return false; }
 

@@ -1,0 +1,162 @@
+// A span of the context and sixteen heads, by tiles.
+//
+// Scores: sixteen tokens' rows, as they lie in a page, times the heads' queries as words of pairs. Weighted sums: the heads'
+// weights of 32 tokens times those tokens' columns as words of pairs.
+#pragma once
+#include "span_vectors.h"
+#include "tiles.h"
+
+#if HAS_TILES
+// Of one thread, inside a TileScope: queries of up to sixteen heads, then one span after the other.
+class TileSpan {
+ public:
+  static constexpr long HEADS = LANES;
+
+  // Elements [latent, then rope] of each head's query.
+  template <class Latent, class Rope>
+  void take_queries(Latent latent_of, Rope rope_of, long heads, long latent, long rope) {
+    size_ = latent + rope, steps_ = (size_ + TILE_K - 1) / TILE_K;
+    bf16* whole = row_buffer_.get<bf16>(HEADS * size_);
+    for (long h = 0; h < heads; ++h) {
+      std::memcpy(whole + h * size_, latent_of(h), latent * sizeof(bf16));
+      std::memcpy(whole + h * size_ + latent, rope_of(h), rope * sizeof(bf16));
+    }
+    queries_ = query_buffer_.get(steps_ * TILE_WORDS);
+    pack_rows<Dot>([&](long h) { return whole + h * size_; }, heads, size_, queries_, LANES);
+    std::fill(queries_ + words<Dot>(size_) * LANES, queries_ + steps_ * TILE_WORDS, 0.0f);
+  }
+
+  // Unnormalised weights of `count` tokens; lane h of peak and total is head h's.
+  void score(const bf16* const* rows, long count, float scale, vf& peak, vf& total) {
+    rows_ = rows, count_ = count;
+    const long padded = (count + TILE_K - 1) / TILE_K * TILE_K;
+    float* scores = score_buffer_.get(padded * HEADS);
+    long s = 0;
+    for (; s + 4 * LANES <= count; s += 4 * LANES) score_tiles<4>(s, scores + s * HEADS);
+    for (; s < count; s += LANES) score_tiles<1>(s, scores + s * HEADS);
+    peak = splat(-INFINITY), total = vf{};
+    for (long i = 0; i < count; ++i) {
+      const vf score = load(scores + i * HEADS) * scale;
+      peak = maximum(peak, score);
+      store(scores + i * HEADS, score);
+    }
+    for (long i = 0; i < count; ++i) {
+      const vf weight = exp(load(scores + i * HEADS) - peak);
+      total += weight;
+      store(scores + i * HEADS, weight);
+    }
+    std::fill(scores + count * HEADS, scores + padded * HEADS, 0.0f);
+    // [token][head] to tiles [head][32 tokens]
+    weights_ = weight_buffer_.get<bf16>(padded * HEADS);
+    for (long i = 0; i < padded; i += TILE_K) {
+      vf block[LANES];
+      for (long pair = 0; pair < LANES; ++pair) {
+        const float* two = scores + (i + 2 * pair) * HEADS;
+        block[pair] = (vf)(round_bits(load(two)) >> 16 | (round_bits(load(two + HEADS)) & 0xffff0000u));
+      }
+      transpose16(block);
+      for (long h = 0; h < HEADS; ++h) store_bits(weights_ + i * HEADS + h * TILE_K, block[h]);
+    }
+  }
+
+  // sums[head] = weights times columns [first, first + columns) of the tokens' rows, at most 32
+  void weigh(long first, long columns, vf (*sums)[2]) {
+    float* paired = pair_buffer_.get(2 * TILE_K / 2 * PANEL);
+    _tile_zero(0);
+    _tile_zero(1);
+    const long steps = (count_ + TILE_K - 1) / TILE_K;
+    pair_tokens(0, first, columns, paired);
+    for (long s = 0; s < steps; ++s) {  // tokens are paired while those before are multiplied
+      const float* now = paired + s % 2 * TILE_K / 2 * PANEL;
+      if (s + 1 < steps) pair_tokens((s + 1) * TILE_K, first, columns, paired + (s + 1) % 2 * TILE_K / 2 * PANEL);
+      _tile_loadd(4, weights_ + s * TILE_K * HEADS, TILE_BYTES);
+      _tile_loadd(5, now, PANEL * sizeof(float));
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_loadd(6, now + LANES, PANEL * sizeof(float));
+      _tile_dpbf16ps(1, 4, 6);
+    }
+    _tile_stored(0, sums, sizeof(sums[0]));
+    _tile_stored(1, &sums[0][1], sizeof(sums[0]));
+  }
+
+ private:
+  // Rows of sixteen tokens, `stride` elements apart: as they lie in a page, or copied where they are not together or whole.
+  const bf16* tokens_at(long s, Buffer& scratch, long& stride) const {
+    if (s + LANES <= count_ && size_ % TILE_K == 0 && rows_[s + LANES - 1] == rows_[s] + (LANES - 1) * size_) {
+      stride = size_;
+      return rows_[s];
+    }
+    stride = steps_ * TILE_K;
+    bf16* to = scratch.get<bf16>(LANES * stride);
+    std::memset(to, 0, LANES * stride * sizeof(bf16));
+    for (long i = 0; i < std::min(LANES, count_ - s); ++i) std::memcpy(to + i * stride, rows_[s + i], size_ * sizeof(bf16));
+    return to;
+  }
+
+  // scores[token][head] of COUNT tiles of tokens from token s on
+  template <int COUNT>
+  void score_tiles(long s, float* scores) {
+    const bf16* tokens[COUNT];
+    long strides[COUNT];
+    for (int i = 0; i < COUNT; ++i) {
+      tokens[i] = tokens_at(s + i * LANES, copies_[i], strides[i]);
+      strides[i] *= sizeof(bf16);
+    }
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (long step = 0; step < steps_; ++step) {
+      _tile_loadd(4, queries_ + step * TILE_WORDS, TILE_BYTES);
+      _tile_loadd(5, tokens[0] + step * TILE_K, strides[0]);
+      _tile_dpbf16ps(0, 5, 4);
+      if constexpr (COUNT == 4) {
+        _tile_loadd(6, tokens[1] + step * TILE_K, strides[1]);
+        _tile_dpbf16ps(1, 6, 4);
+        _tile_loadd(7, tokens[2] + step * TILE_K, strides[2]);
+        _tile_dpbf16ps(2, 7, 4);
+        _tile_loadd(5, tokens[3] + step * TILE_K, strides[3]);
+        _tile_dpbf16ps(3, 5, 4);
+      }
+    }
+    _tile_stored(0, scores, TILE_BYTES);
+    if constexpr (COUNT == 4) {
+      _tile_stored(1, scores + TILE_WORDS, TILE_BYTES);
+      _tile_stored(2, scores + 2 * TILE_WORDS, TILE_BYTES);
+      _tile_stored(3, scores + 3 * TILE_WORDS, TILE_BYTES);
+    }
+  }
+
+  // Columns of 32 tokens from token s on as words of pairs, [16][32 columns]; zeros behind the last token.
+  void pair_tokens(long s, long first, long columns, float* out) const {
+    auto columns_of = [&](long token) {
+      vhh found = {};
+      if (token < count_) std::memcpy(&found, rows_[token] + first, columns * sizeof(bf16));
+      return found;
+    };
+    if (s + TILE_K <= count_ && columns == PANEL) {
+      for (long i = s; i < s + TILE_K; i += 2, out += PANEL) {
+        vf low, high;
+        interleave(load_bits<vhh>(rows_[i] + first), load_bits<vhh>(rows_[i + 1] + first), low, high);
+        store(out, low);
+        store(out + LANES, high);
+      }
+      return;
+    }
+    for (long i = s; i < s + TILE_K; i += 2, out += PANEL) {
+      vf low, high;
+      interleave(columns_of(i), columns_of(i + 1), low, high);
+      store(out, low);
+      store(out + LANES, high);
+    }
+  }
+
+  Buffer row_buffer_, query_buffer_, score_buffer_, weight_buffer_, pair_buffer_, copies_[4];
+  float* queries_ = nullptr;  // [step][16 words][16 heads]
+  bf16* weights_ = nullptr;   // [32 tokens][16 heads][32]
+  const bf16* const* rows_ = nullptr;
+  long size_ = 0, steps_ = 0, count_ = 0;
+};
+#else
+typedef VectorSpan<Dot> TileSpan;
+#endif

@@ -1,0 +1,165 @@
+// A span of the context and eight heads, by vectors: two tokens' scores to a register, then columns of latents.
+#pragma once
+#include <cmath>
+
+#include "linear.h"
+
+constexpr long SPAN = 512;  // tokens, whole tiles
+constexpr long EIGHT = 8;   // heads
+
+// Elements of a query or a cached row that one step of a score takes, and words that they are.
+template <class M>
+constexpr long STEP = sizeof(typename M::T) == 2 ? 2 * LANES : LANES;
+template <class M>
+constexpr long STEP_WORDS = is_split<M> ? 2 * LANES : LANES;
+
+// Scores of 8 heads and `count` tokens to scores[token][8]; queries are words [8][steps][STEP_WORDS], zeros behind.
+template <class M>
+static void score_tokens(const float* q, const typename M::T* const* rows, long count, long size, float scale,
+                         float* scores) {
+  constexpr long step = STEP<M>;
+  const long whole = size / step, stride = (size + step - 1) / step * STEP_WORDS<M>;
+  for (long s = 0; s < count; s += 2) {
+    const typename M::T *first = rows[s], *second = rows[std::min(s + 1, count - 1)];
+    const typename M::T *third = rows[std::min(s + 2, count - 1)], *fourth = rows[std::min(s + 3, count - 1)];
+    vf sums[2 * EIGHT] = {};
+    auto add = [&](const float* words, vf a, vf b) {
+#pragma GCC unroll 8
+      for (int h = 0; h < EIGHT; ++h) {
+        vf query = load(words + h * stride);
+        sums[h] = multiply_add<M>(sums[h], query, a);
+        sums[EIGHT + h] = multiply_add<M>(sums[EIGHT + h], query, b);
+      }
+    };
+    auto add_step = [&](long i, long left) {
+      const float* words = q + i * STEP_WORDS<M>;
+      if constexpr (is_split<M>) {
+        vf a[2], b[2];
+        load_columns_n(first + i * step, left, a[0], a[1]);
+        load_columns_n(second + i * step, left, b[0], b[1]);
+        add(words, a[0], b[0]);
+        add(words + LANES, a[1], b[1]);
+      } else {
+        add(words, load_words<M>(first + i * step, left), load_words<M>(second + i * step, left));
+      }
+    };
+    for (long i = 0; i < whole; ++i) {
+      __builtin_prefetch(third + i * step);
+      __builtin_prefetch(fourth + i * step);
+      add_step(i, step);
+    }
+    if (whole * step < size) add_step(whole, size - whole * step);
+    store(scores + s * EIGHT, row_sums(sums) * scale);
+  }
+}
+
+// scores[token][8] to unnormalised weights; lanes 0-7 of peak and total are the heads'.
+static void softmax_span(float* scores, long count, vf& peak, vf& total) {
+  auto fold = [](vf v) { return LANES_OF(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7); };
+  if (count % 2)
+    for (long h = 0; h < EIGHT; ++h) scores[count * EIGHT + h] = -INFINITY;
+  const long vectors = (count + 1) / 2;
+  peak = splat(-INFINITY), total = vf{};
+  for (long i = 0; i < vectors; ++i) peak = maximum(peak, load(scores + i * LANES));
+  peak = maximum(peak, fold(peak));
+  for (long i = 0; i < vectors; ++i) {
+    vf weight = exp(load(scores + i * LANES) - peak);
+    total += weight;
+    store(scores + i * LANES, weight);
+  }
+  total += fold(total);
+}
+
+// out[8][32 columns] = weights[token][8] times the rows' columns
+template <class M, bool IS_WHOLE>
+static void weigh_columns(const float* weights, const typename M::T* const* rows, long count, long first, long columns,
+                          vf (*sums)[2]) {
+  typedef typename M::T T;
+  for (int h = 0; h < EIGHT; ++h) sums[h][0] = sums[h][1] = vf{};
+  for (long s = 0; s < count; s += M::is_dot ? 2 : 1) {
+    vf low, high;
+    const T* row = rows[s] + first;
+    if constexpr (M::is_dot) {
+      vhh pair[2] = {};
+      std::memcpy(&pair[0], row, (IS_WHOLE ? PANEL : columns) * sizeof(T));
+      if (s + 1 < count) std::memcpy(&pair[1], rows[s + 1] + first, (IS_WHOLE ? PANEL : columns) * sizeof(T));
+      interleave(pair[0], pair[1], low, high);
+    } else {
+      load_columns_n(row, IS_WHOLE ? PANEL : columns, low, high);
+    }
+    const float* weight = weights + s / (M::is_dot ? 2 : 1) * EIGHT;
+#pragma GCC unroll 8
+    for (int h = 0; h < EIGHT; ++h) {
+      vf w = splat(weight[h]);
+      sums[h][0] = multiply_add<M>(sums[h][0], w, low);
+      sums[h][1] = multiply_add<M>(sums[h][1], w, high);
+    }
+  }
+  for (int h = 0; h < EIGHT; ++h) in_order<M>(sums[h][0], sums[h][1]);
+}
+
+// weights of two tokens to bfloat16 pairs, in place: [token][8] floats to [pair][8] words
+static void pair_weights(float* weights, long count) {
+  for (long i = 0; i < (count + 1) / 2; ++i) {
+    vh halves = narrow(load(weights + i * LANES));
+    uint32_t words[EIGHT];
+    for (int h = 0; h < EIGHT; ++h) words[h] = halves[h] | (uint32_t)halves[EIGHT + h] << 16;
+    std::memcpy(weights + i * EIGHT, words, sizeof(words));
+  }
+}
+
+// Of one thread: queries of up to eight heads, then one span after the other.
+template <class M>
+class VectorSpan {
+ public:
+  typedef typename M::T T;
+  static constexpr long HEADS = EIGHT;
+
+  // Elements [latent, then rope] of each head's query.
+  template <class Latent, class Rope>
+  void take_queries(Latent latent_of, Rope rope_of, long heads, long latent, long rope) {
+    size_ = latent + rope;
+    const long steps = (size_ + STEP<M> - 1) / STEP<M>, words = steps * STEP_WORDS<M>;
+    queries_ = query_buffer_.get(HEADS * words);
+    T* query = row_buffer_.get<T>(steps * STEP<M>);
+    std::fill(query + size_, query + steps * STEP<M>, T(0));
+    std::memset(queries_ + heads * words, 0, (HEADS - heads) * words * sizeof(float));
+    for (long h = 0; h < heads; ++h) {
+      std::memcpy(query, latent_of(h), latent * sizeof(T));
+      std::memcpy(query + latent, rope_of(h), rope * sizeof(T));
+      float* to = queries_ + h * words;
+      for (long i = 0; i < steps; ++i, to += STEP_WORDS<M>) {
+        if constexpr (is_split<M>) {
+          vf even, odd;
+          load_columns(query + i * STEP<M>, even, odd);
+          store(to, even);
+          store(to + LANES, odd);
+        } else {
+          std::memcpy(to, query + i * STEP<M>, STEP<M> * sizeof(T));
+        }
+      }
+    }
+  }
+
+  // Unnormalised weights of `count` tokens; lane h of peak and total is head h's.
+  void score(const T* const* rows, long count, float scale, vf& peak, vf& total) {
+    weights_ = score_buffer_.get((SPAN + 2) * HEADS), rows_ = rows, count_ = count;
+    score_tokens<M>(queries_, rows, count, size_, scale, weights_);
+    softmax_span(weights_, count, peak, total);
+    if constexpr (M::is_dot) pair_weights(weights_, count);
+  }
+
+  // sums[head] = weights times columns [first, first + columns) of the tokens' rows, at most 32
+  void weigh(long first, long columns, vf (*sums)[2]) const {
+    if (columns == PANEL)
+      weigh_columns<M, true>(weights_, rows_, count_, first, columns, sums);
+    else
+      weigh_columns<M, false>(weights_, rows_, count_, first, columns, sums);
+  }
+
+ private:
+  Buffer query_buffer_, row_buffer_, score_buffer_;
+  float *queries_ = nullptr, *weights_ = nullptr;
+  const T* const* rows_ = nullptr;
+  long size_ = 0, count_ = 0;
+};
