@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from vllm.platforms.interface import DeviceMemory, GraphPool, Platform
 from vllm.transformers_utils.config import DeepseekV3Config
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.ops.contract import RolloutOps
 
 KV_CACHE_FRACTION_OF_HOST = 0.1  # the host also holds the trainer, other ranks and everything else
+LARGE_PAGE_BYTES = 2 << 20
 PURGE_ALL_ARENAS = b"arena.4096.purge"
 
 
@@ -40,6 +43,16 @@ class CpuPlatform(Platform):
             libc.malloc_trim(0)
         if hasattr(libc, "mallctl"):  # jemalloc in front of it
             libc.mallctl(PURGE_ALL_ARENAS, None, None, None, 0)
+
+    def prefer_large_pages(self, tensor: Tensor) -> None:
+        """Advice: a system that has no transparent large pages says so, and nothing changes."""
+        if not hasattr(mmap, "MADV_HUGEPAGE"):
+            return
+        storage = tensor.untyped_storage()
+        first = -(-storage.data_ptr() // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
+        length = (storage.data_ptr() + storage.nbytes() - first) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
+        if length > 0:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
 
     def kv_cache_budget_bytes(self, device: torch.device, utilization: float) -> int:
         """A fixed share of the host, so that every rank and every restart gets the same number of blocks."""

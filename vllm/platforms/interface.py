@@ -80,6 +80,9 @@ class Platform(ABC):
     def empty_cache(self) -> None:  # noqa: B027 - not every kind of device has an allocator cache
         """Give the allocator's unused blocks back to the device."""
 
+    def prefer_large_pages(self, tensor: Tensor) -> None:  # noqa: B027 - devices have large pages anyway
+        """Ask for large pages under memory that is read from one end to the other in every step."""
+
     def synchronize(self) -> None:  # noqa: B027 - a host has no queue
         """Wait for the work queued on the current device."""
 

@@ -44,6 +44,7 @@ class Worker:
         self.model = self._build_model(parallel)
         if config.model.quantization == "fp8":
             self.model.weight_targets = hold_in_fp8(self.model.weight_targets)
+        self._prefer_large_pages()
         self.names_to_load: set[str] = set(self.model.weight_targets)
         self._fp8_pairs = Fp8Pairs()
         self._host_weights: list[Tensor] | None = None  # level-1 sleep keeps the weights here
@@ -162,10 +163,15 @@ class Worker:
         kept = iter(self._host_weights or [])
         for tensor in weight_storage(self.model):
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+            self.platform.prefer_large_pages(tensor)
             if self._host_weights is not None:
                 tensor.copy_(next(kept))
         self._host_weights = None
         self.are_weights_awake = True
+
+    def _prefer_large_pages(self) -> None:
+        for tensor in weight_storage(self.model):
+            self.platform.prefer_large_pages(tensor)
 
     def wake_kv_cache(self) -> None:
         """Allocate the caches of all layers, always with the block count found at start."""
