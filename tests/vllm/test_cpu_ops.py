@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from vllm.ops.contract import DecodeMetadata, PrefillMetadata, RolloutOps, Sampl
 from vllm.ops.cpu import Bfloat16Products, best_products, cpu_table
 from vllm.ops.reference import rollout_ops as reference_ops
 from vllm.platforms import resolve_platform
+from vllm.platforms.cpu import LARGE_PAGE_BYTES
 from vllm.v1.sample.rng import row_keys, vocab_keys
 
 REFERENCE = reference_ops()
@@ -201,6 +203,23 @@ def test_the_cpu_platform_uses_this_table() -> None:
     assert table.names["mla_decode"] == "native"
     known = torch.cpu.get_capabilities()
     assert (best_products() is Bfloat16Products.WIDENED) != known.get("avx512_bf16", False)
+
+
+def test_weights_lie_in_large_pages_where_the_system_has_them() -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.is_file() or "[never]" in setting.read_text():
+        pytest.skip("this system has no transparent large pages")
+    tensor = torch.empty(5 * LARGE_PAGE_BYTES, dtype=torch.uint8)
+    resolve_platform("cpu").prefer_large_pages(tensor)
+    middle = tensor.data_ptr() + 2 * LARGE_PAGE_BYTES
+    flags, is_inside = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            first, last = (int(part, 16) for part in line.split()[0].split("-"))
+            is_inside = first <= middle < last
+        elif is_inside and line.startswith("VmFlags:"):
+            flags = line
+    assert " hg" in flags
 
 
 def test_without_a_compiler_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

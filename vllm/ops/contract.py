@@ -173,7 +173,7 @@ class RolloutOps:
         order of the K choices is free.
     fused_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, first_expert) -> [T, H]
         sum_k weights[t,k] * w2[e] silu_and_mul(w13[e] x[t]) over the chosen experts that this rank holds,
-        e = ids[t,k] - first_expert in [0, E). w13 holds gate rows then up rows. Unless weights_by_row both are
+        e = ids[t,k] - first_expert in [0, E). w13 holds gate rows then up rows. Unless by row (by_row_dtypes) both are
         transposed views: the memory of w13 is [E, H, 2F], that of w2 [E, F, H], as grouped products want it. The other
         ranks' experts add nothing. T may be 0.
     exchanged_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group) -> [T, H]
@@ -215,8 +215,8 @@ class RolloutOps:
     # Entries of a decode step's model that read the device or shape their work by host values: a step with them cannot
     # be recorded as a device graph.
     not_recordable: tuple[str, ...] = ()
-    # Layers keep matrices as [..., out, in] in memory, the order of checkpoints; otherwise as [..., in, out].
-    weights_by_row: bool = False
+    # Of these types layers keep matrices as [..., out, in] in memory, the order of checkpoints; of others, [..., in, out].
+    by_row_dtypes: tuple[torch.dtype, ...] = ()
     # Decode steps of latent attention go through mla_prefill, by the keys and values of each head, as training does.
     expands_decode: bool = False
 
@@ -230,7 +230,7 @@ class RolloutOps:
     @classmethod
     def entries(cls) -> set[str]:
         """Names of the ops: every field but those that say something of them."""
-        return {f.name for f in fields(cls)} - {"names", "not_recordable", "weights_by_row", "expands_decode"}
+        return {f.name for f in fields(cls)} - {"names", "not_recordable", "by_row_dtypes", "expands_decode"}
 
 
 def resolve(provider: str) -> RolloutOps:

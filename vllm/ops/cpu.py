@@ -42,7 +42,7 @@ _NATIVE = (
 
 
 class Bfloat16Products(IntEnum):
-    """How the kernels multiply bfloat16 tensors; every way is the same for all rows, their results differ in rounding."""
+    """How the kernels multiply bfloat16: each the same for all rows, in any batch; they differ in rounding."""
 
     WIDENED = 1  # in float32 registers: any processor
     DOT = 2  # by the instructions for pairs (AVX512-BF16)
@@ -90,7 +90,7 @@ class _CpuOps:
     """The entries, with the kernels' way of multiplying bfloat16 chosen."""
 
     def __init__(self, products: Bfloat16Products) -> None:
-        self.weights_by_row = products is Bfloat16Products.TILES
+        self.by_row = (torch.bfloat16,) if products is Bfloat16Products.TILES else ()
         self.modes = {torch.float32: _FLOAT32, torch.bfloat16: int(products)}
         kernels()  # built now, not in the first step
 
@@ -100,7 +100,13 @@ class _CpuOps:
         names = base.names | dict.fromkeys(_NATIVE, "native")
         names |= {"exchanged_experts": "native experts, reference exchange"}
         names |= {"sample": "native without filters, reference with them"}
-        return replace(base, **entries, names=names, not_recordable=("gqa_decode", "exchanged_experts"), weights_by_row=self.weights_by_row)
+        return replace(
+            base,
+            **entries,
+            names=names,
+            not_recordable=("gqa_decode", "exchanged_experts"),
+            by_row_dtypes=self.by_row,
+        )
 
     def linear(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         rows = x_TI.shape[0]
@@ -335,7 +341,7 @@ class _CpuOps:
             return out_TH
         x_TH, weights_TK, ids_TK = _last_contiguous(x_TH), weights_TK.float().contiguous(), ids_TK.contiguous()
         experts, hidden, width = w2_EHF.shape
-        if self.weights_by_row:
+        if x_TH.dtype in self.by_row:
             w13_E2FH, w2_EHF = w13_E2FH.contiguous(), w2_EHF.contiguous()
         else:
             w13_E2FH, w2_EHF = _in_out(w13_E2FH), _in_out(w2_EHF)

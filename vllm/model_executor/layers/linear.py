@@ -26,7 +26,7 @@ def empty_parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Paramet
 
 def empty_matrix(ops: RolloutOps, *shape: int) -> nn.Parameter:
     """A parameter [..., out, in] in the memory order that products of ``ops`` want: [..., in, out] unless by row."""
-    if ops.weights_by_row:
+    if torch.get_default_dtype() in ops.by_row_dtypes:
         return empty_parameter(*shape)
     return nn.Parameter(torch.empty(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2), requires_grad=False)
 

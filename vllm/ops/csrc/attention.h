@@ -60,19 +60,26 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
       heads_of_span.score(rows, count, scale, peak, total);
       float* partial = has_partials ? partials + item * partial_size : nullptr;
       const bool is_alone = cache.seq_lens[b] <= SPAN;
+      const vf factor = 1.0f / total;
       for (long first = 0; first < cache.latent; first += PANEL) {
         const long columns = std::min(PANEL, cache.latent - first);
         vf sums[HEADS][2];
         heads_of_span.weigh(first, columns, sums);
-        for (long h = 0; h < num_heads; ++h)
+        for (long h = 0; h < num_heads; ++h) {
+          if (is_alone && columns == PANEL) {
+            T* to = out.data + b * out.token_stride + (head + h) * out.head_stride + first;
+            store_two(to, sums[h][0] * factor[h], sums[h][1] * factor[h]);
+            continue;
+          }
           for (long half = 0; half < 2 && half * LANES < columns; ++half) {
             const long at = first + half * LANES;
             if (is_alone)
               store_n(out.data + b * out.token_stride + (head + h) * out.head_stride + at,
-                      sums[h][half] * (1.0f / total[h]), columns - half * LANES);
+                      sums[h][half] * factor[h], columns - half * LANES);
             else
               store_n(partial + h * cache.latent + at, sums[h][half], columns - half * LANES);
           }
+        }
       }
       if (!is_alone)
         for (long h = 0; h < HEADS; ++h) {

@@ -193,6 +193,8 @@ static inline void store_columns(typename M::T* to, const float* sums, long colu
     vu words = round_bits(low) >> 16 | (round_bits(high) & 0xffff0000u);
     if (columns >= PANEL) return store_bits(to, words);
     std::memcpy(to, &words, columns * sizeof(bf16));
+  } else if (columns >= PANEL) {
+    store_two(to, low, high);
   } else {
     store_n(to, low, columns);
     if (columns > LANES) store_n(to + LANES, high, columns - LANES);

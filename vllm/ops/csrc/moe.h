@@ -90,6 +90,10 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
             in_order<M>(low, high);
             Act* to = act + (segment.start + i) * width + first + p * PANEL;
             const long left = columns - p * PANEL;
+            if (left >= PANEL) {
+              store_two(to, low, high);
+              continue;
+            }
             store_n(to, low, left);
             if (left > LANES) store_n(to + LANES, high, left - LANES);
           }

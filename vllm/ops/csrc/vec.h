@@ -34,12 +34,23 @@ static inline vu round_bits(vf v) {  // the nearest bf16 in the upper halves, an
   vi is_nan = v != v;
   return ((vu)is_nan & 0x7fc00000u) | (~(vu)is_nan & rounded);
 }
+#if defined(__AVX512BF16__)  // denormals become zero
+static inline vh narrow(vf v) { return (vh)_mm512_cvtneps_pbh((__m512)v); }
+static inline vhh narrow(vf low, vf high) { return (vhh)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
+#else
 static inline vh narrow(vf v) { return __builtin_convertvector(round_bits(v) >> 16, vh); }
+static inline vhh narrow(vf low, vf high) {
+  vh halves[2] = {narrow(low), narrow(high)};
+  return load_bits<vhh>(halves);
+}
+#endif
 
 static inline vf load(const float* p) { return load_bits<vf>(p); }
 static inline vf load(const bf16* p) { return widen(load_bits<vh>(p)); }
 static inline void store(float* p, vf v) { store_bits(p, v); }
 static inline void store(bf16* p, vf v) { store_bits(p, narrow(v)); }
+static inline void store_two(float* p, vf low, vf high) { store(p, low), store(p + LANES, high); }
+static inline void store_two(bf16* p, vf low, vf high) { store_bits(p, narrow(low, high)); }
 
 template <class T>
 static inline vf load_n(const T* p, long n) {  // the first n lanes, zeros behind
