@@ -215,7 +215,7 @@ class RolloutOps:
     # Entries of a decode step's model that read the device or shape their work by host values: a step with them cannot
     # be recorded as a device graph.
     not_recordable: tuple[str, ...] = ()
-    # Of these types layers keep matrices as [..., out, in] in memory, the order of checkpoints; of others, [..., in, out].
+    # Of these types layers keep matrices as [..., out, in] in memory, as checkpoints do; of others, [..., in, out].
     by_row_dtypes: tuple[torch.dtype, ...] = ()
     # Decode steps of latent attention go through mla_prefill, by the keys and values of each head, as training does.
     expands_decode: bool = False

@@ -26,20 +26,19 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
   typedef typename M::T T;
   constexpr long HEADS = Span<M>::HEADS;
   const long size = cache.latent + cache.rope, groups = (heads + HEADS - 1) / HEADS;
-  static thread_local Buffer starts_buffer, partial_buffer;
-  long* starts = starts_buffer.get<long>(queries + 1);  // first item of each query: spans x groups of heads
+  enum { ROWS, STARTS, PARTIALS };
+  long* starts = own<Buffer, STARTS>().template get<long>(queries + 1);  // first item of each query: spans x groups of heads
   starts[0] = 0;
   for (long b = 0; b < queries; ++b) starts[b + 1] = starts[b] + (cache.seq_lens[b] + SPAN - 1) / SPAN * groups;
   const long items = starts[queries], partial_size = HEADS * (cache.latent + 2);
   const bool has_partials = items > queries * groups;
-  float* partials = has_partials ? partial_buffer.get(items * partial_size) : nullptr;
+  float* partials = has_partials ? own<Buffer, PARTIALS>().get(items * partial_size) : nullptr;
   std::atomic<long> next{0};
 #pragma omp parallel
   {
     Scope<M> scope;
-    static thread_local Span<M> heads_of_span;
-    static thread_local Buffer row_buffer;
-    const T** rows = row_buffer.get<const T*>(SPAN);
+    Span<M>& heads_of_span = own<Span<M>>();
+    const T** rows = own<Buffer, ROWS>().template get<const T*>(SPAN);
     long b = 0;
     for (long item = next++; item < items; item = next++) {
       while (starts[b + 1] <= item) ++b;

@@ -62,6 +62,13 @@ class Buffer {  // grows, never shrinks; of one thread
   size_t bytes_ = 0;
 };
 
+// A thread's own object, that it keeps: looked up once, not at every use.
+template <class T, int WHICH = 0>
+static T& own() {
+  static thread_local T object;
+  return object;
+}
+
 template <class M>
 constexpr long words(long k) { return M::is_dot ? (k + 1) / 2 : k; }
 

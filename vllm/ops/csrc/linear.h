@@ -23,9 +23,8 @@ static void head_linear(Batch<const typename M::T> x, long tokens, long heads, W
 #pragma omp parallel num_threads(threads)
   {
     Scope<M> scope;
-    static thread_local Rows<M> rows;
-    static thread_local Buffer sums_buffer;
-    float* sums = sums_buffer.get(Rows<M>::SUMS);
+    Rows<M>& rows = own<Rows<M>>();
+    float* sums = own<Buffer>().get(Rows<M>::SUMS);
     const long part = omp_get_thread_num(), parts = omp_get_num_threads(), end = items * (part + 1) / parts;
     long packed_for = -1, taken;
     for (long item = items * part / parts; item < end; item += taken) {

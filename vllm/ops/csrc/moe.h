@@ -26,16 +26,16 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
   typedef std::conditional_t<M::is_dot, M, Float32> Second;
   constexpr long chunk = Rows<M>::AT_ONCE;
   const long hidden = experts.hidden, width = experts.width, total = tokens * choices;
-  static thread_local Buffer order_buffer, place_buffer, segment_buffer, end_buffer, act_buffer, result_buffer;
-  long* order = order_buffer.get<long>(total);
-  long* place = place_buffer.get<long>(total);
-  long* ends = end_buffer.get<long>(experts.count + 1);
+  enum { ITEM_SUMS, ORDER, PLACE, SEGMENTS, ENDS, ACT, RESULTS };
+  long* order = own<Buffer, ORDER>().template get<long>(total);
+  long* place = own<Buffer, PLACE>().template get<long>(total);
+  long* ends = own<Buffer, ENDS>().template get<long>(experts.count + 1);
   std::fill(ends, ends + experts.count + 1, 0L);
   for (long s = 0; s < total; ++s) {
     const long e = ids[s] - experts.first;
     if (e >= 0 && e < experts.count) ++ends[e + 1];
   }
-  Segment* segments = segment_buffer.get<Segment>(experts.count + total / chunk + 1);
+  Segment* segments = own<Buffer, SEGMENTS>().template get<Segment>(experts.count + total / chunk + 1);
   long num_segments = 0;
   for (long e = 0; e < experts.count; ++e) {
     const long start = ends[e], rows = ends[e + 1];
@@ -50,9 +50,9 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
       order[place[s]] = s;
     }
   }
-  Act* act = act_buffer.get<Act>(total * width);
+  Act* act = own<Buffer, ACT>().template get<Act>(total * width);
   const long row_size = (hidden + PANEL - 1) / PANEL * PANEL;  // of results, which keep the order of the sums
-  float* results = result_buffer.get(total * row_size);
+  float* results = own<Buffer, RESULTS>().get(total * row_size);
   constexpr long item_columns = PANEL * PANELS;
   const long up_items = (width + item_columns - 1) / item_columns;
   const long down_items = (hidden + item_columns - 1) / item_columns;
@@ -64,10 +64,9 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
 #pragma omp parallel
   {
     Scope<M> scope;
-    static thread_local Rows<M> rows;
-    static thread_local Rows<M> act_rows;
-    static thread_local Buffer buffer;
-    float* gate = buffer.get(2 * Rows<M>::SUMS);
+    Rows<M>& rows = own<Rows<M>, 0>();
+    Rows<M>& act_rows = own<Rows<M>, 1>();
+    float* gate = own<Buffer, ITEM_SUMS>().get(2 * Rows<M>::SUMS);
     float* up = gate + Rows<M>::SUMS;
     long packed_for = -1;
     for (long item = next_up++; item < num_segments * up_items; item = next_up++) {

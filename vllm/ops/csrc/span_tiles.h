@@ -32,8 +32,11 @@ class TileSpan {
     const long padded = (count + TILE_K - 1) / TILE_K * TILE_K;
     float* scores = score_buffer_.get(padded * HEADS);
     long s = 0;
-    for (; s + 4 * LANES <= count; s += 4 * LANES) score_tiles<4>(s, scores + s * HEADS);
-    for (; s < count; s += LANES) score_tiles<1>(s, scores + s * HEADS);
+    for (; s + 3 * LANES < count; s += 4 * LANES) score_tiles<4>(s, scores + s * HEADS);
+    const long left = (count - s + LANES - 1) / LANES;
+    if (left == 3) score_tiles<3>(s, scores + s * HEADS);
+    if (left == 2) score_tiles<2>(s, scores + s * HEADS);
+    if (left == 1) score_tiles<1>(s, scores + s * HEADS);
     peak = splat(-INFINITY), total = vf{};
     for (long i = 0; i < count; ++i) {
       const vf score = load(scores + i * HEADS) * scale;
@@ -110,21 +113,23 @@ class TileSpan {
       _tile_loadd(4, queries_ + step * TILE_WORDS, TILE_BYTES);
       _tile_loadd(5, tokens[0] + step * TILE_K, strides[0]);
       _tile_dpbf16ps(0, 5, 4);
-      if constexpr (COUNT == 4) {
+      if constexpr (COUNT > 1) {
         _tile_loadd(6, tokens[1] + step * TILE_K, strides[1]);
         _tile_dpbf16ps(1, 6, 4);
+      }
+      if constexpr (COUNT > 2) {
         _tile_loadd(7, tokens[2] + step * TILE_K, strides[2]);
         _tile_dpbf16ps(2, 7, 4);
+      }
+      if constexpr (COUNT > 3) {
         _tile_loadd(5, tokens[3] + step * TILE_K, strides[3]);
         _tile_dpbf16ps(3, 5, 4);
       }
     }
     _tile_stored(0, scores, TILE_BYTES);
-    if constexpr (COUNT == 4) {
-      _tile_stored(1, scores + TILE_WORDS, TILE_BYTES);
-      _tile_stored(2, scores + 2 * TILE_WORDS, TILE_BYTES);
-      _tile_stored(3, scores + 3 * TILE_WORDS, TILE_BYTES);
-    }
+    if constexpr (COUNT > 1) _tile_stored(1, scores + TILE_WORDS, TILE_BYTES);
+    if constexpr (COUNT > 2) _tile_stored(2, scores + 2 * TILE_WORDS, TILE_BYTES);
+    if constexpr (COUNT > 3) _tile_stored(3, scores + 3 * TILE_WORDS, TILE_BYTES);
   }
 
   // Columns of 32 tokens from token s on as words of pairs, [16][32 columns]; zeros behind the last token.

@@ -111,9 +111,13 @@ class TileRows {
         for (long i = 0; i < LANES; ++i) {
           const bf16* row = from + (s * TILE_K + 2 * i) * w.k_stride;
           vh even = {}, odd = {};
-          if (2 * i < left) std::memcpy(&even, row, columns * sizeof(bf16));
-          if (2 * i + 1 < left) std::memcpy(&odd, row + w.k_stride, columns * sizeof(bf16));
-          block[i] = (vf)(__builtin_convertvector(even, vu) | __builtin_convertvector(odd, vu) << 16);
+          if (columns == LANES && left >= TILE_K) {
+            even = load_bits<vh>(row), odd = load_bits<vh>(row + w.k_stride);
+          } else {
+            if (2 * i < left) std::memcpy(&even, row, columns * sizeof(bf16));
+            if (2 * i + 1 < left) std::memcpy(&odd, row + w.k_stride, columns * sizeof(bf16));
+          }
+          block[i] = (vf)(words_of(even) | words_of(odd) << 16);
         }
         transpose16(block);
       }

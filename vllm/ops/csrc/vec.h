@@ -28,7 +28,12 @@ static inline void store_bits(P* p, V v) {
   std::memcpy(p, &v, sizeof(V));
 }
 
-static inline vf widen(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+#if defined(__AVX512F__)  // of the builtin the compiler makes two halves
+static inline vu words_of(vh h) { return (vu)_mm512_cvtepu16_epi32((__m256i)h); }
+#else
+static inline vu words_of(vh h) { return __builtin_convertvector(h, vu); }
+#endif
+static inline vf widen(vh h) { return (vf)(words_of(h) << 16); }
 static inline vu round_bits(vf v) {  // the nearest bf16 in the upper halves, anything in the lower ones
   vu bits = (vu)v, rounded = bits + 0x7fff + ((bits >> 16) & 1);
   vi is_nan = v != v;
