@@ -71,7 +71,7 @@ def attention(
 
 
 @pytest.mark.parametrize("how", list(TABLES))
-@pytest.mark.parametrize("sizes", [(8, 512, 64), (3, 64, 16), (17, 44, 6)])
+@pytest.mark.parametrize("sizes", [(8, 512, 64), (3, 64, 16), (17, 44, 6), (5, 33, 7)])
 def test_decode_over_spans(how: str, sizes: tuple[int, int, int]) -> None:
     """Contexts of one token, of one span, at its border, and of several."""
     table, dtype = TABLES[how]

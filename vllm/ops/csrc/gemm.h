@@ -192,20 +192,22 @@ static void pack_panel(const Weight<typename M::T>& w, long first, long columns,
   }
 }
 
-// 32 sums, in their own order, to the first columns of `to`.
+// 32 sums, in their own order, to 32 columns.
+template <class M>
+static inline void store_panel(typename M::T* to, const float* sums) {
+  vf low = load(sums), high = load(sums + LANES);
+  if constexpr (is_split<M>)
+    store_bits(to, round_bits(low) >> 16 | (round_bits(high) & 0xffff0000u));
+  else
+    store_two(to, low, high);
+}
+
+// The same to the first columns of `to`, of more than are there.
 template <class M>
 static inline void store_columns(typename M::T* to, const float* sums, long columns) {
-  vf low = load(sums), high = load(sums + LANES);
-  if constexpr (is_split<M>) {
-    vu words = round_bits(low) >> 16 | (round_bits(high) & 0xffff0000u);
-    if (columns >= PANEL) return store_bits(to, words);
-    std::memcpy(to, &words, columns * sizeof(bf16));
-  } else if (columns >= PANEL) {
-    store_two(to, low, high);
-  } else {
-    store_n(to, low, columns);
-    if (columns > LANES) store_n(to + LANES, high, columns - LANES);
-  }
+  typename M::T panel[PANEL];
+  store_panel<M>(panel, sums);
+  std::memcpy(to, panel, std::min(columns, PANEL) * sizeof(panel[0]));
 }
 
 // out[ROWS][32] = x tile (words [k][16]) times 32 columns of a weight; added to what is there where it goes on. The

@@ -40,8 +40,10 @@ static void head_linear(Batch<const typename M::T> x, long tokens, long heads, W
       rows.multiply(of_head, first, columns, sums);
       for (long i = 0; i < count; ++i) {
         T* to = out.data + (start + i) * out.token_stride + head * out.head_stride + first;
-        for (long p = 0; p < taken; ++p)
-          store_columns<M>(to + p * PANEL, sums + (p * rows.rows_apart() + i) * PANEL, columns - p * PANEL);
+        const float* from = sums + i * PANEL;
+        long left = columns;
+        for (; left >= PANEL; left -= PANEL, to += PANEL, from += rows.rows_apart() * PANEL) store_panel<M>(to, from);
+        if (left > 0) store_columns<M>(to, from, left);
       }
     }
   }

@@ -136,7 +136,10 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
         }
         store(sums, low);
         store(sums + LANES, high);
-        store_columns<M>(out + t * hidden + i, sums, hidden - i);
+        if (hidden - i >= PANEL)
+          store_panel<M>(out + t * hidden + i, sums);
+        else
+          store_columns<M>(out + t * hidden + i, sums, hidden - i);
       }
   }
 }

@@ -16,13 +16,18 @@ class TileSpan {
   template <class Latent, class Rope>
   void take_queries(Latent latent_of, Rope rope_of, long heads, long latent, long rope) {
     size_ = latent + rope, steps_ = (size_ + TILE_K - 1) / TILE_K;
-    bf16* whole = row_buffer_.get<bf16>(HEADS * size_);
-    for (long h = 0; h < heads; ++h) {
-      std::memcpy(whole + h * size_, latent_of(h), latent * sizeof(bf16));
-      std::memcpy(whole + h * size_ + latent, rope_of(h), rope * sizeof(bf16));
-    }
     queries_ = query_buffer_.get(steps_ * TILE_WORDS);
-    pack_rows<Dot>([&](long h) { return whole + h * size_; }, heads, size_, queries_, LANES);
+    if (latent % 2 == 0) {
+      pack_rows<Dot>(latent_of, heads, latent, queries_, LANES);
+      pack_rows<Dot>(rope_of, heads, rope, queries_ + latent / 2 * LANES, LANES);
+    } else {  // a pair has an element of each
+      bf16* whole = row_buffer_.get<bf16>(HEADS * size_);
+      for (long h = 0; h < heads; ++h) {
+        std::memcpy(whole + h * size_, latent_of(h), latent * sizeof(bf16));
+        std::memcpy(whole + h * size_ + latent, rope_of(h), rope * sizeof(bf16));
+      }
+      pack_rows<Dot>([&](long h) { return whole + h * size_; }, heads, size_, queries_, LANES);
+    }
     std::fill(queries_ + words<Dot>(size_) * LANES, queries_ + steps_ * TILE_WORDS, 0.0f);
   }
 
