@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import weakref
 
@@ -25,7 +24,7 @@ def test_a_signal_in_a_callback_of_a_weak_reference_stops_the_command(number: si
 
     def body(arguments: argparse.Namespace) -> None:
         thing = Thing()
-        reference = weakref.ref(thing, lambda _: os.kill(os.getpid(), number))
+        reference = weakref.ref(thing, lambda _: signal.raise_signal(number))
         with progress("work", total_bytes=2) as advance:
             del thing
             went_on.append(reference() is None)  # what the handler raised did not reach us
@@ -40,7 +39,7 @@ def test_a_signal_in_a_callback_of_a_weak_reference_stops_the_command(number: si
 
 def test_an_earlier_stop_does_not_stop_the_next_command() -> None:
     def stopped(arguments: argparse.Namespace) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
 
     def undisturbed(arguments: argparse.Namespace) -> None:
         with progress("work", total_bytes=1) as advance:
