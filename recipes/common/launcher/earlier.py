@@ -14,6 +14,7 @@ EARLIER = "earlier_runs"
 OUTPUTS = (
     "checkpoints",
     "metrics.jsonl",
+    "restarts.jsonl",
     "tensorboard",
     "val_generations",
     "reward_ledger",

@@ -36,6 +36,9 @@ class TrainerConfig:
             none.
         balance_batch: deal rows over the data-parallel ranks by length; False deals them in order.
         worker_timeout_s: seconds that the controller waits for any answer of a worker; absent = for ever.
+        start_timeout_s: seconds that the workers' start, or restart, waits for free devices, and again for processes.
+        max_restarts: how often workers are started anew, from the newest checkpoint, when one of them has died, without
+            another checkpoint in between; a second death in the same step ends the run; 0 = the first one does.
         hang_timeout_s: when nothing has moved in a worker's phase for so many seconds, one file in ``report_dir``/hang
             says which ranks wait where; absent = half of ``actor_rollout_ref.nccl_timeout``, after which the job ends;
             0 = no watchdog.
@@ -70,6 +73,8 @@ class TrainerConfig:
     log_val_generations: int = 0
     balance_batch: bool = True
     worker_timeout_s: float | None = None
+    start_timeout_s: float = 600.0
+    max_restarts: int = 3
     hang_timeout_s: float | None = None
     timeline_freq: int = -1
     log_samples_freq: int = -1
@@ -103,6 +108,10 @@ class TrainerConfig:
         found += self._keep_every_problems(where)
         if self.log_samples_rows < 1:
             found.append(f"{where}.log_samples_rows is {self.log_samples_rows}; it must be at least 1")
+        if self.max_restarts < 0:
+            found.append(f"{where}.max_restarts is {self.max_restarts}; give a number, or 0 for none")
+        if self.start_timeout_s <= 0:
+            found.append(f"{where}.start_timeout_s is {self.start_timeout_s}; give seconds above 0")
         if self.hang_timeout_s is not None and self.hang_timeout_s < 0:
             found.append(f"{where}.hang_timeout_s is {self.hang_timeout_s}; give seconds, or 0 for no watchdog")
         for key in ("save_freq", "test_freq", "timeline_freq", "log_samples_freq"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,7 @@ class RayPPOTrainer:
     Args:
         config: the whole tree; ``trainer.total_training_steps`` may be absent, then it follows from the epochs.
         worker_class: what runs in every worker process.
+        run_metrics: of the run around this trainer; logged with every step.
     """
 
     def __init__(
@@ -85,11 +86,13 @@ class RayPPOTrainer:
         tokenizer: PreTrainedTokenizerBase,
         worker_class: type,
         reward_fn: NaiveRewardManager,
+        run_metrics: Mapping[str, float] | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.worker_class = worker_class
         self.reward_fn = reward_fn
+        self.run_metrics = dict(run_metrics or {})
         self.reward_ledger = RewardLedger(config.trainer.report_dir, config.reward_model.ledger)
         self.timeline = StepTimeline(config.trainer.report_dir, config.trainer.timeline_freq)
         self.sample_records = SampleRecords(
@@ -110,6 +113,7 @@ class RayPPOTrainer:
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.global_step = 0
         self.workers: Any = None
+        self.tracking: Any = None
         self._carried_timing: dict[str, float] = {}
         self._unpublished: checkpointing.Checkpoint | None = None
 
@@ -124,6 +128,7 @@ class RayPPOTrainer:
             device_name=resolve_device(trainer.device),
             num_cpus_per_worker=self.config.ray_kwargs.num_cpus_per_worker,
             timeout_s=trainer.worker_timeout_s,
+            start_timeout_s=trainer.start_timeout_s,
         )
         tables = self.workers.init_model()[0]
         if tables:
@@ -148,7 +153,7 @@ class RayPPOTrainer:
             is_last = self.global_step == self.total_training_steps
             if (is_last and trainer.test_last) or (trainer.test_freq > 0 and self.global_step % trainer.test_freq == 0):
                 metrics |= self._validate()
-            self.tracking.log(metrics | self._take_carried_timing(), step=self.global_step)
+            self.tracking.log(metrics | self.run_metrics | self._take_carried_timing(), step=self.global_step)
             if (is_last and trainer.save_last) or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0):
                 self._save_checkpoint()
             self.timeline.end(self.workers)
@@ -160,9 +165,11 @@ class RayPPOTrainer:
             logger.info("the trained model is in %s", path)
 
     def shutdown(self) -> None:
-        """Ends every worker process."""
+        """Ends every worker process and closes the files of metrics."""
         if self.workers is not None:
             self.workers.shutdown()
+        if self.tracking is not None:
+            self.tracking.close()
 
     def _train_step(self, batches: Iterator[dict[str, Any]]) -> dict[str, float]:
         """One GRPO step: generate, score, log-probs, advantages, update."""
