@@ -130,9 +130,7 @@ def test_a_crash_loop_ends_and_an_exception_is_not_repeated(local_ray: None, roo
     failures = root / "failures"
     failures.mkdir()
     (failures / "3").write_text("die 9")
-    with pytest.raises(
-        TrainingStoppedError, match="during update_actor.*\n.*died twice in step 3 without"
-    ) as stop:
+    with pytest.raises(TrainingStoppedError, match="during update_actor.*\n.*died twice in step 3 without") as stop:
         run_failing(bandit_config(root), failures)
     assert stop.value.step == 3 and (failures / "3").read_text() == "die 7"
     (failures / "3").write_text("raise 9")
