@@ -71,10 +71,10 @@ class Job:
         """The step that ``latest`` names; 0 when there is no checkpoint yet."""
         return newest_step(self.output_dir)
 
-    def command(self, name: str) -> Command:
-        """Start it, or start it again; what it says goes to ``<name>.log``."""
+    def command(self, name: str, *more: str) -> Command:
+        """Start it, or start it again, with ``more`` arguments; what it says goes to ``<name>.log``."""
         environment = self.prepared.environment(self.output_dir, STEPS=self.steps)
-        return Command(self.folder / f"{name}.log", environment, SMALL)
+        return Command(self.folder / f"{name}.log", environment, (*SMALL, *more))
 
     def finish(self) -> None:
         """Run it to its end, which must be a good one."""

@@ -58,7 +58,8 @@ def mortal_worker(folder: Path) -> type[Worker]:
         @contextmanager
         def span(self, name: str) -> Iterator[None]:
             self._entered[name] = self._entered.get(name, 0) + 1
-            order = folder / f"{self._rank}.{name}.{self._entered[name]}"
+            num_deaths = len(list(folder.glob("died_*")))
+            order = folder / f"{num_deaths}.{self._rank}.{name}.{self._entered[name]}"
             if order.is_file():
                 delay_s = float(order.read_text())
                 order.unlink()
@@ -107,11 +108,11 @@ class Run:
         return config
 
     def fit(self, kills: Sequence[Kill] = ()) -> None:
-        """Trains to the end, through these deaths."""
+        """Trains to the end, through these deaths, each of which can come only after the one before."""
         config, orders = self.config(), self.folder / "kills"
         orders.mkdir(parents=True)
-        for kill in kills:
-            (orders / f"{kill.rank}.{kill.span}.{kill.nth}").write_text(str(kill.delay_s))
+        for place, kill in enumerate(kills):
+            (orders / f"{place}.{kill.rank}.{kill.span}.{kill.nth}").write_text(str(kill.delay_s))
         tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
         reward_fn = NaiveRewardManager(tokenizer, config.reward_model, config.custom_reward_function)
 
@@ -194,7 +195,7 @@ def test_a_generating_and_a_training_rank_die(
 
 
 PHASES = {
-    "start": Kill(2, "init_model", nth=1, delay_s=0.2),
+    "start": Kill(2, "build_models", nth=1, delay_s=0.2),
     "validation before any checkpoint": Kill(1, "wake_kv_cache", nth=1, delay_s=0.1),
     "validation": Kill(0, "wake_kv_cache", nth=4, delay_s=0.1),
     "weight sync": Kill(0, "weight_sync", nth=3),
@@ -223,7 +224,7 @@ def test_ranks_die_one_after_the_other_and_while_they_start_again(
         Kill(0, "update_actor", nth=2),
         Kill(3, "load_checkpoint", nth=1),
         Kill(2, "update_actor", nth=2, delay_s=0.1),
-        Kill(1, "init_model", nth=1),
+        Kill(1, "build_models", nth=1),
         Kill(1, "wake_kv_cache", nth=2, delay_s=0.1),
     ]
     check(Run(prepared, tmp_path), kills, undisturbed, caplog)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +14,11 @@ import ray
 from megatron.core.dist_checkpointing.manifest import Manifest, write_manifest
 from megatron.core.parallel_layout import ParallelLayout
 from tests.pages import undocumented
-from tests.verl.bandit import bandit_config, bandit_worker, run_bandit, write_inputs
-from verl.protocol import DataProto
-from verl.single_controller.base import Worker
-from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
-from verl.trainer.config import PPOTrainerConfig, validate_config
+from tests.verl.bandit import bandit_config, run_bandit, write_inputs
+from tests.verl.failing_bandit import run_failing
+from verl.trainer.config import validate_config
 from verl.trainer.ppo import checkpointing
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.recovery import RestartLimit, RestartPoints, TrainingStoppedError, fit_with_restarts
-from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.reward_manager import NaiveRewardManager
+from verl.trainer.ppo.recovery import RestartLimit, RestartPoints, TrainingStoppedError
 
 
 @pytest.fixture(scope="module")
@@ -39,42 +32,6 @@ def local_ray() -> Iterator[None]:
 def root(tmp_path: Path) -> Path:
     write_inputs(tmp_path)
     return tmp_path
-
-
-def failing_worker(digits: list[int], failures: Path) -> type[Worker]:
-    """A worker that fails in the step whose number names a file in ``failures``: as its text says, and as often."""
-
-    class FailingWorker(bandit_worker(digits)):  # type: ignore[misc]
-        @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="all"))
-        def update_actor(self, data: DataProto) -> DataProto:
-            order = failures / str(data.meta_info["global_step"])
-            if self.rank == 0 and order.is_file():
-                how, times = order.read_text().split()
-                order.unlink() if times == "1" else order.write_text(f"{how} {int(times) - 1}")
-                if how == "raise":
-                    raise KeyError("bad data")
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().update_actor(data)  # type: ignore[no-any-return]
-
-    return FailingWorker
-
-
-def run_failing(config: PPOTrainerConfig, failures: Path) -> list[RayPPOTrainer]:
-    """Trains with restarts; the trainers that it took."""
-    tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
-    digits = [int(tokenizer.get_vocab()[str(digit)]) for digit in range(10)]
-    reward_fn = NaiveRewardManager(tokenizer, config.reward_model, config.custom_reward_function)
-    trainers = []
-
-    def new_trainer(config: PPOTrainerConfig, metrics: Mapping[str, float]) -> RayPPOTrainer:
-        trainers.append(RayPPOTrainer(config, tokenizer, failing_worker(digits, failures), reward_fn, metrics))
-        return trainers[-1]
-
-    try:
-        fit_with_restarts(config, new_trainer)
-    finally:
-        reward_fn.close()
-    return trainers
 
 
 def _metrics(root: Path) -> list[dict[str, Any]]:

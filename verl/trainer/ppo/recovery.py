@@ -69,7 +69,7 @@ def fit_with_restarts(config: PPOTrainerConfig, new_trainer: NewTrainer) -> None
     limit = RestartLimit(config.trainer.max_restarts)
     candidates = RestartPoints(config)
     record = RestartRecord(config.trainer.report_dir)
-    num_restarts, failed_at_s = 0, 0.0
+    num_restarts, failed_at_s, step = 0, 0.0, 0
     while True:
         trainer = new_trainer(config, {"perf/restarts": float(record.count)})
         try:
@@ -85,17 +85,18 @@ def fit_with_restarts(config: PPOTrainerConfig, new_trainer: NewTrainer) -> None
         except NoRoomError as error:
             if not num_restarts:
                 raise
-            raise TrainingStoppedError(trainer.global_step, f"its workers cannot be started again: {error}") from error
+            raise TrainingStoppedError(step, f"its workers cannot be started again: {error}") from error
         finally:
             trainer.shutdown()
-        newest = candidates.newest()
-        refusal = limit.refusal(trainer.global_step, 0 if newest is None else newest.step)
+        step, newest = trainer.global_step, candidates.newest()
+        from_step = 0 if newest is None else newest.step
+        refusal = limit.refusal(step, from_step)
         if refusal is not None:
-            raise TrainingStoppedError(trainer.global_step, f"{cause}{refusal}")
+            raise TrainingStoppedError(step, f"{cause}{refusal}")
         num_restarts += 1
-        logger.warning("restart %d, because step %d failed: %s", num_restarts, trainer.global_step, cause)
+        logger.warning("restart %d, because step %d failed: %s", num_restarts, step, cause)
         logger.warning("going back to %s", "the model's weights" if newest is None else newest.directory)
-        record.add(trainer.global_step, 0 if newest is None else newest.step, cause)
+        record.add(step, from_step, cause)
         config = candidates.resuming(config)
 
 
