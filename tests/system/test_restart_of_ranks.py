@@ -88,7 +88,7 @@ class Run:
 
     def config(self) -> PPOTrainerConfig:
         """The tiny recipe's, with steps that take seconds."""
-        recipe, data = load_recipe("r1_zero"), self.prepared.json_path.parent / "data"
+        recipe, data = load_recipe("r1_zero"), self.prepared.folder / "data"
         given = (
             f"data.train_files={data / 'train.parquet'}",
             f"data.val_files={data / 'test.parquet'}",
