@@ -153,8 +153,9 @@ class Job:
             assert command.left_behind() == []
 
     def weights(self) -> dict[str, bytes]:
-        """The exported files, by name."""
-        return {path.name: path.read_bytes() for path in sorted((self.output_dir / "export_hf").glob("*"))}
+        """The files of the trained model in Hugging Face form, by name, exported or converted back."""
+        folders = (self.output_dir / "export_hf", self.output_dir / "trained_hf" / f"global_step_{self.steps}")
+        return {path.name: path.read_bytes() for folder in folders for path in sorted(folder.glob("*.*"))}
 
     def ledger(self) -> dict[str, list[dict[str, Any]]]:
         """Every grade of every step and validation, by file, without clocks."""
