@@ -40,7 +40,8 @@ class LLM:
     With several processes, torch.distributed is initialised by the caller and every process builds an LLM with the same
     arguments: rank = tp + TP * (dp + DP * instance). The TP ranks of a replica call `generate` with the same prompts,
     replicas with different ones; replicas that share experts (enable_expert_parallel) or move requests between them
-    (rebalance_interval) all call it, with an empty list if they have none.
+    (rebalance_interval) all call it, with an empty list if they have none. Ranks before `first_rank` have no engine;
+    the layout counts from it.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class LLM:
         rollout_ops: str | None = None,
         device: str | None = None,
         logprobs_mode: str = "scaled_logprobs",
+        first_rank: int = 0,
     ) -> None:
         args = EngineArgs(
             model=model,
@@ -110,7 +112,7 @@ class LLM:
             logprobs_mode=logprobs_mode,
         )
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.config = args.create_engine_config(rank, world_size)
+        self.config = args.create_engine_config(rank - first_rank, world_size - first_rank, first_rank)
         platform = resolve_platform(self.config.device)
         ops = resolve(self.config.rollout_ops or platform.rollout_ops)
         problems = platform.config_problems(self.config, ops)
