@@ -6,10 +6,8 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from vllm.distributed.parallel_state import init_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import PromptType
 from vllm.model_executor.model_loader.digest import WeightDigest
-from vllm.model_executor.model_loader.held_slices import HeldSlice, held_slices
+from vllm.model_executor.model_loader.held_slices import HeldSlice, config_held_slices
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
 from vllm.ops.contract import resolve
 from vllm.outputs import RequestOutput
@@ -207,10 +205,8 @@ class LLM:
         return self.core.update_weight_slices(slices, version)
 
     def held_slices(self, rank: int) -> dict[str, HeldSlice]:
-        """Hugging Face name -> what rank `rank` of an engine like this one holds (world rank, as `ParallelConfig`)."""
-        model = self.config.model
-        parallel = replace(self.config.parallel, rank=rank)
-        return held_slices(model.hf, parallel, getattr(torch, model.dtype), model.quantization)
+        """Hugging Face name -> what rank `rank` of an engine like this one holds (as `ParallelConfig` counts ranks)."""
+        return config_held_slices(self.config, rank)
 
     @property
     def policy_version(self) -> int:

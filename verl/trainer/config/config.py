@@ -65,6 +65,11 @@ class PPOTrainerConfig:
         return self.rollout.world_size if self.has_rollout_ranks else self.trainer.world_size
 
     @property
+    def num_devices(self) -> int:
+        """Worker processes of the run."""
+        return self.trainer.world_size + (self.rollout.world_size if self.has_rollout_ranks else 0)
+
+    @property
     def rollout_replicas(self) -> int:
         """Sets of tensor-parallel rollout ranks, each of which generates for prompts of its own."""
         return self.rollout_world_size // self.actor_rollout_ref.rollout.tensor_model_parallel_size

@@ -1,0 +1,271 @@
+"""The schedules with rollout ranks of their own: these generate while the others train.
+
+The rollout ranks are driven by calls of a few engine steps each, one at a time. Between two calls prompts are begun as
+``StalenessLedger`` allows, and what has ended waits here until a step trains on it. Weights are synced before a step
+that begins a version, between two calls: samples that have not ended go on under the new weights
+(``partial_rollout``), or are waited for. While the training ranks are waited for, ``look`` keeps the rollout ranks busy.
+
+With ``fixed_order`` a call is only made while the next step's samples are not there. Then the calls, and all that
+depends on them, follow from counts alone, however long anything takes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from verl.protocol import DataProto
+from verl.protocol_storage import as_rows
+from verl.trainer.config import PPOTrainerConfig
+from verl.trainer.ppo.metric_utils import marked_timer
+from verl.trainer.ppo.schedules.generation import Tokens, add_num_tokens, generate, prompt_rows
+from verl.trainer.ppo.schedules.staleness import StalenessLedger
+from verl.trainer.ppo.seeds import sampling_seeds
+from verl.utils.dataset import ResumableLoader, collate_fn
+from verl.workers.kept_rows import REFERENCES
+from verl.workers.rollout.orders import PROMPT, SAMPLE, VERSIONS, RolloutAnswer, RolloutOrder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EndedSample:
+    """A row of an answer.
+
+    Attributes:
+        rows: of the answer, all with references to the same generated batch.
+        row: its place there.
+        replica: that keeps what the references stand for.
+    """
+
+    rows: DataProto
+    row: int
+    replica: int
+
+    @property
+    def kept_in(self) -> int:
+        """Number of the generated batch."""
+        names = [name for name in self.rows.batch.keys() if name.startswith(REFERENCES)]  # noqa: SIM118
+        return int(self.rows.batch[names[0]][self.row, 0])
+
+
+@dataclass
+class BegunPrompt:
+    """A prompt that has been begun and not been trained on.
+
+    Attributes:
+        replica: that generates its samples.
+        rows: its n rows as they were sent.
+        ended: sample number -> what came back.
+    """
+
+    replica: int
+    rows: DataProto
+    ended: dict[int, EndedSample] = field(default_factory=dict)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sample has ended."""
+        return len(self.ended) == len(self.rows)
+
+
+class AsynchronousSource:
+    """Samples of rollout ranks that run beside training.
+
+    Args:
+        training: the group of ranks that train, which rank in front of the others.
+        rollout: the group of ranks that generate.
+    """
+
+    def __init__(
+        self, config: PPOTrainerConfig, loader: ResumableLoader, tokens: Tokens, training: Any, rollout: Any
+    ) -> None:
+        self.config, self.loader, self.tokens = config, loader, tokens
+        self.training, self.rollout, self.pace = training, rollout, config.pace
+        self.replica_size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        self.num_replicas = config.rollout_replicas
+        self.ledger = StalenessLedger(
+            config.data.train_batch_size, self.pace.trigger_parameter_sync_step, self.pace.staleness_threshold
+        )
+        self.begun: dict[int, BegunPrompt] = {}
+        self._to_send: list[list[int]] = [[] for _ in range(self.num_replicas)]  # prompts, by replica
+        self._in_training: list[EndedSample] = []  # what the step under way may fetch
+        self._call: Any = None
+        self._synced: int | None = None  # trained steps of the weights that the rollout ranks have
+        self._generate_s = 0.0
+
+    @property
+    def epoch(self) -> int:
+        """Of the prompts that come next."""
+        return self.loader.place(self.ledger.next_prompt)[0]
+
+    def next_batch(self, step: int, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
+        """Samples for ``step`` and metrics of their age; the rollout ranks go on when this returns."""
+        self.training.while_waiting = None
+        with marked_timer("gen", timing):
+            self._in_training = []
+            if (step - 1) % self.pace.trigger_parameter_sync_step == 0:
+                self._sync(step - 1, timing)
+                self.ledger.begin_version((step - 1) // self.pace.trigger_parameter_sync_step)
+            elif self._synced is None:
+                self._sync(step - 1, timing)
+            self._begin_prompts()
+            while (chosen := self.ledger.choice(self._finished())) is None:
+                self._turn()
+            batch, metrics = self._take(chosen)
+        timing["generate_sequences"], self._generate_s = self._generate_s, 0.0
+        self._begin_prompts()
+        self.training.while_waiting = self.look
+        self.look()
+        return batch, metrics
+
+    def look(self) -> None:
+        """Takes what a call has brought, if it is over, and makes the next one; never waits."""
+        if self._call is not None and self._call.is_done():
+            self._collect()
+        if self._call is None and self._goes_on():
+            self._start_call()
+
+    def generate(self, step: int, prompts: DataProto) -> DataProto:
+        """Validation's responses by the weights of now; ``step`` steps have been trained."""
+        self.training.while_waiting = None
+        if self._synced != step:
+            self._sync(step, {})
+        self._settle()
+        return generate(self.rollout, prompts, self.tokens, self.num_replicas, {}, validate=True)
+
+    def _sync(self, trained_steps: int, timing: dict[str, float]) -> None:
+        """The weights after ``trained_steps`` steps go to the rollout ranks, if these have not got them."""
+        self._settle()
+        if self._synced == trained_steps:
+            return
+        with marked_timer("update_weights", timing):
+            sent = self.training.start("update_weights", trained_steps)
+            self.rollout.update_weights(trained_steps)
+            sent.get()
+        self._synced = trained_steps
+
+    def _settle(self) -> None:
+        """No call is under way after this; what had to be generated before is."""
+        if self._call is not None:
+            self._collect()
+        while self._must_go_on():
+            self._turn()
+
+    def _must_go_on(self) -> bool:
+        """Whether weights may not be synced yet."""
+        if self._synced is None or not self._has_unfinished():
+            return False
+        if not self.pace.partial_rollout:
+            return True
+        return self.pace.fixed_order and self.ledger.choice(self._finished()) is None
+
+    def _goes_on(self) -> bool:
+        """Whether the rollout ranks have something to do while a step trains."""
+        if not self._has_unfinished():
+            return False
+        return self._must_go_on() if self.pace.fixed_order else True
+
+    def _has_unfinished(self) -> bool:
+        return any(not prompt.is_finished for prompt in self.begun.values())
+
+    def _finished(self) -> list[int]:
+        return [number for number, prompt in self.begun.items() if prompt.is_finished]
+
+    def _turn(self) -> None:
+        """One call, from its start to its end; or to the end of the one that is under way."""
+        if self._call is None:
+            self._start_call()
+        self._collect()
+
+    def _begin_prompts(self) -> None:
+        """Begins as many prompts as may be; each goes to the replica with the fewest unfinished samples."""
+        load = [0] * self.num_replicas
+        for prompt in self.begun.values():
+            load[prompt.replica] += len(prompt.rows) - len(prompt.ended)
+        for number in self.ledger.begin(self.ledger.num_allowed):
+            replica = min(range(self.num_replicas), key=lambda r: (load[r], r))
+            self.begun[number] = BegunPrompt(replica, self._rows_of(number))
+            load[replica] += len(self.begun[number].rows)
+            self._to_send[replica].append(number)
+
+    def _rows_of(self, number: int) -> DataProto:
+        """The rows of a prompt, which follow from its number; as those of the synchronous schedule's steps."""
+        rollout, per_step = self.config.actor_rollout_ref.rollout, self.config.data.train_batch_size
+        step, place = divmod(number, per_step)
+        seeds = sampling_seeds(rollout.seed, step + 1, place * rollout.n, rollout.n)
+        prompts = collate_fn([self.loader.prompt(number)])
+        rows = prompt_rows(prompts, [f"{step + 1}-{place}"], rollout.n, seeds)
+        rows.non_tensor_batch[PROMPT] = as_rows([number] * rollout.n)
+        rows.non_tensor_batch[SAMPLE] = as_rows(list(range(rollout.n)))
+        return rows
+
+    def _start_call(self) -> None:
+        orders = [self._order(replica) for replica in range(self.num_replicas)]
+        self._to_send = [[] for _ in range(self.num_replicas)]
+        self._call = self.rollout.start("run", [order for order in orders for _ in range(self.replica_size)])
+
+    def _order(self, replica: int) -> RolloutOrder:
+        keys = ["raw_prompt_ids", "sampling_seeds", PROMPT, SAMPLE]
+        new = [self.begun[number].rows.select(non_tensor_batch_keys=keys) for number in self._to_send[replica]]
+        prompts = DataProto.concat(new) if new else DataProto()
+        return RolloutOrder(
+            DataProto(prompts.batch, prompts.non_tensor_batch, self.tokens.meta_info()),
+            self.pace.steps_per_call,
+            self._oldest_kept(replica),
+        )
+
+    def _oldest_kept(self, replica: int) -> int:
+        """The lowest number of a generated batch of ``replica`` with rows that will be, or are being, trained on."""
+        waiting = [ended for prompt in self.begun.values() for ended in prompt.ended.values()]
+        return min((ended.kept_in for ended in [*waiting, *self._in_training] if ended.replica == replica), default=0)
+
+    def _collect(self) -> None:
+        """Waits for the call that is under way, and takes what it brought."""
+        call, self._call = self._call, None
+        answers: list[RolloutAnswer] = call.get()[:: self.replica_size]
+        self._generate_s += sum(answer.seconds for answer in answers) / len(answers)
+        for replica, answer in enumerate(answers):
+            self._take_rows(replica, answer.rows)
+
+    def _take_rows(self, replica: int, rows: DataProto) -> None:
+        for row in range(len(rows)):
+            number, sample = int(rows.non_tensor_batch[PROMPT][row]), int(rows.non_tensor_batch[SAMPLE][row])
+            prompt = self.begun[number]
+            assert sample not in prompt.ended, f"sample {sample} of prompt {number} came twice"
+            prompt.ended[sample] = EndedSample(rows, row, replica)
+
+    def _take(self, chosen: list[int]) -> tuple[DataProto, dict[str, float]]:
+        """The rows of the chosen prompts, which are trained on now, and metrics of their age."""
+        self.ledger.take(chosen)
+        prompts = [self.begun.pop(number) for number in chosen]
+        self._in_training = [prompt.ended[sample] for prompt in prompts for sample in range(len(prompt.rows))]
+        sent = DataProto.concat([prompt.rows for prompt in prompts])
+        came = _gathered(self._in_training)
+        add_num_tokens(came, list(sent.non_tensor_batch["raw_prompt_ids"]))
+        sent.pop(non_tensor_batch_keys=["raw_prompt_ids", "sampling_seeds"])
+        batch = sent.union(came)
+        per_version = self.pace.trigger_parameter_sync_step
+        versions = batch.non_tensor_batch[VERSIONS]
+        ages = np.array([self.ledger.version - spans[0][0] // per_version for spans in versions])
+        assert ages.max() <= self.ledger.max_staleness, f"{ages.max()} versions old, over {self.ledger.max_staleness}"
+        return batch, {
+            "schedule/staleness/mean": float(ages.mean()),
+            "schedule/staleness/max": float(ages.max()),
+            "schedule/stale_samples": float((ages > 0).mean()),
+            "schedule/partial_samples": float(np.mean([len(spans) > 1 for spans in versions])),
+            "schedule/waiting_prompts": float(len(self._finished())),
+            "schedule/unfinished_prompts": float(len(self.begun) - len(self._finished())),
+        }
+
+
+def _gathered(samples: Sequence[EndedSample]) -> DataProto:
+    """Their rows in this order."""
+    answers = {id(sample.rows): sample.rows for sample in samples}
+    starts = dict(zip(answers, np.cumsum([0, *map(len, answers.values())]).tolist(), strict=False))
+    places = [starts[id(sample.rows)] + sample.row for sample in samples]
+    return DataProto.concat(list(answers.values())).select_idxs(places)
