@@ -18,6 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.held_slices import HeldSlice, config_held_slices
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
+from vllm.sampling_params import RequestOutputKind
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class vLLMRollout(BaseRollout):
             seed=seed,
             logprobs=0,
             detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def to_batch(self, outputs: list[RequestOutput], meta_info: dict[str, Any]) -> DataProto:
