@@ -345,7 +345,8 @@ class RayPPOTrainer:
         checkpoint = checkpointing.checkpoint_at(root, self.global_step)
         with marked_timer("save_checkpoint", timing):
             self._publish_checkpoint(is_needed=True)
-            checkpoint.write_state(self.source.state_dict() | {"kl_coef": self.kl_ctrl.value})
+            state, arrays = self.source.state()
+            checkpoint.write_state(state | {"kl_coef": self.kl_ctrl.value}, arrays)
             latest_path = checkpointing.latest_path(root).absolute()
             self.workers.save_checkpoint(
                 str(checkpoint.actor.absolute()), global_step=self.global_step, latest_path=str(latest_path)
@@ -385,8 +386,8 @@ class RayPPOTrainer:
                 logger.info("no checkpoint in %s: starting from the model's weights", trainer.default_local_dir)
                 return
             checkpoint = found
-        state = checkpoint.read_state()
-        self.source.load_state_dict(state)
+        state, arrays = checkpoint.read_state()
+        self.source.load_state(state, arrays, checkpoint.step)
         self.kl_ctrl.value = state["kl_coef"]
         self.workers.load_checkpoint(str(checkpoint.actor.absolute()))
         self.global_step = checkpoint.step

@@ -11,12 +11,12 @@ depends on them, follow from counts alone, however long anything takes.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl.protocol import DataProto
 from verl.protocol_storage import as_rows
@@ -26,10 +26,13 @@ from verl.trainer.ppo.schedules.generation import Tokens, add_num_tokens, genera
 from verl.trainer.ppo.schedules.staleness import StalenessLedger
 from verl.trainer.ppo.seeds import sampling_seeds
 from verl.utils.dataset import ResumableLoader, collate_fn
-from verl.workers.kept_rows import REFERENCES
-from verl.workers.rollout.orders import PROMPT, SAMPLE, VERSIONS, RolloutAnswer, RolloutOrder
+from verl.workers.kept_rows import REFERENCES, worker_batch
+from verl.workers.rollout.orders import PROMPT, SAMPLE, VERSIONS, ReplicaState, RolloutAnswer, RolloutOrder
+from vllm.v1.engine import request_codec
 
-logger = logging.getLogger(__name__)
+_DESCRIBED = (PROMPT, SAMPLE, VERSIONS, "finish_reason")  # columns of an ended sample that a checkpoint has as JSON
+_COLUMN = "column:"  # before the name of a column in a checkpoint
+_NO_WORDS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,74 @@ class AsynchronousSource:
         self._settle()
         return generate(self.rollout, prompts, self.tokens, self.num_replicas, {}, validate=True)
 
+    def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """What a checkpoint needs, as JSON and as arrays: the prompts that have been begun and all of their tokens.
+
+        Nothing is generated from here to the next step, and what has not ended then begins with an empty cache, as it
+        would in a run that goes on from the checkpoint.
+        """
+        self.training.while_waiting = None
+        self._settle()
+        states: list[ReplicaState] = self.rollout.take_state()[:: self.replica_size]
+        ended = [sample for _, prompt in sorted(self.begun.items()) for _, sample in sorted(prompt.ended.items())]
+        epoch, place = self.loader.place(self.ledger.next_prompt)
+        position = {"epoch": epoch, "batch_index": place // self.loader.batch_size}
+        values: dict[str, Any] = {
+            "loader": self.loader.state_dict() | position,
+            "schedule": {
+                "ledger": self.ledger.state(),
+                "replicas": [[number, prompt.replica] for number, prompt in self.begun.items()],
+                "unsent": self._to_send,
+                "ended": [],
+            },
+        }
+        arrays = {"unfinished": np.concatenate([_NO_WORDS, *(words for of in states for words in of.unfinished)])}
+        if ended:
+            rows = _gathered(ended)
+            described = [rows.non_tensor_batch[name].tolist() for name in _DESCRIBED]
+            values["schedule"]["ended"] = list(zip(*described, strict=True))
+            columns = tuple(
+                name.removeprefix(REFERENCES) for name in rows.batch.keys() if name.startswith(REFERENCES)  # noqa: SIM118
+            )
+            kept = self.rollout.fetch_columns(worker_batch(rows), columns)
+            arrays |= {_COLUMN + name: kept.batch[name].numpy() for name in columns}
+        return values, arrays
+
+    def load_state(self, state: dict[str, Any], arrays: dict[str, np.ndarray], step: int) -> None:
+        """Goes on where ``state`` was taken, after ``step``; with other replicas too."""
+        self.loader.load_state_dict(state["loader"])
+        if "schedule" not in state:  # of a synchronous run
+            batches = self.loader.epoch * len(self.loader) + self.loader.batch_index
+            self.ledger.next_prompt = batches * self.loader.batch_size
+            self.ledger.begin_version(step // self.pace.trigger_parameter_sync_step)
+            return
+        schedule = state["schedule"]
+        self.ledger.load_state(schedule["ledger"])
+        for number, replica in schedule["replicas"]:
+            self.begun[number] = BegunPrompt(replica % self.num_replicas, self._rows_of(number))
+        for number in sorted(number for numbers in schedule["unsent"] for number in numbers):
+            self._to_send[self.begun[number].replica].append(number)
+        self._give_back(schedule["ended"], arrays)
+
+    def _give_back(self, described: list[list[Any]], arrays: dict[str, np.ndarray]) -> None:
+        """To every replica the samples that it had: the unfinished ones, and the rows of those that have ended."""
+        unfinished: list[list[np.ndarray]] = [[] for _ in range(self.num_replicas)]
+        for words in request_codec.split(arrays["unfinished"]):
+            unfinished[self.begun[request_codec.home(words)[0]].replica].append(words)
+        rows = _whole_rows(described, arrays, self.config.actor_rollout_ref.rollout.prompt_length)
+        replica_of = [self.begun[number].replica for number, *_ in described]
+        parts = [
+            rows.select_idxs([row for row, of in enumerate(replica_of) if of == replica]) if described else rows
+            for replica in range(self.num_replicas)
+        ]
+        kept = self.rollout.give_state(
+            _each([ReplicaState(words) for words in unfinished], self.replica_size),
+            _each(parts, self.replica_size),
+            _each([self.tokens.meta_info()] * self.num_replicas, self.replica_size),
+        )
+        for replica, came in enumerate(kept[:: self.replica_size]):
+            self._take_rows(replica, came)
+
     def _sync(self, trained_steps: int, timing: dict[str, float]) -> None:
         """The weights after ``trained_steps`` steps go to the rollout ranks, if these have not got them."""
         self._settle()
@@ -207,7 +278,7 @@ class AsynchronousSource:
     def _start_call(self) -> None:
         orders = [self._order(replica) for replica in range(self.num_replicas)]
         self._to_send = [[] for _ in range(self.num_replicas)]
-        self._call = self.rollout.start("run", [order for order in orders for _ in range(self.replica_size)])
+        self._call = self.rollout.start("run", _each(orders, self.replica_size))
 
     def _order(self, replica: int) -> RolloutOrder:
         keys = ["raw_prompt_ids", "sampling_seeds", PROMPT, SAMPLE]
@@ -261,6 +332,25 @@ class AsynchronousSource:
             "schedule/waiting_prompts": float(len(self._finished())),
             "schedule/unfinished_prompts": float(len(self.begun) - len(self._finished())),
         }
+
+
+def _whole_rows(described: list[list[Any]], arrays: dict[str, np.ndarray], prompt_length: int) -> DataProto:
+    """Rows of ended samples as a replica's engine gave them."""
+    columns = {
+        name.removeprefix(_COLUMN): torch.from_numpy(values)
+        for name, values in arrays.items()
+        if name.startswith(_COLUMN)
+    }
+    if not columns:
+        return DataProto()
+    columns["responses"] = columns["input_ids"][:, prompt_length:]
+    texts = dict(zip(_DESCRIBED, zip(*described, strict=True), strict=True))
+    return DataProto.from_dict(columns, {name: list(values) for name, values in texts.items()})
+
+
+def _each(values: list[Any], times: int) -> list[Any]:
+    """Every value as often as a replica has ranks."""
+    return [value for value in values for _ in range(times)]
 
 
 def _gathered(samples: Sequence[EndedSample]) -> DataProto:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import numpy as np
 
 from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig
@@ -12,6 +15,8 @@ from verl.trainer.ppo.metric_utils import marked_timer
 from verl.trainer.ppo.schedules.generation import Tokens, generate, prompt_rows
 from verl.trainer.ppo.seeds import sampling_seeds
 from verl.utils.dataset import ResumableLoader
+
+logger = logging.getLogger(__name__)
 
 
 class SynchronousSource:
@@ -57,13 +62,15 @@ class SynchronousSource:
         """Validation's responses by the weights of now; ``step`` steps have been trained."""
         return generate(self.workers, prompts, self.tokens, self.config.rollout_replicas, {}, validate=True)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on with the next prompts."""
-        return {"loader": self.loader.state_dict()}
+    def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """What a checkpoint needs to go on with the next prompts, as JSON and as arrays."""
+        return {"loader": self.loader.state_dict()}, {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where ``state_dict`` was taken."""
+    def load_state(self, state: dict[str, Any], arrays: dict[str, np.ndarray], step: int) -> None:
+        """Goes on where ``state`` was taken, after ``step``."""
         self.loader.load_state_dict(state["loader"])
+        if arrays:
+            logger.warning("step %d: samples that an asynchronous run had begun are left out from here on", step)
 
     def _sample(self, step: int, generation: int, timing: dict[str, float]) -> DataProto:
         """The next prompts and their responses; a later generation of a step leaves the earlier ones' rows."""
