@@ -30,6 +30,7 @@ from verl.workers.kept_rows import REFERENCES, worker_batch
 from verl.workers.rollout.orders import PROMPT, SAMPLE, VERSIONS, ReplicaState, RolloutAnswer, RolloutOrder
 from vllm.v1.engine import request_codec
 
+_SENT = ("raw_prompt_ids", "sampling_seeds", PROMPT, SAMPLE)
 _DESCRIBED = (PROMPT, SAMPLE, VERSIONS, "finish_reason")  # columns of an ended sample that a checkpoint has as JSON
 _COLUMN = "column:"  # before the name of a column in a checkpoint
 _NO_WORDS = np.zeros(0, dtype=np.int64)
@@ -95,7 +96,6 @@ class AsynchronousSource:
             config.data.train_batch_size, self.pace.trigger_parameter_sync_step, self.pace.staleness_threshold
         )
         self.begun: dict[int, BegunPrompt] = {}
-        self._to_send: list[list[int]] = [[] for _ in range(self.num_replicas)]  # prompts, by replica
         self._in_training: list[EndedSample] = []  # what the step under way may fetch
         self._call: Any = None
         self._synced: int | None = None  # trained steps of the weights that the rollout ranks have
@@ -111,17 +111,15 @@ class AsynchronousSource:
         self.training.while_waiting = None
         with marked_timer("gen", timing):
             self._in_training = []
-            if (step - 1) % self.pace.trigger_parameter_sync_step == 0:
+            version, place = divmod(step - 1, self.pace.trigger_parameter_sync_step)
+            if place == 0 or self._synced is None:
                 self._sync(step - 1, timing)
-                self.ledger.begin_version((step - 1) // self.pace.trigger_parameter_sync_step)
-            elif self._synced is None:
-                self._sync(step - 1, timing)
-            self._begin_prompts()
+            if place == 0:
+                self.ledger.begin_version(version)
             while (chosen := self.ledger.choice(self._finished())) is None:
                 self._turn()
             batch, metrics = self._take(chosen)
         timing["generate_sequences"], self._generate_s = self._generate_s, 0.0
-        self._begin_prompts()
         self.training.while_waiting = self.look
         self.look()
         return batch, metrics
@@ -130,7 +128,7 @@ class AsynchronousSource:
         """Takes what a call has brought, if it is over, and makes the next one; never waits."""
         if self._call is not None and self._call.is_done():
             self._collect()
-        if self._call is None and self._goes_on():
+        if self._call is None and not (self.pace.fixed_order and self._is_next_step_ready()):
             self._start_call()
 
     def generate(self, step: int, prompts: DataProto) -> DataProto:
@@ -158,7 +156,6 @@ class AsynchronousSource:
             "schedule": {
                 "ledger": self.ledger.state(),
                 "replicas": [[number, prompt.replica] for number, prompt in self.begun.items()],
-                "unsent": self._to_send,
                 "ended": [],
             },
         }
@@ -186,8 +183,6 @@ class AsynchronousSource:
         self.ledger.load_state(schedule["ledger"])
         for number, replica in schedule["replicas"]:
             self.begun[number] = BegunPrompt(replica % self.num_replicas, self._rows_of(number))
-        for number in sorted(number for numbers in schedule["unsent"] for number in numbers):
-            self._to_send[self.begun[number].replica].append(number)
         self._give_back(schedule["ended"], arrays)
 
     def _give_back(self, described: list[list[Any]], arrays: dict[str, np.ndarray]) -> None:
@@ -224,22 +219,15 @@ class AsynchronousSource:
         """No call is under way after this; what had to be generated before is."""
         if self._call is not None:
             self._collect()
-        while self._must_go_on():
+        if self._synced is None:
+            return
+        while self.pace.fixed_order and not self._is_next_step_ready():
             self._turn()
+        while not self.pace.partial_rollout and self._has_unfinished():
+            self._turn(begins=False)
 
-    def _must_go_on(self) -> bool:
-        """Whether weights may not be synced yet."""
-        if self._synced is None or not self._has_unfinished():
-            return False
-        if not self.pace.partial_rollout:
-            return True
-        return self.pace.fixed_order and self.ledger.choice(self._finished()) is None
-
-    def _goes_on(self) -> bool:
-        """Whether the rollout ranks have something to do while a step trains."""
-        if not self._has_unfinished():
-            return False
-        return self._must_go_on() if self.pace.fixed_order else True
+    def _is_next_step_ready(self) -> bool:
+        return self.ledger.choice(self._finished()) is not None
 
     def _has_unfinished(self) -> bool:
         return any(not prompt.is_finished for prompt in self.begun.values())
@@ -247,22 +235,38 @@ class AsynchronousSource:
     def _finished(self) -> list[int]:
         return [number for number, prompt in self.begun.items() if prompt.is_finished]
 
-    def _turn(self) -> None:
+    def _turn(self, begins: bool = True) -> None:
         """One call, from its start to its end; or to the end of the one that is under way."""
         if self._call is None:
-            self._start_call()
+            self._start_call(begins)
+        assert self._call is not None, "a step waits for samples, and none may be begun"
         self._collect()
 
-    def _begin_prompts(self) -> None:
-        """Begins as many prompts as may be; each goes to the replica with the fewest unfinished samples."""
+    def _start_call(self, begins: bool = True) -> None:
+        """The next call, of which new prompts are a part unless it only ends what is under way; none if all is done."""
+        new = self._begin_prompts() if begins else [DataProto() for _ in range(self.num_replicas)]
+        if not self._has_unfinished():
+            return
+        orders = [self._order(replica, prompts) for replica, prompts in enumerate(new)]
+        self._call = self.rollout.start("run", _each(orders, self.replica_size))
+
+    def _begin_prompts(self) -> list[DataProto]:
+        """Begins the prompts that may be and that a replica has room for, each where the fewest samples are unfinished.
+
+        A prompt that would only wait there is younger when it is begun later.
+        """
+        room = self.config.actor_rollout_ref.rollout.max_num_seqs
+        new: list[list[DataProto]] = [[DataProto()] for _ in range(self.num_replicas)]
         load = [0] * self.num_replicas
         for prompt in self.begun.values():
             load[prompt.replica] += len(prompt.rows) - len(prompt.ended)
-        for number in self.ledger.begin(self.ledger.num_allowed):
-            replica = min(range(self.num_replicas), key=lambda r: (load[r], r))
+        while self.ledger.num_allowed and min(load) < room:
+            (number,) = self.ledger.begin(1)
+            replica = load.index(min(load))
             self.begun[number] = BegunPrompt(replica, self._rows_of(number))
             load[replica] += len(self.begun[number].rows)
-            self._to_send[replica].append(number)
+            new[replica].append(self.begun[number].rows.select(non_tensor_batch_keys=_SENT))
+        return [DataProto.concat(parts) for parts in new]
 
     def _rows_of(self, number: int) -> DataProto:
         """The rows of a prompt, which follow from its number; as those of the synchronous schedule's steps."""
@@ -275,20 +279,9 @@ class AsynchronousSource:
         rows.non_tensor_batch[SAMPLE] = as_rows(list(range(rollout.n)))
         return rows
 
-    def _start_call(self) -> None:
-        orders = [self._order(replica) for replica in range(self.num_replicas)]
-        self._to_send = [[] for _ in range(self.num_replicas)]
-        self._call = self.rollout.start("run", _each(orders, self.replica_size))
-
-    def _order(self, replica: int) -> RolloutOrder:
-        keys = ["raw_prompt_ids", "sampling_seeds", PROMPT, SAMPLE]
-        new = [self.begun[number].rows.select(non_tensor_batch_keys=keys) for number in self._to_send[replica]]
-        prompts = DataProto.concat(new) if new else DataProto()
-        return RolloutOrder(
-            DataProto(prompts.batch, prompts.non_tensor_batch, self.tokens.meta_info()),
-            self.pace.steps_per_call,
-            self._oldest_kept(replica),
-        )
+    def _order(self, replica: int, prompts: DataProto) -> RolloutOrder:
+        prompts.meta_info |= self.tokens.meta_info()
+        return RolloutOrder(prompts, self.pace.steps_per_call, self._oldest_kept(replica))
 
     def _oldest_kept(self, replica: int) -> int:
         """The lowest number of a generated batch of ``replica`` with rows that will be, or are being, trained on."""
