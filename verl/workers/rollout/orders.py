@@ -16,8 +16,9 @@ class RolloutOrder:
     """To one replica.
 
     Attributes:
-        prompts: rows to begin, one sample each: ``raw_prompt_ids``, ``sampling_seeds``, ``prompt_number`` (lower goes
-            first) and ``sample_number``; ``eos_token_id`` and ``pad_token_id`` in ``meta_info``. It may have no rows.
+        prompts: rows to begin, one sample each: ``raw_prompt_ids``, ``sampling_seeds``, ``response_limit``,
+            ``prompt_number`` (lower goes first) and ``sample_number``; ``eos_token_id`` and ``pad_token_id`` in
+            ``meta_info``. It may have no rows.
         max_steps: engine steps, the same for all replicas.
         kept_from: rows of generated batches with a lower number are needed no more.
     """

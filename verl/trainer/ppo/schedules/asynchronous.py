@@ -22,7 +22,7 @@ from verl.protocol import DataProto
 from verl.protocol_storage import as_rows
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.metric_utils import marked_timer
-from verl.trainer.ppo.schedules.generation import Tokens, add_num_tokens, generate, prompt_rows
+from verl.trainer.ppo.schedules.generation import REQUEST_KEYS, Tokens, add_num_tokens, generate, prompt_rows
 from verl.trainer.ppo.schedules.staleness import StalenessLedger
 from verl.trainer.ppo.seeds import sampling_seeds
 from verl.utils.dataset import ResumableLoader, collate_fn
@@ -30,7 +30,7 @@ from verl.workers.kept_rows import REFERENCES, worker_batch
 from verl.workers.rollout.orders import PROMPT, SAMPLE, VERSIONS, ReplicaState, RolloutAnswer, RolloutOrder
 from vllm.v1.engine import request_codec
 
-_SENT = ("raw_prompt_ids", "sampling_seeds", PROMPT, SAMPLE)
+_SENT = (*REQUEST_KEYS, PROMPT, SAMPLE)
 _DESCRIBED = (PROMPT, SAMPLE, VERSIONS, "finish_reason")  # columns of an ended sample that a checkpoint has as JSON
 _COLUMN = "column:"  # before the name of a column in a checkpoint
 _NO_WORDS = np.zeros(0, dtype=np.int64)
@@ -311,7 +311,7 @@ class AsynchronousSource:
         sent = DataProto.concat([prompt.rows for prompt in prompts])
         came = _gathered(self._in_training)
         add_num_tokens(came, list(sent.non_tensor_batch["raw_prompt_ids"]))
-        sent.pop(non_tensor_batch_keys=["raw_prompt_ids", "sampling_seeds"])
+        sent.pop(non_tensor_batch_keys=REQUEST_KEYS)
         batch = sent.union(came)
         per_version = self.pace.trigger_parameter_sync_step
         versions = batch.non_tensor_batch[VERSIONS]

@@ -13,6 +13,9 @@ from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol_storage import as_rows
 
 
+REQUEST_KEYS = ("raw_prompt_ids", "sampling_seeds", "response_limit")  # columns that are sent to be generated for
+
+
 @dataclass(frozen=True)
 class Tokens:
     """What a rollout engine must know of the tokenizer."""
@@ -38,7 +41,7 @@ def generate(
     workers: Any, prompts: DataProto, tokens: Tokens, num_replicas: int, timing: dict[str, float], **meta_info: Any
 ) -> DataProto:
     """Responses to ``prompts``, whose token ids are taken out of it, and ``num_tokens`` int64 [B] of both."""
-    request = prompts.pop(non_tensor_batch_keys=["raw_prompt_ids", "sampling_seeds"])
+    request = prompts.pop(non_tensor_batch_keys=REQUEST_KEYS)
     request.meta_info |= meta_info | tokens.meta_info()
     request, num_pad = pad_dataproto_to_divisor(request, num_replicas)
     output = unpad_dataproto(workers.generate_sequences(request), num_pad)

@@ -38,10 +38,9 @@ class SampleStream:
         if not len(prompts):
             return
         columns = prompts.non_tensor_batch
-        for ids, seed, prompt, sample in zip(
-            columns["raw_prompt_ids"], columns["sampling_seeds"], columns[PROMPT], columns[SAMPLE], strict=True
-        ):
-            params = self._rollout.sampling_params(prompts.meta_info, int(seed))
+        names = ("raw_prompt_ids", "sampling_seeds", "response_limit", PROMPT, SAMPLE)
+        for ids, seed, limit, prompt, sample in zip(*(columns[name] for name in names), strict=True):
+            params = self._rollout.sampling_params(prompts.meta_info, int(seed), int(limit))
             request = TokensPrompt(prompt_token_ids=list(ids))
             self._engine.add_request(_request_id(prompt, sample), request, params, priority=int(prompt))
 

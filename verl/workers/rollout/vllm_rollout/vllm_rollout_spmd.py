@@ -68,7 +68,8 @@ class vLLMRollout(BaseRollout):
         """Generates one response per row.
 
         Args:
-            prompts: ``raw_prompt_ids`` (lists of ints) and ``sampling_seeds`` (ints) in ``non_tensor_batch``;
+            prompts: ``raw_prompt_ids`` (lists of ints) and ``sampling_seeds`` (ints) in ``non_tensor_batch``, and where
+                rows have limits of their own ``response_limit`` (tokens, 0: the config's);
                 ``eos_token_id``, ``pad_token_id`` and optionally ``validate`` and ``do_sample`` in ``meta_info``.
 
         Returns:
@@ -79,12 +80,16 @@ class vLLMRollout(BaseRollout):
         """
         seeds = prompts.non_tensor_batch["sampling_seeds"]
         requests = [TokensPrompt(prompt_token_ids=list(ids)) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
-        params = [self.sampling_params(prompts.meta_info, int(seed)) for seed in seeds]
+        limits = prompts.non_tensor_batch.get("response_limit", np.zeros(len(seeds), dtype=object))
+        params = [
+            self.sampling_params(prompts.meta_info, int(seed), int(limit))
+            for seed, limit in zip(seeds, limits, strict=True)
+        ]
         outputs = self.inference_engine.generate(requests, params, use_tqdm=False)
         return self.to_batch(outputs, prompts.meta_info)
 
-    def sampling_params(self, meta_info: dict[str, Any], seed: int) -> SamplingParams:
-        """How the row with this seed is sampled; ``meta_info`` as in ``generate_sequences``."""
+    def sampling_params(self, meta_info: dict[str, Any], seed: int, response_limit: int = 0) -> SamplingParams:
+        """How the row with this seed is sampled; ``meta_info`` and ``response_limit`` as in ``generate_sequences``."""
         config = self.config
         is_validation = bool(meta_info.get("validate", False))
         chosen = config.val_kwargs if is_validation else config
@@ -94,7 +99,7 @@ class vLLMRollout(BaseRollout):
             temperature=chosen.temperature if do_sample else 0.0,
             top_k=chosen.top_k if do_sample else -1,
             top_p=chosen.top_p if do_sample else 1.0,
-            max_tokens=config.response_length,
+            max_tokens=min(response_limit or config.response_length, config.response_length),
             stop_token_ids=[] if config.ignore_eos else [int(meta_info["eos_token_id"])],
             ignore_eos=config.ignore_eos,
             seed=seed,
