@@ -46,6 +46,7 @@ def run_ppo(config: PPOTrainerConfig) -> int:
     from verl.utils.tokenizer import hf_tokenizer
     from verl.workers.megatron_workers import ActorRolloutRefWorker
     from verl.workers.reward_manager import get_reward_manager_cls
+    from verl.workers.separate_workers import RolloutWorker, TrainingWorker
 
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
     _init_ray(config)
@@ -53,7 +54,8 @@ def run_ppo(config: PPOTrainerConfig) -> int:
     reward_fn = manager_class(tokenizer, config.reward_model, config.custom_reward_function)
 
     def new_trainer(config: PPOTrainerConfig, metrics: Mapping[str, float]) -> RayPPOTrainer:
-        return RayPPOTrainer(config, tokenizer, ActorRolloutRefWorker, reward_fn, metrics)
+        classes = (TrainingWorker, RolloutWorker) if config.has_rollout_ranks else (ActorRolloutRefWorker, None)
+        return RayPPOTrainer(config, tokenizer, classes[0], reward_fn, classes[1], metrics)
 
     try:
         fit_with_restarts(config, new_trainer)

@@ -75,10 +75,13 @@ class KeptRows:
         group: all ranks.
         device: where fetched rows go, but for the experts of R3, which stay in host memory.
         timeout_s: an owner that sends nothing for so long is an error.
+        first_rank: of those that generate.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
-        self._rank = group.rank()
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, timeout_s: float, *, first_rank: int = 0
+    ) -> None:
+        self._rank, self._first_rank = group.rank(), first_rank
         self._device = device
         self._timeout_s = timeout_s
         self._batch = 0
@@ -98,7 +101,8 @@ class KeptRows:
         if not keeps_earlier:
             self.drop()
         self._batch += 1
-        first, place = self._rank // replica_size * replica_size, self._rank % replica_size
+        place = (self._rank - self._first_rank) % replica_size
+        first = self._rank - place
         names = [name for name in _GENERATED if name in output.batch]
         for name in names:
             self._columns[self._batch, name] = _kept_form(name, output.batch[name][place::replica_size])
@@ -137,9 +141,14 @@ class KeptRows:
             sent[name.removeprefix(ROW_VALUES)] = values_B[:, None] * fetched["response_mask"]
         return DataProto.from_dict(fetched | sent, request.non_tensor_batch, request.meta_info)
 
-    def drop(self) -> None:
-        """Frees the rows. Only when no call that may fetch them is under way on any rank."""
-        self._columns = {}
+    def drop(self, before: int | None = None) -> None:
+        """Frees the rows, or those of generated batches with a number below ``before``.
+
+        Only when no call that may fetch them is under way on any rank.
+        """
+        self._columns = {
+            key: rows for key, rows in self._columns.items() if before is not None and key[0] >= before
+        }
 
     def close(self) -> None:
         """Ends the server."""

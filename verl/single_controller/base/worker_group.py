@@ -112,6 +112,11 @@ class WorkerGroup:
             ValueError: the batch does not split over the mesh.
             WorkerError, WorkerDiedError, WorkerTimeoutError: the group is shut down then.
         """
+        pending = self.start(method, *args, timeout_s=timeout_s, **kwargs)
+        return pending.get() if self._methods[method].blocking else pending
+
+    def start(self, method: str, /, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> PendingCall:
+        """As ``call``, but never waits: another group may be called meanwhile."""
         registration: Registration = self._methods[method]
         per_rank = registration.fns.dispatch(self, *args, **kwargs)
         keep = [True] if registration.is_rank_zero else registration.fns.kept(self)
@@ -127,7 +132,7 @@ class WorkerGroup:
             pending.finish = lambda outputs: outputs[0]
         else:
             pending.finish = partial(registration.fns.collect, self)
-        return pending.get() if registration.blocking else pending
+        return pending
 
     def mesh(self, mesh_name: str) -> Mesh:
         """The table of ``mesh_name``, asked from the workers once."""
@@ -151,10 +156,16 @@ class WorkerGroup:
 
 
 class PendingCall:
-    """A call under way; ``get`` waits for it and returns the collected output."""
+    """A call under way; ``get`` waits for it and returns the collected output.
 
-    def __init__(self, wait: Callable[[], list[Any]]) -> None:
+    Args:
+        wait: gives the outputs of the ranks.
+        is_done: whether ``wait`` would return, or raise, at once.
+    """
+
+    def __init__(self, wait: Callable[[], list[Any]], is_done: Callable[[], bool]) -> None:
         self._wait = wait
+        self.is_done = is_done
         self.finish: Callable[[list[Any]], Any] = lambda outputs: outputs
 
     def get(self) -> Any:

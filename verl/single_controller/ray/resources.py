@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import ray
 from ray.util.placement_group import (
@@ -53,7 +54,9 @@ class RayResourcePool(ResourcePool):
         addresses = _bundle_addresses(self._group)
         nodes = sorted(range(len(bundles)), key=lambda node: (addresses[node], node))
         local = [(node, index) for node in nodes for index in range(self.process_on_nodes[node])]
-        return [Slot(rank, index, len(local), self._group, node) for rank, (node, index) in enumerate(local)]
+        return [
+            Slot(rank, index, len(local), self._group, node, addresses[node]) for rank, (node, index) in enumerate(local)
+        ]
 
     def release(self) -> None:
         """Gives the bundles back."""
@@ -75,6 +78,17 @@ class Slot:
     world_size: int
     placement: PlacementGroup
     bundle_index: int
+    node: str = ""  # its address
+
+
+def in_world(slots: Sequence[Slot], earlier: Sequence[Slot], num_later_ranks: int) -> list[Slot]:
+    """``slots`` as ranks of a larger world: behind ``earlier`` ones, also on a node that both are on."""
+    taken = Counter(slot.node for slot in earlier)
+    world_size = len(earlier) + len(slots) + num_later_ranks
+    return [
+        replace(slot, rank=len(earlier) + slot.rank, local_rank=taken[slot.node] + slot.local_rank, world_size=world_size)
+        for slot in slots
+    ]
 
 
 def actor_resources(device_name: str, num_cpus: float) -> dict[str, object]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from verl.trainer.config.schedule import SCHEDULES
+
 
 @dataclass(frozen=True)
 class TrainerConfig:
@@ -12,8 +14,10 @@ class TrainerConfig:
     Attributes:
         project_name: a part of the default paths of outputs and checkpoints.
         experiment_name: the part below it.
-        nnodes: hosts.
+        nnodes: hosts that train; with ``trainer.schedule=sync`` they generate too.
         n_gpus_per_node: devices of each, one worker process per device; on Ascend a device is a die.
+        schedule: ``sync`` generates and trains in turns on the same devices; ``one_step_off`` and ``fully_async`` do
+            both at a time, on ``rollout``'s devices and on these.
         device: what the workers compute on; ``auto`` takes an NPU or a GPU where there is one.
         train_ops: op table of the training engine as ``module:function``; absent = the device's.
         rollout_ops: op table of the rollout engine as ``module:function``; absent = the device's.
@@ -53,6 +57,7 @@ class TrainerConfig:
     experiment_name: str = "grpo"
     nnodes: int = 1
     n_gpus_per_node: int = 8
+    schedule: str = "sync"
     device: str = "auto"
     train_ops: str | None = None
     rollout_ops: str | None = None
@@ -84,7 +89,7 @@ class TrainerConfig:
 
     @property
     def world_size(self) -> int:
-        """Devices of the run, one worker process each."""
+        """Devices that train, one worker process each."""
         return self.nnodes * self.n_gpus_per_node
 
     def problems(self, where: str) -> list[str]:
@@ -92,6 +97,8 @@ class TrainerConfig:
         found = []
         if self.device not in ("auto", "cpu", "cuda", "npu"):
             found.append(f"{where}.device is {self.device!r}; expected auto, cpu, cuda or npu")
+        if self.schedule not in SCHEDULES:
+            found.append(f"{where}.schedule is {self.schedule!r}; expected one of {', '.join(SCHEDULES)}")
         if self.nnodes < 1 or self.n_gpus_per_node < 1:
             found.append(
                 f"{where}.nnodes {self.nnodes} x n_gpus_per_node {self.n_gpus_per_node} must be at least 1 x 1"

@@ -1,0 +1,58 @@
+"""What the controller and a rollout replica tell each other in one call of a schedule with rollout ranks of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from verl.protocol import DataProto
+
+PROMPT, SAMPLE, VERSIONS = "prompt_number", "sample_number", "policy_versions"  # columns of a row
+
+
+@dataclass(frozen=True)
+class RolloutOrder:
+    """To one replica.
+
+    Attributes:
+        prompts: rows to begin, one sample each: ``raw_prompt_ids``, ``sampling_seeds``, ``response_limit``,
+            ``prompt_number`` (lower goes first) and ``sample_number``; ``eos_token_id`` and ``pad_token_id`` in
+            ``meta_info``. It may have no rows.
+        max_steps: engine steps, the same for all replicas.
+        kept_from: rows of generated batches with a lower number are needed no more.
+    """
+
+    prompts: DataProto
+    max_steps: int
+    kept_from: int = 0
+
+
+@dataclass(frozen=True)
+class RolloutAnswer:
+    """Of one replica.
+
+    Attributes:
+        rows: samples that have ended: what ``KeptRows.keep_generated`` gives, ``prompt_number``, ``sample_number`` and
+            ``policy_versions``, a list of [version, tokens drawn from it] in order. It may have no rows.
+        num_unfinished: samples that have not.
+        num_steps: engine steps that were run.
+        seconds: that they took.
+    """
+
+    rows: DataProto
+    num_unfinished: int
+    num_steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ReplicaState:
+    """What a replica has that a checkpoint must hold.
+
+    Attributes:
+        unfinished: samples that have not ended, each as ``vllm.v1.engine.request_codec`` has it; their ``home`` is
+            (prompt number, sample number).
+    """
+
+    unfinished: list[np.ndarray] = field(default_factory=list)
