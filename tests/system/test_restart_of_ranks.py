@@ -28,6 +28,7 @@ from verl.utils.timeline import Timeline
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.reward_manager import NaiveRewardManager
+from verl.workers.separate_workers import RolloutWorker, TrainingWorker
 
 NUM_RANKS = 4
 STEPS = 4
@@ -46,7 +47,7 @@ class Kill:
     delay_s: float = 0.0
 
 
-def mortal_worker(folder: Path) -> type[Worker]:
+def mortal_worker(worker_class: type[Worker], folder: Path) -> type[Worker]:
     """The real worker, whose rank dies where a file in ``folder`` says. Built here, so that it is pickled by value."""
 
     class MortalTimeline(Timeline):
@@ -71,7 +72,7 @@ def mortal_worker(folder: Path) -> type[Worker]:
             (folder / f"died_{time.time()}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    class MortalWorker(ActorRolloutRefWorker):
+    class MortalWorker(worker_class):  # type: ignore[misc, valid-type]
         def __init__(self, config: PPOTrainerConfig, role: str) -> None:
             super().__init__(config, role)
             self.timeline = MortalTimeline(self.rank)
@@ -85,6 +86,7 @@ class Run:
 
     prepared: Prepared
     folder: Path
+    more: tuple[str, ...] = ()
 
     def config(self) -> PPOTrainerConfig:
         """The tiny recipe's, with steps that take seconds."""
@@ -103,7 +105,7 @@ class Run:
             f"trainer.report_dir={self.folder}",
             "ray_kwargs.num_cpus_per_worker=0.25",
         )
-        config = load_config([*SMALL, *given], config_name=recipe.tiny_config, config_dir=recipe.config_dir)
+        config = load_config([*SMALL, *given, *self.more], config_name=recipe.tiny_config, config_dir=recipe.config_dir)
         assert validate_config(config) == []
         return config
 
@@ -117,7 +119,11 @@ class Run:
         reward_fn = NaiveRewardManager(tokenizer, config.reward_model, config.custom_reward_function)
 
         def new_trainer(config: PPOTrainerConfig, metrics: Mapping[str, float]) -> RayPPOTrainer:
-            return RayPPOTrainer(config, tokenizer, mortal_worker(orders), reward_fn, metrics)
+            if config.has_rollout_ranks:
+                training, rollout = (mortal_worker(of, orders) for of in (TrainingWorker, RolloutWorker))
+                return RayPPOTrainer(config, tokenizer, training, reward_fn, rollout, metrics)
+            worker = mortal_worker(ActorRolloutRefWorker, orders)
+            return RayPPOTrainer(config, tokenizer, worker, reward_fn, run_metrics=metrics)
 
         try:
             fit_with_restarts(config, new_trainer)
@@ -160,7 +166,11 @@ def local_ray() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def undisturbed(local_ray: None, prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The results of the same run when nothing dies."""
-    run = Run(prepared, tmp_path_factory.mktemp("undisturbed"))
+    return undisturbed_results(Run(prepared, tmp_path_factory.mktemp("undisturbed")))
+
+
+def undisturbed_results(run: Run) -> dict[str, Any]:
+    """Runs it through, and looks whether it is whole."""
     run.fit()
     results = run.results()
     assert [row["step"] for row in results["metrics"]] == [*range(STEPS + 1)] and run.restarts() == []
@@ -192,6 +202,30 @@ def test_a_generating_and_a_training_rank_die(
     """Rank 3 while it generates in step 2, then, in the workers that followed, rank 1 while it trains in step 3."""
     kills = [Kill(3, "wake_kv_cache", nth=3, delay_s=0.1), Kill(1, "update_actor", nth=2, delay_s=0.05)]
     check(Run(prepared, tmp_path), kills, undisturbed, caplog)
+
+
+BESIDE = (
+    "actor_rollout_ref.hybrid_engine=False",
+    "trainer.n_gpus_per_node=2",
+    "rollout.nnodes=1",
+    "rollout.n_gpus_per_node=2",
+)
+SCHEDULES = {
+    "one_step_off": ("trainer.schedule=one_step_off", *BESIDE),
+    "fully_async": ("trainer.schedule=fully_async", "async_training.fixed_order=True", *BESIDE),
+}
+IN_SYNC = {"one_step_off": Kill(0, "weight_sync", nth=2), "fully_async": Kill(2, "update_weights", nth=2, delay_s=0.02)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ranks_that_only_train_and_only_generate_die(
+    local_ray: None, prepared: Prepared, tmp_path: Path, caplog: pytest.LogCaptureFixture, schedule: str
+) -> None:
+    """Ranks 0 and 1 train, 2 and 3 generate. One of each dies at work, then one in the sync that all take part in."""
+    undisturbed = undisturbed_results(Run(prepared, tmp_path / "undisturbed", SCHEDULES[schedule]))
+    kills = [Kill(3, "run", nth=2, delay_s=0.02), Kill(1, "update_actor", nth=3, delay_s=0.05), IN_SYNC[schedule]]
+    check(Run(prepared, tmp_path / "killed", SCHEDULES[schedule]), kills, undisturbed, caplog)
 
 
 PHASES = {

@@ -49,7 +49,9 @@ def run_failing(config: PPOTrainerConfig, failures: Path) -> list[RayPPOTrainer]
     trainers = []
 
     def new_trainer(config: PPOTrainerConfig, metrics: Mapping[str, float]) -> RayPPOTrainer:
-        trainers.append(RayPPOTrainer(config, tokenizer, failing_worker(digits, failures), reward_fn, metrics))
+        trainers.append(
+            RayPPOTrainer(config, tokenizer, failing_worker(digits, failures), reward_fn, run_metrics=metrics)
+        )
         return trainers[-1]
 
     try:

@@ -84,6 +84,10 @@ class RayWorkerGroup(WorkerGroup):
         super().__init__(name_prefix or cls.__name__, cls, resource_pool.world_size, timeout_s)
         self.resource_pool = resource_pool
         self._actors: list[Any] = []
+        # The groups whose ranks share a world: a collective of one may wait for a rank of another.
+        self._world: list[RayWorkerGroup] = [self] if joins is None else joins._world
+        if joins is not None:
+            self._world.append(self)
         self._addresses: list[ProcessAddress | None] = [None] * self.world_size
         self.while_waiting: Callable[[], None] | None = None
         slots = resource_pool.reserve(device_name, num_cpus_per_worker, start_timeout_s)
@@ -179,6 +183,8 @@ class RayWorkerGroup(WorkerGroup):
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         outputs: dict[int, Any] = {}
         pending = list(refs)
+        others: _Probes = {}
+        looks_at_others_at = time.monotonic() + _DEATH_GRACE_S
         while pending:
             interval_s = _LOOK_INTERVAL_S
             if self.while_waiting is not None:
@@ -188,6 +194,11 @@ class RayWorkerGroup(WorkerGroup):
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=max(0.0, remaining))
             for ref in ready:
                 outputs[refs[ref]] = self._output(method, ref, refs[ref])
+            if not others and time.monotonic() > looks_at_others_at:
+                others = self._probes(but=self)
+                looks_at_others_at = time.monotonic() + _DEATH_GRACE_S
+            if others and (death := _first_death(others, method, 0.0)) is not None:
+                raise self._failed(death)
             if pending and deadline is not None and time.monotonic() >= deadline:
                 silent = [self._where(refs[ref]) for ref in pending]
                 raise self._failed(
@@ -206,17 +217,12 @@ class RayWorkerGroup(WorkerGroup):
 
     def _find_death(self, method: str) -> WorkerDiedError | None:
         """A dead rank, looked for until the grace is over: it is the cause when its peers raise."""
-        deadline = time.monotonic() + _DEATH_GRACE_S
-        probes = {actor.address.remote(): rank for rank, actor in enumerate(self._actors)}
-        pending = list(probes)
-        while pending and (remaining := deadline - time.monotonic()) > 0:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=remaining)
-            for ref in ready:
-                try:
-                    ray.get(ref)
-                except RayActorError as error:
-                    return self._died(probes[ref], method, error)
-        return None
+        return _first_death(self._probes(), method, _DEATH_GRACE_S)
+
+    def _probes(self, but: RayWorkerGroup | None = None) -> _Probes:
+        """A question to every rank of the world, those of one group left out; only a dead one answers with an error."""
+        groups = [group for group in self._world if group is not but]
+        return {actor.address.remote(): (group, rank) for group in groups for rank, actor in enumerate(group._actors)}
 
     def _failed(self, error: WorkerDiedError | WorkerError) -> WorkerDiedError | WorkerError:
         logger.error("%s: ending all %d workers: %s", self.name, self.world_size, str(error).splitlines()[0])
@@ -234,6 +240,25 @@ class RayWorkerGroup(WorkerGroup):
     def _where(self, rank: int) -> str:
         address, rank = self._addresses[rank], self._slots[rank].rank
         return f"rank {rank}" if address is None else f"rank {rank} (pid {address.pid} on {address.node_ip})"
+
+
+_Probes = dict[ray.ObjectRef, tuple[RayWorkerGroup, int]]
+
+
+def _first_death(probes: _Probes, method: str, timeout_s: float) -> WorkerDiedError | None:
+    """The first rank found dead within the time, during ``method``; answered probes are taken out."""
+    deadline = time.monotonic() + timeout_s
+    while probes:
+        ready, _ = ray.wait(list(probes), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return None
+        for ref in ready:
+            group, rank = probes.pop(ref)
+            try:
+                ray.get(ref)
+            except RayActorError as error:
+                return group._died(rank, method, error)
+    return None
 
 
 def _are_done(refs: list[ray.ObjectRef]) -> bool:
