@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.command import Command
+from tests.system.command import Command, read_metrics
 from tests.system.jobs import PREPARE, Job, Prepared, assert_same_result
 
 KILLS = 20
 STEPS_OF_KILLS = 40
-LONGEST_LIFE_S = 3.0  # from the moment that it trains; a step with its checkpoint takes about one
 SEED = 20
 
 pytestmark = pytest.mark.timeout(3000)  # many runs of the whole job; each wait has its own limit
@@ -21,13 +20,14 @@ pytestmark = pytest.mark.timeout(3000)  # many runs of the whole job; each wait 
 slow = pytest.mark.slow
 
 
-def live_and_die(job: Job, name: str, life_s: float) -> None:
-    """Starts the job, and kills every process of it at once, ``life_s`` after it has begun or gone on to train."""
+def live_and_die(job: Job, name: str, num_steps: int, life_s: float) -> None:
+    """Starts the job, and kills all of it at once, ``life_s`` after its first step began or ``num_steps`` were saved."""
+    goal = job.newest_step + num_steps
     with job.command(name) as command:
-        command.wait_for(lambda: is_training(command), "the first step")
+        command.wait_for(lambda: is_training(command) and job.newest_step >= goal, f"step {goal}")
         time.sleep(life_s)
         command.end()
-    print(f"{name}: killed after {life_s:.2f} s of training, newest checkpoint {job.newest_step}")
+    print(f"{name}: killed {life_s:.2f} s after step {goal}, newest checkpoint {job.newest_step}")
 
 
 def is_training(command: Command) -> bool:
@@ -63,9 +63,11 @@ def test_twenty_kills_at_random_moments_lose_and_repeat_nothing(recipe: str, tmp
     prepared: Prepared = PREPARE[recipe](tmp_path)
     whole, job = (Job(prepared, tmp_path / name, STEPS_OF_KILLS) for name in ("whole", "killed"))
     whole.finish()
+    of_steps = [step["timing_s/step"] for step in read_metrics(whole.output_dir) if step["step"]]
     moments = random.Random(SEED)
     for kill in range(KILLS):
-        live_and_die(job, f"kill_{kill + 1}", moments.uniform(0, LONGEST_LIFE_S))
+        life_s = moments.uniform(0, 1.5 * sum(of_steps) / len(of_steps))  # validations and checkpoints come on top
+        live_and_die(job, f"kill_{kill + 1}", moments.randint(0, 1), life_s)
         assert job.newest_step < STEPS_OF_KILLS, "it must not end before the last kill"
     job.finish()
     assert_same_result(job, whole)

@@ -44,18 +44,16 @@ def run_ppo(config: PPOTrainerConfig) -> int:
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.recovery import TrainingStoppedError, fit_with_restarts
     from verl.utils.tokenizer import hf_tokenizer
-    from verl.workers.megatron_workers import ActorRolloutRefWorker
     from verl.workers.reward_manager import get_reward_manager_cls
-    from verl.workers.separate_workers import RolloutWorker, TrainingWorker
 
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
     _init_ray(config)
     manager_class = get_reward_manager_cls(config.reward_model.reward_manager)
     reward_fn = manager_class(tokenizer, config.reward_model, config.custom_reward_function)
+    training, rollout = _worker_classes(config)
 
     def new_trainer(config: PPOTrainerConfig, metrics: Mapping[str, float]) -> RayPPOTrainer:
-        classes = (TrainingWorker, RolloutWorker) if config.has_rollout_ranks else (ActorRolloutRefWorker, None)
-        return RayPPOTrainer(config, tokenizer, classes[0], reward_fn, classes[1], metrics)
+        return RayPPOTrainer(config, tokenizer, training, reward_fn, rollout, metrics)
 
     try:
         fit_with_restarts(config, new_trainer)
@@ -70,6 +68,17 @@ def run_ppo(config: PPOTrainerConfig) -> int:
         reward_fn.close()
         ray.shutdown()
     return 0
+
+
+def _worker_classes(config: PPOTrainerConfig) -> tuple[type, type | None]:
+    """What runs in the processes that train, and in those that only generate, where there are such."""
+    from verl.workers.megatron_workers import ActorRolloutRefWorker
+    from verl.workers.recorded_worker import RecordedRowsWorker
+    from verl.workers.separate_workers import RolloutWorker, TrainingWorker
+
+    if config.has_rollout_ranks:
+        return TrainingWorker, RolloutWorker
+    return (ActorRolloutRefWorker if config.trainer.train_only is None else RecordedRowsWorker), None
 
 
 def _init_ray(config: PPOTrainerConfig) -> None:

@@ -26,7 +26,7 @@ from verl.workers.row_server import RowsAsked, RowServer, fetch_rows
 
 REFERENCES = "kept:"  # before the name of a column: its references
 ROW_VALUES = "each:"  # before the name of a column: fp32 [B], the value of all response tokens of a row
-_GENERATED = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs", "routed_experts")
+GENERATED = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs", "routed_experts")
 
 # Types in which the widest columns are kept and sent; who fetches them gets int64, as the rollout made them.
 _KEPT_AS = {"input_ids": torch.int32, "attention_mask": torch.bool, "response_mask": torch.bool}
@@ -103,7 +103,7 @@ class KeptRows:
         self._batch += 1
         place = (self._rank - self._first_rank) % replica_size
         first = self._rank - place
-        names = [name for name in _GENERATED if name in output.batch]
+        names = [name for name in GENERATED if name in output.batch]
         for name in names:
             self._columns[self._batch, name] = _kept_form(name, output.batch[name][place::replica_size])
         rows = torch.arange(len(output))

@@ -49,6 +49,10 @@ class TrainerConfig:
         timeline_freq: steps between Chrome traces of a step in ``report_dir``/timeline.
         log_samples_freq: steps between records of samples in ``report_dir``/samples.
         log_samples_rows: the most samples of one record, in whole groups.
+        save_rollouts: the whole batch of every step goes to ``report_dir``/rollouts, with scores and the log-probs of the
+            rollout.
+        rollout_only: steps generate, score and record their batches so; nothing is trained, saved or exported.
+        train_only: folder of such records: steps train on theirs, and there is no rollout engine and no validation.
         report_dir: folder of metrics, ledger, traces, records and the exported model.
         export_hf: write the trained model as a Hugging Face directory when the run ends.
     """
@@ -84,6 +88,9 @@ class TrainerConfig:
     timeline_freq: int = -1
     log_samples_freq: int = -1
     log_samples_rows: int = 64
+    save_rollouts: bool = False
+    rollout_only: bool = False
+    train_only: str | None = None
     report_dir: str = "outputs"
     export_hf: bool = True
 
@@ -92,9 +99,27 @@ class TrainerConfig:
         """Devices that train, one worker process each."""
         return self.nnodes * self.n_gpus_per_node
 
+    @property
+    def records_rollouts(self) -> bool:
+        """Whether each step's batch is kept."""
+        return self.save_rollouts or self.rollout_only
+
+    @property
+    def tests_first(self) -> bool:
+        """Whether a run validates before its first step."""
+        return self.val_before_train and self.train_only is None
+
+    def tests_after(self, step: int, *, is_last: bool) -> bool:
+        """Whether ``step`` is followed by a validation."""
+        return self.train_only is None and _is_due(step, self.test_freq, is_last and self.test_last)
+
+    def saves_after(self, step: int, *, is_last: bool) -> bool:
+        """Whether ``step`` is followed by a checkpoint."""
+        return not self.rollout_only and _is_due(step, self.save_freq, is_last and self.save_last)
+
     def problems(self, where: str) -> list[str]:
         """Every value that cannot work, one sentence each."""
-        found = []
+        found = self._halves_problems(where)
         if self.device not in ("auto", "cpu", "cuda", "npu"):
             found.append(f"{where}.device is {self.device!r}; expected auto, cpu, cuda or npu")
         if self.schedule not in SCHEDULES:
@@ -126,6 +151,18 @@ class TrainerConfig:
                 found.append(f"{where}.{key} is 0; use -1 for never")
         return found
 
+    def _halves_problems(self, where: str) -> list[str]:
+        """Of runs that only generate, or only train."""
+        asked = [f"{where}.{key}" for key in ("save_rollouts", "rollout_only", "train_only") if getattr(self, key)]
+        found = []
+        if self.train_only and len(asked) > 1:
+            found.append(f"{' and '.join(asked)} are set: with {where}.train_only nothing is generated; leave one out")
+        if asked and self.schedule != "sync":
+            found.append(
+                f"{asked[0]} is set: batches are recorded with {where}.schedule=sync, not with {self.schedule}"
+            )
+        return found
+
     def _keep_every_problems(self, where: str) -> list[str]:
         every, key = self.keep_every_steps, f"{where}.keep_every_steps"
         if every == 0:
@@ -144,6 +181,10 @@ class TrainerConfig:
                 f"are not saved; nearest: {above}"
             )
         return found
+
+
+def _is_due(step: int, freq: int, is_due_anyway: bool) -> bool:
+    return is_due_anyway or (freq > 0 and step % freq == 0)
 
 
 @dataclass(frozen=True)

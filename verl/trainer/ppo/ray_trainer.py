@@ -20,6 +20,7 @@ from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_kl_controller,
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_reward_metrics,
+    compute_sample_metrics,
     compute_set_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
@@ -27,9 +28,11 @@ from verl.trainer.ppo.metric_utils import (
     process_validation_metrics,
 )
 from verl.trainer.ppo.reward_ledger import RewardLedger
+from verl.trainer.ppo.rollout_records import FOLDER, RolloutRecord, RolloutRecords, recorded_rows
 from verl.trainer.ppo.sample_records import ROLLOUT, TRAINING, SampleRecords
 from verl.trainer.ppo.schedules.asynchronous import AsynchronousSource
 from verl.trainer.ppo.schedules.generation import Tokens
+from verl.trainer.ppo.schedules.recorded import RecordedSource
 from verl.trainer.ppo.schedules.synchronous import SynchronousSource
 from verl.trainer.ppo.scores import add_scores, reward_parts
 from verl.trainer.ppo.seeds import sampling_seeds
@@ -113,6 +116,8 @@ class RayPPOTrainer:
         )
         per_epochs = len(self.train_dataset) // data.train_batch_size * config.trainer.total_epochs
         self.total_training_steps = config.trainer.total_training_steps or per_epochs
+        folder = config.trainer.train_only or Path(config.trainer.report_dir) / FOLDER
+        self.rollout_records = RolloutRecords(Path(folder))
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.global_step = 0
         self.workers: Any = None  # those that train
@@ -153,8 +158,10 @@ class RayPPOTrainer:
             joins=joins,
         )
 
-    def _make_source(self) -> SynchronousSource | AsynchronousSource:
-        """Where the samples of the steps come from, by ``trainer.schedule``."""
+    def _make_source(self) -> SynchronousSource | AsynchronousSource | RecordedSource:
+        """Where the samples of the steps come from, by ``trainer.schedule`` and ``trainer.train_only``."""
+        if self.config.trainer.train_only is not None:
+            return RecordedSource(self.config, self.train_loader, self.rollout_records, self.workers)
         tokens = Tokens(self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
         if self.config.has_rollout_ranks:
             return AsynchronousSource(self.config, self.train_loader, tokens, self.workers, self.rollout_workers)
@@ -172,23 +179,25 @@ class RayPPOTrainer:
         self.reward_ledger.cut_back(self._first_logged_step())
         self.timeline.cut_back(self._first_logged_step())
         self.sample_records.cut_back(self._first_logged_step())
-        if self.global_step == 0 and trainer.val_before_train:
+        if trainer.records_rollouts:
+            self.rollout_records.cut_back(self._first_logged_step())
+        if self.global_step == 0 and trainer.tests_first:
             self.tracking.log(self._validate(), step=0)
         while self.global_step < self.total_training_steps:
             self.global_step += 1
             self.timeline.begin(self.global_step, self.workers)
-            metrics = self._train_step()
+            metrics = self._rollout_step() if trainer.rollout_only else self._train_step()
             self._publish_checkpoint(is_needed=False)
             is_last = self.global_step == self.total_training_steps
-            if (is_last and trainer.test_last) or (trainer.test_freq > 0 and self.global_step % trainer.test_freq == 0):
+            if trainer.tests_after(self.global_step, is_last=is_last):
                 metrics |= self._validate()
             self.tracking.log(metrics | self.run_metrics | self._take_carried_timing(), step=self.global_step)
-            if (is_last and trainer.save_last) or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0):
+            if trainer.saves_after(self.global_step, is_last=is_last):
                 self._save_checkpoint()
             self.timeline.end(self.workers)
         self._publish_checkpoint(is_needed=True)
         self.tracking.close()
-        if trainer.export_hf:
+        if trainer.export_hf and not trainer.rollout_only:
             path = str(Path(trainer.report_dir) / "export_hf")
             self.workers.export_hf(path)
             logger.info("the trained model is in %s", path)
@@ -211,7 +220,8 @@ class RayPPOTrainer:
         with marked_timer("step", timing):
             batch, of_source = self.source.next_batch(self.global_step, timing)
             metrics |= of_source
-            batch = self._balance_batch(batch)
+            order = self._dealt_order(batch)
+            batch.reorder(order)
             batch.meta_info |= self._update_info()
             # Runs in its own processes while log-probs are computed; filtered groups were chosen by their scores.
             scoring = None if "token_level_scores" in batch.batch else self.reward_fn.start(batch)
@@ -226,6 +236,9 @@ class RayPPOTrainer:
                     self._take_scores(batch, scoring.result())
                 self.reward_ledger.write(self.global_step)
                 metrics |= compute_reward_metrics(reward_parts(batch), "reward")
+            if self.config.trainer.save_rollouts:
+                with marked_timer("save_rollouts", timing):
+                    self._record_rollouts(batch, order, of_source)
             with marked_timer("adv", timing):
                 metrics |= self._apply_kl(batch)
                 batch = compute_advantage(batch, self.config)
@@ -237,24 +250,46 @@ class RayPPOTrainer:
         metrics |= compute_data_metrics(batch) | compute_timing_metrics(batch, timing)
         return metrics | compute_throughout_metrics(batch, timing, self.config.num_devices)
 
+    def _rollout_step(self) -> dict[str, float]:
+        """The first half of a step: samples and their scores, which are recorded and not trained on."""
+        timing = self.timeline.phase_seconds()
+        metrics: dict[str, float] = {
+            "training/global_step": self.global_step,
+            "training/epoch": self.source.epoch,
+        }
+        with marked_timer("step", timing):
+            batch, of_source = self.source.next_batch(self.global_step, timing)
+            with marked_timer("reward", timing):
+                if "token_level_scores" not in batch.batch:
+                    self._take_scores(batch, self.reward_fn.start(batch).result())
+                self.reward_ledger.write(self.global_step)
+                metrics |= of_source | compute_reward_metrics(reward_parts(batch), "reward")
+            with marked_timer("save_rollouts", timing):
+                self._record_rollouts(batch, list(range(len(batch))), of_source)
+        metrics |= compute_sample_metrics(batch) | compute_timing_metrics(batch, timing)
+        return metrics | compute_throughout_metrics(batch, timing, self.config.num_devices)
+
+    def _record_rollouts(self, batch: DataProto, dealt_order: list[int], metrics: dict[str, float]) -> None:
+        rows = recorded_rows(self.workers, batch, dealt_order)
+        state, _ = self.source.state()
+        self.rollout_records.write(self.global_step, RolloutRecord(rows, metrics, state["loader"]))
+
     def _take_scores(self, batch: DataProto, scores: Scores) -> None:
         """Scores into ``batch``, grades into the ledger."""
         self.reward_ledger.add(scores.samples)
         add_scores(batch, scores, self.config.reward_model.overlong_buffer)
 
-    def _balance_batch(self, batch: DataProto) -> DataProto:
-        """Orders rows so that every data-parallel rank gets its share, by length, of the rows of each mini-batch."""
+    def _dealt_order(self, batch: DataProto) -> list[int]:
+        """Rows so that every data-parallel rank gets its share, by length, of the rows of each mini-batch."""
         models = self.config.actor_rollout_ref
         num_ranks = models.actor.megatron.layout(self.config.trainer.world_size).data_parallel_size
-        order = dealt_order(
+        return dealt_order(
             batch.batch["num_tokens"].tolist(),
             num_ranks,
             models.actor.ppo_mini_batch_size * models.rollout.n,
             balance=self.config.trainer.balance_batch,
             shuffle_seed=models.actor.shuffle_seed(self.global_step) if models.actor.shuffle else None,
         )
-        batch.reorder(torch.tensor(order))
-        return batch
 
     def _update_info(self) -> dict[str, Any]:
         rollout = self.config.actor_rollout_ref.rollout

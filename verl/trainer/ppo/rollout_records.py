@@ -18,13 +18,12 @@ from safetensors import SafetensorError, safe_open
 
 from verl.protocol import DataProto
 from verl.protocol_storage import as_rows
-from verl.trainer.config.data import rollout_record_steps
 from verl.trainer.ppo.checkpointing import write_bytes
 from verl.trainer.ppo.scores import REWARD_PARTS
-from verl.trainer.ppo.step_files import remove_steps
+from verl.trainer.ppo.step_files import remove_steps, steps_of
 from verl.workers.kept_rows import GENERATED, has_references, references, worker_batch
 
-FOLDER = "rollouts"
+FOLDER, FILES = "rollouts", "step_*.safetensors"
 _COLUMNS = ("uid", "data_source", "prompt_text", "finish_reason", REWARD_PARTS)
 _OF_CONTROLLER = ("responses", "num_tokens", "token_level_scores")
 _DESCRIPTION = "rollouts"  # key of the metadata
@@ -54,7 +53,7 @@ class RolloutRecords:
 
     def cut_back(self, first_step: int) -> None:
         """Removes the files of ``first_step`` and later: those steps will be run again."""
-        remove_steps(self._directory, "step_*.safetensors", first_step)
+        remove_steps(self._directory, FILES, first_step)
 
     def write(self, step: int, record: RolloutRecord) -> None:
         """The file of ``step``; on disk when this returns."""
@@ -69,7 +68,7 @@ class RolloutRecords:
         """The record of ``step``; ValueError when there is none, or it is damaged."""
         path = self._path(step)
         if not path.is_file():
-            found = rollout_record_steps(self._directory)
+            found = steps_of(self._directory, FILES)
             there = f"steps {found[0]} to {found[-1]}" if found else "none"
             raise ValueError(f"there is no record of step {step}: {path}; {self._directory} has records of {there}")
         try:

@@ -12,7 +12,6 @@ import torch
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol_storage import as_rows
 
-
 REQUEST_KEYS = ("raw_prompt_ids", "sampling_seeds", "response_limit")  # columns that are sent to be generated for
 
 
