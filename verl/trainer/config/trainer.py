@@ -159,7 +159,7 @@ class TrainerConfig:
             found.append(f"{' and '.join(asked)} are set: with {where}.train_only nothing is generated; leave one out")
         if asked and self.schedule != "sync":
             found.append(
-                f"{asked[0]} is set: batches are recorded with {where}.schedule=sync, not with {self.schedule}"
+                f"{asked[0]} is set: that is there with {where}.schedule=sync, not with {self.schedule}"
             )
         return found
 

@@ -35,7 +35,7 @@ def marked_timer(name: str, timing: dict[str, float]) -> Iterator[None]:
 
 
 def compute_data_metrics(batch: DataProto) -> dict[str, float]:
-    """Rewards, advantages and returns (over response tokens) of a batch that is trained on, and ``compute_sample_metrics``."""
+    """Rewards, advantages, returns (over response tokens), scores and lengths of a batch that has been trained on."""
     tensors = batch.batch
     mask = tensors["response_mask"].bool()
     return {

@@ -85,7 +85,7 @@ class RolloutRecords:
 
 
 def recorded_rows(workers: Any, batch: DataProto, dealt_order: list[int]) -> DataProto:
-    """What is recorded of ``batch``, whose row i was generated as row ``dealt_order[i]``: in the order of generation."""
+    """What is recorded of ``batch``, whose row i was generated as row ``dealt_order[i]``; in generation's order."""
     rows = batch.select(batch_keys=list(_OF_CONTROLLER), non_tensor_batch_keys=_present(batch))
     truths = [{"ground_truth": str(of["ground_truth"])} for of in batch.non_tensor_batch["reward_model"]]
     rows.non_tensor_batch["reward_model"] = as_rows(truths)

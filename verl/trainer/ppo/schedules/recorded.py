@@ -16,7 +16,7 @@ from verl.utils.dataset import ResumableLoader
 class RecordedSource:
     """Samples as the records of ``trainer.train_only`` have them, by the number of the step.
 
-    The workers take the rows as if they had generated them, so that all that follows is as in the run that was recorded.
+    The workers take the rows as if they had generated them, so that all that follows is as in the recorded run.
 
     Args:
         loader: is moved as that run's was, so that a checkpoint can be gone on from with a rollout engine.
@@ -39,8 +39,8 @@ class RecordedSource:
             wanted = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
             if len(record.rows) != wanted:
                 raise ValueError(
-                    f"the record of step {step} has {len(record.rows)} samples, and data.train_batch_size x rollout.n is "
-                    f"{wanted}: train with the settings of the run that was recorded"
+                    f"the record of step {step} has {len(record.rows)} samples, and data.train_batch_size x rollout.n "
+                    f"is {wanted}: train with the settings of the run that was recorded"
                 )
             rows, num_pad = pad_dataproto_to_divisor(generated_columns(record.rows), self.config.trainer.world_size)
             taken = unpad_dataproto(self.workers.take_rows(rows), num_pad)
