@@ -155,7 +155,8 @@ class Job:
     def weights(self) -> dict[str, bytes]:
         """The files of the trained model in Hugging Face form, by name, exported or converted back."""
         folders = (self.output_dir / "export_hf", self.output_dir / "trained_hf" / f"global_step_{self.steps}")
-        return {path.name: path.read_bytes() for folder in folders for path in sorted(folder.glob("*.*"))}
+        files = [path for folder in folders for path in sorted(folder.glob("*.*"))]
+        return {path.name: path.read_bytes() for path in files if path.name != "manifest.json"}  # it has paths
 
     def ledger(self) -> dict[str, list[dict[str, Any]]]:
         """Every grade of every step and validation, by file, without clocks."""

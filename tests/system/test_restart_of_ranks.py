@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import ray
 
-from recipes.common.recipe import load_recipe
 from tests.system.command import read_metrics, without_measurements
-from tests.system.jobs import SMALL, Prepared
+from tests.system.in_process import in_process_config
+from tests.system.jobs import Prepared
 from verl.single_controller.base import Worker
-from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
+from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.recovery import fit_with_restarts
 from verl.utils.timeline import Timeline
@@ -88,30 +88,10 @@ class Run:
     folder: Path
     more: tuple[str, ...] = ()
 
-    def config(self) -> PPOTrainerConfig:
-        """The tiny recipe's, with steps that take seconds."""
-        recipe, data = load_recipe("r1_zero"), self.prepared.folder / "data"
-        given = (
-            f"data.train_files={data / 'train.parquet'}",
-            f"data.val_files={data / 'test.parquet'}",
-            "data.seed=42",
-            f"actor_rollout_ref.model.path={self.prepared.model_path}",
-            "actor_rollout_ref.actor.megatron.use_dist_checkpointing=False",
-            f"custom_reward_function.path={recipe.reward_path}",
-            f"trainer.n_gpus_per_node={NUM_RANKS}",
-            "trainer.device=cpu",
-            f"trainer.total_training_steps={STEPS}",
-            f"trainer.default_local_dir={self.folder / 'checkpoints'}",
-            f"trainer.report_dir={self.folder}",
-            "ray_kwargs.num_cpus_per_worker=0.25",
-        )
-        config = load_config([*SMALL, *given, *self.more], config_name=recipe.tiny_config, config_dir=recipe.config_dir)
-        assert validate_config(config) == []
-        return config
-
     def fit(self, kills: Sequence[Kill] = ()) -> None:
         """Trains to the end, through these deaths, each of which can come only after the one before."""
-        config, orders = self.config(), self.folder / "kills"
+        config = in_process_config(self.prepared, self.folder, NUM_RANKS, STEPS, *self.more)
+        orders = self.folder / "kills"
         orders.mkdir(parents=True)
         for place, kill in enumerate(kills):
             (orders / f"{place}.{kill.rank}.{kill.span}.{kill.nth}").write_text(str(kill.delay_s))

@@ -50,7 +50,7 @@ def run_ppo(config: PPOTrainerConfig) -> int:
     _init_ray(config)
     manager_class = get_reward_manager_cls(config.reward_model.reward_manager)
     reward_fn = manager_class(tokenizer, config.reward_model, config.custom_reward_function)
-    training, rollout = _worker_classes(config)
+    training, rollout = worker_classes(config)
 
     def new_trainer(config: PPOTrainerConfig, metrics: Mapping[str, float]) -> RayPPOTrainer:
         return RayPPOTrainer(config, tokenizer, training, reward_fn, rollout, metrics)
@@ -70,7 +70,7 @@ def run_ppo(config: PPOTrainerConfig) -> int:
     return 0
 
 
-def _worker_classes(config: PPOTrainerConfig) -> tuple[type, type | None]:
+def worker_classes(config: PPOTrainerConfig) -> tuple[type, type | None]:
     """What runs in the processes that train, and in those that only generate, where there are such."""
     from verl.workers.megatron_workers import ActorRolloutRefWorker
     from verl.workers.recorded_worker import RecordedRowsWorker

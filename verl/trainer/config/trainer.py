@@ -49,8 +49,7 @@ class TrainerConfig:
         timeline_freq: steps between Chrome traces of a step in ``report_dir``/timeline.
         log_samples_freq: steps between records of samples in ``report_dir``/samples.
         log_samples_rows: the most samples of one record, in whole groups.
-        save_rollouts: the whole batch of every step goes to ``report_dir``/rollouts, with scores and the log-probs of the
-            rollout.
+        save_rollouts: the whole batch of every step goes to ``report_dir``/rollouts, with its scores and log-probs.
         rollout_only: steps generate, score and record their batches so; nothing is trained, saved or exported.
         train_only: folder of such records: steps train on theirs, and there is no rollout engine and no validation.
         report_dir: folder of metrics, ledger, traces, records and the exported model.
@@ -158,9 +157,7 @@ class TrainerConfig:
         if self.train_only and len(asked) > 1:
             found.append(f"{' and '.join(asked)} are set: with {where}.train_only nothing is generated; leave one out")
         if asked and self.schedule != "sync":
-            found.append(
-                f"{asked[0]} is set: that is there with {where}.schedule=sync, not with {self.schedule}"
-            )
+            found.append(f"{asked[0]} is set: that is there with {where}.schedule=sync, not with {self.schedule}")
         return found
 
     def _keep_every_problems(self, where: str) -> list[str]:
