@@ -1,4 +1,4 @@
-"""Half runs of the real model: training from records is the run that was recorded, generating alone is its first half."""
+"""Half runs of the real model: training from records is the recorded run, generating alone is its first half."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.system.jobs import Prepared
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 from verl.trainer.main_ppo import worker_classes
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.step_files import steps_of
 from verl.trainer.preflight import preflight_problems
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.reward_manager import NaiveRewardManager
@@ -76,9 +77,7 @@ def test_halves_of_a_run_are_those_of_the_whole(
     more = SETTINGS[setting]
     fit(in_process_config(prepared, whole, 2, STEPS, "trainer.save_rollouts=True", *more))
     records = whole / "rollouts"
-    assert sorted(path.name for path in records.iterdir()) == [
-        f"step_{step}.safetensors" for step in range(1, STEPS + 1)
-    ]
+    assert steps_of(records, "*") == list(range(1, STEPS + 1))
 
     only = in_process_config(prepared, again, 2, STEPS, f"trainer.train_only={records}", *more)
     assert preflight_problems(only) == []

@@ -22,6 +22,7 @@ PLACES = (
     ("checkpoints", "training checkpoints"),
     ("export_hf", "the trained model as Hugging Face safetensors"),
     ("samples", "recorded samples, for python -m tools.viewer"),
+    ("rollouts", "whole batches, for trainer.train_only"),
     ("timeline", "recorded steps, for ui.perfetto.dev"),
     ("logs/latest", "what every stage, driver, rank and Ray said"),
 )

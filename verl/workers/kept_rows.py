@@ -29,7 +29,7 @@ ROW_VALUES = "each:"  # before the name of a column: fp32 [B], the value of all 
 GENERATED = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs", "routed_experts")
 
 # Types in which the widest columns are kept and sent; who fetches them gets int64, as the rollout made them.
-_KEPT_AS = {"input_ids": torch.int32, "attention_mask": torch.bool, "response_mask": torch.bool}
+KEPT_AS = {"input_ids": torch.int32, "attention_mask": torch.bool, "response_mask": torch.bool}
 _ROWS_AT_ONCE = 64  # that are compared: their temporaries stay in the processor's cache
 _BY_LAYER = "routed_experts"  # [B, L, M, K], kept as [B, M, L, K]: a pipeline stage fetches its own layers only
 
@@ -146,9 +146,7 @@ class KeptRows:
 
         Only when no call that may fetch them is under way on any rank.
         """
-        self._columns = {
-            key: rows for key, rows in self._columns.items() if before is not None and key[0] >= before
-        }
+        self._columns = {key: rows for key, rows in self._columns.items() if before is not None and key[0] >= before}
 
     def close(self) -> None:
         """Ends the server."""
@@ -207,7 +205,7 @@ class KeptRows:
         values = torch.from_numpy(rows)
         if name == _BY_LAYER:
             return values.movedim(1, 2)
-        return values.to(self._device, torch.int64 if name in _KEPT_AS else values.dtype)
+        return values.to(self._device, torch.int64 if name in KEPT_AS else values.dtype)
 
 
 def _row_values(values_BR: Tensor, is_response_BR: Tensor) -> Tensor | None:
@@ -225,7 +223,7 @@ def _kept_form(name: str, values: Tensor) -> np.ndarray:
     """A copy in host memory, as it will be sent."""
     if name == _BY_LAYER:
         values = values.movedim(2, 1)
-    dtype = _KEPT_AS.get(name, values.dtype)
+    dtype = KEPT_AS.get(name, values.dtype)
     return values.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format).numpy()
 
 

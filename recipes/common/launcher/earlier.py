@@ -19,6 +19,7 @@ OUTPUTS = (
     "val_generations",
     "reward_ledger",
     "samples",
+    "rollouts",
     "samples.html",
     "timeline",
     "export_hf",

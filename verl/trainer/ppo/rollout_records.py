@@ -21,7 +21,7 @@ from verl.protocol_storage import as_rows
 from verl.trainer.ppo.checkpointing import write_bytes
 from verl.trainer.ppo.scores import REWARD_PARTS
 from verl.trainer.ppo.step_files import remove_steps, steps_of
-from verl.workers.kept_rows import GENERATED, has_references, references, worker_batch
+from verl.workers.kept_rows import GENERATED, KEPT_AS, has_references, references, worker_batch
 
 FOLDER, FILES = "rollouts", "step_*.safetensors"
 _COLUMNS = ("uid", "data_source", "prompt_text", "finish_reason", REWARD_PARTS)
@@ -34,8 +34,8 @@ class RolloutRecord:
     """One step's batch.
 
     Attributes:
-        rows: ``responses``, ``response_mask``, ``token_level_scores`` [B, R], ``num_tokens`` [B], and what workers keep
-            of generated rows, in the types in which they fetch it.
+        rows: ``responses``, ``token_level_scores`` [B, R], ``num_tokens`` [B], and what workers keep of generated rows,
+            in the types in which they keep it.
         metrics: of how the samples came about.
         loader: where the next step's prompts come from.
     """
@@ -89,11 +89,13 @@ def recorded_rows(workers: Any, batch: DataProto, dealt_order: list[int]) -> Dat
     rows = batch.select(batch_keys=list(_OF_CONTROLLER), non_tensor_batch_keys=_present(batch))
     truths = [{"ground_truth": str(of["ground_truth"])} for of in batch.non_tensor_batch["reward_model"]]
     rows.non_tensor_batch["reward_model"] = as_rows(truths)
+    generated = batch.batch
     if has_references(batch):
         kept = tuple(name for name in GENERATED if references(name) in batch.batch)
-        rows.batch.update(workers.fetch_columns(worker_batch(batch), kept).batch)
-    else:
-        rows.batch.update({name: batch.batch[name] for name in GENERATED if name in batch.batch})
+        generated = workers.fetch_columns(worker_batch(batch), kept).batch
+    for name in GENERATED:
+        if name in generated:
+            rows.batch[name] = generated[name].to(KEPT_AS.get(name, generated[name].dtype))
     rows.reorder(np.argsort(dealt_order))
     return DataProto(rows.batch, rows.non_tensor_batch)
 
