@@ -21,7 +21,7 @@ slow = pytest.mark.slow
 
 
 def live_and_die(job: Job, name: str, num_steps: int, life_s: float) -> None:
-    """Starts the job, and kills all of it at once, ``life_s`` after its first step began or ``num_steps`` more ended."""
+    """Starts the job, and kills all of it at once, ``life_s`` after it began or ``num_steps`` more ended."""
     goal = job.newest_step + num_steps
     with job.command(name) as command:
         command.wait_for(lambda: is_training(command) and job.newest_step >= goal, f"step {goal}")
