@@ -38,21 +38,21 @@ ROLLOUT = "actor_rollout_ref.rollout"
 FILLING_STEPS = 3
 SYNC = "sync"
 SEPARATE = ("trainer.n_gpus_per_node=2", "rollout.nnodes=1", "rollout.n_gpus_per_node=2")
-CORRECTED = "algorithm.rollout_correction={rollout_is:token,rollout_is_threshold:2}"
+# The rollout's log-probs are the old ones, so that a step computes as much in every schedule.
 SCHEDULES: dict[str, tuple[str, ...]] = {
     SYNC: ("trainer.n_gpus_per_node=4",),
     "one_step_off": (
         *SEPARATE,
         "actor_rollout_ref.hybrid_engine=False",
         "trainer.schedule=one_step_off",
-        CORRECTED,
+        "algorithm.rollout_correction={bypass_mode:True}",
     ),
     "fully_async": (
         *SEPARATE,
         "actor_rollout_ref.hybrid_engine=False",
         "trainer.schedule=fully_async",
-        "async_training.staleness_threshold=2",
-        CORRECTED,
+        "async_training.staleness_threshold=3",
+        "algorithm.rollout_correction={bypass_mode:True}",
     ),
 }
 
@@ -186,8 +186,10 @@ def run(name: str, directory: Path, inputs: Path, overrides: list[str], options:
         f"custom_reward_function.path={REWARD}",
         "reward_model.num_workers=1",
         "ray_kwargs.num_cpus_per_worker=0.25",
+        f"{ROLLOUT}.enable_expert_parallel=False",  # replicas that do not wait for each other: the better one for sync
         "ray_kwargs.ray_init.num_cpus=2",
         "trainer.device=cpu",
+        f"{ROLLOUT}.quantization=dequantize",  # else rollouts of the FP8 model are quantised, and differ from training
         "trainer.logger=[console]",
         "trainer.save_freq=-1",
         "trainer.save_last=False",
@@ -229,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=12, help="of a run for the rate")
     parser.add_argument("--prompts", type=int, default=16, help="of a step")
     parser.add_argument("--samples", type=int, default=4, help="of a prompt")
-    parser.add_argument("--longest", type=int, default=1024, help="response, in tokens")
+    parser.add_argument("--longest", type=int, default=512, help="response, in tokens")
     parser.add_argument("--sequences", type=int, default=32, help="that a rollout rank decodes at a time")
     parser.add_argument("--warmup-steps", type=int, default=12, help="of the base model; the recipe takes 700 for scores")
     parser.add_argument("--score", action="store_true", help="train on the arithmetic task too")
