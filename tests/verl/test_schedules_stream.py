@@ -101,6 +101,7 @@ def rank(path: str) -> Any:
                 state = [] if is_training else [np.array(words) for words in streams[place].state()]
                 place = (place + 1) % 2
                 if not is_training:
+                    streams[place] = SampleStream(rollouts[place])
                     streams[place].restore(state, META)
         results.append(rows_of(parts))
     return results

@@ -213,7 +213,7 @@ def test_requests_withdrawn_between_runs_of_some_steps_go_on_here_and_elsewhere(
     for index, prompt in enumerate(PROMPTS[:4]):
         engine.add_request(f"r{index}", prompt, final[index])
     outputs = engine.run(7)
-    engine.resume(engine.withdraw(), [0] * 4)
+    engine.resume(engine.withdraw())
     for index, prompt in enumerate(PROMPTS[4:], start=4):
         engine.add_request(f"r{index}", prompt, final[index])
     outputs += engine.run(5)
@@ -227,11 +227,12 @@ def test_requests_withdrawn_between_runs_of_some_steps_go_on_here_and_elsewhere(
             [copy] = decode(encode(request))
             copy.request_id, copy.home = request.request_id, None
             group.samples[index] = copy
-    other.engine.resume(groups, [0] * len(groups))
+    other.engine.resume(groups)
     with pytest.raises(ValueError, match="belongs to an unfinished request"):
-        other.engine.resume(groups, [0] * len(groups))
+        other.engine.resume(groups)
     outputs += other.engine.run(1000)
-    assert_idle(other) and other.engine.run(3) == []
+    assert_idle(other)
+    assert other.engine.run(3) == []
     for output in outputs:
         assert output.finished and output.request_id not in seen
         seen[output.request_id] = output
