@@ -55,11 +55,12 @@ def prepare(folder: Path) -> Prepared:
 
 @dataclass(frozen=True)
 class Job:
-    """A run of the small job in a folder; every run is the same command but for the folder."""
+    """A run of the small job in a folder, with ``overrides`` behind those of all; runs differ in their folders only."""
 
     prepared: Prepared
     folder: Path
     steps: int = STEPS
+    overrides: tuple[str, ...] = ()
 
     @property
     def output_dir(self) -> Path:
@@ -74,7 +75,7 @@ class Job:
     def command(self, name: str) -> Command:
         """Start it, or start it again; what it says goes to ``<name>.log``."""
         environment = self.prepared.environment(self.output_dir, STEPS=self.steps)
-        return Command(self.folder / f"{name}.log", environment, SMALL)
+        return Command(self.folder / f"{name}.log", environment, (*SMALL, *self.overrides))
 
     def finish(self) -> None:
         """Run it to its end, which must be a good one."""
