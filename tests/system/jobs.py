@@ -124,11 +124,12 @@ PREPARE: dict[str, Callable[[Path], Prepared]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """A run of the small job in a folder; every run is the same command but for the folder."""
+    """A run of the small job in a folder, with ``overrides`` behind those of all; runs differ in their folders only."""
 
     prepared: Prepared
     folder: Path
     steps: int = STEPS
+    overrides: tuple[str, ...] = ()
 
     @property
     def output_dir(self) -> Path:
@@ -143,7 +144,7 @@ class Job:
     def command(self, name: str, *more: str) -> Command:
         """Start it, or start it again, with ``more`` arguments; what it says goes to ``<name>.log``."""
         environment = self.prepared.environment(self.output_dir, STEPS=self.steps)
-        arguments = (*self.prepared.arguments, *more)
+        arguments = (*self.prepared.arguments, *self.overrides, *more)
         return Command(self.folder / f"{name}.log", environment, arguments, recipe=self.prepared.recipe)
 
     def finish(self) -> None:

@@ -185,7 +185,7 @@ class RayPPOTrainer:
             self.tracking.log(self._validate(), step=0)
         while self.global_step < self.total_training_steps:
             self.global_step += 1
-            self.timeline.begin(self.global_step, self.workers)
+            self.timeline.begin(self.global_step, *self._groups())
             metrics = self._rollout_step() if trainer.rollout_only else self._train_step()
             self._publish_checkpoint(is_needed=False)
             is_last = self.global_step == self.total_training_steps
@@ -194,7 +194,7 @@ class RayPPOTrainer:
             self.tracking.log(metrics | self.run_metrics | self._take_carried_timing(), step=self.global_step)
             if trainer.saves_after(self.global_step, is_last=is_last):
                 self._save_checkpoint()
-            self.timeline.end(self.workers)
+            self.timeline.end(*self._groups())
         self._publish_checkpoint(is_needed=True)
         self.tracking.close()
         if trainer.export_hf and not trainer.rollout_only:
@@ -204,11 +204,14 @@ class RayPPOTrainer:
 
     def shutdown(self) -> None:
         """Ends every worker process and closes the files of metrics."""
-        for group in (self.rollout_workers, self.workers):
-            if group is not None:
-                group.shutdown()
+        for group in self._groups():
+            group.shutdown()
         if self.tracking is not None:
             self.tracking.close()
+
+    def _groups(self) -> list[Any]:
+        """The worker groups that have been started, in the order of their ranks."""
+        return [group for group in (self.workers, self.rollout_workers) if group is not None]
 
     def _train_step(self) -> dict[str, float]:
         """One GRPO step: samples, their scores, log-probs, advantages, update."""

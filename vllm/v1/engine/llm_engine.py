@@ -120,12 +120,12 @@ class LLMEngine:
         self._forget_streams()
         return groups
 
-    def resume(self, groups: Sequence[PromptGroup], priorities: Sequence[int]) -> None:
-        """Queue what `withdraw` gave, in this order; ValueError as `add_request`."""
+    def resume(self, groups: Sequence[PromptGroup]) -> None:
+        """Queue what `withdraw` gave, in this order and with the priorities of then; ValueError as `add_request`."""
         for group in groups:
             if group.request_id in self._streams:
                 raise ValueError(f"request id {group.request_id!r} belongs to an unfinished request")
-        self._add(groups, priorities, RequestOutputKind.FINAL_ONLY)
+        self._add(groups, [0] * len(groups), RequestOutputKind.FINAL_ONLY)  # samples that are there have theirs
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has something to do: here or, when replicas share experts, as of the last step elsewhere."""

@@ -50,7 +50,7 @@ class SampleStream:
         Replicas that share experts run as many together.
         """
         aside, self._aside = self._aside, []
-        self._engine.resume(aside, [_key(group.request_id)[0] for group in aside])
+        self._engine.resume(aside)
         return sorted(self._engine.run(max_steps), key=lambda output: _key(output.request_id))
 
     def rows(self, outputs: list[RequestOutput], meta_info: dict[str, Any]) -> DataProto:
