@@ -53,7 +53,7 @@ def test_a_killed_rollout_rank_costs_no_sample_and_no_bit(prepared: Prepared, tm
     assert all(version < whole.steps for spans in versions for version, _ in spans)
     assert any(len(spans) > 1 for spans in versions)
 
-    with struck.command("first") as command:
+    with struck.command("first", "trainer.max_restarts=0") as command:
         victim = command.wait_for(lambda: command.worker(rank=3), "rollout rank 3")
         command.wait_for(lambda: struck.newest_step >= 2, "checkpoint 2")
         victim.send_signal(signal.SIGKILL)

@@ -91,7 +91,7 @@ class RayWorkerGroup(WorkerGroup):
         self._addresses: list[ProcessAddress | None] = [None] * self.world_size
         self.while_waiting: Callable[[], None] | None = None
         slots = resource_pool.reserve(device_name, num_cpus_per_worker, start_timeout_s)
-        self._slots = in_world(slots, [] if joins is None else joins._slots, num_later_ranks)
+        self._slots: list[Slot] = in_world(slots, [] if joins is None else joins._slots, num_later_ranks)
         try:
             self._actors = [_new_actor(slot, device_name, num_cpus_per_worker) for slot in self._slots]
             self._start_workers(ray_cls_with_init, start_timeout_s, joins)
