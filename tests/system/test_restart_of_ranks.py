@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import ray
 
+from recipes.common.launcher.network import free_ports
 from tests.system.command import read_metrics, without_measurements
 from tests.system.in_process import in_process_config
 from tests.system.jobs import Prepared
@@ -231,9 +232,17 @@ def test_a_rank_dies_in_any_phase(
 
 @pytest.mark.slow
 def test_ranks_die_one_after_the_other_and_while_they_start_again(
-    prepared: Prepared, undisturbed: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    prepared: Prepared,
+    undisturbed: dict[str, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Five deaths in one run; the second and the fourth strike the workers that the one before has called for."""
+    """Five deaths in one run; the second and the fourth strike the workers that the one before has called for.
+
+    The rendezvous is at a port of the user's, which each start must find free again.
+    """
+    monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
     kills = [
         Kill(0, "update_actor", nth=2),
         Kill(3, "load_checkpoint", nth=1),

@@ -117,7 +117,7 @@ class RayPPOTrainer:
         per_epochs = len(self.train_dataset) // data.train_batch_size * config.trainer.total_epochs
         self.total_training_steps = config.trainer.total_training_steps or per_epochs
         folder = config.trainer.train_only or Path(config.trainer.report_dir) / FOLDER
-        self.rollout_records = RolloutRecords(Path(folder))
+        self.rollout_records = RolloutRecords(Path(folder).expanduser())
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.global_step = 0
         self.workers: Any = None  # those that train
