@@ -36,6 +36,7 @@ SETTINGS = {
         "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
         "actor_rollout_ref.actor.router_replay.mode=R3",
     ),
+    "groups chosen from several generations": ("algorithm.filter_groups={enable:True,metric:score}",),
 }
 
 pytestmark = pytest.mark.timeout(600)
@@ -69,7 +70,9 @@ def trained(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row["step"]]
 
 
-@pytest.mark.parametrize("setting", [next(iter(SETTINGS)), pytest.param(list(SETTINGS)[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "setting", [next(iter(SETTINGS)), *(pytest.param(name, marks=pytest.mark.slow) for name in list(SETTINGS)[1:])]
+)
 def test_halves_of_a_run_are_those_of_the_whole(
     local_ray: None, prepared: Prepared, tmp_path: Path, setting: str
 ) -> None:
