@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.command import Command, read_metrics
+from tests.system.command import read_metrics
 from tests.system.jobs import PREPARE, Job, Prepared, assert_same_result
 
 KILLS = 20
@@ -24,15 +24,10 @@ def live_and_die(job: Job, name: str, num_steps: int, life_s: float) -> None:
     """Starts the job, and kills all of it at once, ``life_s`` after it began or ``num_steps`` more ended."""
     goal = job.newest_step + num_steps
     with job.command(name) as command:
-        command.wait_for(lambda: is_training(command) and job.newest_step >= goal, f"step {goal}")
+        command.wait_for(lambda: command.is_training() and job.newest_step >= goal, f"step {goal}")
         time.sleep(life_s)
         command.end()
     print(f"{name}: killed {life_s:.2f} s after step {goal}, newest checkpoint {job.newest_step}")
-
-
-def is_training(command: Command) -> bool:
-    """Whether it has said what it goes on from, or that it begins."""
-    return any(text in command.text() for text in ("resumed after step", "starting from the model's weights"))
 
 
 @pytest.mark.parametrize("recipe", ["r1_zero", *(pytest.param(name, marks=slow) for name in list(PREPARE)[1:])])

@@ -52,7 +52,7 @@ def kill_and_expect_the_end(command: Command, job: Job, victim: psutil.Process, 
 
 def in_step(command: Command, job: Job, step: int, delay_s: float = 0.3) -> None:
     """Wait until ``step`` has been under way for a moment: the checkpoint before it is published, workers compute."""
-    command.wait_for(lambda: job.newest_step == step - 1, f"checkpoint {step - 1}")
+    command.wait_for(lambda: command.is_training() and job.newest_step == step - 1, f"checkpoint {step - 1}")
     time.sleep(delay_s)
 
 
