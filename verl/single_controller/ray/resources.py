@@ -49,7 +49,8 @@ class RayResourcePool(ResourcePool):
         nodes = sorted(range(len(bundles)), key=lambda node: (addresses[node], node))
         local = [(node, index) for node in nodes for index in range(self.process_on_nodes[node])]
         return [
-            Slot(rank, index, len(local), self._group, node, addresses[node]) for rank, (node, index) in enumerate(local)
+            Slot(rank, index, len(local), self._group, node, addresses[node])
+            for rank, (node, index) in enumerate(local)
         ]
 
     def release(self) -> None:
@@ -80,7 +81,9 @@ def in_world(slots: Sequence[Slot], earlier: Sequence[Slot], num_later_ranks: in
     taken = Counter(slot.node for slot in earlier)
     world_size = len(earlier) + len(slots) + num_later_ranks
     return [
-        replace(slot, rank=len(earlier) + slot.rank, local_rank=taken[slot.node] + slot.local_rank, world_size=world_size)
+        replace(
+            slot, rank=len(earlier) + slot.rank, local_rank=taken[slot.node] + slot.local_rank, world_size=world_size
+        )
         for slot in slots
     ]
 
