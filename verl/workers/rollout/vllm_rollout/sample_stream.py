@@ -64,7 +64,7 @@ class SampleStream:
         self._aside = sorted([*self._aside, *self._engine.withdraw()], key=lambda group: _key(group.request_id))
 
     def state(self) -> list[np.ndarray]:
-        """All unfinished samples, as ``request_codec`` has them, with (prompt, sample) as their home; withdraws them."""
+        """All unfinished samples, as ``request_codec`` has them, their home (prompt, sample); withdraws them."""
         self.withdraw()
         words = []
         for group in self._aside:
