@@ -1,4 +1,4 @@
-"""Generation on ranks of its own, in a fixed order: a killed rollout rank costs no sample, and not a bit of the result."""
+"""Generation on ranks of its own, in a fixed order: a killed rollout rank costs no sample and no bit of the result."""
 
 from __future__ import annotations
 

@@ -35,7 +35,10 @@ def test_one_step_off_is_a_pace_of_its_own() -> None:
         (("trainer.schedule=later",), "trainer.schedule is 'later'; expected one of sync, one_step_off, fully_async"),
         (("rollout.nnodes=1",), "rollout.nnodes is 1, but trainer.schedule is sync"),
         (("actor_rollout_ref.hybrid_engine=False",), "hybrid_engine is False; with trainer.schedule=sync"),
-        (("async_training.partial_rollout=False",), "async_training.partial_rollout: only trainer.schedule=fully_async"),
+        (
+            ("async_training.partial_rollout=False",),
+            "async_training.partial_rollout: only trainer.schedule=fully_async",
+        ),
         (("trainer.schedule=fully_async",), "rollout.nnodes is 0; trainer.schedule=fully_async generates on devices"),
         (("trainer.schedule=fully_async",), "hybrid_engine is True; with trainer.schedule=fully_async"),
         ((*ASYNC, "rollout.n_gpus_per_node=0"), "rollout.nnodes 1 x n_gpus_per_node 0: give hosts"),

@@ -1,4 +1,4 @@
-"""Ranks of one world that train or generate: samples outlive weight syncs and their replica, each token with its version."""
+"""Some ranks train, others generate: samples outlive weight syncs and engines, and each token has its version."""
 
 from __future__ import annotations
 

@@ -231,7 +231,9 @@ def records(directory: Path) -> list[dict[str, Any]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.schedules", description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="directory of the inputs and runs; what is there stays")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="directory of the inputs and runs; what is there stays"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="0: only the score")
     parser.add_argument("--steps", type=int, default=12, help="of a run for the rate")
     parser.add_argument("--prompts", type=int, default=16, help="of a step")

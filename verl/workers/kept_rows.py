@@ -39,9 +39,15 @@ def references(column: str) -> str:
     return REFERENCES + column
 
 
+def kept_columns(batch: DataProto) -> list[str]:
+    """The columns of ``batch`` that workers keep."""
+    names = batch.batch.keys()
+    return [name.removeprefix(REFERENCES) for name in names if name.startswith(REFERENCES)]
+
+
 def has_references(batch: DataProto) -> bool:
     """Whether columns of ``batch`` are kept by workers."""
-    return any(name.startswith(REFERENCES) for name in batch.batch.keys())  # noqa: SIM118
+    return bool(kept_columns(batch))
 
 
 def controller_batch(output: DataProto) -> DataProto:
@@ -57,7 +63,7 @@ def worker_batch(batch: DataProto, *columns: str) -> DataProto:
     """
     if not has_references(batch):
         return batch
-    kept = [name for name in batch.batch.keys() if name.startswith(REFERENCES)]  # noqa: SIM118
+    kept = [references(name) for name in kept_columns(batch)]
     request = batch.select(batch_keys=kept, non_tensor_batch_keys=[])
     is_response_BR = batch.batch["response_mask"].bool()
     for name in columns:

@@ -25,7 +25,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def make_watchdog(config: PPOTrainerConfig, groups: ProcessGroups | None) -> HangWatchdog | None:
     """Watches this rank's phases as ``trainer.hang_timeout_s`` says; collective over all ranks of torch.distributed.
 
-    ``groups`` are those whose collectives are counted, None on a rank that does not train. Its files are in ``hang/<time of the start>`` of ``trainer.report_dir``, which all hosts must see.
+    ``groups`` are those whose collectives are counted, None on a rank that does not train. Its files are in
+    ``hang/<time of the start>`` of ``trainer.report_dir``, which all hosts must see.
     """
     timeout_s = config.trainer.hang_timeout_s
     if timeout_s is None:

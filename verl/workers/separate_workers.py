@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,7 +19,7 @@ from verl.workers.engine_setup import PARAMS_DTYPES
 from verl.workers.kept_rows import KeptRows, controller_batch
 from verl.workers.megatron_workers import ActorRolloutRefWorker, init_device, join_world
 from verl.workers.phases import make_watchdog, watched
-from verl.workers.rollout.orders import ReplicaState, RolloutAnswer, RolloutOrder
+from verl.workers.rollout.orders import RolloutAnswer, RolloutOrder
 from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import engine_holdings, vLLMRollout
 from verl.workers.sharding_manager.weight_sync import WeightSync
@@ -27,7 +28,7 @@ _ROLLOUT = "rollout"
 
 
 class TrainingWorker(ActorRolloutRefWorker):
-    """A rank that trains and does not generate: it sends its weights to ``RolloutWorker``s and fetches rows from them."""
+    """A rank that trains and does not generate: it sends weights to every ``RolloutWorker`` and fetches rows there."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @watched
@@ -107,14 +108,12 @@ class RolloutWorker(Worker):
         start_s = now_s()
         self.kept_rows.drop(order.kept_from)
         self.stream.begin(order.prompts)
-        steps_before = self.rollout.inference_engine.core.num_steps
         outputs = self.stream.run(order.max_steps)
         rows = DataProto()
         if outputs:
             ended = self.stream.rows(outputs, order.prompts.meta_info)
             rows = self.kept_rows.keep_generated(ended, self.replica_size, keeps_earlier=True)
-        num_steps = self.rollout.inference_engine.core.num_steps - steps_before
-        return RolloutAnswer(rows, self.stream.num_unfinished, num_steps, now_s() - start_s)
+        return RolloutAnswer(rows, now_s() - start_s)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_ROLLOUT))
     @watched
@@ -134,15 +133,15 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @watched
-    def take_state(self) -> ReplicaState:
-        """What a checkpoint needs of this replica's unfinished samples, which go on at the next ``run``."""
-        return ReplicaState(self.stream.state())
+    def take_unfinished(self) -> list[np.ndarray]:
+        """What a checkpoint needs of this replica's unfinished samples (``SampleStream.state``)."""
+        return self.stream.state()
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     @watched
-    def give_state(self, state: ReplicaState, rows: DataProto, meta_info: dict[str, int]) -> DataProto:
+    def give_back(self, unfinished: list[np.ndarray], rows: DataProto, meta_info: dict[str, int]) -> DataProto:
         """Takes over unfinished samples, and whole ``rows`` that wait to be trained on; returns these as references."""
-        self.stream.restore(state.unfinished, meta_info)
+        self.stream.restore(unfinished, meta_info)
         if not len(rows):
             return DataProto()
         return self.kept_rows.keep_generated(rows, self.replica_size, keeps_earlier=True)

@@ -137,7 +137,7 @@ class RayWorkerGroup(WorkerGroup):
             self._actors[rank].call.remote(method, kept, *args, **kwargs): rank
             for rank, (args, kwargs), kept in zip(ranks, per_rank, keep, strict=True)
         }
-        return PendingCall(partial(self._wait, method, refs, timeout_s), partial(_are_done, list(refs)))
+        return PendingCall(partial(self._wait, method, refs, timeout_s), _Progress(list(refs)).is_over)
 
     def shutdown(self) -> None:
         """Kills every process, waits until Ray says they are gone, and gives the resources back."""
@@ -261,8 +261,26 @@ def _first_death(probes: _Probes, method: str, timeout_s: float) -> WorkerDiedEr
     return None
 
 
-def _are_done(refs: list[ray.ObjectRef]) -> bool:
-    return len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
+class _Progress:
+    """Whether a call is over: all ranks have answered, or one has failed and the others may wait for it in vain."""
+
+    def __init__(self, refs: list[ray.ObjectRef]) -> None:
+        self._open = refs
+        self._has_failed = False
+
+    def is_over(self) -> bool:
+        """Never waits."""
+        if self._open and not self._has_failed:
+            ready, self._open = ray.wait(self._open, num_returns=len(self._open), timeout=0)
+            self._has_failed = any(_has_failed(ref) for ref in ready)
+        return self._has_failed or not self._open
+
+
+def _has_failed(ref: ray.ObjectRef) -> bool:
+    try:
+        return isinstance(ray.get(ref), CallFailure)
+    except RayActorError:
+        return True
 
 
 def _new_actor(slot: Slot, device_name: str, num_cpus: float) -> Any:

@@ -29,8 +29,8 @@ class RolloutRanksConfig:
         """Every value that cannot work, one sentence each."""
         if self.nnodes < 0 or self.n_gpus_per_node < 1:
             return [
-                f"{where}.nnodes {self.nnodes} x n_gpus_per_node {self.n_gpus_per_node}: give hosts (0 for none) and at "
-                "least 1 rank on each"
+                f"{where}.nnodes {self.nnodes} x n_gpus_per_node {self.n_gpus_per_node}: give hosts (0 for none) and "
+                "at least 1 rank on each"
             ]
         return []
 
@@ -40,9 +40,9 @@ class AsyncTrainingConfig:
     """How far generation runs ahead with ``trainer.schedule=fully_async`` (as in verl's fully_async_policy recipe).
 
     Attributes:
-        staleness_threshold: prompts that may be begun ahead of those that the weights of now will train on, in shares
-            of the prompts between two weight syncs; 0.5 is half of them. No token that is trained on is older than
-            this number of syncs, rounded up.
+        staleness_threshold: prompts that may be begun ahead of those that train the weights of now, in shares of the
+            prompts between two weight syncs; 0.5 is half of them. No token that is trained on is older than so many
+            syncs, rounded up.
         trigger_parameter_sync_step: steps between two weight syncs.
         require_batches: mini-batches that a step waits for and trains on; follows ``data.train_batch_size`` and
             ``actor_rollout_ref.actor.ppo_mini_batch_size``, and must agree with them when it is given.

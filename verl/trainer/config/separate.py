@@ -22,8 +22,8 @@ def schedule_problems(config: PPOTrainerConfig) -> list[str]:
     if not config.has_rollout_ranks:
         if config.rollout.nnodes:
             found.append(
-                f"rollout.nnodes is {config.rollout.nnodes}, but trainer.schedule is {schedule}, which generates on the "
-                "devices of training; set trainer.schedule=one_step_off or fully_async, or rollout.nnodes=0"
+                f"rollout.nnodes is {config.rollout.nnodes}, but trainer.schedule is {schedule}, which generates on "
+                "the devices of training; set trainer.schedule=one_step_off or fully_async, or rollout.nnodes=0"
             )
         if not models.hybrid_engine:
             found.append(
@@ -43,8 +43,8 @@ def schedule_problems(config: PPOTrainerConfig) -> list[str]:
         found.append(f"algorithm.filter_groups.enable is True; dynamic sampling is not there with {needs}")
     if models.rollout.rebalance_interval:
         found.append(
-            f"actor_rollout_ref.rollout.rebalance_interval is {models.rollout.rebalance_interval}; with {needs} prompts "
-            "go to the replica with the fewest samples, set it 0"
+            f"actor_rollout_ref.rollout.rebalance_interval is {models.rollout.rebalance_interval}; with {needs} "
+            "prompts go to the replica with the fewest samples, set it 0"
         )
     return found + _pace_problems(config)
 

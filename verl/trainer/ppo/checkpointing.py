@@ -59,7 +59,8 @@ class Checkpoint:
         self.directory.mkdir(parents=True, exist_ok=True)
         if arrays:
             content = io.BytesIO()
-            np.savez(content, **arrays)
+            columns: dict[str, Any] = dict(arrays)
+            np.savez(content, **columns)
             write_bytes(self.directory / _TRAINER_ARRAYS, content.getvalue())
             state = state | {_ARRAYS_DIGEST: hashlib.sha256(content.getvalue()).hexdigest()}
         write_text(self.state_path, json.dumps(state))

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto
+from verl.single_controller.base import get_together
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list, val_sets
@@ -133,13 +134,11 @@ class RayPPOTrainer:
         role += "_ref" if self.config.use_reference_policy else ""
         num_later = self.config.num_devices - trainer.world_size
         self.workers = self._start(self.worker_class, role, trainer.nnodes, trainer.n_gpus_per_node, None, num_later)
-        building = self.workers.start("init_model")
         if self.rollout_class is not None:
             self.rollout_workers = self._start(
                 self.rollout_class, "rollout", rollout.nnodes, rollout.n_gpus_per_node, self.workers, 0
             )
-            self.rollout_workers.init_model()
-        tables = building.get()[0]
+        tables = get_together(*(group.start("init_model") for group in self._groups()))[0][0]
         if tables:
             logger.info("on %s\n%s", resolve_device(trainer.device), op_tables_text(tables))
         self.source = self._make_source()

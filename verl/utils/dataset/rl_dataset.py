@@ -61,8 +61,8 @@ class RLHFDataset:
         wrong = [index for index, limit in limits.items() if limit is not None and not (_is_int(limit) and limit > 0)]
         if wrong:
             raise ValueError(
-                f"{len(wrong)} rows of {', '.join(data_files)} have an extra_info.{RESPONSE_LIMIT} that is no number of "
-                f"tokens, the first is row {wrong[0]} ({limits[wrong[0]]!r}); give a whole number above 0, or none"
+                f"{len(wrong)} rows of {', '.join(data_files)} have an extra_info.{RESPONSE_LIMIT} that is no number "
+                f"of tokens, the first is row {wrong[0]} ({limits[wrong[0]]!r}); give a whole number above 0, or none"
             )
         if dropped:
             logger.info("%d of %d prompts are over %d tokens", len(dropped), len(rows), max_prompt_length)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass
 
 from verl.protocol import DataProto
 
@@ -35,24 +33,8 @@ class RolloutAnswer:
     Attributes:
         rows: samples that have ended: what ``KeptRows.keep_generated`` gives, ``prompt_number``, ``sample_number`` and
             ``policy_versions``, a list of [version, tokens drawn from it] in order. It may have no rows.
-        num_unfinished: samples that have not.
-        num_steps: engine steps that were run.
-        seconds: that they took.
+        seconds: that the call took.
     """
 
     rows: DataProto
-    num_unfinished: int
-    num_steps: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class ReplicaState:
-    """What a replica has that a checkpoint must hold.
-
-    Attributes:
-        unfinished: samples that have not ended, each as ``vllm.v1.engine.request_codec`` has it; their ``home`` is
-            (prompt number, sample number).
-    """
-
-    unfinished: list[np.ndarray] = field(default_factory=list)

@@ -3,7 +3,7 @@
 The rollout ranks are driven by calls of a few engine steps each, one at a time. Between two calls prompts are begun as
 ``StalenessLedger`` allows, and what has ended waits here until a step trains on it. Weights are synced before a step
 that begins a version, between two calls: samples that have not ended go on under the new weights
-(``partial_rollout``), or are waited for. While the training ranks are waited for, ``look`` keeps the rollout ranks busy.
+(``partial_rollout``), or are waited for. While the training ranks are, ``look`` keeps the rollout ranks busy.
 
 With ``fixed_order`` a call is only made while the next step's samples are not there. Then the calls, and all that
 depends on them, follow from counts alone, however long anything takes.
@@ -11,6 +11,7 @@ depends on them, follow from counts alone, however long anything takes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,14 +21,15 @@ import torch
 
 from verl.protocol import DataProto
 from verl.protocol_storage import as_rows
+from verl.single_controller.base import get_together
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.metric_utils import marked_timer
 from verl.trainer.ppo.schedules.generation import REQUEST_KEYS, Tokens, add_num_tokens, generate, prompt_rows
 from verl.trainer.ppo.schedules.staleness import StalenessLedger
 from verl.trainer.ppo.seeds import sampling_seeds
 from verl.utils.dataset import ResumableLoader, collate_fn
-from verl.workers.kept_rows import REFERENCES, worker_batch
-from verl.workers.rollout.orders import PROMPT, SAMPLE, VERSIONS, ReplicaState, RolloutAnswer, RolloutOrder
+from verl.workers.kept_rows import kept_columns, references, worker_batch
+from verl.workers.rollout.orders import PROMPT, SAMPLE, VERSIONS, RolloutAnswer, RolloutOrder
 from vllm.v1.engine import request_codec
 
 _SENT = (*REQUEST_KEYS, PROMPT, SAMPLE)
@@ -41,20 +43,16 @@ class EndedSample:
     """A row of an answer.
 
     Attributes:
-        rows: of the answer, all with references to the same generated batch.
+        rows: of the answer.
         row: its place there.
-        replica: that keeps what the references stand for.
+        replica: that keeps what the row's references stand for.
+        kept_in: number of the generated batch that they are of.
     """
 
     rows: DataProto
     row: int
     replica: int
-
-    @property
-    def kept_in(self) -> int:
-        """Number of the generated batch."""
-        names = [name for name in self.rows.batch.keys() if name.startswith(REFERENCES)]  # noqa: SIM118
-        return int(self.rows.batch[names[0]][self.row, 0])
+    kept_in: int
 
 
 @dataclass
@@ -134,9 +132,7 @@ class AsynchronousSource:
     def generate(self, step: int, prompts: DataProto) -> DataProto:
         """Validation's responses by the weights of now; ``step`` steps have been trained."""
         self.training.while_waiting = None
-        if self._synced != step:
-            self._sync(step, {})
-        self._settle()
+        self._sync(step, {})
         return generate(self.rollout, prompts, self.tokens, self.num_replicas, {}, validate=True)
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -147,28 +143,26 @@ class AsynchronousSource:
         """
         self.training.while_waiting = None
         self._settle()
-        states: list[ReplicaState] = self.rollout.take_state()[:: self.replica_size]
+        unfinished: list[list[np.ndarray]] = self.rollout.take_unfinished()[:: self.replica_size]
         ended = [sample for _, prompt in sorted(self.begun.items()) for _, sample in sorted(prompt.ended.items())]
         epoch, place = self.loader.place(self.ledger.next_prompt)
         position = {"epoch": epoch, "batch_index": place // self.loader.batch_size}
         values: dict[str, Any] = {
             "loader": self.loader.state_dict() | position,
             "schedule": {
+                "sizes": self._sizes(),
                 "ledger": self.ledger.state(),
                 "replicas": [[number, prompt.replica] for number, prompt in self.begun.items()],
                 "ended": [],
             },
         }
-        arrays = {"unfinished": np.concatenate([_NO_WORDS, *(words for of in states for words in of.unfinished)])}
+        arrays = {"unfinished": np.concatenate([_NO_WORDS, *(words for of in unfinished for words in of)])}
         if ended:
             rows = _gathered(ended)
             described = [rows.non_tensor_batch[name].tolist() for name in _DESCRIBED]
             values["schedule"]["ended"] = list(zip(*described, strict=True))
-            columns = tuple(
-                name.removeprefix(REFERENCES) for name in rows.batch.keys() if name.startswith(REFERENCES)  # noqa: SIM118
-            )
-            kept = self.rollout.fetch_columns(worker_batch(rows), columns)
-            arrays |= {_COLUMN + name: kept.batch[name].numpy() for name in columns}
+            kept = self.rollout.fetch_columns(worker_batch(rows), tuple(kept_columns(rows)))
+            arrays |= {_COLUMN + name: kept.batch[name].numpy() for name in kept_columns(rows)}
         return values, arrays
 
     def load_state(self, state: dict[str, Any], arrays: dict[str, np.ndarray], step: int) -> None:
@@ -180,10 +174,21 @@ class AsynchronousSource:
             self.ledger.begin_version(step // self.pace.trigger_parameter_sync_step)
             return
         schedule = state["schedule"]
+        for key, ours in self._sizes().items():
+            if schedule["sizes"][key] != ours:
+                raise ValueError(
+                    f"actor_rollout_ref.rollout.{key} is {ours} and was {schedule['sizes'][key]} when the checkpoint's "
+                    "samples were begun; resume with the same"
+                )
         self.ledger.load_state(schedule["ledger"])
         for number, replica in schedule["replicas"]:
             self.begun[number] = BegunPrompt(replica % self.num_replicas, self._rows_of(number))
         self._give_back(schedule["ended"], arrays)
+
+    def _sizes(self) -> dict[str, int]:
+        """What must not change for begun samples to be gone on with."""
+        rollout = self.config.actor_rollout_ref.rollout
+        return {"n": rollout.n, "prompt_length": rollout.prompt_length, "response_length": rollout.response_length}
 
     def _give_back(self, described: list[list[Any]], arrays: dict[str, np.ndarray]) -> None:
         """To every replica the samples that it had: the unfinished ones, and the rows of those that have ended."""
@@ -196,11 +201,8 @@ class AsynchronousSource:
             rows.select_idxs([row for row, of in enumerate(replica_of) if of == replica]) if described else rows
             for replica in range(self.num_replicas)
         ]
-        kept = self.rollout.give_state(
-            _each([ReplicaState(words) for words in unfinished], self.replica_size),
-            _each(parts, self.replica_size),
-            _each([self.tokens.meta_info()] * self.num_replicas, self.replica_size),
-        )
+        meta_info = [self.tokens.meta_info()] * self.num_replicas
+        kept = self.rollout.give_back(*(_each(values, self.replica_size) for values in (unfinished, parts, meta_info)))
         for replica, came in enumerate(kept[:: self.replica_size]):
             self._take_rows(replica, came)
 
@@ -210,9 +212,7 @@ class AsynchronousSource:
         if self._synced == trained_steps:
             return
         with marked_timer("update_weights", timing):
-            sent = self.training.start("update_weights", trained_steps)
-            self.rollout.update_weights(trained_steps)
-            sent.get()
+            get_together(*(group.start("update_weights", trained_steps) for group in (self.training, self.rollout)))
         self._synced = trained_steps
 
     def _settle(self) -> None:
@@ -288,7 +288,8 @@ class AsynchronousSource:
     def _oldest_kept(self, replica: int) -> int:
         """The lowest number of a generated batch of ``replica`` with rows that will be, or are being, trained on."""
         waiting = [ended for prompt in self.begun.values() for ended in prompt.ended.values()]
-        return min((ended.kept_in for ended in [*waiting, *self._in_training] if ended.replica == replica), default=0)
+        needed = [ended.kept_in for ended in [*waiting, *self._in_training] if ended.replica == replica]
+        return min(needed, default=sys.maxsize)
 
     def _collect(self) -> None:
         """Waits for the call that is under way, and takes what it brought."""
@@ -299,11 +300,12 @@ class AsynchronousSource:
             self._take_rows(replica, answer.rows)
 
     def _take_rows(self, replica: int, rows: DataProto) -> None:
+        kept_in = int(rows.batch[references(kept_columns(rows)[0])][0, 0]) if len(rows) else 0
         for row in range(len(rows)):
             number, sample = int(rows.non_tensor_batch[PROMPT][row]), int(rows.non_tensor_batch[SAMPLE][row])
             prompt = self.begun[number]
             assert sample not in prompt.ended, f"sample {sample} of prompt {number} came twice"
-            prompt.ended[sample] = EndedSample(rows, row, replica)
+            prompt.ended[sample] = EndedSample(rows, row, replica, kept_in)
 
     def _take(self, chosen: list[int]) -> tuple[DataProto, dict[str, float]]:
         """The rows of the chosen prompts, which are trained on now, and metrics of their age."""
@@ -312,7 +314,7 @@ class AsynchronousSource:
         self._in_training = [prompt.ended[sample] for prompt in prompts for sample in range(len(prompt.rows))]
         sent = DataProto.concat([prompt.rows for prompt in prompts])
         came = _gathered(self._in_training)
-        add_num_tokens(came, list(sent.non_tensor_batch["raw_prompt_ids"]))
+        add_num_tokens(came, sent.non_tensor_batch["raw_prompt_ids"])
         sent.pop(non_tensor_batch_keys=REQUEST_KEYS)
         batch = sent.union(came)
         per_version = self.pace.trigger_parameter_sync_step

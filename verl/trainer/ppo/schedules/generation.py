@@ -49,7 +49,7 @@ def generate(
     return output
 
 
-def add_num_tokens(output: DataProto, prompt_ids: Sequence[Sequence[int]]) -> None:
+def add_num_tokens(output: DataProto, prompt_ids: Sequence[Sequence[int]] | np.ndarray) -> None:
     """``num_tokens`` int64 [B], of prompt and response."""
     num_prompt = torch.tensor([len(ids) for ids in prompt_ids])
     output.batch["num_tokens"] = num_prompt + output.batch["response_mask"].sum(-1)

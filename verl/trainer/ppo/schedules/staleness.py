@@ -81,12 +81,15 @@ class StalenessLedger:
         if len(chosen) < self.prompts_per_step:
             return None
         rest = [since for number, since in self.begun.items() if number not in set(chosen)]
-        room = (left - 1) * self.prompts_per_step
-        for later in range(self.max_staleness):
-            due = sum(since + self.max_staleness <= version + later for since in rest)
-            if due > room + later * self.steps_per_version * self.prompts_per_step:
-                return None
-        return sorted(chosen)
+        return sorted(chosen) if self._are_in_time(rest, version, left - 1) else None
+
+    def _are_in_time(self, begun: list[int], version: int, steps_left: int) -> bool:
+        """Whether prompts begun at these versions can all be trained on in time, with so many steps of ``version``."""
+        for later in range(self.max_staleness + 1):
+            due = sum(since + self.max_staleness <= version + later for since in begun)
+            if due > (steps_left + later * self.steps_per_version) * self.prompts_per_step:
+                return False
+        return True
 
     def take(self, chosen: list[int]) -> list[int]:
         """The next step trains on ``chosen``; the staleness of each in versions, never above ``max_staleness``."""
@@ -106,7 +109,13 @@ class StalenessLedger:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """ValueError when the bound is lower now than some of the prompts need."""
+        """ValueError when prompts and steps are fewer, or the bound is lower, than what was begun needs."""
         begun = {int(number): int(since) for number, since in state["begun"]}
         self.version, self.steps_left = state["version"], min(state["steps_left"], self.steps_per_version)
         self.next_prompt, self.begun = state["next_prompt"], begun
+        if not self._are_in_time(list(begun.values()), self.version, self.steps_left):
+            raise ValueError(
+                f"{len(begun)} prompts of the checkpoint, begun since version {min(begun.values())}, cannot all be "
+                f"trained on within {self.max_staleness} versions: resume with a higher async_training."
+                "staleness_threshold, or with those that it had"
+            )

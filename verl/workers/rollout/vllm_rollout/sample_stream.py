@@ -28,11 +28,6 @@ class SampleStream:
         self._engine = rollout.inference_engine.engine
         self._aside: list[PromptGroup] = []
 
-    @property
-    def num_unfinished(self) -> int:
-        """Samples that have not ended."""
-        return len(self._aside) + self._engine.get_num_unfinished_requests()
-
     def begin(self, prompts: DataProto) -> None:
         """Queues the rows of a ``RolloutOrder``."""
         if not len(prompts):
@@ -69,7 +64,7 @@ class SampleStream:
         self._aside = sorted([*self._aside, *self._engine.withdraw()], key=lambda group: _key(group.request_id))
 
     def state(self) -> list[np.ndarray]:
-        """All unfinished samples; withdraws them."""
+        """All unfinished samples, as ``request_codec`` has them, their home (prompt, sample); withdraws them."""
         self.withdraw()
         words = []
         for group in self._aside:
