@@ -77,6 +77,7 @@ class ParallelConfig:
     # ("all_gather"), or tokens travel to their experts and back ("dispatch").
     expert_exchange: str = "all_gather"
     force_load_balancing: bool = False  # benchmarks with random weights: the router decides nothing
+    first_rank: int = 0  # of torch.distributed: those before it do something else; `rank` counts from it
 
     @property
     def dp_rank(self) -> int:

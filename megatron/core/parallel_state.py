@@ -20,7 +20,7 @@ class ProcessGroups:
     micro-batch · tp_dp_cp: ranks of one stage, which share all tokens.
     Experts. ep: ranks that share the experts of a layer · etp: ranks that share one expert's weights · etp_ep: both ·
     edp: replicas of an expert.
-    world: everybody.
+    world: everybody that trains.
     """
 
     layout: ParallelLayout
@@ -111,28 +111,39 @@ def initialize_model_parallel(
     )
 
 
-def initialize_from_layout(layout: ParallelLayout, distributed_timeout_minutes: float = 30) -> ProcessGroups:
+def initialize_from_layout(
+    layout: ParallelLayout, distributed_timeout_minutes: float = 30, *, num_other_ranks: int = 0
+) -> ProcessGroups:
     """Make all groups of the job on an initialised ``torch.distributed``; every rank calls it with the same layout.
 
-    Raises ``ValueError`` with every problem of the layout.
+    The last ``num_other_ranks`` ranks do something else and do not call it. Raises ``ValueError`` with every problem of
+    the layout.
     """
     global _GROUPS
     if _GROUPS is not None:
         raise RuntimeError("model parallel groups exist already; call destroy_model_parallel() first")
     problems = layout.problems()
-    if layout.world_size != _world_size():
-        problems.append(f"the layout is for {layout.world_size} ranks; torch.distributed has {_world_size()}")
+    if layout.world_size + num_other_ranks != _world_size():
+        others = f" and {num_other_ranks} others" if num_other_ranks else ""
+        problems.append(f"the layout is for {layout.world_size} ranks{others}; torch.distributed has {_world_size()}")
     if problems:
         raise ValueError("parallel layout: " + "; ".join(problems))
     rank, timeout = dist.get_rank(), timedelta(minutes=distributed_timeout_minutes)
     mine: dict[str, dist.ProcessGroup] = {}
     for name in GROUP_AXES:
         for ranks in group_ranks(layout, name):
-            # Collective over the world: also the ranks outside a group must reach the call, in this order.
-            group = dist.new_group(ranks, timeout=timeout, group_desc=name)
+            # Collective over the world: also the ranks outside a group must reach the call, in this order. Where others
+            # do not train it is collective over the members alone.
+            if not num_other_ranks or rank in ranks:
+                group = dist.new_group(
+                    ranks, timeout=timeout, group_desc=name, use_local_synchronization=num_other_ranks > 0
+                )
             if rank in ranks:
                 mine[name] = group
     world = dist.group.WORLD
+    if num_other_ranks:
+        everybody = list(range(layout.world_size))
+        world = dist.new_group(everybody, timeout=timeout, group_desc="world", use_local_synchronization=True)
     assert world is not None, "checked by _world_size"
     _GROUPS = ProcessGroups(layout=layout, rank=rank, coords=layout.coords(rank), world=world, **mine)
     return _GROUPS

@@ -85,6 +85,16 @@ def test_report_during_a_run_with_little_logged(tmp_path: Path) -> None:
     assert len(read_run(tmp_path).metrics) == 1
 
 
+def test_restarts_of_workers_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path)
+    causes = ("rank 1 died <b>", "rank 3 died")
+    lines = [{"time": 1.0, "step": 4 + i, "from_step": 3, "cause": cause} for i, cause in enumerate(causes)]
+    (tmp_path / "restarts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["--run-dir", str(tmp_path)]) == 0
+    assert "2, in steps 4, 5" in capsys.readouterr().out
+    assert "rank 1 died &lt;b&gt;" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
 def test_nothing_to_report_on_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--run-dir", str(tmp_path)]) == 2
     assert "no metrics.jsonl" in capsys.readouterr().out

@@ -130,6 +130,10 @@ class Command:
         """The process of ``verl.trainer.main_ppo``; None while there is none."""
         return self.find("-m verl.trainer.main_ppo")
 
+    def is_training(self) -> bool:
+        """Whether the driver has said what it goes on from, or that it begins."""
+        return any(text in self.text() for text in ("resumed after step", "starting from the model's weights"))
+
     def left_behind(self) -> list[str]:
         """Command lines of what lives although the command has ended; empty is good."""
         found = []

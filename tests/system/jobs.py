@@ -1,15 +1,24 @@
-"""The one small training job that the system tests run: its inputs, its command, its results."""
+"""The small training jobs that the system tests run, one of each recipe: their inputs, commands, results."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from recipes.common.arithmetic import make_set
 from recipes.common.base_model import make_base_model
+from recipes.common.corpus import CorpusStyle
+from recipes.math_lighteval import arithmetic as math_lighteval_arithmetic
+from recipes.math_lighteval import recipe as math_lighteval
+from recipes.math_lighteval.math_lighteval import convert as convert_problems
+from recipes.r1_dynamic_sampling import arithmetic as dynamic_sampling_arithmetic
+from recipes.r1_dynamic_sampling import recipe as r1_dynamic_sampling
+from recipes.r1_dynamic_sampling.prompt_data import convert as convert_prompts
+from recipes.r1_zero import recipe as r1_zero
 from recipes.r1_zero.json_to_parquet import main as json_to_parquet
-from recipes.r1_zero.recipe import CORPUS
 from tests.system.command import Command, newest_step, read_metrics, without_measurements
 
 STEPS = 4
@@ -32,34 +41,95 @@ SMALL = (
 
 @dataclass(frozen=True)
 class Prepared:
-    """What jobs start from: problems as JSON, and the base model in its published form (FP8)."""
+    """What jobs start from, made by the functions behind the launcher's own stages.
 
-    json_path: Path
-    model_path: Path
+    Attributes:
+        folder: has ``data/train.parquet`` and ``model``, the base model in its published form (FP8).
+        inputs: the recipe's variables that name its data.
+        arguments: of every run, beside ``SMALL``.
+    """
+
+    folder: Path
+    inputs: Mapping[str, object]
+    recipe: str = "r1_zero"
+    arguments: tuple[str, ...] = SMALL
+
+    @property
+    def model_path(self) -> Path:
+        """The base model."""
+        return self.folder / "model"
 
     def environment(self, output_dir: Path, **more: object) -> dict[str, object]:
         """The variables of a run on these inputs."""
-        given = {"JSON_PATH": self.json_path, "MODEL_PATH": self.model_path, "OUTPUT_DIR": output_dir, "SEED": 42}
-        return {**given, **more}
+        return {**self.inputs, "MODEL_PATH": self.model_path, "OUTPUT_DIR": output_dir, "SEED": 42, **more}
+
+    def make_model(self, corpus: CorpusStyle) -> Prepared:
+        """Writes the base model, with very few warm-up steps, and returns self."""
+        train = self.folder / "data" / "train.parquet"
+        make_base_model(corpus, train, self.model_path, seed=42, num_steps=12, batch_size=32, num_processes=1)
+        return self
 
 
 def prepare(folder: Path) -> Prepared:
-    """Inputs made by the functions behind the launcher's own stages, with very few warm-up steps."""
+    """Of recipes/r1_zero: problems as JSON."""
     json_path = folder / "arithmetic.json"
     json_path.write_text(json.dumps(make_set(num_problems=240)))
     assert json_to_parquet(["--json_path", str(json_path), "--output_dir", str(folder / "data")]) == 0
-    train = folder / "data" / "train.parquet"
-    make_base_model(CORPUS, train, folder / "model", seed=42, num_steps=12, batch_size=32, num_processes=1)
-    return Prepared(json_path, folder / "model")
+    return Prepared(folder, {"JSON_PATH": json_path}).make_model(r1_zero.CORPUS)
+
+
+def prepare_math_lighteval(folder: Path) -> Prepared:
+    """Of recipes/math_lighteval: a folder of problems."""
+    problems = folder / "problems"
+    math_lighteval_arithmetic.write_set(problems, 240, seed=3)
+    assert convert_problems(problems, folder / "data") == {"train": 216, "test": 24}
+    return Prepared(folder, {"INPUT_DIR": problems}, "math_lighteval").make_model(math_lighteval.CORPUS)
+
+
+FILTER = '''"""A filter of the user's own."""
+
+
+def no_group_that_is_all_right(config, group):
+    return bool(group.parts["accuracy"].min() < 1)
+'''
+
+
+def prepare_r1_dynamic_sampling(folder: Path) -> Prepared:
+    """Of recipes/r1_dynamic_sampling: JSON lines, sets by name, filter by path, two updates a step, two FP8 engines."""
+    dynamic_sampling_arithmetic.write_set(folder / "problems", 240, seed=3)
+    prompts = folder / "problems" / "prompts.jsonl"
+    sets = {name: folder / "problems" / f"{name}.jsonl" for name in ("sums", "comparisons")}
+    assert convert_prompts(prompts, sets, folder / "data", "prompt", "label", 256) is not None
+    (folder / "filters.py").write_text(FILTER)
+    more = (
+        "data.gen_batch_size=16",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        # Each of the two processes is an engine of its own and holds all experts.
+        "actor_rollout_ref.rollout.data_parallel_size=1",
+        "actor_rollout_ref.rollout.quantization=fp8",
+        f"algorithm.filter_groups.filter_path={folder / 'filters.py'}:no_group_that_is_all_right",
+    )
+    evaluated = " ".join(f"{name} {path}" for name, path in sets.items())
+    inputs = {"PROMPT_DATA": prompts, "EVAL_PROMPT_DATA": evaluated}
+    made = Prepared(folder, inputs, "r1_dynamic_sampling", (*SMALL, *more))
+    return made.make_model(r1_dynamic_sampling.CORPUS)
+
+
+PREPARE: dict[str, Callable[[Path], Prepared]] = {
+    "r1_zero": prepare,
+    "math_lighteval": prepare_math_lighteval,
+    "r1_dynamic_sampling": prepare_r1_dynamic_sampling,
+}
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run of the small job in a folder; every run is the same command but for the folder."""
+    """A run of the small job in a folder, with ``overrides`` behind those of all; runs differ in their folders only."""
 
     prepared: Prepared
     folder: Path
     steps: int = STEPS
+    overrides: tuple[str, ...] = ()
 
     @property
     def output_dir(self) -> Path:
@@ -71,10 +141,11 @@ class Job:
         """The step that ``latest`` names; 0 when there is no checkpoint yet."""
         return newest_step(self.output_dir)
 
-    def command(self, name: str) -> Command:
-        """Start it, or start it again; what it says goes to ``<name>.log``."""
+    def command(self, name: str, *more: str) -> Command:
+        """Start it, or start it again, with ``more`` arguments; what it says goes to ``<name>.log``."""
         environment = self.prepared.environment(self.output_dir, STEPS=self.steps)
-        return Command(self.folder / f"{name}.log", environment, SMALL)
+        arguments = (*self.prepared.arguments, *self.overrides, *more)
+        return Command(self.folder / f"{name}.log", environment, arguments, recipe=self.prepared.recipe)
 
     def finish(self) -> None:
         """Run it to its end, which must be a good one."""
@@ -83,8 +154,20 @@ class Job:
             assert command.left_behind() == []
 
     def weights(self) -> dict[str, bytes]:
-        """The exported files, by name."""
-        return {path.name: path.read_bytes() for path in sorted((self.output_dir / "export_hf").glob("*"))}
+        """The files of the trained model in Hugging Face form, by name, exported or converted back."""
+        folders = (self.output_dir / "export_hf", self.output_dir / "trained_hf" / f"global_step_{self.steps}")
+        files = [path for folder in folders for path in sorted(folder.glob("*.*"))]
+        return {path.name: path.read_bytes() for path in files if path.name != "manifest.json"}  # it has paths
+
+    def ledger(self) -> dict[str, list[dict[str, Any]]]:
+        """Every grade of every step and validation, by file, without clocks."""
+        return {
+            path.name: [
+                {name: value for name, value in json.loads(line).items() if name != "seconds"}
+                for line in path.read_text(encoding="utf-8").splitlines()
+            ]
+            for path in sorted((self.output_dir / "reward_ledger").iterdir())
+        }
 
     def sample_records(self) -> dict[str, bytes]:
         """The files of recorded samples, by name."""
@@ -92,10 +175,12 @@ class Job:
 
 
 def assert_same_result(job: Job, reference: Job) -> None:
-    """Every step once, every metric that is no measurement equal, sample records and exported weights bit-equal."""
+    """Every step once, metrics and grades equal but for measurements, sample records and exported weights bit-equal."""
     mine, expected = read_metrics(job.output_dir), read_metrics(reference.output_dir)
     assert [step["step"] for step in mine] == [*range(job.steps + 1)]
     assert without_measurements(mine) == without_measurements(expected)
     assert job.weights() == reference.weights()
+    assert job.ledger() == reference.ledger()
+    assert {f"step_{step}.jsonl" for step in range(1, job.steps + 1)} <= job.ledger().keys()
     assert job.sample_records() == reference.sample_records() and len(job.sample_records()) == job.steps // 2
     assert any(name.endswith(".safetensors") for name in job.weights())

@@ -8,29 +8,17 @@ from pathlib import Path
 import torch
 
 from mindspeed_llm.weights import HFCheckpoint
-from recipes.common.base_model import make_base_model
-from recipes.math_lighteval.arithmetic import write_set
-from recipes.math_lighteval.math_lighteval import convert
-from recipes.math_lighteval.recipe import CORPUS
 from tests.pages import undocumented
-from tests.system.command import Command, read_metrics
-from tests.system.jobs import SMALL
+from tests.system.command import read_metrics
+from tests.system.jobs import Job, prepare_math_lighteval
 
 STEPS = 2
 
 
 def test_from_a_folder_of_problems_to_trained_weights(tmp_path: Path) -> None:
-    write_set(tmp_path / "problems", 240, seed=3)
-    assert convert(tmp_path / "problems", tmp_path / "data") == {"train": 216, "test": 24}
-    model = tmp_path / "model"
-    make_base_model(
-        CORPUS, tmp_path / "data" / "train.parquet", model, seed=3, num_steps=12, batch_size=32, num_processes=1
-    )
-    run = tmp_path / "run"
-    environment = {"INPUT_DIR": tmp_path / "problems", "MODEL_PATH": model, "OUTPUT_DIR": run, "STEPS": STEPS}
-    with Command(tmp_path / "run.log", environment, SMALL, recipe="math_lighteval") as command:
-        assert command.wait() == 0, command.tail()
-        assert command.left_behind() == []
+    job = Job(prepare_math_lighteval(tmp_path), tmp_path, STEPS)
+    job.finish()
+    run = job.output_dir
     steps = read_metrics(run)
     assert undocumented(name for step in steps for name in step) == []
     assert [step["step"] for step in steps] == [*range(STEPS + 1)]

@@ -16,7 +16,8 @@ from verl.trainer.ppo import metric_utils
 from verl.trainer.ppo.rollout_corr_helper import PREFIX, compute_rollout_correction_and_rejection_mask
 
 GROUPS = (
-    "actor|critic|timing_s|timing_per_token_ms|perf|training|train|response_length|prompt_length|val|val-core|reward"
+    "schedule|actor|critic|timing_s|timing_per_token_ms|perf|training|train|response_length|prompt_length|val|val-core|"
+    "reward"
 )
 
 

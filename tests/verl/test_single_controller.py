@@ -14,7 +14,7 @@ import ray
 import torch
 
 from verl.protocol import DataProto
-from verl.single_controller.base import Worker, WorkerDiedError, WorkerError, WorkerTimeoutError
+from verl.single_controller.base import Worker, WorkerDiedError, WorkerError, WorkerTimeoutError, get_together
 from verl.single_controller.base.decorator import (
     Dispatch,
     Execute,
@@ -80,6 +80,16 @@ def worker_class() -> type[Worker]:
                 time.sleep(0.05)
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def all_reduce_once(self) -> float:
+            import torch.distributed as dist
+
+            if not dist.is_initialized():
+                dist.init_process_group("gloo", rank=self.rank, world_size=self.world_size)
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            return float(total)
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def sleep(self) -> None:
             time.sleep(300)
 
@@ -115,6 +125,32 @@ def is_running(pid: int) -> bool:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_two_groups_in_one_world_meet_work_beside_each_other_and_tell_who_died(local_ray: None) -> None:
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
+    init = RayClassWithInitArgs(worker_class(), "hello")
+    settings = {"device_name": "cpu", "num_cpus_per_worker": 0.25}
+    pools = [RayResourcePool(process_on_nodes=[size]) for size in (2, 1)]
+    with (
+        RayWorkerGroup(pools[0], init, num_later_ranks=1, **settings) as first,
+        RayWorkerGroup(pools[1], init, joins=first, **settings) as second,
+    ):
+        places = [list(found.values()) for group in (first, second) for found in group.environment(names)]
+        assert places == [["0", "3", "0"], ["1", "3", "1"], ["2", "3", "2"]]
+        assert get_together(first.start("all_reduce_once"), second.start("all_reduce_once")) == [[3.0, 3.0], [3.0]]
+        beside = second.start("later", 7)
+        seen: list[bool] = []
+        first.while_waiting = lambda: seen.append(beside.is_done())
+        while True not in seen:
+            assert first.who() == 0
+        assert beside.get() == [7]
+        first.while_waiting = None
+        calls = first.start("all_reduce_once"), second.start("sleep")
+        assert not any(call.is_done() for call in calls)
+        os.kill(second.pids()[0], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match=r"rank 2 \(pid \d+ on .*\) died during (sleep|all_reduce_once)"):
+            get_together(*calls)
 
 
 def test_calls_over_a_2x2_mesh(local_ray: None) -> None:

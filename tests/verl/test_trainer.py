@@ -23,6 +23,7 @@ from tests.pages import undocumented
 from tests.verl.bandit import RIGHT_DIGIT, bandit_config, run_bandit, write_inputs
 from verl.single_controller.base import Worker, WorkerDiedError
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.schedules.synchronous import SynchronousSource
 from verl.utils.rank_log import LOG_DIR
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -185,8 +186,9 @@ def test_prompts_sampled_again_in_a_step_get_other_seeds_and_the_same_in_every_r
     seen = []
     for _ in range(2):
         trainer = RayPPOTrainer(config, tokenizer, Worker, None)  # type: ignore[arg-type]
-        batches = iter(trainer.train_loader)
-        prompts = [trainer._next_prompts(batches, generation) for generation in range(12)]  # the data twice over
+        source = trainer._make_source()
+        assert isinstance(source, SynchronousSource)
+        prompts = [source.next_prompts(0, generation) for generation in range(12)]  # the data twice over
         seen.append(
             [(p.non_tensor_batch["uid"].tolist(), p.non_tensor_batch["sampling_seeds"].tolist()) for p in prompts]
         )

@@ -15,6 +15,7 @@ from tests.vllm.text_model import VOCAB_SIZE, write_text_checkpoint
 from tests.vllm.tiny import TINY, random_weights
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.request_codec import decode, encode
 
 SIZES: dict[str, Any] = {"max_model_len": 80, "max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 4}
 PROMPTS = as_inputs(make_prompts(7, 20, seed=3))
@@ -202,6 +203,40 @@ def test_every_token_knows_the_policy_that_drew_it(checkpoint: str) -> None:
             prompt = {"prompt_token_ids": [*output.prompt_token_ids, *early.token_ids]}
             rest = fresh.generate(prompt, SamplingParams(max_tokens=20 - count, ignore_eos=True, temperature=0))
             assert sample.token_ids[count:] == rest[0].outputs[0].token_ids
+
+
+def test_requests_withdrawn_between_runs_of_some_steps_go_on_here_and_elsewhere(checkpoint: str, llm: LLM) -> None:
+    """By object in the same engine and by array in another one; in between others generate."""
+    expected = llm.generate(PROMPTS, PARAMS)
+    engine, seen = llm.engine, dict[str, RequestOutput]()
+    final = [replace(params, output_kind=RequestOutputKind.FINAL_ONLY) for params in PARAMS]
+    for index, prompt in enumerate(PROMPTS[:4]):
+        engine.add_request(f"r{index}", prompt, final[index])
+    outputs = engine.run(7)
+    engine.resume(engine.withdraw())
+    for index, prompt in enumerate(PROMPTS[4:], start=4):
+        engine.add_request(f"r{index}", prompt, final[index])
+    outputs += engine.run(5)
+    groups = engine.withdraw()
+    assert_idle(llm)
+    assert samples(llm.generate(PROMPTS[:2], PARAMS[:2])) == samples(expected[:2])
+    other = LLM(checkpoint, **SIZES)
+    for group in groups:
+        for index, request in enumerate(group.samples):
+            request.home = (0, index)
+            [copy] = decode(encode(request))
+            copy.request_id, copy.home = request.request_id, None
+            group.samples[index] = copy
+    other.engine.resume(groups)
+    with pytest.raises(ValueError, match="belongs to an unfinished request"):
+        other.engine.resume(groups)
+    outputs += other.engine.run(1000)
+    assert_idle(other)
+    assert other.engine.run(3) == []
+    for output in outputs:
+        assert output.finished and output.request_id not in seen
+        seen[output.request_id] = output
+    assert_as_good([seen[f"r{index}"] for index in range(7)], expected)
 
 
 def test_samples_of_one_prompt_compute_it_once(checkpoint: str) -> None:

@@ -39,7 +39,9 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 6px 0 0; font: 13p
 
 def render(run: RunData) -> str:
     """The whole page."""
-    body = "".join([_head(run), _curves(run), _phases(run), _transcripts(run), _data(run), _last_step(run)])
+    body = "".join(
+        [_head(run), _curves(run), _phases(run), _transcripts(run), _data(run), _restarts(run), _last_step(run)]
+    )
     name = html.escape(run.run_dir.name)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -148,6 +150,18 @@ def _data(run: RunData) -> str:
     )
     source = _text(report.get("json_path"))
     return f'<h2>Data</h2><div class="card">{source}: {html.escape(counts)}<ul>{skipped}</ul></div>'
+
+
+def _restarts(run: RunData) -> str:
+    if not run.restarts:
+        return ""
+    rows = "".join(
+        f"<tr><td>{_text(restart.get('step'))}</td><td>{_text(restart.get('from_step'))}</td>"
+        f"<td>{_text(restart.get('cause'))}</td></tr>"
+        for restart in run.restarts
+    )
+    head = "<tr><th>failed in step</th><th>went back to</th><th>cause</th></tr>"
+    return f'<h2>Restarts of workers</h2><div class="card"><table>{head}{rows}</table></div>'
 
 
 def _last_step(run: RunData) -> str:

@@ -1,4 +1,4 @@
-"""Reads a run directory: metrics, validation transcripts, the data report."""
+"""Reads a run directory: metrics, validation transcripts, the data report, restarts of workers."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class RunData:
     metrics: list[dict[str, float]]
     generations: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # step -> transcripts
     data_report: dict[str, Any] | None = None
+    restarts: list[dict[str, Any]] = field(default_factory=list)  # ``step``, ``from_step``, ``cause`` of each
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of every step that logged ``name``."""
@@ -59,7 +60,9 @@ def read_run(run_dir: Path) -> RunData:
             generations[int(match[1])] = _records(file)
     report = run_dir / "data" / "data_report.json"
     data_report = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else None
-    return RunData(run_dir, metrics, dict(sorted(generations.items())), data_report)
+    record = run_dir / "restarts.jsonl"
+    restarts = _records(record) if record.is_file() else []
+    return RunData(run_dir, metrics, dict(sorted(generations.items())), data_report, restarts)
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

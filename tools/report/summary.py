@@ -17,10 +17,12 @@ PLACES = (
     ("val_score.png", "validation curve"),
     ("response_len.png", "response lengths"),
     ("metrics.jsonl", "every metric of every step"),
+    ("restarts.jsonl", "when workers died, and why"),
     ("tensorboard", "the same for TensorBoard"),
     ("checkpoints", "training checkpoints"),
     ("export_hf", "the trained model as Hugging Face safetensors"),
     ("samples", "recorded samples, for python -m tools.viewer"),
+    ("rollouts", "whole batches, for trainer.train_only"),
     ("timeline", "recorded steps, for ui.perfetto.dev"),
     ("logs/latest", "what every stage, driver, rank and Ray said"),
 )
@@ -52,6 +54,9 @@ def closing_summary(run: RunData) -> RenderableType:
     gaps = [value for _, value in run.series("training/rollout_probs_diff_max")]
     if gaps:
         facts.add_row("trainer/rollout gap", f"at most {max(gaps):.1e} (probabilities of the sampled tokens)")
+    if run.restarts:
+        steps = ", ".join(str(restart["step"]) for restart in run.restarts)
+        facts.add_row("restarts of workers", f"{len(run.restarts)}, in steps {steps}")
     places = Table.grid(padding=(0, 2))
     for name, meaning in PLACES:
         if (run.run_dir / name).exists():

@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from verl.trainer.config import ConfigError, PPOTrainerConfig, config_warnings, load_config, validate_config
 from verl.utils.rank_log import FORMAT
@@ -18,7 +18,7 @@ EXIT_WORKER_DIED = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Checks everything, then trains; 0 done, 2 bad input (nothing was started), 3 a worker died."""
+    """Checks everything, then trains; 0 done, 2 bad input (nothing was started), 3 the workers failed for good."""
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format=FORMAT)
     try:
@@ -38,38 +38,47 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_ppo(config: PPOTrainerConfig) -> int:
-    """Joins or starts Ray, trains, and ends every worker process whatever happens."""
+    """Joins or starts Ray, trains, starting dead workers anew, and ends every process whatever happens."""
     import ray
 
-    from verl.single_controller.ray import WorkerDiedError, WorkerError
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.trainer.ppo.recovery import TrainingStoppedError, fit_with_restarts
     from verl.utils.tokenizer import hf_tokenizer
-    from verl.workers.megatron_workers import ActorRolloutRefWorker
     from verl.workers.reward_manager import get_reward_manager_cls
 
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
     _init_ray(config)
     manager_class = get_reward_manager_cls(config.reward_model.reward_manager)
     reward_fn = manager_class(tokenizer, config.reward_model, config.custom_reward_function)
-    trainer: RayPPOTrainer | None = None
+    training, rollout = worker_classes(config)
+
+    def new_trainer(config: PPOTrainerConfig, metrics: Mapping[str, float]) -> RayPPOTrainer:
+        return RayPPOTrainer(config, tokenizer, training, reward_fn, rollout, metrics)
+
     try:
-        trainer = RayPPOTrainer(config, tokenizer, ActorRolloutRefWorker, reward_fn)
-        trainer.init_workers()
-        trainer.fit()
-    except (WorkerDiedError, WorkerError) as error:
-        step = trainer.global_step if trainer is not None else 0
-        logger.error("training stopped in step %d: %s", step, error)
+        fit_with_restarts(config, new_trainer)
+    except TrainingStoppedError as error:
+        logger.error("training stopped in step %d: %s", error.step, error)
         logger.error("the same command continues from the newest checkpoint in %s", config.trainer.default_local_dir)
         return EXIT_WORKER_DIED
     except ValueError as error:
         logger.error("%s", error)
         return EXIT_BAD_INPUT
     finally:
-        if trainer is not None:
-            trainer.shutdown()
         reward_fn.close()
         ray.shutdown()
     return 0
+
+
+def worker_classes(config: PPOTrainerConfig) -> tuple[type, type | None]:
+    """What runs in the processes that train, and in those that only generate, where there are such."""
+    from verl.workers.megatron_workers import ActorRolloutRefWorker
+    from verl.workers.recorded_worker import RecordedRowsWorker
+    from verl.workers.separate_workers import RolloutWorker, TrainingWorker
+
+    if config.has_rollout_ranks:
+        return TrainingWorker, RolloutWorker
+    return (ActorRolloutRefWorker if config.trainer.train_only is None else RecordedRowsWorker), None
 
 
 def _init_ray(config: PPOTrainerConfig) -> None:

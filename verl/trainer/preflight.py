@@ -13,6 +13,8 @@ from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
 from verl.trainer.ppo.checkpointing import checkpoints
 from verl.trainer.ppo.filter_groups import load_filter
+from verl.trainer.ppo.rollout_records import FILES
+from verl.trainer.ppo.step_files import steps_of
 from verl.trainer.reward_preflight import reward_problems
 from verl.utils.dataset.parquet import schema_problems
 from verl.workers.engine_setup import engine_problems, trained_model
@@ -26,6 +28,7 @@ def preflight_problems(config: PPOTrainerConfig) -> list[str]:
         *_data_problems(config),
         *reward_problems(config),
         *_filter_problems(config),
+        *_record_problems(config),
         *_output_problems(config),
     ]
 
@@ -68,6 +71,20 @@ def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
         for file in file_list(files):
             for problem in schema_problems(file, config.data.prompt_key):
                 yield f"data.{key}: {problem}"
+
+
+def _record_problems(config: PPOTrainerConfig) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.train_only is None:
+        return
+    steps = steps_of(Path(trainer.train_only).expanduser(), FILES)
+    if not steps:
+        yield f"trainer.train_only: {trainer.train_only} has no records {FILES}, as trainer.save_rollouts writes them"
+    elif trainer.total_training_steps is not None and trainer.total_training_steps > steps[-1]:
+        yield (
+            f"trainer.train_only: {trainer.train_only} has records up to step {steps[-1]}, but "
+            f"trainer.total_training_steps is {trainer.total_training_steps}"
+        )
 
 
 def _filter_problems(config: PPOTrainerConfig) -> Iterator[str]:

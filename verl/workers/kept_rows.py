@@ -26,10 +26,10 @@ from verl.workers.row_server import RowsAsked, RowServer, fetch_rows
 
 REFERENCES = "kept:"  # before the name of a column: its references
 ROW_VALUES = "each:"  # before the name of a column: fp32 [B], the value of all response tokens of a row
-_GENERATED = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs", "routed_experts")
+GENERATED = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs", "routed_experts")
 
 # Types in which the widest columns are kept and sent; who fetches them gets int64, as the rollout made them.
-_KEPT_AS = {"input_ids": torch.int32, "attention_mask": torch.bool, "response_mask": torch.bool}
+KEPT_AS = {"input_ids": torch.int32, "attention_mask": torch.bool, "response_mask": torch.bool}
 _ROWS_AT_ONCE = 64  # that are compared: their temporaries stay in the processor's cache
 _BY_LAYER = "routed_experts"  # [B, L, M, K], kept as [B, M, L, K]: a pipeline stage fetches its own layers only
 
@@ -39,9 +39,15 @@ def references(column: str) -> str:
     return REFERENCES + column
 
 
+def kept_columns(batch: DataProto) -> list[str]:
+    """The columns of ``batch`` that workers keep."""
+    names = batch.batch.keys()
+    return [name.removeprefix(REFERENCES) for name in names if name.startswith(REFERENCES)]
+
+
 def has_references(batch: DataProto) -> bool:
     """Whether columns of ``batch`` are kept by workers."""
-    return any(name.startswith(REFERENCES) for name in batch.batch.keys())  # noqa: SIM118
+    return bool(kept_columns(batch))
 
 
 def controller_batch(output: DataProto) -> DataProto:
@@ -57,7 +63,7 @@ def worker_batch(batch: DataProto, *columns: str) -> DataProto:
     """
     if not has_references(batch):
         return batch
-    kept = [name for name in batch.batch.keys() if name.startswith(REFERENCES)]  # noqa: SIM118
+    kept = [references(name) for name in kept_columns(batch)]
     request = batch.select(batch_keys=kept, non_tensor_batch_keys=[])
     is_response_BR = batch.batch["response_mask"].bool()
     for name in columns:
@@ -75,10 +81,13 @@ class KeptRows:
         group: all ranks.
         device: where fetched rows go, but for the experts of R3, which stay in host memory.
         timeout_s: an owner that sends nothing for so long is an error.
+        first_rank: of those that generate.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
-        self._rank = group.rank()
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, timeout_s: float, *, first_rank: int = 0
+    ) -> None:
+        self._rank, self._first_rank = group.rank(), first_rank
         self._device = device
         self._timeout_s = timeout_s
         self._batch = 0
@@ -98,8 +107,9 @@ class KeptRows:
         if not keeps_earlier:
             self.drop()
         self._batch += 1
-        first, place = self._rank // replica_size * replica_size, self._rank % replica_size
-        names = [name for name in _GENERATED if name in output.batch]
+        place = (self._rank - self._first_rank) % replica_size
+        first = self._rank - place
+        names = [name for name in GENERATED if name in output.batch]
         for name in names:
             self._columns[self._batch, name] = _kept_form(name, output.batch[name][place::replica_size])
         rows = torch.arange(len(output))
@@ -137,9 +147,12 @@ class KeptRows:
             sent[name.removeprefix(ROW_VALUES)] = values_B[:, None] * fetched["response_mask"]
         return DataProto.from_dict(fetched | sent, request.non_tensor_batch, request.meta_info)
 
-    def drop(self) -> None:
-        """Frees the rows. Only when no call that may fetch them is under way on any rank."""
-        self._columns = {}
+    def drop(self, before: int | None = None) -> None:
+        """Frees the rows, or those of generated batches with a number below ``before``.
+
+        Only when no call that may fetch them is under way on any rank.
+        """
+        self._columns = {key: rows for key, rows in self._columns.items() if before is not None and key[0] >= before}
 
     def close(self) -> None:
         """Ends the server."""
@@ -198,7 +211,7 @@ class KeptRows:
         values = torch.from_numpy(rows)
         if name == _BY_LAYER:
             return values.movedim(1, 2)
-        return values.to(self._device, torch.int64 if name in _KEPT_AS else values.dtype)
+        return values.to(self._device, torch.int64 if name in KEPT_AS else values.dtype)
 
 
 def _row_values(values_BR: Tensor, is_response_BR: Tensor) -> Tensor | None:
@@ -216,7 +229,7 @@ def _kept_form(name: str, values: Tensor) -> np.ndarray:
     """A copy in host memory, as it will be sent."""
     if name == _BY_LAYER:
         values = values.movedim(2, 1)
-    dtype = _KEPT_AS.get(name, values.dtype)
+    dtype = KEPT_AS.get(name, values.dtype)
     return values.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format).numpy()
 
 

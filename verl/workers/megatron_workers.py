@@ -67,7 +67,7 @@ class ActorRolloutRefWorker(Worker):
     def init_model(self) -> dict[str, dict[str, str]]:
         """Joins the process group, builds and loads every model; returns both op tables: engine -> entry -> kind."""
         ops = resolve(self.train_ops_provider)
-        self.device = _init_device(self.device_type)
+        self.device = init_device(self.device_type)
         self.hf_config = load_hf_config(self.config.model.path)
         self.groups = self._init_groups()
         self.watchdog = make_watchdog(self.run_config, self.groups)
@@ -215,19 +215,14 @@ class ActorRolloutRefWorker(Worker):
         self._build_rollout()
 
     def _init_groups(self) -> ProcessGroups:
-        if not dist.is_initialized():
-            timeout = datetime.timedelta(seconds=self.config.nccl_timeout)
-            dist.init_process_group(
-                dist_backend(self.device_type), rank=self.rank, world_size=self.world_size, timeout=timeout
-            )
-        layout = self.config.actor.megatron.layout(self.world_size)
-        groups = initialize_from_layout(layout, self.config.nccl_timeout / 60)
+        join_world(self, self.device_type, self.config.nccl_timeout)
+        layout = self.config.actor.megatron.layout(self.run_config.trainer.world_size)
+        num_other_ranks = self.world_size - layout.world_size  # that generate, where these do not
+        groups = initialize_from_layout(layout, self.config.nccl_timeout / 60, num_other_ranks=num_other_ranks)
         # All ranks of a replica take the same rows; context-parallel ones then keep their parts of the tokens.
         coords = groups.coords
         is_collect = groups.is_last_stage and coords.tp == 0 and coords.cp == 0
         self._register_dispatch_collect_info(_TRAIN, coords.dp, is_collect)
-        rollout_tp = self.config.rollout.tensor_model_parallel_size
-        self._register_dispatch_collect_info(_ROLLOUT, self.rank // rollout_tp, self.rank % rollout_tp == 0)
         return groups
 
     def _new_model(self, ops: TrainOps, hf: HFModelConfig, engine: McoreEngineConfig) -> GPTModel | ModelChunks:
@@ -290,6 +285,8 @@ class ActorRolloutRefWorker(Worker):
 
     def _build_rollout(self) -> None:
         config = self.config.rollout
+        replica, place = divmod(self.rank, config.tensor_model_parallel_size)
+        self._register_dispatch_collect_info(_ROLLOUT, replica, place == 0)
         self._offload_for_rollout()
         rollout_class = get_rollout_class(config.name, config.mode)
         self.rollout = rollout_class(
@@ -348,7 +345,16 @@ class ActorRolloutRefWorker(Worker):
         return metrics
 
 
-def _init_device(device_type: str) -> torch.device:
+def join_world(worker: Worker, device_type: str, timeout_s: float) -> None:
+    """Joins all ranks of the job, unless this process has."""
+    if not dist.is_initialized():
+        timeout = datetime.timedelta(seconds=timeout_s)
+        dist.init_process_group(
+            dist_backend(device_type), rank=worker.rank, world_size=worker.world_size, timeout=timeout
+        )
+
+
+def init_device(device_type: str) -> torch.device:
     """Claims this process's device: the launcher shows each process all devices of its node, LOCAL_RANK picks one."""
     accelerator = get_torch_device(device_type)
     if accelerator is None:

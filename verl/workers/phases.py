@@ -22,25 +22,26 @@ from verl.trainer.config.load import to_yaml
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def make_watchdog(config: PPOTrainerConfig, groups: ProcessGroups) -> HangWatchdog | None:
-    """Watches this rank's phases as ``trainer.hang_timeout_s`` says; collective over the world.
+def make_watchdog(config: PPOTrainerConfig, groups: ProcessGroups | None) -> HangWatchdog | None:
+    """Watches this rank's phases as ``trainer.hang_timeout_s`` says; collective over all ranks of torch.distributed.
 
-    Its files are in ``hang/<time of the start>`` of ``trainer.report_dir``, which all hosts must see.
+    ``groups`` are those whose collectives are counted, None on a rank that does not train. Its files are in
+    ``hang/<time of the start>`` of ``trainer.report_dir``, which all hosts must see.
     """
     timeout_s = config.trainer.hang_timeout_s
     if timeout_s is None:
         timeout_s = config.actor_rollout_ref.nccl_timeout / 2
     if timeout_s == 0:
         return None
-    starts = [""] * groups.world.size()
-    dist.all_gather_object(starts, time.strftime("%Y%m%d-%H%M%S"), group=groups.world)
+    starts = [""] * dist.get_world_size()
+    dist.all_gather_object(starts, time.strftime("%Y%m%d-%H%M%S"))
     return HangWatchdog(
         Path(config.trainer.report_dir) / "hang" / starts[0],
-        groups.rank,
-        groups.world.size(),
+        dist.get_rank(),
+        dist.get_world_size(),
         timeout_s,
         config=to_yaml(config),
-        groups=group_list(groups),
+        groups=[] if groups is None else group_list(groups),
     )
 
 

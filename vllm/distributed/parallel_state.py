@@ -110,7 +110,10 @@ class ParallelState:
 
 
 def init_model_parallel(config: ParallelConfig) -> ParallelState:
-    """Build this engine's groups; collective over the whole world, every rank makes every group in the same order."""
+    """Build this engine's groups; collective over the engine's ranks, all of which make every group in the same order.
+
+    Where these are not all ranks of torch.distributed, only the members of a group make it.
+    """
     if config.world_size == 1:
         alone = GroupCoordinator(0, 1, None)
         return ParallelState(config, alone, alone, alone, alone)
@@ -125,16 +128,18 @@ def init_model_parallel(config: ParallelConfig) -> ParallelState:
     tp = [list(range(first, first + tp_size)) for first in range(0, config.world_size, tp_size)]
     ep = [list(range(first, first + span)) for first in starts] if config.enable_expert_parallel else []
     exchange = ep if config.expert_exchange == "dispatch" else []
-    return ParallelState(config, *(_coordinator(groups, config.rank) for groups in (tp, dp, ep, exchange)))
+    return ParallelState(config, *(_coordinator(groups, config) for groups in (tp, dp, ep, exchange)))
 
 
-def _coordinator(groups: list[list[int]], rank: int) -> GroupCoordinator:
+def _coordinator(groups: list[list[int]], config: ParallelConfig) -> GroupCoordinator:
     """Make all `groups`; return this rank's."""
     mine = GroupCoordinator(0, 1, None)
+    rank, first, is_alone = config.rank, config.first_rank, config.first_rank == 0
     for ranks in groups:
-        if len(ranks) == 1:
+        if len(ranks) == 1 or not (is_alone or rank in ranks):
             continue
-        group = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)
+        members = [first + member for member in ranks]
+        group = dist.new_group(members, timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=not is_alone)
         if rank in ranks:
             mine = GroupCoordinator(ranks.index(rank), len(ranks), group)
     return mine

@@ -55,8 +55,11 @@ class EngineArgs:
     device: str | None = None
     logprobs_mode: str = LOGPROBS_MODES[0]
 
-    def create_engine_config(self, rank: int, world_size: int) -> VllmConfig:
-        """The configuration of one process; ValueError listing every problem."""
+    def create_engine_config(self, rank: int, world_size: int, first_rank: int = 0) -> VllmConfig:
+        """The configuration of one process; ValueError listing every problem.
+
+        `rank` and `world_size` are those of the engine, whose ranks are torch.distributed's from `first_rank` on.
+        """
         hf = load_config(self.model)
         max_model_len = hf.max_position_embeddings if self.max_model_len is None else self.max_model_len
         problems, dp_size = self._data_parallel_size()
@@ -95,6 +98,7 @@ class EngineArgs:
                 self.rebalance_interval,
                 self.expert_exchange,
                 self.force_load_balancing,
+                first_rank,
             ),
             load_format=self.load_format,
             rollout_ops=self.rollout_ops,

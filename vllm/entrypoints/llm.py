@@ -6,10 +6,8 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from vllm.distributed.parallel_state import init_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import PromptType
 from vllm.model_executor.model_loader.digest import WeightDigest
-from vllm.model_executor.model_loader.held_slices import HeldSlice, held_slices
+from vllm.model_executor.model_loader.held_slices import HeldSlice, config_held_slices
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
 from vllm.ops.contract import resolve
 from vllm.outputs import RequestOutput
@@ -40,7 +38,8 @@ class LLM:
     With several processes, torch.distributed is initialised by the caller and every process builds an LLM with the same
     arguments: rank = tp + TP * (dp + DP * instance). The TP ranks of a replica call `generate` with the same prompts,
     replicas with different ones; replicas that share experts (enable_expert_parallel) or move requests between them
-    (rebalance_interval) all call it, with an empty list if they have none.
+    (rebalance_interval) all call it, with an empty list if they have none. Ranks before `first_rank` have no engine;
+    the layout counts from it.
     """
 
     def __init__(
@@ -76,6 +75,7 @@ class LLM:
         rollout_ops: str | None = None,
         device: str | None = None,
         logprobs_mode: str = "scaled_logprobs",
+        first_rank: int = 0,
     ) -> None:
         args = EngineArgs(
             model=model,
@@ -110,7 +110,7 @@ class LLM:
             logprobs_mode=logprobs_mode,
         )
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.config = args.create_engine_config(rank, world_size)
+        self.config = args.create_engine_config(rank - first_rank, world_size - first_rank, first_rank)
         platform = resolve_platform(self.config.device)
         ops = resolve(self.config.rollout_ops or platform.rollout_ops)
         problems = platform.config_problems(self.config, ops)
@@ -205,10 +205,8 @@ class LLM:
         return self.core.update_weight_slices(slices, version)
 
     def held_slices(self, rank: int) -> dict[str, HeldSlice]:
-        """Hugging Face name -> what rank `rank` of an engine like this one holds (world rank, as `ParallelConfig`)."""
-        model = self.config.model
-        parallel = replace(self.config.parallel, rank=rank)
-        return held_slices(model.hf, parallel, getattr(torch, model.dtype), model.quantization)
+        """Hugging Face name -> what rank `rank` of an engine like this one holds (as `ParallelConfig` counts ranks)."""
+        return config_held_slices(self.config, rank)
 
     @property
     def policy_version(self) -> int:

@@ -128,7 +128,7 @@ def layout_problems(job: Job) -> list[str]:
         return []  # the config's own check has said so
     with_model = layout.problems(num_layers, num_experts, num_heads, vocab_size)
     found = [problem for problem in with_model if problem not in layout.problems()]
-    over = models.rollout.experts_over(world)
+    over = models.rollout.experts_over(job.config.rollout_world_size)
     if models.rollout.enable_expert_parallel and num_experts and num_experts % over:
         found.append(f"{num_experts} experts do not divide over {over} rollout ranks")
     size = f"({num_layers} layers, {num_experts} experts)"

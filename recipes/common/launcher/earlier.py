@@ -14,10 +14,12 @@ EARLIER = "earlier_runs"
 OUTPUTS = (
     "checkpoints",
     "metrics.jsonl",
+    "restarts.jsonl",
     "tensorboard",
     "val_generations",
     "reward_ledger",
     "samples",
+    "rollouts",
     "samples.html",
     "timeline",
     "export_hf",

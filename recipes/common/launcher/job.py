@@ -245,7 +245,8 @@ def driver_stage(job: Job) -> Stage:
 def closing_stages(job: Job) -> list[Stage]:
     """What is done when the training is over: the way back to Hugging Face form, curves, report and closing summary."""
     report = (job.python, "-m", "tools.report", "--run-dir", str(job.settings.output_dir))
-    way_back = [_way_back_stage(job)] if job.settings.recipe.converts_back else []
+    is_trained = not job.config.trainer.rollout_only
+    way_back = [_way_back_stage(job)] if job.settings.recipe.converts_back and is_trained else []
     return [*way_back, Stage("report", "Results", report)]
 
 

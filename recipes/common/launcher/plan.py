@@ -84,11 +84,13 @@ def _print_layout(job: Job, console: Console) -> None:
         + "".join(f" {axis}{size}" for axis, size in further.items() if size > 1)
         + f", layers per stage {_stage_layers(job)}"
     )
+    world = job.config.rollout_world_size
     over = rollout.experts_over(world)
     expert = f" EP{over}" if rollout.enable_expert_parallel else ""
     engines = f"{world // over} engines of " if over < world else ""
     replicas = rollout.replicas_per_engine(world)
-    console.print(f"rollout:  {engines}TP{rollout.tensor_model_parallel_size} DP{replicas}{expert}")
+    own = f", {job.config.trainer.schedule} on {world} ranks of its own" if job.config.has_rollout_ranks else ""
+    console.print(f"rollout:  {engines}TP{rollout.tensor_model_parallel_size} DP{replicas}{expert}{own}")
     data = job.config.data
     generated = job.config.gen_batch_size
     more = f" of {generated} at a time" if generated != data.train_batch_size else ""

@@ -8,6 +8,7 @@ from verl.single_controller.base.worker_group import (
     WorkerError,
     WorkerGroup,
     WorkerTimeoutError,
+    get_together,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "WorkerError",
     "WorkerGroup",
     "WorkerTimeoutError",
+    "get_together",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,9 @@ from typing import Any
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Registration, registered_methods
 from verl.single_controller.base.worker import Worker
+
+_DEATH_GRACE_S = 3.0  # how long a dead rank is looked for when its peers have raised
+_LOOK_INTERVAL_S = 0.01
 
 
 class WorkerError(RuntimeError):
@@ -112,6 +116,11 @@ class WorkerGroup:
             ValueError: the batch does not split over the mesh.
             WorkerError, WorkerDiedError, WorkerTimeoutError: the group is shut down then.
         """
+        pending = self.start(method, *args, timeout_s=timeout_s, **kwargs)
+        return pending.get() if self._methods[method].blocking else pending
+
+    def start(self, method: str, /, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> PendingCall:
+        """As ``call``, but never waits: another group may be called meanwhile."""
         registration: Registration = self._methods[method]
         per_rank = registration.fns.dispatch(self, *args, **kwargs)
         keep = [True] if registration.is_rank_zero else registration.fns.kept(self)
@@ -127,7 +136,7 @@ class WorkerGroup:
             pending.finish = lambda outputs: outputs[0]
         else:
             pending.finish = partial(registration.fns.collect, self)
-        return pending.get() if registration.blocking else pending
+        return pending
 
     def mesh(self, mesh_name: str) -> Mesh:
         """The table of ``mesh_name``, asked from the workers once."""
@@ -150,11 +159,51 @@ class WorkerGroup:
         return self._meshes[mesh_name]
 
 
-class PendingCall:
-    """A call under way; ``get`` waits for it and returns the collected output."""
+def get_together(*calls: PendingCall) -> list[Any]:
+    """Outputs of calls of several groups that meet in collectives, where a failure in one leaves the others waiting.
 
-    def __init__(self, wait: Callable[[], list[Any]]) -> None:
+    Consumes answers; unblocked by the last one, or soon after the first failure. A rank that died is told rather than
+    what the ranks of other groups say of it.
+    """
+    outputs: dict[int, Any] = {}
+    while len(outputs) < len(calls):
+        for place, call in enumerate(calls):
+            if place not in outputs and call.is_done():
+                try:
+                    outputs[place] = call.get()
+                except WorkerError as error:
+                    raise _death_among([other for other in calls if other is not call]) or error from None
+        time.sleep(_LOOK_INTERVAL_S)
+    return [outputs[place] for place in range(len(calls))]
+
+
+def _death_among(calls: list[PendingCall]) -> WorkerDiedError | None:
+    """A dead rank that ended one of the calls, looked for until the grace is over."""
+    deadline = time.monotonic() + _DEATH_GRACE_S
+    while calls and time.monotonic() < deadline:
+        for call in [call for call in calls if call.is_done()]:
+            calls.remove(call)
+            try:
+                call.get()
+            except WorkerDiedError as death:
+                return death
+            except WorkerError:
+                continue  # that a peer is gone, as those of the group that was heard first
+        time.sleep(_LOOK_INTERVAL_S)
+    return None
+
+
+class PendingCall:
+    """A call under way; ``get`` waits for it and returns the collected output.
+
+    Args:
+        wait: gives the outputs of the ranks.
+        is_done: whether all ranks have answered, or one has failed: ``wait`` would return, or raise, soon.
+    """
+
+    def __init__(self, wait: Callable[[], list[Any]], is_done: Callable[[], bool]) -> None:
         self._wait = wait
+        self.is_done = is_done
         self.finish: Callable[[list[Any]], Any] = lambda outputs: outputs
 
     def get(self) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from textwrap import shorten
 from types import TracebackType
@@ -29,6 +30,7 @@ from verl.single_controller.ray.resources import (
     RayResourcePool,
     Slot,
     actor_resources,
+    in_world,
     rank_environment,
 )
 
@@ -41,6 +43,7 @@ _REASON_CHARS = 400
 # An object of the store costs the controller several times what a small argument costs that travels with the call.
 _MAX_INLINE_BYTES = 64 << 10
 _LOOK_INTERVAL_S = 0.2  # between two looks for failures, while answers are outstanding
+_SHORT_INTERVAL_S = 0.01  # the same where another group is looked after meanwhile
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -54,6 +57,11 @@ class RayWorkerGroup(WorkerGroup):
         num_cpus_per_worker: Ray CPUs each process takes; may be a fraction.
         timeout_s: limit of every call in seconds; None waits as long as all processes live.
         start_timeout_s: limit for the resources, and again for building the workers.
+        num_later_ranks: ranks of a group that will join the world of this one.
+        joins: the group whose world these ranks join, after its own ranks and with its rendezvous.
+
+    Attributes:
+        while_waiting: called over and over while a call is waited for; what another group does may be looked after.
 
     Raises:
         ValueError: the cluster lacks the resources.
@@ -69,16 +77,24 @@ class RayWorkerGroup(WorkerGroup):
         num_cpus_per_worker: float = 1,
         timeout_s: float | None = None,
         start_timeout_s: float = 600,
+        num_later_ranks: int = 0,
+        joins: RayWorkerGroup | None = None,
     ) -> None:
         cls = ray_cls_with_init.cls
         super().__init__(name_prefix or cls.__name__, cls, resource_pool.world_size, timeout_s)
         self.resource_pool = resource_pool
         self._actors: list[Any] = []
+        # The groups whose ranks share a world: a collective of one may wait for a rank of another.
+        self._world: list[RayWorkerGroup] = [self] if joins is None else joins._world
+        if joins is not None:
+            self._world.append(self)
         self._addresses: list[ProcessAddress | None] = [None] * self.world_size
+        self.while_waiting: Callable[[], None] | None = None
         slots = resource_pool.reserve(device_name, num_cpus_per_worker, start_timeout_s)
+        self._slots: list[Slot] = in_world(slots, [] if joins is None else joins._slots, num_later_ranks)
         try:
-            self._actors = [_new_actor(slot, device_name, num_cpus_per_worker) for slot in slots]
-            self._start_workers(ray_cls_with_init, start_timeout_s)
+            self._actors = [_new_actor(slot, device_name, num_cpus_per_worker) for slot in self._slots]
+            self._start_workers(ray_cls_with_init, start_timeout_s, joins)
         except BaseException:
             self.shutdown()
             raise
@@ -121,7 +137,7 @@ class RayWorkerGroup(WorkerGroup):
             self._actors[rank].call.remote(method, kept, *args, **kwargs): rank
             for rank, (args, kwargs), kept in zip(ranks, per_rank, keep, strict=True)
         }
-        return PendingCall(partial(self._wait, method, refs, timeout_s))
+        return PendingCall(partial(self._wait, method, refs, timeout_s), _Progress(list(refs)).is_over)
 
     def shutdown(self) -> None:
         """Kills every process, waits until Ray says they are gone, and gives the resources back."""
@@ -144,12 +160,15 @@ class RayWorkerGroup(WorkerGroup):
     ) -> None:
         self.shutdown()
 
-    def _start_workers(self, ray_cls_with_init: RayClassWithInitArgs, timeout_s: float) -> None:
+    def _start_workers(
+        self, ray_cls_with_init: RayClassWithInitArgs, timeout_s: float, joins: RayWorkerGroup | None
+    ) -> None:
         refs = {actor.address.remote(): rank for rank, actor in enumerate(self._actors)}
         self._addresses = list(self._wait("start of the process", refs, timeout_s))
         first: ProcessAddress = self._addresses[0]  # type: ignore[assignment]
-        self._master_addr = first.node_ip
-        self._master_port = os.environ.get("MASTER_PORT") or str(first.free_port)
+        self._master_addr = first.node_ip if joins is None else joins.master_address
+        own_port = os.environ.get("MASTER_PORT") or str(first.free_port)
+        self._master_port = own_port if joins is None else joins.master_port
         env = {"MASTER_ADDR": self._master_addr, "MASTER_PORT": self._master_port}
         init = ray_cls_with_init
         blob = ray.put(ray.cloudpickle.dumps((init.cls, init.args, init.kwargs)))
@@ -164,11 +183,22 @@ class RayWorkerGroup(WorkerGroup):
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         outputs: dict[int, Any] = {}
         pending = list(refs)
+        others: _Probes = {}
+        looks_at_others_at = time.monotonic() + _DEATH_GRACE_S
         while pending:
-            remaining = _LOOK_INTERVAL_S if deadline is None else min(_LOOK_INTERVAL_S, deadline - time.monotonic())
+            interval_s = _LOOK_INTERVAL_S
+            if self.while_waiting is not None:
+                self.while_waiting()
+                interval_s = _SHORT_INTERVAL_S
+            remaining = interval_s if deadline is None else min(interval_s, deadline - time.monotonic())
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=max(0.0, remaining))
             for ref in ready:
                 outputs[refs[ref]] = self._output(method, ref, refs[ref])
+            if not others and time.monotonic() > looks_at_others_at:
+                others = self._probes(but=self)
+                looks_at_others_at = time.monotonic() + _DEATH_GRACE_S
+            if others and (death := _first_death(others, method, 0.0)) is not None:
+                raise self._failed(death)
             if pending and deadline is not None and time.monotonic() >= deadline:
                 silent = [self._where(refs[ref]) for ref in pending]
                 raise self._failed(
@@ -187,17 +217,12 @@ class RayWorkerGroup(WorkerGroup):
 
     def _find_death(self, method: str) -> WorkerDiedError | None:
         """A dead rank, looked for until the grace is over: it is the cause when its peers raise."""
-        deadline = time.monotonic() + _DEATH_GRACE_S
-        probes = {actor.address.remote(): rank for rank, actor in enumerate(self._actors)}
-        pending = list(probes)
-        while pending and (remaining := deadline - time.monotonic()) > 0:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=remaining)
-            for ref in ready:
-                try:
-                    ray.get(ref)
-                except RayActorError as error:
-                    return self._died(probes[ref], method, error)
-        return None
+        return _first_death(self._probes(), method, _DEATH_GRACE_S)
+
+    def _probes(self, but: RayWorkerGroup | None = None) -> _Probes:
+        """A question to every rank of the world, those of one group left out; only a dead one answers with an error."""
+        groups = [group for group in self._world if group is not but]
+        return {actor.address.remote(): (group, rank) for group in groups for rank, actor in enumerate(group._actors)}
 
     def _failed(self, error: WorkerDiedError | WorkerError) -> WorkerDiedError | WorkerError:
         logger.error("%s: ending all %d workers: %s", self.name, self.world_size, str(error).splitlines()[0])
@@ -213,8 +238,49 @@ class RayWorkerGroup(WorkerGroup):
         return WorkerError(f"{self.name}.{method} failed on {where}: {failure.summary}\n{failure.traceback}")
 
     def _where(self, rank: int) -> str:
-        address = self._addresses[rank]
+        address, rank = self._addresses[rank], self._slots[rank].rank
         return f"rank {rank}" if address is None else f"rank {rank} (pid {address.pid} on {address.node_ip})"
+
+
+_Probes = dict[ray.ObjectRef, tuple[RayWorkerGroup, int]]
+
+
+def _first_death(probes: _Probes, method: str, timeout_s: float) -> WorkerDiedError | None:
+    """The first rank found dead within the time, during ``method``; answered probes are taken out."""
+    deadline = time.monotonic() + timeout_s
+    while probes:
+        ready, _ = ray.wait(list(probes), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return None
+        for ref in ready:
+            group, rank = probes.pop(ref)
+            try:
+                ray.get(ref)
+            except RayActorError as error:
+                return group._died(rank, method, error)
+    return None
+
+
+class _Progress:
+    """Whether a call is over: all ranks have answered, or one has failed and the others may wait for it in vain."""
+
+    def __init__(self, refs: list[ray.ObjectRef]) -> None:
+        self._open = refs
+        self._has_failed = False
+
+    def is_over(self) -> bool:
+        """Never waits."""
+        if self._open and not self._has_failed:
+            ready, self._open = ray.wait(self._open, num_returns=len(self._open), timeout=0)
+            self._has_failed = any(_has_failed(ref) for ref in ready)
+        return self._has_failed or not self._open
+
+
+def _has_failed(ref: ray.ObjectRef) -> bool:
+    try:
+        return isinstance(ray.get(ref), CallFailure)
+    except RayActorError:
+        return True
 
 
 def _new_actor(slot: Slot, device_name: str, num_cpus: float) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import ray
 from ray.util.placement_group import (
@@ -21,6 +22,10 @@ _DEVICE_RESOURCES = {"cpu": None, "npu": "NPU", "cuda": "GPU", "gpu": "GPU"}
 _PASSED_ON = ("VLLM_", "HCCL_", "ASCEND_", "NCCL_", "GLOO_", LOG_DIR)
 
 
+class NoRoomError(ValueError):
+    """The cluster does not have the resources of a group; the text says what is missing."""
+
+
 class RayResourcePool(ResourcePool):
     """Reserves one bundle per node with room for all of the node's processes; no two entries share a node."""
 
@@ -32,7 +37,8 @@ class RayResourcePool(ResourcePool):
         """One slot per rank, nodes ordered by address.
 
         Raises:
-            ValueError: unknown device, or the cluster does not have the resources within ``timeout_s`` seconds.
+            ValueError: unknown device.
+            NoRoomError: the cluster does not have the resources within ``timeout_s`` seconds.
         """
         bundle = _bundle(device_name, num_cpus)
         bundles = [{name: amount * count for name, amount in bundle.items()} for count in self.process_on_nodes]
@@ -40,14 +46,18 @@ class RayResourcePool(ResourcePool):
         self._group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
         if not self._group.wait(timeout_s):
             self.release()
-            raise ValueError(
+            raise NoRoomError(
                 f"no room for process_on_nodes={self.process_on_nodes}, {bundle} per process, after {timeout_s} s; "
-                f"Ray has {ray.cluster_resources()} and of these free {ray.available_resources()}"
+                f"{_missing(bundles)}; Ray has {ray.cluster_resources()} on {_num_nodes()} nodes and of these free "
+                f"{ray.available_resources()}"
             )
         addresses = _bundle_addresses(self._group)
         nodes = sorted(range(len(bundles)), key=lambda node: (addresses[node], node))
         local = [(node, index) for node in nodes for index in range(self.process_on_nodes[node])]
-        return [Slot(rank, index, len(local), self._group, node) for rank, (node, index) in enumerate(local)]
+        return [
+            Slot(rank, index, len(local), self._group, node, addresses[node])
+            for rank, (node, index) in enumerate(local)
+        ]
 
     def release(self) -> None:
         """Gives the bundles back."""
@@ -69,6 +79,19 @@ class Slot:
     world_size: int
     placement: PlacementGroup
     bundle_index: int
+    node: str = ""  # its address
+
+
+def in_world(slots: Sequence[Slot], earlier: Sequence[Slot], num_later_ranks: int) -> list[Slot]:
+    """``slots`` as ranks of a larger world: behind ``earlier`` ones, also on a node that both are on."""
+    taken = Counter(slot.node for slot in earlier)
+    world_size = len(earlier) + len(slots) + num_later_ranks
+    return [
+        replace(
+            slot, rank=len(earlier) + slot.rank, local_rank=taken[slot.node] + slot.local_rank, world_size=world_size
+        )
+        for slot in slots
+    ]
 
 
 def actor_resources(device_name: str, num_cpus: float) -> dict[str, object]:
@@ -98,6 +121,20 @@ def _bundle(device_name: str, num_cpus: float) -> dict[str, float]:
         raise ValueError(f"device_name={device_name!r}, expected one of {sorted(_DEVICE_RESOURCES)}")
     resource = _DEVICE_RESOURCES[device_name]
     return {"CPU": num_cpus} | ({resource: 1} if resource else {})
+
+
+def _missing(bundles: list[dict[str, float]]) -> str:
+    """What of the bundles' sum the cluster does not have free."""
+    free = ray.available_resources()
+    wanted = {name: sum(bundle[name] for bundle in bundles) for name in bundles[0]}
+    short = {name: amount - free.get(name, 0.0) for name, amount in wanted.items() if amount > free.get(name, 0.0)}
+    if not short:
+        return f"enough is free, but not as {len(bundles)} parts on as many nodes"
+    return "missing: " + ", ".join(f"{amount:g} {name}" for name, amount in short.items())
+
+
+def _num_nodes() -> int:
+    return sum(bool(node["Alive"]) for node in ray.nodes())
 
 
 def _bundle_addresses(group: PlacementGroup) -> list[str]:

@@ -5,18 +5,21 @@ from verl.trainer.config.config import ActorRolloutRefConfig, PPOTrainerConfig
 from verl.trainer.config.data import DataConfig
 from verl.trainer.config.load import ConfigError, load_config, typed_config
 from verl.trainer.config.rollout_correction import RolloutCorrectionConfig
+from verl.trainer.config.schedule import AsyncTrainingConfig, RolloutRanksConfig
 from verl.trainer.config.trainer import TrainerConfig
 from verl.trainer.config.validate import config_warnings, validate_config
 
 __all__ = [
     "ActorRolloutRefConfig",
     "AlgoConfig",
+    "AsyncTrainingConfig",
     "ConfigError",
     "DataConfig",
     "FilterGroupsConfig",
     "KLControlConfig",
     "PPOTrainerConfig",
     "RolloutCorrectionConfig",
+    "RolloutRanksConfig",
     "TrainerConfig",
     "config_warnings",
     "load_config",

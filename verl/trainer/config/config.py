@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from verl.trainer.config.algorithm import AlgoConfig
 from verl.trainer.config.data import DataConfig
+from verl.trainer.config.schedule import ONE_STEP_OFF, AsyncTrainingConfig, RolloutRanksConfig
 from verl.trainer.config.trainer import RayConfig, TrainerConfig
 from verl.workers.config import (
     ActorConfig,
@@ -22,7 +23,7 @@ class ActorRolloutRefConfig:
     """The three roles of one worker process.
 
     Attributes:
-        hybrid_engine: actor and rollout share their processes; True only.
+        hybrid_engine: actor and rollout share their processes; False with every ``trainer.schedule`` but ``sync``.
         nccl_timeout: seconds after which a collective, or a fetch of rows from another rank, ends the job.
     """
 
@@ -44,12 +45,39 @@ class PPOTrainerConfig:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    rollout: RolloutRanksConfig = field(default_factory=RolloutRanksConfig)
+    async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
     ray_kwargs: RayConfig = field(default_factory=RayConfig)
 
     @property
     def use_reference_policy(self) -> bool:
         """True when some loss or reward needs log-probs of the reference weights."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def has_rollout_ranks(self) -> bool:
+        """Whether generation has ranks of its own."""
+        return self.trainer.schedule != "sync"
+
+    @property
+    def rollout_world_size(self) -> int:
+        """Ranks that generate."""
+        return self.rollout.world_size if self.has_rollout_ranks else self.trainer.world_size
+
+    @property
+    def num_devices(self) -> int:
+        """Worker processes of the run."""
+        return self.trainer.world_size + (self.rollout.world_size if self.has_rollout_ranks else 0)
+
+    @property
+    def rollout_replicas(self) -> int:
+        """Sets of tensor-parallel rollout ranks, each of which generates for prompts of its own."""
+        return self.rollout_world_size // self.actor_rollout_ref.rollout.tensor_model_parallel_size
+
+    @property
+    def pace(self) -> AsyncTrainingConfig:
+        """How far generation runs ahead of training, where it has ranks of its own."""
+        return ONE_STEP_OFF if self.trainer.schedule == "one_step_off" else self.async_training
 
     @property
     def needs_old_log_prob(self) -> bool:

@@ -43,7 +43,7 @@ def exact_problems(config: PPOTrainerConfig) -> list[str]:
         for key, value, allowed, why in expected
         if value not in allowed
     ]
-    has_split_experts = rollout.enable_expert_parallel and trainer.world_size > 1
+    has_split_experts = rollout.enable_expert_parallel and config.rollout_world_size > 1
     if has_split_experts and rollout.expert_exchange != "dispatch":
         found.append(
             f"{generation}.expert_exchange is {rollout.expert_exchange!r}; trainer.exact_log_probs needs 'dispatch', "

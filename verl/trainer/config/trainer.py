@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from verl.trainer.config.schedule import SCHEDULES
+
 
 @dataclass(frozen=True)
 class TrainerConfig:
@@ -12,8 +14,10 @@ class TrainerConfig:
     Attributes:
         project_name: a part of the default paths of outputs and checkpoints.
         experiment_name: the part below it.
-        nnodes: hosts.
+        nnodes: hosts that train; with ``trainer.schedule=sync`` they generate too.
         n_gpus_per_node: devices of each, one worker process per device; on Ascend a device is a die.
+        schedule: ``sync`` generates and trains in turns on the same devices; ``one_step_off`` and ``fully_async`` do
+            both at a time, on ``rollout``'s devices and on these.
         device: what the workers compute on; ``auto`` takes an NPU or a GPU where there is one.
         train_ops: op table of the training engine as ``module:function``; absent = the device's.
         rollout_ops: op table of the rollout engine as ``module:function``; absent = the device's.
@@ -36,12 +40,18 @@ class TrainerConfig:
             none.
         balance_batch: deal rows over the data-parallel ranks by length; False deals them in order.
         worker_timeout_s: seconds that the controller waits for any answer of a worker; absent = for ever.
+        start_timeout_s: seconds that the workers' start, or restart, waits for free devices, and again for processes.
+        max_restarts: how often workers are started anew, from the newest checkpoint, when one of them has died, without
+            another checkpoint in between; a second death in the same step ends the run; 0 = the first one does.
         hang_timeout_s: when nothing has moved in a worker's phase for so many seconds, one file in ``report_dir``/hang
             says which ranks wait where; absent = half of ``actor_rollout_ref.nccl_timeout``, after which the job ends;
             0 = no watchdog.
         timeline_freq: steps between Chrome traces of a step in ``report_dir``/timeline.
         log_samples_freq: steps between records of samples in ``report_dir``/samples.
         log_samples_rows: the most samples of one record, in whole groups.
+        save_rollouts: the whole batch of every step goes to ``report_dir``/rollouts, with its scores and log-probs.
+        rollout_only: steps generate, score and record their batches so; nothing is trained, saved or exported.
+        train_only: folder of such records: steps train on theirs, and there is no rollout engine and no validation.
         report_dir: folder of metrics, ledger, traces, records and the exported model.
         export_hf: write the trained model as a Hugging Face directory when the run ends.
     """
@@ -50,6 +60,7 @@ class TrainerConfig:
     experiment_name: str = "grpo"
     nnodes: int = 1
     n_gpus_per_node: int = 8
+    schedule: str = "sync"
     device: str = "auto"
     train_ops: str | None = None
     rollout_ops: str | None = None
@@ -70,23 +81,48 @@ class TrainerConfig:
     log_val_generations: int = 0
     balance_batch: bool = True
     worker_timeout_s: float | None = None
+    start_timeout_s: float = 600.0
+    max_restarts: int = 3
     hang_timeout_s: float | None = None
     timeline_freq: int = -1
     log_samples_freq: int = -1
     log_samples_rows: int = 64
+    save_rollouts: bool = False
+    rollout_only: bool = False
+    train_only: str | None = None
     report_dir: str = "outputs"
     export_hf: bool = True
 
     @property
     def world_size(self) -> int:
-        """Devices of the run, one worker process each."""
+        """Devices that train, one worker process each."""
         return self.nnodes * self.n_gpus_per_node
+
+    @property
+    def records_rollouts(self) -> bool:
+        """Whether each step's batch is kept."""
+        return self.save_rollouts or self.rollout_only
+
+    @property
+    def tests_first(self) -> bool:
+        """Whether a run validates before its first step."""
+        return self.val_before_train and self.train_only is None
+
+    def tests_after(self, step: int, *, is_last: bool) -> bool:
+        """Whether ``step`` is followed by a validation."""
+        return self.train_only is None and _is_due(step, self.test_freq, is_last and self.test_last)
+
+    def saves_after(self, step: int, *, is_last: bool) -> bool:
+        """Whether ``step`` is followed by a checkpoint."""
+        return not self.rollout_only and _is_due(step, self.save_freq, is_last and self.save_last)
 
     def problems(self, where: str) -> list[str]:
         """Every value that cannot work, one sentence each."""
-        found = []
+        found = self._halves_problems(where)
         if self.device not in ("auto", "cpu", "cuda", "npu"):
             found.append(f"{where}.device is {self.device!r}; expected auto, cpu, cuda or npu")
+        if self.schedule not in SCHEDULES:
+            found.append(f"{where}.schedule is {self.schedule!r}; expected one of {', '.join(SCHEDULES)}")
         if self.nnodes < 1 or self.n_gpus_per_node < 1:
             found.append(
                 f"{where}.nnodes {self.nnodes} x n_gpus_per_node {self.n_gpus_per_node} must be at least 1 x 1"
@@ -103,11 +139,25 @@ class TrainerConfig:
         found += self._keep_every_problems(where)
         if self.log_samples_rows < 1:
             found.append(f"{where}.log_samples_rows is {self.log_samples_rows}; it must be at least 1")
+        if self.max_restarts < 0:
+            found.append(f"{where}.max_restarts is {self.max_restarts}; give a number, or 0 for none")
+        if self.start_timeout_s <= 0:
+            found.append(f"{where}.start_timeout_s is {self.start_timeout_s}; give seconds above 0")
         if self.hang_timeout_s is not None and self.hang_timeout_s < 0:
             found.append(f"{where}.hang_timeout_s is {self.hang_timeout_s}; give seconds, or 0 for no watchdog")
         for key in ("save_freq", "test_freq", "timeline_freq", "log_samples_freq"):
             if getattr(self, key) == 0:
                 found.append(f"{where}.{key} is 0; use -1 for never")
+        return found
+
+    def _halves_problems(self, where: str) -> list[str]:
+        """Of runs that only generate, or only train."""
+        asked = [f"{where}.{key}" for key in ("save_rollouts", "rollout_only", "train_only") if getattr(self, key)]
+        found = []
+        if self.train_only and len(asked) > 1:
+            found.append(f"{' and '.join(asked)} are set: with {where}.train_only nothing is generated; leave one out")
+        if asked and self.schedule != "sync":
+            found.append(f"{asked[0]} is set: that is there with {where}.schedule=sync, not with {self.schedule}")
         return found
 
     def _keep_every_problems(self, where: str) -> list[str]:
@@ -128,6 +178,10 @@ class TrainerConfig:
                 f"are not saved; nearest: {above}"
             )
         return found
+
+
+def _is_due(step: int, freq: int, is_due_anyway: bool) -> bool:
+    return is_due_anyway or (freq > 0 and step % freq == 0)
 
 
 @dataclass(frozen=True)

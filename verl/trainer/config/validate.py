@@ -7,6 +7,7 @@ from pathlib import Path
 
 from verl.trainer.config.config import ActorRolloutRefConfig, PPOTrainerConfig
 from verl.trainer.config.exact import exact_problems
+from verl.trainer.config.separate import schedule_problems
 from verl.workers.config.engine import END_STAGES, LAYOUT_KEYS
 
 
@@ -26,6 +27,7 @@ def validate_config(config: PPOTrainerConfig) -> list[str]:
         *config.custom_reward_function.problems("custom_reward_function"),
         *config.reward_model.overlong_buffer.problems("reward_model.overlong_buffer", config.data.max_response_length),
         *config.trainer.problems("trainer"),
+        *schedule_problems(config),
         *exact_problems(config),
     ]
     if models.actor.takes_rollout_routing and not models.rollout.enable_rollout_routing_replay:
@@ -43,8 +45,6 @@ def validate_config(config: PPOTrainerConfig) -> list[str]:
             f"algorithm.filter_groups.enable is True, but actor_rollout_ref.rollout.n is {models.rollout.n}: the "
             "samples of a prompt are compared with each other, give at least 2"
         )
-    if not models.hybrid_engine:
-        found.append("actor_rollout_ref.hybrid_engine is False; actor and rollout always share their processes here")
     model_dims, dim_problems = _model_dims(config)
     found += dim_problems
     layout_problems = _layout_problems(config, model_dims)
@@ -63,6 +63,12 @@ def config_warnings(config: PPOTrainerConfig) -> list[str]:
         found.append(
             f"actor_rollout_ref.actor.recompute_old_log_prob is False, but {why}, so old log-probs are computed all "
             "the same"
+        )
+    correction = config.algorithm.rollout_correction
+    if config.has_rollout_ranks and not (correction.is_on or correction.bypass_mode):
+        found.append(
+            f"trainer.schedule is {config.trainer.schedule}, so samples may be {config.pace.max_staleness} weight "
+            "syncs old, and nothing corrects for that: set algorithm.rollout_correction, as {rollout_is:token}"
         )
     if config.trainer.log_samples_freq > 0 and not models.rollout.calculate_log_probs:
         found.append(
@@ -145,12 +151,15 @@ def _layout_problems(config: PPOTrainerConfig, dims: dict[str, int]) -> list[str
                 f"actor_rollout_ref.ref.megatron.{key} is {getattr(ref, key)} and the actor's {getattr(engine, key)}; "
                 "the reference lives in the actor's processes and needs the same layout"
             )
-    rollout_tp = models.rollout.tensor_model_parallel_size
+    rollout_tp, world = models.rollout.tensor_model_parallel_size, config.rollout_world_size
+    if world < 1:
+        return found  # said by schedule_problems
+    section = "rollout" if config.has_rollout_ranks else "trainer"
     if rollout_tp < 1 or world % rollout_tp:
         return [
             *found,
             f"actor_rollout_ref.rollout.tensor_model_parallel_size is {rollout_tp}; it must divide the "
-            f"{world} devices of trainer.nnodes x trainer.n_gpus_per_node",
+            f"{world} devices of {section}.nnodes x {section}.n_gpus_per_node",
         ]
     heads, experts = dims.get("num_attention_heads"), dims.get("num_experts")
     if heads is not None and heads % rollout_tp:
@@ -188,11 +197,12 @@ def _stage_layer_problems(models: ActorRolloutRefConfig) -> list[str]:
 
 def _batch_problems(config: PPOTrainerConfig) -> list[str]:
     """Prompts, samples and micro-batches against the data-parallel sizes, with the nearest value that works."""
-    models, world = config.actor_rollout_ref, config.trainer.world_size
+    models = config.actor_rollout_ref
     actor, n = models.actor, models.rollout.n
     batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     dp = _data_parallel(config)
-    rollout_dp = world // models.rollout.tensor_model_parallel_size
+    # Replicas of their own are given whole prompts one by one, as they have room.
+    rollout_dp = 1 if config.has_rollout_ranks else config.rollout_replicas
     found = []
     if config.data.gen_batch_size is not None and not config.algorithm.filter_groups.enable:
         found.append(

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megatron.core.dist_checkpointing import is_complete
 
 logger = logging.getLogger(__name__)
 
 LATEST = "latest_checkpointed_iteration.txt"
-_TRAINER_STATE = "data.json"
+_TRAINER_STATE, _TRAINER_ARRAYS = "data.json", "data.npz"
+_ARRAYS_DIGEST = "arrays_sha256"
 _STEP = re.compile(r"global_step_(\d+)")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One ``global_step_N`` directory: ``actor/`` by the workers, ``data.json`` by the trainer."""
+    """One ``global_step_N`` directory: ``actor/`` by the workers, ``data.json`` and ``data.npz`` by the trainer."""
 
     directory: Path
 
@@ -49,14 +54,29 @@ class Checkpoint:
         """True when both parts are whole."""
         return self.state_path.is_file() and is_complete(self.actor)
 
-    def write_state(self, state: dict[str, Any]) -> None:
-        """The trainer's part, before the workers'."""
+    def write_state(self, state: dict[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        """The trainer's part, before the workers'; ``arrays`` go to a file of their own, which comes first."""
         self.directory.mkdir(parents=True, exist_ok=True)
+        if arrays:
+            content = io.BytesIO()
+            columns: dict[str, Any] = dict(arrays)
+            np.savez(content, **columns)
+            write_bytes(self.directory / _TRAINER_ARRAYS, content.getvalue())
+            state = state | {_ARRAYS_DIGEST: hashlib.sha256(content.getvalue()).hexdigest()}
         write_text(self.state_path, json.dumps(state))
 
-    def read_state(self) -> dict[str, Any]:
-        """What ``write_state`` wrote."""
-        return json.loads(self.state_path.read_text())
+    def read_state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """What ``write_state`` wrote; ValueError when the arrays are others."""
+        state = json.loads(self.state_path.read_text())
+        digest = state.pop(_ARRAYS_DIGEST, None)
+        if digest is None:
+            return state, {}
+        path = self.directory / _TRAINER_ARRAYS
+        content = path.read_bytes() if path.is_file() else b""
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise ValueError(f"{path} is missing or damaged: go on from another checkpoint (trainer.resume_mode)")
+        with np.load(io.BytesIO(content), allow_pickle=False) as found:
+            return state, dict(found)
 
 
 def checkpoint_at(root: str, step: int) -> Checkpoint:
@@ -121,9 +141,14 @@ def _remove(checkpoint: Checkpoint) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replaces ``path`` as a whole or not at all."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replaces ``path`` as a whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as out:
-        out.write(text)
+    with temporary.open("wb") as out:
+        out.write(content)
         out.flush()
         os.fsync(out.fileno())
     os.replace(temporary, path)

@@ -35,17 +35,25 @@ def marked_timer(name: str, timing: dict[str, float]) -> Iterator[None]:
 
 
 def compute_data_metrics(batch: DataProto) -> dict[str, float]:
-    """Scores, rewards, advantages, returns (over response tokens) and lengths of a batch that has been trained on."""
+    """Rewards, advantages, returns (over response tokens), scores and lengths of a batch that has been trained on."""
     tensors = batch.batch
     mask = tensors["response_mask"].bool()
-    response_lengths = mask.sum(-1).float()
+    return {
+        **compute_sample_metrics(batch),
+        **_spread("critic/rewards", tensors["token_level_rewards"].sum(-1)),
+        **_spread("critic/advantages", tensors["advantages"][mask]),
+        **_spread("critic/returns", tensors["returns"][mask]),
+    }
+
+
+def compute_sample_metrics(batch: DataProto) -> dict[str, float]:
+    """Scores and lengths of a batch of responses."""
+    tensors = batch.batch
+    response_lengths = tensors["response_mask"].bool().sum(-1).float()
     prompt_lengths = tensors["num_tokens"].float() - response_lengths
     limit = tensors["responses"].shape[-1]
     metrics = {
         **_spread("critic/score", tensors["token_level_scores"].sum(-1)),
-        **_spread("critic/rewards", tensors["token_level_rewards"].sum(-1)),
-        **_spread("critic/advantages", tensors["advantages"][mask]),
-        **_spread("critic/returns", tensors["returns"][mask]),
         **_spread("response_length", response_lengths),
         **_spread("prompt_length", prompt_lengths),
     }

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.protocol import DataProto
+from verl.single_controller.base import get_together
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list, val_sets
 from verl.trainer.ppo import checkpointing
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_kl_controller, kl_penalty
-from verl.trainer.ppo.filter_groups import SampleGroup, collect_groups, group_filter
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_reward_metrics,
+    compute_sample_metrics,
     compute_set_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
@@ -28,7 +29,12 @@ from verl.trainer.ppo.metric_utils import (
     process_validation_metrics,
 )
 from verl.trainer.ppo.reward_ledger import RewardLedger
+from verl.trainer.ppo.rollout_records import FOLDER, RolloutRecord, RolloutRecords, recorded_rows
 from verl.trainer.ppo.sample_records import ROLLOUT, TRAINING, SampleRecords
+from verl.trainer.ppo.schedules.asynchronous import AsynchronousSource
+from verl.trainer.ppo.schedules.generation import Tokens
+from verl.trainer.ppo.schedules.recorded import RecordedSource
+from verl.trainer.ppo.schedules.synchronous import SynchronousSource
 from verl.trainer.ppo.scores import add_scores, reward_parts
 from verl.trainer.ppo.seeds import sampling_seeds
 from verl.trainer.ppo.step_timeline import StepTimeline
@@ -72,11 +78,13 @@ def compute_advantage(data: DataProto, config: PPOTrainerConfig) -> DataProto:
 
 
 class RayPPOTrainer:
-    """Drives one worker group through training.
+    """Drives the workers through training.
 
     Args:
         config: the whole tree; ``trainer.total_training_steps`` may be absent, then it follows from the epochs.
-        worker_class: what runs in every worker process.
+        worker_class: what runs in every worker process that trains.
+        rollout_class: what runs in those that only generate, where ``trainer.schedule`` has such.
+        run_metrics: of the run around this trainer; logged with every step.
     """
 
     def __init__(
@@ -85,11 +93,14 @@ class RayPPOTrainer:
         tokenizer: PreTrainedTokenizerBase,
         worker_class: type,
         reward_fn: NaiveRewardManager,
+        rollout_class: type | None = None,
+        run_metrics: Mapping[str, float] | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.worker_class = worker_class
+        self.worker_class, self.rollout_class = worker_class, rollout_class
         self.reward_fn = reward_fn
+        self.run_metrics = dict(run_metrics or {})
         self.reward_ledger = RewardLedger(config.trainer.report_dir, config.reward_model.ledger)
         self.timeline = StepTimeline(config.trainer.report_dir, config.trainer.timeline_freq)
         self.sample_records = SampleRecords(
@@ -104,30 +115,60 @@ class RayPPOTrainer:
         self.train_loader = ResumableLoader(
             self.train_dataset, config.gen_batch_size, shuffle=data.shuffle, seed=data.seed or 0
         )
-        self.keeps_group = group_filter(config) if config.algorithm.filter_groups.enable else None
         per_epochs = len(self.train_dataset) // data.train_batch_size * config.trainer.total_epochs
         self.total_training_steps = config.trainer.total_training_steps or per_epochs
+        folder = config.trainer.train_only or Path(config.trainer.report_dir) / FOLDER
+        self.rollout_records = RolloutRecords(Path(folder).expanduser())
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.global_step = 0
-        self.workers: Any = None
+        self.workers: Any = None  # those that train
+        self.rollout_workers: Any = None  # those that only generate
+        self.tracking: Any = None
         self._carried_timing: dict[str, float] = {}
         self._unpublished: checkpointing.Checkpoint | None = None
 
     def init_workers(self) -> None:
         """Starts one process per device and builds the models in it."""
-        trainer = self.config.trainer
-        pool = RayResourcePool(process_on_nodes=[trainer.n_gpus_per_node] * trainer.nnodes)
-        role = "actor_rollout_ref" if self.config.use_reference_policy else "actor_rollout"
-        self.workers = RayWorkerGroup(
-            pool,
-            RayClassWithInitArgs(self.worker_class, config=self.config, role=role),
-            device_name=resolve_device(trainer.device),
-            num_cpus_per_worker=self.config.ray_kwargs.num_cpus_per_worker,
-            timeout_s=trainer.worker_timeout_s,
-        )
-        tables = self.workers.init_model()[0]
+        trainer, rollout = self.config.trainer, self.config.rollout
+        role = "actor" if self.config.has_rollout_ranks else "actor_rollout"
+        role += "_ref" if self.config.use_reference_policy else ""
+        num_later = self.config.num_devices - trainer.world_size
+        self.workers = self._start(self.worker_class, role, trainer.nnodes, trainer.n_gpus_per_node, None, num_later)
+        if self.rollout_class is not None:
+            self.rollout_workers = self._start(
+                self.rollout_class, "rollout", rollout.nnodes, rollout.n_gpus_per_node, self.workers, 0
+            )
+        tables = get_together(*(group.start("init_model") for group in self._groups()))[0][0]
         if tables:
             logger.info("on %s\n%s", resolve_device(trainer.device), op_tables_text(tables))
+        self.source = self._make_source()
+
+    def _start(
+        self, worker_class: type, role: str, num_nodes: int, per_node: int, joins: Any, num_later_ranks: int
+    ) -> RayWorkerGroup:
+        return RayWorkerGroup(
+            RayResourcePool(process_on_nodes=[per_node] * num_nodes),
+            RayClassWithInitArgs(worker_class, config=self.config, role=role),
+            device_name=resolve_device(self.config.trainer.device),
+            num_cpus_per_worker=self.config.ray_kwargs.num_cpus_per_worker,
+            timeout_s=self.config.trainer.worker_timeout_s,
+            start_timeout_s=self.config.trainer.start_timeout_s,
+            num_later_ranks=num_later_ranks,
+            joins=joins,
+        )
+
+    def _make_source(self) -> SynchronousSource | AsynchronousSource | RecordedSource:
+        """Where the samples of the steps come from, by ``trainer.schedule`` and ``trainer.train_only``."""
+        if self.config.trainer.train_only is not None:
+            return RecordedSource(self.config, self.train_loader, self.rollout_records, self.workers)
+        tokens = Tokens(self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
+        if self.config.has_rollout_ranks:
+            return AsynchronousSource(self.config, self.train_loader, tokens, self.workers, self.rollout_workers)
+
+        def score(batch: DataProto) -> None:
+            self._take_scores(batch, self.reward_fn.start(batch).result())
+
+        return SynchronousSource(self.config, self.train_loader, tokens, self.workers, score)
 
     def fit(self) -> None:
         """Resumes, validates, trains to ``total_training_steps``, saving and validating on the way."""
@@ -137,50 +178,55 @@ class RayPPOTrainer:
         self.reward_ledger.cut_back(self._first_logged_step())
         self.timeline.cut_back(self._first_logged_step())
         self.sample_records.cut_back(self._first_logged_step())
-        if self.global_step == 0 and trainer.val_before_train:
+        if trainer.records_rollouts:
+            self.rollout_records.cut_back(self._first_logged_step())
+        if self.global_step == 0 and trainer.tests_first:
             self.tracking.log(self._validate(), step=0)
-        batches = iter(self.train_loader)
         while self.global_step < self.total_training_steps:
             self.global_step += 1
-            self.timeline.begin(self.global_step, self.workers)
-            metrics = self._train_step(batches)
+            self.timeline.begin(self.global_step, *self._groups())
+            metrics = self._rollout_step() if trainer.rollout_only else self._train_step()
             self._publish_checkpoint(is_needed=False)
             is_last = self.global_step == self.total_training_steps
-            if (is_last and trainer.test_last) or (trainer.test_freq > 0 and self.global_step % trainer.test_freq == 0):
+            if trainer.tests_after(self.global_step, is_last=is_last):
                 metrics |= self._validate()
-            self.tracking.log(metrics | self._take_carried_timing(), step=self.global_step)
-            if (is_last and trainer.save_last) or (trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0):
+            self.tracking.log(metrics | self.run_metrics | self._take_carried_timing(), step=self.global_step)
+            if trainer.saves_after(self.global_step, is_last=is_last):
                 self._save_checkpoint()
-            self.timeline.end(self.workers)
+            self.timeline.end(*self._groups())
         self._publish_checkpoint(is_needed=True)
         self.tracking.close()
-        if trainer.export_hf:
+        if trainer.export_hf and not trainer.rollout_only:
             path = str(Path(trainer.report_dir) / "export_hf")
             self.workers.export_hf(path)
             logger.info("the trained model is in %s", path)
 
     def shutdown(self) -> None:
-        """Ends every worker process."""
-        if self.workers is not None:
-            self.workers.shutdown()
+        """Ends every worker process and closes the files of metrics."""
+        for group in self._groups():
+            group.shutdown()
+        if self.tracking is not None:
+            self.tracking.close()
 
-    def _train_step(self, batches: Iterator[dict[str, Any]]) -> dict[str, float]:
-        """One GRPO step: generate, score, log-probs, advantages, update."""
+    def _groups(self) -> list[Any]:
+        """The worker groups that have been started, in the order of their ranks."""
+        return [group for group in (self.workers, self.rollout_workers) if group is not None]
+
+    def _train_step(self) -> dict[str, float]:
+        """One GRPO step: samples, their scores, log-probs, advantages, update."""
         timing = self.timeline.phase_seconds()
         metrics: dict[str, float] = {
             "training/global_step": self.global_step,
-            "training/epoch": self.train_loader.epoch,
+            "training/epoch": self.source.epoch,
         }
         with marked_timer("step", timing):
-            if self.keeps_group is None:
-                batch = self._sample(batches, timing)
-            else:
-                batch, of_filter = self._sample_groups(batches, self.keeps_group, timing)
-                metrics |= of_filter
-            batch = self._balance_batch(batch)
+            batch, of_source = self.source.next_batch(self.global_step, timing)
+            metrics |= of_source
+            order = self._dealt_order(batch)
+            batch.reorder(order)
             batch.meta_info |= self._update_info()
-            # Runs in its own processes while log-probs are computed; groups were chosen by their scores.
-            scoring = self.reward_fn.start(batch) if self.keeps_group is None else None
+            # Runs in its own processes while log-probs are computed; filtered groups were chosen by their scores.
+            scoring = None if "token_level_scores" in batch.batch else self.reward_fn.start(batch)
             if self.config.needs_old_log_prob:
                 with marked_timer("old_log_prob", timing):
                     batch = batch.union(self.workers.compute_log_prob(worker_batch(batch)))
@@ -192,6 +238,9 @@ class RayPPOTrainer:
                     self._take_scores(batch, scoring.result())
                 self.reward_ledger.write(self.global_step)
                 metrics |= compute_reward_metrics(reward_parts(batch), "reward")
+            if self.config.trainer.save_rollouts:
+                with marked_timer("save_rollouts", timing):
+                    self._record_rollouts(batch, order, of_source)
             with marked_timer("adv", timing):
                 metrics |= self._apply_kl(batch)
                 batch = compute_advantage(batch, self.config)
@@ -201,73 +250,48 @@ class RayPPOTrainer:
             with marked_timer("update_actor", timing):
                 metrics |= self.workers.update_actor(worker_batch(batch, "advantages")).meta_info["metrics"]
         metrics |= compute_data_metrics(batch) | compute_timing_metrics(batch, timing)
-        return metrics | compute_throughout_metrics(batch, timing, self.config.trainer.world_size)
+        return metrics | compute_throughout_metrics(batch, timing, self.config.num_devices)
 
-    def _sample(self, batches: Iterator[dict[str, Any]], timing: dict[str, float], generation: int = 0) -> DataProto:
-        """The next prompts and their responses; a later generation of a step leaves the earlier ones' rows."""
-        prompts = self._next_prompts(batches, generation)
-        with marked_timer("gen", timing):
-            return prompts.union(self._generate(prompts, timing, keeps_rows=generation > 0))
-
-    def _sample_groups(
-        self, batches: Iterator[dict[str, Any]], keeps: Callable[[SampleGroup], bool], timing: dict[str, float]
-    ) -> tuple[DataProto, dict[str, float]]:
-        """Dynamic sampling: scored responses to a batch of prompts that the filter keeps, and its metrics."""
-
-        def scored(generation: int) -> DataProto:
-            batch = self._sample(batches, timing, generation)
+    def _rollout_step(self) -> dict[str, float]:
+        """The first half of a step: samples and their scores, which are recorded and not trained on."""
+        timing = self.timeline.phase_seconds()
+        metrics: dict[str, float] = {
+            "training/global_step": self.global_step,
+            "training/epoch": self.source.epoch,
+        }
+        with marked_timer("step", timing):
+            batch, of_source = self.source.next_batch(self.global_step, timing)
             with marked_timer("reward", timing):
-                self._take_scores(batch, self.reward_fn.start(batch).result())
-            return batch
+                if "token_level_scores" not in batch.batch:
+                    self._take_scores(batch, self.reward_fn.start(batch).result())
+                self.reward_ledger.write(self.global_step)
+                metrics |= of_source | compute_reward_metrics(reward_parts(batch), "reward")
+            with marked_timer("save_rollouts", timing):
+                self._record_rollouts(batch, list(range(len(batch))), of_source)
+        metrics |= compute_sample_metrics(batch) | compute_timing_metrics(batch, timing)
+        return metrics | compute_throughout_metrics(batch, timing, self.config.num_devices)
 
-        limit = self.config.algorithm.filter_groups.max_num_gen_batches
-        return collect_groups(scored, keeps, self.config.data.train_batch_size, limit)
+    def _record_rollouts(self, batch: DataProto, dealt_order: list[int], metrics: dict[str, float]) -> None:
+        rows = recorded_rows(self.workers, batch, dealt_order)
+        state, _ = self.source.state()
+        self.rollout_records.write(self.global_step, RolloutRecord(rows, metrics, state["loader"]))
 
     def _take_scores(self, batch: DataProto, scores: Scores) -> None:
         """Scores into ``batch``, grades into the ledger."""
         self.reward_ledger.add(scores.samples)
         add_scores(batch, scores, self.config.reward_model.overlong_buffer)
 
-    def _next_prompts(self, batches: Iterator[dict[str, Any]], generation: int) -> DataProto:
-        """The next prompts, each repeated n times; uids per prompt and sampling seeds per row differ within a step."""
-        batch = DataProto.from_single_dict(next(batches))
-        first = generation * len(batch)
-        uids = [f"{self.global_step}-{first + i}" for i in range(len(batch))]
-        batch.non_tensor_batch["uid"] = np.array(uids, dtype=object)
-        rollout = self.config.actor_rollout_ref.rollout
-        batch = batch.repeat(rollout.n, interleave=True)
-        seeds = sampling_seeds(rollout.seed, self.global_step, first * rollout.n, len(batch))
-        batch.non_tensor_batch["sampling_seeds"] = seeds
-        return batch
-
-    def _generate(self, prompts: DataProto, timing: dict[str, float], **meta_info: Any) -> DataProto:
-        """Responses to ``prompts``, whose token ids are taken out of it, and ``num_tokens`` int64 [B] of both."""
-        request = prompts.pop(non_tensor_batch_keys=["raw_prompt_ids", "sampling_seeds"])
-        request.meta_info |= meta_info | {
-            "eos_token_id": self.tokenizer.eos_token_id,
-            "pad_token_id": self.tokenizer.pad_token_id,
-        }
-        rollout_dp = self.config.trainer.world_size // self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        request, num_pad = pad_dataproto_to_divisor(request, rollout_dp)
-        output = unpad_dataproto(self.workers.generate_sequences(request), num_pad)
-        timing |= output.meta_info.pop("timing")
-        num_prompt = [len(ids) for ids in request.non_tensor_batch["raw_prompt_ids"][: len(output)]]
-        output.batch["num_tokens"] = torch.tensor(num_prompt) + output.batch["response_mask"].sum(-1)
-        return output
-
-    def _balance_batch(self, batch: DataProto) -> DataProto:
-        """Orders rows so that every data-parallel rank gets its share, by length, of the rows of each mini-batch."""
+    def _dealt_order(self, batch: DataProto) -> list[int]:
+        """Rows so that every data-parallel rank gets its share, by length, of the rows of each mini-batch."""
         models = self.config.actor_rollout_ref
         num_ranks = models.actor.megatron.layout(self.config.trainer.world_size).data_parallel_size
-        order = dealt_order(
+        return dealt_order(
             batch.batch["num_tokens"].tolist(),
             num_ranks,
             models.actor.ppo_mini_batch_size * models.rollout.n,
             balance=self.config.trainer.balance_batch,
             shuffle_seed=models.actor.shuffle_seed(self.global_step) if models.actor.shuffle else None,
         )
-        batch.reorder(torch.tensor(order))
-        return batch
 
     def _update_info(self) -> dict[str, Any]:
         rollout = self.config.actor_rollout_ref.rollout
@@ -331,7 +355,7 @@ class RayPPOTrainer:
             prompts = DataProto.from_single_dict(collate_fn([dataset[i] for i in rows])).repeat(n, interleave=True)
             seeds = sampling_seeds(seed, _VALIDATION_STREAM, first * n, len(prompts))
             prompts.non_tensor_batch["sampling_seeds"] = seeds
-            yield prompts.union(self._generate(prompts, {}, validate=True))
+            yield prompts.union(self.source.generate(self.global_step, prompts))
 
     def _write_generations(self, outputs: list[DataProto], responses: list[str], parts: dict[str, np.ndarray]) -> None:
         limit = self.config.trainer.log_val_generations
@@ -365,7 +389,8 @@ class RayPPOTrainer:
         checkpoint = checkpointing.checkpoint_at(root, self.global_step)
         with marked_timer("save_checkpoint", timing):
             self._publish_checkpoint(is_needed=True)
-            checkpoint.write_state({"loader": self.train_loader.state_dict(), "kl_coef": self.kl_ctrl.value})
+            state, arrays = self.source.state()
+            checkpoint.write_state(state | {"kl_coef": self.kl_ctrl.value}, arrays)
             latest_path = checkpointing.latest_path(root).absolute()
             self.workers.save_checkpoint(
                 str(checkpoint.actor.absolute()), global_step=self.global_step, latest_path=str(latest_path)
@@ -405,8 +430,8 @@ class RayPPOTrainer:
                 logger.info("no checkpoint in %s: starting from the model's weights", trainer.default_local_dir)
                 return
             checkpoint = found
-        state = checkpoint.read_state()
-        self.train_loader.load_state_dict(state["loader"])
+        state, arrays = checkpoint.read_state()
+        self.source.load_state(state, arrays, checkpoint.step)
         self.kl_ctrl.value = state["kl_coef"]
         self.workers.load_checkpoint(str(checkpoint.actor.absolute()))
         self.global_step = checkpoint.step

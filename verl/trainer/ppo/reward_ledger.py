@@ -42,8 +42,8 @@ class RewardLedger:
             self._samples += samples
 
     def write(self, step: int, *, is_validation: bool = False) -> None:
-        """The file of one step, of all samples since the last one; on disk when this returns."""
-        if self._contents == "off":
+        """The file of one step, of all samples graded since the last one, if any; on disk when this returns."""
+        if self._contents == "off" or not self._samples:
             return
         self._directory.mkdir(parents=True, exist_ok=True)
         samples, self._samples = self._samples, []

@@ -21,6 +21,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.checkpointing import write_text
 from verl.trainer.ppo.scores import REWARD_PARTS
 from verl.trainer.ppo.step_files import remove_steps
+from verl.workers.rollout.orders import VERSIONS
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class SampleRecords:
             "tokens": token_texts(self._decode, token_ids),
             "rollout_log_probs": log_probs[ROLLOUT],
             "log_probs": log_probs[TRAINING],
-            "versions": [[step - 1, len(token_ids)]],
+            "versions": texts[VERSIONS][row] if VERSIONS in texts else [[step - 1, len(token_ids)]],
             "reward": _finite(float(tensors["token_level_scores"][row].sum())),
             "parts": {name: _finite(value) for name, value in texts[REWARD_PARTS][row].items()},
             "advantage": _finite(float(tensors["advantages"][row][is_response_R].mean())),

@@ -62,25 +62,29 @@ class StepTimeline:
         """What ``marked_timer`` fills: its phases are the controller's spans."""
         return PhaseSeconds(self._controller)
 
-    def begin(self, step: int, workers: Any) -> None:
-        """Starts the recording of ``step`` on all ranks, where it is one that is recorded."""
+    def begin(self, step: int, *groups: Any) -> None:
+        """Starts the recording of ``step`` on all ranks of all groups, where it is one that is recorded."""
         if self._freq < 1 or step % self._freq:
             return
         self._step, self._readings = step, []
         self._start_s = now_s()
         self._controller.begin()
-        self._note(self._start_s, workers.begin_timeline())
+        for group in groups:
+            self._note(self._start_s, group.begin_timeline())
 
-    def end(self, workers: Any) -> None:
+    def end(self, *groups: Any) -> None:
         """Writes the step that was begun, if one was."""
         if self._step is None:
             return
         for _ in range(_EXTRA_READINGS):
             asked_s = now_s()
-            self._note(asked_s, workers.read_clock())
-        asked_s = now_s()
-        recordings: list[Recording] = workers.take_timeline()
-        self._note(asked_s, [recording.reading for recording in recordings])
+            for group in groups:
+                self._note(asked_s, group.read_clock())
+        recordings: list[Recording] = []
+        for group in groups:
+            asked_s = now_s()
+            recordings += (of_group := group.take_timeline())
+            self._note(asked_s, [recording.reading for recording in of_group])
         text = json.dumps(
             trace(self._step, self._start_s, self._controller.take(), recordings, clock_offsets(self._readings))
         )

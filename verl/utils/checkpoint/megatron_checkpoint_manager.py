@@ -87,4 +87,4 @@ class MegatronCheckpointManager:
         stream = export_weights(self.model, self.hf_config, self.groups.layout, self.groups)
         save_hf_checkpoint(stream, path, self.hf_dir, is_writer=self.groups.rank == 0)
         if self.groups.layout.world_size > 1:
-            torch.distributed.barrier()
+            torch.distributed.barrier(self.groups.world)

@@ -28,6 +28,7 @@ class ResumableLoader:
         self.seed = seed
         self.epoch = 0
         self.batch_index = 0
+        self._shuffled: tuple[int, list[int]] | None = None  # of one epoch
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -35,18 +36,29 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while True:
-            order = self._order()
+            order = self._order(self.epoch)
             while self.batch_index < len(self):
                 first = self.batch_index * self.batch_size
                 self.batch_index += 1
                 yield collate_fn([self.dataset[i] for i in order[first : first + self.batch_size]])
             self.epoch, self.batch_index = self.epoch + 1, 0
 
-    def _order(self) -> list[int]:
+    def place(self, number: int) -> tuple[int, int]:
+        """Epoch and place in it of the prompt that comes ``number`` prompts after the first."""
+        return divmod(number, len(self) * self.batch_size)
+
+    def prompt(self, number: int) -> dict[str, Any]:
+        """That prompt; whatever has been iterated over."""
+        epoch, place = self.place(number)
+        return self.dataset[self._order(epoch)[place]]
+
+    def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:
             return list(range(len(self.dataset)))
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        return torch.randperm(len(self.dataset), generator=generator).tolist()
+        if self._shuffled is None or self._shuffled[0] != epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self._shuffled = (epoch, torch.randperm(len(self.dataset), generator=generator).tolist())
+        return self._shuffled[1]
 
     def state_dict(self) -> dict[str, int]:
         """Where the next batch comes from, and what must not change for it to mean the same."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RESPONSE_LIMIT = "max_response_length"  # in a row's extra_info: tokens after which its responses are cut
+
 
 class RLHFDataset:
     """Rows with their prompt tokenised through the chat template.
@@ -55,6 +57,13 @@ class RLHFDataset:
         self._rows = [(row, texts[index], ids[index]) for index, row in enumerate(rows) if index not in dropped]
         if not self._rows:
             raise ValueError(f"no prompt of {', '.join(data_files)} has at most {max_prompt_length} tokens")
+        limits = {index: (row.get("extra_info") or {}).get(RESPONSE_LIMIT) for index, row in enumerate(rows)}
+        wrong = [index for index, limit in limits.items() if limit is not None and not (_is_int(limit) and limit > 0)]
+        if wrong:
+            raise ValueError(
+                f"{len(wrong)} rows of {', '.join(data_files)} have an extra_info.{RESPONSE_LIMIT} that is no number "
+                f"of tokens, the first is row {wrong[0]} ({limits[wrong[0]]!r}); give a whole number above 0, or none"
+            )
         if dropped:
             logger.info("%d of %d prompts are over %d tokens", len(dropped), len(rows), max_prompt_length)
 
@@ -62,16 +71,25 @@ class RLHFDataset:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """``raw_prompt_ids``, a list of at most ``max_prompt_length`` token ids, and the row."""
+        """``raw_prompt_ids``, a list of at most ``max_prompt_length`` token ids, and the row.
+
+        ``response_limit`` is the row's own ``extra_info.max_response_length``, 0 where it has none.
+        """
         row, text, tokens = self._rows[index]
+        extra_info = row.get("extra_info") or {}
         return {
             "raw_prompt_ids": list(tokens),
             "prompt_text": text,
             "data_source": row["data_source"],
             "reward_model": row["reward_model"],
-            "extra_info": row.get("extra_info") or {},
+            "extra_info": extra_info,
+            "response_limit": extra_info.get(RESPONSE_LIMIT) or 0,
             "index": index,
         }
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def collate_fn(items: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:

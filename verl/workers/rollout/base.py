@@ -23,7 +23,15 @@ class BaseRollout(ABC):
     """Generates with weights that the trainer streams in; holds device memory only between resume and release."""
 
     @abstractmethod
-    def __init__(self, config: RolloutConfig, model_path: str, *, rollout_ops: str, device: torch.device) -> None: ...
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_path: str,
+        *,
+        rollout_ops: str,
+        device: torch.device,
+        first_rank: int = 0,
+    ) -> None: ...
 
     @abstractmethod
     def resume(self, tags: list[str]) -> None:

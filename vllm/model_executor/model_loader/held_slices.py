@@ -6,13 +6,13 @@ What the layers' `targets` say of a model that is built, for every rank and with
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
 
 import torch
 
-from vllm.config import ParallelConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.model_executor.layers.quantization.fp8 import FP8_DTYPE, SCALE_SUFFIX, is_quantized, num_blocks, touched
 from vllm.transformers_utils.config import DeepseekV3Config, HFConfig, Qwen3Config
 
@@ -28,6 +28,13 @@ class HeldSlice:
     hf_shape: Shape
     ranges: Ranges
     dtype: torch.dtype
+
+
+def config_held_slices(config: VllmConfig, rank: int) -> dict[str, HeldSlice]:
+    """Hugging Face name -> what rank `rank` of an engine of this configuration holds of it."""
+    model = config.model
+    parallel = replace(config.parallel, rank=rank)
+    return held_slices(model.hf, parallel, getattr(torch, model.dtype), model.quantization)
 
 
 def held_slices(

@@ -97,6 +97,36 @@ class LLMEngine:
             raise
         return self._outputs_of(finished)
 
+    def run(self, max_steps: int) -> list[RequestOutput]:
+        """What up to `max_steps` steps brought; fewer when no replica that steps with this one has work left.
+
+        Replicas that share experts all call it, with or without requests, with the same number.
+        """
+        outputs: list[RequestOutput] = []
+        self._is_anyone_busy = True  # what others were given is heard of in the first step
+        for _ in range(max_steps):
+            if not self.has_unfinished_requests():
+                break
+            outputs += self.step()
+        return outputs
+
+    def withdraw(self) -> list[PromptGroup]:
+        """Take all unfinished requests out, for new weights or another engine; `resume` goes on with them.
+
+        Their blocks are free, and what these held is computed again.
+        """
+        self.core.scheduler.withdraw_all()
+        groups = [stream.group for stream in self._streams.values()]
+        self._forget_streams()
+        return groups
+
+    def resume(self, groups: Sequence[PromptGroup]) -> None:
+        """Queue what `withdraw` gave, in this order and with the priorities of then; ValueError as `add_request`."""
+        for group in groups:
+            if group.request_id in self._streams:
+                raise ValueError(f"request id {group.request_id!r} belongs to an unfinished request")
+        self._add(groups, [0] * len(groups), RequestOutputKind.FINAL_ONLY)  # samples that are there have theirs
+
     def has_unfinished_requests(self) -> bool:
         """Whether a step has something to do: here or, when replicas share experts, as of the last step elsewhere."""
         return bool(self._streams) or (self.config.parallel.steps_in_lockstep and self._is_anyone_busy)

@@ -98,13 +98,23 @@ def encode(request: Request, num_computed_tokens: int = 0) -> np.ndarray:
 
 def decode(words: np.ndarray) -> list[Request]:
     """The requests of arrays that `encode` made, laid one after the other; without KV blocks."""
-    requests = []
+    return [_decode_one(part) for part in split(words)]
+
+
+def split(words: np.ndarray) -> list[np.ndarray]:
+    """Arrays that `encode` made, laid one after the other, one by one again."""
+    parts = []
     start = 0
     while start < len(words):
         end = start + int(words[start])
-        requests.append(_decode_one(words[start:end]))
+        parts.append(words[start:end])
         start = end
-    return requests
+    return parts
+
+
+def home(words: np.ndarray) -> tuple[int, int]:
+    """Of the request of an array that `encode` made."""
+    return int(words[HEADER.index("home_rank")]), int(words[HEADER.index("home_key")])
 
 
 def _decode_one(words: np.ndarray) -> Request:

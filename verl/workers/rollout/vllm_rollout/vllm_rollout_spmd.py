@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,49 +14,34 @@ from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.base import BaseRollout
 from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams, TokensPrompt
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.digest import WeightDigest
-from vllm.model_executor.model_loader.held_slices import HeldSlice
+from vllm.model_executor.model_loader.held_slices import HeldSlice, config_held_slices
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
+from vllm.sampling_params import RequestOutputKind
 
 logger = logging.getLogger(__name__)
 
 
 class vLLMRollout(BaseRollout):
-    """One data-parallel replica's share of the rollout; tensor-parallel ranks of a replica get the same rows."""
+    """One data-parallel replica's share of the rollout; tensor-parallel ranks of a replica get the same rows.
 
-    def __init__(self, config: RolloutConfig, model_path: str, *, rollout_ops: str, device: torch.device) -> None:
+    Args:
+        first_rank: the ranks before it have no engine.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_path: str,
+        *,
+        rollout_ops: str,
+        device: torch.device,
+        first_rank: int = 0,
+    ) -> None:
         self.config = config
-        world_size = torch.distributed.get_world_size()
-        self.inference_engine = LLM(
-            model=model_path,
-            skip_tokenizer_init=True,
-            dtype=config.dtype,
-            seed=config.seed,
-            tensor_parallel_size=config.tensor_model_parallel_size,
-            data_parallel_size=config.replicas_per_engine(world_size),
-            enable_expert_parallel=config.enable_expert_parallel,
-            distributed_executor_backend="external_launcher",
-            max_model_len=config.context_length,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            num_gpu_blocks_override=config.num_gpu_blocks_override,
-            block_size=config.block_size,
-            enable_chunked_prefill=config.enable_chunked_prefill,
-            enable_prefix_caching=config.enable_prefix_caching,
-            enable_sleep_mode=True,
-            enforce_eager=config.enforce_eager,
-            cudagraph_capture_sizes=config.cudagraph_capture_sizes,
-            kv_cache_layout=config.kv_cache_layout,
-            enable_return_routed_experts=config.enable_rollout_routing_replay,
-            expert_exchange=config.expert_exchange,
-            force_load_balancing=config.fix_router,
-            rebalance_interval=config.rebalance_interval,
-            load_format="dummy",
-            quantization=config.quantization,
-            rollout_ops=rollout_ops,
-            device=device.type,
-        )
+        arguments = _engine_arguments(config, model_path, torch.distributed.get_world_size() - first_rank)
+        self.inference_engine = LLM(**arguments, rollout_ops=rollout_ops, device=device.type, first_rank=first_rank)
         self.release()
 
     def resume(self, tags: list[str]) -> None:
@@ -82,7 +68,8 @@ class vLLMRollout(BaseRollout):
         """Generates one response per row.
 
         Args:
-            prompts: ``raw_prompt_ids`` (lists of ints) and ``sampling_seeds`` (ints) in ``non_tensor_batch``;
+            prompts: ``raw_prompt_ids`` (lists of ints) and ``sampling_seeds`` (ints) in ``non_tensor_batch``, and where
+                rows have limits of their own ``response_limit`` (tokens, 0: the config's);
                 ``eos_token_id``, ``pad_token_id`` and optionally ``validate`` and ``do_sample`` in ``meta_info``.
 
         Returns:
@@ -93,11 +80,16 @@ class vLLMRollout(BaseRollout):
         """
         seeds = prompts.non_tensor_batch["sampling_seeds"]
         requests = [TokensPrompt(prompt_token_ids=list(ids)) for ids in prompts.non_tensor_batch["raw_prompt_ids"]]
-        params = [self._sampling_params(prompts.meta_info, int(seed)) for seed in seeds]
+        limits = prompts.non_tensor_batch.get("response_limit", np.zeros(len(seeds), dtype=object))
+        params = [
+            self.sampling_params(prompts.meta_info, int(seed), int(limit))
+            for seed, limit in zip(seeds, limits, strict=True)
+        ]
         outputs = self.inference_engine.generate(requests, params, use_tqdm=False)
-        return self._to_batch(prompts, outputs)
+        return self.to_batch(outputs, prompts.meta_info)
 
-    def _sampling_params(self, meta_info: dict, seed: int) -> SamplingParams:
+    def sampling_params(self, meta_info: dict[str, Any], seed: int, response_limit: int = 0) -> SamplingParams:
+        """How the row with this seed is sampled; ``meta_info`` and ``response_limit`` as in ``generate_sequences``."""
         config = self.config
         is_validation = bool(meta_info.get("validate", False))
         chosen = config.val_kwargs if is_validation else config
@@ -107,22 +99,24 @@ class vLLMRollout(BaseRollout):
             temperature=chosen.temperature if do_sample else 0.0,
             top_k=chosen.top_k if do_sample else -1,
             top_p=chosen.top_p if do_sample else 1.0,
-            max_tokens=config.response_length,
+            max_tokens=min(response_limit or config.response_length, config.response_length),
             stop_token_ids=[] if config.ignore_eos else [int(meta_info["eos_token_id"])],
             ignore_eos=config.ignore_eos,
             seed=seed,
             logprobs=0,
             detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _to_batch(self, prompts: DataProto, outputs: list[RequestOutput]) -> DataProto:
-        length, pad = self.config.response_length, int(prompts.meta_info["pad_token_id"])
+    def to_batch(self, outputs: list[RequestOutput], meta_info: dict[str, Any]) -> DataProto:
+        """The rows of ``outputs``, one sample each, with the columns of ``generate_sequences``."""
+        length, pad = self.config.response_length, int(meta_info["pad_token_id"])
         completions = [output.outputs[0] for output in outputs]
         responses = _right_padded([c.token_ids for c in completions], length, pad, torch.int64)
         lengths = torch.tensor([len(c.token_ids) for c in completions])
         response_mask = (torch.arange(length) < lengths[:, None]).long()
 
-        raw_ids = list(prompts.non_tensor_batch["raw_prompt_ids"])
+        raw_ids = [output.prompt_token_ids for output in outputs]
         prompt_lengths = torch.tensor([len(ids) for ids in raw_ids])
         prompt_ids = _left_padded(raw_ids, self.config.prompt_length, pad)
         prompt_mask = (
@@ -137,12 +131,50 @@ class vLLMRollout(BaseRollout):
         if self.config.calculate_log_probs:
             log_probs = [c.sampled_logprobs for c in completions]
             tensors["rollout_log_probs"] = _right_padded(log_probs, length, 0.0, torch.float32)
-        if self.config.enable_rollout_routing_replay and not prompts.meta_info.get("validate", False):
+        if self.config.enable_rollout_routing_replay and not meta_info.get("validate", False):
             tensors["routed_experts"] = _routed_experts(
                 completions, prompt_lengths.tolist(), self.config.prompt_length, length
             )
         reasons = np.array([c.finish_reason for c in completions], dtype=object)
         return DataProto.from_dict(tensors=tensors, non_tensors={"finish_reason": reasons})
+
+
+def engine_holdings(config: RolloutConfig, model_path: str, num_ranks: int) -> dict[int, dict[str, HeldSlice]]:
+    """What each of the ``num_ranks`` ranks of an engine holds, told where there is no engine; ranks count from 0."""
+    arguments = _engine_arguments(config, model_path, num_ranks)
+    engine = EngineArgs(**arguments).create_engine_config(0, num_ranks)
+    return {rank: config_held_slices(engine, rank) for rank in range(num_ranks)}
+
+
+def _engine_arguments(config: RolloutConfig, model_path: str, num_ranks: int) -> dict[str, Any]:
+    return {
+        "model": model_path,
+        "skip_tokenizer_init": True,
+        "dtype": config.dtype,
+        "seed": config.seed,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "data_parallel_size": config.replicas_per_engine(num_ranks),
+        "enable_expert_parallel": config.enable_expert_parallel,
+        "distributed_executor_backend": "external_launcher",
+        "max_model_len": config.context_length,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "num_gpu_blocks_override": config.num_gpu_blocks_override,
+        "block_size": config.block_size,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enable_sleep_mode": True,
+        "enforce_eager": config.enforce_eager,
+        "cudagraph_capture_sizes": config.cudagraph_capture_sizes,
+        "kv_cache_layout": config.kv_cache_layout,
+        "enable_return_routed_experts": config.enable_rollout_routing_replay,
+        "expert_exchange": config.expert_exchange,
+        "force_load_balancing": config.fix_router,
+        "rebalance_interval": config.rebalance_interval,
+        "load_format": "dummy",
+        "quantization": config.quantization,
+    }
 
 
 def _routed_experts(

@@ -1,0 +1,133 @@
+"""The schedules on a real Ray with one rank that trains and one that generates: ages, versions, no sample lost."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
+from tests.pages import undocumented
+from tests.verl.bandit import bandit_config, write_inputs
+from verl.trainer.config import validate_config
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.megatron_workers import ActorRolloutRefWorker
+from verl.workers.reward_manager import NaiveRewardManager
+from verl.workers.separate_workers import RolloutWorker, TrainingWorker
+
+PROMPTS, SAMPLES = 4, 2
+MODEL = (
+    "data.max_response_length=12",
+    f"actor_rollout_ref.rollout.n={SAMPLES}",
+    "actor_rollout_ref.actor.megatron.dtype=float32",
+    "actor_rollout_ref.rollout.dtype=float32",
+    "actor_rollout_ref.rollout.enforce_eager=True",
+    "actor_rollout_ref.rollout.max_num_seqs=6",
+    "actor_rollout_ref.rollout.num_gpu_blocks_override=64",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+    "trainer.val_before_train=False",
+    "trainer.log_samples_freq=1",
+    "trainer.export_hf=False",
+    "trainer.total_epochs=9",
+)
+SEPARATE = ("actor_rollout_ref.hybrid_engine=False", "rollout.nnodes=1", "rollout.n_gpus_per_node=1")
+ASYNC = (*SEPARATE, "trainer.schedule=fully_async", "async_training.steps_per_call=3")
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    write_inputs(tmp_path)
+    write_tiny_checkpoint(tmp_path / "model", tiny_hf_config(vocab_size=300), seed=1, dtype=torch.float32)
+    return tmp_path
+
+
+def train(root: Path, steps: int, *overrides: str) -> list[dict[str, Any]]:
+    """Trains to ``steps``, on from where an earlier call was; the metrics of all steps."""
+    length = (f"trainer.total_training_steps={steps}", "trainer.save_freq=2", "trainer.test_freq=2")
+    config = bandit_config(root, *MODEL, *length, *overrides)
+    assert validate_config(config) == []
+    tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
+    reward_fn = NaiveRewardManager(tokenizer, config.reward_model, config.custom_reward_function)
+    classes = (TrainingWorker, RolloutWorker) if config.has_rollout_ranks else (ActorRolloutRefWorker, None)
+    trainer = RayPPOTrainer(config, tokenizer, classes[0], reward_fn, classes[1])
+    try:
+        trainer.init_workers()
+        trainer.fit()
+    finally:
+        trainer.shutdown()
+        reward_fn.close()
+    metrics = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    assert undocumented(name for record in metrics for name in record) == []
+    assert [record["step"] for record in metrics] == list(range(1, steps + 1))
+    return metrics
+
+
+def versions_of(root: Path, steps: int) -> list[list[Any]]:
+    """Per step the versions of its samples; asserts that no prompt was trained on twice and none in part."""
+    groups: Counter[str] = Counter()
+    found = []
+    for step in range(1, steps + 1):
+        rows = [json.loads(line) for line in (root / "samples" / f"step_{step}.jsonl").read_text().splitlines()]
+        assert len(rows) == PROMPTS * SAMPLES
+        groups.update(row["uid"] for row in rows)
+        for row in rows:
+            assert sum(count for _, count in row["versions"]) == row["length"] == len(row["rollout_log_probs"])
+        found.append([row["versions"] for row in rows])
+    assert len(groups) == steps * PROMPTS and set(groups.values()) == {SAMPLES}
+    return found
+
+
+@pytest.mark.timeout(240)
+def test_one_step_off_trains_on_whole_samples_of_the_version_before(local_ray: None, root: Path) -> None:
+    metrics = train(root, 3, *SEPARATE, "trainer.schedule=one_step_off")
+    assert [record["schedule/staleness/max"] for record in metrics] == [0, 1, 1]
+    assert metrics[0]["training/rollout_probs_diff_max"] < 1e-4
+    for step, versions in enumerate(versions_of(root, 3), start=1):
+        assert {version for spans in versions for version, _ in spans} == {max(0, step - 2)}
+        assert all(len(spans) == 1 for spans in versions)
+
+
+@pytest.mark.timeout(240)
+def test_fully_async_carries_partial_samples_over_syncs_and_a_restart(local_ray: None, root: Path) -> None:
+    settings = (
+        *ASYNC,
+        "async_training.trigger_parameter_sync_step=2",
+        "async_training.staleness_threshold=1.5",
+        "algorithm.rollout_correction={rollout_is:token}",
+    )
+    train(root, 4, *settings)
+    assert (root / "checkpoints" / "global_step_4" / "data.npz").is_file()
+    metrics = train(root, 6, *settings)
+    assert max(record["schedule/staleness/max"] for record in metrics) in (1, 2)
+    assert all("rollout_corr/kl" in record for record in metrics)
+    versions = versions_of(root, 6)
+    drawn = {version for of_step in versions for spans in of_step for version, _ in spans}
+    assert drawn <= {0, 2, 4} and len(drawn) > 1  # every second step's weights
+    with pytest.raises(ValueError, match=r"actor_rollout_ref.rollout.n is 4 and was 2 when the checkpoint's samples"):
+        train(root, 7, *settings, "actor_rollout_ref.rollout.n=4")
+
+
+@pytest.mark.slow  # the parts of the others in another order
+@pytest.mark.timeout(240)
+def test_a_synchronous_run_goes_on_asynchronously_and_lets_samples_end_before_a_sync(
+    local_ray: None, root: Path
+) -> None:
+    train(root, 2)
+    bypass = "algorithm.rollout_correction={bypass_mode:True}"
+    metrics = train(root, 5, *ASYNC, "async_training.partial_rollout=False", bypass)
+    assert all(record["schedule/partial_samples"] == 0 for record in metrics[2:])
+    versions_of(root, 5)

@@ -1,0 +1,254 @@
+"""The schedules on four processes: synchronous on all four, asynchronous with two that train and two that generate.
+
+    python -m tools.bench.schedules --output DIR [--rounds 3] [--steps 12]          # samples per second
+    python -m tools.bench.schedules --output DIR --score [--rounds 0]               # and the score that each reaches
+
+For the rate, prompts have response limits of their own from a heavy tail (Pareto, exponent 1, from 1/32 of the longest
+to the longest) and ignore the end token, so that every schedule generates the same lengths. The schedules take turns; a
+round's ratio is of runs next to each other, and the figure is the median. The rate is that of the steps behind the
+first three, in which an asynchronous run fills its queue.
+
+For the score, both train on the arithmetic task with the recipe's settings, from the same base model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from recipes.common.arithmetic import make_set
+from recipes.common.base_model import make_base_model
+from recipes.r1_zero.json_to_parquet import main as json_to_parquet
+from recipes.r1_zero.recipe import CORPUS
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG_DIR, REWARD = ROOT / "recipes/r1_zero/config", ROOT / "recipes/r1_zero/deepscaler.py"
+ROLLOUT = "actor_rollout_ref.rollout"
+FILLING_STEPS = 3
+SCORE_SEQUENCES = 64  # that a rollout rank decodes at a time when the score counts; the more, the older samples get
+SYNC = "sync"
+SEPARATE = ("trainer.n_gpus_per_node=2", "rollout.nnodes=1", "rollout.n_gpus_per_node=2")
+# The rollout's log-probs are the old ones, so that a step computes as much in every schedule.
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    SYNC: ("trainer.n_gpus_per_node=4",),
+    "one_step_off": (
+        *SEPARATE,
+        "actor_rollout_ref.hybrid_engine=False",
+        "trainer.schedule=one_step_off",
+        "algorithm.rollout_correction={bypass_mode:True}",
+    ),
+    "fully_async": (
+        *SEPARATE,
+        "actor_rollout_ref.hybrid_engine=False",
+        "trainer.schedule=fully_async",
+        "async_training.staleness_threshold=3",
+        # Four processes share the machine's cores: what generates ahead of need takes them from what trains.
+        "async_training.fixed_order=True",
+        "algorithm.rollout_correction={bypass_mode:True}",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What one run did after it had filled its queue."""
+
+    samples_per_s: float
+    max_staleness: float
+    mean_staleness: float
+    mean_length: float
+    wait_share: float  # of the steps' time that was spent waiting for samples
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the tables; 1 when fully_async is slower than --least-ratio or scores more than --margin below sync."""
+    options = _parser().parse_args(argv)
+    inputs = make_inputs(options)
+    is_good = True
+    if options.rounds:
+        is_good = statistics.median(compare_rates(options, inputs)["fully_async"]) >= options.least_ratio
+    if options.score:
+        scores = compare_scores(options, inputs)
+        is_good = is_good and scores["fully_async"] >= scores[SYNC] - options.margin
+    return int(not is_good)
+
+
+def make_inputs(options: argparse.Namespace) -> Path:
+    """Data and base model, made once: ``data/{train,test}.parquet``, ``long_tail.parquet`` and ``model``."""
+    folder: Path = options.output / "inputs"
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / "arithmetic.json"
+    if not source.is_file():
+        source.write_text(json.dumps(make_set(num_problems=2000)))
+    json_to_parquet(["--json_path", str(source), "--output_dir", str(folder / "data")])
+    train = folder / "data/train.parquet"
+    make_base_model(
+        CORPUS, train, folder / "model", seed=42, num_steps=options.warmup_steps, batch_size=64, num_processes=1
+    )
+    write_long_tail(train, folder / "long_tail.parquet", options.longest)
+    return folder
+
+
+def write_long_tail(train: Path, path: Path, longest: int) -> None:
+    """The rows of ``train`` with response limits of a heavy tail up to ``longest`` tokens."""
+    import pyarrow as pa
+
+    draw = random.Random(0)
+    rows = pq.read_table(train).to_pylist()
+    for row in rows:
+        row["extra_info"]["max_response_length"] = min(longest, int(longest / 32 / (1.0 - draw.random())))
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def compare_rates(options: argparse.Namespace, inputs: Path) -> dict[str, list[float]]:
+    """Every schedule once a round, in turns; the ratios to the synchronous one by schedule and round."""
+    names = [SYNC, *(name for name in options.schedules if name != SYNC)]
+    rates: dict[str, list[Rate]] = {name: [] for name in names}
+    for round_ in range(options.rounds):
+        for name in names:
+            directory = options.output / f"rate-{name}-{round_}"
+            run(name, directory, inputs, rate_overrides(options, inputs), options)
+            rates[name].append(rate_of(directory, options.prompts * options.samples))
+            print(f"round {round_}: {name}: {rates[name][-1]}", flush=True)
+    ratios = {
+        name: [own.samples_per_s / sync.samples_per_s for own, sync in zip(rates[name], rates[SYNC], strict=True)]
+        for name in names
+    }
+    print("| schedule | samples/s | of sync | staleness mean / max | waited for samples |\n|---|---|---|---|---|")
+    for name in names:
+        speed = statistics.median(rate.samples_per_s for rate in rates[name])
+        stale = statistics.median(rate.mean_staleness for rate in rates[name])
+        print(
+            f"| {name} | {speed:.1f} | {statistics.median(ratios[name]):.2f} | {stale:.2f} / "
+            f"{max(rate.max_staleness for rate in rates[name]):.0f} | "
+            f"{statistics.median(rate.wait_share for rate in rates[name]):.0%} |",
+            flush=True,
+        )
+    return ratios
+
+
+def rate_overrides(options: argparse.Namespace, inputs: Path) -> list[str]:
+    """Long-tailed lengths; nothing but training steps."""
+    return [
+        f"data.train_files={inputs / 'long_tail.parquet'}",
+        f"data.max_response_length={options.longest}",
+        f"data.train_batch_size={options.prompts}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={options.prompts}",
+        f"{ROLLOUT}.n={options.samples}",
+        f"{ROLLOUT}.ignore_eos=True",
+        f"{ROLLOUT}.max_num_seqs={options.sequences}",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+        "trainer.test_last=False",
+        f"trainer.total_training_steps={options.steps}",
+    ]
+
+
+def compare_scores(options: argparse.Namespace, inputs: Path) -> dict[str, float]:
+    """Validation scores after ``--score-steps`` steps of the arithmetic task."""
+    overrides = [
+        f"data.train_files={inputs / 'data/train.parquet'}",
+        f"{ROLLOUT}.val_kwargs.n=8",
+        f"{ROLLOUT}.max_num_seqs={SCORE_SEQUENCES}",
+        f"trainer.test_freq={options.score_steps}",
+        f"trainer.total_training_steps={options.score_steps}",
+    ]
+    reached = {}
+    print("| schedule | score before | after |\n|---|---|---|")
+    for name in [SYNC, *(name for name in options.schedules if name != SYNC)]:
+        directory = options.output / f"score-{name}"
+        run(name, directory, inputs, overrides, options)
+        scores = [record["val/score"] for record in records(directory) if "val/score" in record]
+        reached[name] = scores[-1]
+        print(f"| {name} | {scores[0]:.3f} | {scores[-1]:.3f} |", flush=True)
+    return reached
+
+
+def run(name: str, directory: Path, inputs: Path, overrides: list[str], options: argparse.Namespace) -> None:
+    """One run of the driver, unless ``directory`` has it already; CalledProcessError when it fails."""
+    wanted = int(next(item for item in overrides if item.startswith("trainer.total_training_steps=")).split("=")[1])
+    done = records(directory)
+    if done and int(done[-1]["step"]) == wanted:
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    command = [
+        *(sys.executable, "-m", "verl.trainer.main_ppo"),
+        *("--config-dir", str(CONFIG_DIR), "--config-name", "r1_zero_tiny"),
+        f"data.val_files={inputs / 'data/test.parquet'}",
+        f"actor_rollout_ref.model.path={inputs / 'model'}",
+        "actor_rollout_ref.actor.megatron.use_dist_checkpointing=False",
+        f"custom_reward_function.path={REWARD}",
+        "reward_model.num_workers=1",
+        "ray_kwargs.num_cpus_per_worker=0.25",
+        f"{ROLLOUT}.enable_expert_parallel=False",  # replicas that do not wait for each other: the better one for sync
+        "ray_kwargs.ray_init.num_cpus=2",
+        "trainer.device=cpu",
+        f"{ROLLOUT}.quantization=dequantize",  # else rollouts of the FP8 model are quantised, and differ from training
+        "trainer.logger=[console]",
+        "trainer.save_freq=-1",
+        "trainer.save_last=False",
+        "trainer.export_hf=False",
+        "trainer.resume_mode=disable",
+        f"trainer.report_dir={directory}",
+        *overrides,
+        *SCHEDULES[name],
+        *options.overrides,
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with (directory / "command.log").open("w") as log:
+        subprocess.run(command, env=environment, stdout=log, stderr=log, check=True)
+
+
+def rate_of(directory: Path, samples_per_step: int) -> Rate:
+    """Of the steps behind the first ones."""
+    steps = records(directory)[FILLING_STEPS:]
+    seconds = sum(step["timing_s/step"] for step in steps)
+    return Rate(
+        samples_per_step * len(steps) / seconds,
+        max(step.get("schedule/staleness/max", 0.0) for step in steps),
+        statistics.mean(step.get("schedule/staleness/mean", 0.0) for step in steps),
+        statistics.mean(step["response_length/mean"] for step in steps),
+        sum(step["timing_s/gen"] for step in steps) / seconds,
+    )
+
+
+def records(directory: Path) -> list[dict[str, Any]]:
+    """The metrics of a run, none when there are none."""
+    path = directory / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.schedules", description=__doc__)
+    parser.add_argument(
+        "--output", type=Path, required=True, help="directory of the inputs and runs; what is there stays"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="0: only the score")
+    parser.add_argument("--steps", type=int, default=12, help="of a run for the rate")
+    parser.add_argument("--prompts", type=int, default=16, help="of a step")
+    parser.add_argument("--samples", type=int, default=4, help="of a prompt")
+    parser.add_argument("--longest", type=int, default=512, help="response, in tokens")
+    parser.add_argument("--sequences", type=int, default=16, help="that a rollout rank decodes at a time")
+    parser.add_argument("--warmup-steps", type=int, default=350, help="of the base model")
+    parser.add_argument("--score", action="store_true", help="train on the arithmetic task too")
+    parser.add_argument("--score-steps", type=int, default=20)
+    parser.add_argument("--least-ratio", type=float, default=1.5, help="of fully_async's samples per second to sync's")
+    parser.add_argument("--margin", type=float, default=0.03, help="how far below sync's score is still a draw")
+    parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=["fully_async"])
+    parser.add_argument("--overrides", nargs="*", default=[], help="key=value for every run")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

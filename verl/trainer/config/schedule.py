@@ -1,0 +1,84 @@
+"""Knobs of the schedules: who generates when, and how old a sample may be when it is trained on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+SCHEDULES = ("sync", "one_step_off", "fully_async")
+
+
+@dataclass(frozen=True)
+class RolloutRanksConfig:
+    """Devices that only generate, beside those of ``trainer`` that train (as in verl's one_step_off_policy recipe).
+
+    Attributes:
+        nnodes: hosts of rollout ranks; 0 = generation shares the devices of training.
+        n_gpus_per_node: rollout ranks on each of them.
+    """
+
+    nnodes: int = 0
+    n_gpus_per_node: int = 8
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that only generate."""
+        return self.nnodes * self.n_gpus_per_node
+
+    def problems(self, where: str) -> list[str]:
+        """Every value that cannot work, one sentence each."""
+        if self.nnodes < 0 or self.n_gpus_per_node < 1:
+            return [
+                f"{where}.nnodes {self.nnodes} x n_gpus_per_node {self.n_gpus_per_node}: give hosts (0 for none) and "
+                "at least 1 rank on each"
+            ]
+        return []
+
+
+@dataclass(frozen=True)
+class AsyncTrainingConfig:
+    """How far generation runs ahead with ``trainer.schedule=fully_async`` (as in verl's fully_async_policy recipe).
+
+    Attributes:
+        staleness_threshold: prompts that may be begun ahead of those that train the weights of now, in shares of the
+            prompts between two weight syncs; 0.5 is half of them. No token that is trained on is older than so many
+            syncs, rounded up.
+        trigger_parameter_sync_step: steps between two weight syncs.
+        require_batches: mini-batches that a step waits for and trains on; follows ``data.train_batch_size`` and
+            ``actor_rollout_ref.actor.ppo_mini_batch_size``, and must agree with them when it is given.
+        partial_rollout: a weight sync interrupts what is being generated, which goes on with the new weights; False
+            lets it end first.
+        steps_per_call: engine steps of one call of the rollout ranks: a weight sync waits for at most so many.
+        fixed_order: what happens next follows from counts and never from a clock, so that equal runs have equal bits;
+            generation then stops when the next step's samples are there.
+    """
+
+    staleness_threshold: float = 1.0
+    trigger_parameter_sync_step: int = 1
+    require_batches: int | None = None
+    partial_rollout: bool = True
+    steps_per_call: int = 16
+    fixed_order: bool = False
+
+    @property
+    def max_staleness(self) -> int:
+        """Weight syncs by which the oldest token of a sample may be behind the weights that it trains."""
+        return math.ceil(self.staleness_threshold)
+
+    def problems(self, where: str) -> list[str]:
+        """Every value that cannot work, one sentence each."""
+        found = []
+        if not 0 <= self.staleness_threshold < math.inf:
+            found.append(
+                f"{where}.staleness_threshold is {self.staleness_threshold}; give a share of the prompts between two "
+                "syncs, 0 or more"
+            )
+        for key in ("trigger_parameter_sync_step", "steps_per_call", "require_batches"):
+            count = getattr(self, key)
+            if count is not None and count < 1:
+                found.append(f"{where}.{key} is {count}; it must be at least 1")
+        return found
+
+
+# One-step-off: the batch after this one is generated, whole and by the weights before this step, while this one trains.
+ONE_STEP_OFF = AsyncTrainingConfig(staleness_threshold=1.0, partial_rollout=False, fixed_order=True)

@@ -1,0 +1,197 @@
+"""Training that survives its workers: when one dies, all are started anew and go on from the newest checkpoint.
+
+A restart is a resume without a new driver. The dead worker's peers are ended, Ray finds room for as many processes
+anew, on a spare node where the old one is gone, and a new trainer cuts back what the run has written of the steps that
+it takes again; Ray, the driver and the graders stay. What a restart leads back to is decided here:
+
+- a process that died, or did not answer within ``trainer.worker_timeout_s``, is a fault of a machine: restarted;
+- an exception that a worker raised is not: the same step from the same checkpoint raises it again, so it ends the run;
+- two deaths in the same step without a new checkpoint in between are no accident either, and end the run too;
+- before the first checkpoint, training begins again from the model's weights.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from verl.single_controller.base.worker_group import WorkerDiedError, WorkerError, WorkerTimeoutError
+from verl.single_controller.ray.resources import NoRoomError
+from verl.trainer.config import PPOTrainerConfig
+from verl.trainer.ppo import checkpointing
+
+logger = logging.getLogger(__name__)
+
+RECORD = "restarts.jsonl"
+
+
+class TrainingStoppedError(RuntimeError):
+    """Training ended in ``step`` because of its workers; the text says why it does not go on by itself."""
+
+    def __init__(self, step: int, why: str) -> None:
+        super().__init__(why)
+        self.step = step
+
+
+class Trainer(Protocol):
+    """What is started anew; ``global_step`` is the step that it is in, 0 before the first."""
+
+    global_step: int
+
+    def init_workers(self) -> None:
+        """Starts every worker process."""
+
+    def fit(self) -> None:
+        """Resumes as the config says, and trains to the end."""
+
+    def shutdown(self) -> None:
+        """Ends every worker process that is left, and closes files."""
+
+
+NewTrainer = Callable[[PPOTrainerConfig, Mapping[str, float]], Trainer]
+
+
+def fit_with_restarts(config: PPOTrainerConfig, new_trainer: NewTrainer) -> None:
+    """Trains to the end, with as many trainers as it takes.
+
+    Args:
+        new_trainer: makes one of the config that it is to resume by and of metrics for every step that it logs.
+
+    Raises:
+        TrainingStoppedError: a worker raised, or died in a way that another restart would not mend.
+        ValueError: what the user can fix; nothing was trained.
+    """
+    limit = RestartLimit(config.trainer.max_restarts)
+    candidates = RestartPoints(config)
+    record = RestartRecord(config.trainer.report_dir)
+    num_restarts, failed_at_s, step = 0, 0.0, 0
+    while True:
+        trainer = new_trainer(config, {"perf/restarts": float(record.count)})
+        try:
+            trainer.init_workers()
+            if num_restarts:
+                logger.info("workers are there again %.1f s after the failure", time.monotonic() - failed_at_s)
+            trainer.fit()
+            return
+        except (WorkerDiedError, WorkerTimeoutError) as error:
+            failed_at_s, cause = time.monotonic(), str(error)
+        except WorkerError as error:
+            raise TrainingStoppedError(trainer.global_step, str(error)) from error
+        except NoRoomError as error:
+            if not num_restarts:
+                raise
+            raise TrainingStoppedError(step, f"its workers cannot be started again: {error}") from error
+        finally:
+            trainer.shutdown()
+        step, newest = trainer.global_step, candidates.newest()
+        from_step = 0 if newest is None else newest.step
+        refusal = limit.refusal(step, from_step)
+        if refusal is not None:
+            raise TrainingStoppedError(step, f"{cause}{refusal}")
+        num_restarts += 1
+        logger.warning("restart %d, because step %d failed: %s", num_restarts, step, cause)
+        logger.warning("going back to %s", "the model's weights" if newest is None else newest.directory)
+        record.add(step, from_step, cause)
+        config = candidates.resuming(config)
+
+
+class RestartLimit:
+    """Tells accidents from a crash loop. A checkpoint that is newer than at the failure before clears the count.
+
+    Args:
+        max_restarts: ``trainer.max_restarts``.
+    """
+
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self._checkpoint_step = 0
+        self._failed_steps: list[int] = []  # since that checkpoint
+
+    def refusal(self, step: int, checkpoint_step: int) -> str | None:
+        """Why a failure in ``step`` ends the run, as the end of a sentence; None when it may be restarted.
+
+        Args:
+            checkpoint_step: of the newest checkpoint, 0 where there is none.
+        """
+        if self._max_restarts == 0:
+            return ""
+        if checkpoint_step > self._checkpoint_step:
+            self._checkpoint_step, self._failed_steps = checkpoint_step, []
+        is_repeated = step in self._failed_steps
+        self._failed_steps.append(step)
+        if is_repeated:
+            where = f"in step {step}" if step else "before its first step"
+            return f"\nworkers died twice {where} without a new checkpoint in between: that is no accident, so it ends"
+        if len(self._failed_steps) > self._max_restarts:
+            return (
+                f"\nworkers died {len(self._failed_steps)} times without a new checkpoint in between, in steps "
+                f"{self._failed_steps}; trainer.max_restarts is {self._max_restarts}"
+            )
+        return None
+
+
+class RestartPoints:
+    """The checkpoints that a run may go back to.
+
+    A run that began at ``resume_from_path`` may have another training's later checkpoints beside it: of those only what
+    was written since the start counts. Without that the newest whole one does, as for a resume.
+    """
+
+    def __init__(self, config: PPOTrainerConfig) -> None:
+        trainer = config.trainer
+        self._root = trainer.default_local_dir
+        self._start: checkpointing.Checkpoint | None = None
+        self._earlier: dict[Path, int | None] = {}
+        if trainer.resume_mode == "resume_path":
+            self._start = checkpointing.Checkpoint(Path(str(trainer.resume_from_path)))
+            self._earlier = {found.directory: _written_ns(found) for found in checkpointing.checkpoints(self._root)}
+
+    def newest(self) -> checkpointing.Checkpoint | None:
+        """The newest whole one, None before the first."""
+        for checkpoint in checkpointing.complete_checkpoints(self._root):
+            if self._earlier.get(checkpoint.directory) != _written_ns(checkpoint):
+                return checkpoint
+        return self._start
+
+    def resuming(self, config: PPOTrainerConfig) -> PPOTrainerConfig:
+        """``config`` as the next trainer needs it: a damaged checkpoint is passed over unless a path was asked for."""
+        if self._start is None:
+            return replace(config, trainer=replace(config.trainer, resume_mode="auto"))
+        newest = self.newest()
+        assert newest is not None
+        return replace(config, trainer=replace(config.trainer, resume_from_path=str(newest.directory)))
+
+
+class RestartRecord:
+    """``restarts.jsonl``: a line per restart of the run, whichever driver did it.
+
+    ``time`` is in seconds since 1970, ``step`` the one that failed, ``from_step`` the checkpoint's (0: the model's
+    weights), ``cause`` a sentence.
+    """
+
+    def __init__(self, report_dir: str) -> None:
+        self._path = Path(report_dir) / RECORD
+        self._text = self._path.read_text(encoding="utf-8") if self._path.is_file() else ""
+
+    @property
+    def count(self) -> int:
+        """Restarts so far."""
+        return len(self._text.splitlines())
+
+    def add(self, step: int, from_step: int, cause: str) -> None:
+        """One more; on disk when this returns."""
+        line = {"time": round(time.time(), 3), "step": step, "from_step": from_step, "cause": cause}
+        self._text += json.dumps(line) + "\n"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        checkpointing.write_text(self._path, self._text)
+
+
+def _written_ns(checkpoint: checkpointing.Checkpoint) -> int | None:
+    """When its trainer's part was written, which is replaced by each save; None where there is none."""
+    path = checkpoint.state_path
+    return path.stat().st_mtime_ns if path.is_file() else None

@@ -1,0 +1,1 @@
+"""Where a step's samples come from: generated for it, or by rollout ranks that run beside training."""

@@ -1,0 +1,102 @@
+"""Samples that are begun and end one by one, while weights change: what a replica generates beside training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from verl.protocol import DataProto
+from verl.workers.rollout.orders import PROMPT, SAMPLE, VERSIONS
+from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
+from vllm import RequestOutput, TokensPrompt
+from vllm.v1.engine.output_processor import PromptGroup
+from vllm.v1.engine.request_codec import decode, encode
+
+
+class SampleStream:
+    """The unfinished samples of one replica, in its engine or, while weights change, beside it.
+
+    Withdrawn samples are queued again in the order of (prompt, sample), whoever withdrew them and why, so that a run
+    that goes on from ``state`` computes what the other one does.
+    """
+
+    def __init__(self, rollout: vLLMRollout) -> None:
+        self._rollout = rollout
+        self._engine = rollout.inference_engine.engine
+        self._aside: list[PromptGroup] = []
+
+    def begin(self, prompts: DataProto) -> None:
+        """Queues the rows of a ``RolloutOrder``."""
+        if not len(prompts):
+            return
+        columns = prompts.non_tensor_batch
+        names = ("raw_prompt_ids", "sampling_seeds", "response_limit", PROMPT, SAMPLE)
+        for ids, seed, limit, prompt, sample in zip(*(columns[name] for name in names), strict=True):
+            params = self._rollout.sampling_params(prompts.meta_info, int(seed), int(limit))
+            request = TokensPrompt(prompt_token_ids=list(ids))
+            self._engine.add_request(_request_id(prompt, sample), request, params, priority=int(prompt))
+
+    def run(self, max_steps: int) -> list[RequestOutput]:
+        """Runs up to ``max_steps`` engine steps and gives the samples that ended, by (prompt, sample).
+
+        Replicas that share experts run as many together.
+        """
+        aside, self._aside = self._aside, []
+        self._engine.resume(aside)
+        return sorted(self._engine.run(max_steps), key=lambda output: _key(output.request_id))
+
+    def rows(self, outputs: list[RequestOutput], meta_info: dict[str, Any]) -> DataProto:
+        """The columns that training reads of samples that ended, and who they are and which weights drew them."""
+        keys = [_key(output.request_id) for output in outputs]
+        batch = self._rollout.to_batch(outputs, meta_info)
+        columns: dict[str, list[Any]] = {
+            PROMPT: [prompt for prompt, _ in keys],
+            SAMPLE: [sample for _, sample in keys],
+            VERSIONS: [_run_lengths(output.outputs[0].policy_versions) for output in outputs],
+        }
+        return batch.union(DataProto.from_dict(non_tensors=columns))
+
+    def withdraw(self) -> None:
+        """Takes all samples out of the engine, which may then get other weights; ``run`` puts them back."""
+        self._aside = sorted([*self._aside, *self._engine.withdraw()], key=lambda group: _key(group.request_id))
+
+    def state(self) -> list[np.ndarray]:
+        """All unfinished samples, as ``request_codec`` has them, their home (prompt, sample); withdraws them."""
+        self.withdraw()
+        words = []
+        for group in self._aside:
+            (request,) = group.samples
+            request.home = _key(group.request_id)
+            words.append(encode(request))
+            request.home = None
+        return words
+
+    def restore(self, state: Sequence[np.ndarray], meta_info: dict[str, Any]) -> None:
+        """Takes over samples that ``state`` gave, here or elsewhere."""
+        for words in state:
+            (request,) = decode(words)
+            assert request.home is not None, request.request_id
+            request_id, request.home = _request_id(*request.home), None
+            params = self._rollout.sampling_params(meta_info, request.seed)
+            prompt = TokensPrompt(prompt_token_ids=request.token_ids[: request.num_prompt_tokens])
+            group = self._engine.processor.group("a sample of the checkpoint", request_id, prompt, params)
+            request.request_id = group.sample_id(0)
+            group.samples = [request]
+            self._aside.append(group)
+        self.withdraw()
+
+
+def _request_id(prompt: int, sample: int) -> str:
+    return f"{prompt}.{sample}"
+
+
+def _key(request_id: str) -> tuple[int, int]:
+    prompt, sample = request_id.split(".")
+    return int(prompt), int(sample)
+
+
+def _run_lengths(versions: list[int]) -> list[list[int]]:
+    return [[version, len(list(tokens))] for version, tokens in groupby(versions)]

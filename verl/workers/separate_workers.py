@@ -1,0 +1,169 @@
+"""Workers of schedules in which some ranks train and others generate: the first ranks of the world train."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.core.watchdog import HangWatchdog
+from mindspeed_llm.hf_config import load_hf_config
+from verl.protocol import DataProto
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
+from verl.trainer.config import PPOTrainerConfig
+from verl.utils.device import ops_providers, resolve_device
+from verl.utils.import_utils import load_provider
+from verl.utils.timeline import now_s
+from verl.workers.engine_setup import PARAMS_DTYPES
+from verl.workers.kept_rows import KeptRows, controller_batch
+from verl.workers.megatron_workers import ActorRolloutRefWorker, init_device, join_world
+from verl.workers.phases import make_watchdog, watched
+from verl.workers.rollout.orders import RolloutAnswer, RolloutOrder
+from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream
+from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import engine_holdings, vLLMRollout
+from verl.workers.sharding_manager.weight_sync import WeightSync
+
+_ROLLOUT = "rollout"
+
+
+class TrainingWorker(ActorRolloutRefWorker):
+    """A rank that trains and does not generate: it sends weights to every ``RolloutWorker`` and fetches rows there."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @watched
+    def update_weights(self, version: int) -> None:
+        """Collective with the rollout ranks' ``update_weights``."""
+        with self.timeline.span("onload"):
+            self.actor_module.onload_params()
+        with self.timeline.span("weight_sync"):
+            self.sync.run(self.actor_module.module.state_dict(keep_vars=True), None, version)
+
+    def _build_rollout(self) -> None:
+        self.kept_rows = KeptRows(_world(), self.device, self.config.nccl_timeout)
+        self.sync = _weight_sync(self.run_config, self.device)
+
+
+class RolloutWorker(Worker):
+    """A rank that generates and does not train.
+
+    Args:
+        config: the whole tree of the run.
+        role: ``rollout``.
+    """
+
+    def __init__(self, config: PPOTrainerConfig, role: str) -> None:
+        super().__init__()
+        assert role == _ROLLOUT, role
+        self.run_config = config
+        self.config = config.actor_rollout_ref
+        self.watchdog: HangWatchdog | None = None
+        self.device_type = resolve_device(config.trainer.device)
+        _, self.rollout_ops_provider = ops_providers(config.trainer, self.device_type)
+        self.replica_size = self.config.rollout.tensor_model_parallel_size
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> dict[str, dict[str, str]]:
+        """Joins the world of the training ranks and builds the engine, which has no weights yet."""
+        self.device = init_device(self.device_type)
+        join_world(self, self.device_type, self.config.nccl_timeout)
+        self.watchdog = make_watchdog(self.run_config, None)
+        self._build_engine()
+        return {"rollout": load_provider(self.rollout_ops_provider)().names}
+
+    @watched
+    def _build_engine(self) -> None:
+        first_rank = self.run_config.trainer.world_size
+        self.rollout = vLLMRollout(
+            self.config.rollout,
+            self.config.model.path,
+            rollout_ops=self.rollout_ops_provider,
+            device=self.device,
+            first_rank=first_rank,
+        )
+        self.rollout.resume(["weights"])
+        self.rollout.resume(["kv_cache"])
+        self.stream = SampleStream(self.rollout)
+        self.kept_rows = KeptRows(_world(), self.device, self.config.nccl_timeout, first_rank=first_rank)
+        self.sync = _weight_sync(self.run_config, self.device)
+        replica, place = divmod(self.rank - first_rank, self.replica_size)
+        self._register_dispatch_collect_info(_ROLLOUT, replica, place == 0)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @watched
+    def update_weights(self, version: int) -> float:
+        """Collective with the training ranks' ``update_weights``; returns its seconds.
+
+        Unfinished samples go on with the new weights at the next ``run``.
+        """
+        start_s = now_s()
+        self.stream.withdraw()
+        self.sync.run({}, self.rollout, version)
+        return now_s() - start_s
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    @watched
+    def run(self, order: RolloutOrder) -> RolloutAnswer:
+        """Begins the order's samples, runs its engine steps, and keeps and reports what has ended."""
+        start_s = now_s()
+        self.kept_rows.drop(order.kept_from)
+        self.stream.begin(order.prompts)
+        outputs = self.stream.run(order.max_steps)
+        rows = DataProto()
+        if outputs:
+            ended = self.stream.rows(outputs, order.prompts.meta_info)
+            rows = self.kept_rows.keep_generated(ended, self.replica_size, keeps_earlier=True)
+        return RolloutAnswer(rows, now_s() - start_s)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_ROLLOUT))
+    @watched
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """One response per row by the weights that are here, for validation; unfinished samples wait meanwhile."""
+        start_s = now_s()
+        self.stream.withdraw()
+        output = self.rollout.generate_sequences(prompts)
+        output.meta_info["timing"] = {"generate_sequences": now_s() - start_s}
+        return controller_batch(output)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    @watched
+    def fetch_columns(self, data: DataProto, columns: tuple[str, ...]) -> DataProto:
+        """As ``ActorRolloutRefWorker.fetch_columns``."""
+        return self.kept_rows.fetch(data, columns).to("cpu")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @watched
+    def take_unfinished(self) -> list[np.ndarray]:
+        """What a checkpoint needs of this replica's unfinished samples (``SampleStream.state``)."""
+        return self.stream.state()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    @watched
+    def give_back(self, unfinished: list[np.ndarray], rows: DataProto, meta_info: dict[str, int]) -> DataProto:
+        """Takes over unfinished samples, and whole ``rows`` that wait to be trained on; returns these as references."""
+        self.stream.restore(unfinished, meta_info)
+        if not len(rows):
+            return DataProto()
+        return self.kept_rows.keep_generated(rows, self.replica_size, keeps_earlier=True)
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "init_model has made it"
+    return group
+
+
+def _weight_sync(config: PPOTrainerConfig, device: torch.device) -> WeightSync:
+    """Of a world in which the first ranks train and the others generate; every rank makes the same plan."""
+    models, num_training = config.actor_rollout_ref, config.trainer.world_size
+    holdings = engine_holdings(models.rollout, models.model.path, config.rollout_world_size)
+    return WeightSync(
+        load_hf_config(models.model.path),
+        models.actor.megatron.layout(num_training),
+        PARAMS_DTYPES[models.actor.megatron.dtype],
+        {num_training + rank: held for rank, held in holdings.items()},
+        _world(),
+        device,
+        bucket_bytes=models.rollout.update_weights_bucket_megabytes << 20,
+        ranks_per_node=config.trainer.n_gpus_per_node,
+    )
