@@ -53,7 +53,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
         *SEPARATE,
         "actor_rollout_ref.hybrid_engine=False",
         "trainer.schedule=fully_async",
-        "async_training.staleness_threshold=2",
+        "async_training.staleness_threshold=3",
         # Four processes share the machine's cores: what generates ahead of need takes them from what trains.
         "async_training.fixed_order=True",
         "algorithm.rollout_correction={bypass_mode:True}",
