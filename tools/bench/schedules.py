@@ -1,9 +1,9 @@
 """The schedules on four processes: synchronous on all four, asynchronous with two that train and two that generate.
 
-    python -m tools.bench.schedules --output DIR [--rounds 3] [--steps 12]          # samples per second
+    python -m tools.bench.schedules --output DIR [--rounds 3] [--steps 9]          # samples per second
     python -m tools.bench.schedules --output DIR --score [--rounds 0]               # and the score that each reaches
 
-For the rate, prompts have response limits of their own from a heavy tail (Pareto, exponent 1, from 1/32 of the longest
+For the rate, prompts have response limits of their own from a heavy tail (Pareto, exponent 1, from 1/64 of the longest
 to the longest) and ignore the end token, so that every schedule generates the same lengths. The schedules take turns; a
 round's ratio is of runs next to each other, and the figure is the median. The rate is that of the steps behind the
 first three, in which an asynchronous run fills its queue.
@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG_DIR, REWARD = ROOT / "recipes/r1_zero/config", ROOT / "recipes/r1_zero/deepscaler.py"
 ROLLOUT = "actor_rollout_ref.rollout"
 FILLING_STEPS = 3
+TAIL = 64  # the longest response limit over the shortest
 SCORE_SEQUENCES = 64  # that a rollout rank decodes at a time when the score counts; the more, the older samples get
 SYNC = "sync"
 SEPARATE = ("trainer.n_gpus_per_node=2", "rollout.nnodes=1", "rollout.n_gpus_per_node=2")
@@ -107,7 +108,7 @@ def write_long_tail(train: Path, path: Path, longest: int) -> None:
     draw = random.Random(0)
     rows = pq.read_table(train).to_pylist()
     for row in rows:
-        row["extra_info"]["max_response_length"] = min(longest, int(longest / 32 / (1.0 - draw.random())))
+        row["extra_info"]["max_response_length"] = min(longest, int(longest / TAIL / (1.0 - draw.random())))
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
@@ -118,7 +119,7 @@ def compare_rates(options: argparse.Namespace, inputs: Path) -> dict[str, list[f
     for round_ in range(options.rounds):
         for name in names:
             directory = options.output / f"rate-{name}-{round_}"
-            run(name, directory, inputs, rate_overrides(options, inputs), options)
+            run(name, directory, inputs, rate_overrides(name, options, inputs), options)
             rates[name].append(rate_of(directory, options.prompts * options.samples))
             print(f"round {round_}: {name}: {rates[name][-1]}", flush=True)
     ratios = {
@@ -138,8 +139,9 @@ def compare_rates(options: argparse.Namespace, inputs: Path) -> dict[str, list[f
     return ratios
 
 
-def rate_overrides(options: argparse.Namespace, inputs: Path) -> list[str]:
-    """Long-tailed lengths; nothing but training steps."""
+def rate_overrides(name: str, options: argparse.Namespace, inputs: Path) -> list[str]:
+    """Long-tailed lengths, nothing but training steps; a synchronous rank decodes all of its samples at once."""
+    sequences = options.prompts * options.samples // 4 if name == SYNC else options.sequences
     return [
         f"data.train_files={inputs / 'long_tail.parquet'}",
         f"data.max_response_length={options.longest}",
@@ -147,7 +149,8 @@ def rate_overrides(options: argparse.Namespace, inputs: Path) -> list[str]:
         f"actor_rollout_ref.actor.ppo_mini_batch_size={options.prompts}",
         f"{ROLLOUT}.n={options.samples}",
         f"{ROLLOUT}.ignore_eos=True",
-        f"{ROLLOUT}.max_num_seqs={options.sequences}",
+        f"{ROLLOUT}.max_num_seqs={sequences}",
+        "actor_rollout_ref.actor.use_kl_loss=False",
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",
         "trainer.test_last=False",
@@ -235,11 +238,11 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, required=True, help="directory of the inputs and runs; what is there stays"
     )
     parser.add_argument("--rounds", type=int, default=3, help="0: only the score")
-    parser.add_argument("--steps", type=int, default=12, help="of a run for the rate")
-    parser.add_argument("--prompts", type=int, default=16, help="of a step")
+    parser.add_argument("--steps", type=int, default=9, help="of a run for the rate")
+    parser.add_argument("--prompts", type=int, default=64, help="of a step")
     parser.add_argument("--samples", type=int, default=4, help="of a prompt")
-    parser.add_argument("--longest", type=int, default=512, help="response, in tokens")
-    parser.add_argument("--sequences", type=int, default=16, help="that a rollout rank decodes at a time")
+    parser.add_argument("--longest", type=int, default=1024, help="response, in tokens")
+    parser.add_argument("--sequences", type=int, default=40, help="that a rank which only generates decodes at a time")
     parser.add_argument("--warmup-steps", type=int, default=350, help="of the base model")
     parser.add_argument("--score", action="store_true", help="train on the arithmetic task too")
     parser.add_argument("--score-steps", type=int, default=20)
