@@ -98,7 +98,7 @@ def test_halves_of_a_run_are_those_of_the_whole(
     assert all(mine[name].equal(expected[name]) for name in expected)
     with safe_open(rolled / "rollouts" / "step_1.safetensors", framework="pt") as opened:
         described = json.loads(opened.metadata()["rollouts"])
-    assert len(described["columns"]["uid"]) == 32 and described["loader"]["batch_index"] == 1
+    assert len(described["columns"]["uid"]) == 32 and described["loader"]["batch_index"] >= 1
     assert {"reward_ledger", "rollouts", "metrics.jsonl"} <= {path.name for path in rolled.iterdir()}
     assert not (rolled / "checkpoints").exists() and not (rolled / "export_hf").exists()
     assert undocumented(name for folder in (whole, again, rolled) for row in read_metrics(folder) for name in row) == []
