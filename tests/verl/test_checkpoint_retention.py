@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.core.dist_checkpointing.manifest import Manifest, record_file, write_manifest
@@ -117,3 +118,16 @@ def test_values_that_keep_nothing_more_are_problems() -> None:
     assert "no checkpoint is ever removed" in problems("keep_every_steps=50", "save_freq=10")
     assert "nothing is saved" in problems("keep_every_steps=50", "max_actor_ckpt_to_keep=2")
     assert "25 is not a multiple of trainer.save_freq 10" in problems("keep_every_steps=25", *keeps_two)
+
+
+def test_arrays_of_the_trainer_come_back_or_are_told_to_be_damaged(tmp_path: Path) -> None:
+    checkpoint = checkpointing.checkpoint_at(str(tmp_path), 3)
+    arrays = {"column:input_ids": np.arange(6).reshape(2, 3), "unfinished": np.zeros(0, dtype=np.int64)}
+    checkpoint.write_state({"kl_coef": 0.5}, arrays)
+    state, found = checkpoint.read_state()
+    assert state == {"kl_coef": 0.5} and found.keys() == arrays.keys()
+    assert all(np.array_equal(found[name], arrays[name]) for name in arrays)
+    path = checkpoint.directory / "data.npz"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match="data.npz is missing or damaged"):
+        checkpoint.read_state()

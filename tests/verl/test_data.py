@@ -95,6 +95,28 @@ def test_a_resumed_loader_goes_on_as_if_never_stopped(dataset: RLHFDataset, stop
     assert [_indices(batch) for batch in islice(iter(resumed), 8 - stop_after)] == expected[stop_after:]
 
 
+def test_prompts_by_number_are_those_of_the_batches(dataset: RLHFDataset) -> None:
+    loader = ResumableLoader(dataset, 3, shuffle=True, seed=5)
+    batches = chain.from_iterable(_indices(batch) for batch in islice(iter(loader), 7))
+    asked = ResumableLoader(dataset, 3, shuffle=True, seed=5)
+    assert [asked.prompt(number)["index"] for number in range(21)] == list(batches)
+    assert asked.place(8) == (0, 8) and asked.place(9) == (1, 0)
+
+
+def test_a_row_may_have_a_response_limit_of_its_own(dataset: RLHFDataset, files: tuple[str, str]) -> None:
+    assert dataset[0]["response_limit"] == 0
+    path = Path(files[0]).with_name("limits.parquet")
+    for limit in (7, 0, -3):
+        row = _row(0, "What is 1 + 1?")
+        row["extra_info"]["max_response_length"] = limit
+        pq.write_table(pa.Table.from_pylist([row]), path)
+        if limit == 7:
+            assert RLHFDataset([str(path)], hf_tokenizer(files[1]), max_prompt_length=40)[0]["response_limit"] == 7
+            continue
+        with pytest.raises(ValueError, match=rf"row 0 \({limit}\); give a whole number above 0"):
+            RLHFDataset([str(path)], hf_tokenizer(files[1]), max_prompt_length=40)
+
+
 def test_resuming_with_other_data_is_an_error(dataset: RLHFDataset) -> None:
     state = ResumableLoader(dataset, 3, shuffle=True, seed=5).state_dict()
     with pytest.raises(ValueError, match="seed 5, this run's has 6"):

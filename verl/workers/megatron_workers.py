@@ -49,7 +49,8 @@ class ActorRolloutRefWorker(Worker):
 
     Args:
         config: the whole tree of the run.
-        role: ``actor_rollout_ref``, or ``actor_rollout`` when no reference policy is needed.
+        role: ``actor_rollout_ref``, without ``ref`` when no reference policy is needed, and without ``rollout`` when
+            other ranks generate.
     """
 
     def __init__(self, config: PPOTrainerConfig, role: str) -> None:

@@ -91,15 +91,14 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @watched
-    def update_weights(self, version: int) -> float:
-        """Collective with the training ranks' ``update_weights``; returns its seconds.
+    def update_weights(self, version: int) -> None:
+        """Collective with the training ranks' ``update_weights``.
 
         Unfinished samples go on with the new weights at the next ``run``.
         """
-        start_s = now_s()
         self.stream.withdraw()
-        self.sync.run({}, self.rollout, version)
-        return now_s() - start_s
+        with self.timeline.span("weight_sync"):
+            self.sync.run({}, self.rollout, version)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     @watched
