@@ -5,12 +5,21 @@ from __future__ import annotations
 import argparse
 import signal
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
 from mindspeed_llm.cli_io import progress, run_cli
 
 INTERRUPTED = 130
+
+
+@pytest.fixture(autouse=True)
+def not_ignored() -> Iterator[None]:
+    """A job in the background may have been started with SIGINT ignored, which commands leave so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class Thing:

@@ -16,13 +16,11 @@ from tests.pages import undocumented
 from tests.system.command import read_metrics
 from tests.system.in_process import in_process_config
 from tests.system.jobs import Prepared
+from tests.verl.bandit import run_trainer
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 from verl.trainer.main_ppo import worker_classes
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.step_files import steps_of
 from verl.trainer.preflight import preflight_problems
-from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.reward_manager import NaiveRewardManager
 
 STEPS = 3
 ENGINE = "actor_rollout_ref.actor.megatron"
@@ -51,16 +49,7 @@ def local_ray() -> Iterator[None]:
 
 def fit(config: PPOTrainerConfig) -> None:
     """Trains as the driver does."""
-    tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
-    reward_fn = NaiveRewardManager(tokenizer, config.reward_model, config.custom_reward_function)
-    training, rollout = worker_classes(config)
-    trainer = RayPPOTrainer(config, tokenizer, training, reward_fn, rollout)
-    try:
-        trainer.init_workers()
-        trainer.fit()
-    finally:
-        trainer.shutdown()
-        reward_fn.close()
+    run_trainer(config, *worker_classes(config))
 
 
 def trained(folder: Path) -> list[dict[str, Any]]:

@@ -75,10 +75,15 @@ def bandit_config(root: Path, *overrides: str) -> PPOTrainerConfig:
 
 def run_bandit(config: PPOTrainerConfig) -> RayPPOTrainer:
     """Train on the Ray that is there; the workers and graders are gone when this returns or raises."""
+    vocabulary = hf_tokenizer(config.actor_rollout_ref.model.path).get_vocab()
+    return run_trainer(config, bandit_worker([int(vocabulary[str(digit)]) for digit in range(10)]))
+
+
+def run_trainer(config: PPOTrainerConfig, training_class: type, rollout_class: type | None = None) -> RayPPOTrainer:
+    """Train with workers of these classes on the Ray that is there; as ``run_bandit``."""
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
-    digits = [int(tokenizer.get_vocab()[str(digit)]) for digit in range(10)]
     reward_fn = NaiveRewardManager(tokenizer, config.reward_model, config.custom_reward_function)
-    trainer = RayPPOTrainer(config, tokenizer, bandit_worker(digits), reward_fn)
+    trainer = RayPPOTrainer(config, tokenizer, training_class, reward_fn, rollout_class)
     try:
         trainer.init_workers()
         trainer.fit()

@@ -14,13 +14,9 @@ import torch
 
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.pages import undocumented
-from tests.verl.bandit import bandit_config, write_inputs
+from tests.verl.bandit import bandit_config, run_trainer, write_inputs
 from verl.trainer.config import validate_config
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.megatron_workers import ActorRolloutRefWorker
-from verl.workers.reward_manager import NaiveRewardManager
-from verl.workers.separate_workers import RolloutWorker, TrainingWorker
+from verl.trainer.main_ppo import worker_classes
 
 PROMPTS, SAMPLES = 4, 2
 MODEL = (
@@ -60,16 +56,7 @@ def train(root: Path, steps: int, *overrides: str) -> list[dict[str, Any]]:
     length = (f"trainer.total_training_steps={steps}", "trainer.save_freq=2", "trainer.test_freq=2")
     config = bandit_config(root, *MODEL, *length, *overrides)
     assert validate_config(config) == []
-    tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
-    reward_fn = NaiveRewardManager(tokenizer, config.reward_model, config.custom_reward_function)
-    classes = (TrainingWorker, RolloutWorker) if config.has_rollout_ranks else (ActorRolloutRefWorker, None)
-    trainer = RayPPOTrainer(config, tokenizer, classes[0], reward_fn, classes[1])
-    try:
-        trainer.init_workers()
-        trainer.fit()
-    finally:
-        trainer.shutdown()
-        reward_fn.close()
+    run_trainer(config, *worker_classes(config))
     metrics = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     assert undocumented(name for record in metrics for name in record) == []
     assert [record["step"] for record in metrics] == list(range(1, steps + 1))
