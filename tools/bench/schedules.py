@@ -179,12 +179,21 @@ def compare_scores(options: argparse.Namespace, inputs: Path) -> dict[str, float
 
 
 def run(name: str, directory: Path, inputs: Path, overrides: list[str], options: argparse.Namespace) -> None:
-    """One run of the driver, unless ``directory`` has it already; CalledProcessError when it fails."""
+    """One run of the driver, unless ``directory`` has it already.
+
+    Raises:
+        ValueError: what is there was made with other settings.
+        subprocess.CalledProcessError: the run failed.
+    """
     wanted = int(next(item for item in overrides if item.startswith("trainer.total_training_steps=")).split("=")[1])
-    done = records(directory)
+    settings = "\n".join([*overrides, *SCHEDULES[name], *options.overrides]) + "\n"
+    kept, done = directory / "settings.txt", records(directory)
+    if done and (not kept.is_file() or kept.read_text() != settings):
+        raise ValueError(f"{directory} has a run with other settings (settings.txt): give another --output")
     if done and int(done[-1]["step"]) == wanted:
         return
     directory.mkdir(parents=True, exist_ok=True)
+    kept.write_text(settings)
     command = [
         *(sys.executable, "-m", "verl.trainer.main_ppo"),
         *("--config-dir", str(CONFIG_DIR), "--config-name", "r1_zero_tiny"),
@@ -204,9 +213,7 @@ def run(name: str, directory: Path, inputs: Path, overrides: list[str], options:
         "trainer.export_hf=False",
         "trainer.resume_mode=disable",
         f"trainer.report_dir={directory}",
-        *overrides,
-        *SCHEDULES[name],
-        *options.overrides,
+        *settings.splitlines(),
     ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with (directory / "command.log").open("w") as log:
