@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from megatron.core.dist_checkpointing.manifest import Manifest, write_manifest
 from megatron.core.parallel_layout import ParallelLayout
@@ -19,13 +17,6 @@ from tests.verl.failing_bandit import run_failing
 from verl.trainer.config import validate_config
 from verl.trainer.ppo import checkpointing
 from verl.trainer.ppo.recovery import RestartLimit, RestartPoints, TrainingStoppedError
-
-
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
@@ -35,13 +33,6 @@ MODEL = (
 )
 SEPARATE = ("actor_rollout_ref.hybrid_engine=False", "rollout.nnodes=1", "rollout.n_gpus_per_node=1")
 ASYNC = (*SEPARATE, "trainer.schedule=fully_async", "async_training.steps_per_call=3")
-
-
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

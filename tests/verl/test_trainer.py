@@ -10,14 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
-import ray
 
 from tests.pages import undocumented
 from tests.verl.bandit import RIGHT_DIGIT, bandit_config, run_bandit, write_inputs
@@ -28,13 +27,6 @@ from verl.utils.rank_log import LOG_DIR
 from verl.utils.tokenizer import hf_tokenizer
 
 WAIT_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

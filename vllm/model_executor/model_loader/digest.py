@@ -29,7 +29,8 @@ _MAX_INNER_BYTES = 1 << 16  # whose products fit in 32 bits
 _OUTER_SALT, _INNER_SALT = 1, 2
 _BYTES_OF_R = 8
 _CPU = torch.device("cpu")
-# The engine keeps [in, out] in memory of what goes into products (`empty_matrix`), [out, in] of the rest.
+# Engines keep [in, out] in memory of what goes into products, but for types that are by row (`empty_matrix`), and
+# [out, in] of the rest.
 _OUTPUTS_TOGETHER = re.compile(r".*(?<!\.kv_b)_proj(_with_mqa)?\.weight")
 
 
