@@ -15,6 +15,25 @@ struct Pages {
   const int32_t* tables;    // [queries, table_width] block ids
   const int64_t* seq_lens;  // [queries] tokens that the query sees
   long table_width, block_size, latent, rope;
+
+  // Rows of `count` tokens of a query's context; behind them, up to a multiple of 32, any of its pages'.
+  void rows_of(long query, long begin, long count, const T** rows) const {
+    const int32_t* table = tables + query * table_width;
+    const long size = latent + rope, padded = (count + 31) / 32 * 32;
+    long s = 0, block = begin / block_size, offset = begin % block_size;
+    for (; s < count; ++block, offset = 0) {
+      const T* row = data + (table[block] * block_size + offset) * size;
+      for (; offset < block_size && s < padded; ++offset, row += size) rows[s++] = row;
+    }
+    for (; s < padded; ++s) rows[s] = rows[count - 1];
+  }
+};
+
+// The context of a query that one group of heads attends to at a time.
+template <class T>
+struct SpanOf {
+  long item = 0, query = 0, head = 0, count = 0;  // no tokens: there is none
+  const T** rows = nullptr;
 };
 
 template <class M>
@@ -38,25 +57,29 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
   {
     Scope<M> scope;
     Span<M>& heads_of_span = own<Span<M>>();
-    const T** rows = own<Buffer, ROWS>().template get<const T*>(SPAN);
+    const T** rows = own<Buffer, ROWS>().template get<const T*>(2 * SPAN);
+    const T** next_rows = rows + SPAN;
+    SpanOf<T> now, following;
     long b = 0;
-    for (long item = next++; item < items; item = next++) {
+    auto take = [&](const T** to) -> SpanOf<T> {
+      const long item = next++;
+      if (item >= items) return {};
       while (starts[b + 1] <= item) ++b;
-      const long span = (item - starts[b]) / groups, head = (item - starts[b]) % groups * HEADS;
+      const long part = item - starts[b], begin = part / groups * SPAN;
+      SpanOf<T> found{item, b, part % groups * HEADS, std::min(SPAN, cache.seq_lens[b] - begin), to};
+      cache.rows_of(b, begin, found.count, to);
+      return found;
+    };
+    for (now = take(rows); now.count; now = following) {
+      following = take(now.rows == rows ? next_rows : rows);
+      const long b = now.query, item = now.item, head = now.head, count = now.count;
       const long num_heads = std::min(HEADS, heads - head);
-      const long begin = span * SPAN, count = std::min(SPAN, cache.seq_lens[b] - begin);
-      const int32_t* table = cache.tables + b * cache.table_width;
-      long s = 0, block = begin / cache.block_size, offset = begin % cache.block_size;
-      for (; s < count; ++block, offset = 0) {
-        const T* row = cache.data + (table[block] * cache.block_size + offset) * size;
-        for (; offset < cache.block_size && s < count; ++offset, row += size) rows[s++] = row;
-      }
       heads_of_span.take_queries(
           [&](long h) { return q_latent.data + b * q_latent.token_stride + (head + h) * q_latent.head_stride; },
           [&](long h) { return q_rope.data + b * q_rope.token_stride + (head + h) * q_rope.head_stride; }, num_heads,
           cache.latent, cache.rope);
       vf peak, total;
-      heads_of_span.score(rows, count, scale, peak, total);
+      heads_of_span.score(now.rows, count, scale, peak, total);
       float* partial = has_partials ? partials + item * partial_size : nullptr;
       const bool is_alone = cache.seq_lens[b] <= SPAN;
       const vf factor = 1.0f / total;

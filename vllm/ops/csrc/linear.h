@@ -8,11 +8,43 @@ struct Batch {  // x[t, n] = data + t * token_stride + n * head_stride
   long token_stride, head_stride;
 };
 
+#if HAS_TILES
+// head_linear of a weight whose columns lie side by side.
+static void panel_linear(Batch<const bf16> x, long tokens, long heads, Weight<bf16> w, long w_head_stride, long k, long n,
+                         Batch<bf16> out) {
+  const long chunk = TilePanels::AT_ONCE, chunks = (tokens + chunk - 1) / chunk;
+  const int threads = tokens * heads * k * n < SMALL_PRODUCT ? 1 : omp_get_max_threads();
+  long panels = PANELS;
+  while (panels > 1 && heads * chunks * ((n + panels * PANEL - 1) / (panels * PANEL)) < 2 * threads) panels /= 2;
+  const long parts = (n + panels * PANEL - 1) / (panels * PANEL), items = heads * chunks * parts;
+#pragma omp parallel num_threads(threads)
+  {
+    Scope<Tiles> scope;
+    TilePanels& rows = own<TilePanels>();
+    const long thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
+    long copied_for = -1;
+    for (long item = items * thread / num_threads; item < items * (thread + 1) / num_threads; ++item) {
+      const long group = item / parts, head = group / chunks, start = group % chunks * chunk;
+      const long count = std::min(chunk, tokens - start), first = item % parts * panels * PANEL;
+      if (copied_for != group)
+        rows.copy([&](long i) { return x.data + (start + i) * x.token_stride + head * x.head_stride; }, count, k);
+      copied_for = group;
+      rows.multiply({w.data + head * w_head_stride, w.k_stride, w.n_stride}, first, std::min(panels * PANEL, n - first),
+                    [&](long i) { return out.data + (start + i) * out.token_stride + head * out.head_stride + first; });
+    }
+  }
+}
+#endif
+
 // out[t, n, :] = x[t, n, :] w[n]
 template <class M>
 static void head_linear(Batch<const typename M::T> x, long tokens, long heads, Weight<typename M::T> w,
                         long w_head_stride, long k, long n, Batch<typename M::T> out) {
   typedef typename M::T T;
+#if HAS_TILES
+  if constexpr (std::is_same_v<M, Tiles>)
+    if (w.k_stride != 1) return panel_linear(x, tokens, heads, w, w_head_stride, k, n, out);
+#endif
   const long panels = (n + PANEL - 1) / PANEL;
   const int threads = tokens * heads * k * n < SMALL_PRODUCT ? 1 : omp_get_max_threads();
   constexpr long alike = Rows<M>::ALIKE;

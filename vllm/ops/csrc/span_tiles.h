@@ -15,7 +15,7 @@ class TileSpan {
   // Elements [latent, then rope] of each head's query.
   template <class Latent, class Rope>
   void take_queries(Latent latent_of, Rope rope_of, long heads, long latent, long rope) {
-    size_ = latent + rope, steps_ = (size_ + TILE_K - 1) / TILE_K;
+    size_ = latent + rope, steps_ = (size_ + TILE_K - 1) / TILE_K, heads_ = heads;
     queries_ = query_buffer_.get(steps_ * TILE_WORDS);
     if (latent % 2 == 0) {
       pack_rows<Dot>(latent_of, heads, latent, queries_, LANES);
@@ -31,7 +31,8 @@ class TileSpan {
     std::fill(queries_ + words<Dot>(size_) * LANES, queries_ + steps_ * TILE_WORDS, 0.0f);
   }
 
-  // Unnormalised weights of `count` tokens; lane h of peak and total is head h's.
+  // Unnormalised weights of `count` tokens; lane h of peak and total is head h's. Rows behind them, up to a multiple of 32,
+  // may be anything finite.
   void score(const bf16* const* rows, long count, float scale, vf& peak, vf& total) {
     rows_ = rows, count_ = count;
     const long padded = (count + TILE_K - 1) / TILE_K * TILE_K;
@@ -85,12 +86,13 @@ class TileSpan {
     }
     _tile_stored(0, sums, sizeof(sums[0]));
     _tile_stored(1, &sums[0][1], sizeof(sums[0]));
+    for (long h = 0; h < heads_; ++h) columns_in_order(sums[h][0], sums[h][1]);
   }
 
  private:
   // Rows of sixteen tokens, `stride` elements apart: as they lie in a page, or copied where they are not together or whole.
   const bf16* tokens_at(long s, Buffer& scratch, long& stride) const {
-    if (s + LANES <= count_ && size_ % TILE_K == 0 && rows_[s + LANES - 1] == rows_[s] + (LANES - 1) * size_) {
+    if (size_ % TILE_K == 0 && rows_[s + LANES - 1] == rows_[s] + (LANES - 1) * size_) {
       stride = size_;
       return rows_[s];
     }
@@ -137,35 +139,41 @@ class TileSpan {
     if constexpr (COUNT > 3) _tile_stored(3, scores + 3 * TILE_WORDS, TILE_BYTES);
   }
 
-  // Columns of 32 tokens from token s on as words of pairs, [16][32 columns]; zeros behind the last token.
+  // Columns of 32 tokens from token s on as words of pairs, [16][32 columns], in the order of `zip`.
   void pair_tokens(long s, long first, long columns, float* out) const {
-    auto columns_of = [&](long token) {
-      vhh found = {};
-      if (token < count_) std::memcpy(&found, rows_[token] + first, columns * sizeof(bf16));
-      return found;
-    };
-    if (s + TILE_K <= count_ && columns == PANEL) {
-      for (long i = s; i < s + TILE_K; i += 2, out += PANEL) {
-        vf low, high;
-        interleave(load_bits<vhh>(rows_[i] + first), load_bits<vhh>(rows_[i + 1] + first), low, high);
-        store(out, low);
-        store(out + LANES, high);
-      }
-      return;
-    }
     for (long i = s; i < s + TILE_K; i += 2, out += PANEL) {
+      vhh pair[2] = {};
+      if (columns == PANEL) {
+        pair[0] = load_bits<vhh>(rows_[i] + first), pair[1] = load_bits<vhh>(rows_[i + 1] + first);
+      } else {
+        std::memcpy(&pair[0], rows_[i] + first, columns * sizeof(bf16));
+        std::memcpy(&pair[1], rows_[i + 1] + first, columns * sizeof(bf16));
+      }
       vf low, high;
-      interleave(columns_of(i), columns_of(i + 1), low, high);
+      zip(pair[0], pair[1], low, high);
       store(out, low);
       store(out + LANES, high);
     }
+  }
+
+  // Words of pairs by the quick instructions, which keep to 128 bits: 4 columns in `low`, then 4 in `high`.
+  static void zip(vhh even, vhh odd, vf& low, vf& high) {
+    low = (vf)__builtin_shufflevector(even, odd, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11, 43, 16, 48, 17,
+                                      49, 18, 50, 19, 51, 24, 56, 25, 57, 26, 58, 27, 59);
+    high = (vf)__builtin_shufflevector(even, odd, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46, 15, 47, 20, 52,
+                                       21, 53, 22, 54, 23, 55, 28, 60, 29, 61, 30, 62, 31, 63);
+  }
+  static void columns_in_order(vf& low, vf& high) {
+    const vf a = low, b = high;
+    low = LANES_OF(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    high = LANES_OF(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
   }
 
   Buffer row_buffer_, query_buffer_, score_buffer_, weight_buffer_, pair_buffer_, copies_[4];
   float* queries_ = nullptr;  // [step][16 words][16 heads]
   bf16* weights_ = nullptr;   // [32 tokens][16 heads][32]
   const bf16* const* rows_ = nullptr;
-  long size_ = 0, steps_ = 0, count_ = 0;
+  long size_ = 0, steps_ = 0, count_ = 0, heads_ = 0;
 };
 #else
 typedef VectorSpan<Dot> TileSpan;

@@ -54,7 +54,7 @@ struct ColumnTiles {
   long step, stride;
 };
 
-// Rows of x, packed once and multiplied with many panels; of one thread, inside a TileScope.
+// Rows of x, packed once and multiplied with many panels of weights with columns along k; of one thread, inside a TileScope.
 class TileRows {
  public:
   static constexpr long ALIKE = LANES;
@@ -97,32 +97,14 @@ class TileRows {
  private:
   static constexpr long FEW_TILES = 4;  // of rows: sums of one tile of columns stay in registers, the weight is read once
 
-  // As they lie, or where columns are not along k, or tiles would not be whole, copied to `scratch` with zeros behind.
+  // As they lie, or where tiles would not be whole, copied to `scratch` with zeros behind.
   ColumnTiles tiles_of(const Weight<bf16>& w, long first, long columns, Buffer& scratch) const {
     const bf16* from = w.data + first * w.n_stride;
-    if (w.k_stride == 1 && columns == LANES && k_ % TILE_K == 0) return {from, TILE_K, w.n_stride};
+    if (columns == LANES && k_ % TILE_K == 0) return {from, TILE_K, w.n_stride};
     bf16* to = scratch.get<bf16>(steps_ * 2 * TILE_WORDS);
-    for (long s = 0; s < steps_; ++s, to += 2 * TILE_WORDS) {
-      const long left = k_ - s * TILE_K;
-      vf block[LANES] = {};
-      if (w.k_stride == 1) {
-        for (long i = 0; i < columns; ++i) block[i] = load_words<Tiles>(from + i * w.n_stride + s * TILE_K, left);
-      } else {
-        for (long i = 0; i < LANES; ++i) {
-          const bf16* row = from + (s * TILE_K + 2 * i) * w.k_stride;
-          vh even = {}, odd = {};
-          if (columns == LANES && left >= TILE_K) {
-            even = load_bits<vh>(row), odd = load_bits<vh>(row + w.k_stride);
-          } else {
-            if (2 * i < left) std::memcpy(&even, row, columns * sizeof(bf16));
-            if (2 * i + 1 < left) std::memcpy(&odd, row + w.k_stride, columns * sizeof(bf16));
-          }
-          block[i] = (vf)(words_of(even) | words_of(odd) << 16);
-        }
-        transpose16(block);
-      }
-      for (long i = 0; i < LANES; ++i) store_bits(to + i * TILE_K, block[i]);
-    }
+    for (long s = 0; s < steps_; ++s)
+      for (long i = 0; i < LANES; ++i, to += TILE_K)
+        store_bits(to, i < columns ? load_words<Tiles>(from + i * w.n_stride + s * TILE_K, k_ - s * TILE_K) : vf{});
     return {to - steps_ * 2 * TILE_WORDS, 2 * TILE_WORDS, TILE_K};
   }
 
@@ -214,6 +196,87 @@ class TileRows {
   Buffer buffer_, low_, high_;
   float* data_ = nullptr;  // [tile of rows][step][16 words][16 rows]
   long k_ = 0, tiles_ = 0, steps_ = 0;
+};
+
+// The same with weights whose columns lie side by side: these are paired along k, and the rows go into tiles as they lie.
+class TilePanels {
+ public:
+  static constexpr long AT_ONCE = 16 * LANES;  // rows
+
+  template <class Row>
+  void copy(Row row, long rows, long k) {
+    rows_ = rows, k_ = k, steps_ = (k + TILE_K - 1) / TILE_K;
+    data_ = row_buffer_.get<bf16>((rows + LANES) * steps_ * TILE_K);
+    for (long i = 0; i < rows; ++i) {
+      bf16* to = data_ + i * steps_ * TILE_K;
+      std::memcpy(to, row(i), k * sizeof(bf16));
+      std::fill(to + k, to + steps_ * TILE_K, bf16(0));
+    }
+  }
+
+  // to(row)[column] = x times columns [first, first + columns) of w, at most PANELS * PANEL
+  template <class To>
+  void multiply(const Weight<bf16>& w, long first, long columns, To to) {
+    const long panels = (columns + PANEL - 1) / PANEL, apart = steps_ * 2 * TILE_WORDS;
+    float* paired = pair_buffer_.get(panels * apart);
+    for (long i = 0; i < steps_ * TILE_K; i += 2) {
+      const bf16* row = w.data + i * w.k_stride + first;
+      for (long p = 0; p < panels; ++p, row += PANEL) {
+        const long left = std::min(PANEL, columns - p * PANEL);
+        vhh even = {}, odd = {};
+        if (left == PANEL && i + 1 < k_) {
+          even = load_bits<vhh>(row), odd = load_bits<vhh>(row + w.k_stride);
+        } else {
+          if (i < k_) std::memcpy(&even, row, left * sizeof(bf16));
+          if (i + 1 < k_) std::memcpy(&odd, row + w.k_stride, left * sizeof(bf16));
+        }
+        vf low, high;
+        interleave(even, odd, low, high);
+        store(paired + p * apart + i / 2 * PANEL, low);
+        store(paired + p * apart + i / 2 * PANEL + LANES, high);
+      }
+    }
+    for (long row = 0; row < rows_; row += 2 * LANES)
+      for (long p = 0; p < panels; ++p) {
+        alignas(64) float sums[2 * LANES][PANEL];
+        const long count = std::min(2 * LANES, rows_ - row);
+        multiply_rows(row, count > LANES, paired + p * apart, sums);
+        const long left = columns - p * PANEL;
+        for (long i = 0; i < count; ++i)
+          if (left >= PANEL)
+            store_panel<Tiles>(to(row + i) + p * PANEL, sums[i]);
+          else
+            store_columns<Tiles>(to(row + i) + p * PANEL, sums[i], left);
+      }
+  }
+
+ private:
+  void multiply_rows(long row, bool has_second, const float* paired, float (*sums)[PANEL]) {
+    const long stride = steps_ * TILE_K;
+    const bf16 *x = data_ + row * stride, *second = has_second ? x + LANES * stride : x;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (long s = 0; s < steps_; ++s, paired += 2 * TILE_WORDS) {
+      _tile_loadd(4, x + s * TILE_K, stride * sizeof(bf16));
+      _tile_loadd(5, paired, PANEL * sizeof(float));
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_loadd(6, paired + LANES, PANEL * sizeof(float));
+      _tile_dpbf16ps(1, 4, 6);
+      _tile_loadd(7, second + s * TILE_K, stride * sizeof(bf16));
+      _tile_dpbf16ps(2, 7, 5);
+      _tile_dpbf16ps(3, 7, 6);
+    }
+    _tile_stored(0, sums[0], PANEL * sizeof(float));
+    _tile_stored(1, sums[0] + LANES, PANEL * sizeof(float));
+    _tile_stored(2, sums[LANES], PANEL * sizeof(float));
+    _tile_stored(3, sums[LANES] + LANES, PANEL * sizeof(float));
+  }
+
+  Buffer row_buffer_, pair_buffer_;
+  bf16* data_ = nullptr;  // [row][steps * 32]
+  long rows_ = 0, k_ = 0, steps_ = 0;
 };
 
 template <class M>
