@@ -71,6 +71,12 @@ static T& own() {
   return *found;
 }
 
+// Memory that will be read soon.
+struct Range {
+  const void* begin = nullptr;
+  long bytes = 0;
+};
+
 template <class M>
 constexpr long words(long k) { return M::is_dot ? (k + 1) / 2 : k; }
 
@@ -137,6 +143,12 @@ template <class T>
 struct Weight {  // w(k, n) = data[k * k_stride + n * n_stride], one of the strides is 1
   const T* data;
   long k_stride, n_stride;
+
+  // Where its columns lie, if that is one piece.
+  Range columns(long first, long count, long k) const {
+    if (k_stride != 1 || n_stride != k) return {};
+    return {data + first * n_stride, count * k * (long)sizeof(T)};
+  }
 };
 
 // 32 columns of a row, in the order of the sums.
@@ -274,7 +286,7 @@ class PackedRows {
   long rows_apart() const { return rows_; }  // of one panel of the sums
 
   template <class X = M, class Row>
-  void pack(Row row, long rows, long k) {
+  void pack(Row row, long rows, long k, Range) {
     rows_ = rows, k_ = k;
     tiles_ = (rows + TILE - 1) / TILE;
     base_ = tiles_ ? rows / tiles_ : 0, longer_ = tiles_ ? rows % tiles_ : 0;
@@ -289,7 +301,7 @@ class PackedRows {
   long panels_at_once(const Weight<typename M::T>& w) const { return w.n_stride == 1 && tiles_ <= 2 ? PANELS : 1; }
 
   // out[panel][rows][32] = x times columns [first, first + columns) of w
-  void multiply(const Weight<typename M::T>& w, long first, long columns, float* out) {
+  void multiply(const Weight<typename M::T>& w, long first, long columns, float* out, Range) {
     const long panels = (columns + PANEL - 1) / PANEL, direct = panels_at_once(w) > 1 ? columns / PANEL : 0;
     for (long start = 0; direct && start < k_; start += DEPTH)
       for (long p = 0; p < direct; ++p)

@@ -62,14 +62,16 @@ static void head_linear(Batch<const typename M::T> x, long tokens, long heads, W
     for (long item = items * part / parts; item < end; item += taken) {
       const long group = item / panels, head = group / chunks, start = group % chunks * chunk;
       const long count = std::min(chunk, tokens - start), first = item % panels * PANEL;
+      const Weight<T> of_head = {w.data + head * w_head_stride, w.k_stride, w.n_stride};
       if (packed_for != group) {
-        rows.pack([&](long i) { return x.data + (start + i) * x.token_stride + head * x.head_stride; }, count, k);
+        rows.pack([&](long i) { return x.data + (start + i) * x.token_stride + head * x.head_stride; }, count, k,
+                  of_head.columns(first, std::min(PANELS * PANEL, n - first), k));
         packed_for = group;
       }
-      const Weight<T> of_head = {w.data + head * w_head_stride, w.k_stride, w.n_stride};
       taken = std::min({rows.panels_at_once(of_head), end - item, panels - item % panels});
       const long columns = std::min(taken * PANEL, n - first);
-      rows.multiply(of_head, first, columns, sums);
+      const long following = std::min({taken, end - item - taken, panels - item % panels - taken}) * PANEL;
+      rows.multiply(of_head, first, columns, sums, of_head.columns(first + columns, std::min(following, n - first - columns), k));
       for (long i = 0; i < count; ++i) {
         T* to = out.data + (start + i) * out.token_stride + head * out.head_stride + first;
         const float* from = sums + i * PANEL;

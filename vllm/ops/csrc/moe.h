@@ -71,17 +71,19 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
     long packed_for = -1;
     for (long item = next_up++; item < num_segments * up_items; item = next_up++) {
       const Segment segment = segments[item / up_items];
-      if (packed_for != item / up_items) {
-        rows.pack([&](long i) { return x.data + order[segment.start + i] / choices * x.token_stride; }, segment.rows, hidden);
-        packed_for = item / up_items;
-      }
       const Weight<T> w = matrix(experts.w13, segment.expert, hidden, 2 * width);
       const long begin = item % up_items * item_columns, end = std::min(width, begin + item_columns);
+      if (packed_for != item / up_items) {
+        rows.pack([&](long i) { return x.data + order[segment.start + i] / choices * x.token_stride; }, segment.rows,
+                  hidden, w.columns(begin, end - begin, hidden));
+        packed_for = item / up_items;
+      }
       const long step = rows.panels_at_once(w) * PANEL;
       for (long first = begin; first < end; first += step) {
         const long columns = std::min(step, end - first);
-        rows.multiply(w, first, columns, gate);
-        rows.multiply(w, width + first, columns, up);
+        const long following = std::min(step, end - first - columns);
+        rows.multiply(w, first, columns, gate, w.columns(width + first, columns, hidden));
+        rows.multiply(w, width + first, columns, up, w.columns(first + columns, following, hidden));
         for (long p = 0; p * PANEL < columns; ++p)
           for (long i = 0; i < segment.rows; ++i) {
             const float *g = gate + (p * rows.rows_apart() + i) * PANEL, *u = up + (p * rows.rows_apart() + i) * PANEL;
@@ -102,16 +104,18 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
     packed_for = -1;
     for (long item = next_down++; item < num_segments * down_items; item = next_down++) {
       const Segment segment = segments[item / down_items];
-      if (packed_for != item / down_items) {
-        act_rows.template pack<Second>([&](long i) { return act + (segment.start + i) * width; }, segment.rows, width);
-        packed_for = item / down_items;
-      }
       const Weight<T> w = matrix(experts.w2, segment.expert, width, hidden);
       const long begin = item % down_items * item_columns, end = std::min(hidden, begin + item_columns);
+      if (packed_for != item / down_items) {
+        act_rows.template pack<Second>([&](long i) { return act + (segment.start + i) * width; }, segment.rows, width,
+                                       w.columns(begin, end - begin, width));
+        packed_for = item / down_items;
+      }
       const long step = act_rows.panels_at_once(w) * PANEL;
       for (long first = begin; first < end; first += step) {
         const long columns = std::min(step, end - first);
-        act_rows.multiply(w, first, columns, gate);
+        const long following = std::min(step, end - first - columns);
+        act_rows.multiply(w, first, columns, gate, w.columns(first + columns, following, width));
         for (long p = 0; p * PANEL < columns; ++p)
           for (long i = 0; i < segment.rows; ++i) {
             const float* sums = gate + (p * act_rows.rows_apart() + i) * PANEL;

@@ -54,6 +54,23 @@ struct ColumnTiles {
   long step, stride;
 };
 
+// Fetches a range into the second-level cache a little at a time while other work goes on. Where tiles are read one column
+// after the other the processor sees too many short streams to fetch them itself, and stops at every gap.
+class Ahead {
+ public:
+  explicit Ahead(Range range) : at_((const char*)range.begin), end_(at_ + range.bytes) {}
+  template <int LINES>
+  void fetch() {
+    if (at_ >= end_) return;
+#pragma GCC unroll 16
+    for (int i = 0; i < LINES; ++i) _mm_prefetch(at_ + i * 64, _MM_HINT_T1);
+    at_ += LINES * 64;
+  }
+
+ private:
+  const char *at_, *end_;
+};
+
 // Rows of x, packed once and multiplied with many panels of weights with columns along k; of one thread, inside a TileScope.
 class TileRows {
  public:
@@ -63,68 +80,92 @@ class TileRows {
   long rows_apart() const { return tiles_ * LANES; }
 
   template <class X = Tiles, class Row>
-  void pack(Row row, long rows, long k) {
+  void pack(Row row, long rows, long k, Range next) {
+    Ahead ahead(next);
     k_ = k, tiles_ = (rows + LANES - 1) / LANES, steps_ = (k + TILE_K - 1) / TILE_K;
     data_ = buffer_.get<float>(tiles_ * steps_ * TILE_WORDS);
     const long known = words<Dot>(k) * LANES;
     for (long t = 0; t < tiles_; ++t) {
       float* to = data_ + t * steps_ * TILE_WORDS;
-      pack_rows<Dot>([&](long i) { return row(t * LANES + i); }, std::min(LANES, rows - t * LANES), k, to, LANES);
+      auto fetching = [&](long i) {
+        ahead.fetch<1>();
+        return row(t * LANES + i);
+      };
+      pack_rows<Dot>(fetching, std::min(LANES, rows - t * LANES), k, to, LANES);
       std::fill(to + known, to + steps_ * TILE_WORDS, 0.0f);
     }
   }
 
-  long panels_at_once(const Weight<bf16>&) const { return PANELS; }
+  // With what is fetched ahead few: it comes early enough, and of the first ones little is waited for.
+  long panels_at_once(const Weight<bf16>&) const {
+    return fetches_ahead() ? std::clamp(AHEAD_BYTES / (PANEL * 2 * k_), 1L, PANELS) : PANELS;
+  }
 
-  // out[panel][rows_apart()][32] = x times columns [first, first + columns) of w
-  void multiply(const Weight<bf16>& w, long first, long columns, float* out) {
-    const long apart = rows_apart() * PANEL;
-    for (long n = 0; n < columns; n += PANEL, out += apart) {
-      const ColumnTiles low = tiles_of(w, first + n, std::min(LANES, columns - n), low_);
-      const long left = columns - n - LANES;
-      if (left <= 0) {
-        few_columns(low, out);
-        continue;
-      }
-      const ColumnTiles high = tiles_of(w, first + n + LANES, std::min(LANES, left), high_);
-      if (tiles_ <= FEW_TILES)
-        few_columns(low, out), few_columns(high, out + LANES);
-      else
-        for (long t = 0; t < tiles_; t += 2) many_rows(low, high, t, out + t * LANES * PANEL);
+  // out[panel][rows_apart()][32] = x times columns [first, first + columns) of w, at most PANELS panels; `next` is
+  // what will be read then.
+  void multiply(const Weight<bf16>& w, long first, long columns, float* out, Range next) {
+    Ahead ahead(fetches_ahead() ? next : Range{});
+    const long count = (columns + LANES - 1) / LANES;
+    ColumnTiles tiles[PANELS * PANEL / LANES];
+    bf16* copies = copy_buffer_.get<bf16>(count * steps_ * 2 * TILE_WORDS);
+    for (long c = 0; c < count; ++c)
+      tiles[c] = tiles_of(w, first + c * LANES, std::min(LANES, columns - c * LANES), copies + c * steps_ * 2 * TILE_WORDS);
+    float* sums = sum_buffer_.get(count * tiles_ * TILE_WORDS);
+    if (tiles_ <= FEW_TILES) {
+      for (long c = 0; c < count; ++c) few_rows(tiles[c], sums + c * tiles_ * TILE_WORDS, ahead);
+    } else {
+      for (long c = 0; c < count; c += 2)
+        for (long s = 0; s < steps_; s += NEAR_STEPS)
+          for (long t = 0; t < tiles_; t += 2)
+            many_rows(tiles[c], tiles[std::min(c + 1, count - 1)], t, s, std::min(NEAR_STEPS, steps_ - s),
+                      sums + (c * tiles_ + t) * TILE_WORDS, c + 1 < count ? tiles_ * TILE_WORDS : 0, ahead);
     }
+    for (long c = 0; c < count; ++c)
+      for (long t = 0; t < tiles_; ++t)
+        store_rows(sums + (c * tiles_ + t) * TILE_WORDS, out + (c / 2 * rows_apart() + t * LANES) * PANEL + c % 2 * LANES);
   }
 
  private:
-  static constexpr long FEW_TILES = 4;  // of rows: sums of one tile of columns stay in registers, the weight is read once
+  static constexpr long AHEAD_BYTES = 1 << 16;
 
-  // As they lie, or where tiles would not be whole, copied to `scratch` with zeros behind.
-  ColumnTiles tiles_of(const Weight<bf16>& w, long first, long columns, Buffer& scratch) const {
+  // Longer columns, or less work on each, and the processor fetches as well alone.
+  bool fetches_ahead() const { return k_ <= 512 && tiles_ > 1; }
+
+  static constexpr long FEW_TILES = 4;  // of rows: sums of a tile of columns stay in registers, the weight is read once
+  static constexpr long NEAR_STEPS = 16;  // along k of two tiles of columns: they stay in the nearest cache
+
+  // As they lie, or where tiles would not be whole, copied with zeros behind.
+  ColumnTiles tiles_of(const Weight<bf16>& w, long first, long columns, bf16* copy) const {
     const bf16* from = w.data + first * w.n_stride;
     if (columns == LANES && k_ % TILE_K == 0) return {from, TILE_K, w.n_stride};
-    bf16* to = scratch.get<bf16>(steps_ * 2 * TILE_WORDS);
+    bf16* to = copy;
     for (long s = 0; s < steps_; ++s)
       for (long i = 0; i < LANES; ++i, to += TILE_K)
         store_bits(to, i < columns ? load_words<Tiles>(from + i * w.n_stride + s * TILE_K, k_ - s * TILE_K) : vf{});
-    return {to - steps_ * 2 * TILE_WORDS, 2 * TILE_WORDS, TILE_K};
+    return {copy, 2 * TILE_WORDS, TILE_K};
   }
 
-  // Sixteen columns with up to four tiles of rows at a time.
-  void few_columns(const ColumnTiles& w, float* out) {
-    for (long t = 0; t < tiles_; t += FEW_TILES, out += FEW_TILES * LANES * PANEL) switch (std::min(FEW_TILES, tiles_ - t)) {
-        case 1: one_column<1>(w, t, out); break;
-        case 2: one_column<2>(w, t, out); break;
-        case 3: one_column<3>(w, t, out); break;
-        default: one_column<4>(w, t, out); break;
-      }
+  // Sixteen columns with up to four tiles of rows.
+  void few_rows(const ColumnTiles& w, float* sums, Ahead& ahead) const {
+    switch (tiles_) {
+      case 1: return one_column<1>(w, sums, ahead);
+      case 2: return one_column<2>(w, sums, ahead);
+      case 3: return one_column<3>(w, sums, ahead);
+      default: return one_column<4>(w, sums, ahead);
+    }
   }
 
   template <int ROWS>
-  void one_column(const ColumnTiles& w, long tile, float* out) {
-    const float* x = data_ + tile * steps_ * TILE_WORDS;
+  void one_column(const ColumnTiles& w, float* sums, Ahead& ahead) const {
+    const float* x = data_;
     const long next = steps_ * TILE_WORDS, stride = w.stride * sizeof(bf16);
     const bf16* column = w.data;
-    zero_sums();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
     for (long s = 0; s < steps_; ++s, column += w.step, x += TILE_WORDS) {
+      ahead.fetch<16>();
       _tile_loadd(4, column, stride);
       _tile_loadd(5, x, TILE_BYTES);
       _tile_dpbf16ps(0, 4, 5);
@@ -141,22 +182,32 @@ class TileRows {
         _tile_dpbf16ps(3, 4, 5);
       }
     }
-    alignas(64) float sums[4][TILE_WORDS];
-    _tile_stored(0, sums[0], TILE_BYTES);
-    if constexpr (ROWS > 1) _tile_stored(1, sums[1], TILE_BYTES);
-    if constexpr (ROWS > 2) _tile_stored(2, sums[2], TILE_BYTES);
-    if constexpr (ROWS > 3) _tile_stored(3, sums[3], TILE_BYTES);
-    for (int r = 0; r < ROWS; ++r) store_rows(sums[r], out + r * LANES * PANEL);
+    _tile_stored(0, sums, TILE_BYTES);
+    if constexpr (ROWS > 1) _tile_stored(1, sums + TILE_WORDS, TILE_BYTES);
+    if constexpr (ROWS > 2) _tile_stored(2, sums + 2 * TILE_WORDS, TILE_BYTES);
+    if constexpr (ROWS > 3) _tile_stored(3, sums + 3 * TILE_WORDS, TILE_BYTES);
   }
 
-  // A whole panel with one or two tiles of rows.
-  void many_rows(const ColumnTiles& low, const ColumnTiles& high, long tile, float* out) {
-    const bool has_second = tile + 1 < tiles_;
-    const float* x = data_ + tile * steps_ * TILE_WORDS;
-    const float* second = has_second ? x + steps_ * TILE_WORDS : x;
+  // Sixteen columns or twice sixteen (`apart` between their sums) with one or two tiles of rows.
+  void many_rows(const ColumnTiles& low, const ColumnTiles& high, long tile, long start, long steps, float* sums,
+                 long apart, Ahead& ahead) const {
+    const long next = tile + 1 < tiles_ ? TILE_WORDS : 0;
+    const float* x = data_ + (tile * steps_ + start) * TILE_WORDS;
+    const float* second = next ? x + steps_ * TILE_WORDS : x;
     const long low_stride = low.stride * sizeof(bf16), high_stride = high.stride * sizeof(bf16);
-    zero_sums();
-    for (long s = 0; s < steps_; ++s, x += TILE_WORDS, second += TILE_WORDS) {
+    if (start == 0) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    } else {
+      _tile_loadd(0, sums, TILE_BYTES);
+      _tile_loadd(1, sums + apart, TILE_BYTES);
+      _tile_loadd(2, sums + next, TILE_BYTES);
+      _tile_loadd(3, sums + apart + next, TILE_BYTES);
+    }
+    for (long s = start; s < start + steps; ++s, x += TILE_WORDS, second += TILE_WORDS) {
+      ahead.fetch<4>();
       _tile_loadd(4, low.data + s * low.step, low_stride);
       _tile_loadd(5, x, TILE_BYTES);
       _tile_dpbf16ps(0, 4, 5);
@@ -166,16 +217,11 @@ class TileRows {
       _tile_dpbf16ps(2, 4, 7);
       _tile_dpbf16ps(3, 6, 7);
     }
-    alignas(64) float sums[4][TILE_WORDS];
-    _tile_stored(0, sums[0], TILE_BYTES);
-    _tile_stored(1, sums[1], TILE_BYTES);
-    _tile_stored(2, sums[2], TILE_BYTES);
-    _tile_stored(3, sums[3], TILE_BYTES);
-    store_rows(sums[0], out);
-    store_rows(sums[1], out + LANES);
-    if (!has_second) return;
-    store_rows(sums[2], out + LANES * PANEL);
-    store_rows(sums[3], out + LANES * PANEL + LANES);
+    // Where there is no second one it is the first again.
+    _tile_stored(0, sums, TILE_BYTES);
+    _tile_stored(1, sums + apart, TILE_BYTES);
+    _tile_stored(2, sums + next, TILE_BYTES);
+    _tile_stored(3, sums + apart + next, TILE_BYTES);
   }
 
   // sums[column][row] to out[row][column]
@@ -186,14 +232,7 @@ class TileRows {
     for (long i = 0; i < LANES; ++i) store(out + i * PANEL, block[i]);
   }
 
-  static void zero_sums() {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-
-  Buffer buffer_, low_, high_;
+  Buffer buffer_, copy_buffer_, sum_buffer_;
   float* data_ = nullptr;  // [tile of rows][step][16 words][16 rows]
   long k_ = 0, tiles_ = 0, steps_ = 0;
 };
