@@ -74,19 +74,18 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
       following = take(now.rows == rows ? next_rows : rows);
       const long b = now.query, item = now.item, head = now.head, count = now.count;
       const long num_heads = std::min(HEADS, heads - head);
+      typename Span<M>::Fetched ahead;  // of prompts, the same sequence again: it is there
+      if (following.count && following.rows[0] != now.rows[0]) ahead = {following.rows, following.count, size};
       heads_of_span.take_queries(
           [&](long h) { return q_latent.data + b * q_latent.token_stride + (head + h) * q_latent.head_stride; },
           [&](long h) { return q_rope.data + b * q_rope.token_stride + (head + h) * q_rope.head_stride; }, num_heads,
           cache.latent, cache.rope);
       vf peak, total;
-      heads_of_span.score(now.rows, count, scale, peak, total);
+      heads_of_span.score(now.rows, count, scale, peak, total, ahead);
       float* partial = has_partials ? partials + item * partial_size : nullptr;
       const bool is_alone = cache.seq_lens[b] <= SPAN;
       const vf factor = 1.0f / total;
-      for (long first = 0; first < cache.latent; first += PANEL) {
-        const long columns = std::min(PANEL, cache.latent - first);
-        vf sums[HEADS][2];
-        heads_of_span.weigh(first, columns, sums);
+      heads_of_span.weigh(cache.latent, ahead, [&](long first, long columns, const vf(*sums)[2]) {
         for (long h = 0; h < num_heads; ++h) {
           if (is_alone && columns == PANEL) {
             T* to = out.data + b * out.token_stride + (head + h) * out.head_stride + first;
@@ -102,7 +101,7 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
               store_n(partial + h * cache.latent + at, sums[h][half], columns - half * LANES);
           }
         }
-      }
+      });
       if (!is_alone)
         for (long h = 0; h < HEADS; ++h) {
           partial[HEADS * cache.latent + h] = peak[h];

@@ -7,10 +7,41 @@
 #include "tiles.h"
 
 #if HAS_TILES
+// Rows of a span that is attended to next, fetched into the second-level cache as `Ahead` does a range.
+class RowsAhead {
+ public:
+  RowsAhead() = default;
+  RowsAhead(const bf16* const* rows, long count, long size) : rows_(rows), end_of_rows_(rows + count), size_(size) {}
+  void fetch(long times) {
+    for (; times > 0; --times) {
+      if (at_ >= end_ && !next_run()) return;
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) _mm_prefetch(at_ + i * 64, _MM_HINT_T1);
+      at_ += 8 * 64;
+    }
+  }
+
+ private:
+  bool next_run() {  // rows that lie one behind the other
+    if (rows_ == end_of_rows_) return false;
+    const bf16* first = *rows_;
+    const bf16* last = first;
+    for (++rows_; rows_ != end_of_rows_ && *rows_ == last + size_; ++rows_) last = *rows_;
+    at_ = (const char*)first, end_ = (const char*)(last + size_);
+    return true;
+  }
+
+  const bf16* const* rows_ = nullptr;
+  const bf16* const* end_of_rows_ = nullptr;
+  long size_ = 0;
+  const char *at_ = nullptr, *end_ = nullptr;
+};
+
 // Of one thread, inside a TileScope: queries of up to sixteen heads, then one span after the other.
 class TileSpan {
  public:
   static constexpr long HEADS = LANES;
+  typedef RowsAhead Fetched;
 
   // Elements [latent, then rope] of each head's query.
   template <class Latent, class Rope>
@@ -33,16 +64,16 @@ class TileSpan {
 
   // Unnormalised weights of `count` tokens; lane h of peak and total is head h's. Rows behind them, up to a multiple of 32,
   // may be anything finite.
-  void score(const bf16* const* rows, long count, float scale, vf& peak, vf& total) {
+  void score(const bf16* const* rows, long count, float scale, vf& peak, vf& total, RowsAhead& ahead) {
     rows_ = rows, count_ = count;
     const long padded = (count + TILE_K - 1) / TILE_K * TILE_K;
     float* scores = score_buffer_.get(padded * HEADS);
     long s = 0;
-    for (; s + 3 * LANES < count; s += 4 * LANES) score_tiles<4>(s, scores + s * HEADS);
+    for (; s + 3 * LANES < count; s += 4 * LANES) score_tiles<4>(s, scores + s * HEADS, ahead);
     const long left = (count - s + LANES - 1) / LANES;
-    if (left == 3) score_tiles<3>(s, scores + s * HEADS);
-    if (left == 2) score_tiles<2>(s, scores + s * HEADS);
-    if (left == 1) score_tiles<1>(s, scores + s * HEADS);
+    if (left == 3) score_tiles<3>(s, scores + s * HEADS, ahead);
+    if (left == 2) score_tiles<2>(s, scores + s * HEADS, ahead);
+    if (left == 1) score_tiles<1>(s, scores + s * HEADS, ahead);
     peak = splat(-INFINITY), total = vf{};
     for (long i = 0; i < count; ++i) {
       const vf score = load(scores + i * HEADS) * scale;
@@ -52,6 +83,7 @@ class TileSpan {
     for (long i = 0; i < count; ++i) {
       const vf weight = exp(load(scores + i * HEADS) - peak);
       total += weight;
+      if (i % 4 == 0) ahead.fetch(1);
       store(scores + i * HEADS, weight);
     }
     std::fill(scores + count * HEADS, scores + padded * HEADS, 0.0f);
@@ -68,25 +100,34 @@ class TileSpan {
     }
   }
 
-  // sums[head] = weights times columns [first, first + columns) of the tokens' rows, at most 32
-  void weigh(long first, long columns, vf (*sums)[2]) {
-    float* paired = pair_buffer_.get(2 * TILE_K / 2 * PANEL);
-    _tile_zero(0);
-    _tile_zero(1);
-    const long steps = (count_ + TILE_K - 1) / TILE_K;
-    pair_tokens(0, first, columns, paired);
-    for (long s = 0; s < steps; ++s) {  // tokens are paired while those before are multiplied
-      const float* now = paired + s % 2 * TILE_K / 2 * PANEL;
-      if (s + 1 < steps) pair_tokens((s + 1) * TILE_K, first, columns, paired + (s + 1) % 2 * TILE_K / 2 * PANEL);
-      _tile_loadd(4, weights_ + s * TILE_K * HEADS, TILE_BYTES);
-      _tile_loadd(5, now, PANEL * sizeof(float));
-      _tile_dpbf16ps(0, 4, 5);
-      _tile_loadd(6, now + LANES, PANEL * sizeof(float));
-      _tile_dpbf16ps(1, 4, 6);
+  // take(first, columns, sums) for every 32 columns of the rows: sums[head] = weights times columns [first, first + columns)
+  template <class Take>
+  void weigh(long latent, RowsAhead& ahead, Take take) {
+    const long size = (count_ + TILE_K - 1) / TILE_K * TILE_WORDS * 2;
+    float* paired = pair_buffer_.get(2 * size);
+    for (long s = 0; s < count_; s += TILE_K) pair_tokens(s, 0, std::min(PANEL, latent), paired + s * PANEL / 2);
+    for (long first = 0; first < latent; first += PANEL) {
+      // The next columns are paired meanwhile: what was just written is slow to come into a tile.
+      const float* now = paired + first / PANEL % 2 * size;
+      const long next = first + PANEL, left = std::min(PANEL, latent - next);
+      float* to = paired + next / PANEL % 2 * size;
+      _tile_zero(0);
+      _tile_zero(1);
+      for (long s = 0; s < count_; s += TILE_K, now += 2 * TILE_WORDS) {
+        ahead.fetch(2);
+        if (left > 0) pair_tokens(s, next, left, to + s * PANEL / 2);
+        _tile_loadd(4, weights_ + s * HEADS, TILE_BYTES);
+        _tile_loadd(5, now, PANEL * sizeof(float));
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_loadd(6, now + LANES, PANEL * sizeof(float));
+        _tile_dpbf16ps(1, 4, 6);
+      }
+      vf sums[HEADS][2];
+      _tile_stored(0, sums, sizeof(sums[0]));
+      _tile_stored(1, &sums[0][1], sizeof(sums[0]));
+      for (long h = 0; h < heads_; ++h) columns_in_order(sums[h][0], sums[h][1]);
+      take(first, std::min(PANEL, latent - first), sums);
     }
-    _tile_stored(0, sums, sizeof(sums[0]));
-    _tile_stored(1, &sums[0][1], sizeof(sums[0]));
-    for (long h = 0; h < heads_; ++h) columns_in_order(sums[h][0], sums[h][1]);
   }
 
  private:
@@ -105,7 +146,7 @@ class TileSpan {
 
   // scores[token][head] of COUNT tiles of tokens from token s on
   template <int COUNT>
-  void score_tiles(long s, float* scores) {
+  void score_tiles(long s, float* scores, RowsAhead& ahead) {
     const bf16* tokens[COUNT];
     long strides[COUNT];
     for (int i = 0; i < COUNT; ++i) {
@@ -117,6 +158,7 @@ class TileSpan {
     _tile_zero(2);
     _tile_zero(3);
     for (long step = 0; step < steps_; ++step) {
+      ahead.fetch(1);
       _tile_loadd(4, queries_ + step * TILE_WORDS, TILE_BYTES);
       _tile_loadd(5, tokens[0] + step * TILE_K, strides[0]);
       _tile_dpbf16ps(0, 5, 4);
@@ -142,18 +184,20 @@ class TileSpan {
   // Columns of 32 tokens from token s on as words of pairs, [16][32 columns], in the order of `zip`.
   void pair_tokens(long s, long first, long columns, float* out) const {
     for (long i = s; i < s + TILE_K; i += 2, out += PANEL) {
-      vhh pair[2] = {};
-      if (columns == PANEL) {
-        pair[0] = load_bits<vhh>(rows_[i] + first), pair[1] = load_bits<vhh>(rows_[i + 1] + first);
-      } else {
-        std::memcpy(&pair[0], rows_[i] + first, columns * sizeof(bf16));
-        std::memcpy(&pair[1], rows_[i + 1] + first, columns * sizeof(bf16));
-      }
+      const bf16 *even = rows_[i] + first, *odd = rows_[i + 1] + first;
       vf low, high;
-      zip(pair[0], pair[1], low, high);
+      if (columns == PANEL)
+        zip(load_bits<vhh>(even), load_bits<vhh>(odd), low, high);
+      else
+        zip(load_columns_of(even, columns), load_columns_of(odd, columns), low, high);
       store(out, low);
       store(out + LANES, high);
     }
+  }
+  static vhh load_columns_of(const bf16* row, long columns) {
+    vhh found = {};
+    std::memcpy(&found, row, columns * sizeof(bf16));
+    return found;
   }
 
   // Words of pairs by the quick instructions, which keep to 128 bits: 4 columns in `low`, then 4 in `high`.

@@ -114,6 +114,10 @@ class VectorSpan {
  public:
   typedef typename M::T T;
   static constexpr long HEADS = EIGHT;
+  struct Fetched {  // nothing: the processor fetches rows as well alone
+    Fetched() = default;
+    Fetched(const T* const*, long, long) {}
+  };
 
   // Elements [latent, then rope] of each head's query.
   template <class Latent, class Rope>
@@ -142,19 +146,25 @@ class VectorSpan {
   }
 
   // Unnormalised weights of `count` tokens; lane h of peak and total is head h's.
-  void score(const T* const* rows, long count, float scale, vf& peak, vf& total) {
+  void score(const T* const* rows, long count, float scale, vf& peak, vf& total, Fetched&) {
     weights_ = score_buffer_.get((SPAN + 2) * HEADS), rows_ = rows, count_ = count;
     score_tokens<M>(queries_, rows, count, size_, scale, weights_);
     softmax_span(weights_, count, peak, total);
     if constexpr (M::is_dot) pair_weights(weights_, count);
   }
 
-  // sums[head] = weights times columns [first, first + columns) of the tokens' rows, at most 32
-  void weigh(long first, long columns, vf (*sums)[2]) const {
-    if (columns == PANEL)
-      weigh_columns<M, true>(weights_, rows_, count_, first, columns, sums);
-    else
-      weigh_columns<M, false>(weights_, rows_, count_, first, columns, sums);
+  // take(first, columns, sums) for every 32 columns of the rows: sums[head] = weights times columns [first, first + columns)
+  template <class Take>
+  void weigh(long latent, Fetched&, Take take) const {
+    for (long first = 0; first < latent; first += PANEL) {
+      const long columns = std::min(PANEL, latent - first);
+      vf sums[HEADS][2];
+      if (columns == PANEL)
+        weigh_columns<M, true>(weights_, rows_, count_, first, columns, sums);
+      else
+        weigh_columns<M, false>(weights_, rows_, count_, first, columns, sums);
+      take(first, columns, sums);
+    }
   }
 
  private:
