@@ -1,13 +1,16 @@
 """Decode steps of a CPU as recordings: the kernels' calls with their addresses, and what torch does between them.
 
 A replay makes the calls again on the memory they were recorded with: one call into the library for all kernels between
-two torch ops, no Python per layer. What is freed while a step is recorded stays, so no two steps share memory.
+two torch ops, no Python per layer. What is freed while a step is recorded serves later ops of it (`_Arena`), so that all
+layers work in the same few pages; nothing else gets it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +23,11 @@ from vllm.ops.cpu_build import SIGNATURES, kernels
 from vllm.platforms.interface import GraphPool, RecordedGraph
 
 _SLOTS = 20  # words of one recorded call, of kernels.cpp
-_NO_WORK = {
+_ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
     torch.ops.aten.empty_strided.default,
     torch.ops.aten.new_empty.default,
-    torch.ops.aten.detach.default,
 }
 _HOST_DECIDES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
@@ -71,7 +73,8 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self._work: list[Callable[[], object]] = []
         self._calls: list[tuple[str, tuple[int | float | None, ...]]] = []  # since the last op of torch
-        self._kept: list[object] = []  # results of all ops: the memory that the calls name
+        self._arena = _Arena()
+        self._kept: list[object] = []  # results of torch's ops: the memory that the calls name
 
     def add_kernel(self, name: str, arguments: tuple[int | float | None, ...]) -> None:
         self._calls.append((name, arguments))
@@ -83,9 +86,11 @@ class Recording(TorchDispatchMode):
             raise RuntimeError(f"{func} cannot be recorded: what it does depends on values; set enforce_eager=True")
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self._kept.append(result)
-        if func not in _NO_WORK and not _is_view(func, args, result):
+        if func in _ALLOCATIONS:
+            return self._arena.empty_like(result)
+        if not _is_view(func, args, result):
             self.end_calls()
+            self._kept.append(result)
             self._work.append(_again(func, args, kwargs, result))
         return result
 
@@ -94,13 +99,39 @@ class Recording(TorchDispatchMode):
             work()
 
     def release(self) -> None:
-        self._work, self._kept = [], []
+        self._work, self._kept, self._arena = [], [], _Arena()
 
     def end_calls(self) -> None:
         """What the kernels did so far is one piece of work."""
         if self._calls:
             self._work.append(_Kernels(self._calls))
             self._calls = []
+
+
+class _Lease(np.ndarray):
+    """A block while tensors use it: their storage holds the only reference."""
+
+
+class _Arena:
+    """Memory of one recording. Work is replayed in the order it was recorded in, so what was free then is free again."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+        self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)  # by bytes; last freed, first used
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """Uninitialised, with the shape and strides of ``tensor``."""
+        num_bytes = tensor.untyped_storage().nbytes()
+        if num_bytes == 0:
+            return tensor
+        free = self._free[num_bytes]
+        if not free:
+            self._blocks.append(torch.empty(num_bytes, dtype=torch.uint8))
+            free.append(self._blocks[-1].numpy())
+        block = free.pop()
+        lease = block.view(_Lease)
+        weakref.finalize(lease, free.append, block).atexit = False
+        return torch.from_numpy(lease).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 class _Kernels:
