@@ -33,6 +33,9 @@ SIGNATURES: dict[str, list[type]] = {  # in the order of RECORDABLE in kernels.c
     "cpu_rotary": [_L, _P, *[_L] * 5, _P, _P, _P],
     "cpu_write_kv": [_L, _P, _P, *[_L] * 4, _P, _F, _P, _P, _P],
     "cpu_sample": [_P, _L, _L, _P, _P, _P, _P, _P],
+    "cpu_add": [_L, _P, _P, _L, _P],
+    "cpu_widen": [_P, _L, _P],
+    "cpu_take_rows": [_P, _L, _P, _L, _P],
 }
 
 

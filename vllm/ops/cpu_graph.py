@@ -1,7 +1,7 @@
 """Decode steps of a CPU as recordings: the kernels' calls with their addresses, and what torch does between them.
 
 A replay makes the calls again on the memory they were recorded with: one call into the library for all kernels between
-two torch ops, no Python per layer. What is freed while a step is recorded serves later ops of it (`_Arena`), so that all
+two torch ops, no Python per layer. The few ops of torch in a layer have kernels too, for replays (`_kernel_of`). What is freed while a step is recorded serves later ops of it (`_Arena`), so that all
 layers work in the same few pages; nothing else gets it.
 """
 
@@ -89,6 +89,11 @@ class Recording(TorchDispatchMode):
         if func in _ALLOCATIONS:
             return self._arena.empty_like(result)
         if not _is_view(func, args, result):
+            if func in _HAVE_KERNELS and isinstance(result, Tensor) and not kwargs:
+                out = result if func._schema.is_mutable else self._arena.empty_like(result).copy_(result)
+                if call := _kernel_of(func, args, out):
+                    self.add_kernel(*call)
+                    return out
             self.end_calls()
             self._kept.append(result)
             self._work.append(_again(func, args, kwargs, result))
@@ -152,6 +157,42 @@ class _Kernels:
 
     def __call__(self) -> None:
         self._replay(*self._arguments)
+
+
+_HAVE_KERNELS = {
+    torch.ops.aten.add.Tensor,
+    torch.ops.aten.add_.Tensor,
+    torch.ops.aten.to.dtype,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.embedding.default,
+    torch.ops.aten.index_select.default,
+}
+
+
+def _kernel_of(
+    func: Any, args: tuple[Any, ...], out: Tensor
+) -> tuple[str, tuple[int | float | None, ...]] | None:
+    """The kernel, with its arguments, that writes the bits of an op's result to `out`; None where there is none."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if not all(tensor.is_contiguous() for tensor in (*tensors, out)):
+        return None
+    first, second = tensors[0], tensors[-1]
+    if func in (torch.ops.aten.embedding.default, torch.ops.aten.index_select.default):
+        is_along_rows = func is torch.ops.aten.embedding.default or args[1] == 0
+        if not is_along_rows or first.dim() != 2 or second.dim() != 1 or second.dtype != torch.int64:
+            return None
+        row_bytes = first.shape[1] * first.element_size()
+        return "cpu_take_rows", (first.data_ptr(), row_bytes, second.data_ptr(), len(second), out.data_ptr())
+    if func in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor):
+        if len(tensors) != 2 or first.shape != second.shape or not first.dtype == second.dtype == out.dtype:
+            return None
+        if out.dtype not in (torch.float32, torch.bfloat16):
+            return None
+        mode = int(out.dtype == torch.bfloat16)
+        return "cpu_add", (mode, first.data_ptr(), second.data_ptr(), out.numel(), out.data_ptr())
+    if (first.dtype, out.dtype) == (torch.bfloat16, torch.float32):
+        return "cpu_widen", (first.data_ptr(), out.numel(), out.data_ptr())
+    return None
 
 
 def _is_view(func: Any, args: tuple[Any, ...], result: object) -> bool:

@@ -87,6 +87,16 @@ void cpu_write_kv(long mode, void* pages, const void* kv, long stride, long toke
   BY_TYPE(mode, (write_kv((T*)pages, (const T*)kv, stride, tokens, latent, rope, (const T*)weight, eps, cos, sin, slots)));
 }
 
+void cpu_add(long mode, const void* a, const void* b, long count, void* out) {
+  BY_TYPE(mode, (add((const T*)a, (const T*)b, count, (T*)out)));
+}
+
+void cpu_widen(const void* x, long count, float* out) { widen_all((const bf16*)x, count, out); }
+
+void cpu_take_rows(const void* table, long row_bytes, const int64_t* ids, long rows, void* out) {
+  take_rows((const char*)table, row_bytes, ids, rows, (char*)out);
+}
+
 void cpu_sample(const float* logits, long rows, long size, const float* temperature, const int32_t* keys,
                 const int32_t* vocab_keys, int64_t* tokens, float* logprobs) {
   sample_rows(logits, rows, size, temperature, keys, vocab_keys, tokens, logprobs);
@@ -122,7 +132,8 @@ static void recorded(const Slot* slots) { call(KERNEL, slots); }
 static void (*const RECORDABLE[])(const Slot*) = {  // in the order of SIGNATURES in cpu_build.py
     recorded<cpu_head_linear>, recorded<cpu_mla_attention>, recorded<cpu_fused_experts>, recorded<cpu_topk_router>,
     recorded<cpu_rms_norm>,    recorded<cpu_add_rms_norm>,  recorded<cpu_silu_and_mul>,  recorded<cpu_rotary>,
-    recorded<cpu_write_kv>,    recorded<cpu_sample>,
+    recorded<cpu_write_kv>,    recorded<cpu_sample>,        recorded<cpu_add>,           recorded<cpu_widen>,
+    recorded<cpu_take_rows>,
 };
 
 extern "C" uint64_t cpu_digest(const void* x, long element_size, long is_across, long stride, long rows, long columns,

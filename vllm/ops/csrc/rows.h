@@ -63,6 +63,21 @@ static void add_rms_norm(T* x, const T* residual, long tokens, long size, const 
 }
 
 template <class T>
+static void add(const T* a, const T* b, long count, T* out) {
+#pragma omp parallel for num_threads(threads_for(count))
+  for (long i = 0; i < count; i += LANES) store_n(out + i, load_n(a + i, count - i) + load_n(b + i, count - i), count - i);
+}
+
+static void widen_all(const bf16* x, long count, float* out) {
+#pragma omp parallel for num_threads(threads_for(count))
+  for (long i = 0; i < count; i += LANES) store_n(out + i, load_n(x + i, count - i), count - i);
+}
+
+static void take_rows(const char* table, long row_bytes, const int64_t* ids, long rows, char* out) {
+  for (long i = 0; i < rows; ++i) std::memcpy(out + i * row_bytes, table + ids[i] * row_bytes, row_bytes);
+}
+
+template <class T>
 static void silu_and_mul(const T* x, long stride, long tokens, long width, T* out) {
 #pragma omp parallel for num_threads(threads_for(tokens * width))
   for (long t = 0; t < tokens; ++t)
