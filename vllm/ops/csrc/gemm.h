@@ -280,7 +280,7 @@ static void run_kernel(long rows, const float* x, const float* packed, const typ
 template <class M>
 class PackedRows {
  public:
-  static constexpr long ALIKE = TILE;     // rows in one tile
+  static constexpr long ALIKE = 4;        // rows are divided in multiples of it
   static constexpr long AT_ONCE = CHUNK;  // rows that are packed at a time, whole tiles
   static constexpr long SUMS = AT_ONCE * PANEL * PANELS;  // that `multiply` makes at most
   long rows_apart() const { return rows_; }  // of one panel of the sums

@@ -47,10 +47,12 @@ static void head_linear(Batch<const typename M::T> x, long tokens, long heads, W
 #endif
   const long panels = (n + PANEL - 1) / PANEL;
   const int threads = tokens * heads * k * n < SMALL_PRODUCT ? 1 : omp_get_max_threads();
+  // Rows are divided where columns alone leave threads without work, or with little.
   constexpr long alike = Rows<M>::ALIKE;
   long chunk = Rows<M>::AT_ONCE;
-  while (chunk > alike && (tokens + chunk - 1) / chunk * heads * panels < 2 * threads)
-    chunk = (chunk / 2 + alike - 1) / alike * alike;
+  auto is_uneven = [&](long items) { return items < threads || (items < 2 * threads && items % threads != 0); };
+  for (long parts = 1; chunk > alike && is_uneven((tokens + chunk - 1) / chunk * heads * panels);)
+    chunk = std::min(chunk, ((tokens + ++parts - 1) / parts + alike - 1) / alike * alike);
   const long chunks = (tokens + chunk - 1) / chunk, items = heads * chunks * panels;
 #pragma omp parallel num_threads(threads)
   {

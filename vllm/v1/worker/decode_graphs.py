@@ -64,6 +64,8 @@ class DecodeGraphs:
         largest, width = self.sizes[-1], -(-config.model.max_model_len // self._block_size)
         # Row i of every buffer is row i of the step, whatever its size: the graphs share them.
         self._host_seq_lens_S = np.ones(largest, dtype=np.int64)
+        self._host_words_S = np.zeros(largest, dtype=np.int64)  # of one buffer after the other
+        self._host_tables_SW = np.zeros((largest, width), dtype=np.int32)
         self._ids_S = torch.zeros(largest, dtype=torch.int64, device=device)
         self._positions_S = torch.zeros_like(self._ids_S)
         self._slots_S = torch.zeros_like(self._ids_S)
@@ -132,18 +134,16 @@ class DecodeGraphs:
         return hidden_SH
 
     def _fill(self, plan: StepPlan, tables_BW: np.ndarray, size: int) -> None:
-        padding = size - len(plan.token_ids_T)
+        rows, width = tables_BW.shape
         first_scratch_slot = self._num_blocks * self._block_size
-        seq_lens = np.pad(plan.seq_lens_B, (0, padding), constant_values=1)
-        self._host_seq_lens_S[:size] = seq_lens
-        buffers = (self._ids_S, self._positions_S, self._slots_S, self._seq_lens_S)
-        values = (
-            np.pad(plan.token_ids_T, (0, padding)),
-            np.pad(plan.positions_T, (0, padding)),
-            np.concatenate((plan.slots_T, first_scratch_slot + np.arange(padding))),
-            seq_lens,
-        )
-        for buffer_S, value in zip(buffers, values, strict=True):
-            buffer_S[:size].copy_(torch.from_numpy(value))
-        tables = np.pad(tables_BW, ((0, padding), (0, 0)), constant_values=self._num_blocks)
-        self._tables_SW[:size].copy_(torch.from_numpy(tables))
+        for host_S, buffer_S, value, padding in (
+            (self._host_words_S, self._ids_S, plan.token_ids_T, 0),
+            (self._host_words_S, self._positions_S, plan.positions_T, 0),
+            (self._host_words_S, self._slots_S, plan.slots_T, first_scratch_slot + np.arange(size - rows)),
+            (self._host_seq_lens_S, self._seq_lens_S, plan.seq_lens_B, 1),
+        ):
+            host_S[:rows], host_S[rows:size] = value, padding
+            buffer_S[:size].copy_(torch.from_numpy(host_S[:size]))
+        self._host_tables_SW[:rows, :width] = tables_BW
+        self._host_tables_SW[rows:size, :width] = self._num_blocks
+        self._tables_SW[:size, :width].copy_(torch.from_numpy(self._host_tables_SW[:size, :width]))
