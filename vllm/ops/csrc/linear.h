@@ -73,9 +73,15 @@ static void head_linear(Batch<const typename M::T> x, long tokens, long heads, W
       taken = std::min({rows.panels_at_once(of_head), end - item, panels - item % panels});
       const long columns = std::min(taken * PANEL, n - first);
       const long following = std::min({taken, end - item - taken, panels - item % panels - taken}) * PANEL;
-      rows.multiply(of_head, first, columns, sums, of_head.columns(first + columns, std::min(following, n - first - columns), k));
+      const Range next = of_head.columns(first + columns, std::min(following, n - first - columns), k);
+      auto row_of = [&](long i) { return out.data + (start + i) * out.token_stride + head * out.head_stride + first; };
+      if constexpr (by_row<M>) {
+        rows.multiply_to(of_head, first, columns, row_of, next);
+        continue;
+      }
+      rows.multiply(of_head, first, columns, sums, next);
       for (long i = 0; i < count; ++i) {
-        T* to = out.data + (start + i) * out.token_stride + head * out.head_stride + first;
+        T* to = row_of(i);
         const float* from = sums + i * PANEL;
         long left = columns;
         for (; left >= PANEL; left -= PANEL, to += PANEL, from += rows.rows_apart() * PANEL) store_panel<M>(to, from);

@@ -82,7 +82,7 @@ class TileRows {
   template <class X = Tiles, class Row>
   void pack(Row row, long rows, long k, Range next) {
     Ahead ahead(next);
-    k_ = k, tiles_ = (rows + LANES - 1) / LANES, steps_ = (k + TILE_K - 1) / TILE_K;
+    rows_ = rows, k_ = k, tiles_ = (rows + LANES - 1) / LANES, steps_ = (k + TILE_K - 1) / TILE_K;
     data_ = buffer_.get<float>(tiles_ * steps_ * TILE_WORDS);
     const long known = words<Dot>(k) * LANES;
     for (long t = 0; t < tiles_; ++t) {
@@ -104,6 +104,48 @@ class TileRows {
   // out[panel][rows_apart()][32] = x times columns [first, first + columns) of w, at most PANELS panels; `next` is
   // what will be read then.
   void multiply(const Weight<bf16>& w, long first, long columns, float* out, Range next) {
+    const float* sums = sums_of(w, first, columns, next);
+    for (long c = 0; c * LANES < columns; ++c)
+      for (long t = 0; t < tiles_; ++t)
+        store_rows(sums + (c * tiles_ + t) * TILE_WORDS, out + (c / 2 * rows_apart() + t * LANES) * PANEL + c % 2 * LANES);
+  }
+
+  // The same rounded, to to(row)[column].
+  template <class To>
+  void multiply_to(const Weight<bf16>& w, long first, long columns, To to, Range next) {
+    const float* sums = sums_of(w, first, columns, next);
+    for (long c = 0; c * LANES < columns; c += 2)
+      for (long t = 0; t < tiles_; ++t) {
+        const float* low = sums + (c * tiles_ + t) * TILE_WORDS;
+        const float* high = (c + 1) * LANES < columns ? low + tiles_ * TILE_WORDS : low;
+        vf block[LANES];  // words of two columns by rows
+        for (long i = 0; i < LANES / 2; ++i) {
+          block[i] = word_columns(low + 2 * i * LANES);
+          block[LANES / 2 + i] = word_columns(high + 2 * i * LANES);
+        }
+        transpose16(block);
+        const long left = std::min(PANEL, columns - c * LANES), rows = std::min(LANES, rows_ - t * LANES);
+        for (long i = 0; i < rows; ++i) {
+          bf16* row = to(t * LANES + i) + c * LANES;
+          if (left == PANEL)
+            store_bits(row, block[i]);
+          else
+            std::memcpy(row, &block[i], left * sizeof(bf16));
+        }
+      }
+  }
+
+ private:
+  static constexpr long AHEAD_BYTES = 1 << 16;
+
+  // Longer columns, or less work on each, and the processor fetches as well alone.
+  bool fetches_ahead() const { return k_ <= 512 && tiles_ > 1; }
+
+  static constexpr long FEW_TILES = 4;  // of rows: sums of a tile of columns stay in registers, the weight is read once
+  static constexpr long NEAR_STEPS = 16;  // along k of two tiles of columns: they stay in the nearest cache
+
+  // [tile of columns][tile of rows], columns by rows
+  const float* sums_of(const Weight<bf16>& w, long first, long columns, Range next) {
     Ahead ahead(fetches_ahead() ? next : Range{});
     const long count = (columns + LANES - 1) / LANES;
     ColumnTiles tiles[PANELS * PANEL / LANES];
@@ -120,19 +162,15 @@ class TileRows {
             many_rows(tiles[c], tiles[std::min(c + 1, count - 1)], t, s, std::min(NEAR_STEPS, steps_ - s),
                       sums + (c * tiles_ + t) * TILE_WORDS, c + 1 < count ? tiles_ * TILE_WORDS : 0, ahead);
     }
-    for (long c = 0; c < count; ++c)
-      for (long t = 0; t < tiles_; ++t)
-        store_rows(sums + (c * tiles_ + t) * TILE_WORDS, out + (c / 2 * rows_apart() + t * LANES) * PANEL + c % 2 * LANES);
+    return sums;
   }
 
- private:
-  static constexpr long AHEAD_BYTES = 1 << 16;
-
-  // Longer columns, or less work on each, and the processor fetches as well alone.
-  bool fetches_ahead() const { return k_ <= 512 && tiles_ > 1; }
-
-  static constexpr long FEW_TILES = 4;  // of rows: sums of a tile of columns stay in registers, the weight is read once
-  static constexpr long NEAR_STEPS = 16;  // along k of two tiles of columns: they stay in the nearest cache
+  // Two columns of sums, rounded, as words.
+  static vf word_columns(const float* sums) {
+    const vhh halves = narrow(load(sums), load(sums + LANES));
+    return (vf)__builtin_shufflevector(halves, halves, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9,
+                                       25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  }
 
   // As they lie, or where tiles would not be whole, copied with zeros behind.
   ColumnTiles tiles_of(const Weight<bf16>& w, long first, long columns, bf16* copy) const {
@@ -234,7 +272,7 @@ class TileRows {
 
   Buffer buffer_, copy_buffer_, sum_buffer_;
   float* data_ = nullptr;  // [tile of rows][step][16 words][16 rows]
-  long k_ = 0, tiles_ = 0, steps_ = 0;
+  long rows_ = 0, k_ = 0, tiles_ = 0, steps_ = 0;
 };
 
 // The same with weights whose columns lie side by side: these are paired along k, and the rows go into tiles as they lie.
