@@ -138,8 +138,8 @@ class TileRows {
  private:
   static constexpr long AHEAD_BYTES = 1 << 16;
 
-  // Longer columns, or less work on each, and the processor fetches as well alone.
-  bool fetches_ahead() const { return k_ <= 512 && tiles_ > 1; }
+  // Longer columns the processor fetches as well alone.
+  bool fetches_ahead() const { return k_ <= 1024; }
 
   static constexpr long FEW_TILES = 4;  // of rows: sums of a tile of columns stay in registers, the weight is read once
   static constexpr long NEAR_STEPS = 16;  // along k of two tiles of columns: they stay in the nearest cache
