@@ -29,7 +29,9 @@ static void panel_linear(Batch<const bf16> x, long tokens, long heads, Weight<bf
       if (copied_for != group)
         rows.copy([&](long i) { return x.data + (start + i) * x.token_stride + head * x.head_stride; }, count, k);
       copied_for = group;
+      const long then = item + 1, next = then / parts / chunks * w_head_stride + then % parts * panels * PANEL;
       rows.multiply({w.data + head * w_head_stride, w.k_stride, w.n_stride}, first, std::min(panels * PANEL, n - first),
+                    then < items ? w.data + next : nullptr,
                     [&](long i) { return out.data + (start + i) * out.token_stride + head * out.head_stride + first; });
     }
   }

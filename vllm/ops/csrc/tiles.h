@@ -291,9 +291,10 @@ class TilePanels {
     }
   }
 
-  // to(row)[column] = x times columns [first, first + columns) of w, at most PANELS * PANEL
+  // to(row)[column] = x times columns [first, first + columns) of w, at most PANELS * PANEL; rows like these begin at
+  // `next` in what is read then.
   template <class To>
-  void multiply(const Weight<bf16>& w, long first, long columns, To to) {
+  void multiply(const Weight<bf16>& w, long first, long columns, const bf16* next, To to) {
     const long panels = (columns + PANEL - 1) / PANEL, apart = steps_ * 2 * TILE_WORDS;
     float* paired = pair_buffer_.get(panels * apart);
     for (long i = 0; i < steps_ * TILE_K; i += 2) {
@@ -306,6 +307,10 @@ class TilePanels {
         } else {
           if (i < k_) std::memcpy(&even, row, left * sizeof(bf16));
           if (i + 1 < k_) std::memcpy(&odd, row + w.k_stride, left * sizeof(bf16));
+        }
+        if (next) {
+          _mm_prefetch(next + i * w.k_stride + p * PANEL, _MM_HINT_T1);
+          _mm_prefetch(next + (i + 1) * w.k_stride + p * PANEL, _MM_HINT_T1);
         }
         vf low, high;
         interleave(even, odd, low, high);
