@@ -52,7 +52,7 @@ void cpu_fused_experts(long mode, const void* x, long x_token, long tokens, long
 
 void cpu_topk_router(const float* logits, const float* bias, long tokens, long experts, long top_k, long groups,
                      long kept_groups, long normalize, float scaling, long is_softmax, float* weights, int64_t* ids) {
-#pragma omp parallel num_threads(threads_for(tokens * experts * top_k))
+#pragma omp parallel num_threads(threads_for(tokens * experts * top_k * 8))
   {
     static thread_local Buffer buffer;
     float* scores = buffer.get(2 * experts + groups);

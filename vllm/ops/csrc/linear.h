@@ -38,6 +38,30 @@ static void panel_linear(Batch<const bf16> x, long tokens, long heads, Weight<bf
 }
 #endif
 
+#if defined(__AVX512F__)
+// Few float columns along k, such as a router's: four rows by four columns at a time, with nothing packed. Sixteen sums to
+// an output, the same ones whatever is beside it.
+static void dot_linear(const float* x, long x_token, long tokens, Weight<float> w, long k, long n, float* out) {
+#pragma omp parallel for num_threads(tokens * k * n < SMALL_PRODUCT / 4 ? 1 : omp_get_max_threads())
+  for (long first = 0; first < tokens; first += 4)
+    for (long column = 0; column < n; column += 4) {
+      const float *rows[4], *columns[4];
+      for (long i = 0; i < 4; ++i) {
+        rows[i] = x + std::min(first + i, tokens - 1) * x_token;
+        columns[i] = w.data + std::min(column + i, n - 1) * w.n_stride;
+      }
+      vf sums[16] = {};
+      for (long i = 0; i < k; i += LANES)
+#pragma GCC unroll 16
+        for (int j = 0; j < 16; ++j) sums[j] += load_n(rows[j / 4] + i, k - i) * load_n(columns[j % 4] + i, k - i);
+      const vf found = row_sums(sums);
+      for (long j = 0; j < 16; ++j)
+        if (first + j / 4 < tokens && column + j % 4 < n) out[(first + j / 4) * n + column + j % 4] = found[j];
+    }
+}
+constexpr long FEW_COLUMNS = 64;
+#endif
+
 // out[t, n, :] = x[t, n, :] w[n]
 template <class M>
 static void head_linear(Batch<const typename M::T> x, long tokens, long heads, Weight<typename M::T> w,
@@ -46,6 +70,10 @@ static void head_linear(Batch<const typename M::T> x, long tokens, long heads, W
 #if HAS_TILES
   if constexpr (std::is_same_v<M, Tiles>)
     if (w.k_stride != 1) return panel_linear(x, tokens, heads, w, w_head_stride, k, n, out);
+#endif
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<M, Float32>)
+    if (heads == 1 && w.k_stride == 1 && n <= FEW_COLUMNS) return dot_linear(x.data, x.token_stride, tokens, w, k, n, out.data);
 #endif
   const long panels = (n + PANEL - 1) / PANEL;
   const int threads = tokens * heads * k * n < SMALL_PRODUCT ? 1 : omp_get_max_threads();
