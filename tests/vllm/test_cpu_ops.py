@@ -47,14 +47,24 @@ def gap(found: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.parametrize("how", list(TABLES))
-@pytest.mark.parametrize("rows", [1, 13, 29, 130])
-@pytest.mark.parametrize(("size_in", "size_out"), [(33, 40), (256, 96), (64, 20)])
+@pytest.mark.parametrize("rows", [1, 13, 29, 130, 300])
+@pytest.mark.parametrize(("size_in", "size_out"), [(33, 40), (256, 96), (64, 20), (1090, 70)])
 def test_products_of_all_shapes(how: str, rows: int, size_in: int, size_out: int) -> None:
     table, dtype = TABLES[how]
     x = torch.randn(rows, size_in + 5).to(dtype)[:, 5:]
     for weight in (torch.randn(size_out, size_in), torch.randn(size_in, size_out).t()):
         wanted = x.double() @ weight.to(dtype).double().t()
         assert gap(table.linear(x, weight.to(dtype)), wanted) < TOLERANCE[dtype] / 4
+
+
+@pytest.mark.parametrize("how", list(TABLES))
+@pytest.mark.parametrize(("size_in", "size_out"), [(40, 300), (128, 512), (7, 33)])
+def test_products_of_heads(how: str, size_in: int, size_out: int) -> None:
+    table, dtype = TABLES[how]
+    x = torch.randn(70, 3, size_in + 8).to(dtype)[..., :size_in]
+    for weight in (torch.randn(3, size_in, size_out), torch.randn(3, size_out, size_in).transpose(1, 2)):
+        wanted = torch.einsum("tni,nio->tno", x.double(), weight.to(dtype).double())
+        assert gap(table.head_linear(x, weight.to(dtype)), wanted) < TOLERANCE[dtype] / 4
 
 
 def attention(
@@ -108,19 +118,21 @@ def test_a_row_is_the_same_in_any_batch(how: str) -> None:
             assert torch.equal(alone, together[part])
 
 
-def test_results_do_not_depend_on_the_number_of_threads() -> None:
+@pytest.mark.parametrize("how", list(TABLES))
+def test_results_do_not_depend_on_the_number_of_threads(how: str) -> None:
+    table, dtype = TABLES[how]
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.append([*rows_of(WIDENED, torch.bfloat16, slice(None)), *_attended()])
+            found.append([*rows_of(table, dtype, slice(None)), *_attended(table, dtype)])
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def _attended() -> list[Tensor]:
-    return [attention(WIDENED, [700, 3, 1025], torch.float32, (8, 64, 16), 16)]
+def _attended(table: RolloutOps, dtype: torch.dtype) -> list[Tensor]:
+    return [attention(table, [700, 3, 1025], dtype, (8, 64, 16), 16)]
 
 
 @pytest.mark.parametrize("how", list(TABLES))

@@ -86,6 +86,32 @@ def test_what_depends_on_values_is_no_recording() -> None:
         CpuGraphPool().capture(lambda: torch.ones(3).nonzero())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_of_a_cpu_recording_share_memory_and_its_replays_follow_the_inputs(dtype: torch.dtype) -> None:
+    ids, table = torch.tensor([3, 0, 2]), torch.randn(5, 33).to(dtype)
+    x, places = torch.randn(3, 33).to(dtype), []
+
+    def model() -> torch.Tensor:
+        hidden = torch.nn.functional.embedding(ids, table) + table.index_select(0, ids)
+        for _ in range(6):
+            scratch = torch.empty(3, 33)
+            places.append(scratch.data_ptr())
+            scratch.copy_(hidden)
+            hidden = (scratch.float() * 0.5).to(dtype) + x
+        hidden += x.float().to(dtype)
+        return hidden
+
+    recorded = CpuGraphPool().capture(model)
+    assert len(set(places)) == 1
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        table.copy_(torch.randn(5, 33, generator=generator))
+        x.copy_(torch.randn(3, 33, generator=generator))
+        ids.copy_(torch.randint(5, (3,), generator=generator))
+        recorded.replay()
+        assert torch.equal(recorded.output, model())
+
+
 def test_padding_writes_into_its_own_blocks_only(path: str) -> None:
     eager, graphs = build(path), build(path, **GRAPHS)
     results_of(eager, 5), results_of(graphs, 5)

@@ -1,8 +1,9 @@
 """Decode steps of a CPU as recordings: the kernels' calls with their addresses, and what torch does between them.
 
 A replay makes the calls again on the memory they were recorded with: one call into the library for all kernels between
-two torch ops, no Python per layer. The few ops of torch in a layer have kernels too, for replays (`_kernel_of`). What is freed while a step is recorded serves later ops of it (`_Arena`), so that all
-layers work in the same few pages; nothing else gets it.
+two torch ops, no Python per layer. The few ops of torch in a layer have kernels too, for replays (`_kernel_of`). What
+is freed while a step is recorded serves later ops of it (`_Arena`), so that all layers work in the same few pages;
+nothing else gets it.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class _Lease(np.ndarray):
 
 
 class _Arena:
-    """Memory of one recording. Work is replayed in the order it was recorded in, so what was free then is free again."""
+    """Memory of one recording: replays keep its order, so what was free then is free again."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
@@ -169,10 +170,11 @@ _HAVE_KERNELS = {
 }
 
 
-def _kernel_of(
-    func: Any, args: tuple[Any, ...], out: Tensor
-) -> tuple[str, tuple[int | float | None, ...]] | None:
-    """The kernel, with its arguments, that writes the bits of an op's result to `out`; None where there is none."""
+def _kernel_of(func: Any, args: tuple[Any, ...], out: Tensor) -> tuple[str, tuple[int | float | None, ...]] | None:
+    """The kernel, with its arguments, that writes an op's result to `out`; None where there is none.
+
+    The bits are torch's, but for denormal sums of bfloat16, which kernels may make zero.
+    """
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if not all(tensor.is_contiguous() for tensor in (*tensors, out)):
         return None

@@ -126,7 +126,8 @@ static int64_t sample_row(const float* logits, long size, float temperature, con
   vf peaks = splat(-INFINITY);
   long i = 0;
   auto scaled = [&](long at) {
-    vf v = load_n(logits + at, size - at) / factor;
+    vf v = load_n(logits + at, size - at);
+    if (factor != 1.0f) v = v / factor;  // a division takes as long as ten sums
     if (at + LANES > size)
       for (long lane = size - at; lane < LANES; ++lane) v[lane] = -INFINITY;
     return v;
