@@ -88,7 +88,7 @@ static void head_linear(Batch<const typename M::T> x, long tokens, long heads, W
   {
     Scope<M> scope;
     Rows<M>& rows = own<Rows<M>>();
-    float* sums = own<Buffer>().get(Rows<M>::SUMS);
+    float* sums = by_row<M> ? nullptr : own<Buffer>().get(Rows<M>::SUMS);
     const long part = omp_get_thread_num(), parts = omp_get_num_threads(), end = items * (part + 1) / parts;
     long packed_for = -1, taken;
     for (long item = items * part / parts; item < end; item += taken) {
