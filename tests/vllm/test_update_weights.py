@@ -145,7 +145,8 @@ def test_digests_add_up_over_tiles_in_any_order_of_memory(is_native: bool, monke
             ]
             assert int(torch.stack(tiles).sum()) % 2**64 == expected == digest(name, laid_out).value
             for target in (torch.zeros_like(whole), torch.zeros(columns, rows).to(dtype).T):
-                copied = copy_with_digest(name, target, laid_out, (0, 0), of=target)
+                copied = torch.zeros((), dtype=torch.int64)
+                copy_with_digest(copied, name, target, laid_out, (0, 0), of=target)
                 assert int(copied) % 2**64 == expected and bool((target.float() == whole.float()).all())
 
 

@@ -40,6 +40,7 @@ from verl.workers.sharding_manager.transfer_plan import build_plan
 from verl.workers.sharding_manager.weight_sync import WeightSync
 from vllm.config import ParallelConfig
 from vllm.model_executor.model_loader import slice_intake
+from vllm.model_executor.model_loader.digest import copy_with_digest
 from vllm.model_executor.model_loader.held_slices import held_slices
 from vllm.transformers_utils.config import load_config
 
@@ -216,15 +217,14 @@ def _engine(folder: str) -> vLLMRollout:
 def _without_digests() -> Iterator[None]:
     """Slices are copied, and nothing is summed up or compared."""
 
-    def copy(name: str, target: Tensor, values: Tensor, starts: tuple[int, ...], of: Tensor) -> Tensor:
-        target.copy_(values)
-        return torch.zeros((), dtype=torch.int64)
+    def copy(total: Tensor, name: str, target: Tensor, values: Tensor, starts: tuple[int, ...], of: Tensor) -> None:
+        copy_with_digest(None, name, target, values, starts, of)
 
     with ExitStack() as stack:
         for owner, name, stand_in in (
             (transfer, "copy_with_digest", copy),
             (slice_intake, "copy_with_digest", copy),
-            (transfer, "slice_digest", lambda *_: 0),
+            (transfer, "add_digest", lambda *_: None),
             (weight_sync, "check_rollout_weights", lambda *_: None),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))

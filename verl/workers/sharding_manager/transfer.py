@@ -15,7 +15,7 @@ from mindspeed_llm.weight_plan import slice_shape
 from verl.workers.sharding_manager.trained_weights import TrainedWeights
 from verl.workers.sharding_manager.transfer_plan import Route, TransferPlan, aligned
 from vllm.model_executor.layers.quantization.fp8 import FP8_DTYPE
-from vllm.model_executor.model_loader.digest import copy_with_digest, inner_dim, slice_digest
+from vllm.model_executor.model_loader.digest import add_digest, copy_with_digest, inner_dim
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
 
 _CHUNK_ELEMENTS = 1 << 20  # of a weight, converted for its digest at a time
@@ -146,7 +146,7 @@ class WeightTransfer:
                 view.copy_(values)
             elif values.dtype == self.plan.held_dtypes[route.hf_name]:
                 starts = tuple(start for start, _ in route.ranges)
-                self.sums_N[route.index].add_(copy_with_digest(route.hf_name, view, values, starts, of=values))
+                copy_with_digest(self.sums_N[route.index], route.hf_name, view, values, starts, of=values)
             else:
                 view.copy_(values)
                 self._add_digest(route, values)
@@ -161,7 +161,7 @@ class WeightTransfer:
             step = max(1, _CHUNK_ELEMENTS * len(values) // values.numel())
         for first in range(0, len(values), step):
             part = values[first : first + step].to(dtype)
-            self.sums_N[route.index].add_(slice_digest(route.hf_name, part, (starts[0] + first, *starts[1:])))
+            add_digest(self.sums_N[route.index], route.hf_name, part, (starts[0] + first, *starts[1:]))
 
     def _start(self, round_: Round, packed: Tensor) -> _Travelling:
         arriving = torch.empty(sum(round_.received_bytes), dtype=torch.uint8, device=self.device)
@@ -190,7 +190,7 @@ def _slice(route: Route, values: Tensor) -> WeightSlice:
 
 
 def _view(buffer: Tensor, parcel: Parcel) -> Tensor:
-    """The route's part of a buffer in the shape of its slice, laid out as the rollout engine's memory is."""
+    """The route's part of a buffer in the shape of its slice, laid out as a trainer's memory is."""
     route = parcel.route
     shape = slice_shape(route.ranges)
     flat = buffer[parcel.offset : parcel.offset + math.prod(shape) * route.dtype.itemsize].view(route.dtype)

@@ -35,7 +35,9 @@ class SliceIntake:
         held = (stored for name, target in targets.items() for stored in target.held(name))
         self._held: dict[str, StoredSlice] = {stored.hf_name: stored for stored in held}
         self._came: dict[str, list[_Ranges]] = {name: [] for name in self._held}
-        self._digests: dict[str, Tensor] = {}
+        device = next((stored.part.device for stored in self._held.values() if stored.part is not None), None)
+        self._digests_N = torch.zeros(len(self._held), dtype=torch.int64, device=device)
+        self._totals: dict[str, Tensor] = dict(zip(self._held, self._digests_N.unbind(), strict=True))
 
     def take(self, slices: Iterable[WeightSlice]) -> None:
         """ValueError for a slice that is not part of what this rank holds, came before, or has a wrong dtype."""
@@ -43,9 +45,7 @@ class SliceIntake:
             stored = self._held.get(slice_.hf_name)
             if stored is None:
                 raise ValueError(f"weight {slice_.hf_name} is unknown to this model, or held by other ranks only")
-            digest = _place(stored, slice_, self._came[slice_.hf_name])
-            earlier = self._digests.get(slice_.hf_name)
-            self._digests[slice_.hf_name] = digest if earlier is None else earlier + digest
+            _place(stored, slice_, self._came[slice_.hf_name], self._totals[slice_.hf_name])
 
     def finish(self) -> dict[str, WeightDigest]:
         """Name -> digest of what this rank holds; ValueError naming every weight of which not all elements came."""
@@ -57,7 +57,7 @@ class SliceIntake:
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise ValueError(f"{len(missing)} weights were not updated: {', '.join(missing[:_SHOWN])}{more}")
-        return named_digests([self._held[name] for name in self._digests], list(self._digests.values()))
+        return named_digests(list(self._held.values()), self._digests_N)
 
     def _num_came(self, name: str) -> int:
         return sum(_num_elements(ranges) for ranges in self._came[name])
@@ -68,8 +68,8 @@ def _size(stored: StoredSlice) -> int:
     return stored.part.numel()
 
 
-def _place(stored: StoredSlice, slice_: WeightSlice, came: list[_Ranges]) -> Tensor:
-    """What the slice adds to the digest of its tensor, read from its place."""
+def _place(stored: StoredSlice, slice_: WeightSlice, came: list[_Ranges], total: Tensor) -> None:
+    """Adds the slice to the digest of its tensor, `total`, as it is read from its place."""
     name, starts, values = slice_
     assert stored.part is not None, name
     if len(starts) != stored.part.dim() or values.dim() != len(starts):
@@ -88,7 +88,7 @@ def _place(stored: StoredSlice, slice_: WeightSlice, came: list[_Ranges]) -> Ten
         raise ValueError(f"weight {name}: a part of slice {ranges} came before in this update")
     came.append(ranges)
     place = stored.part[here]
-    return copy_with_digest(name, place, values, starts, of=place)
+    copy_with_digest(total, name, place, values, starts, of=place)
 
 
 def _overlap(one: _Ranges, other: _Ranges) -> bool:

@@ -3,21 +3,24 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "rows.h"
 
 constexpr long DIGEST_BYTES = 32768;  // along q, whose products fit in 32 bits
-constexpr long COPIED_BYTES = 16384;  // before they are summed up
+constexpr long COPIED_BYTES = 1024;   // before they are summed up: the sums wait for no memory that the copy does not
 constexpr long DIGEST_ROWS = 8192;    // sums of p that are worked on together
+constexpr long TURNED = 64;           // of p and of q, whose elements go from along to across together
 
 struct DigestSlice {
   const int8_t* x;
   long stride, rows, columns;  // stride in bytes, rows over p, columns over q
   const int8_t* c;
   const uint64_t* r;
-  const int8_t* from;  // copied to `to` on the way, where there is one; x is one of both
+  const int8_t* from;  // q contiguous, copied to `to` on the way, where there is one; x is one of both, to if across
   int8_t* to;
   long from_stride, to_stride;
+  bool is_summed;  // else it is only copied
 };
 
 static int64_t dot_bytes(const int8_t* x, const int8_t* c, long size) {
@@ -31,20 +34,27 @@ static int64_t dot_bytes(const int8_t* x, const int8_t* c, long size) {
   return sum;
 }
 
+static void copy_bytes(int8_t* __restrict to, const int8_t* __restrict from, long size) {
+  long i = 0;
+  for (; i + 64 <= size; i += 64) std::memcpy(to + i, from + i, 64);
+  std::memcpy(to + i, from + i, size - i);
+}
+
 // q contiguous; processors multiply unsigned bytes by signed ones, so 128 is added to each and taken off at the end
 template <int BYTES>
 static uint64_t digest_along(const DigestSlice& s) {
-  const long size = s.columns * BYTES, step = std::max(1L, COPIED_BYTES / std::max(1L, size));
+  const long size = s.columns * BYTES, step = s.to ? COPIED_BYTES : size;
   uint64_t total = 0, sum_r = 0, sum_c = 0;
 #pragma omp parallel for reduction(+ : total, sum_r) num_threads(threads_for(s.rows * size / 8))
-  for (long first = 0; first < s.rows; first += step) {
-    const long stop = std::min(s.rows, first + step);
-    for (long p = first; s.to && p < stop; ++p)
-      std::memcpy(s.to + p * s.to_stride, s.from + p * s.from_stride, size);
-    for (long p = first; p < stop; ++p) {
-      total += s.r[p] * (uint64_t)dot_bytes(s.x + p * s.stride, s.c, size);
-      sum_r += s.r[p];
+  for (long p = 0; p < s.rows; ++p) {
+    int64_t sum = 0;
+    for (long i = 0; i < size; i += step) {
+      const long n = std::min(step, size - i);
+      if (s.to) copy_bytes(s.to + p * s.to_stride + i, s.from + p * s.from_stride + i, n);
+      if (s.is_summed) sum += dot_bytes(s.x + p * s.stride + i, s.c + i, n);
     }
+    total += s.r[p] * (uint64_t)sum;
+    sum_r += s.r[p];
   }
   for (long i = 0; i < size; ++i) sum_c += (uint64_t)(int64_t)s.c[i];
   return total - 128 * sum_c * sum_r;
@@ -60,27 +70,83 @@ static inline void add_columns(const U* const* x, const int8_t* c, long n, int32
   }
 }
 
+template <class U>
+static void add_all_columns(const U* x, long stride, const int8_t* c, long columns, long n, int32_t* sums) {
+  auto column = [&](long q) { return (const U*)((const int8_t*)x + q * stride); };
+  long q = 0;
+  for (; q + 4 <= columns; q += 4) {
+    const U* four[] = {column(q), column(q + 1), column(q + 2), column(q + 3)};
+    add_columns<U, 4>(four, c + q * sizeof(U), n, sums);
+  }
+  for (; q < columns; ++q) {
+    const U* one[] = {column(q)};
+    add_columns<U, 1>(one, c + q * sizeof(U), n, sums);
+  }
+}
+
+template <class U>
+struct Vector16 {
+  typedef U type __attribute__((vector_size(16 * sizeof(U))));
+};
+
+// Of two rows of a square the elements whose places differ in one bit.
+template <int BIT, class V, size_t... J>
+static inline void swap_halves(V& a, V& b, std::index_sequence<J...>) {
+  const V first = __builtin_shufflevector(a, b, (J & BIT ? 16 + J - BIT : J)...);
+  b = __builtin_shufflevector(a, b, (J & BIT ? 16 + J : J + BIT)...);
+  a = first;
+}
+
+template <int BIT, class V>
+static inline void swap_all(V* rows) {
+  for (int i = 0; i < 16; ++i)
+    if (!(i & BIT)) swap_halves<BIT>(rows[i], rows[i + BIT], std::make_index_sequence<16>());
+}
+
+// to[q][p] = from[p][q], strides in bytes
+template <class U>
+static inline void turn_square(int8_t* to, long to_stride, const int8_t* from, long from_stride) {
+  typename Vector16<U>::type rows[16];
+  for (int i = 0; i < 16; ++i) std::memcpy(&rows[i], from + i * from_stride, sizeof(rows[i]));
+  swap_all<1>(rows), swap_all<2>(rows), swap_all<4>(rows), swap_all<8>(rows);
+  for (int i = 0; i < 16; ++i) std::memcpy(to + i * to_stride, &rows[i], sizeof(rows[i]));
+}
+
+template <class U>
+static void turn(int8_t* to, long to_stride, const int8_t* from, long from_stride, long rows, long columns) {
+  for (long p = 0; p < rows; p += 16)
+    for (long q = 0; q < columns; q += 16) {
+      int8_t* target = to + q * to_stride + p * sizeof(U);
+      const int8_t* source = from + p * from_stride + q * sizeof(U);
+      if (p + 16 <= rows && q + 16 <= columns) {
+        turn_square<U>(target, to_stride, source, from_stride);
+        continue;
+      }
+      for (long j = 0; j < std::min(16L, columns - q); ++j)
+        for (long i = 0; i < std::min(16L, rows - p); ++i)
+          std::memcpy(target + j * to_stride + i * sizeof(U), source + i * from_stride + j * sizeof(U), sizeof(U));
+    }
+}
+
 // p contiguous; U has an element's bytes
 template <class U>
 static uint64_t digest_across(const DigestSlice& s) {
   constexpr long WIDTH = DIGEST_BYTES / sizeof(U);
+  const long height = s.to ? TURNED : DIGEST_ROWS, width = s.to ? TURNED : WIDTH;
   uint64_t total = 0;
 #pragma omp parallel for reduction(+ : total) num_threads(threads_for(s.rows * s.columns * sizeof(U) / 8))
-  for (long first = 0; first < s.rows; first += DIGEST_ROWS) {
+  for (long first = 0; first < s.rows; first += height) {
     static thread_local int32_t sums[DIGEST_ROWS];
-    const long n = std::min(s.rows - first, DIGEST_ROWS);
-    auto column = [&](long q) { return (const U*)(s.x + q * s.stride) + first; };
+    const long n = std::min(s.rows - first, height);
     for (long start = 0; start < s.columns; start += WIDTH) {
       const long stop = std::min(s.columns, start + WIDTH);
       std::memset(sums, 0, n * sizeof(int32_t));
-      long q = start;
-      for (; q + 4 <= stop; q += 4) {
-        const U* x[] = {column(q), column(q + 1), column(q + 2), column(q + 3)};
-        add_columns<U, 4>(x, s.c + q * sizeof(U), n, sums);
-      }
-      for (; q < stop; ++q) {
-        const U* x[] = {column(q)};
-        add_columns<U, 1>(x, s.c + q * sizeof(U), n, sums);
+      for (long q = start; q < stop; q += width) {
+        const long columns = std::min(width, stop - q);
+        if (s.to)
+          turn<U>(s.to + q * s.to_stride + first * sizeof(U), s.to_stride,
+                  s.from + first * s.from_stride + q * sizeof(U), s.from_stride, n, columns);
+        if (s.is_summed) add_all_columns((const U*)(s.x + q * s.stride) + first, s.stride, s.c + q * sizeof(U), columns, n, sums);
       }
       for (long p = 0; p < n; ++p) total += s.r[first + p] * (uint64_t)(int64_t)sums[p];
     }
