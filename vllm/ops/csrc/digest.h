@@ -71,8 +71,8 @@ static inline void add_columns(const U* const* x, const int8_t* c, long n, int32
 }
 
 template <class U>
-static void add_all_columns(const U* x, long stride, const int8_t* c, long columns, long n, int32_t* sums) {
-  auto column = [&](long q) { return (const U*)((const int8_t*)x + q * stride); };
+static void add_all_columns(const int8_t* x, long stride, const int8_t* c, long columns, long n, int32_t* sums) {
+  auto column = [&](long q) { return (const U*)(x + q * stride); };
   long q = 0;
   for (; q + 4 <= columns; q += 4) {
     const U* four[] = {column(q), column(q + 1), column(q + 2), column(q + 3)};
@@ -83,6 +83,60 @@ static void add_all_columns(const U* x, long stride, const int8_t* c, long colum
     add_columns<U, 1>(one, c + q * sizeof(U), n, sums);
   }
 }
+
+#if defined(__AVX512VNNI__)
+constexpr bool HAS_QUADS = true;
+
+// The p that sums[i] is of: vector i / 16 of a group has four neighbours in each of its quarters.
+template <class U>
+static inline long place(long i) {
+  constexpr long QS = 4 / sizeof(U), PS = 16 * QS;
+  return i / PS * PS + i % 16 / 4 * 4 * QS + i % PS / 16 * 4 + i % 4;
+}
+
+// 64 bytes of 4 / sizeof(U) q: a product takes four bytes of a p.
+template <class U>
+static inline void add_quads(const int8_t* x, long stride, const int8_t* c, int32_t* sums) {
+  constexpr long QS = 4 / sizeof(U);
+  __m512i v[QS];
+  for (long q = 0; q < QS; ++q)
+    v[q] = _mm512_xor_si512(_mm512_loadu_si512(x + q * stride), _mm512_set1_epi8((char)0x80));
+  if constexpr (QS == 2) {
+    const __m512i low = _mm512_unpacklo_epi16(v[0], v[1]);
+    v[1] = _mm512_unpackhi_epi16(v[0], v[1]), v[0] = low;
+  } else if constexpr (QS == 4) {
+    const __m512i low[] = {_mm512_unpacklo_epi8(v[0], v[1]), _mm512_unpacklo_epi8(v[2], v[3])};
+    const __m512i high[] = {_mm512_unpackhi_epi8(v[0], v[1]), _mm512_unpackhi_epi8(v[2], v[3])};
+    v[0] = _mm512_unpacklo_epi16(low[0], low[1]), v[1] = _mm512_unpackhi_epi16(low[0], low[1]);
+    v[2] = _mm512_unpacklo_epi16(high[0], high[1]), v[3] = _mm512_unpackhi_epi16(high[0], high[1]);
+  }
+  int32_t four;
+  std::memcpy(&four, c, 4);
+  for (long i = 0; i < QS; ++i)
+    _mm512_storeu_si512(
+        sums + 16 * i, _mm512_dpbusd_epi32(_mm512_loadu_si512(sums + 16 * i), v[i], _mm512_set1_epi32(four)));
+}
+
+// Whole groups of p and q: sums[i] is of p = place(i).
+template <class U>
+static void add_grouped(const int8_t* x, long stride, const int8_t* c, long columns, long n, int32_t* sums) {
+  constexpr long QS = 4 / sizeof(U), PS = 16 * QS;
+  int32_t bias = 0;
+  for (long i = 0; i < columns * (long)sizeof(U); ++i) bias += c[i] * 128;
+  for (long p = 0; p < n; ++p) sums[p] -= bias;
+  for (long q = 0; q < columns; q += QS)
+    for (long p = 0; p < n; p += PS)
+      add_quads<U>(x + q * stride + p * sizeof(U), stride, c + q * sizeof(U), sums + p);
+}
+#else
+constexpr bool HAS_QUADS = false;
+
+template <class U>
+static inline long place(long i) { return i; }
+
+template <class U>
+static void add_grouped(const int8_t*, long, const int8_t*, long, long, int32_t*) {}
+#endif
 
 template <class U>
 struct Vector16 {
@@ -131,24 +185,31 @@ static void turn(int8_t* to, long to_stride, const int8_t* from, long from_strid
 // p contiguous; U has an element's bytes
 template <class U>
 static uint64_t digest_across(const DigestSlice& s) {
-  constexpr long WIDTH = DIGEST_BYTES / sizeof(U);
+  constexpr long WIDTH = DIGEST_BYTES / sizeof(U), PS = 64 / sizeof(U), QS = 4 / sizeof(U);
   const long height = s.to ? TURNED : DIGEST_ROWS, width = s.to ? TURNED : WIDTH;
   uint64_t total = 0;
 #pragma omp parallel for reduction(+ : total) num_threads(threads_for(s.rows * s.columns * sizeof(U) / 8))
   for (long first = 0; first < s.rows; first += height) {
-    static thread_local int32_t sums[DIGEST_ROWS];
-    const long n = std::min(s.rows - first, height);
+    static thread_local int32_t sums[DIGEST_ROWS], grouped_sums[DIGEST_ROWS];
+    const long n = std::min(s.rows - first, height), grouped = HAS_QUADS ? n / PS * PS : 0;
     for (long start = 0; start < s.columns; start += WIDTH) {
       const long stop = std::min(s.columns, start + WIDTH);
       std::memset(sums, 0, n * sizeof(int32_t));
+      std::memset(grouped_sums, 0, grouped * sizeof(int32_t));
       for (long q = start; q < stop; q += width) {
-        const long columns = std::min(width, stop - q);
+        const long columns = std::min(width, stop - q), quads = grouped ? columns / QS * QS : 0;
         if (s.to)
           turn<U>(s.to + q * s.to_stride + first * sizeof(U), s.to_stride,
                   s.from + first * s.from_stride + q * sizeof(U), s.from_stride, n, columns);
-        if (s.is_summed) add_all_columns((const U*)(s.x + q * s.stride) + first, s.stride, s.c + q * sizeof(U), columns, n, sums);
+        if (!s.is_summed) continue;
+        const int8_t *x = s.x + q * s.stride + first * sizeof(U), *c = s.c + q * sizeof(U);
+        add_grouped<U>(x, s.stride, c, quads, grouped, grouped_sums);
+        add_all_columns<U>(x + quads * s.stride, s.stride, c + quads * sizeof(U), columns - quads, grouped, sums);
+        add_all_columns<U>(x + grouped * sizeof(U), s.stride, c, columns, n - grouped, sums + grouped);
       }
       for (long p = 0; p < n; ++p) total += s.r[first + p] * (uint64_t)(int64_t)sums[p];
+      for (long i = 0; i < grouped; ++i)
+        total += s.r[first + place<U>(i)] * (uint64_t)(int64_t)grouped_sums[i];
     }
   }
   return total;
