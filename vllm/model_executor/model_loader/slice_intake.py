@@ -86,9 +86,20 @@ def _place(stored: StoredSlice, slice_: WeightSlice, came: list[_Ranges], total:
         raise ValueError(f"a slice of weight {name} is {values.dtype}; expected {wanted}")
     if any(_overlap(ranges, earlier) for earlier in came):
         raise ValueError(f"weight {name}: a part of slice {ranges} came before in this update")
-    came.append(ranges)
+    _note(came, ranges)
     place = stored.part[here]
     copy_with_digest(total, name, place, values, starts, of=place)
+
+
+def _note(came: list[_Ranges], ranges: _Ranges) -> None:
+    """Joined to the last where it goes on in one dimension: what comes in small pieces is one range in the end."""
+    last = came[-1] if came else ()
+    differing = [dim for dim, (one, other) in enumerate(zip(last, ranges, strict=False)) if one != other]
+    if len(differing) == 1 and last[differing[0]][1] == ranges[differing[0]][0]:
+        (dim,) = differing
+        came[-1] = (*ranges[:dim], (last[dim][0], ranges[dim][1]), *ranges[dim + 1 :])
+    else:
+        came.append(ranges)
 
 
 def _overlap(one: _Ranges, other: _Ranges) -> bool:
