@@ -124,7 +124,7 @@ PREPARE: dict[str, Callable[[Path], Prepared]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """A run of the small job in a folder, with ``overrides`` and ``variables`` of its own; else runs differ in folders only."""
+    """A run of the small job in a folder, with ``overrides`` and ``variables`` of its own."""
 
     prepared: Prepared
     folder: Path
