@@ -129,7 +129,7 @@ def test_two_tensor_parallel_ranks_generate_as_one(local_ray: None, root: Path) 
 @pytest.mark.timeout(240)
 def test_a_training_rank_dies_and_no_sample_is_lost_or_trained_on_twice(local_ray: None, root: Path) -> None:
     """In step 3, by a clock and not in a fixed order: the run restarts from step 2 with the prompts begun by then."""
-    config = config_of(root, 5, *ASYNC, "algorithm.rollout_correction={rollout_is:token}")
+    config = config_of(root, 4, *ASYNC, "algorithm.rollout_correction={rollout_is:token}")
     orders = root / "kills"
     orders.mkdir()
     (orders / "0.0.update_actor.3").write_text("0.02")
@@ -149,9 +149,9 @@ def test_a_training_rank_dies_and_no_sample_is_lost_or_trained_on_twice(local_ra
     restarts = [json.loads(line) for line in (root / "restarts.jsonl").read_text().splitlines()]
     assert [(line["step"], line["from_step"]) for line in restarts] == [(3, 2)]
     assert "rank 0" in restarts[0]["cause"]
-    metrics = metrics_of(root, 5)
+    metrics = metrics_of(root, 4)
     assert max(record["schedule/staleness/max"] for record in metrics) == 1
-    versions_of(root, 5)
+    versions_of(root, 4)
 
 
 @pytest.mark.slow  # the parts of the others in another order
