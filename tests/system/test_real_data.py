@@ -1,4 +1,4 @@
-"""Problems as people wrote them, through every recipe: its rows, its prompts, its reward, two steps of the tiny model."""
+"""Problems as people wrote them, through every recipe: its rows, prompts and reward, two steps of the tiny model."""
 
 from __future__ import annotations
 
