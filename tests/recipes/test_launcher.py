@@ -18,7 +18,7 @@ import pytest
 from recipes.common import launch
 from recipes.common.launcher import checks, cluster, network
 from recipes.common.launcher.earlier import set_aside_other_training, training_identity
-from recipes.common.launcher.job import Job, RayPorts, ray_command, resolve_config, stages
+from recipes.common.launcher.job import Job, RayPorts, driver_stage, ray_command, resolve_config, stages
 from recipes.common.launcher.processes import OwnProcesses
 from recipes.common.launcher.rendezvous import Head, NodeHello, join_head
 from recipes.common.launcher.settings import Place, Settings, find_place, read_settings, variables
@@ -148,6 +148,57 @@ def test_plan_of_sixteen_nodes_starts_nothing(
     assert "tensor_model_parallel_size: 4" in plan
     assert "very-secret" not in plan
     assert not (tmp_path / "out").exists()
+
+
+BESIDE = ("trainer.schedule=one_step_off", "actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=1")
+
+
+def test_nodes_that_only_generate_are_started_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = {"MASTER_ADDR": "192.0.2.77", "OUTPUT_DIR": str(tmp_path / "out")}
+    arguments = ("trainer.nnodes=2", "rollout.nnodes=1", "rollout.n_gpus_per_node=2", *BESIDE)
+    assert launch_with(monkeypatch, environment, "--print-plan", *arguments) == 0
+    plan = capsys.readouterr().out
+    assert "3 x 2 cpu devices" in plan and "one_step_off on 2 ranks of its own" in plan
+    assert plan.count("-m ray.scripts.scripts start --block") == plan.count("NNODES=3 ") == 3
+    assert plan.count("--expect '192.0.2.77,<address of node 1>,<address of node 2>'") == 1
+    assert "refuse" not in plan
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "overrides", "trains", "devices"),
+    [
+        ("3", ("rollout.nnodes=1", "rollout.n_gpus_per_node=4"), 2, 4),
+        ("1", ("rollout.nnodes=1", "rollout.n_gpus_per_node=2"), 1, 3),  # one node does both
+        ("2", ("rollout.nnodes=2", "rollout.n_gpus_per_node=2", "trainer.nnodes=2"), 2, 3),
+    ],
+)
+def test_nnodes_counts_nodes_of_both_kinds(
+    tmp_path: Path, nnodes: str, overrides: tuple[str, ...], trains: int, devices: int
+) -> None:
+    job = job_of(tmp_path, {"NNODES": nnodes}, *BESIDE, *overrides)
+    assert (job.nnodes, job.config.trainer.nnodes, job.npus_per_node) == (int(nnodes), trains, devices)
+    assert checks.host_problems(job) == []
+    told = [text for text in driver_stage(job).command if text.startswith("trainer.nnodes=")]
+    assert {f"trainer.nnodes={trains}", *told} == {f"trainer.nnodes={trains}"}
+    alone = job_of(tmp_path, {"NNODES": nnodes})
+    assert (alone.nnodes, alone.config.trainer.nnodes) == (int(nnodes), int(nnodes))
+
+
+@pytest.mark.parametrize("nnodes", ["1", "5"])
+def test_nnodes_that_do_not_hold_all_ranks_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], nnodes: str
+) -> None:
+    own = network.address_towards(None, None)
+    environment = {"NNODES": nnodes, "MASTER_ADDR": own, "OUTPUT_DIR": str(tmp_path / "out")}
+    arguments = ("trainer.nnodes=2", "rollout.nnodes=2", "rollout.n_gpus_per_node=1", *BESIDE)
+    assert launch_with(monkeypatch, environment, *arguments) == launch.BAD_INPUT
+    message = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"NNODES is {nnodes}; trainer.nnodes 2 and rollout.nnodes 2 take 4 nodes, or as few as 2 that do both"
+        in message
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +124,13 @@ PREPARE: dict[str, Callable[[Path], Prepared]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """A run of the small job in a folder, with ``overrides`` behind those of all; runs differ in their folders only."""
+    """A run of the small job in a folder, with ``overrides`` and ``variables`` of its own."""
 
     prepared: Prepared
     folder: Path
     steps: int = STEPS
     overrides: tuple[str, ...] = ()
+    variables: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def output_dir(self) -> Path:
@@ -143,7 +144,7 @@ class Job:
 
     def command(self, name: str, *more: str) -> Command:
         """Start it, or start it again, with ``more`` arguments; what it says goes to ``<name>.log``."""
-        environment = self.prepared.environment(self.output_dir, STEPS=self.steps)
+        environment = self.prepared.environment(self.output_dir, STEPS=self.steps, **self.variables)
         arguments = (*self.prepared.arguments, *self.overrides, *more)
         return Command(self.folder / f"{name}.log", environment, arguments, recipe=self.prepared.recipe)
 

@@ -40,7 +40,10 @@ def trained_samples(job: Job) -> list[tuple[str, str]]:
 
 
 def test_a_killed_rollout_rank_costs_no_sample_and_no_bit(prepared: Prepared, tmp_path: Path) -> None:
-    whole, struck = (Job(prepared, tmp_path / name, overrides=FULLY_ASYNC) for name in ("whole", "struck"))
+    here = {"NNODES": 1}  # one node does both
+    whole, struck = (
+        Job(prepared, tmp_path / name, overrides=FULLY_ASYNC, variables=here) for name in ("whole", "struck")
+    )
     whole.finish()
     metrics = read_metrics(whole.output_dir)
     steps = [record for record in metrics if record["step"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,14 @@ import torch
 
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.pages import undocumented
+from tests.system.test_restart_of_ranks import mortal_worker
 from tests.verl.bandit import bandit_config, run_trainer, write_inputs
-from verl.trainer.config import validate_config
+from verl.trainer.config import PPOTrainerConfig, validate_config
 from verl.trainer.main_ppo import worker_classes
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.recovery import fit_with_restarts
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.reward_manager import NaiveRewardManager
 
 PROMPTS, SAMPLES = 4, 2
 MODEL = (
@@ -42,12 +48,22 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def train(root: Path, steps: int, *overrides: str) -> list[dict[str, Any]]:
-    """Trains to ``steps``, on from where an earlier call was; the metrics of all steps."""
+def config_of(root: Path, steps: int, *overrides: str) -> PPOTrainerConfig:
     length = (f"trainer.total_training_steps={steps}", "trainer.save_freq=2", "trainer.test_freq=2")
     config = bandit_config(root, *MODEL, *length, *overrides)
     assert validate_config(config) == []
+    return config
+
+
+def train(root: Path, steps: int, *overrides: str) -> list[dict[str, Any]]:
+    """Trains to ``steps``, on from where an earlier call was; the metrics of all steps."""
+    config = config_of(root, steps, *overrides)
     run_trainer(config, *worker_classes(config))
+    return metrics_of(root, steps)
+
+
+def metrics_of(root: Path, steps: int) -> list[dict[str, Any]]:
+    """Of all steps; asserts that each is there once."""
     metrics = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     assert undocumented(name for record in metrics for name in record) == []
     assert [record["step"] for record in metrics] == list(range(1, steps + 1))
@@ -97,6 +113,45 @@ def test_fully_async_carries_partial_samples_over_syncs_and_a_restart(local_ray:
     assert drawn <= {0, 2, 4} and len(drawn) > 1  # every second step's weights
     with pytest.raises(ValueError, match=r"actor_rollout_ref.rollout.n is 4 and was 2 when the checkpoint's samples"):
         train(root, 7, *settings, "actor_rollout_ref.rollout.n=4")
+
+
+@pytest.mark.timeout(240)
+def test_two_tensor_parallel_ranks_generate_as_one(local_ray: None, root: Path) -> None:
+    two = ("rollout.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+    metrics = train(root, 4, *ASYNC, *two, "algorithm.rollout_correction={rollout_is:token}")
+    assert metrics[0]["schedule/staleness/max"] == 0 and metrics[0]["training/rollout_probs_diff_max"] < 1e-4
+    assert max(record["schedule/staleness/max"] for record in metrics) == 1
+    versions = versions_of(root, 4)
+    assert {version for of_step in versions for spans in of_step for version, _ in spans} <= {0, 1, 2, 3}
+    assert any(len(spans) > 1 for of_step in versions for spans in of_step), "a sync came amid a sample"
+
+
+@pytest.mark.timeout(240)
+def test_a_training_rank_dies_and_no_sample_is_lost_or_trained_on_twice(local_ray: None, root: Path) -> None:
+    """In step 3, by a clock and not in a fixed order: the run restarts from step 2 with the prompts begun by then."""
+    config = config_of(root, 4, *ASYNC, "algorithm.rollout_correction={rollout_is:token}")
+    orders = root / "kills"
+    orders.mkdir()
+    (orders / "0.0.update_actor.3").write_text("0.02")
+    tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
+    reward_fn = NaiveRewardManager(tokenizer, config.reward_model, config.custom_reward_function)
+    classes = worker_classes(config)
+    assert classes[1] is not None
+    training, rollout = mortal_worker(classes[0], orders), mortal_worker(classes[1], orders)
+
+    def new_trainer(config: PPOTrainerConfig, metrics: Mapping[str, float]) -> RayPPOTrainer:
+        return RayPPOTrainer(config, tokenizer, training, reward_fn, rollout, metrics)
+
+    try:
+        fit_with_restarts(config, new_trainer)
+    finally:
+        reward_fn.close()
+    restarts = [json.loads(line) for line in (root / "restarts.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["from_step"]) for line in restarts] == [(3, 2)]
+    assert "rank 0" in restarts[0]["cause"]
+    metrics = metrics_of(root, 4)
+    assert max(record["schedule/staleness/max"] for record in metrics) == 1
+    versions_of(root, 4)
 
 
 @pytest.mark.slow  # the parts of the others in another order

@@ -22,7 +22,6 @@ from tests.vllm.fp8_tiny import WIDE
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.sharding_manager.weight_sync import WeightSync
-from verl.workers.sharding_manager.weights_check import check_rollout_weights
 from vllm.model_executor.model_loader.digest import differences
 
 BUCKET = 128 << 10
@@ -185,7 +184,7 @@ def flipped(path: str, sizes: dict[str, Any], num_flips: int) -> list[str]:
             name, part = held_part(rollout, draw[0])
             flip(part, draw[1], draw[2])
         try:
-            check_rollout_weights(sync.plan, sums, rollout.held_digests(), sync.held, sync.group)
+            sync.check.require_equal(sums, rollout.held_digests())
             missed.append(f"flip {draw} was not found")
         except RuntimeError as error:
             text = str(error)
@@ -193,7 +192,7 @@ def flipped(path: str, sizes: dict[str, Any], num_flips: int) -> list[str]:
                 missed.append(text)
         if rank == victim:
             flip(part, draw[1], draw[2])
-    check_rollout_weights(sync.plan, sums, rollout.held_digests(), sync.held, sync.group)
+    sync.check.require_equal(sums, rollout.held_digests())
     return missed
 
 

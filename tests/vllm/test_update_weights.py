@@ -120,6 +120,10 @@ def test_digests_add_up_and_show_every_change() -> None:
     huge = torch.randn(3, 1 << 20, generator=generator)
     halves = slice_digest(name, huge[:, :9], (0, 0)) + slice_digest(name, huge[:, 9:], (0, 9))
     assert int(halves) % 2**64 == digest(name, huge).value
+    across = torch.empty(1 << 20, 3).T  # the other order of memory
+    total = torch.zeros((), dtype=torch.int64)
+    copy_with_digest(total, name, across, huge, (0, 0), of=across)
+    assert int(total) % 2**64 == digest(name, huge).value == digest(name, across).value and across.equal(huge)
 
 
 @pytest.mark.parametrize("is_native", [True, False])
@@ -145,8 +149,12 @@ def test_digests_add_up_over_tiles_in_any_order_of_memory(is_native: bool, monke
             ]
             assert int(torch.stack(tiles).sum()) % 2**64 == expected == digest(name, laid_out).value
             for target in (torch.zeros_like(whole), torch.zeros(columns, rows).to(dtype).T):
-                copied = copy_with_digest(name, target, laid_out, (0, 0), of=target)
+                copied = torch.zeros((), dtype=torch.int64)
+                copy_with_digest(copied, name, target, laid_out, (0, 0), of=target)
                 assert int(copied) % 2**64 == expected and bool((target.float() == whole.float()).all())
+                again = torch.zeros_like(target)
+                copy_with_digest(None, name, again, laid_out, (0, 0), of=again)
+                assert bool((again.float() == whole.float()).all())
 
 
 def digests_of_layouts(cases: list[tuple[str, int | None, dict[str, Any]]]) -> list[dict[str, WeightDigest]]:

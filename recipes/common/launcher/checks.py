@@ -21,6 +21,7 @@ def problems(job: Job, place: Place) -> list[str]:
     settings = job.settings
     found = validate_config(job.config)
     found += layout_problems(job)
+    found += host_problems(job)
     found += device_problems(job)
     found += writable_problems("OUTPUT_DIR", settings.output_dir)
     if settings.dist_ckpt_path is not None and not has_shards(settings.dist_ckpt_path):
@@ -29,6 +30,18 @@ def problems(job: Job, place: Place) -> list[str]:
         found += port_problems(settings, job.nnodes)
         found += input_problems(job)
     return found
+
+
+def host_problems(job: Job) -> list[str]:
+    """Whether NNODES nodes can hold those that train and those that only generate."""
+    trains, generates, count = job.config.trainer.nnodes, job.rollout_nnodes, job.nnodes
+    least = max(trains, generates)
+    if not generates or least <= count <= job.most_nnodes:
+        return []
+    return [
+        f"NNODES is {count}; trainer.nnodes {trains} and rollout.nnodes {generates} take {job.most_nnodes} nodes, or "
+        f"as few as {least} that do both"
+    ]
 
 
 def device_problems(job: Job) -> list[str]:
@@ -40,7 +53,10 @@ def device_problems(job: Job) -> list[str]:
     count, wanted = torch.cuda.device_count(), job.npus_per_node
     if count >= wanted:
         return []
-    return [f"trainer.n_gpus_per_node is {wanted}, and torch sees {count} GPUs on this node: set NPUS_PER_NODE"]
+    asking = f"trainer.n_gpus_per_node is {job.config.trainer.n_gpus_per_node}"
+    if job.rollout_nnodes:
+        asking += f", rollout.n_gpus_per_node is {job.config.rollout.n_gpus_per_node}, a node needs {wanted}"
+    return [f"{asking}, and torch sees {count} GPUs on this node: set NPUS_PER_NODE"]
 
 
 def writable_problems(name: str, path: Path) -> list[str]:

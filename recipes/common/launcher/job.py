@@ -56,14 +56,30 @@ class Job:
     python: str = field(default=sys.executable)
 
     @property
+    def rollout_nnodes(self) -> int:
+        """Nodes of ranks that only generate, where the schedule has some."""
+        return _rollout_nnodes(self.config)
+
+    @property
+    def most_nnodes(self) -> int:
+        """Nodes where no two roles share one."""
+        return self.config.trainer.nnodes + self.rollout_nnodes
+
+    @property
     def nnodes(self) -> int:
-        """Number of nodes."""
-        return self.config.trainer.nnodes
+        """Number of nodes: those that train, and those that only generate unless NNODES says that nodes do both."""
+        given = self.settings.nnodes if self.rollout_nnodes else None
+        return self.most_nnodes if given is None else given
 
     @property
     def npus_per_node(self) -> int:
         """Devices, and so worker processes, on each node."""
-        return self.config.trainer.n_gpus_per_node
+        trainer, rollout = self.config.trainer, self.config.rollout
+        if not self.rollout_nnodes:
+            return trainer.n_gpus_per_node
+        if self.nnodes < self.most_nnodes:
+            return trainer.n_gpus_per_node + rollout.n_gpus_per_node
+        return max(trainer.n_gpus_per_node, rollout.n_gpus_per_node)
 
     @property
     def device(self) -> str:
@@ -81,8 +97,11 @@ def config_place(settings: Settings) -> tuple[Path, str]:
     return settings.recipe.config_dir, settings.config_name
 
 
-def run_overrides(settings: Settings) -> list[str]:
-    """Hydra overrides that follow from the settings, then the user's own, which win."""
+def run_overrides(settings: Settings, rollout_nnodes: int = 0) -> list[str]:
+    """Hydra overrides that follow from the settings, then the user's own, which win.
+
+    rollout_nnodes: how many of NNODES only generate; where that leaves none to train, nodes do both.
+    """
     out = settings.output_dir
     model = model_dir(settings)
     derived: dict[str, object] = {
@@ -99,8 +118,8 @@ def run_overrides(settings: Settings) -> list[str]:
     }
     if settings.steps is not None:
         derived["trainer.total_training_steps"] = settings.steps
-    if settings.nnodes is not None:
-        derived["trainer.nnodes"] = settings.nnodes
+    if settings.nnodes is not None and settings.nnodes > rollout_nnodes:
+        derived["trainer.nnodes"] = settings.nnodes - rollout_nnodes
     if settings.npus_per_node is not None:
         derived["trainer.n_gpus_per_node"] = settings.npus_per_node
     return [*(f"{key}={_quoted(value)}" for key, value in derived.items()), *settings.overrides]
@@ -127,7 +146,14 @@ def resolve_config(settings: Settings) -> PPOTrainerConfig:
     from verl.trainer.config.load import load_config
 
     directory, name = config_place(settings)
-    return load_config(run_overrides(settings), config_name=name, config_dir=directory)
+    config = load_config(run_overrides(settings), config_name=name, config_dir=directory)
+    if settings.nnodes is None or not (rollout_nnodes := _rollout_nnodes(config)):
+        return config
+    return load_config(run_overrides(settings, rollout_nnodes), config_name=name, config_dir=directory)
+
+
+def _rollout_nnodes(config: PPOTrainerConfig) -> int:
+    return max(0, config.rollout.nnodes) if config.has_rollout_ranks else 0
 
 
 def is_fp8(model_path: Path) -> bool:
@@ -239,7 +265,7 @@ def driver_stage(job: Job) -> Stage:
     """Stage 6: the controller of the training, in a process of its own."""
     directory, name = config_place(job.settings)
     command = (job.python, "-m", "verl.trainer.main_ppo", "--config-dir", str(directory), "--config-name", name)
-    return Stage("main_ppo", "GRPO", (*command, *run_overrides(job.settings)))
+    return Stage("main_ppo", "GRPO", (*command, *run_overrides(job.settings, job.rollout_nnodes)))
 
 
 def closing_stages(job: Job) -> list[Stage]:

@@ -18,8 +18,8 @@ COMMON_VARIABLES: dict[str, tuple[str, str]] = {
     "SEED": ("42", "seed of data split, base model, sampling and training"),
     "STEPS": ("the config's", "number of training steps"),
     "HOSTFILE": ("none", "file with a line per node, address and slots=8: started on one, it starts the others by ssh"),
-    "NNODES": ("the config's", "number of nodes"),
-    "NPUS_PER_NODE": ("the config's", "devices per node; without NPUs the number of worker processes"),
+    "NNODES": ("the config's", "number of nodes, those of rollout.nnodes among them"),
+    "NPUS_PER_NODE": ("the config's", "devices per node that trains; without NPUs the number of worker processes"),
     "MASTER_ADDR": ("this machine, for one node", "address of the head node, the same on every node"),
     "NODE_RANK": ("by MASTER_ADDR: its owner is the head", "0 is the head; given everywhere, it names missing nodes"),
     "SOCKET_IFNAME": ("the interface that reaches MASTER_ADDR", "network interface of this node"),
@@ -181,7 +181,8 @@ def find_place(settings: Settings, nnodes: int) -> Place:
     if settings.master_addr is None:
         if nnodes > 1:
             raise ValueError(
-                f"NNODES is {nnodes} but MASTER_ADDR is not set: set it to the head's address on every node"
+                f"the run has {nnodes} nodes (NNODES), but MASTER_ADDR is not set: set it to the head's address on "
+                "every node, or NNODES=1 where this machine does everything"
             )
         own = network.address_towards(None, settings.socket_ifname)
         return Place(True, own, own, addresses.get(own, "lo"))

@@ -118,7 +118,7 @@ def _quantised(part: Tensor, ranges: Slice, scales: Tensor, fragment: Fragment) 
     (r0, r1), (c0, c1) = ranges
     first_row, first_column = (start // BLOCK for start, _ in fragment.piece.hf_slice)
     columns = torch.arange(c0, c1, device=part.device) // BLOCK - first_column
-    result = torch.empty(part.shape, dtype=FP8_DTYPE, device=part.device)
+    result = torch.empty_like(part, dtype=FP8_DTYPE)  # in the order of memory
     for start, stop in _bands(r0, r1):
         scaled = part[start - r0 : stop - r0].float() / scales[start // BLOCK - first_row][columns]
         result[start - r0 : stop - r0] = scaled.clamp_(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)

@@ -15,10 +15,10 @@ from mindspeed_llm.weight_plan import slice_shape
 from verl.workers.sharding_manager.trained_weights import TrainedWeights
 from verl.workers.sharding_manager.transfer_plan import Route, TransferPlan, aligned
 from vllm.model_executor.layers.quantization.fp8 import FP8_DTYPE
-from vllm.model_executor.model_loader.digest import copy_with_digest, inner_dim, slice_digest
+from vllm.model_executor.model_loader.digest import add_digest, copy_with_digest, inner_dim
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
 
-_CHUNK_ELEMENTS = 1 << 20  # of a weight, converted for its digest at a time
+_PIECE_BYTES = 1 << 20  # of a weight that its digest is taken of at a time: caches keep them for who reads them next
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,12 @@ class WeightTransfer:
                 del packed
             for route in round_.kept:
                 values = trained.values(route.hf_name, route.ranges, route.fragment)
-                yield _slice(route, values)
-                if route.digester == self.group.rank():
-                    self._add_digest(route, values)
+                if route.digester != self.group.rank():
+                    yield _slice(route, values)
+                    continue
+                for starts, piece in _pieces(route, values):
+                    self._add_digest(route, starts, piece)
+                    yield WeightSlice(route.hf_name, starts, piece)
             for parcel in round_.received:
                 yield _slice(parcel.route, _view(arrived, parcel))
             del arrived
@@ -146,22 +149,17 @@ class WeightTransfer:
                 view.copy_(values)
             elif values.dtype == self.plan.held_dtypes[route.hf_name]:
                 starts = tuple(start for start, _ in route.ranges)
-                self.sums_N[route.index].add_(copy_with_digest(route.hf_name, view, values, starts, of=values))
+                copy_with_digest(self.sums_N[route.index], route.hf_name, view, values, starts, of=values)
             else:
                 view.copy_(values)
-                self._add_digest(route, values)
+                for starts, piece in _pieces(route, values):
+                    self._add_digest(route, starts, piece)
         return buffer
 
-    def _add_digest(self, route: Route, values: Tensor) -> None:
-        starts = tuple(start for start, _ in route.ranges)
+    def _add_digest(self, route: Route, starts: tuple[int, ...], piece: Tensor) -> None:
         dtype = self.plan.held_dtypes[route.hf_name]
-        step = len(values)
-        if values.dtype != dtype:
-            assert dtype != FP8_DTYPE, route.hf_name
-            step = max(1, _CHUNK_ELEMENTS * len(values) // values.numel())
-        for first in range(0, len(values), step):
-            part = values[first : first + step].to(dtype)
-            self.sums_N[route.index].add_(slice_digest(route.hf_name, part, (starts[0] + first, *starts[1:])))
+        assert piece.dtype == dtype or dtype != FP8_DTYPE, route.hf_name
+        add_digest(self.sums_N[route.index], route.hf_name, piece.to(dtype), starts)
 
     def _start(self, round_: Round, packed: Tensor) -> _Travelling:
         arriving = torch.empty(sum(round_.received_bytes), dtype=torch.uint8, device=self.device)
@@ -185,12 +183,22 @@ class _Travelling:
         return self.arriving
 
 
+def _pieces(route: Route, values: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """The route's values in parts of some rows of the training weight's memory, each with its place in the tensor."""
+    starts = [start for start, _ in route.ranges]
+    dim = 1 if inner_dim(route.hf_name) == 0 else 0
+    step = max(1, _PIECE_BYTES * values.shape[dim] // values.nbytes)
+    for piece in values.split(step, dim):
+        yield tuple(starts), piece
+        starts[dim] += piece.shape[dim]
+
+
 def _slice(route: Route, values: Tensor) -> WeightSlice:
     return WeightSlice(route.hf_name, tuple(start for start, _ in route.ranges), values)
 
 
 def _view(buffer: Tensor, parcel: Parcel) -> Tensor:
-    """The route's part of a buffer in the shape of its slice, laid out as the rollout engine's memory is."""
+    """The route's part of a buffer in the shape of its slice, laid out as a trainer's memory is."""
     route = parcel.route
     shape = slice_shape(route.ranges)
     flat = buffer[parcel.offset : parcel.offset + math.prod(shape) * route.dtype.itemsize].view(route.dtype)

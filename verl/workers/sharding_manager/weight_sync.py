@@ -14,7 +14,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.sharding_manager.trained_weights import TrainedWeights
 from verl.workers.sharding_manager.transfer import WeightTransfer
 from verl.workers.sharding_manager.transfer_plan import build_plan
-from verl.workers.sharding_manager.weights_check import check_rollout_weights
+from verl.workers.sharding_manager.weights_check import WeightsCheck
 from vllm.model_executor.model_loader.held_slices import HeldSlice
 
 
@@ -53,7 +53,8 @@ class WeightSync:
             ranks_per_node=ranks_per_node,
         )
         self.transfer = WeightTransfer(self.plan, group, device)
-        self.held = {name: slice_.ranges for name, slice_ in holdings.get(group.rank(), {}).items()}
+        held = {name: slice_.ranges for name, slice_ in holdings.get(group.rank(), {}).items()}
+        self.check = WeightsCheck(self.plan, held, group)
         self._has_run = False
 
     @torch.no_grad()
@@ -75,5 +76,5 @@ class WeightSync:
             found = rollout.update_weight_slices(slices, version)
             if not self._has_run:
                 found = rollout.held_digests()
-        check_rollout_weights(self.plan, self.transfer.sums_N, found, self.held, self.group)
+        self.check.require_equal(self.transfer.sums_N, found)
         self._has_run = True

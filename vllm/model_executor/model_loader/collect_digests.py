@@ -42,14 +42,14 @@ def collect_digests(
 def held_digests(targets: dict[str, WeightTarget]) -> dict[str, WeightDigest]:
     """Hugging Face name -> digest of this rank's slice."""
     stored = [part for name, target in targets.items() for part in target.held(name)]
-    return named_digests(stored, [slice_.digest() for slice_ in stored])
+    return named_digests(stored, torch.stack([slice_.digest() for slice_ in stored]))
 
 
-def named_digests(stored: list[StoredSlice], digests: list[Tensor]) -> dict[str, WeightDigest]:
-    """Hugging Face name -> what identifies the slice; digests: int64 scalars of the slices, on one device."""
+def named_digests(stored: list[StoredSlice], digests_N: Tensor) -> dict[str, WeightDigest]:
+    """Hugging Face name -> what identifies the slice."""
     return {
         slice_.hf_name: WeightDigest(tuple(slice_.part.shape), slice_.dtype, value % 2**64)
-        for slice_, value in zip(stored, torch.stack(digests).tolist(), strict=True)
+        for slice_, value in zip(stored, digests_N.tolist(), strict=True)
         if slice_.part is not None
     }
 

@@ -4,8 +4,8 @@
 
 q runs along the tensor's `inner_dim`, p along the other dimension, b over the bytes of an element; a vector counts as
 one p, bytes are signed. r are fixed pseudo-random odd numbers of 64 bits, c of 8 bits and never 0: the inner sum is a
-product of 8-bit integers. On CPUs a loop of our kernels takes it, as quick as the memory is; torch where there is no
-compiler, and on accelerators.
+product of 8-bit integers. On CPUs loops of our kernels take it on the way of a copy, for little more than the copy's
+time; torch where there is no compiler, and on accelerators.
 
 A single wrong byte always shows; so does any other difference, but for the chance that c makes the sum of every p that
 it touches come out the same: about 1 in 100 for two bytes next to each other, nothing for a misplaced row or column.
@@ -29,9 +29,8 @@ _MAX_INNER_BYTES = 1 << 16  # whose products fit in 32 bits
 _OUTER_SALT, _INNER_SALT = 1, 2
 _BYTES_OF_R = 8
 _CPU = torch.device("cpu")
-# Engines keep [in, out] in memory of what goes into products, but for types that are by row (`empty_matrix`), and
-# [out, in] of the rest.
-_OUTPUTS_TOGETHER = re.compile(r".*(?<!\.kv_b)_proj(_with_mqa)?\.weight")
+# Trainers keep [in, out] in memory of routed experts, for grouped products, and [out, in] of the rest.
+_OUTPUTS_TOGETHER = re.compile(r".*\.mlp\.experts\.\d+\.\w+_proj\.weight")
 
 
 class WeightDigest(NamedTuple):
@@ -44,12 +43,22 @@ class WeightDigest(NamedTuple):
 
 @lru_cache(maxsize=1 << 17)
 def inner_dim(hf_name: str) -> int:
-    """The dimension of a weight in which the engine keeps neighbours together in memory."""
+    """The dimension of a weight in which trainers keep neighbours together in memory.
+
+    A name says it, so that all sides agree: rollout engines may differ, by their processors too.
+    """
     return 0 if _OUTPUTS_TOGETHER.fullmatch(hf_name) else -1
 
 
 def slice_digest(hf_name: str, part: Tensor, starts: tuple[int, ...]) -> Tensor:
-    """int64 scalar on the part's device: what whole_tensor[starts : starts + part.shape] adds to its digest.
+    """int64 scalar on the part's device: what whole_tensor[starts : starts + part.shape] adds to its digest."""
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    add_digest(total, hf_name, part, starts)
+    return total
+
+
+def add_digest(total: Tensor, hf_name: str, part: Tensor, starts: tuple[int, ...]) -> None:
+    """total += slice_digest(hf_name, part, starts), all on one device.
 
     part: one or two dimensions, any strides; quickest when elements lie together in one of them.
     """
@@ -58,23 +67,31 @@ def slice_digest(hf_name: str, part: Tensor, starts: tuple[int, ...]) -> Tensor:
         part_PQ = part_PQ.clone(memory_format=torch.contiguous_format)
     native = _cpu_digest() if part.is_cpu else None
     if native is None:
-        return _torch_digest(part_PQ, *_coefficients(hf_name, part_PQ, starts))
-    return torch.tensor(native(*_pointers(hf_name, part_PQ, starts), None, 0, None, 0))
+        total += _torch_digest(part_PQ, *_coefficients(hf_name, part_PQ, starts))
+    else:
+        native(total.data_ptr(), *_pointers(hf_name, part_PQ, starts), None, 0, None, 0)
 
 
-def copy_with_digest(hf_name: str, target: Tensor, values: Tensor, starts: tuple[int, ...], of: Tensor) -> Tensor:
-    """target.copy_(values), and `slice_digest` of `of`, one of both, whose first element is `starts` of the whole.
+def copy_with_digest(
+    total: Tensor | None, hf_name: str, target: Tensor, values: Tensor, starts: tuple[int, ...], of: Tensor
+) -> None:
+    """target.copy_(values) and `add_digest` of `of`, one of both, whose first element is `starts` of the whole.
 
-    On CPUs a row at a time, which is in the cache when it is read again.
+    total: None for the copy alone.
+
+    On CPUs a piece at a time, which is in the cache when it is read again, and also where the orders of memory differ.
     """
     to_PQ, from_PQ = _as_rows(hf_name, target), _as_rows(hf_name, values)
-    native = _cpu_digest() if target.is_cpu and values.is_cpu else None
-    if native is None or target.dtype != values.dtype or to_PQ.stride(1) != 1 or from_PQ.stride(1) != 1:
+    native = _cpu_digest() if target.is_cpu and values.is_cpu and target.dtype == values.dtype else None
+    is_turned = to_PQ.stride(1) != 1
+    if native is None or from_PQ.stride(1) != 1 or (is_turned and (to_PQ.stride(0) != 1 or of is not target)):
         target.copy_(values)
-        return slice_digest(hf_name, of, starts)
+        if total is not None:
+            add_digest(total, hf_name, of, starts)
+        return
     size, of_PQ = target.element_size(), to_PQ if of is target else from_PQ
-    places = [(matrix.data_ptr(), matrix.stride(0) * size) for matrix in (from_PQ, to_PQ)]
-    return torch.tensor(native(*_pointers(hf_name, of_PQ, starts), *places[0], *places[1]))
+    places = (from_PQ.data_ptr(), from_PQ.stride(0) * size, to_PQ.data_ptr(), to_PQ.stride(int(is_turned)) * size)
+    native(None if total is None else total.data_ptr(), *_pointers(hf_name, of_PQ, starts), *places)
 
 
 def _as_rows(hf_name: str, part: Tensor) -> Tensor:
@@ -112,7 +129,7 @@ def _pointers(hf_name: str, part_PQ: Tensor, starts: tuple[int, ...]) -> tuple[i
 
 
 @cache
-def _cpu_digest() -> Callable[..., int] | None:
+def _cpu_digest() -> Callable[..., None] | None:
     return kernels().cpu_digest if has_compiler() else None
 
 

@@ -35,7 +35,9 @@ class SliceIntake:
         held = (stored for name, target in targets.items() for stored in target.held(name))
         self._held: dict[str, StoredSlice] = {stored.hf_name: stored for stored in held}
         self._came: dict[str, list[_Ranges]] = {name: [] for name in self._held}
-        self._digests: dict[str, Tensor] = {}
+        device = next((stored.part.device for stored in self._held.values() if stored.part is not None), None)
+        self._digests_N = torch.zeros(len(self._held), dtype=torch.int64, device=device)
+        self._totals: dict[str, Tensor] = dict(zip(self._held, self._digests_N.unbind(), strict=True))
 
     def take(self, slices: Iterable[WeightSlice]) -> None:
         """ValueError for a slice that is not part of what this rank holds, came before, or has a wrong dtype."""
@@ -43,9 +45,7 @@ class SliceIntake:
             stored = self._held.get(slice_.hf_name)
             if stored is None:
                 raise ValueError(f"weight {slice_.hf_name} is unknown to this model, or held by other ranks only")
-            digest = _place(stored, slice_, self._came[slice_.hf_name])
-            earlier = self._digests.get(slice_.hf_name)
-            self._digests[slice_.hf_name] = digest if earlier is None else earlier + digest
+            _place(stored, slice_, self._came[slice_.hf_name], self._totals[slice_.hf_name])
 
     def finish(self) -> dict[str, WeightDigest]:
         """Name -> digest of what this rank holds; ValueError naming every weight of which not all elements came."""
@@ -57,7 +57,7 @@ class SliceIntake:
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise ValueError(f"{len(missing)} weights were not updated: {', '.join(missing[:_SHOWN])}{more}")
-        return named_digests([self._held[name] for name in self._digests], list(self._digests.values()))
+        return named_digests(list(self._held.values()), self._digests_N)
 
     def _num_came(self, name: str) -> int:
         return sum(_num_elements(ranges) for ranges in self._came[name])
@@ -68,8 +68,8 @@ def _size(stored: StoredSlice) -> int:
     return stored.part.numel()
 
 
-def _place(stored: StoredSlice, slice_: WeightSlice, came: list[_Ranges]) -> Tensor:
-    """What the slice adds to the digest of its tensor, read from its place."""
+def _place(stored: StoredSlice, slice_: WeightSlice, came: list[_Ranges], total: Tensor) -> None:
+    """Adds the slice to the digest of its tensor, `total`, as it is read from its place."""
     name, starts, values = slice_
     assert stored.part is not None, name
     if len(starts) != stored.part.dim() or values.dim() != len(starts):
@@ -86,9 +86,20 @@ def _place(stored: StoredSlice, slice_: WeightSlice, came: list[_Ranges]) -> Ten
         raise ValueError(f"a slice of weight {name} is {values.dtype}; expected {wanted}")
     if any(_overlap(ranges, earlier) for earlier in came):
         raise ValueError(f"weight {name}: a part of slice {ranges} came before in this update")
-    came.append(ranges)
+    _note(came, ranges)
     place = stored.part[here]
-    return copy_with_digest(name, place, values, starts, of=place)
+    copy_with_digest(total, name, place, values, starts, of=place)
+
+
+def _note(came: list[_Ranges], ranges: _Ranges) -> None:
+    """Joined to the last where it goes on in one dimension: what comes in small pieces is one range in the end."""
+    last = came[-1] if came else ()
+    differing = [dim for dim, (one, other) in enumerate(zip(last, ranges, strict=False)) if one != other]
+    if len(differing) == 1 and last[differing[0]][1] == ranges[differing[0]][0]:
+        (dim,) = differing
+        came[-1] = (*ranges[:dim], (last[dim][0], ranges[dim][1]), *ranges[dim + 1 :])
+    else:
+        came.append(ranges)
 
 
 def _overlap(one: _Ranges, other: _Ranges) -> bool:
