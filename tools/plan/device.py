@@ -1,0 +1,153 @@
+"""A device that has sizes and no values: what lies on it, the most that ever did, and what is asked of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from tools.plan.collectives import CollectiveLog, returned
+
+DEVICE = torch.device("meta")
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Counts the bytes of every storage that an operation makes while the meter runs, until the storage is freed.
+
+    What was there before does not count. On a real device the caller's host tensors count too; they are small.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_bytes = 0
+        self.peak_bytes = 0
+        self._alive: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        self.count(outputs)
+        return outputs
+
+    def count(self, outputs: Any) -> None:
+        """Note the storages of ``outputs`` that are new."""
+        for x in tree_iter(outputs):
+            if isinstance(x, torch.Tensor):
+                self._count(x.untyped_storage())
+
+    @contextmanager
+    def span(self) -> Iterator[MemoryMeter]:
+        """A new peak, of what is made inside."""
+        self.peak_bytes = self.now_bytes
+        yield self
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        num_bytes = storage.nbytes()
+        if key in self._alive or not num_bytes:
+            return
+        self._alive[key] = weakref.ref(storage, lambda _: self._free(key, num_bytes))
+        self.now_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+    def _free(self, key: int, num_bytes: int) -> None:
+        del self._alive[key]
+        self.now_bytes -= num_bytes
+
+
+class PlannedDevice(TorchDispatchMode):
+    """Makes the code of a run work on the meta device, which holds shapes only.
+
+    Collectives are noted in ``log`` and move nothing. Pinned host memory is meta memory too, counted apart. What the
+    host reads of the device is zero: a value that steers the program (how many tokens went to which expert, which
+    token was sampled) must come from an op table made for plans.
+    """
+
+    def __init__(self, log: CollectiveLog, meter: MemoryMeter) -> None:
+        super().__init__()
+        self.log, self.meter = log, meter
+        self._host: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned host memory that is held now."""
+        return sum(self._host.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs)
+        if kwargs.get("pin_memory"):
+            return self._pinned(func, args, kwargs)
+        special = _SPECIAL.get(func)
+        if special is not None:
+            found, result = special(self, func, args, kwargs)
+            if found:
+                return result
+        outputs = func(*_on_meta(args), **kwargs) if _is_mixed(args) else func(*args, **kwargs)
+        self.meter.count(outputs)
+        return outputs
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.log.add(func, args)
+        if any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_iter(list(args))):
+            from torch._C._distributed_c10d import FakeWork
+
+            return returned(func, args, FakeWork().boxed())
+        return func(*args, **kwargs)
+
+    def _pinned(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        planned: torch.Tensor = func(*args, **(kwargs | {"pin_memory": False, "device": DEVICE}))
+        self._host[planned.untyped_storage()] = planned.untyped_storage().nbytes()
+        return planned
+
+    def is_pinned(self, x: torch.Tensor) -> bool:
+        """Whether ``x`` stands for host memory."""
+        return x.untyped_storage() in self._host
+
+
+def _is_mixed(args: Any) -> bool:
+    has_meta = has_host = False
+    for x in tree_iter(args):
+        if isinstance(x, torch.Tensor):
+            has_meta |= x.is_meta
+            has_host |= x.device.type == "cpu" and x.dim() > 0
+    return has_meta and has_host
+
+
+def _on_meta(args: Any) -> Any:
+    """Host tensors beside device tensors go where those are: what comes of both has no value anyway."""
+    return tree_map_only(torch.Tensor, lambda x: x if x.is_meta or x.dim() == 0 else torch.empty_like(x, device=DEVICE), args)
+
+
+def _to_host(mode: PlannedDevice, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    x, device = args[0], kwargs.get("device")
+    if not x.is_meta or device is None or torch.device(device).type != "cpu":
+        return False, None
+    return True, torch.zeros(x.shape, dtype=kwargs.get("dtype") or x.dtype)
+
+
+def _to_scalar(mode: PlannedDevice, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    x = args[0]
+    return x.is_meta, torch.zeros((), dtype=x.dtype).item() if x.is_meta else None
+
+
+def _copy(mode: PlannedDevice, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    target, source = args[:2]
+    return source.is_meta or target.is_meta, target
+
+
+def _pinned(mode: PlannedDevice, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    return args[0].is_meta, mode.is_pinned(args[0]) if args[0].is_meta else None
+
+
+_SPECIAL = {
+    torch.ops.aten._to_copy.default: _to_host,
+    torch.ops.aten._local_scalar_dense.default: _to_scalar,
+    torch.ops.aten.copy_.default: _copy,
+    torch.ops.aten.is_pinned.default: _pinned,
+}

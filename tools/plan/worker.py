@@ -1,0 +1,59 @@
+"""A rank of the run as the run itself builds it, on a device without values."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.core.memory_ledger import LedgerEntry, ledger
+from megatron.core.models.gpt import GPTModel, ModelChunks
+from megatron.core.ops import TrainOps
+from mindspeed_llm.hf_config import HFModelConfig, load_hf_config
+from mindspeed_llm.model import build_model
+from tools.plan.device import DEVICE
+from tools.plan.ops import Routing, train_ops
+from tools.plan.world import own_groups
+from verl.protocol import DataProto
+from verl.trainer.config import PPOTrainerConfig
+from verl.workers.actor import MegatronPPOActor
+from verl.workers.config import McoreEngineConfig
+from verl.workers.engine_setup import model_fields
+from verl.workers.megatron_workers import ActorRolloutRefWorker
+
+
+class PlannedWorker(ActorRolloutRefWorker):
+    """The worker of one rank, inside ``planned_rank`` and a ``PlannedDevice``: everything but weights and rows is its.
+
+    Args:
+        config: the run's; ``trainer.hang_timeout_s`` is 0.
+        kind: of device whose kernels are planned: cpu, cuda or npu.
+        load: see ``Routing``.
+    """
+
+    def __init__(self, config: PPOTrainerConfig, kind: str, load: float = 1.0) -> None:
+        super().__init__(config, "actor_rollout_ref" if config.use_reference_policy else "actor_rollout")
+        self.kind, self.load = kind, load
+        self.device_type = DEVICE.type
+
+    def init_model(self) -> None:  # type: ignore[override]
+        """Builds every model of this rank; weights have shapes and no values."""
+        self.device = DEVICE
+        self.hf_config = load_hf_config(self.config.model.path)
+        self.groups = own_groups(self.config.actor.megatron.layout(self.run_config.trainer.world_size), self.rank)
+        coords = self.groups.coords
+        is_collect = self.groups.is_last_stage and coords.tp == 0 and coords.cp == 0
+        self._register_dispatch_collect_info("train", coords.dp, is_collect)
+        self._build_models(train_ops(self.kind, self.routing()))
+
+    def routing(self) -> Routing:
+        """Of this rank's experts in training."""
+        num_experts = self.hf_config.transformer["num_moe_experts"] or 0
+        ep = self.groups.ep
+        num_local = num_experts // ep.size()
+        return Routing(self.load, ep.rank() * num_local, num_local, ep.size())
+
+    def _new_model(self, ops: TrainOps, hf: HFModelConfig, engine: McoreEngineConfig) -> GPTModel | ModelChunks:
+        with torch.device(DEVICE):
+            return build_model(hf, self.groups, ops, **model_fields(self.config, engine))
+
+    def _fetch(self, data: DataProto, actor: MegatronPPOActor, columns: tuple[str, ...]) -> DataProto:
+        return data
