@@ -46,7 +46,7 @@ class PlannedWorker(ActorRolloutRefWorker):
 
     def routing(self) -> Routing:
         """Of this rank's experts in training."""
-        num_experts = self.hf_config.transformer["num_moe_experts"] or 0
+        num_experts = self.hf_config.n_routed_experts
         ep = self.groups.ep
         num_local = num_experts // ep.size()
         return Routing(self.load, ep.rank() * num_local, num_local, ep.size())
