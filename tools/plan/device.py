@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,24 +21,50 @@ class MemoryMeter(TorchDispatchMode):
     """Counts the bytes of every storage that an operation makes while the meter runs, until the storage is freed.
 
     What was there before does not count. On a real device the caller's host tensors count too; they are small.
+    ``total_bytes`` is what all of it would take together, if nothing were freed.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now_bytes = 0
         self.peak_bytes = 0
+        self.total_bytes = 0
         self._alive: dict[int, weakref.ref] = {}
+        self._sizes: dict[int, int] = {}
+        self._is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_composite(func):
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         outputs = func(*args, **(kwargs or {}))
         self.count(outputs)
         return outputs
 
     def count(self, outputs: Any) -> None:
         """Note the storages of ``outputs`` that are new."""
+        if self._is_paused:
+            return
         for x in tree_iter(outputs):
             if isinstance(x, torch.Tensor):
                 self._count(x.untyped_storage())
+
+    def settle(self) -> None:
+        """Count anew what was resized in place, as offloading does: no operation tells of that."""
+        for key, reference in self._alive.items():
+            storage = reference()
+            if storage is not None and storage.nbytes() != self._sizes[key]:
+                self._add(storage.nbytes() - self._sizes[key])
+                self._sizes[key] = storage.nbytes()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is made inside does not count."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     @contextmanager
     def span(self) -> Iterator[MemoryMeter]:
@@ -50,13 +77,18 @@ class MemoryMeter(TorchDispatchMode):
         num_bytes = storage.nbytes()
         if key in self._alive or not num_bytes:
             return
-        self._alive[key] = weakref.ref(storage, lambda _: self._free(key, num_bytes))
+        self._alive[key] = weakref.ref(storage, lambda _: self._free(key))
+        self._sizes[key] = num_bytes
+        self._add(num_bytes)
+
+    def _add(self, num_bytes: int) -> None:
         self.now_bytes += num_bytes
+        self.total_bytes += max(num_bytes, 0)
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
-    def _free(self, key: int, num_bytes: int) -> None:
+    def _free(self, key: int) -> None:
         del self._alive[key]
-        self.now_bytes -= num_bytes
+        self.now_bytes -= self._sizes.pop(key)
 
 
 class PlannedDevice(TorchDispatchMode):
@@ -81,6 +113,9 @@ class PlannedDevice(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
+        if _is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         if kwargs.get("pin_memory"):
             return self._pinned(func, args, kwargs)
         special = _SPECIAL.get(func)
@@ -108,6 +143,13 @@ class PlannedDevice(TorchDispatchMode):
     def is_pinned(self, x: torch.Tensor) -> bool:
         """Whether ``x`` stands for host memory."""
         return x.untyped_storage() in self._host
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    """Whether torch makes it of other operations, which inference mode would hide."""
+    is_composite: bool = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return is_composite
 
 
 def _is_mixed(args: Any) -> bool:
