@@ -38,12 +38,12 @@ class MemoryMeter(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         outputs = func(*args, **(kwargs or {}))
-        self.count(outputs)
+        self.count(func, outputs)
         return outputs
 
-    def count(self, outputs: Any) -> None:
-        """Note the storages of ``outputs`` that are new."""
-        if self._is_paused:
+    def count(self, func: Any, outputs: Any) -> None:
+        """Note the storages of ``outputs`` that are new; what ``func`` writes into was there before."""
+        if self._is_paused or func._schema.is_mutable:
             return
         for x in tree_iter(outputs):
             if isinstance(x, torch.Tensor):
@@ -65,12 +65,6 @@ class MemoryMeter(TorchDispatchMode):
             yield
         finally:
             self._is_paused = before
-
-    @contextmanager
-    def span(self) -> Iterator[MemoryMeter]:
-        """A new peak, of what is made inside."""
-        self.peak_bytes = self.now_bytes
-        yield self
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -99,9 +93,9 @@ class PlannedDevice(TorchDispatchMode):
     token was sampled) must come from an op table made for plans.
     """
 
-    def __init__(self, log: CollectiveLog, meter: MemoryMeter) -> None:
+    def __init__(self, log: CollectiveLog, meter: MemoryMeter, has_host_memory: bool = True) -> None:
         super().__init__()
-        self.log, self.meter = log, meter
+        self.log, self.meter, self.has_host_memory = log, meter, has_host_memory
         self._host: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
 
     @property
@@ -124,7 +118,7 @@ class PlannedDevice(TorchDispatchMode):
             if found:
                 return result
         outputs = func(*_on_meta(args), **kwargs) if _is_mixed(args) else func(*args, **kwargs)
-        self.meter.count(outputs)
+        self.meter.count(func, outputs)
         return outputs
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -166,11 +160,14 @@ def _on_meta(args: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda x: x if x.is_meta or x.dim() == 0 else torch.empty_like(x, device=DEVICE), args)
 
 
-def _to_host(mode: PlannedDevice, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+def _moved(mode: PlannedDevice, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     x, device = args[0], kwargs.get("device")
-    if not x.is_meta or device is None or torch.device(device).type != "cpu":
+    if device is None or torch.device(device) == x.device:
         return False, None
-    return True, torch.zeros(x.shape, dtype=kwargs.get("dtype") or x.dtype)
+    if x.is_meta:
+        return True, torch.zeros(x.shape, dtype=kwargs.get("dtype") or x.dtype)
+    is_copied = mode.has_host_memory or kwargs.get("dtype") not in (None, x.dtype)
+    return not is_copied, None if is_copied else func(*args, **kwargs)
 
 
 def _to_scalar(mode: PlannedDevice, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
@@ -188,7 +185,7 @@ def _pinned(mode: PlannedDevice, func: Any, args: Any, kwargs: Any) -> tuple[boo
 
 
 _SPECIAL = {
-    torch.ops.aten._to_copy.default: _to_host,
+    torch.ops.aten._to_copy.default: _moved,
     torch.ops.aten._local_scalar_dense.default: _to_scalar,
     torch.ops.aten.copy_.default: _copy,
     torch.ops.aten.is_pinned.default: _pinned,
