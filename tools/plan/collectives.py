@@ -98,6 +98,16 @@ class CollectiveLog(TorchDispatchMode):
             self._phases[-1][1].append(call)
 
     @contextmanager
+    def apart(self) -> Iterator[list[Collective]]:
+        """What is called inside goes into the list that this gives, and into no phase."""
+        calls: list[Collective] = []
+        before, self._phases = self._phases, [("", calls)]
+        try:
+            yield calls
+        finally:
+            self._phases = before
+
+    @contextmanager
     def paused(self) -> Iterator[None]:
         """What is called inside is not noted."""
         before, self._is_paused = self._is_paused, True

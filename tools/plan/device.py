@@ -42,8 +42,8 @@ class MemoryMeter(TorchDispatchMode):
         return outputs
 
     def count(self, func: Any, outputs: Any) -> None:
-        """Note the storages of ``outputs`` that are new; what ``func`` writes into was there before."""
-        if self._is_paused or func._schema.is_mutable:
+        """Note the storages of ``outputs`` that are new; what ``func`` writes into or looks at was there before."""
+        if self._is_paused or _returns_arguments(func):
             return
         for x in tree_iter(outputs):
             if isinstance(x, torch.Tensor):
@@ -96,12 +96,19 @@ class PlannedDevice(TorchDispatchMode):
     def __init__(self, log: CollectiveLog, meter: MemoryMeter, has_host_memory: bool = True) -> None:
         super().__init__()
         self.log, self.meter, self.has_host_memory = log, meter, has_host_memory
+        self._host_bytes = 0
         self._host: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
 
     @property
     def host_bytes(self) -> int:
         """Pinned host memory that is held now."""
-        return sum(self._host.values())
+        return self._host_bytes + sum(self._host.values())
+
+    def move_to_host(self, num_bytes: int) -> None:
+        """So many bytes that were counted as the device's are memory of its host, from now on to the end."""
+        if self.has_host_memory:
+            self.meter.now_bytes -= num_bytes
+            self._host_bytes += num_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -137,6 +144,12 @@ class PlannedDevice(TorchDispatchMode):
     def is_pinned(self, x: torch.Tensor) -> bool:
         """Whether ``x`` stands for host memory."""
         return x.untyped_storage() in self._host
+
+
+@cache
+def _returns_arguments(func: Any) -> bool:
+    """Whether what it returns is memory of its arguments."""
+    return any(value.alias_info is not None for value in func._schema.returns)
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.memory_ledger import LedgerEntry, ledger
+from megatron.core.memory_ledger import ON_HOST, LedgerEntry, ledger
 from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps
 from mindspeed_llm.hf_config import HFModelConfig, load_hf_config
@@ -63,6 +63,12 @@ class PlannedWorker(ActorRolloutRefWorker):
     def _new_model(self, ops: TrainOps, hf: HFModelConfig, engine: McoreEngineConfig) -> GPTModel | ModelChunks:
         with torch.device(DEVICE):
             return build_model(hf, self.groups, ops, **model_fields(self.config, engine))
+
+    def _build_actor(self, ops: TrainOps) -> None:
+        super()._build_actor(ops)
+        # States that live on the host are planned without a word to the allocator.
+        held = ledger(self.actor_module, self.optimizer)
+        self.platform.planned.move_to_host(sum(entry.num_bytes for entry in held if entry.device == ON_HOST))
 
     _transfer_plan = staticmethod(shared_plan)
 
