@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,20 +28,16 @@ class MemoryMeter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        self.count(outputs)
+        self.count(func, outputs)
         return outputs
 
-    def count(self, outputs: Any) -> None:
-        """Note the storages of ``outputs`` that are new."""
+    def count(self, func: Any, outputs: Any) -> None:
+        """Note the storages of ``outputs`` that are new; what ``func`` writes into or views was there before."""
+        if func.namespace == "c10d" or any(result.alias_info is not None for result in func._schema.returns):
+            return
         for x in tree_iter(outputs):
             if isinstance(x, torch.Tensor):
                 self._count(x.untyped_storage())
-
-    @contextmanager
-    def span(self) -> Iterator[MemoryMeter]:
-        """A new peak, of what is made inside."""
-        self.peak_bytes = self.now_bytes
-        yield self
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -62,14 +56,14 @@ class MemoryMeter(TorchDispatchMode):
 class PlannedDevice(TorchDispatchMode):
     """Makes the code of a run work on the meta device, which holds shapes only.
 
-    Collectives are noted in ``log`` and move nothing. Pinned host memory is meta memory too, counted apart. What the
-    host reads of the device is zero: a value that steers the program (how many tokens went to which expert, which
+    Collectives are noted in ``log`` and move nothing. Pinned host memory is meta memory too, counted apart; where host
+    and device are one (``has_host_memory`` False) it is memory like any other. What the host reads of the device is zero: a value that steers the program (how many tokens went to which expert, which
     token was sampled) must come from an op table made for plans.
     """
 
-    def __init__(self, log: CollectiveLog, meter: MemoryMeter) -> None:
+    def __init__(self, log: CollectiveLog, meter: MemoryMeter, has_host_memory: bool = True) -> None:
         super().__init__()
-        self.log, self.meter = log, meter
+        self.log, self.meter, self.has_host_memory = log, meter, has_host_memory
         self._host: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
 
     @property
@@ -88,8 +82,10 @@ class PlannedDevice(TorchDispatchMode):
             found, result = special(self, func, args, kwargs)
             if found:
                 return result
-        outputs = func(*_on_meta(args), **kwargs) if _is_mixed(args) else func(*args, **kwargs)
-        self.meter.count(outputs)
+        if _is_mixed((args, kwargs)):
+            args, kwargs = _on_meta((args, kwargs))
+        outputs = func(*args, **kwargs)
+        self.meter.count(func, outputs)
         return outputs
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -102,7 +98,10 @@ class PlannedDevice(TorchDispatchMode):
 
     def _pinned(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         planned: torch.Tensor = func(*args, **(kwargs | {"pin_memory": False, "device": DEVICE}))
-        self._host[planned.untyped_storage()] = planned.untyped_storage().nbytes()
+        if self.has_host_memory:
+            self._host[planned.untyped_storage()] = planned.untyped_storage().nbytes()
+        else:
+            self.meter.count(func, planned)
         return planned
 
     def is_pinned(self, x: torch.Tensor) -> bool:
@@ -115,13 +114,13 @@ def _is_mixed(args: Any) -> bool:
     for x in tree_iter(args):
         if isinstance(x, torch.Tensor):
             has_meta |= x.is_meta
-            has_host |= x.device.type == "cpu" and x.dim() > 0
+            has_host |= x.device.type == "cpu"
     return has_meta and has_host
 
 
 def _on_meta(args: Any) -> Any:
     """Host tensors beside device tensors go where those are: what comes of both has no value anyway."""
-    return tree_map_only(torch.Tensor, lambda x: x if x.is_meta or x.dim() == 0 else torch.empty_like(x, device=DEVICE), args)
+    return tree_map_only(torch.Tensor, lambda x: x if x.is_meta else torch.empty_like(x, device=DEVICE), args)
 
 
 def _to_host(mode: PlannedDevice, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:

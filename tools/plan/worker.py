@@ -32,7 +32,7 @@ class PlannedWorker(ActorRolloutRefWorker):
     def __init__(self, config: PPOTrainerConfig, kind: str, load: float = 1.0) -> None:
         super().__init__(config, "actor_rollout_ref" if config.use_reference_policy else "actor_rollout")
         self.kind, self.load = kind, load
-        self.device_type = DEVICE.type
+        self.device_type = "cpu"  # there is no accelerator to ask about its memory
 
     def init_model(self) -> None:  # type: ignore[override]
         """Builds every model of this rank; weights have shapes and no values."""
