@@ -72,6 +72,7 @@ class CollectiveLog(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._phases: list[tuple[str, list[Collective]]] = [("", [])]
+        self._is_paused = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -89,7 +90,21 @@ class CollectiveLog(TorchDispatchMode):
 
     def add(self, func: Any, args: Sequence[Any]) -> None:
         """Note a call of one of torch's collective operators."""
-        self._phases[-1][1].append(describe(func, args))
+        self.note(describe(func, args))
+
+    def note(self, call: Collective) -> None:
+        """Note a call that is none of torch's."""
+        if not self._is_paused:
+            self._phases[-1][1].append(call)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is called inside is not noted."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":

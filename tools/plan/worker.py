@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.memory_ledger import LedgerEntry, ledger
 from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps
 from mindspeed_llm.hf_config import HFModelConfig, load_hf_config
 from mindspeed_llm.model import build_model
 from tools.plan.device import DEVICE
 from tools.plan.ops import Routing, train_ops
+from tools.plan.phase_memory import MemoryTimeline
+from tools.plan.platform import PlannedPlatform
+from tools.plan.rollout_ops import ordinary_token, rollout_ops, rollout_spread
+from tools.plan.rows import PlannedRows
+from tools.plan.sync import shared_plan
 from tools.plan.world import own_groups
 from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import McoreEngineConfig
 from verl.workers.engine_setup import model_fields
+from verl.workers.kept_rows import KeptRows
 from verl.workers.megatron_workers import ActorRolloutRefWorker
+from verl.workers.rollout import BaseRollout
 
 
 class PlannedWorker(ActorRolloutRefWorker):
@@ -27,12 +33,14 @@ class PlannedWorker(ActorRolloutRefWorker):
         config: the run's; ``trainer.hang_timeout_s`` is 0.
         kind: of device whose kernels are planned: cpu, cuda or npu.
         load: see ``Routing``.
+        platform: one of ``PLATFORMS``, of this kind of device.
     """
 
-    def __init__(self, config: PPOTrainerConfig, kind: str, load: float = 1.0) -> None:
+    def __init__(self, config: PPOTrainerConfig, kind: str, load: float, platform: PlannedPlatform) -> None:
         super().__init__(config, "actor_rollout_ref" if config.use_reference_policy else "actor_rollout")
-        self.kind, self.load = kind, load
+        self.kind, self.load, self.platform = kind, load, platform
         self.device_type = "cpu"  # there is no accelerator to ask about its memory
+        self.timeline = MemoryTimeline(platform.planned.meter)
 
     def init_model(self) -> None:  # type: ignore[override]
         """Builds every model of this rank; weights have shapes and no values."""
@@ -54,6 +62,16 @@ class PlannedWorker(ActorRolloutRefWorker):
     def _new_model(self, ops: TrainOps, hf: HFModelConfig, engine: McoreEngineConfig) -> GPTModel | ModelChunks:
         with torch.device(DEVICE):
             return build_model(hf, self.groups, ops, **model_fields(self.config, engine))
+
+    _transfer_plan = staticmethod(shared_plan)
+
+    def _new_rollout(self, rollout_class: type[BaseRollout]) -> BaseRollout:
+        spread = rollout_spread(self.config.rollout, self.hf_config, self.rank, self.world_size, self.load)
+        ops = rollout_ops(self.kind, spread, ordinary_token(self.config.model.path), self.platform.planned.log)
+        return rollout_class(self.config.rollout, self.config.model.path, rollout_ops=ops, device=self.platform)
+
+    def _new_kept_rows(self) -> KeptRows:
+        return PlannedRows(self.groups.world, self.device, self.config.nccl_timeout)
 
     def _fetch(self, data: DataProto, actor: MegatronPPOActor, columns: tuple[str, ...]) -> DataProto:
         return data

@@ -14,6 +14,7 @@ from tests.parallel.launcher import run_ranks
 from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
 from tools.plan.collectives import CollectiveLog
 from tools.plan.device import MemoryMeter, PlannedDevice
+from tools.plan.platform import PlannedCpu
 from tools.plan.training import Rows, TrainingPhase, run_training
 from tools.plan.worker import PlannedWorker
 from tools.plan.world import planned_rank
@@ -72,14 +73,14 @@ def plan(model_dir: str, world_size: int, rank: int, overrides: list[str]) -> Ou
     log, meter = CollectiveLog(), MemoryMeter()
     device = PlannedDevice(log, MemoryMeter(), has_host_memory=False)
     with planned_rank(rank, world_size, world_size), device:
-        worker = TrainingOnly(config, "cpu")
+        worker = TrainingOnly(config, "cpu", 1.0, PlannedCpu(0, 0, device))
         worker.init_model()
         worker.actor_module.onload_params()
         worker.actor_module.onload_grads()
         worker.optimizer.onload()
         held = ledger(worker.actor_module, worker.optimizer)
         worker._offload_for_rollout()
-        device.meter = meter
+        device.meter = worker.timeline.meter = meter
         return run_training(worker, _rows(config), log, meter), held
 
 
