@@ -1,0 +1,69 @@
+"""The published steps of ``published.toml`` as shapes that can be predicted."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.parallel_layout import ParallelLayout
+from mindspeed_llm.hf_config import load_hf_config
+from tools.plan.devices import DeviceProfile, load_device
+from tools.plan.timing.run_shape import Lengths, MicroBatches, RolloutShape, RunShape, TrainShape
+
+TABLE = Path(__file__).with_name("published.toml")
+DEEPSEEK_V3 = Path(__file__).with_name("models") / "deepseek_v3.json"
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """One published step.
+
+    seconds: by phase, or by phases joined with ``+`` that the source counts as one · total_s: of the step · assumed:
+    what the source leaves open.
+    """
+
+    shape: RunShape
+    device: DeviceProfile
+    seconds: Mapping[str, float]
+    total_s: float
+    source: str
+    assumed: str
+
+    @property
+    def name(self) -> str:
+        """Of the row."""
+        return self.shape.name
+
+
+def published_runs(path: Path = TABLE) -> list[PublishedRun]:
+    """Every row; ValueError for one whose shape cannot be."""
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    return [_run(row) for row in table["run"]]
+
+
+def _run(row: dict[str, Any]) -> PublishedRun:
+    train = dict(row["train"])
+    cuts = {kind: MicroBatches(**train.pop(kind)) for kind in ("update", "log_prob")}
+    rollout = {key: tuple(value) if isinstance(value, list) else value for key, value in row["rollout"].items()}
+    rest = ("num_prompts", "samples", "has_reference", "has_old_log_prob", "schedule", "dispatch", "sync")
+    shape = RunShape(
+        name=row["name"],
+        model=load_hf_config(DEEPSEEK_V3),
+        lengths=Lengths(**row["lengths"]),
+        train=TrainShape(layout=ParallelLayout.from_json(row["layout"]), **cuts, **train),
+        rollout=RolloutShape(**rollout),
+        **{key: row[key] for key in rest if key in row},
+    )
+    if problems := shape.problems():
+        raise ValueError(f"{TABLE.name}: {row['name']}: " + "; ".join(problems))
+    return PublishedRun(
+        shape=shape,
+        device=load_device(row["device"]),
+        seconds=row.get("seconds", {}),
+        total_s=row["total_s"],
+        source=row["source"],
+        assumed=row["assumed"],
+    )
