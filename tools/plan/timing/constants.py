@@ -17,10 +17,11 @@ class Rates:
 
     Attributes:
         train_efficiency: share of peak that a training pass reaches while it computes, host and vector work included.
+        decode_efficiency: share of peak that the matrix products of a decode step reach.
         memory_efficiency: share of the rate of device memory that decoding reaches.
         link_efficiency: share of a link's rate that a collective reaches.
         host_link_efficiency: share of the host link's rate that copies of weights and optimizer state reach.
-        expert_imbalance: tokens of the busiest expert rank over the mean.
+        expert_load_spread: standard deviation of the tokens of an expert over their mean, in one layer and micro-batch.
         layer_pass_s: least seconds of one layer in one pass of a micro-batch: kernels that are launched one by one.
         decode_layer_s: seconds of one layer in a decode step before any weight is read: kernels, collectives, waits.
         eager_factor: ``decode_layer_s`` times this without recorded graphs.
@@ -38,10 +39,11 @@ class Rates:
     """
 
     train_efficiency: float
+    decode_efficiency: float
     memory_efficiency: float
     link_efficiency: float
     host_link_efficiency: float
-    expert_imbalance: float
+    expert_load_spread: float
     layer_pass_s: float
     decode_layer_s: float
     eager_factor: float

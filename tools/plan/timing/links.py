@@ -61,13 +61,14 @@ class Links:
         """Seconds of an all-gather that gives each rank ``num_bytes`` in all, or of the reduce-scatter of as many.
 
         In two levels where the group leaves the domain: each rank's rail carries its part of what comes from outside.
+        Inside a domain all ranks reach each other at once; between domains the steps are those of a tree.
         """
         if group.size <= 1:
             return 0.0
         inside = self._seconds(num_bytes * (group.per_domain - 1) / group.per_domain, self.domain)
-        num_domains = group.size / group.per_domain
+        num_domains = ceil(group.size / group.per_domain)
         outside = self._seconds(num_bytes / group.per_domain * (num_domains - 1) / num_domains, self.scale_out)
-        return inside + outside + self._link(group).latency_s * ceil(log2(group.size))
+        return inside + outside + self.domain.latency_s + self.scale_out.latency_s * ceil(log2(num_domains))
 
     def all_reduce(self, num_bytes: float, group: Group) -> float:
         """Seconds of an all-reduce of ``num_bytes``: a reduce-scatter and an all-gather."""

@@ -16,7 +16,7 @@ from tools.plan.timing.constants import Rates
 from tools.plan.timing.lengths import POINTS
 from tools.plan.timing.links import Links, consecutive_group
 from tools.plan.timing.run_shape import DECODE_FEATURES, RunShape
-from tools.plan.timing.work import ModelWork, model_work
+from tools.plan.timing.work import ModelWork, busiest_rank, model_work
 
 CACHE_BYTES = 2  # bf16
 ACTIVATION_BYTES = 4 << 30  # what a step needs beside weights and cache
@@ -50,11 +50,16 @@ def rollout_seconds(shape: RunShape, device: DeviceProfile, rates: Rates) -> dic
     rows = shape.generated_sequences / rollout.replicas
     slots = min(rows, running_sequences(shape, device))
     terms = dict.fromkeys(("latency", "weights", "cache", "collectives", "host"), 0.0)
-    # While rows wait for a place every place is taken: (rows - slots) of them pass before the last one begins.
-    queued_steps = (rows - slots) * responses.mean / slots
-    context = lengths.prompt_mean + responses.mean / 2
-    if queued_steps > 0:
-        _spend(terms, decode_step(shape, device, rates, slots, context), queued_steps)
+    terms["prefill"] = _prefill_seconds(shape, device, rates, rows)
+    # While rows wait for a place every place is taken: (rows - slots) of them pass before the last one begins. A
+    # generation that never stops for a step always has rows that wait.
+    never_ends = shape.schedule == "fully_async"
+    queued_steps = (rows if never_ends else rows - slots) * responses.mean / slots
+    context = lengths.prompt_mean + responses.mean_square / responses.mean / 2
+    _spend(terms, decode_step(shape, device, rates, slots, context), queued_steps)
+    if never_ends:
+        return terms
+    terms["memory"] = rates.generation_fixed_s
     longest = responses.max_of(slots * rollout.dp)
     before = 0.0
     for place, point in enumerate(responses.points):
@@ -64,8 +69,6 @@ def rollout_seconds(shape: RunShape, device: DeviceProfile, rates: Rates) -> dic
             middle = lengths.prompt_mean + (before + end) / 2
             _spend(terms, decode_step(shape, device, rates, max(1.0, running), middle), end - before)
             before = end
-    terms["prefill"] = _prefill_seconds(shape, device, rates, rows)
-    terms["memory"] = rates.generation_fixed_s
     return terms
 
 
@@ -82,19 +85,19 @@ def running_sequences(shape: RunShape, device: DeviceProfile) -> float:
 def rollout_weights(shape: RunShape) -> float:
     """Bytes of weights on one rollout rank."""
     work, rollout = model_work(shape.model), shape.rollout
-    ranks = rollout.expert_ranks if rollout.has_expert_parallel else rollout.tp
-    return (work.dense_parameters / rollout.tp + work.expert_parameters / ranks) * rollout.weight_bytes
+    return (work.dense_parameters / rollout.tp + work.expert_parameters / rollout.expert_ranks) * rollout.weight_bytes
 
 
 def decode_step(
     shape: RunShape, device: DeviceProfile, rates: Rates, sequences: float, context: float
 ) -> DecodeStep:
     """One step of ``sequences`` running sequences on each replica, each with ``context`` tokens in the cache."""
-    work, rollout, layer = model_work(shape.model), shape.rollout, model_work(shape.model).layer
+    work, rollout = model_work(shape.model), shape.rollout
     computed = _graph_size(shape, sequences)
-    flops_per_s = device.peak_flops * rates.train_efficiency
     bytes_per_s = device.hbm_bytes_per_s * rates.memory_efficiency
-    peak = max(flops_per_s, device.peak_fp8_tflops * 1e12 * rates.train_efficiency) if rollout.weight_bytes < 2 else flops_per_s
+    flops_per_s = device.peak_flops * rates.decode_efficiency
+    is_fp8 = rollout.weight_bytes < 2 and device.peak_fp8_tflops > 0
+    peak = device.peak_fp8_tflops * 1e12 * rates.decode_efficiency if is_fp8 else flops_per_s
     dense = max(
         2.0 * work.dense_parameters / rollout.tp * computed / peak,
         work.dense_parameters / rollout.tp * rollout.weight_bytes / bytes_per_s,
@@ -102,7 +105,8 @@ def decode_step(
     experts = _expert_seconds(shape, rates, peak, bytes_per_s, computed)
     read = sequences * context * work.num_layers
     cache = max(
-        read * _cache_per_token(work, rollout.tp) / bytes_per_s, read * layer.absorbed_score / rollout.tp / flops_per_s
+        read * _cache_per_token(work, rollout.tp) / bytes_per_s,
+        read * work.layer.absorbed_score / rollout.tp / flops_per_s,
     )
     return DecodeStep(
         latency=_latency(shape, rates),
@@ -118,11 +122,11 @@ def _expert_seconds(shape: RunShape, rates: Rates, flops_per_s: float, bytes_per
     work, rollout = model_work(shape.model), shape.rollout
     if not work.num_moe:
         return 0.0
-    replicas = rollout.dp if rollout.has_expert_parallel else 1
-    ranks = rollout.expert_ranks if rollout.has_expert_parallel else rollout.tp
-    tokens = sequences * replicas
+    tokens = sequences * (rollout.dp if rollout.has_expert_parallel else 1)
+    ranks = rollout.expert_ranks
     chosen = 1.0 - (1.0 - work.topk / work.num_experts) ** tokens
-    busiest = 1.0 if rollout.has_even_experts else rates.expert_imbalance
+    spread = rates.expert_load_spread if shape.expert_load_spread is None else shape.expert_load_spread
+    busiest = busiest_rank(work.num_experts, ranks, spread) if rollout.has_expert_parallel else 1.0
     read = work.expert_parameters * chosen / ranks * rollout.weight_bytes / bytes_per_s
     multiplied = 2.0 * work.num_moe * work.topk * work.layer.expert * tokens / ranks * busiest / flops_per_s
     return max(read, multiplied)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 
 from megatron.core.parallel_layout import ParallelLayout
@@ -14,7 +14,7 @@ from verl.trainer.config import PPOTrainerConfig
 DECODE_FEATURES = ("multistream", "reduce_scatter", "kv_nz", "no_transpose")
 DISPATCHES = ("direct", "controller")
 SYNCS = ("direct", "packed", "per_tensor")
-OPTIMIZERS = ("resident", "swapped", "cpu")
+OPTIMIZERS = ("resident", "offloaded", "swapped", "cpu")
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,10 @@ class TrainShape:
 
     layout · update, log_prob: micro-batches of the two kinds of pass · mini_batches: optimizer steps of an update ·
     recomputed_layers: of each stage, in the backward pass; -1 = all · optimizer: where its state lives: ``resident`` on
-    the device, ``swapped`` through it from host memory, ``cpu`` with the arithmetic on the host too · offloads: whether
+    the device, ``offloaded`` to host memory for the rollout, ``swapped`` through the device during the update, ``cpu``
+    with the arithmetic on the host too · offloads: whether
     weights leave the device for the rollout · overlaps_exchange: experts' exchange runs beside their arithmetic ·
-    is_balanced: rows are dealt to data-parallel ranks by length · has_even_experts: every expert gets as many tokens.
+    is_balanced: rows are dealt to data-parallel ranks by length.
     """
 
     layout: ParallelLayout
@@ -75,7 +76,6 @@ class TrainShape:
     offloads: bool = False
     overlaps_exchange: bool = False
     is_balanced: bool = False
-    has_even_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,6 @@ class RolloutShape:
     graph_sizes: tuple[int, ...] = ()
     host_sync: bool = False
     lacks: tuple[str, ...] = ()
-    has_even_experts: bool = False
 
     @property
     def replicas(self) -> int:
@@ -109,8 +108,8 @@ class RolloutShape:
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that the experts of an engine are spread over; 1 without expert parallelism."""
-        return self.tp * self.dp if self.has_expert_parallel else 1
+        """Ranks that hold the experts of an engine once, whole or cut."""
+        return self.tp * self.dp if self.has_expert_parallel else self.tp
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,8 @@ class RunShape:
     controller does, one by one · schedule: ``sync``, or generation on ranks of its own ahead of training · dispatch: how
     rows reach the ranks: by reference from rank to rank (``direct``), or through the controller, once for every rank ·
     sync: how weights reach the rollout: only what each rank needs (``direct``), gathered in large buckets (``packed``) or
-    gathered one tensor at a time (``per_tensor``).
+    gathered one tensor at a time (``per_tensor``) · gen_prompts: prompts that a step generates for, 0 = num_prompts ·
+    expert_load_spread: instead of the constant of that name; 0 = every expert gets as many tokens.
     """
 
     name: str
@@ -137,7 +137,8 @@ class RunShape:
     schedule: str = "sync"
     dispatch: str = "direct"
     sync: str = "direct"
-    gen_prompts: int = field(default=0)
+    gen_prompts: int = 0
+    expert_load_spread: float | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -218,7 +219,6 @@ class RunShape:
                 offloads=engine.param_offload and trainer.schedule == "sync",
                 overlaps_exchange=bool(fields.get("moe_alltoall_overlap_comm")),
                 is_balanced=trainer.balance_batch,
-                has_even_experts=engine.fix_router,
             ),
             rollout=RolloutShape(
                 world_size=makes,
@@ -231,12 +231,12 @@ class RunShape:
                 has_graphs=not rollout.enforce_eager,
                 graph_sizes=tuple(sorted(rollout.cudagraph_capture_sizes or ())),
                 lacks=() if rollout.kv_cache_layout == "nz" or trainer.device != "npu" else ("kv_nz",),
-                has_even_experts=rollout.fix_router,
             ),
             has_reference=config.use_reference_policy,
             has_old_log_prob=config.needs_old_log_prob,
             reward_workers=config.reward_model.num_workers,
             schedule=trainer.schedule,
+            expert_load_spread=0.0 if engine.fix_router and rollout.fix_router else None,
         )
         if problems := shape.problems():
             raise ValueError(f"{name} cannot be timed:\n" + "\n".join(f"  - {problem}" for problem in problems))
@@ -271,4 +271,6 @@ def _optimizer(config: PPOTrainerConfig) -> str:
     actor = config.actor_rollout_ref.actor
     if actor.optim.override_optimizer_config.get("optimizer_cpu_offload"):
         return "cpu"
-    return "swapped" if actor.megatron.swap_optimizer or actor.megatron.optimizer_offload else "resident"
+    if actor.megatron.swap_optimizer:
+        return "swapped"
+    return "offloaded" if actor.megatron.optimizer_offload else "resident"

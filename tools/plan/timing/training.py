@@ -18,7 +18,7 @@ from tools.plan.timing.constants import Rates
 from tools.plan.timing.links import Links, layout_group
 from tools.plan.timing.pipeline import pipeline_seconds
 from tools.plan.timing.run_shape import MicroBatches, RunShape
-from tools.plan.timing.work import model_work
+from tools.plan.timing.work import busiest_rank, model_work
 
 WEIGHT_BYTES = 2  # bf16
 STATE_BYTES = 12  # fp32 master weight and two moments
@@ -183,7 +183,8 @@ def _layer_forward(
     dense = (2.0 * weights + layer.score * batch.length / 2) * batch.waited / shards / flops_per_s
     experts = exchange = 0.0
     if is_moe:
-        busiest = batch.tokens / shards * (1.0 if train.has_even_experts else rates.expert_imbalance)
+        spread = rates.expert_load_spread if shape.expert_load_spread is None else shape.expert_load_spread
+        busiest = batch.tokens / shards * busiest_rank(work.num_experts, layout.expert_model_parallel_size, spread)
         experts = _expert_seconds(shape, device, rates, busiest)
         group = layout_group(layout, ("tp", "ep"), True, device.domain_devices)
         sent = busiest * work.topk * work.hidden * WEIGHT_BYTES
@@ -230,7 +231,7 @@ def _pipelined(
     return terms
 
 
-def _owned(shape: RunShape) -> float:
+def owned_parameters(shape: RunShape) -> float:
     """Parameters whose optimizer state one rank keeps: the distributed optimizer's share."""
     layout = shape.train.layout
     dense, experts = weights_per_rank(shape)
@@ -239,7 +240,7 @@ def _owned(shape: RunShape) -> float:
 
 
 def _optimizer_seconds(shape: RunShape, device: DeviceProfile, rates: Rates) -> float:
-    owned = _owned(shape)
+    owned = owned_parameters(shape)
     host_link = device.host_link_bytes_per_s * rates.host_link_efficiency
     if shape.train.optimizer == "swapped":
         return 2 * STATE_BYTES * owned / host_link

@@ -6,7 +6,7 @@ from tools.plan.devices import DeviceProfile
 from tools.plan.timing.constants import Rates
 from tools.plan.timing.rollout import rollout_weights
 from tools.plan.timing.run_shape import RunShape
-from tools.plan.timing.training import WEIGHT_BYTES, weights_per_rank
+from tools.plan.timing.training import STATE_BYTES, WEIGHT_BYTES, owned_parameters, weights_per_rank
 from tools.plan.timing.work import model_work
 
 ID_BYTES = 8  # token ids, masks and positions travel as int64
@@ -28,18 +28,21 @@ def weight_sync_seconds(shape: RunShape, rates: Rates) -> dict[str, float]:
 
 
 def offload_seconds(shape: RunShape, device: DeviceProfile, rates: Rates) -> dict[str, float]:
-    """Training weights to host memory before the generation and back after it."""
-    if not shape.train.offloads:
-        return {}
-    moved = sum(weights_per_rank(shape)) * WEIGHT_BYTES
-    return {"weights": 2 * moved / (device.host_link_bytes_per_s * rates.host_link_efficiency)}
+    """Training weights, and an ``offloaded`` optimizer's state, to host memory before the generation and back."""
+    per_s = device.host_link_bytes_per_s * rates.host_link_efficiency
+    terms = {}
+    if shape.train.offloads:
+        terms["weights"] = 2 * sum(weights_per_rank(shape)) * WEIGHT_BYTES / per_s
+    if shape.train.optimizer == "offloaded":
+        terms["optimizer"] = 2 * owned_parameters(shape) * STATE_BYTES / per_s
+    return terms
 
 
 def dispatch_seconds(shape: RunShape, rates: Rates, is_update: bool) -> dict[str, float]:
     """Until the last rank has its rows: a controller writes each rank's part anew, one rank after another.
 
     Rows are padded to the limits: ids, mask and positions of prompt and response, the response's ids again; an update
-    brings three float32 for each response token beside (arXiv-independent: verl's columns, reference/verl.md).
+    brings three float32 for each response token beside.
     """
     if shape.dispatch == "direct":
         return {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import log, sqrt
 
 from mindspeed_llm.hf_config import HFModelConfig
 
@@ -100,6 +101,17 @@ def train_flops_per_token(work: ModelWork, context: float) -> float:
         + work.embedding  # as large as the head; the lookup itself is no work
     )
     return 2.0 * weights + work.num_layers * layer.score * context
+
+
+def busiest_rank(num_experts: int, num_ranks: int, load_spread: float) -> float:
+    """Tokens of the busiest of ``num_ranks`` ranks over the mean.
+
+    Experts' loads are independent, with standard deviation ``load_spread`` of their mean; a rank sums E / R of them,
+    and the largest of R normal variables lies sqrt(2 ln R) deviations above the mean.
+    """
+    if num_ranks <= 1 or not num_experts:
+        return 1.0
+    return 1.0 + load_spread * sqrt(num_ranks / num_experts) * sqrt(2.0 * log(num_ranks))
 
 
 def _latent_layer(hf: HFModelConfig) -> LayerWork:
