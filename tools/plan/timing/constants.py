@@ -29,6 +29,7 @@ class Rates:
         decode_host_s_per_sequence: and of each running sequence.
         host_sync_s, device_sync_s: one agreement of all replicas; a step has two.
         generation_fixed_s: seconds of a generation outside its steps: memory given back and taken.
+        switch_fixed_s: seconds between training and generation besides copies: memory given back and taken there.
         tensor_sync_s: seconds of gathering one tensor in a ``per_tensor`` weight sync.
         gather_sync_gbs: rate at which a ``per_tensor`` sync gathers the whole model to every rank.
         packed_sync_gbs: the same of a ``packed`` sync.
@@ -52,6 +53,7 @@ class Rates:
     host_sync_s: float
     device_sync_s: float
     generation_fixed_s: float
+    switch_fixed_s: float
     tensor_sync_s: float
     gather_sync_gbs: float
     packed_sync_gbs: float

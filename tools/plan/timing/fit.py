@@ -2,9 +2,10 @@
 
 The fit minimises over the logarithms of the fitted constants
 
-    sum over rows' phases of log(predicted / published)^2 / 0.1^2  +  sum over constants of log(value / prior)^2 / spread^2
+    sum over rows' phases of log(predicted / published)^2 / noise^2  +  sum over constants of log(value / prior)^2 / spread^2
 
-so that a constant of which the rows say nothing keeps its prior. Gauss-Newton with numerical derivatives; pure Python.
+so that a constant of which the rows say nothing keeps its prior. The noise of a small phase, and of the reward, is wide:
+it sets what nothing else does and bends nothing else. Gauss-Newton with numerical derivatives; pure Python.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, log
 
-from tools.plan.timing.constants import Constants
+from tools.plan.timing.constants import ALL, Constants
 from tools.plan.timing.cost import StepTime, predict
 from tools.plan.timing.published import PublishedRun
 
 NOISE = 0.1  # what a published phase may differ from run to run and by what is not modelled, as a share
-MAIN_SHARE = 0.05  # phases below this share of a step are shown and not fitted
-STEPS = 8
+SMALL_NOISE = 0.5
+MAIN_SHARE = 0.05  # of a step: phases below are small
+STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,15 @@ class Miss:
         return self.predicted_s / self.published_s - 1.0
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """A run, the constants fitted without it, and its published numbers beside what those predict."""
+
+    run: PublishedRun
+    constants: Constants
+    misses: list[Miss]
+
+
 def compare(run: PublishedRun, constants: Constants) -> list[Miss]:
     """Every published number of ``run`` beside its prediction, the total last."""
     step = predict(run.shape, run.device, constants)
@@ -45,27 +56,32 @@ def compare(run: PublishedRun, constants: Constants) -> list[Miss]:
 
 
 def is_main(miss: Miss, run: PublishedRun) -> bool:
-    """Whether the number is fitted, and held against the bars: not a small phase, nor one that is the grader's."""
+    """Whether the number is held against the bars: neither a small phase nor the grader's own."""
     return miss.phase != "reward" and miss.published_s >= MAIN_SHARE * run.total_s
 
 
 def fit(runs: Sequence[PublishedRun], constants: Constants) -> Constants:
     """``constants`` with its fitted ones at their best values for ``runs``."""
-    free = constants.fitted
-    families = {run.device.family for run in runs} | {"all"}
-    active = [constant for constant in free if constant.family in families]
-    at = [log(constant.prior) for constant in active]
-    base = constants.with_values({constant.key: constant.prior for constant in free})
+    families = {run.device.family for run in runs} | {ALL}
+    free = [constant for constant in constants.fitted if constant.family in families]
+    base = constants.with_values({constant.key: constant.prior for constant in constants.fitted})
+    at = [log(constant.value) for constant in free]
+    known: dict[tuple[str, ...], list[float]] = {}  # what a row's misses are, by what it depends on
+
+    def row_residuals(run: PublishedRun, values: dict[str, float]) -> list[float]:
+        mine = (run.device.family, ALL)
+        key = (run.name, *(repr(values[c.key]) for c in free if c.family in mine))
+        if key not in known:
+            known[key] = [
+                log(miss.predicted_s / miss.published_s) / (NOISE if is_main(miss, run) else SMALL_NOISE)
+                for miss in compare(run, base.with_values(values))
+            ]
+        return known[key]
 
     def residuals(point: Sequence[float]) -> list[float]:
-        there = base.with_values({c.key: exp(x) for c, x in zip(active, point, strict=True)})
-        found = [
-            log(miss.predicted_s / miss.published_s) / NOISE
-            for run in runs
-            for miss in compare(run, there)
-            if is_main(miss, run)
-        ]
-        return found + [(x - log(c.prior)) / c.spread for c, x in zip(active, point, strict=True)]
+        values = {c.key: exp(x) for c, x in zip(free, point, strict=True)}
+        found = [residual for run in runs for residual in row_residuals(run, values)]
+        return found + [(x - log(c.prior)) / c.spread for c, x in zip(free, point, strict=True)]
 
     now = residuals(at)
     for _ in range(STEPS):
@@ -84,17 +100,21 @@ def fit(runs: Sequence[PublishedRun], constants: Constants) -> Constants:
             break
         gained = _square(now) - _square(then)
         at, now = moved, then
-        if gained < 1e-6:
+        if gained < 1e-9:
             break
-    return base.with_values({c.key: exp(x) for c, x in zip(active, at, strict=True)})
+    return base.with_values({c.key: exp(x) for c, x in zip(free, at, strict=True)})
 
 
-def leave_one_out(runs: Sequence[PublishedRun], constants: Constants) -> list[tuple[PublishedRun, Constants, list[Miss]]]:
-    """Every run, the constants fitted without it, and its numbers predicted with those."""
+def leave_out(runs: Sequence[PublishedRun], constants: Constants, *, whole_group: bool = False) -> list[LeftOut]:
+    """Every run predicted with constants fitted without it, or without its whole group."""
+    fits: dict[tuple[str, ...], Constants] = {}
     found = []
     for run in runs:
-        without = fit([other for other in runs if other is not run], constants)
-        found.append((run, without, compare(run, without)))
+        kept = [other for other in runs if (other.group != run.group if whole_group else other is not run)]
+        names = tuple(other.name for other in kept)
+        if names not in fits:
+            fits[names] = fit(kept, constants)
+        found.append(LeftOut(run, fits[names], compare(run, fits[names])))
     return found
 
 

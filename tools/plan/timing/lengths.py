@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, sqrt
@@ -43,10 +42,6 @@ class LengthDistribution:
         The excess over the mean grows as the root of ``size``, as a sum's standard deviation does.
         """
         return min(size * self.mean + sqrt(size) * (self.max_of(count) - self.mean), size * self.longest)
-
-    def alive(self, step: float) -> float:
-        """Share of responses longer than ``step`` tokens."""
-        return 1.0 - bisect_left(self.points, step) / len(self.points)
 
 
 @lru_cache(maxsize=256)

@@ -12,6 +12,7 @@ from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.hf_config import load_hf_config
 from tools.plan.devices import DeviceProfile, load_device
 from tools.plan.timing.run_shape import Lengths, MicroBatches, RolloutShape, RunShape, TrainShape
+from tools.plan.timing.work import model_work, train_flops_per_token
 
 TABLE = Path(__file__).with_name("published.toml")
 DEEPSEEK_V3 = Path(__file__).with_name("models") / "deepseek_v3.json"
@@ -22,7 +23,7 @@ class PublishedRun:
     """One published step.
 
     seconds: by phase, or by phases joined with ``+`` that the source counts as one · total_s: of the step · assumed:
-    what the source leaves open.
+    what the source leaves open · group: rows of one software on one cluster, whose errors are alike.
     """
 
     shape: RunShape
@@ -31,6 +32,7 @@ class PublishedRun:
     total_s: float
     source: str
     assumed: str
+    group: str
 
     @property
     def name(self) -> str:
@@ -59,11 +61,21 @@ def _run(row: dict[str, Any]) -> PublishedRun:
     )
     if problems := shape.problems():
         raise ValueError(f"{TABLE.name}: {row['name']}: " + "; ".join(problems))
+    device = load_device(row["device"])
     return PublishedRun(
         shape=shape,
-        device=load_device(row["device"]),
-        seconds=row.get("seconds", {}),
+        device=device,
+        seconds=row.get("seconds", {}) | _update_of_mfu(shape, device, row.get("update_mfu")),
         total_s=row["total_s"],
         source=row["source"],
         assumed=row["assumed"],
+        group=row["group"],
     )
+
+
+def _update_of_mfu(shape: RunShape, device: DeviceProfile, mfu: float | None) -> dict[str, float]:
+    """The seconds of an update of which the source gives the share of peak: three forward passes' operations."""
+    if mfu is None:
+        return {}
+    flops = 3 * train_flops_per_token(model_work(shape.model), shape.lengths.paid / 2)
+    return {"update": flops * shape.num_sequences * shape.lengths.mean / (mfu * device.peak_flops * shape.num_devices)}

@@ -9,8 +9,9 @@ from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.hf_config import HFModelConfig
 from tools.plan.timing.lengths import DEFAULT_SPREAD, LengthDistribution, length_distribution
 from verl.trainer.config import PPOTrainerConfig
+from verl.trainer.config.schedule import SCHEDULES
 
-# What an engine may lack that the fastest published one had; constants.toml has what each costs a decode step.
+# What an engine may lack that the fastest published one on an NPU had; constants.toml has what each costs a decode step.
 DECODE_FEATURES = ("multistream", "reduce_scatter", "kv_nz", "no_transpose")
 DISPATCHES = ("direct", "controller")
 SYNCS = ("direct", "packed", "per_tensor")
@@ -40,6 +41,13 @@ class Lengths:
     def mean(self) -> float:
         """Tokens of prompt and response."""
         return self.prompt_mean + self.responses.mean
+
+    @property
+    def paid(self) -> float:
+        """The length at which every token would attend as much as the batch's tokens do on average: E[l^2] / E[l]."""
+        responses = self.responses
+        square = self.prompt_mean**2 + 2 * self.prompt_mean * responses.mean + responses.mean_square
+        return square / self.mean
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,8 @@ class RunShape:
     """One step of a run, for ``predict``.
 
     num_prompts, samples: prompts of a step and responses to each · reward_workers: processes that grade; 0 = the
-    controller does, one by one · schedule: ``sync``, or generation on ranks of its own ahead of training · dispatch: how
+    controller does, one by one · schedule: ``sync``, or generation on ranks of its own ahead of training, step by step
+    (``one_step_off``) or without a stop (``fully_async``) · dispatch: how
     rows reach the ranks: by reference from rank to rank (``direct``), or through the controller, once for every rank ·
     sync: how weights reach the rollout: only what each rank needs (``direct``), gathered in large buckets (``packed``) or
     gathered one tensor at a time (``per_tensor``) · gen_prompts: prompts that a step generates for, 0 = num_prompts ·
@@ -171,10 +180,15 @@ class RunShape:
                 f"{self.num_sequences} sequences do not divide over data_parallel_size "
                 f"{self.train.layout.data_parallel_size}"
             )
+        if model.n_routed_experts % rollout.expert_ranks and rollout.has_expert_parallel:
+            found.append(
+                f"rollout: {model.n_routed_experts} experts do not divide over TP {rollout.tp} x DP {rollout.dp} ranks"
+            )
         for what, value, allowed in (
             ("dispatch", self.dispatch, DISPATCHES),
             ("sync", self.sync, SYNCS),
             ("train.optimizer", self.train.optimizer, OPTIMIZERS),
+            ("schedule", self.schedule, SCHEDULES),
         ):
             if value not in allowed:
                 found.append(f"{what} is {value!r}; expected one of {', '.join(allowed)}")
@@ -230,7 +244,7 @@ class RunShape:
                 weight_bytes={"fp8": 1.0}.get(rollout.quantization or "", 4.0 if rollout.dtype == "float32" else 2.0),
                 has_graphs=not rollout.enforce_eager,
                 graph_sizes=tuple(sorted(rollout.cudagraph_capture_sizes or ())),
-                lacks=() if rollout.kv_cache_layout == "nz" or trainer.device != "npu" else ("kv_nz",),
+                lacks=("multistream", "reduce_scatter") + (() if rollout.kv_cache_layout == "nz" else ("kv_nz",)),
             ),
             has_reference=config.use_reference_policy,
             has_old_log_prob=config.needs_old_log_prob,

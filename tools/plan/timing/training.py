@@ -92,10 +92,12 @@ def micro_batch(shape: RunShape, cut: MicroBatches, mini_batches: int) -> MicroB
     rows = shape.num_sequences / layout.data_parallel_size / mini_batches
     coupled = _coupled_ranks(shape)
     if cut.token_budget:
+        # Whole sequences fill a micro-batch until the next one no longer fits, which leaves half of one on average.
         room = cut.token_budget * layout.context_parallel_size
-        count = max(1.0, ceil(rows * lengths.mean / room))
+        filled = max(room - lengths.mean / 2, min(room, lengths.mean))
+        count = max(1.0, ceil(rows * lengths.mean / filled))
         tokens = rows * lengths.mean / count
-        return MicroBatch(count, tokens, min(max(tokens, room * 0.95), tokens * 1.1), _paid_length(shape))
+        return MicroBatch(count, tokens, tokens, lengths.paid)
     size = min(cut.samples, rows)
     count = ceil(rows / size)
     if cut.is_padded:
@@ -110,7 +112,7 @@ def micro_batch(shape: RunShape, cut: MicroBatches, mini_batches: int) -> MicroB
     else:
         all_rows = responses.max_of_sums(layout.data_parallel_size, rows)
         waited = size * lengths.prompt_mean + all_rows / count
-    return MicroBatch(count, tokens, waited, _paid_length(shape) * waited / tokens)
+    return MicroBatch(count, tokens, waited, lengths.paid * waited / tokens)
 
 
 def _coupled_ranks(shape: RunShape) -> int:
@@ -120,13 +122,6 @@ def _coupled_ranks(shape: RunShape) -> int:
     layout = shape.train.layout
     ranks = layout.expert_model_parallel_size * layout.expert_tensor_parallel_size
     return max(1, ranks // (layout.tensor_model_parallel_size * layout.context_parallel_size))
-
-
-def _paid_length(shape: RunShape) -> float:
-    """The length at which every token would attend as much as the batch's tokens do on average: E[l^2] / E[l]."""
-    lengths, responses = shape.lengths, shape.lengths.responses
-    square = lengths.prompt_mean**2 + 2 * lengths.prompt_mean * responses.mean + responses.mean_square
-    return square / lengths.mean
 
 
 def _stages(

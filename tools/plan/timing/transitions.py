@@ -30,7 +30,7 @@ def weight_sync_seconds(shape: RunShape, rates: Rates) -> dict[str, float]:
 def offload_seconds(shape: RunShape, device: DeviceProfile, rates: Rates) -> dict[str, float]:
     """Training weights, and an ``offloaded`` optimizer's state, to host memory before the generation and back."""
     per_s = device.host_link_bytes_per_s * rates.host_link_efficiency
-    terms = {}
+    terms = {"memory": rates.switch_fixed_s} if shape.schedule == "sync" else {}
     if shape.train.offloads:
         terms["weights"] = 2 * sum(weights_per_rank(shape)) * WEIGHT_BYTES / per_s
     if shape.train.optimizer == "offloaded":
