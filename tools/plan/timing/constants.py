@@ -24,7 +24,7 @@ class Rates:
         expert_load_spread: standard deviation of the tokens of an expert over their mean, in one layer and micro-batch.
         layer_pass_s: least seconds of one layer in one pass of a micro-batch: kernels that are launched one by one.
         decode_layer_s: seconds of one layer in a decode step before any weight is read: kernels, collectives, waits.
-        eager_factor: ``decode_layer_s`` times this without recorded graphs.
+        eager_layer_s: the same without recorded graphs, when the host launches kernel after kernel.
         decode_host_s: seconds of a decode step outside the model: scheduling, inputs, sampling.
         decode_host_s_per_sequence: and of each running sequence.
         host_sync_s, device_sync_s: one agreement of all replicas; a step has two.
@@ -47,7 +47,7 @@ class Rates:
     expert_load_spread: float
     layer_pass_s: float
     decode_layer_s: float
-    eager_factor: float
+    eager_layer_s: float
     decode_host_s: float
     decode_host_s_per_sequence: float
     host_sync_s: float

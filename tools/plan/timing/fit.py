@@ -5,14 +5,15 @@ The fit minimises over the logarithms of the fitted constants
     sum over rows' phases of log(predicted / published)^2 / noise^2  +  sum over constants of log(value / prior)^2 / spread^2
 
 so that a constant of which the rows say nothing keeps its prior. The noise of a small phase, and of the reward, is wide:
-it sets what nothing else does and bends nothing else. Gauss-Newton with numerical derivatives; pure Python.
+it sets what nothing else does and bends nothing else. Far-off rows count linearly, not as squares (pseudo-Huber).
+Gauss-Newton with numerical derivatives; pure Python.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import copysign, exp, log, sqrt
 
 from tools.plan.timing.constants import ALL, Constants
 from tools.plan.timing.cost import StepTime, predict
@@ -73,7 +74,7 @@ def fit(runs: Sequence[PublishedRun], constants: Constants) -> Constants:
         key = (run.name, *(repr(values[c.key]) for c in free if c.family in mine))
         if key not in known:
             known[key] = [
-                log(miss.predicted_s / miss.published_s) / (NOISE if is_main(miss, run) else SMALL_NOISE)
+                _softened(log(miss.predicted_s / miss.published_s) / (NOISE if is_main(miss, run) else SMALL_NOISE))
                 for miss in compare(run, base.with_values(values))
             ]
         return known[key]
@@ -121,6 +122,11 @@ def leave_out(runs: Sequence[PublishedRun], constants: Constants, *, whole_group
 def _of_phases(step: StepTime, phases: str) -> float:
     seconds = step.seconds
     return sum(seconds[phase] for phase in phases.split("+"))
+
+
+def _softened(residual: float) -> float:
+    """Whose square is residual^2 near 0 and 2 |residual| far from it."""
+    return copysign(sqrt(2 * (sqrt(1 + residual * residual) - 1)), residual)
 
 
 def _square(values: Sequence[float]) -> float:

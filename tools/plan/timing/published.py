@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.hf_config import load_hf_config
+from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
+from mindspeed_llm.hf_config_checks import SUPPORTED_MODEL_TYPES
 from tools.plan.devices import DeviceProfile, load_device
 from tools.plan.timing.run_shape import Lengths, MicroBatches, RolloutShape, RunShape, TrainShape
 from tools.plan.timing.work import model_work, train_flops_per_token
 
 TABLE = Path(__file__).with_name("published.toml")
-DEEPSEEK_V3 = Path(__file__).with_name("models") / "deepseek_v3.json"
+MODELS = Path(__file__).with_name("models")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,15 @@ def published_runs(path: Path = TABLE) -> list[PublishedRun]:
     return [_run(row) for row in table["run"]]
 
 
+def published_model(name: str) -> HFModelConfig:
+    """The figures of a model of ``models/``; of one that this repository does not train, those that cost time."""
+    raw = json.loads((MODELS / f"{name}.json").read_text(encoding="utf-8"))
+    if raw["model_type"] in SUPPORTED_MODEL_TYPES:
+        return parse_hf_config(raw, source=name)
+    nothing: dict[str, Any] = {field.name: 0 for field in fields(HFModelConfig)}
+    return HFModelConfig(**{**nothing, "q_lora_rank": None, "rope_scaling": None, "quant_method": None, **raw})
+
+
 def _run(row: dict[str, Any]) -> PublishedRun:
     train = dict(row["train"])
     cuts = {kind: MicroBatches(**train.pop(kind)) for kind in ("update", "log_prob")}
@@ -53,7 +64,7 @@ def _run(row: dict[str, Any]) -> PublishedRun:
     rest = ("num_prompts", "samples", "has_reference", "has_old_log_prob", "schedule", "dispatch", "sync", "expert_load_spread")
     shape = RunShape(
         name=row["name"],
-        model=load_hf_config(DEEPSEEK_V3),
+        model=published_model(row.get("model", "deepseek_v3")),
         lengths=Lengths(**row["lengths"]),
         train=TrainShape(layout=ParallelLayout.from_json(row["layout"]), **cuts, **train),
         rollout=RolloutShape(**rollout),

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from tools.plan.devices import DeviceProfile
 from tools.plan.timing.constants import Rates
-from tools.plan.timing.lengths import POINTS
 from tools.plan.timing.links import Links, consecutive_group
 from tools.plan.timing.run_shape import DECODE_FEATURES, RunShape
 from tools.plan.timing.work import ModelWork, busiest_rank, model_work
@@ -62,12 +61,10 @@ def rollout_seconds(shape: RunShape, device: DeviceProfile, rates: Rates) -> dic
     terms["memory"] = rates.generation_fixed_s
     longest = responses.max_of(slots * rollout.dp)
     before = 0.0
-    for place, point in enumerate(responses.points):
-        end = longest if place == POINTS - 1 else min(point, longest)
-        if end > before:
-            running = slots * (1 - place / POINTS)
+    for point, ended in zip(responses.points, (0.0, *responses.below), strict=False):
+        if (end := min(point, longest)) > before:
             middle = lengths.prompt_mean + (before + end) / 2
-            _spend(terms, decode_step(shape, device, rates, max(1.0, running), middle), end - before)
+            _spend(terms, decode_step(shape, device, rates, max(1.0, slots * (1 - ended)), middle), end - before)
             before = end
     return terms
 
@@ -149,7 +146,7 @@ def _collective_seconds(shape: RunShape, device: DeviceProfile, rates: Rates, se
 
 def _latency(shape: RunShape, rates: Rates) -> float:
     work, rollout = model_work(shape.model), shape.rollout
-    layer = rates.decode_layer_s * (1.0 if rollout.has_graphs else rates.eager_factor)
+    layer = rates.decode_layer_s if rollout.has_graphs else max(rates.decode_layer_s, rates.eager_layer_s)
     return work.num_layers * (layer + sum(_lacking_us(shape, rates, name) for name in rollout.lacks) * 1e-6)
 
 
@@ -197,7 +194,7 @@ def _graph_size(shape: RunShape, sequences: float) -> float:
 
 def _cache_per_token(work: ModelWork, tp: int) -> float:
     """Bytes of the cache of one token and layer on one rank."""
-    return work.layer.cache * CACHE_BYTES / (tp if work.layer.is_cache_split else 1)
+    return work.layer.cache * CACHE_BYTES / min(tp, work.layer.cache_shards)
 
 
 def _spend(terms: dict[str, float], step: DecodeStep, count: float) -> None:

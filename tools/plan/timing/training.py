@@ -11,8 +11,11 @@ micro-batch among them in everything but the experts themselves, which see the m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 
+from megatron.core.parallel_layout import ParallelLayout
+from mindspeed_llm.hf_config import HFModelConfig
 from tools.plan.devices import DeviceProfile
 from tools.plan.timing.constants import Rates
 from tools.plan.timing.links import Links, layout_group
@@ -41,17 +44,12 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """One layer, one micro-batch, one direction."""
+    """One layer, one micro-batch, forward. launch: the least that it takes, whatever the others are."""
 
     compute: float
     collectives: float
     exchange: float
     launch: float
-
-    @property
-    def total(self) -> float:
-        """Seconds of the pass."""
-        return max(self.compute + self.collectives + self.exchange, self.launch)
 
 
 def log_prob_seconds(shape: RunShape, device: DeviceProfile, rates: Rates) -> dict[str, float]:
@@ -75,8 +73,7 @@ def update_seconds(shape: RunShape, device: DeviceProfile, rates: Rates) -> dict
 def weights_per_rank(shape: RunShape) -> tuple[float, float]:
     """Parameters of the fullest stage on one rank: (not experts, experts)."""
     work, layout = model_work(shape.model), shape.train.layout
-    counts = layout.stage_layer_counts(work.num_layers)
-    most = max(counts)
+    most = max(map(len, _stage_kinds(layout, shape.model)))
     dense = (work.layer.attention + work.layer.shared + work.layer.router) * most
     expert = min(most, work.num_moe) * work.num_experts * work.layer.expert
     return (
@@ -135,17 +132,13 @@ def _stages(
         is_moe: _layer_forward(shape, device, rates, batch, is_moe) for is_moe in ((False, True) if work.num_moe else (False,))
     }
     stages = []
-    for stage in range(layout.pipeline_model_parallel_size):
-        layers = layout.stage_layers(stage, work.num_layers)
-        again = len(layers) if train.recomputed_layers < 0 else min(train.recomputed_layers, len(layers))
+    for stage, kinds in enumerate(_stage_kinds(layout, shape.model)):
+        again = len(kinds) if train.recomputed_layers < 0 else train.recomputed_layers
         terms = {"compute": 0.0, "collectives": 0.0, "exchange": 0.0, "launch": 0.0, "sends": 0.0}
-        for place, layer in enumerate(layers):
-            forward = passes[shape.model.is_moe_layer(layer)]
-            _add(terms, forward, 1.0, 1.0)
-            if is_update:
-                _add(terms, forward, 2.0, 1.5)
-                if place < again:
-                    _add(terms, forward, 1.0, 1.0)
+        for is_moe, forward in passes.items():
+            count = kinds.count(is_moe)
+            _add(terms, forward, count + is_update * kinds[:again].count(is_moe), 1.0, 1.0)
+            _add(terms, forward, is_update * count, 2.0, 1.5)
         if stage == layout.pipeline_model_parallel_size - 1:
             head = 2.0 * work.embedding * batch.waited / shards / (device.peak_flops * rates.train_efficiency)
             terms["compute"] += head * (3 if is_update else 1)
@@ -157,13 +150,23 @@ def _stages(
     return stages
 
 
-def _add(terms: dict[str, float], forward: PassSeconds, compute: float, collectives: float) -> None:
-    """One pass of a layer that computes ``compute`` times a forward pass and communicates ``collectives`` times it."""
+@lru_cache(maxsize=1024)
+def _stage_kinds(layout: ParallelLayout, model: HFModelConfig) -> tuple[tuple[bool, ...], ...]:
+    """Whether each layer of each stage has experts."""
+    stages = range(layout.pipeline_model_parallel_size)
+    return tuple(
+        tuple(model.is_moe_layer(layer) for layer in layout.stage_layers(stage, model.num_hidden_layers))
+        for stage in stages
+    )
+
+
+def _add(terms: dict[str, float], forward: PassSeconds, layers: int, compute: float, collectives: float) -> None:
+    """A pass of ``layers`` that computes ``compute`` times a forward pass and communicates ``collectives`` times it."""
     spent = compute * forward.compute + collectives * (forward.collectives + forward.exchange)
-    terms["compute"] += compute * forward.compute
-    terms["collectives"] += collectives * forward.collectives
-    terms["exchange"] += collectives * forward.exchange
-    terms["launch"] += max(0.0, compute * forward.launch - spent)
+    terms["compute"] += layers * compute * forward.compute
+    terms["collectives"] += layers * collectives * forward.collectives
+    terms["exchange"] += layers * collectives * forward.exchange
+    terms["launch"] += layers * max(0.0, compute * forward.launch - spent)
 
 
 def _layer_forward(

@@ -19,7 +19,7 @@ class LayerWork:
     attention: projections · dense_mlp: of a layer without experts · expert: one routed expert · shared: the shared
     experts · router · score: operations for one query and one key, scores and values together, in training and prefill ·
     absorbed_score: the same in decoding, where latent attention works on the compressed cache · cache: numbers that one
-    token leaves in the cache, on every tensor-parallel rank (latent) or split over them.
+    token leaves in the cache · cache_shards: tensor-parallel ranks that it can be split over (1: each has it whole).
     """
 
     attention: float
@@ -30,7 +30,7 @@ class LayerWork:
     score: float
     absorbed_score: float
     cache: float
-    is_cache_split: bool
+    cache_shards: int
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _latent_layer(hf: HFModelConfig) -> LayerWork:
         score=2.0 * heads * (hf.qk_head_dim + hf.v_head_dim),
         absorbed_score=2.0 * heads * (cache + hf.kv_lora_rank),
         cache=cache,
-        is_cache_split=False,
+        cache_shards=1,
         **_feed_forward(hf),
     )
 
@@ -139,7 +139,7 @@ def _grouped_query_layer(hf: HFModelConfig) -> LayerWork:
         score=score,
         absorbed_score=score,
         cache=2 * groups * hf.head_dim,
-        is_cache_split=True,
+        cache_shards=groups,
         **_feed_forward(hf),
     )
 
