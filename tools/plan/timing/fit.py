@@ -61,8 +61,11 @@ def is_main(miss: Miss, run: PublishedRun) -> bool:
     return miss.phase != "reward" and miss.published_s >= MAIN_SHARE * run.total_s
 
 
-def fit(runs: Sequence[PublishedRun], constants: Constants) -> Constants:
-    """``constants`` with its fitted ones at their best values for ``runs``."""
+def fit(runs: Sequence[PublishedRun], constants: Constants, tolerance: float = 1e-7) -> Constants:
+    """``constants`` with its fitted ones at their best values for ``runs``, beginning with the values they have.
+
+    Ends when an iteration gains less than ``tolerance`` of the sum above.
+    """
     families = {run.device.family for run in runs} | {ALL}
     free = [constant for constant in constants.fitted if constant.family in families]
     base = constants.with_values({constant.key: constant.prior for constant in constants.fitted})
@@ -101,7 +104,7 @@ def fit(runs: Sequence[PublishedRun], constants: Constants) -> Constants:
             break
         gained = _square(now) - _square(then)
         at, now = moved, then
-        if gained < 1e-9:
+        if gained < tolerance:
             break
     return base.with_values({c.key: exp(x) for c, x in zip(free, at, strict=True)})
 
@@ -114,7 +117,7 @@ def leave_out(runs: Sequence[PublishedRun], constants: Constants, *, whole_group
         kept = [other for other in runs if (other.group != run.group if whole_group else other is not run)]
         names = tuple(other.name for other in kept)
         if names not in fits:
-            fits[names] = fit(kept, constants)
+            fits[names] = fit(kept, constants, tolerance=1e-3)
         found.append(LeftOut(run, fits[names], compare(run, fits[names])))
     return found
 
