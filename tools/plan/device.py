@@ -42,8 +42,8 @@ class MemoryMeter(TorchDispatchMode):
         return outputs
 
     def count(self, func: Any, outputs: Any) -> None:
-        """Note the storages of ``outputs`` that are new; what ``func`` writes into or looks at was there before."""
-        if self._is_paused or _returns_arguments(func):
+        """Note the storages of ``outputs`` that are new; what ``func`` writes into or views was there before."""
+        if self._is_paused or func.namespace == "c10d" or _is_view_or_write(func):
             return
         for x in tree_iter(outputs):
             if isinstance(x, torch.Tensor):
@@ -88,9 +88,9 @@ class MemoryMeter(TorchDispatchMode):
 class PlannedDevice(TorchDispatchMode):
     """Makes the code of a run work on the meta device, which holds shapes only.
 
-    Collectives are noted in ``log`` and move nothing. Pinned host memory is meta memory too, counted apart. What the
-    host reads of the device is zero: a value that steers the program (how many tokens went to which expert, which
-    token was sampled) must come from an op table made for plans.
+    Collectives are noted in ``log`` and move nothing. Pinned host memory is meta memory too, counted apart; where host
+    and device are one (``has_host_memory`` False) it is memory like any other. What the host reads of the device is
+    zero: a value that steers the program (how many tokens went to which expert, which token was sampled) must come from an op table made for plans.
     """
 
     def __init__(self, log: CollectiveLog, meter: MemoryMeter, has_host_memory: bool = True) -> None:
@@ -124,7 +124,9 @@ class PlannedDevice(TorchDispatchMode):
             found, result = special(self, func, args, kwargs)
             if found:
                 return result
-        outputs = func(*_on_meta(args), **kwargs) if _is_mixed(args) else func(*args, **kwargs)
+        if _is_mixed((args, kwargs)):
+            args, kwargs = _on_meta((args, kwargs))
+        outputs = func(*args, **kwargs)
         self.meter.count(func, outputs)
         return outputs
 
@@ -138,7 +140,10 @@ class PlannedDevice(TorchDispatchMode):
 
     def _pinned(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         planned: torch.Tensor = func(*args, **(kwargs | {"pin_memory": False, "device": DEVICE}))
-        self._host[planned.untyped_storage()] = planned.untyped_storage().nbytes()
+        if self.has_host_memory:
+            self._host[planned.untyped_storage()] = planned.untyped_storage().nbytes()
+        else:
+            self.meter.count(func, planned)
         return planned
 
     def is_pinned(self, x: torch.Tensor) -> bool:
@@ -147,9 +152,8 @@ class PlannedDevice(TorchDispatchMode):
 
 
 @cache
-def _returns_arguments(func: Any) -> bool:
-    """Whether what it returns is memory of its arguments."""
-    return any(value.alias_info is not None for value in func._schema.returns)
+def _is_view_or_write(func: Any) -> bool:
+    return any(result.alias_info is not None for result in func._schema.returns)
 
 
 @cache
@@ -164,13 +168,13 @@ def _is_mixed(args: Any) -> bool:
     for x in tree_iter(args):
         if isinstance(x, torch.Tensor):
             has_meta |= x.is_meta
-            has_host |= x.device.type == "cpu" and x.dim() > 0
+            has_host |= x.device.type == "cpu"
     return has_meta and has_host
 
 
 def _on_meta(args: Any) -> Any:
     """Host tensors beside device tensors go where those are: what comes of both has no value anyway."""
-    return tree_map_only(torch.Tensor, lambda x: x if x.is_meta or x.dim() == 0 else torch.empty_like(x, device=DEVICE), args)
+    return tree_map_only(torch.Tensor, lambda x: x if x.is_meta else torch.empty_like(x, device=DEVICE), args)
 
 
 def _moved(mode: PlannedDevice, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:

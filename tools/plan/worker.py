@@ -40,7 +40,7 @@ class PlannedWorker(ActorRolloutRefWorker):
     def __init__(self, config: PPOTrainerConfig, kind: str, load: float, platform: PlannedPlatform) -> None:
         super().__init__(config, "actor_rollout_ref" if config.use_reference_policy else "actor_rollout")
         self.kind, self.load, self.platform = kind, load, platform
-        self.device_type = "cpu"
+        self.device_type = "cpu"  # there is no accelerator to ask about its memory
         self.timeline = MemoryTimeline(platform.planned.meter)
 
     def init_model(self) -> None:  # type: ignore[override]
