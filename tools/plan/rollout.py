@@ -108,7 +108,7 @@ def plan_generation(
     before = meter.now_bytes
     # Graphs are recorded by the first decode step, and lie beside all steps from then on.
     decode = _run(worker, load, steps.decode, steps.num_decode)
-    graph_bytes = meter.now_bytes - before
+    graph_bytes = 0 if engine.compilation.enforce_eager else meter.now_bytes - before
     prefill = _run(worker, load, steps.prefill, steps.num_prefill)
     report = llm.get_memory_report()
     state = {"weights": report["weights_bytes"], "kv_cache": report["kv_cache_bytes"]}
@@ -143,8 +143,8 @@ def _run(worker: PlannedWorker, load: Workload, step: Step | None, num_steps: in
         total_num_tokens=step.num_tokens,
         block_copies=list(step.block_copies),
     )
-    before = meter_before = planned.meter.now_bytes
-    planned.meter.peak_bytes = meter_before
+    before = planned.meter.now_bytes
+    planned.meter.peak_bytes = before
     with planned.log.apart() as calls:
         exchange = core.parallel.exchange_step(step.num_tokens, True, scheduled.is_decode_only, core.device)
         core.worker.execute(scheduled, exchange)

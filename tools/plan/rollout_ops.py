@@ -57,6 +57,11 @@ class Spread:
         return ((first + torch.arange(num_tokens * topk)) % num_experts).view(num_tokens, topk)
 
 
+@lru_cache(maxsize=8)
+def _chosen(spread: Spread, num_tokens: int, topk: int, num_experts: int) -> Tensor:
+    return spread.chosen(num_tokens, topk, num_experts)
+
+
 @lru_cache(maxsize=64)
 def _received(spread: Spread, num_rows: int, step_tokens: int, topk: int) -> list[int]:
     """Choices that each rank sends to that of `spread` of its `num_rows` rows, when every replica has `step_tokens`
@@ -127,7 +132,7 @@ class _Given:
 
     def topk_router(self, logits_TE: Tensor, bias_E: Tensor | None, top_k: int, *others: Any) -> tuple[Tensor, Tensor]:
         weights_TK, _ = self.table.topk_router(logits_TE, bias_E, top_k, *others)
-        return weights_TK, self.spread.chosen(logits_TE.shape[0], top_k, logits_TE.shape[1])
+        return weights_TK, _chosen(self.spread, logits_TE.shape[0], top_k, logits_TE.shape[1]).clone()
 
     def fused_experts(
         self,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +15,10 @@ import torch.distributed as dist
 
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
-from tools.plan.collectives import CollectiveLog, Phase
+from tools.plan.collectives import Collective, CollectiveLog, Phase
 from tools.plan.device import MemoryMeter, PlannedDevice
 from tools.plan.platform import PLATFORMS
+from tools.plan.rollout import plan_rollout
 from tools.plan.worker import PlannedWorker
 from tools.plan.world import planned_rank
 from verl.protocol import DataProto
@@ -25,7 +27,8 @@ from verl.workers.megatron_workers import ActorRolloutRefWorker
 from vllm.platforms.cpu import CpuPlatform
 
 ENGINE, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
-NUM_SAMPLES, RESPONSE_LENGTH, PROMPT_LENGTHS = 2, 6, (3, 9, 5, 10)
+NUM_SAMPLES, RESPONSE_LENGTH = 2, 6
+RAGGED, EVEN = (3, 9, 5, 10), (9, 9, 9, 9)
 TRAINING = {
     1: [],
     2: [f"{ENGINE}.tensor_model_parallel_size=2"],
@@ -50,9 +53,9 @@ CASES: dict[str, tuple[int, list[str]]] = {
 
 
 class Step(NamedTuple):
-    """Of the engine: tokens of those that run on, and the most bytes that were alive beyond those before."""
+    """Of the engine: its collectives, and the most bytes that were alive beyond those before."""
 
-    num_tokens: int
+    calls: tuple[Collective, ...]
     peak_bytes: int
 
 
@@ -72,7 +75,7 @@ def config_of(model_dir: str, world_size: int, overrides: list[str]) -> PPOTrain
             f"trainer.n_gpus_per_node={world_size}",
             f"trainer.report_dir={model_dir}/run",
             f"actor_rollout_ref.model.path={model_dir}",
-            f"data.max_prompt_length={max(PROMPT_LENGTHS)}",
+            f"data.max_prompt_length=10",
             f"data.max_response_length={RESPONSE_LENGTH}",
             "data.train_batch_size=8",
             "actor_rollout_ref.actor.ppo_mini_batch_size=8",
@@ -97,9 +100,9 @@ def config_of(model_dir: str, world_size: int, overrides: list[str]) -> PPOTrain
     return config
 
 
-def prompts(replica: int) -> DataProto:
+def prompts(replica: int, lengths: tuple[int, ...]) -> DataProto:
     """Of every replica as long, and no two alike."""
-    rows = [[2 + replica * 40 + place] * length for place, length in enumerate(PROMPT_LENGTHS) for _ in range(NUM_SAMPLES)]
+    rows = [[2 + replica * 40 + place] * length for place, length in enumerate(lengths) for _ in range(NUM_SAMPLES)]
     raw = np.empty(len(rows), dtype=object)
     raw[:] = rows
     return DataProto.from_dict(
@@ -108,10 +111,10 @@ def prompts(replica: int) -> DataProto:
     )
 
 
-def watch(worker: ActorRolloutRefWorker, log: CollectiveLog, meter: MemoryMeter) -> Seen:
+def watch(worker: ActorRolloutRefWorker, lengths: tuple[int, ...], log: CollectiveLog, meter: MemoryMeter) -> Seen:
     """A sync and a generation; then another, step by step."""
     tp = worker.config.rollout.tensor_model_parallel_size
-    mine = prompts(worker.rank // tp)
+    mine = prompts(worker.rank // tp, lengths)
     with log.phase("generate"):
         worker.generate_sequences(mine)
     with worker.sharding_manager:
@@ -119,11 +122,12 @@ def watch(worker: ActorRolloutRefWorker, log: CollectiveLog, meter: MemoryMeter)
         steps: list[Step] = []
         if not worker.config.rollout.rebalance_interval:  # else requests cannot be added one by one
             # Threads of gloo let go of a step's tensors when they come to it: the least of a few tries has none of them.
-            steps = [min(tries, key=lambda step: step.peak_bytes) for tries in zip(*(measured(worker, mine, meter) for _ in range(3)), strict=True)]
+            generations = [measured(worker, mine, log, meter) for _ in range(3)]
+            steps = [min(tries, key=lambda step: step.peak_bytes) for tries in zip(*generations, strict=True)]
     return Seen(log.phases, report, steps)
 
 
-def measured(worker: ActorRolloutRefWorker, rows: DataProto, meter: MemoryMeter) -> list[Step]:
+def measured(worker: ActorRolloutRefWorker, rows: DataProto, log: CollectiveLog, meter: MemoryMeter) -> list[Step]:
     """Every step of a generation from an empty cache."""
     llm = worker.rollout.inference_engine
     llm.core.scheduler.kv.reset_prefix_cache()
@@ -132,33 +136,32 @@ def measured(worker: ActorRolloutRefWorker, rows: DataProto, meter: MemoryMeter)
         llm.engine.add_request(str(row), {"prompt_token_ids": ids}, params)
     time.sleep(0.1)
     before, steps = meter.now_bytes, []
-    scheduler = llm.core.scheduler
     while llm.engine.has_unfinished_requests():
-        running = {request.request_id: request.num_computed_tokens for request in scheduler.running}
         meter.peak_bytes = before
-        llm.engine.step()
-        now = {request.request_id: request.num_computed_tokens for request in scheduler.running}
-        steps.append(Step(sum(now[name] - running.get(name, 0) for name in now), meter.peak_bytes - before))
+        with log.apart() as calls:
+            llm.engine.step()
+        steps.append(Step(tuple(calls), meter.peak_bytes - before))
     return steps
 
 
-def real_rank(model_dir: str, overrides: list[str]) -> Seen:
+def real_rank(model_dir: str, overrides: list[str], lengths: tuple[int, ...]) -> Seen:
     world_size = dist.get_world_size()
     worker = ActorRolloutRefWorker(config_of(model_dir, world_size, overrides), "actor_rollout")
     worker.init_model()
     log, meter = CollectiveLog(), MemoryMeter()
     with log, meter:
-        return watch(worker, log, meter)
+        return watch(worker, lengths, log, meter)
 
 
-def planned(model_dir: str, rank: int, world_size: int, overrides: list[str]) -> Seen:
+@contextmanager
+def planned_worker(model_dir: str, rank: int, world_size: int, overrides: list[str]) -> Iterator[PlannedWorker]:
     log, meter = CollectiveLog(), MemoryMeter()
     total_bytes = CpuPlatform().memory(torch.device("cpu")).total_bytes
     with planned_rank(rank, world_size, world_size), PlannedDevice(log, meter, has_host_memory=False) as device:
         platform = PLATFORMS["cpu"](total_bytes, 0, device)
         worker = PlannedWorker(config_of(model_dir, world_size, overrides), "cpu", 1.0, platform)
         worker.init_model()
-        return watch(worker, log, meter)
+        yield worker
 
 
 @pytest.fixture(scope="module")
@@ -172,10 +175,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("name", CASES)
 def test_plan_is_what_ranks_do(name: str, model_dir: str) -> None:
     world_size, overrides = CASES[name]
-    real: list[Any] = run_ranks(real_rank, world_size, model_dir, overrides, timeout_s=240)
+    real: list[Any] = run_ranks(real_rank, world_size, model_dir, overrides, RAGGED, timeout_s=240)
     assert dist.is_initialized() is False and "RANK" not in os.environ
     for rank, seen in enumerate(real):
-        plan = planned(model_dir, rank, world_size, overrides)
+        with planned_worker(model_dir, rank, world_size, overrides) as worker:
+            planned = worker.platform.planned
+            plan = watch(worker, RAGGED, planned.log, planned.meter)
         for phase, expected in zip(plan.phases, seen.phases, strict=True):
             assert phase.name == expected.name
             for index, (ours, theirs) in enumerate(zip(phase.calls, expected.calls, strict=False)):
@@ -183,6 +188,29 @@ def test_plan_is_what_ranks_do(name: str, model_dir: str) -> None:
             assert len(phase.calls) == len(expected.calls), f"rank {rank}, {phase.name!r}"
         for key in ("weights_bytes", "kv_cache_bytes", "num_gpu_blocks", "device_total_bytes"):
             assert plan.report[key] == seen.report[key], key
-        assert [step.num_tokens for step in plan.steps] == [step.num_tokens for step in seen.steps]
         for ours, theirs in zip(plan.steps, seen.steps, strict=True):
+            assert ours.calls == theirs.calls
             assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.1), f"rank {rank}: {ours}, {theirs}"
+
+
+@pytest.mark.parametrize("name", ["tp1", "tp2 x dp2, experts by dispatch", "two engines of tp2"])
+def test_totals_are_steps_times_calls(name: str, model_dir: str) -> None:
+    world_size, overrides = CASES[name]
+    real: list[Any] = run_ranks(real_rank, world_size, model_dir, overrides, EVEN, timeout_s=240)
+    for rank, seen in enumerate(real):
+        with planned_worker(model_dir, rank, world_size, overrides) as worker:
+            plan = plan_rollout(worker, len(EVEN) * NUM_SAMPLES, EVEN[0], RESPONSE_LENGTH)
+        generation, (phase,) = plan.generation, [phase for phase in seen.phases if phase.name]
+        num_sync = len(plan.sync.calls)
+        assert phase.calls[:num_sync] == plan.sync.calls
+        prefill, decode = generation.prefill, generation.decode
+        assert prefill is not None and decode is not None
+        num_calls = prefill.num_steps * len(prefill.calls) + decode.num_steps * len(decode.calls)
+        assert len(phase.calls) == num_sync + num_calls + len(generation.closing_calls)
+        assert prefill.num_steps + decode.num_steps + bool(generation.closing_calls) == len(seen.steps)
+        for step in (prefill, decode):
+            alike = [other for other in seen.steps if other.calls == step.calls]
+            assert any(step.peak_bytes == pytest.approx(other.peak_bytes, rel=0.1) for other in alike), (step, seen)
+        state = generation.state_bytes
+        assert state["weights"] == seen.report["weights_bytes"] and state["kv_cache"] == seen.report["kv_cache_bytes"]
+        assert state["graphs"] == 0 and generation.num_blocks == seen.report["num_gpu_blocks"]
