@@ -61,7 +61,16 @@ def _run(row: dict[str, Any]) -> PublishedRun:
     train = dict(row["train"])
     cuts = {kind: MicroBatches(**train.pop(kind)) for kind in ("update", "log_prob")}
     rollout = {key: tuple(value) if isinstance(value, list) else value for key, value in row["rollout"].items()}
-    rest = ("num_prompts", "samples", "has_reference", "has_old_log_prob", "schedule", "dispatch", "sync", "expert_load_spread")
+    rest = (
+        "num_prompts",
+        "samples",
+        "has_reference",
+        "has_old_log_prob",
+        "schedule",
+        "dispatch",
+        "sync",
+        "expert_load_spread",
+    )
     shape = RunShape(
         name=row["name"],
         model=published_model(row.get("model", "deepseek_v3")),

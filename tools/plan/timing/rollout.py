@@ -85,9 +85,7 @@ def rollout_weights(shape: RunShape) -> float:
     return (work.dense_parameters / rollout.tp + work.expert_parameters / rollout.expert_ranks) * rollout.weight_bytes
 
 
-def decode_step(
-    shape: RunShape, device: DeviceProfile, rates: Rates, sequences: float, context: float
-) -> DecodeStep:
+def decode_step(shape: RunShape, device: DeviceProfile, rates: Rates, sequences: float, context: float) -> DecodeStep:
     """One step of ``sequences`` running sequences on each replica, each with ``context`` tokens in the cache."""
     work, rollout = model_work(shape.model), shape.rollout
     computed = _graph_size(shape, sequences)

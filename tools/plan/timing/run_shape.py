@@ -209,7 +209,9 @@ class RunShape:
         models, trainer = config.actor_rollout_ref, config.trainer
         actor, rollout, engine = models.actor, models.rollout, models.actor.megatron
         world, makes = trainer.world_size, config.rollout_world_size
-        fields = engine.transformer_fields(models.model.gradient_checkpointing_kwargs, models.model.enable_gradient_checkpointing)
+        fields = engine.transformer_fields(
+            models.model.gradient_checkpointing_kwargs, models.model.enable_gradient_checkpointing
+        )
         shape = RunShape(
             name=name,
             model=hf,
