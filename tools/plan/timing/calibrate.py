@@ -21,9 +21,8 @@ PHASE_BAR, TOTAL_BAR = 0.25, 0.15  # what a prediction should be within
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.plan.timing.calibrate", description=(__doc__ or "").splitlines()[0]
-    )
+    about = "Fit the cost model to the published steps; print how well it predicts each from the others."
+    parser = argparse.ArgumentParser(prog="python -m tools.plan.timing.calibrate", description=about)
     parser.add_argument("--write", action="store_true", help="put the fitted values and errors into constants.toml")
     write = parser.parse_args(arguments).write
     constants, alone = calibrated()

@@ -20,9 +20,13 @@ GENERATION = ("rollout",)  # what other ranks do meanwhile, with a schedule that
 class StepTime:
     """A predicted step.
 
-    terms: seconds of each phase by what they go to · total_s: of the step, with phases that run side by side counted
-    once · tokens: prompts and responses that the step trains on · num_devices · errors: of each phase and of ``total``, the
-    largest leave-one-out error among published rows of this device family; without any, the phase is absent.
+    Attributes:
+        terms: seconds of each phase, by what they go to.
+        total_s: of the step; phases that run side by side count once.
+        tokens: prompts and responses that the step trains on.
+        num_devices: of the run.
+        errors: of each phase and of ``total``, the largest leave-one-out error among published rows of this device
+            family; without any, the phase is absent.
     """
 
     terms: Mapping[str, Mapping[str, float]]

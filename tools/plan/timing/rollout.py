@@ -2,7 +2,7 @@
 
 A decode step of b sequences at context c takes
 
-    layers x latency  +  weights read or multiplied  +  cache read or multiplied  +  collectives' bytes  +  the host's part
+    layers x latency + weights read or multiplied + cache read or multiplied + collectives' bytes + the host's part
 
 Replicas that share experts step together, so a step goes on for all while one has a sequence left.
 """

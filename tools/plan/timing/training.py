@@ -128,10 +128,8 @@ def _stages(
     work, layout, train = model_work(shape.model), shape.train.layout, shape.train
     shards = layout.tensor_model_parallel_size * layout.context_parallel_size
     links = Links.of(device, rates.link_efficiency)
-    passes = {
-        is_moe: _layer_forward(shape, device, rates, batch, is_moe)
-        for is_moe in ((False, True) if work.num_moe else (False,))
-    }
+    kinds_present = {bool(work.num_moe), work.num_dense == 0}
+    passes = {is_moe: _layer_forward(shape, device, rates, batch, is_moe) for is_moe in kinds_present}
     stages = []
     for stage, kinds in enumerate(_stage_kinds(layout, shape.model)):
         again = len(kinds) if train.recomputed_layers < 0 else train.recomputed_layers
@@ -190,9 +188,8 @@ def _layer_forward(
         exchange = 2 * links.all_to_all(sent, group)
         if train.overlaps_exchange:
             exchange = max(0.0, exchange - experts)
-    return PassSeconds(
-        dense + experts, _tensor_parallel_seconds(shape, device, links, batch), exchange, rates.layer_pass_s
-    )
+    collectives = _tensor_parallel_seconds(shape, device, links, batch)
+    return PassSeconds(dense + experts, collectives, exchange, rates.layer_pass_s)
 
 
 def _expert_seconds(shape: RunShape, device: DeviceProfile, rates: Rates, tokens: float) -> float:
@@ -255,9 +252,8 @@ def _gradient_seconds(shape: RunShape, device: DeviceProfile, rates: Rates) -> f
     """Reduce-scatter of fp32 gradients and all-gather of bf16 weights over the replicas of each."""
     layout, links = shape.train.layout, Links.of(device, rates.link_efficiency)
     spent = 0.0
-    for parameters, axes, is_expert in zip(
-        weights_per_rank(shape), (("dp", "cp"), ("dp",)), (False, True), strict=True
-    ):
+    dense, experts = weights_per_rank(shape)
+    for parameters, axes, is_expert in ((dense, ("dp", "cp"), False), (experts, ("dp",), True)):
         group = layout_group(layout, axes, is_expert, device.domain_devices)
         spent += links.gather((4 + WEIGHT_BYTES) * parameters, group)
     return spent
