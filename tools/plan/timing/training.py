@@ -128,10 +128,13 @@ def _stages(
     work, layout, train = model_work(shape.model), shape.train.layout, shape.train
     shards = layout.tensor_model_parallel_size * layout.context_parallel_size
     links = Links.of(device, rates.link_efficiency)
-    kinds_present = {bool(work.num_moe), work.num_dense == 0}
-    passes = {is_moe: _layer_forward(shape, device, rates, batch, is_moe) for is_moe in kinds_present}
+    stage_kinds = _stage_kinds(layout, shape.model)
+    passes = {
+        is_moe: _layer_forward(shape, device, rates, batch, is_moe)
+        for is_moe in sorted({is_moe for kinds in stage_kinds for is_moe in kinds})
+    }
     stages = []
-    for stage, kinds in enumerate(_stage_kinds(layout, shape.model)):
+    for stage, kinds in enumerate(stage_kinds):
         again = len(kinds) if train.recomputed_layers < 0 else train.recomputed_layers
         terms = {"compute": 0.0, "collectives": 0.0, "exchange": 0.0, "launch": 0.0, "sends": 0.0}
         for is_moe, forward in passes.items():
