@@ -101,8 +101,9 @@ def test_the_shape_of_the_cann_config() -> None:
     assert shape.train.layout == published.train.layout
     assert shape.train.update == MicroBatches(samples=1)
     assert shape.train.log_prob == MicroBatches(samples=8)  # packed here, padded there
-    for field in ("recomputed_layers", "optimizer", "offloads", "overlaps_exchange", "mini_batches"):
+    for field in ("recomputed_layers", "optimizer", "offloads", "mini_batches"):
         assert getattr(shape.train, field) == getattr(published.train, field), field
+    assert (shape.train.exchange_beside, published.train.exchange_beside) == ("shared", "experts")
     for field in ("world_size", "tp", "dp", "max_num_seqs", "graph_sizes", "has_expert_parallel"):
         assert getattr(shape.rollout, field) == getattr(published.rollout, field), field
     assert (shape.has_reference, shape.has_old_log_prob, shape.num_sequences) == (True, False, 8192)

@@ -15,6 +15,7 @@ from verl.trainer.config.schedule import SCHEDULES
 DECODE_FEATURES = ("multistream", "reduce_scatter", "kv_nz", "no_transpose")
 DISPATCHES = ("direct", "controller")
 SYNCS = ("direct", "packed", "per_tensor")
+BESIDE = ("nothing", "shared", "experts")
 OPTIMIZERS = ("resident", "offloaded", "swapped", "cpu")
 
 
@@ -79,7 +80,8 @@ class TrainShape:
         optimizer: where its state lives: ``resident`` on the device, ``offloaded`` to host memory for the rollout,
             ``swapped`` through the device during the update, ``cpu`` with the arithmetic on the host too.
         offloads: weights leave the device for the rollout.
-        overlaps_exchange: the experts' exchange runs beside their arithmetic.
+        exchange_beside: what the experts' exchange runs beside: nothing, the ``shared`` experts, or all ``experts`` and
+            their gradients (MindSpeed's overlap).
         is_balanced: rows are dealt to data-parallel ranks by length.
     """
 
@@ -90,7 +92,7 @@ class TrainShape:
     recomputed_layers: int = 0
     optimizer: str = "resident"
     offloads: bool = False
-    overlaps_exchange: bool = False
+    exchange_beside: str = "nothing"
     is_balanced: bool = False
 
 
@@ -210,6 +212,7 @@ class RunShape:
             ("dispatch", self.dispatch, DISPATCHES),
             ("sync", self.sync, SYNCS),
             ("train.optimizer", self.train.optimizer, OPTIMIZERS),
+            ("train.exchange_beside", self.train.exchange_beside, BESIDE),
             ("schedule", self.schedule, SCHEDULES),
         ):
             if value not in allowed:
@@ -254,7 +257,7 @@ class RunShape:
                 recomputed_layers=_recomputed_layers(fields),
                 optimizer=_optimizer(config),
                 offloads=engine.param_offload and trainer.schedule == "sync",
-                overlaps_exchange=bool(fields.get("moe_alltoall_overlap_comm")),
+                exchange_beside="shared" if fields.get("moe_shared_expert_overlap") else "nothing",
                 is_balanced=trainer.balance_batch,
             ),
             rollout=RolloutShape(

@@ -189,8 +189,9 @@ def _layer_forward(
         group = layout_group(layout, ("tp", "ep"), True, device.domain_devices)
         sent = busiest * work.topk * work.hidden * WEIGHT_BYTES
         exchange = 2 * links.all_to_all(sent, group)
-        if train.overlaps_exchange:
-            exchange = max(0.0, exchange - experts)
+        shared = 2.0 * layer.shared * batch.waited / shards / flops_per_s
+        hidden = {"nothing": 0.0, "shared": shared, "experts": experts}[train.exchange_beside]
+        exchange = max(0.0, exchange - hidden)
     collectives = _tensor_parallel_seconds(shape, device, links, batch)
     return PassSeconds(dense + experts, collectives, exchange, rates.layer_pass_s)
 
