@@ -11,7 +11,16 @@ import pytest
 
 from recipes.common.recipe import ROOT
 from tools.plan.devices import load_device
-from tools.plan.timing import MicroBatches, RunShape, load_constants, predict, ranked, sensitivity
+from tools.plan.timing import (
+    MicroBatches,
+    RunShape,
+    load_constants,
+    predict,
+    ranked,
+    sensitivity,
+    sensitivity_table,
+    step_table,
+)
 from tools.plan.timing.calibrate import PHASE_BAR, TOTAL_BAR, calibrated, tables, write_constants
 from tools.plan.timing.constants import TABLE, Constants
 from tools.plan.timing.cost import PHASES
@@ -170,6 +179,18 @@ def test_generation_that_never_stops_has_no_tail() -> None:
     stopping = replace(run.shape, schedule="one_step_off")
     tail, none = (predict(shape, run.device, constants).seconds["rollout"] for shape in (stopping, run.shape))
     assert none < 0.7 * tail
+
+
+def test_tables_show_the_error_beside_each_prediction() -> None:
+    shape, constants = shape_of("r1_zero", "r1_ascend_671b_256die"), load_constants()
+    step = predict(shape, load_device("a3"), constants)
+    lines = step_table(step)
+    assert any(line.startswith("| update | ") and "| up to 8% (3 rows) | compute " in line for line in lines)
+    assert lines[-1].startswith(f"| step | {step.total_s:.1f} | up to 14% (4 rows) |")
+    assert not any("old_log_prob" in line for line in lines)
+    assert "no published row" in step_table(predict(shape, load_device("cpu"), constants))[-1]
+    changes = sensitivity_table(sensitivity(shape, load_device("a3"), constants))
+    assert changes[2].startswith(f"| as it is | {step.total_s:.1f} |  |")
 
 
 def test_errors_are_those_of_the_device_family() -> None:
