@@ -45,6 +45,9 @@ class MemoryMeter(TorchDispatchMode):
         """Note the storages of ``outputs`` that are new; what ``func`` writes into or views was there before."""
         if self._is_paused or func.namespace == "c10d" or _is_view_or_write(func):
             return
+        if isinstance(outputs, torch.Tensor):
+            self._count(outputs.untyped_storage())
+            return
         for x in tree_iter(outputs):
             if isinstance(x, torch.Tensor):
                 self._count(x.untyped_storage())
@@ -124,7 +127,7 @@ class PlannedDevice(TorchDispatchMode):
             found, result = special(self, func, args, kwargs)
             if found:
                 return result
-        if _is_mixed((args, kwargs)):
+        if _is_mixed(args, kwargs):
             args, kwargs = _on_meta((args, kwargs))
         outputs = func(*args, **kwargs)
         self.meter.count(func, outputs)
@@ -163,13 +166,17 @@ def _is_composite(func: Any) -> bool:
     return is_composite
 
 
-def _is_mixed(args: Any) -> bool:
-    has_meta = has_host = False
-    for x in tree_iter(args):
+def _is_mixed(args: Any, kwargs: Any) -> bool:
+    """Whether there are host and device tensors among the arguments; asked of every operation, so without pytrees."""
+    kinds = 0
+    for x in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(x, torch.Tensor):
-            has_meta |= x.is_meta
-            has_host |= x.device.type == "cpu"
-    return has_meta and has_host
+            kinds |= 1 if x.is_meta else 2
+        elif isinstance(x, (list, tuple)):
+            for part in x:
+                if isinstance(part, torch.Tensor):
+                    kinds |= 1 if part.is_meta else 2
+    return kinds == 3
 
 
 def _on_meta(args: Any) -> Any:
