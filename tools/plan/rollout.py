@@ -107,9 +107,11 @@ def plan_generation(
     meter = worker.platform.planned.meter
     before = meter.now_bytes
     # Graphs are recorded by the first decode step, and lie beside all steps from then on.
-    decode = _run(worker, load, steps.decode, steps.num_decode)
+    with worker.timeline.span("decode"):
+        decode = _run(worker, load, steps.decode, steps.num_decode)
     graph_bytes = 0 if engine.compilation.enforce_eager else meter.now_bytes - before
-    prefill = _run(worker, load, steps.prefill, steps.num_prefill)
+    with worker.timeline.span("prefill"):
+        prefill = _run(worker, load, steps.prefill, steps.num_prefill)
     report = llm.get_memory_report()
     state = {"weights": report["weights_bytes"], "kv_cache": report["kv_cache_bytes"]}
     return GenerationPlan(
