@@ -146,7 +146,8 @@ def _plan_call(worker: PlannedWorker, name: str, size: StepSize, log: Collective
     layout = worker.groups.layout
     num_stages = layout.pipeline_model_parallel_size
     unit = num_stages if layout.virtual_pipeline_model_parallel_size > 1 else 1
-    few = 2 * num_stages if unit > 1 else num_stages - worker.groups.coords.pp + 1
+    in_flight = num_stages - worker.groups.coords.pp if name == UPDATE else 1
+    few = 2 * num_stages if unit > 1 else in_flight + 1
     if total <= few + unit:
         return RepeatedCalls(name, _run(worker, name, rows, size, log))
     first_span = len(worker.timeline.phases)
