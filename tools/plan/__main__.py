@@ -23,7 +23,7 @@ FITS, DOES_NOT_FIT, BAD_INPUT = 0, 1, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 the run fits, 1 it does not, 2 there is nothing to plan."""
-    options = _parser().parse_args(argv)
+    options = _parser().parse_intermixed_args(argv)
     console = Console(width=max(Console().width, 150))
     try:
         with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
