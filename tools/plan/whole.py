@@ -12,7 +12,8 @@ from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.collectives import Collective, Phase
 from tools.plan.devices import GIB, DeviceProfile
 from tools.plan.matching import problems as call_problems
-from tools.plan.rank_plan import RESERVED_BYTES, RankPlan, RepeatedCalls, StepSize, plan_rank
+from tools.plan.rank_plan import RESERVED_BYTES, RankPlan, StepSize, plan_rank
+from tools.plan.repeated import RepeatedCalls
 from tools.plan.setup import PlannedRun
 from tools.plan.training import OLD, REF, UPDATE
 from verl.trainer.config import PPOTrainerConfig
@@ -226,12 +227,11 @@ def _traffic(run: PlannedRun, stages: Sequence[RankPlan]) -> dict[str, dict[str,
 
 def _by_link(device: DeviceProfile, rank: int, calls: RepeatedCalls) -> dict[str, int]:
     sums: dict[str, int] = {}
-    for part, times in ((calls.first, 1), (calls.repeated, calls.times), (calls.last, 1)):
-        for call in part:
-            others = (rank, call.peer) if call.peer >= 0 else call.ranks
-            if len(set(others)) > 1:
-                link = _slowest_link(device, min(others), max(others))
-                sums[link] = sums.get(link, 0) + call.num_bytes * times
+    for call, times in calls.counted():
+        others = (rank, call.peer) if call.peer >= 0 else call.ranks
+        if len(others) > 1:
+            link = _slowest_link(device, min(others), max(others))
+            sums[link] = sums.get(link, 0) + call.num_bytes * times
     return sums
 
 
