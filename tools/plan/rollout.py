@@ -14,8 +14,8 @@ from tools.plan.phase_memory import PhaseMemory
 from tools.plan.rollout_ops import ordinary_token
 from tools.plan.sync import SyncPlan, plan_weight_sync
 from tools.plan.worker import PlannedWorker
+from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from vllm import LLM
-from vllm.model_executor.model_loader.fp8_target import weight_storage
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
@@ -42,9 +42,9 @@ class GenerationPlan:
     """One rank's generation.
 
     state_bytes: owner -> what lies on the device all the time: ``weights``, ``kv_cache``, ``tables`` (positions, noise
-    keys, inputs of graphs), ``graphs`` · num_blocks, block_size: of the KV cache · num_sequences_fit: that the cache holds
-    at their full length · num_computed: tokens of all steps · num_preemptions: sequences that had to be computed again,
-    for want of blocks · prefill, decode: None when there are no such steps · closing_calls: after the last step.
+    keys, inputs of graphs), ``graphs`` · num_blocks, block_size: of the KV cache · num_sequences_fit: that the cache
+    holds at their full length · num_computed: tokens of all steps · num_preemptions: sequences that had to be computed
+    again, for want of blocks · prefill, decode: None when there are no such steps · closing_calls: after the last step.
     """
 
     state_bytes: dict[str, int]
@@ -62,8 +62,8 @@ class GenerationPlan:
 class RolloutPlan:
     """A rollout from the training weights on the device to the last row: the phases in the order of their ends.
 
-    Of the phases ``wake_weights``, ``weight_sync``, ``offload``, ``wake_kv_cache`` and ``sleep`` the bytes afterwards are
-    those of a device in its life cycle; a generation's come on top of what lies there after ``wake_kv_cache``.
+    Of the phases ``wake_weights``, ``weight_sync``, ``offload``, ``wake_kv_cache`` and ``sleep`` the bytes afterwards
+    are those of a device in its life cycle; a generation's come on top of what lies there after ``wake_kv_cache``.
     """
 
     sync: SyncPlan
@@ -73,11 +73,11 @@ class RolloutPlan:
 
 def plan_rollout(worker: PlannedWorker, num_prompts: int, prompt_length: int, response_length: int) -> RolloutPlan:
     """What the worker's ``generate_sequences`` does, with arguments as `plan_generation`'s."""
-    first = len(worker.timeline.phases)
+    first = len(worker.memory.phases)
     worker._offload_for_rollout()
     with worker.sharding_manager:
         generation = plan_generation(worker, num_prompts, prompt_length, response_length)
-    return RolloutPlan(plan_weight_sync(worker), generation, tuple(worker.timeline.phases[first:]))
+    return RolloutPlan(plan_weight_sync(worker), generation, tuple(worker.memory.phases[first:]))
 
 
 def plan_generation(
@@ -89,7 +89,7 @@ def plan_generation(
         num_prompts: rows of the rank's replica, ``rollout.n`` of each prompt together as the trainer repeats them.
         prompt_length, response_length: tokens of every row.
     """
-    config, llm = worker.config.rollout, worker.rollout.inference_engine
+    config, llm = worker.config.rollout, _rollout(worker).inference_engine
     token = ordinary_token(worker.config.model.path)
     engine = llm.config
     load = Workload(
@@ -125,11 +125,16 @@ def plan_generation(
     )
 
 
+def _rollout(worker: PlannedWorker) -> vLLMRollout:
+    assert isinstance(worker.rollout, vLLMRollout), type(worker.rollout)
+    return worker.rollout
+
+
 def _run(worker: PlannedWorker, load: Workload, step: Step | None, num_steps: int) -> StepPlan | None:
     """The step through the real model runner."""
     if step is None:
         return None
-    core, planned = worker.rollout.inference_engine.core, worker.platform.planned
+    core, planned = _rollout(worker).inference_engine.core, worker.platform.planned
     requests = [_request(worker, load, row.row) for row in step.rows]
     for request, row in zip(requests, step.rows, strict=True):
         request.token_ids += [load.token] * (row.num_tokens - load.prompt_length)
@@ -155,8 +160,9 @@ def _run(worker: PlannedWorker, load: Workload, step: Step | None, num_steps: in
 
 def _request(worker: PlannedWorker, load: Workload, row: int) -> Request:
     """With the sampling of training."""
-    params = worker.rollout.sampling_params({"eos_token_id": -1}, row, load.response_length)
-    processor = worker.rollout.inference_engine.engine.processor
+    rollout = _rollout(worker)
+    params = rollout.sampling_params({"eos_token_id": -1}, row, load.response_length)
+    processor = rollout.inference_engine.engine.processor
     group = processor.group(f"row {row}", str(row), {"prompt_token_ids": load.prompt(row)}, params)
     processor.add_samples(group, 0)
     return group.samples[0]
@@ -164,7 +170,7 @@ def _request(worker: PlannedWorker, load: Workload, row: int) -> Request:
 
 def _closing(worker: PlannedWorker) -> tuple[Collective, ...]:
     """Replicas that step together hear in one more exchange that nobody has work left."""
-    core = worker.rollout.inference_engine.core
+    core = _rollout(worker).inference_engine.core
     with worker.platform.planned.log.apart() as calls:
         core.parallel.exchange_step(0, False, True, core.device)
     return tuple(calls)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.memory_ledger import ON_HOST, LedgerEntry, ledger
+from megatron.core.memory_ledger import ON_HOST, ledger
 from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps
 from mindspeed_llm.hf_config import HFModelConfig, load_hf_config
@@ -41,7 +41,7 @@ class PlannedWorker(ActorRolloutRefWorker):
         super().__init__(config, "actor_rollout_ref" if config.use_reference_policy else "actor_rollout")
         self.kind, self.load, self.platform = kind, load, platform
         self.device_type = "cpu"  # there is no accelerator to ask about its memory
-        self.timeline = MemoryTimeline(platform.planned.meter)
+        self.timeline = self.memory = MemoryTimeline(platform.planned.meter)
 
     def init_model(self) -> None:  # type: ignore[override]
         """Builds every model of this rank; weights have shapes and no values."""

@@ -75,7 +75,7 @@ def config_of(model_dir: str, world_size: int, overrides: list[str]) -> PPOTrain
             f"trainer.n_gpus_per_node={world_size}",
             f"trainer.report_dir={model_dir}/run",
             f"actor_rollout_ref.model.path={model_dir}",
-            f"data.max_prompt_length=10",
+            "data.max_prompt_length=10",
             f"data.max_response_length={RESPONSE_LENGTH}",
             "data.train_batch_size=8",
             "actor_rollout_ref.actor.ppo_mini_batch_size=8",
@@ -121,7 +121,7 @@ def watch(worker: ActorRolloutRefWorker, lengths: tuple[int, ...], log: Collecti
         report = worker.rollout.inference_engine.get_memory_report()
         steps: list[Step] = []
         if not worker.config.rollout.rebalance_interval:  # else requests cannot be added one by one
-            # Threads of gloo let go of a step's tensors when they come to it: the least of a few tries has none of them.
+            # Threads of gloo let go of a step's tensors when they come to it; the least of a few tries has none.
             generations = [measured(worker, mine, log, meter) for _ in range(3)]
             steps = [min(tries, key=lambda step: step.peak_bytes) for tries in zip(*generations, strict=True)]
     return Seen(log.phases, report, steps)
