@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from tools.plan.collectives import CollectiveLog, returned
 
@@ -45,9 +45,8 @@ class MemoryMeter(TorchDispatchMode):
         """Note the storages of ``outputs`` that are new; what ``func`` writes into or views was there before."""
         if self._is_paused or func.namespace == "c10d" or _is_view_or_write(func):
             return
-        for x in tree_iter(outputs):
-            if isinstance(x, torch.Tensor):
-                self._count(x.untyped_storage())
+        for x in _tensors(outputs):
+            self._count(x.untyped_storage())
 
     def settle(self) -> None:
         """Count anew what was resized in place, as offloading does: no operation tells of that."""
@@ -133,7 +132,7 @@ class PlannedDevice(TorchDispatchMode):
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.log.add(func, args)
-        if any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_iter(list(args))):
+        if any(x.is_meta for x in _tensors(args)):
             from torch._C._distributed_c10d import FakeWork
 
             return returned(func, args, FakeWork().boxed())
@@ -160,17 +159,30 @@ def _is_view_or_write(func: Any) -> bool:
 @cache
 def _is_composite(func: Any) -> bool:
     """Whether torch makes it of other operations, which inference mode would hide."""
+    if func.namespace == "prim":  # questions about a tensor
+        return False
     is_composite: bool = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
     return is_composite
 
 
 def _is_mixed(args: Any) -> bool:
     has_meta = has_host = False
-    for x in tree_iter(args):
-        if isinstance(x, torch.Tensor):
-            has_meta |= x.is_meta
-            has_host |= x.device.type == "cpu"
+    for x in _tensors(args):
+        has_meta |= x.is_meta
+        has_host |= x.is_cpu
     return has_meta and has_host
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Of arguments or results, which torch nests in plain containers."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _tensors(value)
 
 
 def _on_meta(args: Any) -> Any:
