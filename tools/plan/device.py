@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from tools.plan.collectives import CollectiveLog, returned
 
@@ -45,8 +45,12 @@ class MemoryMeter(TorchDispatchMode):
         """Note the storages of ``outputs`` that are new; what ``func`` writes into or views was there before."""
         if self._is_paused or func.namespace == "c10d" or _is_view_or_write(func):
             return
-        for x in _tensors(outputs):
-            self._count(x.untyped_storage())
+        if isinstance(outputs, torch.Tensor):
+            self._count(outputs.untyped_storage())
+            return
+        for x in tree_iter(outputs):
+            if isinstance(x, torch.Tensor):
+                self._count(x.untyped_storage())
 
     def settle(self) -> None:
         """Count anew what was resized in place, as offloading does: no operation tells of that."""
@@ -88,9 +92,8 @@ class PlannedDevice(TorchDispatchMode):
     """Makes the code of a run work on the meta device, which holds shapes only.
 
     Collectives are noted in ``log`` and move nothing. Pinned host memory is meta memory too, counted apart; where host
-    and device are one (``has_host_memory`` False) it is memory like any other, and what is sent to the device is there
-    already. What the host reads of the device is zero: a value that steers the program (how many tokens went to which
-    expert, which token was sampled) must come from an op table made for plans.
+    and device are one (``has_host_memory`` False) it is memory like any other. What the host reads of the device is
+    zero: a value that steers the program (how many tokens went to which expert, which token was sampled) must come from an op table made for plans.
     """
 
     def __init__(self, log: CollectiveLog, meter: MemoryMeter, has_host_memory: bool = True) -> None:
@@ -124,7 +127,7 @@ class PlannedDevice(TorchDispatchMode):
             found, result = special(self, func, args, kwargs)
             if found:
                 return result
-        if _is_mixed((args, kwargs)):
+        if _is_mixed(args, kwargs):
             args, kwargs = _on_meta((args, kwargs))
         outputs = func(*args, **kwargs)
         self.meter.count(func, outputs)
@@ -132,7 +135,7 @@ class PlannedDevice(TorchDispatchMode):
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.log.add(func, args)
-        if any(x.is_meta for x in _tensors(args)):
+        if any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_iter(list(args))):
             from torch._C._distributed_c10d import FakeWork
 
             return returned(func, args, FakeWork().boxed())
@@ -165,24 +168,17 @@ def _is_composite(func: Any) -> bool:
     return is_composite
 
 
-def _is_mixed(args: Any) -> bool:
-    has_meta = has_host = False
-    for x in _tensors(args):
-        has_meta |= x.is_meta
-        has_host |= x.is_cpu
-    return has_meta and has_host
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Of arguments or results, which torch nests in plain containers."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, dict):
-        for value in values.values():
-            yield from _tensors(value)
+def _is_mixed(args: Any, kwargs: Any) -> bool:
+    """Whether there are host and device tensors among the arguments; asked of every operation, so without pytrees."""
+    kinds = 0
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(x, torch.Tensor):
+            kinds |= 1 if x.is_meta else 2
+        elif isinstance(x, (list, tuple)):
+            for part in x:
+                if isinstance(part, torch.Tensor):
+                    kinds |= 1 if part.is_meta else 2
+    return kinds == 3
 
 
 def _on_meta(args: Any) -> Any:

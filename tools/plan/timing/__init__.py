@@ -4,6 +4,7 @@ from tools.plan.timing.constants import Constants, load_constants
 from tools.plan.timing.cost import PHASES, StepTime, predict
 from tools.plan.timing.run_shape import Lengths, MicroBatches, RolloutShape, RunShape, TrainShape
 from tools.plan.timing.sensitivity import Variation, ranked, sensitivity
+from tools.plan.timing.show import sensitivity_table, step_table
 
 __all__ = [
     "PHASES",
@@ -19,4 +20,6 @@ __all__ = [
     "predict",
     "ranked",
     "sensitivity",
+    "sensitivity_table",
+    "step_table",
 ]

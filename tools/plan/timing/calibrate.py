@@ -1,7 +1,7 @@
 """Fit the cost model to the published steps and show how well it predicts a step that it has not seen.
 
-    python -m tools.plan.timing.calibrate            the tables of README.md
-    python -m tools.plan.timing.calibrate --write    and put the fitted values and the errors into constants.toml
+python -m tools.plan.timing.calibrate            the tables of README.md
+python -m tools.plan.timing.calibrate --write    and put the fitted values and the errors into constants.toml
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tools.plan.timing.constants import TABLE, Constants, load_constants
+from tools.plan.timing.constants import TABLE, Constants, PhaseError, load_constants
 from tools.plan.timing.fit import LeftOut, Miss, fit, is_main, leave_out
 from tools.plan.timing.published import published_runs
 
@@ -21,7 +21,8 @@ PHASE_BAR, TOTAL_BAR = 0.25, 0.15  # what a prediction should be within
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m tools.plan.timing.calibrate", description=(__doc__ or "").splitlines()[0])
+    about = "Fit the cost model to the published steps; print how well it predicts each from the others."
+    parser = argparse.ArgumentParser(prog="python -m tools.plan.timing.calibrate", description=about)
     parser.add_argument("--write", action="store_true", help="put the fitted values and errors into constants.toml")
     write = parser.parse_args(arguments).write
     constants, alone = calibrated()
@@ -38,18 +39,20 @@ def calibrated() -> tuple[Constants, list[LeftOut]]:
     return Constants(best.by_key, worst_errors(alone)), alone
 
 
-def worst_errors(alone: Iterable[LeftOut]) -> dict[str, dict[str, float]]:
-    """Largest leave-one-out error of each phase, by device family, as a share.
+def worst_errors(alone: Iterable[LeftOut]) -> dict[str, dict[str, PhaseError]]:
+    """Largest leave-one-out error of each phase, by device family.
 
     A number that a source gives for several phases together counts for the last of them, the longest.
     """
-    worst: dict[str, dict[str, float]] = {}
+    errors: dict[str, dict[str, list[float]]] = {}
     for left in alone:
-        of_family = worst.setdefault(left.run.device.family, {})
         for miss in left.misses:
-            phase = miss.phase.split("+")[-1]
-            of_family[phase] = max(of_family.get(phase, 0.0), round(abs(miss.error), 2))
-    return worst
+            phases = errors.setdefault(left.run.device.family, {})
+            phases.setdefault(miss.phase.split("+")[-1], []).append(round(abs(miss.error), 2))
+    return {
+        family: {phase: PhaseError(max(found), len(found)) for phase, found in phases.items()}
+        for family, phases in errors.items()
+    }
 
 
 def tables(constants: Constants, alone: Sequence[LeftOut]) -> str:
@@ -67,7 +70,9 @@ def write_constants(constants: Constants, path: Path) -> None:
         text = re.sub(rf"({section}\nvalue = ).*", rf"\g<1>{constant.value:.4g}", text)
     for family, errors in constants.errors.items():
         text += f"\n\n[errors.{family}]  # largest leave-one-out error of a phase; written by calibrate --write\n"
-        text += "\n".join(f"{phase} = {error:.2f}" for phase, error in errors.items())
+        text += "\n".join(
+            f"{phase} = {{ error = {worst.error:.2f}, rows = {worst.rows} }}" for phase, worst in errors.items()
+        )
     partial = path.with_suffix(".partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text + "\n")

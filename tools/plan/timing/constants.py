@@ -93,11 +93,22 @@ class Constant:
 
 
 @dataclass(frozen=True)
+class PhaseError:
+    """How far predictions of one phase were off on published rows that they had not seen.
+
+    error: the largest, as a share of the published seconds · rows: how many there were; one says little.
+    """
+
+    error: float
+    rows: int
+
+
+@dataclass(frozen=True)
 class Constants:
-    """All of them by ``family.name``, and the leave-one-out errors by family and phase (shares)."""
+    """All of them by ``family.name``, and the leave-one-out errors by family and phase."""
 
     by_key: Mapping[str, Constant]
-    errors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    errors: Mapping[str, Mapping[str, PhaseError]] = field(default_factory=dict)
 
     @property
     def fitted(self) -> list[Constant]:
@@ -123,7 +134,10 @@ class Constants:
 def load_constants(path: Path = TABLE) -> Constants:
     """The table; ValueError for a name that ``Rates`` does not have."""
     table = tomllib.loads(path.read_text(encoding="utf-8"))
-    errors = table.pop("errors", {})
+    errors = {
+        family: {phase: PhaseError(**entry) for phase, entry in phases.items()}
+        for family, phases in table.pop("errors", {}).items()
+    }
     known = {known.name for known in fields(Rates)}
     found = {}
     for family, constants in table.items():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tools.plan.devices import DeviceProfile
-from tools.plan.timing.constants import Constants
+from tools.plan.timing.constants import Constants, PhaseError
 from tools.plan.timing.rollout import rollout_seconds
 from tools.plan.timing.run_shape import RunShape
 from tools.plan.timing.training import log_prob_seconds, update_seconds
@@ -20,16 +20,20 @@ GENERATION = ("rollout",)  # what other ranks do meanwhile, with a schedule that
 class StepTime:
     """A predicted step.
 
-    terms: seconds of each phase by what they go to · total_s: of the step, with phases that run side by side counted
-    once · tokens: prompts and responses that the step trains on · num_devices · errors: largest leave-one-out error of
-    the phase among published runs of this device family, as a share; a phase or family without any is absent.
+    Attributes:
+        terms: seconds of each phase, by what they go to.
+        total_s: of the step; phases that run side by side count once.
+        tokens: prompts and responses that the step trains on.
+        num_devices: of the run.
+        errors: of each phase and of ``total``, the largest leave-one-out error among published rows of this device
+            family; without any, the phase is absent.
     """
 
     terms: Mapping[str, Mapping[str, float]]
     total_s: float
     tokens: float
     num_devices: int
-    errors: Mapping[str, float] = field(default_factory=dict)
+    errors: Mapping[str, PhaseError] = field(default_factory=dict)
 
     @property
     def seconds(self) -> dict[str, float]:

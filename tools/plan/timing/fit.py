@@ -2,9 +2,9 @@
 
 The fit minimises over the logarithms of the fitted constants
 
-    sum over rows' phases of log(predicted / published)^2 / noise^2  +  sum over constants of log(value / prior)^2 / spread^2
+    sum over phases of (log(predicted / published) / noise)^2 + sum over constants of (log(value / prior) / spread)^2
 
-so that a constant of which the rows say nothing keeps its prior. The noise of a small phase, and of the reward, is wide:
+so that a constant of which the rows say nothing keeps its prior. The noise of a small phase and of the reward is wide:
 it sets what nothing else does and bends nothing else. Far-off rows count linearly, not as squares (pseudo-Huber).
 Gauss-Newton with numerical derivatives; pure Python.
 """

@@ -58,17 +58,20 @@ def published_model(name: str) -> HFModelConfig:
 
 
 def _run(row: dict[str, Any]) -> PublishedRun:
-    train = dict(row["train"])
-    cuts = {kind: MicroBatches(**train.pop(kind)) for kind in ("update", "log_prob")}
-    rollout = {key: tuple(value) if isinstance(value, list) else value for key, value in row["rollout"].items()}
-    rest = ("num_prompts", "samples", "has_reference", "has_old_log_prob", "schedule", "dispatch", "sync", "expert_load_spread")
+    train: dict[str, Any] = dict(row["train"])
+    train |= {kind: MicroBatches(**train[kind]) for kind in ("update", "log_prob")}
+    rollout: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in row["rollout"].items()
+    }
+    of_run = {"num_prompts", "samples", "has_reference", "has_old_log_prob", "schedule", "dispatch", "sync"}
+    of_run |= {"expert_load_spread"}
     shape = RunShape(
         name=row["name"],
         model=published_model(row.get("model", "deepseek_v3")),
         lengths=Lengths(**row["lengths"]),
-        train=TrainShape(layout=ParallelLayout.from_json(row["layout"]), **cuts, **train),
+        train=TrainShape(layout=ParallelLayout.from_json(row["layout"]), **train),
         rollout=RolloutShape(**rollout),
-        **{key: row[key] for key in rest if key in row},
+        **{key: value for key, value in row.items() if key in of_run},
     )
     if problems := shape.problems():
         raise ValueError(f"{TABLE.name}: {row['name']}: " + "; ".join(problems))

@@ -2,7 +2,7 @@
 
 A decode step of b sequences at context c takes
 
-    layers x latency  +  weights read or multiplied  +  cache read or multiplied  +  collectives' bytes  +  the host's part
+    layers x latency + weights read or multiplied + cache read or multiplied + collectives' bytes + the host's part
 
 Replicas that share experts step together, so a step goes on for all while one has a sequence left.
 """
@@ -70,7 +70,10 @@ def rollout_seconds(shape: RunShape, device: DeviceProfile, rates: Rates) -> dic
 
 
 def running_sequences(shape: RunShape, device: DeviceProfile) -> float:
-    """Sequences that a replica runs at a time: what it is allowed, or what its cache has room for."""
+    """Sequences that a replica runs at a time: what it is allowed, or what its cache has room for.
+
+    At least one, though there may be no room: that is for the memory plan to refuse.
+    """
     rollout, work, lengths = shape.rollout, model_work(shape.model), shape.lengths
     free = device.memory_bytes * rollout.memory_share - rollout_weights(shape) - ACTIVATION_BYTES
     per_token = work.num_layers * _cache_per_token(work, rollout.tp)
@@ -85,9 +88,7 @@ def rollout_weights(shape: RunShape) -> float:
     return (work.dense_parameters / rollout.tp + work.expert_parameters / rollout.expert_ranks) * rollout.weight_bytes
 
 
-def decode_step(
-    shape: RunShape, device: DeviceProfile, rates: Rates, sequences: float, context: float
-) -> DecodeStep:
+def decode_step(shape: RunShape, device: DeviceProfile, rates: Rates, sequences: float, context: float) -> DecodeStep:
     """One step of ``sequences`` running sequences on each replica, each with ``context`` tokens in the cache."""
     work, rollout = model_work(shape.model), shape.rollout
     computed = _graph_size(shape, sequences)
@@ -130,7 +131,7 @@ def _expert_seconds(shape: RunShape, rates: Rates, flops_per_s: float, bytes_per
 
 
 def _collective_seconds(shape: RunShape, device: DeviceProfile, rates: Rates, sequences: float) -> float:
-    """Bytes of the all-reduces of tensor parallelism and of the experts' exchange; latencies are in ``latency``."""
+    """All-reduces of tensor parallelism, and the experts' exchange; kernels' own latency is in ``latency``."""
     work, rollout = model_work(shape.model), shape.rollout
     links = Links.of(device, rates.link_efficiency)
     spent = 0.0

@@ -11,10 +11,11 @@ from tools.plan.timing.lengths import DEFAULT_SPREAD, LengthDistribution, length
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.schedule import SCHEDULES
 
-# What an engine may lack that the fastest published one on an NPU had; constants.toml has what each costs a decode step.
+# What an engine may lack that the fastest published one on an NPU had; constants.toml: what each costs a decode step.
 DECODE_FEATURES = ("multistream", "reduce_scatter", "kv_nz", "no_transpose")
 DISPATCHES = ("direct", "controller")
 SYNCS = ("direct", "packed", "per_tensor")
+BESIDE = ("nothing", "shared", "experts")
 OPTIMIZERS = ("resident", "offloaded", "swapped", "cpu")
 
 
@@ -22,8 +23,10 @@ OPTIMIZERS = ("resident", "offloaded", "swapped", "cpu")
 class Lengths:
     """Tokens of prompts and responses.
 
-    prompt_mean, response_mean: over the batch · prompt_limit, response_limit: what they are cut or padded to ·
-    spread: standard deviation of the logarithm of response lengths (before the cut); 0 makes all equal.
+    Attributes:
+        prompt_mean, response_mean: over the batch.
+        prompt_limit, response_limit: what they are cut or padded to.
+        spread: standard deviation of the logarithm of response lengths before the cut; 0 makes all equal.
     """
 
     prompt_mean: float
@@ -52,10 +55,12 @@ class Lengths:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """How the samples of a data-parallel rank are cut: by number, or filled with tokens up to a budget.
+    """How the samples of a data-parallel rank are cut.
 
-    samples: of one micro-batch; 0 = by tokens · token_budget: packed tokens of a micro-batch on each rank (context
-    parallelism has CP times as many) · is_padded: every row is as long as the micro-batch's longest.
+    Attributes:
+        samples: of one micro-batch; 0 = filled by tokens.
+        token_budget: packed tokens of a micro-batch on each rank; context parallelism has CP times as many.
+        is_padded: every row is as long as the micro-batch's longest.
     """
 
     samples: int = 0
@@ -67,12 +72,17 @@ class MicroBatches:
 class TrainShape:
     """The training engine.
 
-    layout · update, log_prob: micro-batches of the two kinds of pass · mini_batches: optimizer steps of an update ·
-    recomputed_layers: of each stage, in the backward pass; -1 = all · optimizer: where its state lives: ``resident`` on
-    the device, ``offloaded`` to host memory for the rollout, ``swapped`` through the device during the update, ``cpu``
-    with the arithmetic on the host too · offloads: whether
-    weights leave the device for the rollout · overlaps_exchange: experts' exchange runs beside their arithmetic ·
-    is_balanced: rows are dealt to data-parallel ranks by length.
+    Attributes:
+        layout: of its ranks.
+        update, log_prob: micro-batches of the two kinds of pass.
+        mini_batches: optimizer steps of an update.
+        recomputed_layers: of each stage, forward again in the backward pass; -1 = all.
+        optimizer: where its state lives: ``resident`` on the device, ``offloaded`` to host memory for the rollout,
+            ``swapped`` through the device during the update, ``cpu`` with the arithmetic on the host too.
+        offloads: weights leave the device for the rollout.
+        exchange_beside: what the experts' exchange runs beside: nothing, the ``shared`` experts, or all ``experts`` and
+            their gradients (MindSpeed's overlap).
+        is_balanced: rows are dealt to data-parallel ranks by length.
     """
 
     layout: ParallelLayout
@@ -82,7 +92,7 @@ class TrainShape:
     recomputed_layers: int = 0
     optimizer: str = "resident"
     offloads: bool = False
-    overlaps_exchange: bool = False
+    exchange_beside: str = "nothing"
     is_balanced: bool = False
 
 
@@ -90,11 +100,16 @@ class TrainShape:
 class RolloutShape:
     """The rollout engine.
 
-    world_size: ranks that generate · tp, dp: tensor-parallel ranks, and replicas that share experts · has_expert_parallel:
-    experts are spread over tp x dp ranks, else each is cut over tp · max_num_seqs: running sequences of a replica ·
-    memory_share: of device memory, for weights and cache · weight_bytes: of one parameter · has_graphs, graph_sizes:
-    decode steps are recorded, for these numbers of sequences (empty: powers of two) · host_sync: replicas agree on each
-    step through host memory (gloo) instead of their devices · lacks: of ``DECODE_FEATURES``.
+    Attributes:
+        world_size: ranks that generate.
+        tp, dp: tensor-parallel ranks, and replicas of them that share experts.
+        has_expert_parallel: experts are spread over tp x dp ranks, else each is cut over tp.
+        max_num_seqs: running sequences of a replica.
+        memory_share: of device memory, for weights and cache.
+        weight_bytes: of one parameter.
+        has_graphs, graph_sizes: decode steps are recorded, for these numbers of sequences; empty = powers of two.
+        host_sync: replicas agree on each step through host memory (gloo) instead of their devices.
+        lacks: of ``DECODE_FEATURES``.
     """
 
     world_size: int
@@ -124,13 +139,22 @@ class RolloutShape:
 class RunShape:
     """One step of a run, for ``predict``.
 
-    num_prompts, samples: prompts of a step and responses to each · reward_workers: processes that grade; 0 = the
-    controller does, one by one · schedule: ``sync``, or generation on ranks of its own ahead of training, step by step
-    (``one_step_off``) or without a stop (``fully_async``) · dispatch: how
-    rows reach the ranks: by reference from rank to rank (``direct``), or through the controller, once for every rank ·
-    sync: how weights reach the rollout: only what each rank needs (``direct``), gathered in large buckets (``packed``) or
-    gathered one tensor at a time (``per_tensor``) · gen_prompts: prompts that a step generates for, 0 = num_prompts ·
-    expert_load_spread: instead of the constant of that name; 0 = every expert gets as many tokens.
+    Attributes:
+        name: for people.
+        model: its figures.
+        lengths: of prompts and responses.
+        num_prompts, samples: prompts of a step and responses to each.
+        train, rollout: the two engines.
+        has_reference, has_old_log_prob: passes before the update.
+        reward_workers: processes that grade while log-probs are computed; 0 = the controller does, one by one.
+        schedule: ``sync``, or generation on ranks of its own ahead of training, step by step (``one_step_off``) or
+            without a stop (``fully_async``).
+        dispatch: how rows reach the ranks: by reference from rank to rank (``direct``), or through the controller, once
+            for every rank.
+        sync: how weights reach the rollout: only what each rank needs (``direct``), gathered in large buckets
+            (``packed``) or one tensor at a time (``per_tensor``).
+        gen_prompts: prompts that a step generates for; 0 = num_prompts.
+        expert_load_spread: instead of the constant of that name; 0 = every expert gets as many tokens.
     """
 
     name: str
@@ -188,6 +212,7 @@ class RunShape:
             ("dispatch", self.dispatch, DISPATCHES),
             ("sync", self.sync, SYNCS),
             ("train.optimizer", self.train.optimizer, OPTIMIZERS),
+            ("train.exchange_beside", self.train.exchange_beside, BESIDE),
             ("schedule", self.schedule, SCHEDULES),
         ):
             if value not in allowed:
@@ -209,7 +234,8 @@ class RunShape:
         models, trainer = config.actor_rollout_ref, config.trainer
         actor, rollout, engine = models.actor, models.rollout, models.actor.megatron
         world, makes = trainer.world_size, config.rollout_world_size
-        fields = engine.transformer_fields(models.model.gradient_checkpointing_kwargs, models.model.enable_gradient_checkpointing)
+        given = models.model
+        fields = engine.transformer_fields(given.gradient_checkpointing_kwargs, given.enable_gradient_checkpointing)
         shape = RunShape(
             name=name,
             model=hf,
@@ -231,7 +257,7 @@ class RunShape:
                 recomputed_layers=_recomputed_layers(fields),
                 optimizer=_optimizer(config),
                 offloads=engine.param_offload and trainer.schedule == "sync",
-                overlaps_exchange=bool(fields.get("moe_alltoall_overlap_comm")),
+                exchange_beside="shared" if fields.get("moe_shared_expert_overlap") else "nothing",
                 is_balanced=trainer.balance_batch,
             ),
             rollout=RolloutShape(

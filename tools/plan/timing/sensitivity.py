@@ -24,7 +24,9 @@ class Variation:
 
 def sensitivity(shape: RunShape, device: DeviceProfile, constants: Constants) -> list[Variation]:
     """The shape as it is, then each variation that it allows."""
-    load = constants.rates(device.family).expert_load_spread if shape.expert_load_spread is None else shape.expert_load_spread
+    load = shape.expert_load_spread
+    if load is None:
+        load = constants.rates(device.family).expert_load_spread
     changed = [
         ("as it is", shape),
         *more_nodes(shape, device),
@@ -40,7 +42,8 @@ def sensitivity(shape: RunShape, device: DeviceProfile, constants: Constants) ->
         changed.append(("decode without graphs", replace(shape, rollout=replace(shape.rollout, has_graphs=False))))
     if shape.dispatch == "direct":
         changed.append(("rows through the controller", replace(shape, dispatch="controller")))
-    return [Variation(what, other, predict(other, device, constants)) for what, other in changed if not other.problems()]
+    possible = [(what, other) for what, other in changed if not other.problems()]
+    return [Variation(what, other, predict(other, device, constants)) for what, other in possible]
 
 
 def more_nodes(shape: RunShape, device: DeviceProfile) -> list[tuple[str, RunShape]]:
@@ -80,9 +83,7 @@ def wider_lengths(shape: RunShape) -> RunShape:
     return replace(shape, lengths=replace(shape.lengths, spread=WIDER_SPREAD))
 
 
-def ranked(
-    shapes: Iterable[RunShape], device: DeviceProfile, constants: Constants
-) -> list[tuple[RunShape, StepTime]]:
+def ranked(shapes: Iterable[RunShape], device: DeviceProfile, constants: Constants) -> list[tuple[RunShape, StepTime]]:
     """Shapes with their predicted steps, most tokens a second and device first; for a search over layouts."""
     timed = [(shape, predict(shape, device, constants)) for shape in shapes]
     return sorted(timed, key=lambda pair: -pair[1].tokens_per_s_device)

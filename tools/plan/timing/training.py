@@ -128,11 +128,13 @@ def _stages(
     work, layout, train = model_work(shape.model), shape.train.layout, shape.train
     shards = layout.tensor_model_parallel_size * layout.context_parallel_size
     links = Links.of(device, rates.link_efficiency)
+    stage_kinds = _stage_kinds(layout, shape.model)
     passes = {
-        is_moe: _layer_forward(shape, device, rates, batch, is_moe) for is_moe in ((False, True) if work.num_moe else (False,))
+        is_moe: _layer_forward(shape, device, rates, batch, is_moe)
+        for is_moe in sorted({is_moe for kinds in stage_kinds for is_moe in kinds})
     }
     stages = []
-    for stage, kinds in enumerate(_stage_kinds(layout, shape.model)):
+    for stage, kinds in enumerate(stage_kinds):
         again = len(kinds) if train.recomputed_layers < 0 else train.recomputed_layers
         terms = {"compute": 0.0, "collectives": 0.0, "exchange": 0.0, "launch": 0.0, "sends": 0.0}
         for is_moe, forward in passes.items():
@@ -187,9 +189,11 @@ def _layer_forward(
         group = layout_group(layout, ("tp", "ep"), True, device.domain_devices)
         sent = busiest * work.topk * work.hidden * WEIGHT_BYTES
         exchange = 2 * links.all_to_all(sent, group)
-        if train.overlaps_exchange:
-            exchange = max(0.0, exchange - experts)
-    return PassSeconds(dense + experts, _tensor_parallel_seconds(shape, device, links, batch), exchange, rates.layer_pass_s)
+        shared = 2.0 * layer.shared * batch.waited / shards / flops_per_s
+        hidden = {"nothing": 0.0, "shared": shared, "experts": experts}[train.exchange_beside]
+        exchange = max(0.0, exchange - hidden)
+    collectives = _tensor_parallel_seconds(shape, device, links, batch)
+    return PassSeconds(dense + experts, collectives, exchange, rates.layer_pass_s)
 
 
 def _expert_seconds(shape: RunShape, device: DeviceProfile, rates: Rates, tokens: float) -> float:
@@ -252,7 +256,8 @@ def _gradient_seconds(shape: RunShape, device: DeviceProfile, rates: Rates) -> f
     """Reduce-scatter of fp32 gradients and all-gather of bf16 weights over the replicas of each."""
     layout, links = shape.train.layout, Links.of(device, rates.link_efficiency)
     spent = 0.0
-    for parameters, axes, is_expert in zip(weights_per_rank(shape), (("dp", "cp"), ("dp",)), (False, True), strict=True):
+    dense, experts = weights_per_rank(shape)
+    for parameters, axes, is_expert in ((dense, ("dp", "cp"), False), (experts, ("dp",), True)):
         group = layout_group(layout, axes, is_expert, device.domain_devices)
         spent += links.gather((4 + WEIGHT_BYTES) * parameters, group)
     return spent

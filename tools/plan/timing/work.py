@@ -16,10 +16,14 @@ from mindspeed_llm.hf_config import HFModelConfig
 class LayerWork:
     """Parameters of one layer's parts, and operations of attention itself.
 
-    attention: projections · dense_mlp: of a layer without experts · expert: one routed expert · shared: the shared
-    experts · router · score: operations for one query and one key, scores and values together, in training and prefill ·
-    absorbed_score: the same in decoding, where latent attention works on the compressed cache · cache: numbers that one
-    token leaves in the cache · cache_shards: tensor-parallel ranks that it can be split over (1: each has it whole).
+    Attributes:
+        attention: projections.
+        dense_mlp: of a layer without experts.
+        expert, shared, router: one routed expert, the shared experts, the gate.
+        score: operations for one query and one key, scores and values together, in training and prefill.
+        absorbed_score: the same in decoding, where latent attention works on the compressed cache.
+        cache: numbers that one token leaves in the cache.
+        cache_shards: tensor-parallel ranks that it can be split over; 1: each has it whole.
     """
 
     attention: float
