@@ -62,8 +62,8 @@ class GenerationPlan:
 class RolloutPlan:
     """A rollout from the training weights on the device to the last row: the phases in the order of their ends.
 
-    Of the phases ``wake_weights``, ``weight_sync``, ``offload``, ``wake_kv_cache`` and ``sleep`` the bytes afterwards
-    are those of a device in its life cycle; a generation's come on top of what lies there after ``wake_kv_cache``.
+    Of ``wake_weights``, ``weight_sync``, ``offload``, ``wake_kv_cache`` and ``sleep`` the bytes afterwards are those of
+    a device in its life cycle; ``decode`` and ``prefill`` are the largest step of each.
     """
 
     sync: SyncPlan
@@ -107,9 +107,9 @@ def plan_generation(
     meter = worker.platform.planned.meter
     before = meter.now_bytes
     # Graphs are recorded by the first decode step, and lie beside all steps from then on.
-    decode = _run(worker, load, steps.decode, steps.num_decode)
+    decode = _run(worker, "decode", load, steps.decode, steps.num_decode)
     graph_bytes = 0 if engine.compilation.enforce_eager else meter.now_bytes - before
-    prefill = _run(worker, load, steps.prefill, steps.num_prefill)
+    prefill = _run(worker, "prefill", load, steps.prefill, steps.num_prefill)
     report = llm.get_memory_report()
     state = {"weights": report["weights_bytes"], "kv_cache": report["kv_cache_bytes"]}
     return GenerationPlan(
@@ -130,8 +130,8 @@ def _rollout(worker: PlannedWorker) -> vLLMRollout:
     return worker.rollout
 
 
-def _run(worker: PlannedWorker, load: Workload, step: Step | None, num_steps: int) -> StepPlan | None:
-    """The step through the real model runner."""
+def _run(worker: PlannedWorker, name: str, load: Workload, step: Step | None, num_steps: int) -> StepPlan | None:
+    """The step through the real model runner, as a phase."""
     if step is None:
         return None
     core, planned = _rollout(worker).inference_engine.core, worker.platform.planned
@@ -149,11 +149,10 @@ def _run(worker: PlannedWorker, load: Workload, step: Step | None, num_steps: in
         block_copies=list(step.block_copies),
     )
     before = planned.meter.now_bytes
-    planned.meter.peak_bytes = before
-    with planned.log.apart() as calls:
+    with planned.log.apart() as calls, worker.memory.span(name):
         exchange = core.parallel.exchange_step(step.num_tokens, True, scheduled.is_decode_only, core.device)
         core.worker.execute(scheduled, exchange)
-    peak = planned.meter.peak_bytes - before
+    peak = worker.memory.phases[-1].peak_bytes - before
     core.worker.runner.batch.update(SchedulerOutput([], [], [], removed=requests, total_num_tokens=0))
     return StepPlan(num_steps, step.num_tokens, len(requests), step.num_context, peak, tuple(calls))
 
