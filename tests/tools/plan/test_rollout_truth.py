@@ -40,13 +40,17 @@ TRAINING = {
     ],
 }
 TP2 = [f"{ROLLOUT}.tensor_model_parallel_size=2"]
+REFERENCE = ["trainer.rollout_ops=vllm.ops.reference:rollout_ops"]  # what a GPU runs
 CASES: dict[str, tuple[int, list[str]]] = {
     "tp1": (1, []),
+    "tp1, decode steps as graphs": (1, [f"{ROLLOUT}.enforce_eager=False"]),
     "tp2": (2, TP2),
     "dp2 with expert parallel": (2, []),
     "dp2, experts by dispatch": (2, [f"{ROLLOUT}.expert_exchange=dispatch"]),
     "tp2 x dp2": (4, TP2),
     "tp2 x dp2, experts by dispatch": (4, [*TP2, f"{ROLLOUT}.expert_exchange=dispatch"]),
+    "ops of a gpu": (2, REFERENCE),
+    "ops of a gpu, experts by dispatch": (2, [*REFERENCE, f"{ROLLOUT}.expert_exchange=dispatch"]),
     "two engines of tp2": (4, [*TP2, f"{ROLLOUT}.data_parallel_size=1"]),
     "two engines of dp2": (4, [f"{ROLLOUT}.data_parallel_size=2", f"{ROLLOUT}.rebalance_interval=2"]),
 }
@@ -159,7 +163,8 @@ def planned_worker(model_dir: str, rank: int, world_size: int, overrides: list[s
     total_bytes = CpuPlatform().memory(torch.device("cpu")).total_bytes
     with planned_rank(rank, world_size, world_size), PlannedDevice(log, meter, has_host_memory=False) as device:
         platform = PLATFORMS["cpu"](total_bytes, 0, device)
-        worker = PlannedWorker(config_of(model_dir, world_size, overrides), "cpu", 1.0, platform)
+        kind = "cuda" if set(REFERENCE) <= set(overrides) else "cpu"
+        worker = PlannedWorker(config_of(model_dir, world_size, overrides), kind, 1.0, platform)
         worker.init_model()
         yield worker
 
