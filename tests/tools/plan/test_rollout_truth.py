@@ -51,6 +51,11 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "tp2 x dp2, experts by dispatch": (4, [*TP2, f"{ROLLOUT}.expert_exchange=dispatch"]),
     "ops of a gpu": (2, REFERENCE),
     "ops of a gpu, experts by dispatch": (2, [*REFERENCE, f"{ROLLOUT}.expert_exchange=dispatch"]),
+    "weights in fp8": (2, [*TP2, f"{ROLLOUT}.quantization=fp8"]),
+    "experts kept for replay": (
+        2,
+        [f"{ROLLOUT}.enable_rollout_routing_replay=True", "actor_rollout_ref.actor.router_replay.mode=R3"],
+    ),
     "two engines of tp2": (4, [*TP2, f"{ROLLOUT}.data_parallel_size=1"]),
     "two engines of dp2": (4, [f"{ROLLOUT}.data_parallel_size=2", f"{ROLLOUT}.rebalance_interval=2"]),
 }
@@ -195,7 +200,9 @@ def test_plan_is_what_ranks_do(name: str, model_dir: str) -> None:
             assert plan.report[key] == seen.report[key], key
         for ours, theirs in zip(plan.steps, seen.steps, strict=True):
             assert ours.calls == theirs.calls
-            assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.1), f"rank {rank}: {ours}, {theirs}"
+            assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.1, abs=256), (
+                f"rank {rank}: {ours}, {theirs}"
+            )
 
 
 @pytest.mark.parametrize("name", ["tp1", "tp2 x dp2, experts by dispatch", "two engines of tp2"])
