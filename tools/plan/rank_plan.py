@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-
 from megatron.core.memory_ledger import ON_DEVICE, ON_HOST, LedgerEntry, ledger
 from megatron.core.parallel_layout import RankCoords
 from tools.plan.collectives import Collective, CollectiveLog
@@ -27,20 +24,29 @@ RESERVED_BYTES = {"ascend": 4 << 30, "cuda": 2 << 30, "cpu": 0}  # driver, conte
 
 @dataclass(frozen=True)
 class RepeatedCalls:
-    """The calls of a phase: ``first``, then ``repeated`` so many ``times``, then ``last``."""
+    """The calls of a phase: ``first``, then ``repeated`` so many ``times``, then ``last``.
+
+    outside: how many of what is repeated (micro-batches, or a micro-batch of every stage) ``first`` and ``last`` have.
+    """
 
     phase: str
     first: tuple[Collective, ...]
     repeated: tuple[Collective, ...] = ()
     times: int = 0
     last: tuple[Collective, ...] = ()
+    outside: int = 0
 
     def __len__(self) -> int:
         return len(self.first) + len(self.repeated) * self.times + len(self.last)
 
-    def shortened(self, times: int) -> tuple[Collective, ...]:
-        """All calls with at most so many repetitions."""
-        return self.first + self.repeated * min(times, self.times) + self.last
+    def of(self, count: int) -> tuple[Collective, ...]:
+        """All calls, with as few repetitions as make ``count`` in all; never more than there are."""
+        return self.first + self.repeated * min(max(count - self.outside, 0), self.times) + self.last
+
+    @property
+    def count(self) -> int:
+        """Micro-batches, or steps of a generation."""
+        return self.outside + self.times
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,8 @@ def _plan_call(worker: PlannedWorker, name: str, size: StepSize, log: Collective
     layout = worker.groups.layout
     num_stages = layout.pipeline_model_parallel_size
     unit = num_stages if layout.virtual_pipeline_model_parallel_size > 1 else 1
-    few = 2 * num_stages if unit > 1 else num_stages - worker.groups.coords.pp + 1
+    in_flight = num_stages - worker.groups.coords.pp if name == UPDATE else 1
+    few = 2 * num_stages if unit > 1 else in_flight + 1
     if total <= few + unit:
         return RepeatedCalls(name, _run(worker, name, rows, size, log))
     first_span = len(worker.timeline.phases)
@@ -148,7 +155,7 @@ def _plan_call(worker: PlannedWorker, name: str, size: StepSize, log: Collective
     del worker.timeline.phases[first_span:]  # the second run tells the same, of more micro-batches
     after = _run(worker, name, (few + unit) * per_micro, size, log)
     at, repeated = inserted(before, after)
-    return RepeatedCalls(name, before[:at], repeated, (total - few) // unit, before[at:])
+    return RepeatedCalls(name, before[:at], repeated, (total - few) // unit, before[at:], few // unit)
 
 
 def _run(worker: PlannedWorker, name: str, rows: int, size: StepSize, log: CollectiveLog) -> tuple[Collective, ...]:
@@ -193,10 +200,12 @@ def inserted(before: Sequence[Collective], after: Sequence[Collective]) -> tuple
 
 
 def _counted_parameters(worker: PlannedWorker) -> int:
-    """Elements of the model's parameters that this rank's stage holds, each counted once over all ranks of the stage."""
+    """Elements of the checkpoint's tensors that this rank's stage holds, each counted once over all ranks of the stage."""
     layout = worker.groups.layout
     total = 0
-    for name, param in _params(worker.actor_module.module):
+    module = worker.actor_module.module
+    total += sum(buffer.numel() for name, buffer in module.named_buffers() if name.endswith("router.expert_bias"))
+    for name, param in module.named_parameters():
         if getattr(param, "shared", False) or ".mtp." in f".{name}":
             continue
         if not getattr(param, "allreduce", True):
@@ -205,10 +214,6 @@ def _counted_parameters(worker: PlannedWorker) -> int:
             parts = layout.tensor_model_parallel_size if getattr(param, "tensor_model_parallel", False) else 1
         total += param.numel() * parts
     return total
-
-
-def _params(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(module.named_parameters())
 
 
 def _device_state(worker: PlannedWorker, generation: GenerationPlan) -> dict[str, int]:

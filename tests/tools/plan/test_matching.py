@@ -12,7 +12,9 @@ from megatron.core.parallel_layout import ParallelLayout
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
 from tools.plan.collectives import Collective, Phase
+from tools.plan.devices import load_device
 from tools.plan.matching import problems
+from tools.plan.rank_plan import StepSize
 from tools.plan.whole import calls_of_all_ranks
 from verl.trainer.config import load_config
 
@@ -31,7 +33,7 @@ def planned(model_dir: Path) -> Calls:
     """Every rank of 4: TP2 PP2, experts over both."""
     world_size, overrides = LAYOUTS["tp2_pp2_uneven_ep2"]
     config = load_config(overrides_of(str(model_dir), world_size, *overrides))
-    return calls_of_all_ranks(config, "cpu")
+    return calls_of_all_ranks(config, load_device("cpu"), StepSize(10, 8))
 
 
 def _changed(planned: Calls, rank: int, phase: str, change: object) -> Calls:

@@ -117,7 +117,7 @@ def leave_out(runs: Sequence[PublishedRun], constants: Constants, *, whole_group
         kept = [other for other in runs if (other.group != run.group if whole_group else other is not run)]
         names = tuple(other.name for other in kept)
         if names not in fits:
-            fits[names] = fit(kept, constants, tolerance=1e-3)
+            fits[names] = fit(kept, constants, tolerance=1e-5)
         found.append(LeftOut(run, fits[names], compare(run, fits[names])))
     return found
 

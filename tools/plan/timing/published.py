@@ -17,7 +17,7 @@ from tools.plan.timing.run_shape import Lengths, MicroBatches, RolloutShape, Run
 from tools.plan.timing.work import model_work, train_flops_per_token
 
 TABLE = Path(__file__).with_name("published.toml")
-MODELS = Path(__file__).with_name("models")
+MODELS = Path(__file__).parents[1] / "models"
 
 
 @dataclass(frozen=True)

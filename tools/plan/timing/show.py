@@ -15,9 +15,9 @@ def step_table(step: StepTime) -> list[str]:
     for phase, seconds in step.seconds.items():
         if seconds > 0:
             mostly = ", ".join(f"{name} {spent:.1f}" for name, spent in step.dominant(phase) if spent > 0.05 * seconds)
-            lines.append(f"| {phase} | {seconds:.1f} | {_off_by(step.errors.get(phase))} | {mostly} |")
+            lines.append(f"| {phase} | {seconds:.1f} | {off_by(step.errors.get(phase))} | {mostly} |")
     rate = f"{step.tokens_per_s_device:.1f} tokens a second and device"
-    return [*lines, f"| step | {step.total_s:.1f} | {_off_by(step.errors.get('total'))} | {rate} |"]
+    return [*lines, f"| step | {step.total_s:.1f} | {off_by(step.errors.get('total'))} | {rate} |"]
 
 
 def sensitivity_table(variations: Sequence[Variation]) -> list[str]:
@@ -31,7 +31,8 @@ def sensitivity_table(variations: Sequence[Variation]) -> list[str]:
     return lines
 
 
-def _off_by(error: PhaseError | None) -> str:
+def off_by(error: PhaseError | None) -> str:
+    """The largest leave-one-out error, and of how many published rows."""
     if error is None:
         return "no published row"
     return f"up to {error.error:.0%} ({error.rows} row{'s' if error.rows > 1 else ''})"
