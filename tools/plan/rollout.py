@@ -73,11 +73,11 @@ class RolloutPlan:
 
 def plan_rollout(worker: PlannedWorker, num_prompts: int, prompt_length: int, response_length: int) -> RolloutPlan:
     """What the worker's ``generate_sequences`` does, with arguments as `plan_generation`'s."""
-    first = len(worker.memory.phases)
+    first = len(worker.timeline.phases)
     worker._offload_for_rollout()
     with worker.sharding_manager:
         generation = plan_generation(worker, num_prompts, prompt_length, response_length)
-    return RolloutPlan(plan_weight_sync(worker), generation, tuple(worker.memory.phases[first:]))
+    return RolloutPlan(plan_weight_sync(worker), generation, tuple(worker.timeline.phases[first:]))
 
 
 def plan_generation(
@@ -149,10 +149,10 @@ def _run(worker: PlannedWorker, name: str, load: Workload, step: Step | None, nu
         block_copies=list(step.block_copies),
     )
     before = planned.meter.now_bytes
-    with planned.log.apart() as calls, worker.memory.span(name):
+    with planned.log.apart() as calls, worker.timeline.span(name):
         exchange = core.parallel.exchange_step(step.num_tokens, True, scheduled.is_decode_only, core.device)
         core.worker.execute(scheduled, exchange)
-    peak = worker.memory.phases[-1].peak_bytes - before
+    peak = worker.timeline.phases[-1].peak_bytes - before
     core.worker.runner.batch.update(SchedulerOutput([], [], [], removed=requests, total_num_tokens=0))
     return StepPlan(num_steps, step.num_tokens, len(requests), step.num_context, peak, tuple(calls))
 

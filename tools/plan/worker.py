@@ -37,11 +37,13 @@ class PlannedWorker(ActorRolloutRefWorker):
         platform: one of ``PLATFORMS``, of this kind of device.
     """
 
+    timeline: MemoryTimeline
+
     def __init__(self, config: PPOTrainerConfig, kind: str, load: float, platform: PlannedPlatform) -> None:
         super().__init__(config, "actor_rollout_ref" if config.use_reference_policy else "actor_rollout")
         self.kind, self.load, self.platform = kind, load, platform
         self.device_type = "cpu"  # there is no accelerator to ask about its memory
-        self.timeline = self.memory = MemoryTimeline(platform.planned.meter)
+        self.timeline = MemoryTimeline(platform.planned.meter)
 
     def init_model(self) -> None:  # type: ignore[override]
         """Builds every model of this rank; weights have shapes and no values."""
