@@ -63,7 +63,10 @@ class StepSize:
 
 
 def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: StepSize) -> RankPlan:
-    """Builds ``rank`` and runs its step on a planned device; takes seconds for a stage of 671B parameters."""
+    """Builds ``rank`` and runs its step on a planned device; takes seconds for a stage of 671B parameters.
+
+    ValueError when the run would refuse: what does not divide, or a rollout engine without room for its cache.
+    """
     kind = KINDS[device.family]
     log, meter = CollectiveLog(), MemoryMeter()
     planned = PlannedDevice(log, meter, has_host_memory=kind != "cpu")

@@ -110,14 +110,26 @@ def _common(before: Sequence[Collective], after: Sequence[Collective], i: int, j
 
 
 def _inserted(before: Sequence[Collective], after: Sequence[Collective], i: int, j: int) -> int | None:
-    """How many calls of ``after`` come before it goes on as ``before`` does."""
+    """How many calls of ``after`` come before it goes on as ``before`` does, as far as it does so longest."""
     most = len(after) - j - (len(before) - i)
-    ahead = before[i : i + _LOOKAHEAD]
+    best, longest = None, 0
     for more in range(1, most + 1):
-        follows = after[j + more : j + more + len(ahead)]
-        if follows == ahead or (more == most and _alike(before[i:], after[j + more :])):
-            return more
-    return None
+        if more == most and _alike(before[i:], after[j + more :]):
+            return more if best is None or longest < _LOOKAHEAD else best
+        run = _equal(before, after, i, j + more)
+        if run > longest:
+            best, longest = more, run
+        if longest >= _LOOKAHEAD:
+            break
+    return best
+
+
+def _equal(before: Sequence[Collective], after: Sequence[Collective], i: int, j: int) -> int:
+    """Equal calls from there on, counted as far as ``_LOOKAHEAD``."""
+    pairs = zip(before[i : i + _LOOKAHEAD], after[j : j + _LOOKAHEAD], strict=False)
+    return next(
+        (count for count, (x, y) in enumerate(pairs) if x != y), min(_LOOKAHEAD, len(before) - i, len(after) - j)
+    )
 
 
 def _alike(before: Sequence[Collective], after: Sequence[Collective]) -> bool:
