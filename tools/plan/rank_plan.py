@@ -172,7 +172,7 @@ def micro_batches(config: PPOTrainerConfig, name: str, size: StepSize) -> tuple[
 
 
 def _counted_parameters(worker: PlannedWorker) -> int:
-    """Elements of the checkpoint's tensors that this rank's stage holds, each counted once over all ranks of the stage."""
+    """Elements of the checkpoint's tensors on this rank's stage, each counted once over all ranks of the stage."""
     layout = worker.groups.layout
     total = 0
     module = worker.actor_module.module

@@ -61,7 +61,7 @@ class WholePlan:
 
 
 def plan_run(run: PlannedRun, size: StepSize, processes: int | None = None) -> WholePlan:
-    """Plans a rank of every stage, ``processes`` at a time (the machine's cores by default), and checks them together."""
+    """Plans a rank of every stage and checks them together; ``processes`` at a time, by default the machine's cores."""
     config = run.config
     layout = config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size)
     found = layout_problems(layout, run)
@@ -157,7 +157,8 @@ def _memory_problems(run: PlannedRun, stages: Sequence[RankPlan]) -> list[str]:
     for plan in stages:
         if plan.peak.peak_bytes > budget:
             found.append(
-                f"rank {plan.rank} (stage {plan.coords.pp}) needs {plan.peak.peak_bytes / GIB:.1f} GiB in {plan.peak.name}; "
+                f"rank {plan.rank} (stage {plan.coords.pp}) needs {plan.peak.peak_bytes / GIB:.1f} GiB in "
+                f"{plan.peak.name}; "
                 f"a {device.name} has {budget / GIB:.1f} for it ({device.memory_bytes / GIB:.0f} less "
                 f"{RESERVED_BYTES[device.family] / GIB:.0f} of the driver and communicators)"
             )

@@ -1,4 +1,4 @@
-"""What happened to those who ran DeepSeek-V3 on 256 dies, in the plan: how much is recomputed, swapped and converted."""
+"""What happened to those who ran DeepSeek-V3 on 256 dies, in the plan: recomputation, swapping, conversion."""
 
 from __future__ import annotations
 
