@@ -114,13 +114,13 @@ def _inserted(before: Sequence[Collective], after: Sequence[Collective], i: int,
     most = len(after) - j - (len(before) - i)
     best, longest = None, 0
     for more in range(1, most + 1):
-        if more == most and _alike(before[i:], after[j + more :]):
-            return more if best is None or longest < _LOOKAHEAD else best
         run = _equal(before, after, i, j + more)
         if run > longest:
             best, longest = more, run
         if longest >= _LOOKAHEAD:
             break
+    if best is None and _alike(before[i:], after[j + most :]):
+        return most  # all that follows has grown
     return best
 
 

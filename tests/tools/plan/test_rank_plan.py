@@ -41,7 +41,7 @@ def test_many_micro_batches_are_told_from_few(layout: str, model_dir: Path) -> N
     world_size = config.trainer.world_size
     rank = world_size // 2  # of a pipeline with two or four stages not the first
     planned = plan_rank(config, load_device("cpu"), rank, StepSize(10, 8))
-    log, device = CollectiveLog(), None
+    log = CollectiveLog()
     device = PlannedDevice(log, MemoryMeter(), has_host_memory=False)
     with planned_rank(rank, world_size, world_size), device:
         worker = PlannedWorker(config, "cpu", 1.0, PlannedCpu(8 << 30, 0, device))
