@@ -19,7 +19,8 @@ def print_plan(plan: WholePlan, step: StepTime | None, console: Console) -> None
         f"[bold]{run.name}[/bold]: {config.trainer.world_size} x {run.device.name}, training TP"
         f"{layout.tensor_model_parallel_size} PP{layout.pipeline_model_parallel_size} "
         f"CP{layout.context_parallel_size} DP{layout.data_parallel_size} EP{layout.expert_model_parallel_size} "
-        f"ETP{layout.expert_tensor_parallel_size}, rollout TP{config.actor_rollout_ref.rollout.tensor_model_parallel_size}"
+        f"ETP{layout.expert_tensor_parallel_size}, rollout "
+        f"TP{config.actor_rollout_ref.rollout.tensor_model_parallel_size}"
     )
     console.print(
         f"Rows of {plan.size.prompt_length} + {plan.size.response_length} tokens; this rank's experts get "
@@ -90,7 +91,13 @@ def _phase_table(plan: WholePlan) -> Table:
 
 def _call_table(plan: WholePlan) -> Table:
     table = Table(
-        "phase", "calls", "node", "domain", "cluster", box=None, pad_edge=False,
+        "phase",
+        "calls",
+        "node",
+        "domain",
+        "cluster",
+        box=None,
+        pad_edge=False,
         title="Calls to other ranks in a step (exact), and GB that the busiest rank's hold, by the slowest link",
     )
     counts = {calls.phase: 0 for rank in plan.stages for calls in rank.calls}
@@ -105,7 +112,12 @@ def _call_table(plan: WholePlan) -> Table:
 
 def _time_table(step: StepTime) -> Table:
     table = Table(
-        "phase", "seconds", "off by, of published rows", "mostly", box=None, pad_edge=False,
+        "phase",
+        "seconds",
+        "off by, of published rows",
+        "mostly",
+        box=None,
+        pad_edge=False,
         title="Time of a step (modelled)",
     )
     for phase, seconds in step.seconds.items():
