@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tools.plan.ops import STATISTICS_WIDTH
 from vllm.ops import reference_moe
 from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps, SampledTokens, SamplingBatch
 from vllm.ops.reference_sample import left_out, sample_with
@@ -22,7 +23,6 @@ from vllm_ascend.ops.kv_layout import read_blocks, read_tokens
 from vllm_ascend.ops.packed_context import CausalTriangle, context_slots
 from vllm_ascend.ops.sample import MAX_TOP_K
 
-STATISTICS_WIDTH = 8  # of npu_fusion_attention: every query's maximum and sum, float32, eight times
 INFO_WIDTH = 128  # int32 that npu_moe_distribute_dispatch_v2 says of each row, for its way back
 PAGED_SIZES = (512, 64)  # latent, rope that the paged kernel and the one that writes the cache take
 MIN_PAGED_HEAD, MAX_PAGED_HEAD = 16, 512

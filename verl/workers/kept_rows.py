@@ -95,6 +95,7 @@ class KeptRows:
         self._open(group)
 
     def _open(self, group: dist.ProcessGroup) -> None:
+        """Answer from now on, and learn where the others do."""
         self._server = RowServer(_own_host(), self._rows_of)
         self._addresses = [self._server.address] * group.size()
         dist.all_gather_object(self._addresses, self._server.address, group=group)
