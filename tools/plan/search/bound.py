@@ -13,6 +13,7 @@ from tools.plan.devices import DeviceProfile
 from tools.plan.rank_plan import RESERVED_BYTES, StepSize
 from tools.plan.search.weights import rollout_rank, training_stage
 from tools.plan.timing import MicroBatches, RolloutShape, RunShape
+from tools.plan.whole import PROCESS_BYTES
 from verl.trainer.config import PPOTrainerConfig
 from vllm.platforms.cpu import KV_CACHE_FRACTION_OF_HOST
 from vllm.platforms.interface import ACTIVATION_FRACTION
@@ -57,13 +58,27 @@ class Bounds:
         """Of a device, without what its driver takes."""
         return self.device.memory_bytes - RESERVED_BYTES[self.device.family]
 
-    def training_bytes(self, shape: RunShape) -> dict[str, float]:
-        """Phase -> bytes of the fullest stage."""
-        found: dict[str, float] = {}
+    def log_prob_bytes(self, shape: RunShape) -> float:
+        """Of the fullest stage in a pass without a backward; 0 when there is none."""
+        if not (shape.has_reference or shape.has_old_log_prob):
+            return 0.0
+        engine = self.config.actor_rollout_ref.actor.megatron
+        tokens, most = self.tokens(shape, shape.train.log_prob), 0.0
         for stage in range(shape.train.layout.pipeline_model_parallel_size):
-            for phase, num_bytes in self._stage(shape, stage).items():
-                found[phase] = max(found.get(phase, 0.0), num_bytes)
-        return found
+            stays, params = self._held(shape, stage)
+            weights = params * (2 if shape.has_reference and not engine.param_offload else 1)
+            most = max(most, stays + weights + MARGIN * self._forward(shape, stage, tokens))
+        return most
+
+    def update_bytes(self, shape: RunShape) -> float:
+        """Of the fullest stage in the update."""
+        tokens, most = self.tokens(shape, shape.train.update), 0.0
+        for stage in range(shape.train.layout.pipeline_model_parallel_size):
+            stays, params = self._held(shape, stage)
+            moving = self._owned(shape, stage) * STATE_BYTES if shape.train.optimizer == "offloaded" else 0.0
+            grads = params / self._param_bytes * GRADIENT_BYTES
+            most = max(most, stays + moving + params + grads + MARGIN * self._backward(shape, stage, tokens))
+        return most
 
     def rollout_bytes(self, shape: RunShape, knobs: RolloutKnobs) -> dict[str, float]:
         """Phase -> bytes of the rank whose training weights are fewest, which has the largest cache."""
@@ -87,14 +102,14 @@ class Bounds:
         return parameters * rollout.weight_bytes + routers * ROUTER_BYTES
 
     def host_bytes(self, shape: RunShape) -> float:
-        """Of the rank with most, beside its process."""
+        """Of a node whose ranks all need as much as the one with most."""
         engine, layout = self.config.actor_rollout_ref.actor.megatron, shape.train.layout
         most = 0.0
         for stage in range(layout.pipeline_model_parallel_size):
             params = sum(training_stage(self.hf, layout, stage)) * self._param_bytes
             state = 0.0 if shape.train.optimizer == "resident" else self._owned(shape, stage) * STATE_BYTES
             most = max(most, params * (engine.param_offload + shape.has_reference) + state)
-        return most
+        return (most + PROCESS_BYTES) * self.config.trainer.n_gpus_per_node
 
     @property
     def _param_bytes(self) -> int:
@@ -111,20 +126,6 @@ class Bounds:
         count = sum(training_stage(self.hf, shape.train.layout, stage))
         stays = 0.0 if shape.train.optimizer != "resident" else self._owned(shape, stage) * STATE_BYTES
         return stays, count * float(self._param_bytes)  # gradients always leave for the rollout
-
-    def _stage(self, shape: RunShape, stage: int) -> dict[str, float]:
-        engine = self.config.actor_rollout_ref.actor.megatron
-        stays, params = self._held(shape, stage)
-        found = {}
-        if shape.has_reference or shape.has_old_log_prob:
-            tokens = self.tokens(shape, shape.train.log_prob)
-            both = params if shape.has_reference and not engine.param_offload else 0.0
-            found["log_prob"] = stays + params + both + MARGIN * self._forward(shape, stage, tokens)
-        tokens = self.tokens(shape, shape.train.update)
-        moving = self._owned(shape, stage) * STATE_BYTES if shape.train.optimizer == "offloaded" else 0.0
-        grads = params / self._param_bytes * GRADIENT_BYTES
-        found["update"] = stays + moving + params + grads + MARGIN * self._backward(shape, stage, tokens)
-        return found
 
     def tokens(self, shape: RunShape, cut: MicroBatches) -> float:
         """Of a micro-batch of the longest rows, on one context-parallel rank."""
