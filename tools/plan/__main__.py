@@ -23,7 +23,7 @@ FITS, DOES_NOT_FIT, BAD_INPUT = 0, 1, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 the run fits, 1 it does not, 2 there is nothing to plan."""
-    options = _parser().parse_args(argv)
+    options = _parser().parse_intermixed_args(argv)
     console = Console(width=max(Console().width, 150))
     try:
         with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
@@ -67,13 +67,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.plan", description=__doc__)
     parser.add_argument("config", help=f"a recipe's config: {', '.join(known_configs())}; or a YAML file's path")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the config, with verl's names")
-    parser.add_argument("--device", default="a3", help=f"{', '.join(known_devices())}, or a profile's path (default a3)")
-    parser.add_argument("--nodes", type=int, help="instead of the config's trainer.nnodes; with the device's own node size")
+    parser.add_argument(
+        "--device", default="a3", help=f"{', '.join(known_devices())}, or a profile's path (default a3)"
+    )
+    parser.add_argument(
+        "--nodes", type=int, help="instead of the config's trainer.nnodes; with the device's own node size"
+    )
     parser.add_argument("--model", help=f"{', '.join(known_models())}, or a folder with a config.json")
     parser.add_argument("--prompt-length", type=int, help="tokens of every prompt (default: the longest allowed)")
     parser.add_argument("--response-length", type=int, help="tokens of every response (default: the longest allowed)")
     parser.add_argument(
-        "--load", type=float, default=1.0, help="rows of a rank's experts over the mean of the ranks (default 1: balanced)"
+        "--load",
+        type=float,
+        default=1.0,
+        help="rows of a rank's experts over the mean of the ranks (default 1: balanced)",
     )
     parser.add_argument("--sensitivity", action="store_true", help="what other nodes, lengths and loads would do")
     parser.add_argument("--output", type=Path, metavar="plan.json", help="writes the plan there")

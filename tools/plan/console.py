@@ -90,7 +90,13 @@ def _phase_table(plan: WholePlan) -> Table:
 
 def _call_table(plan: WholePlan) -> Table:
     table = Table(
-        "phase", "calls", "node", "domain", "cluster", box=None, pad_edge=False,
+        "phase",
+        "calls",
+        "node",
+        "domain",
+        "cluster",
+        box=None,
+        pad_edge=False,
         title="Calls to other ranks in a step (exact), and GB that the busiest rank's hold, by the slowest link",
     )
     counts = {calls.phase: 0 for rank in plan.stages for calls in rank.calls}
@@ -105,7 +111,12 @@ def _call_table(plan: WholePlan) -> Table:
 
 def _time_table(step: StepTime) -> Table:
     table = Table(
-        "phase", "seconds", "off by, of published rows", "mostly", box=None, pad_edge=False,
+        "phase",
+        "seconds",
+        "off by, of published rows",
+        "mostly",
+        box=None,
+        pad_edge=False,
         title="Time of a step (modelled)",
     )
     for phase, seconds in step.seconds.items():

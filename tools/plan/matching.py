@@ -175,7 +175,9 @@ def _stuck(
     for (source, target), messages in sent.items():
         if messages and not found:
             phase, call = messages[0]
-            found.append(f"rank {source}, {phase}: {call._replace(kind='send')} is never received; {_where(ranks, target)}")
+            found.append(
+                f"rank {source}, {phase}: {call._replace(kind='send')} is never received; {_where(ranks, target)}"
+            )
     return found
 
 

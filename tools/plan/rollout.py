@@ -15,7 +15,6 @@ from tools.plan.rollout_ops import ordinary_token
 from tools.plan.sync import SyncPlan, plan_weight_sync
 from tools.plan.worker import PlannedWorker
 from vllm import LLM
-from vllm.model_executor.model_loader.fp8_target import weight_storage
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 

@@ -53,7 +53,9 @@ def planned_run(
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else known_configs().get(name)
     if path is None or not path.is_file():
-        raise ValueError(f"there is no config {name!r}; known: {', '.join(known_configs())}; or give a YAML file's path")
+        raise ValueError(
+            f"there is no config {name!r}; known: {', '.join(known_configs())}; or give a YAML file's path"
+        )
     given = list(overrides)
     if nodes is not None:
         given += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={device.devices_per_node}"]

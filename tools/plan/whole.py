@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ from tools.plan.devices import GIB, DeviceProfile
 from tools.plan.matching import problems as call_problems
 from tools.plan.rank_plan import RESERVED_BYTES, RankPlan, RepeatedCalls, StepSize, plan_rank
 from tools.plan.setup import PlannedRun
+from tools.plan.training import OLD, REF, UPDATE
 from verl.trainer.config import PPOTrainerConfig
 
 PROCESS_BYTES = 3 * GIB  # of a worker beside its tensors: Python, torch, communicators; modelled, see README
@@ -71,16 +72,14 @@ def plan_run(run: PlannedRun, size: StepSize, processes: int | None = None) -> W
     except ValueError as error:
         return WholePlan(run, size, (), 0, (str(error),))
     total = sum(plan.num_parameters for plan in stages)
-    found = [*_memory_problems(run, stages), *call_problems(_between_stages(stages))]
+    found = [*_memory_problems(run, stages), *call_problems(_between_stages(layout, stages))]
     return WholePlan(run, size, stages, total, tuple(found), _traffic(run, stages))
 
 
 def layout_problems(layout: ParallelLayout, run: PlannedRun) -> list[str]:
     """What does not divide, and tensor parallelism over more devices than the fast links join."""
     hf = run.hf
-    found = layout.problems(
-        hf.num_hidden_layers, hf.n_routed_experts or None, hf.num_attention_heads, hf.vocab_size
-    )
+    found = layout.problems(hf.num_hidden_layers, hf.n_routed_experts or None, hf.num_attention_heads, hf.vocab_size)
     rollout_tp = run.config.actor_rollout_ref.rollout.tensor_model_parallel_size
     for what, tp in (
         ("tensor_model_parallel_size", layout.tensor_model_parallel_size),
@@ -88,7 +87,9 @@ def layout_problems(layout: ParallelLayout, run: PlannedRun) -> list[str]:
     ):
         domain = max(run.device.devices_per_node, run.device.domain_devices)
         if tp > domain:
-            found.append(f"{what} is {tp}: rank 0's group spans nodes; the fast links of {run.device.name} join {domain}")
+            found.append(
+                f"{what} is {tp}: rank 0's group spans nodes; the fast links of {run.device.name} join {domain}"
+            )
         elif domain % tp and tp > 1:
             found.append(f"{what} is {tp}: groups of so many ranks cross the borders of {domain} joined devices")
     if rollout_tp and run.config.trainer.world_size % rollout_tp:
@@ -167,42 +168,48 @@ def _memory_problems(run: PlannedRun, stages: Sequence[RankPlan]) -> list[str]:
     return found
 
 
-def _between_stages(stages: Sequence[RankPlan]) -> dict[int, list[Phase]]:
-    """The calls as if each stage were one rank: of those within a stage all members make the same ones anyway.
-
-    A weight sync's parts are those of each rank; their sizes follow from one plan on all ranks and are left out.
-    """
-    stage_of = {plan.rank: plan.coords.pp for plan in stages}
+def _between_stages(layout: ParallelLayout, stages: Sequence[RankPlan]) -> dict[int, list[Phase]]:
+    """The calls as if each stage were one rank: of those within a stage all members make the same ones anyway."""
     counts: dict[str, int] = {}
     for plan in stages:
         for calls in plan.calls:
             counts[calls.phase] = max(counts.get(calls.phase, 0), calls.outside + CHECKED_REPEATS)
-    return {plan.coords.pp: [_projected(calls, counts, plan, stage_of) for calls in plan.calls] for plan in stages}
+    return {
+        plan.coords.pp: [
+            Phase(calls.phase, tuple(_projected(calls, counts[calls.phase], layout, plan))) for calls in plan.calls
+        ]
+        for plan in stages
+    }
 
 
-def _projected(
-    calls: RepeatedCalls, counts: Mapping[str, int], plan: RankPlan, stage_of: Mapping[int, int]
-) -> Phase:
-    own, everybody = plan.coords.pp, tuple(range(len(stage_of)))
-    found = []
-    for call in calls.of(counts[calls.phase]):
+def _projected(calls: RepeatedCalls, count: int, layout: ParallelLayout, plan: RankPlan) -> Iterator[Collective]:
+    """What crosses stages, between stages. Sizes are compared where they are the same on all ranks of a stage.
+
+    Of a weight sync each rank has parts of its own, and of a generation each replica its own number of tokens.
+    """
+    has_sizes = calls.phase in (OLD, REF, UPDATE)
+    for call in calls.of(count):
+        others = (plan.rank, call.peer) if call.peer >= 0 else call.ranks
+        crossed = _stages_of(layout, others)
+        if len(crossed) == 1:
+            continue
         if call.peer >= 0:
-            found.append(call._replace(peer=stage_of[call.peer], ranks=everybody))
-        elif call.group == "pp":
-            found.append(call._replace(ranks=everybody))
-        elif call.group in ("world", "default_pg", "mp") and len(call.ranks) > 1:
-            is_sync = calls.phase == "weight_sync"
-            found.append(_without_sizes(call, everybody) if is_sync else call._replace(ranks=everybody))
-        elif call.group == "engine" and len(call.ranks) > 1:
-            found.append(call._replace(ranks=everybody if len(everybody) > 1 else (own,), splits=None))
-    return Phase(calls.phase, tuple(found))
+            (peer,) = set(crossed) - {plan.coords.pp}
+            yield call._replace(peer=peer, ranks=crossed)
+        elif has_sizes:
+            yield call._replace(ranks=crossed)
+        else:
+            yield call._replace(ranks=crossed, splits=None, sent=0, received=0)
 
 
-def _without_sizes(call: Collective, ranks: tuple[int, ...]) -> Collective:
-    is_sized = call.kind != "all_to_all"
-    return call._replace(
-        ranks=ranks, splits=None, sent=call.sent if is_sized else 0, received=call.received if is_sized else 0
-    )
+def _stages_of(layout: ParallelLayout, ranks: Sequence[int]) -> tuple[int, ...]:
+    """The pipeline stages of ``ranks``, ascending."""
+    if not layout.order.endswith("pp"):
+        return tuple(sorted({layout.coords(rank).pp for rank in ranks}))
+    ranks_per_stage = layout.world_size // layout.pipeline_model_parallel_size
+    if ranks[-1] - ranks[0] == len(ranks) - 1:  # neighbours
+        return tuple(range(ranks[0] // ranks_per_stage, ranks[-1] // ranks_per_stage + 1))
+    return tuple(sorted({rank // ranks_per_stage for rank in ranks}))
 
 
 def _traffic(run: PlannedRun, stages: Sequence[RankPlan]) -> dict[str, dict[str, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.memory_ledger import ON_HOST, LedgerEntry, ledger
+from megatron.core.memory_ledger import ON_HOST, ledger
 from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps
 from mindspeed_llm.hf_config import HFModelConfig, load_hf_config

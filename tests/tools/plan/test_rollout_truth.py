@@ -75,7 +75,7 @@ def config_of(model_dir: str, world_size: int, overrides: list[str]) -> PPOTrain
             f"trainer.n_gpus_per_node={world_size}",
             f"trainer.report_dir={model_dir}/run",
             f"actor_rollout_ref.model.path={model_dir}",
-            f"data.max_prompt_length=10",
+            "data.max_prompt_length=10",
             f"data.max_response_length={RESPONSE_LENGTH}",
             "data.train_batch_size=8",
             "actor_rollout_ref.actor.ppo_mini_batch_size=8",
