@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.hf_config import HFModelConfig
 from tools.plan.devices import DeviceProfile
 from tools.plan.rank_plan import RESERVED_BYTES, StepSize
@@ -136,7 +137,7 @@ class Bounds:
         most = max(1, shape.num_sequences // layout.data_parallel_size)
         return min(rows, most) * length / layout.context_parallel_size
 
-    def kept_layer_bytes(self, is_moe: bool, tokens: float, tp: int) -> float:
+    def kept_layer_bytes(self, is_moe: bool, tokens: float, layout: ParallelLayout) -> float:
         """What the backward of a layer needs of its forward, without recomputation."""
         hf = self.hf
         heads, hidden = hf.num_attention_heads, hf.hidden_size
@@ -146,11 +147,13 @@ class Bounds:
             attention = hf.head_dim * (4 * heads + 6 * hf.num_key_value_heads)
         values = attention + 4 * hidden
         if is_moe:
-            routed = hf.num_experts_per_tok * (2 * hidden + 3 * hf.moe_intermediate_size)
+            # Expert-tensor-parallel ranks have the rows of all of them, and a part of the width.
+            gathered = 2 * hidden * layout.expert_tensor_parallel_size
+            routed = hf.num_experts_per_tok * (gathered + 3 * hf.moe_intermediate_size)
             values += 3 * hidden + 3 * hf.shared_expert_intermediate_size + self.size.load * routed
         else:
             values += 3 * hf.intermediate_size
-        return values * tokens / tp * self._param_bytes
+        return values * tokens / layout.tensor_model_parallel_size * self._param_bytes
 
     def _forward(self, shape: RunShape, stage: int, tokens: float) -> float:
         layers = FORWARD_LAYERS * self._largest_layer(shape, stage, tokens)
@@ -163,7 +166,7 @@ class Bounds:
         again = len(numbers) if train.recomputed_layers < 0 else min(train.recomputed_layers, len(numbers))
         inputs = tokens / tp * self.hf.hidden_size * self._param_bytes
         kept = again * inputs + sum(
-            self.kept_layer_bytes(self.hf.is_moe_layer(number), tokens, tp) for number in numbers[again:]
+            self.kept_layer_bytes(self.hf.is_moe_layer(number), tokens, layout) for number in numbers[again:]
         )
         in_flight = layout.pipeline_model_parallel_size - stage
         needed = BACKWARD_LAYERS * self._largest_layer(shape, stage, tokens)
@@ -172,7 +175,7 @@ class Bounds:
     def _largest_layer(self, shape: RunShape, stage: int, tokens: float) -> float:
         layout = shape.train.layout
         kinds = {self.hf.is_moe_layer(number) for number in layout.stage_layers(stage, self.hf.num_hidden_layers)}
-        return max(self.kept_layer_bytes(kind, tokens, layout.tensor_model_parallel_size) for kind in kinds)
+        return max(self.kept_layer_bytes(kind, tokens, layout) for kind in kinds)
 
     def _head(self, shape: RunShape, stage: int, tokens: float) -> float:
         layout = shape.train.layout
