@@ -11,10 +11,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.plan.console import print_plan, print_variations
+from tools.plan.console import print_brief, print_plan, print_variations
 from tools.plan.devices import known_devices, load_device
+from tools.plan.page import write_page
 from tools.plan.rank_plan import StepSize
 from tools.plan.report import write_json
+from tools.plan.search.command import Request, explain, search
 from tools.plan.setup import config_problems, known_configs, known_models, planned_run
 from tools.plan.timing import Lengths, RunShape, load_constants, predict, sensitivity
 from tools.plan.timing.run_shape import default_lengths
@@ -45,20 +47,32 @@ def main(argv: Sequence[str] | None = None) -> int:
                 options.response_length or data.max_response_length,
                 options.load,
             )
+            constants = load_constants()
+            request = Request(options.config, tuple(options.overrides), options.nodes, options.model)
+            if options.why_not:
+                shape = RunShape.of(run.config, run.hf, _lengths(options, run.config), run.name)
+                return FITS if explain(request, run, shape, size, constants, options.why_not, console) else DOES_NOT_FIT
             found = config_problems(run)
             plan = WholePlan(run, size, (), 0, tuple(found)) if found else plan_run(run, size)
             shape = RunShape.of(run.config, run.hf, _lengths(options, run.config), run.name)
-            constants = load_constants()
             step = predict(shape, device, constants)
+            if options.search:
+                return FITS if search(request, run, plan, shape, constants, options.search, console) else DOES_NOT_FIT
     except ValueError as error:
         console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         return BAD_INPUT
-    print_plan(plan, step, console)
+    if options.brief:
+        print_brief(plan, step, console)
+    else:
+        print_plan(plan, step, console)
     if options.sensitivity:
         print_variations(sensitivity(shape, device, constants), console)
     if options.output is not None:
         write_json(plan, step, options.output)
         console.print(f"written: {options.output}")
+    if options.page is not None:
+        write_page(plan, step, options.page)
+        console.print(f"written: {options.page}")
     return DOES_NOT_FIT if plan.problems else FITS
 
 
@@ -87,6 +101,17 @@ def _parser() -> argparse.ArgumentParser:
         help="rows of a rank's experts over the ranks' mean (default 1: balanced)",
     )
     parser.add_argument("--sensitivity", action="store_true", help="what other nodes, lengths and loads would do")
+    parser.add_argument(
+        "--search",
+        type=int,
+        nargs="?",
+        const=3,
+        metavar="N",
+        help="the N fastest layouts of these devices that fit (3)",
+    )
+    parser.add_argument("--why-not", nargs="+", metavar="key=value", help="what stops the run with these changes")
+    parser.add_argument("--brief", action="store_true", help="one line instead of the tables")
+    parser.add_argument("--page", type=Path, metavar="plan.html", help="writes the plan there as a page with figures")
     parser.add_argument("--output", type=Path, metavar="plan.json", help="writes the plan there")
     return parser
 

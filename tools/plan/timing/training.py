@@ -186,9 +186,11 @@ def _layer_forward(
         spread = rates.expert_load_spread if shape.expert_load_spread is None else shape.expert_load_spread
         busiest = batch.tokens / shards * busiest_rank(work.num_experts, layout.expert_model_parallel_size, spread)
         experts = _expert_seconds(shape, device, rates, busiest)
-        group = layout_group(layout, ("tp", "ep"), True, device.domain_devices)
         sent = busiest * work.topk * work.hidden * WEIGHT_BYTES
-        exchange = 2 * links.all_to_all(sent, group)
+        exchange = 2 * links.all_to_all(sent, layout_group(layout, ("ep",), True, device.domain_devices))
+        # Every expert-tensor-parallel rank gets the rows of all of them, and gives back terms of a sum.
+        etp = layout_group(layout, ("tp",), True, device.domain_devices)
+        exchange += 2 * links.gather(sent * etp.size, etp)
         shared = 2.0 * layer.shared * batch.waited / shards / flops_per_s
         hidden = {"nothing": 0.0, "shared": shared, "experts": experts}[train.exchange_beside]
         exchange = max(0.0, exchange - hidden)
