@@ -20,6 +20,7 @@ from rich.table import Table
 from recipes.common.launcher import checks, cluster, hosts, network, plan, run_logs
 from recipes.common.launcher.child import end_with_parent
 from recipes.common.launcher.earlier import set_aside_other_training, training_identity
+from recipes.common.launcher.first_plan import first_plan
 from recipes.common.launcher.job import (
     Job,
     Stage,
@@ -305,7 +306,7 @@ def only_run(output_dir: Path) -> Iterator[None]:
 
 def print_help(recipe: Recipe, console: Console) -> None:
     """The options, and the table of environment variables."""
-    console.print(f"usage: {recipe.start_command} [--help] [--print-plan] [key=value ...]\n", markup=False)
+    console.print(f"usage: {recipe.start_command} [--help] [--print-plan] [--no-plan] [key=value ...]\n", markup=False)
     console.print(
         f"Runs {recipe.title} end to end: data, base model, conversions, Ray, GRPO, report. Finished stages are kept, "
         "and training goes on from its last checkpoint. Every key=value is a Hydra override with verl's names, for "
@@ -317,6 +318,9 @@ def print_help(recipe: Recipe, console: Console) -> None:
         table.add_row(name, default, meaning)
     console.print(table)
     console.print("\n--print-plan prints every command, variable and the resolved config of all nodes; nothing starts")
+    console.print(
+        "--no-plan starts at once; without it the head first plans the run (memory, calls, time) and refuses what cannot fit"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -335,7 +339,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_help(recipe, console)
         return 0
     wants_plan = "--print-plan" in arguments
-    overrides = [argument for argument in arguments if argument != "--print-plan"]
+    wants_first_plan = "--no-plan" not in arguments
+    overrides = [argument for argument in arguments if argument not in ("--print-plan", "--no-plan")]
     try:
         others = _other_nodes(recipe, overrides)
         settings = read_settings(recipe, overrides, os.environ, find_accelerator())
@@ -350,12 +355,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if found:
             raise ValueError("\n".join(f"- {problem}" for problem in found))
         with only_run(settings.output_dir) if place.is_head else _no_lock():
+            if place.is_head and wants_first_plan:
+                _refuse_what_cannot_fit(job, console)
             return _launch(job, place, console, others)
     except ValueError as error:
         console.print(
             f"error: {error}\nNothing was started.", style="red", highlight=False, markup=False, soft_wrap=True
         )
         return BAD_INPUT
+
+
+def _refuse_what_cannot_fit(job: Job, console: Console) -> None:
+    """Tells what the plan of this run says; ValueError with every problem when it cannot fit."""
+    plan = first_plan(job, os.environ)
+    console.print(plan.summary, highlight=False, markup=False, soft_wrap=True)
+    if plan.problems:
+        told = "\n".join(f"- {problem}" for problem in plan.problems)
+        raise ValueError(f"the run cannot fit (--no-plan starts it all the same):\n{told}")
 
 
 def _place_for_plan(settings: Settings, job: Job) -> Place:

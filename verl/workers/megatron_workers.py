@@ -35,8 +35,9 @@ from verl.workers.config import McoreEngineConfig
 from verl.workers.engine_setup import ddp_config, model_fields, optimizer_config, trained_model
 from verl.workers.kept_rows import KeptRows, controller_batch, has_references
 from verl.workers.phases import make_watchdog, training_phase, watched
-from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout import BaseRollout, get_rollout_class
 from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
+from verl.workers.sharding_manager.transfer_plan import build_plan
 
 logger = logging.getLogger(__name__)
 
@@ -209,6 +210,8 @@ class ActorRolloutRefWorker(Worker):
         self.actor_module.onload_params()
         self.checkpoint_manager.export_hf(path)
 
+    _transfer_plan = staticmethod(build_plan)  # of the weight sync
+
     @watched
     def _build_models(self, ops: TrainOps) -> None:
         self._build_actor(ops)
@@ -289,14 +292,8 @@ class ActorRolloutRefWorker(Worker):
         replica, place = divmod(self.rank, config.tensor_model_parallel_size)
         self._register_dispatch_collect_info(_ROLLOUT, replica, place == 0)
         self._offload_for_rollout()
-        rollout_class = get_rollout_class(config.name, config.mode)
-        self.rollout = rollout_class(
-            config,
-            self.config.model.path,
-            rollout_ops=self.rollout_ops_provider,
-            device=self.device,
-        )
-        self.kept_rows = KeptRows(self.groups.world, self.device, self.config.nccl_timeout)
+        self.rollout = self._new_rollout(get_rollout_class(config.name, config.mode))
+        self.kept_rows = self._new_kept_rows()
         self.sharding_manager = MegatronVLLMShardingManager(
             self.actor_module,
             self.rollout,
@@ -308,7 +305,16 @@ class ActorRolloutRefWorker(Worker):
             device=self.device,
             timeline=self.timeline,
             accelerator=get_torch_device(self.device_type),
+            build_plan=self._transfer_plan,
         )
+
+    def _new_rollout(self, rollout_class: type[BaseRollout]) -> BaseRollout:
+        return rollout_class(
+            self.config.rollout, self.config.model.path, rollout_ops=self.rollout_ops_provider, device=self.device
+        )
+
+    def _new_kept_rows(self) -> KeptRows:
+        return KeptRows(self.groups.world, self.device, self.config.nccl_timeout)
 
     def _log_prob_output(self, data: DataProto, name: str, log_probs: Tensor | None) -> DataProto:
         """Log-probs of ``data``'s rows, or references to them, and both where the controller computes with them."""

@@ -17,7 +17,7 @@ from vllm.inputs import PromptType
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.held_slices import HeldSlice, config_held_slices
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
-from vllm.ops.contract import resolve
+from vllm.ops.contract import RolloutOps, resolve
 from vllm.outputs import RequestOutput
 from vllm.platforms import Platform, resolve_platform
 from vllm.sampling_params import SamplingParams
@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 class LLM:
-    """Generates for a Hugging Face model directory; arguments are those of `EngineArgs`.
+    """Generates for a Hugging Face model directory; arguments are those of `EngineArgs`, and a platform or an op table
+    may be given itself in place of its name.
 
     With several processes, torch.distributed is initialised by the caller and every process builds an LLM with the same
     arguments: rank = tp + TP * (dp + DP * instance). The TP ranks of a replica call `generate` with the same prompts,
@@ -72,8 +73,8 @@ class LLM:
         cudagraph_capture_sizes: Sequence[int] | None = None,
         load_format: str = "auto",
         quantization: str | None = None,
-        rollout_ops: str | None = None,
-        device: str | None = None,
+        rollout_ops: str | RolloutOps | None = None,
+        device: str | Platform | None = None,
         logprobs_mode: str = "scaled_logprobs",
         first_rank: int = 0,
     ) -> None:
@@ -105,14 +106,15 @@ class LLM:
             cudagraph_capture_sizes=cudagraph_capture_sizes,
             load_format=load_format,
             quantization=quantization,
-            rollout_ops=rollout_ops,
-            device=device,
+            rollout_ops=rollout_ops if isinstance(rollout_ops, str) else None,
+            device=device.name if isinstance(device, Platform) else device,
             logprobs_mode=logprobs_mode,
         )
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.config = args.create_engine_config(rank - first_rank, world_size - first_rank, first_rank)
-        platform = resolve_platform(self.config.device)
-        ops = resolve(self.config.rollout_ops or platform.rollout_ops)
+        platform = device if isinstance(device, Platform) else resolve_platform(self.config.device)
+        ops = rollout_ops if isinstance(rollout_ops, RolloutOps) else None
+        ops = ops or resolve(self.config.rollout_ops or platform.rollout_ops)
         problems = platform.config_problems(self.config, ops)
         if problems:
             raise ValueError("the engine cannot be built:\n" + "\n".join(f"  - {p}" for p in problems))

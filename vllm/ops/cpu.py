@@ -8,6 +8,7 @@ prompt's tokens go through the same sums as decoded ones: chunks, preemption and
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
 
@@ -23,6 +24,8 @@ from vllm.ops.cpu_graph import launch
 from vllm.ops.reference_exchange import all_to_all_experts
 
 logger = logging.getLogger(__name__)
+
+Launch = Callable[..., None]
 
 _FLOAT32 = 0  # mode of the kernels for float32 tensors
 _PREFILL_TOKENS = 512  # attended to at a time: queries in latent space are wider than the model's own
@@ -81,15 +84,19 @@ def best_products() -> Bfloat16Products:
     return Bfloat16Products.DOT if has_pairs else Bfloat16Products.WIDENED
 
 
-def cpu_table(products: Bfloat16Products) -> RolloutOps:
-    """The table that multiplies bfloat16 in one way; pairs are emulated where the processor has no instructions."""
-    return _CpuOps(products).table()
+def cpu_table(products: Bfloat16Products, launch: Launch = launch) -> RolloutOps:
+    """The table that multiplies bfloat16 in one way; pairs are emulated where the processor has no instructions.
+
+    launch: runs a kernel, given its name and its arguments; or does not, where the memory is only planned.
+    """
+    return _CpuOps(products, launch).table()
 
 
 class _CpuOps:
     """The entries, with the kernels' way of multiplying bfloat16 chosen."""
 
-    def __init__(self, products: Bfloat16Products) -> None:
+    def __init__(self, products: Bfloat16Products, launch: Launch = launch) -> None:
+        self._launch = launch
         self.by_row = (torch.bfloat16,) if products is Bfloat16Products.TILES else ()
         self.modes = {torch.float32: _FLOAT32, torch.bfloat16: int(products)}
         kernels()  # built now, not in the first step
@@ -114,7 +121,7 @@ class _CpuOps:
         out_TO = x_TI.new_empty(rows, size_out)
         x_TI = _last_contiguous(x_TI)
         n_stride, k_stride = weight_OI.stride()
-        launch(
+        self._launch(
             "cpu_head_linear",
             self._mode(x_TI, weight_OI),
             x_TI.data_ptr(),
@@ -137,7 +144,7 @@ class _CpuOps:
         size_out = weight_NIO.shape[2]
         out_TNO = x_TNI.new_empty(rows, heads, size_out)
         x_TNI = _last_contiguous(x_TNI)
-        launch(
+        self._launch(
             "cpu_head_linear",
             self._mode(x_TNI, weight_NIO),
             x_TNI.data_ptr(),
@@ -157,7 +164,7 @@ class _CpuOps:
         rows, size = x_TH.shape
         out_TH = x_TH.new_empty(rows, size)
         x_TH = _last_contiguous(x_TH)
-        launch(
+        self._launch(
             "cpu_rms_norm",
             self._mode(x_TH, weight_H),
             x_TH.data_ptr(),
@@ -173,7 +180,7 @@ class _CpuOps:
     def add_rms_norm(self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x_TH, residual_TH = x_TH.contiguous(), residual_TH.contiguous()
         out_TH = torch.empty_like(x_TH)
-        launch(
+        self._launch(
             "cpu_add_rms_norm",
             self._mode(x_TH, weight_H),
             x_TH.data_ptr(),
@@ -188,7 +195,7 @@ class _CpuOps:
     def rotary_interleaved(self, x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
         out_TNR = x_TNR.new_empty(x_TNR.shape)
         x_TNR = _last_contiguous(x_TNR)
-        launch(
+        self._launch(
             "cpu_rotary",
             self._mode(x_TNR),
             x_TNR.data_ptr(),
@@ -214,7 +221,7 @@ class _CpuOps:
         (pages,) = cache
         kv_TD = _last_contiguous(kv_TD)
         latent = len(weight_L)
-        launch(
+        self._launch(
             "cpu_write_kv",
             self._mode(kv_TD, weight_L, pages),
             pages.data_ptr(),
@@ -271,7 +278,7 @@ class _CpuOps:
         q_latent_BNL, q_rope_BNR = _last_contiguous(q_latent_BNL), _last_contiguous(q_rope_BNR)
         queries, heads, latent = q_latent_BNL.shape
         out_BNL = q_latent_BNL.new_empty(queries, heads, latent)
-        launch(
+        self._launch(
             "cpu_mla_attention",
             self._mode(q_latent_BNL, q_rope_BNR, pages),
             q_latent_BNL.data_ptr(),
@@ -310,7 +317,7 @@ class _CpuOps:
         rows, experts = logits_TE.shape
         weights_TK = logits_TE.new_empty(rows, top_k)
         ids_TK = logits_TE.new_empty(rows, top_k, dtype=torch.int64)
-        launch(
+        self._launch(
             "cpu_topk_router",
             logits_TE.data_ptr(),
             None if bias_E is None else bias_E.data_ptr(),
@@ -345,7 +352,7 @@ class _CpuOps:
             w13_E2FH, w2_EHF = w13_E2FH.contiguous(), w2_EHF.contiguous()
         else:
             w13_E2FH, w2_EHF = _in_out(w13_E2FH), _in_out(w2_EHF)
-        launch(
+        self._launch(
             "cpu_fused_experts",
             self._mode(x_TH, w13_E2FH, w2_EHF),
             x_TH.data_ptr(),
@@ -379,7 +386,7 @@ class _CpuOps:
         rows, double = x_T2F.shape
         out_TF = x_T2F.new_empty(rows, double // 2)
         x_T2F = _last_contiguous(x_T2F)
-        launch(
+        self._launch(
             "cpu_silu_and_mul",
             self._mode(x_T2F),
             x_T2F.data_ptr(),
@@ -396,7 +403,7 @@ class _CpuOps:
         logits_BW = logits_BW.contiguous()
         tokens_B = logits_BW.new_empty(len(logits_BW), dtype=torch.int64)
         logprobs_B = logits_BW.new_empty(len(logits_BW))
-        launch(
+        self._launch(
             "cpu_sample",
             logits_BW.data_ptr(),
             *logits_BW.shape,

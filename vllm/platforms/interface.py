@@ -55,6 +55,7 @@ class Platform(ABC):
     supported_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
     supported_kv_layouts: ClassVar[tuple[str, ...]] = ("nd",)
     holds_fp8: ClassVar[bool] = True  # whether tensors of float8_e4m3fn exist there
+    holds_values: ClassVar[bool] = True  # False: tensors have shapes alone, and no weights are made or read for them
 
     @abstractmethod
     def device(self, local_rank: int) -> torch.device:
@@ -76,6 +77,10 @@ class Platform(ABC):
         allowed = int(memory.total_bytes * utilization)
         used = memory.total_bytes - memory.free_bytes
         return max(0, allowed - used - int(allowed * ACTIVATION_FRACTION))
+
+    def exchange_device(self, device: torch.device) -> torch.device:
+        """Where lie the few values of the host that ranks tell each other: on `device`, as its collectives want it."""
+        return device
 
     def empty_cache(self) -> None:  # noqa: B027 - not every kind of device has an allocator cache
         """Give the allocator's unused blocks back to the device."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+_WITHOUT_STREAMS = ("cpu", "meta")  # devices on which work is done, or only planned, when its call returns
 TO_DEVICE, COMPUTE, TO_HOST, HOST = LANES = ("to_device", "compute", "to_host", "host")
 
 
@@ -34,7 +35,7 @@ class InOrder:
 
     def finish(self) -> None:
         """Wait for the current stream, where the device has streams."""
-        if self._device.type != "cpu":
+        if self._device.type not in _WITHOUT_STREAMS:
             torch.get_device_module(self._device).current_stream(self._device).synchronize()
 
 
@@ -75,4 +76,5 @@ class DeviceStreams:
 
 def lanes_of(device: torch.device, is_overlapped: bool = True) -> Lanes:
     """Streams on an accelerator, plain order on the CPU or when nothing shall overlap."""
-    return DeviceStreams(device) if is_overlapped and device.type != "cpu" else InOrder(device)
+    has_streams = device.type not in _WITHOUT_STREAMS
+    return DeviceStreams(device) if is_overlapped and has_streams else InOrder(device)

@@ -13,6 +13,8 @@ from verl.workers.config import RolloutConfig
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.held_slices import HeldSlice
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
+from vllm.ops.contract import RolloutOps
+from vllm.platforms import Platform
 
 _ROLLOUT_REGISTRY = {
     ("vllm", "sync"): "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout",
@@ -28,8 +30,8 @@ class BaseRollout(ABC):
         config: RolloutConfig,
         model_path: str,
         *,
-        rollout_ops: str,
-        device: torch.device,
+        rollout_ops: str | RolloutOps,
+        device: torch.device | Platform,
         first_rank: int = 0,
     ) -> None: ...
 

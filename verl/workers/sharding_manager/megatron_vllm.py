@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import ModuleType, TracebackType
 
 import torch
@@ -13,6 +14,7 @@ from mindspeed_llm.hf_config import HFModelConfig
 from verl.utils.timeline import Timeline, now_s
 from verl.workers.phases import release_cached_memory
 from verl.workers.rollout.base import BaseRollout
+from verl.workers.sharding_manager.transfer_plan import TransferPlan, build_plan
 from verl.workers.sharding_manager.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ class MegatronVLLMShardingManager:
         timeline: gets a span of each part.
         accelerator: ``torch.npu`` or ``torch.cuda``, whose allocator gives back what one side freed before the other
             allocates; None on the CPU.
+        build_plan: see ``WeightSync``.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class MegatronVLLMShardingManager:
         device: torch.device,
         timeline: Timeline,
         accelerator: ModuleType | None = None,
+        build_plan: Callable[..., TransferPlan] = build_plan,
     ) -> None:
         self.actor_module = actor_module
         self.rollout = rollout
@@ -63,6 +67,7 @@ class MegatronVLLMShardingManager:
             device,
             bucket_bytes=bucket_bytes,
             ranks_per_node=ranks_per_node,
+            build_plan=build_plan,
         )
         self.sync_seconds = 0.0
         self.policy_version = 0  # syncs so far

@@ -126,7 +126,7 @@ def _quantised(part: Tensor, ranges: Slice, scales: Tensor, fragment: Fragment) 
 
 
 def _refuse_non_finite(peaks: dict[_Key, Tensor], group: dist.ProcessGroup) -> None:
-    bad = sorted({name for (name, _), peak in peaks.items() if not bool(torch.isfinite(peak).all())})
+    bad = sorted({name for (name, _), peak in peaks.items() if bool((~torch.isfinite(peak)).any())})
     of_ranks: list[list[str]] = [[]] * group.size()
     dist.all_gather_object(of_ranks, bad, group=group)
     names = sorted(set().union(*of_ranks))

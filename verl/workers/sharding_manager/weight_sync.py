@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from mindspeed_llm.hf_config import HFModelConfig
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.sharding_manager.trained_weights import TrainedWeights
 from verl.workers.sharding_manager.transfer import WeightTransfer
-from verl.workers.sharding_manager.transfer_plan import build_plan
+from verl.workers.sharding_manager.transfer_plan import TransferPlan, build_plan
 from verl.workers.sharding_manager.weights_check import WeightsCheck
 from vllm.model_executor.model_loader.held_slices import HeldSlice
 
@@ -28,6 +28,7 @@ class WeightSync:
         group: all ranks that train or generate; every one of them makes this object and calls ``run``.
         bucket_bytes: of a rank's buffers for one round; two are in memory at most.
         ranks_per_node: neighbours that are asked for weights first.
+        build_plan: `build_plan`, or what knows the plan of these arguments already: it is the same on all ranks.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class WeightSync:
         *,
         bucket_bytes: int,
         ranks_per_node: int,
+        build_plan: Callable[..., TransferPlan] = build_plan,
     ) -> None:
         self.group, self.device = group, device
         self.plan = build_plan(

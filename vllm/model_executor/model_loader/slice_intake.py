@@ -46,6 +46,7 @@ class SliceIntake:
             if stored is None:
                 raise ValueError(f"weight {slice_.hf_name} is unknown to this model, or held by other ranks only")
             _place(stored, slice_, self._came[slice_.hf_name], self._totals[slice_.hf_name])
+            del slice_  # or a buffer of what has arrived would live on while the next ones are filled
 
     def finish(self) -> dict[str, WeightDigest]:
         """Name -> digest of what this rank holds; ValueError naming every weight of which not all elements came."""

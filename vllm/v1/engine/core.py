@@ -28,7 +28,7 @@ class EngineCore:
     def __init__(
         self, config: VllmConfig, parallel: ParallelState, platform: Platform, ops: RolloutOps, device: torch.device
     ) -> None:
-        self.parallel, self.platform, self.device = parallel, platform, device
+        self.parallel, self.platform, self.device = parallel, platform, platform.exchange_device(device)
         self.worker = Worker(config, parallel, platform, ops, device)
         kv = KVCacheManager(self.worker.num_gpu_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(config.scheduler, kv)

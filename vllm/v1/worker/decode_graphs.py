@@ -77,6 +77,11 @@ class DecodeGraphs:
         """The sizes that have a graph now."""
         return sorted(self._graphs)
 
+    @property
+    def input_buffers(self) -> list[Tensor]:
+        """What the steps are read from, on the device."""
+        return [self._ids_S, self._positions_S, self._slots_S, self._seq_lens_S, self._tables_SW]
+
     def size_for(self, num_rows: int) -> int | None:
         """The size that a decode step of `num_rows` runs at; None for an empty step or one beyond all sizes."""
         if not 0 < num_rows <= self.sizes[-1]:

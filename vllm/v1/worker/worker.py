@@ -218,6 +218,9 @@ class Worker:
 
     def _load_initial_weights(self) -> None:
         targets = self.model.weight_targets
+        if not self.platform.holds_values:
+            self.names_to_load = set()
+            return
         if self.config.load_format == "dummy":
             self.model.load_weights(iterate_dummy(targets, self.config.model.seed))
             self.names_to_load = set()  # what belongs to other ranks only is not even made

@@ -200,7 +200,7 @@ def make_token_dispatcher(kind: str, num_experts: int, groups: ProcessGroups, op
 
 def _members_by_place(groups: ProcessGroups) -> torch.Tensor:
     """Place in ``groups.etp_ep`` of expert-TP rank T and EP rank S, int64 [T, S], whatever the order of the ranks."""
-    members_TS = torch.empty(groups.etp.size(), groups.ep.size(), dtype=torch.int64)
+    members_TS = torch.empty(groups.etp.size(), groups.ep.size(), dtype=torch.int64, device="cpu")
     for index, rank in enumerate(groups.layout.members(groups.rank, ("tp", "ep"), is_expert=True)):
         at = groups.layout.coords(rank)
         members_TS[at.etp, at.ep] = index

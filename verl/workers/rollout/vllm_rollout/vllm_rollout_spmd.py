@@ -18,6 +18,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.held_slices import HeldSlice, config_held_slices
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
+from vllm.ops.contract import RolloutOps
+from vllm.platforms import Platform
 from vllm.sampling_params import RequestOutputKind
 
 logger = logging.getLogger(__name__)
@@ -35,13 +37,14 @@ class vLLMRollout(BaseRollout):
         config: RolloutConfig,
         model_path: str,
         *,
-        rollout_ops: str,
-        device: torch.device,
+        rollout_ops: str | RolloutOps,
+        device: torch.device | Platform,
         first_rank: int = 0,
     ) -> None:
         self.config = config
         arguments = _engine_arguments(config, model_path, torch.distributed.get_world_size() - first_rank)
-        self.inference_engine = LLM(**arguments, rollout_ops=rollout_ops, device=device.type, first_rank=first_rank)
+        kind = device if isinstance(device, Platform) else device.type
+        self.inference_engine = LLM(**arguments, rollout_ops=rollout_ops, device=kind, first_rank=first_rank)
         self.release()
 
     def resume(self, tags: list[str]) -> None:

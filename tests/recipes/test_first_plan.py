@@ -1,0 +1,109 @@
+"""The plan before the run: it is made of what the run would be, refuses what cannot fit, and stops nothing else."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from recipes.common import launch
+from recipes.common.launcher.first_plan import (
+    PLAN_DEVICE,
+    FirstPlan,
+    cpu_profile,
+    cuda_profile,
+    device_profile,
+    first_plan,
+    plan_command,
+)
+from recipes.common.launcher.job import Job, resolve_config
+from recipes.common.launcher.settings import read_settings
+from recipes.common.recipe import load_recipe
+from tools.plan.devices import GIB, load_device
+
+SMALL = (
+    "data.max_prompt_length=64",
+    "data.max_response_length=16",
+    "data.train_batch_size=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "actor_rollout_ref.rollout.n=2",
+)
+
+
+def job_of(tmp_path: Path, *overrides: str, accelerator: str = "cpu") -> Job:
+    environment = {"OUTPUT_DIR": str(tmp_path / "out"), "CONFIG_NAME": "r1_zero_tiny"}
+    settings = read_settings(load_recipe("r1_zero"), overrides, environment, accelerator)
+    return Job(settings, resolve_config(settings))
+
+
+def test_a_run_that_fits_is_told_in_a_line(tmp_path: Path) -> None:
+    plan = first_plan(job_of(tmp_path, *SMALL), {"PATH": "/usr/bin:/bin"})
+    assert plan.problems == ()
+    assert plan.summary.startswith("plan: fits on 2 x CPU core")
+    assert "stay free" in plan.summary
+    assert "a step is predicted to take" in plan.summary
+    assert "\n" not in plan.summary
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_cannot_fit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = tmp_path / "small.toml"
+    small.write_text(cpu_profile(int(0.05 * GIB), 2), encoding="utf-8")
+    monkeypatch.setenv(PLAN_DEVICE, str(small))
+    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "out"))
+    monkeypatch.setenv("CONFIG_NAME", "r1_zero_tiny")
+    assert launch.main(["r1_zero", *SMALL]) == launch.BAD_INPUT
+    said = capsys.readouterr().out
+    assert "plan: does not work" in said
+    assert "the run cannot fit (--no-plan starts it all the same)" in said
+    assert "GiB" in said
+    assert "Nothing was started." in said
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+
+
+def test_what_cannot_be_planned_goes_on(tmp_path: Path) -> None:
+    job = job_of(tmp_path, *SMALL)
+    unknown = first_plan(job, {PLAN_DEVICE: "abacus"})
+    assert unknown.problems == ()
+    assert unknown.summary.startswith("no plan: no device 'abacus'; known devices: ")
+    assert unknown.summary.endswith("; the run goes on without one")
+    slow = first_plan(job, {}, timeout_s=0.1)
+    assert slow == FirstPlan("no plan: the planner took longer than 0.1 s; the run goes on without one")
+
+
+def test_the_command_is_that_of_the_run(tmp_path: Path) -> None:
+    job = job_of(tmp_path, *SMALL, "trainer.total_epochs=2")
+    command = plan_command(job, {PLAN_DEVICE: "h100"}, tmp_path)
+    assert command[1:3] == ["-m", "tools.plan"]
+    assert Path(command[3]).name == "r1_zero_tiny.yaml"
+    assert "trainer.total_epochs=2" in command
+    assert command[command.index("--device") + 1] == "h100"
+    model = Path(command[command.index("--model") + 1])
+    assert (model / "config.json").is_file()
+    assert not any(text.startswith("actor_rollout_ref.model.path=") for text in command)
+
+
+def test_the_device_is_that_of_the_run(tmp_path: Path) -> None:
+    assert device_profile(job_of(tmp_path, "trainer.device=npu"), {}, tmp_path) == "a3"
+    here = load_device(device_profile(job_of(tmp_path, "trainer.n_gpus_per_node=3"), {}, tmp_path))
+    assert here.family == "cpu"
+    assert here.devices_per_node == here.domain_devices == 3
+    assert here.memory_gib == pytest.approx(here.host_memory_gib / 3, rel=1e-2)
+    for name, profile in (
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA GB200", "gb200"),
+    ):
+        assert cuda_profile(name) == profile
+    with pytest.raises(ValueError, match="no device profile for 'NVIDIA T4'; set PLAN_DEVICE"):
+        cuda_profile("NVIDIA T4")
+
+
+def test_a_cpu_profile_has_this_machines_memory() -> None:
+    given = tomllib.loads(cpu_profile(16 * GIB, 4))
+    assert (given["memory_gib"], given["host_memory_gib"], given["devices_per_node"]) == (4.0, 16.0, 4)
+    assert given["domain_link"]["gbs"] > 0

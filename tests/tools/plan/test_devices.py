@@ -1,0 +1,53 @@
+"""Device profiles are read with every problem at once, from their names or from anybody's file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.plan.devices import PROFILES, known_devices, load_device
+
+
+@pytest.mark.parametrize("name", known_devices())
+def test_every_profile_loads(name: str) -> None:
+    device = load_device(name)
+    assert device.domain_link.gbs >= device.scale_out_link.gbs
+    assert device.memory_bytes <= device.host_memory_bytes
+
+
+def test_profiles_state_the_published_figures() -> None:
+    a3, h100 = load_device("a3"), load_device("h100")
+    assert (a3.devices_per_node, a3.memory_gib, a3.hbm_gbs, a3.domain_link.gbs) == (16, 64, 1600, 196)
+    assert (h100.devices_per_node, h100.hbm_gbs, h100.peak_bf16_tflops) == (8, 3350, 989)
+
+
+def test_a_profile_of_ones_own(tmp_path: Path) -> None:
+    text = (PROFILES / "h20.toml").read_text(encoding="utf-8").replace("memory_gib = 95.6", "memory_gib = 141")
+    (tmp_path / "mine.toml").write_text(text, encoding="utf-8")
+    assert load_device(str(tmp_path / "mine.toml")).memory_gib == 141
+
+
+def test_every_problem_is_named(tmp_path: Path) -> None:
+    text = (PROFILES / "h20.toml").read_text(encoding="utf-8")
+    text = text.replace("hbm_gbs = 4000", "hbm_gb = 4000").replace('family = "cuda"', 'family = "gpu"')
+    text = text.replace("gbs = 50", "gbs = 0").replace("domain_devices = 8", "domain_devices = 4")
+    (tmp_path / "bad.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match="problem") as error:
+        load_device(str(tmp_path / "bad.toml"))
+    for part in (
+        "bad.toml",
+        "unknown key hbm_gb; the nearest known key is hbm_gbs",
+        "hbm_gbs is missing",
+        "family is 'gpu'; expected one of ascend, cuda, cpu",
+        "scale_out_link.gbs is 0",
+        "domain_devices is 4, below devices_per_node 8",
+    ):
+        assert part in str(error.value)
+
+
+def test_an_unknown_device_names_the_known() -> None:
+    with pytest.raises(ValueError, match=r"no device 'h1000'; known devices: a3, .*h100"):
+        load_device("h1000")
+    with pytest.raises(ValueError, match=r"no file \./none\.toml"):
+        load_device("./none.toml")

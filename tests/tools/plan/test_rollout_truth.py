@@ -1,0 +1,228 @@
+"""What is planned of weight sync and generation is what real ranks do: the same collectives, bytes and peaks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
+from tests.parallel.launcher import run_ranks
+from tools.plan.collectives import Collective, CollectiveLog, Phase
+from tools.plan.device import MemoryMeter, PlannedDevice
+from tools.plan.platform import PLATFORMS
+from tools.plan.rollout import plan_rollout
+from tools.plan.worker import PlannedWorker
+from tools.plan.world import planned_rank
+from verl.protocol import DataProto
+from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
+from verl.workers.megatron_workers import ActorRolloutRefWorker
+from vllm.platforms.cpu import CpuPlatform
+
+ENGINE, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+NUM_SAMPLES, RESPONSE_LENGTH = 2, 6
+RAGGED, EVEN = (3, 9, 5, 10), (9, 9, 9, 9)
+TRAINING = {
+    1: [],
+    2: [f"{ENGINE}.tensor_model_parallel_size=2"],
+    4: [
+        f"{ENGINE}.tensor_model_parallel_size=2",
+        f"{ENGINE}.pipeline_model_parallel_size=2",
+        f"{ENGINE}.num_layer_list=[2,1]",
+        f"{ENGINE}.expert_model_parallel_size=2",
+    ],
+}
+TP2 = [f"{ROLLOUT}.tensor_model_parallel_size=2"]
+REFERENCE = ["trainer.rollout_ops=vllm.ops.reference:rollout_ops"]  # what a GPU runs
+CASES: dict[str, tuple[int, list[str]]] = {
+    "tp1": (1, []),
+    "tp1, decode steps as graphs": (1, [f"{ROLLOUT}.enforce_eager=False"]),
+    "tp2": (2, TP2),
+    "dp2 with expert parallel": (2, []),
+    "dp2, experts by dispatch": (2, [f"{ROLLOUT}.expert_exchange=dispatch"]),
+    "tp2 x dp2": (4, TP2),
+    "tp2 x dp2, experts by dispatch": (4, [*TP2, f"{ROLLOUT}.expert_exchange=dispatch"]),
+    "ops of a gpu": (2, REFERENCE),
+    "ops of a gpu, experts by dispatch": (2, [*REFERENCE, f"{ROLLOUT}.expert_exchange=dispatch"]),
+    "weights in fp8": (2, [*TP2, f"{ROLLOUT}.quantization=fp8"]),
+    "experts kept for replay": (
+        2,
+        [f"{ROLLOUT}.enable_rollout_routing_replay=True", "actor_rollout_ref.actor.router_replay.mode=R3"],
+    ),
+    "two engines of tp2": (4, [*TP2, f"{ROLLOUT}.data_parallel_size=1"]),
+    "two engines of dp2": (4, [f"{ROLLOUT}.data_parallel_size=2", f"{ROLLOUT}.rebalance_interval=2"]),
+}
+
+
+class Step(NamedTuple):
+    """Of the engine: its collectives, and the most bytes that were alive beyond those before."""
+
+    calls: tuple[Collective, ...]
+    peak_bytes: int
+
+
+class Seen(NamedTuple):
+    """What a rank did."""
+
+    phases: list[Phase]
+    report: dict[str, int]
+    steps: list[Step]
+
+
+def config_of(model_dir: str, world_size: int, overrides: list[str]) -> PPOTrainerConfig:
+    config = load_config(
+        [
+            "trainer.device=cpu",
+            "trainer.hang_timeout_s=0",
+            f"trainer.n_gpus_per_node={world_size}",
+            f"trainer.report_dir={model_dir}/run",
+            f"actor_rollout_ref.model.path={model_dir}",
+            "data.max_prompt_length=10",
+            f"data.max_response_length={RESPONSE_LENGTH}",
+            "data.train_batch_size=8",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+            f"{ENGINE}.dtype=bfloat16",
+            f"{ENGINE}.param_offload=True",
+            f"{ENGINE}.grad_offload=True",
+            f"{ENGINE}.optimizer_offload=True",
+            f"{ENGINE}.fix_router=True",
+            f"{ROLLOUT}.n={NUM_SAMPLES}",
+            f"{ROLLOUT}.dtype=bfloat16",
+            f"{ROLLOUT}.ignore_eos=True",
+            f"{ROLLOUT}.fix_router=True",
+            f"{ROLLOUT}.enforce_eager=True",
+            f"{ROLLOUT}.max_num_seqs=6",
+            f"{ROLLOUT}.max_num_batched_tokens=24",
+            *TRAINING[world_size],
+            *overrides,
+        ]
+    )
+    assert validate_config(config) == []
+    return config
+
+
+def prompts(replica: int, lengths: tuple[int, ...]) -> DataProto:
+    """Of every replica as long, and no two alike."""
+    rows = [[2 + replica * 40 + place] * length for place, length in enumerate(lengths) for _ in range(NUM_SAMPLES)]
+    raw = np.empty(len(rows), dtype=object)
+    raw[:] = rows
+    return DataProto.from_dict(
+        non_tensors={"raw_prompt_ids": raw, "sampling_seeds": np.arange(len(rows)).astype(object)},
+        meta_info={"eos_token_id": 1, "pad_token_id": 1},
+    )
+
+
+def watch(worker: ActorRolloutRefWorker, lengths: tuple[int, ...], log: CollectiveLog, meter: MemoryMeter) -> Seen:
+    """A sync and a generation; then another, step by step."""
+    tp = worker.config.rollout.tensor_model_parallel_size
+    mine = prompts(worker.rank // tp, lengths)
+    with log.phase("generate"):
+        worker.generate_sequences(mine)
+    with worker.sharding_manager:
+        report = worker.rollout.inference_engine.get_memory_report()
+        steps: list[Step] = []
+        if not worker.config.rollout.rebalance_interval:  # else requests cannot be added one by one
+            # Threads of gloo let go of a step's tensors when they come to it; the least of a few tries has none.
+            generations = [measured(worker, mine, log, meter) for _ in range(3)]
+            steps = [min(tries, key=lambda step: step.peak_bytes) for tries in zip(*generations, strict=True)]
+    return Seen(log.phases, report, steps)
+
+
+def measured(worker: ActorRolloutRefWorker, rows: DataProto, log: CollectiveLog, meter: MemoryMeter) -> list[Step]:
+    """Every step of a generation from an empty cache."""
+    llm = worker.rollout.inference_engine
+    llm.core.scheduler.kv.reset_prefix_cache()
+    for row, ids in enumerate(rows.non_tensor_batch["raw_prompt_ids"]):
+        params = worker.rollout.sampling_params(rows.meta_info, row)
+        llm.engine.add_request(str(row), {"prompt_token_ids": ids}, params)
+    time.sleep(0.1)
+    before, steps = meter.now_bytes, []
+    while llm.engine.has_unfinished_requests():
+        meter.peak_bytes = before
+        with log.apart() as calls:
+            llm.engine.step()
+        steps.append(Step(tuple(calls), meter.peak_bytes - before))
+    return steps
+
+
+def real_rank(model_dir: str, overrides: list[str], lengths: tuple[int, ...]) -> Seen:
+    world_size = dist.get_world_size()
+    worker = ActorRolloutRefWorker(config_of(model_dir, world_size, overrides), "actor_rollout")
+    worker.init_model()
+    log, meter = CollectiveLog(), MemoryMeter()
+    with log, meter:
+        return watch(worker, lengths, log, meter)
+
+
+@contextmanager
+def planned_worker(model_dir: str, rank: int, world_size: int, overrides: list[str]) -> Iterator[PlannedWorker]:
+    log, meter = CollectiveLog(), MemoryMeter()
+    total_bytes = CpuPlatform().memory(torch.device("cpu")).total_bytes
+    with planned_rank(rank, world_size, world_size), PlannedDevice(log, meter, has_host_memory=False) as device:
+        platform = PLATFORMS["cpu"](total_bytes, 0, device)
+        kind = "cuda" if set(REFERENCE) <= set(overrides) else "cpu"
+        worker = PlannedWorker(config_of(model_dir, world_size, overrides), kind, 1.0, platform)
+        worker.init_model()
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    config = tiny_hf_config(hidden_size=128, moe_intermediate_size=64, vocab_size=256)
+    write_tiny_checkpoint(path, config, seed=1, dtype=torch.bfloat16)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plan_is_what_ranks_do(name: str, model_dir: str) -> None:
+    world_size, overrides = CASES[name]
+    real: list[Any] = run_ranks(real_rank, world_size, model_dir, overrides, RAGGED, timeout_s=240)
+    assert dist.is_initialized() is False and "RANK" not in os.environ
+    for rank, seen in enumerate(real):
+        with planned_worker(model_dir, rank, world_size, overrides) as worker:
+            planned = worker.platform.planned
+            plan = watch(worker, RAGGED, planned.log, planned.meter)
+        for phase, expected in zip(plan.phases, seen.phases, strict=True):
+            assert phase.name == expected.name
+            for index, (ours, theirs) in enumerate(zip(phase.calls, expected.calls, strict=False)):
+                assert ours == theirs, f"rank {rank}, call {index} of {phase.name!r}"
+            assert len(phase.calls) == len(expected.calls), f"rank {rank}, {phase.name!r}"
+        for key in ("weights_bytes", "kv_cache_bytes", "num_gpu_blocks", "device_total_bytes"):
+            assert plan.report[key] == seen.report[key], key
+        for ours, theirs in zip(plan.steps, seen.steps, strict=True):
+            assert ours.calls == theirs.calls
+            assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.1, abs=256), (
+                f"rank {rank}: {ours}, {theirs}"
+            )
+
+
+@pytest.mark.parametrize("name", ["tp1", "tp2 x dp2, experts by dispatch", "two engines of tp2"])
+def test_totals_are_steps_times_calls(name: str, model_dir: str) -> None:
+    world_size, overrides = CASES[name]
+    real: list[Any] = run_ranks(real_rank, world_size, model_dir, overrides, EVEN, timeout_s=240)
+    for rank, seen in enumerate(real):
+        with planned_worker(model_dir, rank, world_size, overrides) as worker:
+            plan = plan_rollout(worker, len(EVEN) * NUM_SAMPLES, EVEN[0], RESPONSE_LENGTH)
+        generation, (phase,) = plan.generation, [phase for phase in seen.phases if phase.name]
+        num_sync = len(plan.sync.calls)
+        assert phase.calls[:num_sync] == plan.sync.calls
+        prefill, decode = generation.prefill, generation.decode
+        assert prefill is not None and decode is not None
+        num_calls = prefill.num_steps * len(prefill.calls) + decode.num_steps * len(decode.calls)
+        assert len(phase.calls) == num_sync + num_calls + len(generation.closing_calls)
+        assert prefill.num_steps + decode.num_steps + bool(generation.closing_calls) == len(seen.steps)
+        for step in (prefill, decode):
+            alike = [other for other in seen.steps if other.calls == step.calls]
+            assert any(step.peak_bytes == pytest.approx(other.peak_bytes, rel=0.1) for other in alike), (step, seen)
+        state = generation.state_bytes
+        assert state["weights"] == seen.report["weights_bytes"] and state["kv_cache"] == seen.report["kv_cache_bytes"]
+        assert state["graphs"] == 0 and generation.num_blocks == seen.report["num_gpu_blocks"]

@@ -1,0 +1,201 @@
+"""The parts of the cost model against what they stand for: samples, schedules, published micro-measurements."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from megatron.core.parallel_layout import ParallelLayout
+from megatron.core.pipeline_parallel.schedule_table import (
+    convert_schedule_table_to_order,
+    get_pp_rank_microbatches,
+    get_schedule_table,
+)
+from tools.bench.train_model import matmul_flops
+from tools.plan.devices import load_device
+from tools.plan.timing import load_constants
+from tools.plan.timing.lengths import length_distribution
+from tools.plan.timing.links import Group, Links, layout_group
+from tools.plan.timing.pipeline import pipeline_seconds
+from tools.plan.timing.published import PublishedRun, published_model, published_runs
+from tools.plan.timing.rollout import decode_step
+from tools.plan.timing.transitions import dispatch_seconds, weight_sync_seconds
+from tools.plan.timing.work import busiest_rank, model_work, train_flops_per_token
+
+
+def run_called(name: str) -> PublishedRun:
+    return next(run for run in published_runs() if run.name == name)
+
+
+# ---- lengths
+
+
+@pytest.mark.parametrize(("mean", "limit"), [(1576.6, 3072), (1385.0, 2048), (500.0, 8192), (2040.0, 2048)])
+def test_lengths_have_the_mean_and_keep_the_limit(mean: float, limit: int) -> None:
+    lengths = length_distribution(mean, limit)
+    assert lengths.mean == pytest.approx(mean, rel=1e-6)
+    assert lengths.longest <= limit
+    assert lengths.mean_square >= mean * mean * (1 - 1e-9)
+
+
+def test_the_longest_of_several_is_what_samples_show() -> None:
+    lengths = length_distribution(500.0, 8192)
+    shares = [high - low for low, high in zip((0.0, *lengths.below), lengths.below, strict=False)]
+    draw = random.Random(0)
+    for count in (2, 8, 64):
+        sampled = [max(draw.choices(lengths.points, shares, k=count)) for _ in range(4000)]
+        assert lengths.max_of(count) == pytest.approx(sum(sampled) / len(sampled), rel=0.03)
+        sums = [max(sum(draw.choices(lengths.points, shares, k=4)) for _ in range(count)) for _ in range(1500)]
+        assert lengths.max_of_sums(count, 4) == pytest.approx(sum(sums) / len(sums), rel=0.15)
+
+
+def test_equal_lengths_and_impossible_ones() -> None:
+    assert length_distribution(3039.8, 3072, 0.0).max_of(8192) == 3039.8
+    with pytest.raises(ValueError, match="mean response length 3000 is outside"):
+        length_distribution(3000, 2048)
+
+
+# ---- work
+
+
+def test_parameters_are_those_of_the_model() -> None:
+    hf = published_model("deepseek_v3")
+    work = model_work(hf)
+    norms_and_biases = 61 * (2 * 7168 + 1536 + 512) + 7168 + 58 * 256
+    assert work.parameters + norms_and_biases == 671_026_419_200
+    assert model_work(published_model("qwen3_235b_a22b")).parameters == pytest.approx(235.1e9, rel=0.001)
+
+
+def test_operations_are_those_of_the_training_benchmark() -> None:
+    hf = published_model("deepseek_v3")
+    forward = train_flops_per_token(model_work(hf), context=(1000 + 1) / 2)
+    assert 3 * forward * 1000 == pytest.approx(matmul_flops(hf, [1000]), rel=1e-9)
+
+
+def test_the_busiest_rank_is_what_samples_show() -> None:
+    draw, spread = random.Random(1), 0.6
+    for ranks in (8, 32):
+        size = 256 // ranks
+        sampled = [
+            max(sum(draw.gauss(1.0, spread) for _ in range(size)) / size for _ in range(ranks)) for _ in range(400)
+        ]
+        # sqrt(2 ln R) is the limit of many ranks, from above.
+        assert sum(sampled) / 400 < busiest_rank(256, ranks, spread) < 1.12 * sum(sampled) / 400
+    assert busiest_rank(256, 1, spread) == busiest_rank(0, 8, spread) == 1.0
+
+
+# ---- links
+
+
+def test_groups_stand_where_the_layout_puts_them() -> None:
+    layout = ParallelLayout(
+        world_size=256, tensor_model_parallel_size=8, pipeline_model_parallel_size=8, expert_model_parallel_size=32
+    )
+    assert layout_group(layout, ("tp",), False, 8) == Group(8, 8)
+    assert layout_group(layout, ("ep",), True, 8) == Group(32, 8)
+    assert layout_group(layout, ("pp",), False, 8) == Group(8, 1)
+    assert layout_group(layout, ("ep",), True, 768).is_in_domain
+
+
+def test_collectives_cost_more_where_they_leave_the_domain() -> None:
+    links = Links.of(load_device("h100"), 1.0)
+    near, far = Group(8, 8), Group(8, 1)
+    for collective in (links.gather, links.all_to_all, links.all_reduce):
+        assert collective(1e9, near) < collective(1e9, far)
+        assert collective(1e9, Group(1, 1)) == 0.0
+    assert links.gather(1e9, near) == pytest.approx(7 / 8 * 1e9 / 450e9, rel=0.01)
+    assert links.all_to_all(1e9, far) == pytest.approx(7 / 8 * 1e9 / 50e9, rel=0.01)
+
+
+# ---- pipeline
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+@pytest.mark.parametrize("stages", [(1.0,) * 4, (0.9, 1.0, 1.0, 0.9), (0.6, 1.0, 1.0, 1.1)])
+@pytest.mark.parametrize("num_microbatches", [4, 32])
+def test_the_pipeline_takes_as_long_as_its_schedule(
+    num_chunks: int, stages: tuple[float, ...], num_microbatches: int
+) -> None:
+    ran = schedule_seconds(stages, num_microbatches, num_chunks)
+    assert pipeline_seconds(stages, num_microbatches, num_chunks) == pytest.approx(ran, rel=0.08)
+
+
+def schedule_seconds(stages: Sequence[float], num_microbatches: int, num_chunks: int) -> float:
+    """When the last task ends if every stage runs its tasks in 1F1B order as soon as their inputs are there.
+
+    A task forward takes a third of the stage's share for a chunk, one backward two thirds.
+    """
+    size = len(stages)
+    orders: list[list[tuple[bool, int, int]]] = []
+    for rank in range(size):
+        table = get_schedule_table(num_microbatches, num_chunks, size)
+        _, _, warmup, _ = get_pp_rank_microbatches(
+            num_microbatches, num_chunks, size, pipeline_size=size, pipeline_rank=rank
+        )
+        forwards, backwards = iter(table), iter(table)
+        order = []
+        for signed in convert_schedule_table_to_order(warmup, num_chunks, table):
+            microbatch = next(forwards if signed > 0 else backwards).microbatch
+            order.append((signed < 0, microbatch, abs(signed) - 1))
+        orders.append(order)
+    ended: dict[tuple[bool, int, int], float] = {}  # (is backward, micro-batch, virtual stage)
+    free, place = [0.0] * size, [0] * size
+    last = size * num_chunks - 1
+    while any(at < len(order) for at, order in zip(place, orders, strict=True)):
+        for rank, order in enumerate(orders):
+            while place[rank] < len(order):
+                is_backward, microbatch, chunk = order[place[rank]]
+                stage = chunk * size + rank
+                if is_backward:
+                    needed = (True, microbatch, stage + 1) if stage < last else (False, microbatch, stage)
+                else:
+                    needed = (False, microbatch, stage - 1)
+                if stage > 0 or is_backward:
+                    if needed not in ended:
+                        break
+                    free[rank] = max(free[rank], ended[needed])
+                free[rank] += stages[rank] / num_chunks * (2 / 3 if is_backward else 1 / 3)
+                ended[is_backward, microbatch, stage] = free[rank]
+                place[rank] += 1
+    return max(free)
+
+
+# ---- published micro-measurements
+
+
+def test_decode_steps_are_those_of_the_published_table() -> None:
+    """cann's time per output token of DeepSeek-V3 on 256 dies, by the size of the recorded graph."""
+    run, rates = run_called("cann, random weights"), load_constants().rates("ascend")
+    shape = replace(run.shape, rollout=replace(run.shape.rollout, graph_sizes=()))
+    for sequences, published_ms in ((64, 76), (32, 67), (16, 61), (8, 57), (4, 55), (2, 54), (1, 54)):
+        predicted = 1e3 * decode_step(shape, run.device, rates, sequences, 3072).model
+        assert predicted == pytest.approx(published_ms, rel=0.1)
+
+
+def test_dispatch_is_as_late_as_published() -> None:
+    """cann 3.2.4: 57 s before the log-probs and 73 s before the update, of 256 ranks."""
+    rates = load_constants().rates("ascend")
+    shape = replace(run_called("cann, random weights").shape, dispatch="controller")
+    assert sum(dispatch_seconds(shape, rates, is_update=False).values()) == pytest.approx(57, rel=0.05)
+    assert sum(dispatch_seconds(shape, rates, is_update=True).values()) == pytest.approx(73, rel=0.05)
+
+
+@pytest.mark.parametrize(("tp", "ep", "world", "published_s"), [(8, 8, 128, 120), (1, 16, 256, 80)])
+def test_gathering_tensor_by_tensor_takes_what_is_published(tp: int, ep: int, world: int, published_s: float) -> None:
+    """verl issue 5311."""
+    shape = run_called("verl, 96 H20").shape
+    layout = ParallelLayout(
+        world_size=world,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=16,
+        expert_model_parallel_size=ep,
+        num_layers_in_first_pipeline_stage=3,
+        num_layers_in_last_pipeline_stage=2,
+    )
+    moved = weight_sync_seconds(
+        replace(shape, train=replace(shape.train, layout=layout)), load_constants().rates("cuda")
+    )
+    assert sum(moved.values()) == pytest.approx(published_s, rel=0.05)

@@ -1,0 +1,199 @@
+"""Predictions: how far from published steps, what a config becomes, and what changes a step for better or worse."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recipes.common.recipe import ROOT
+from tools.plan.devices import load_device
+from tools.plan.timing import (
+    MicroBatches,
+    RunShape,
+    load_constants,
+    predict,
+    ranked,
+    sensitivity,
+    sensitivity_table,
+    step_table,
+)
+from tools.plan.timing.calibrate import PHASE_BAR, TOTAL_BAR, calibrated, tables, write_constants
+from tools.plan.timing.constants import TABLE, Constants
+from tools.plan.timing.cost import PHASES
+from tools.plan.timing.fit import LeftOut, is_main
+from tools.plan.timing.published import published_model, published_runs
+from verl.trainer.config import load_config
+
+README = TABLE.with_name("README.md")
+
+
+@pytest.fixture(scope="module")
+def calibration() -> tuple[Constants, list[LeftOut]]:
+    return calibrated()
+
+
+def test_the_readme_shows_what_the_command_prints(calibration: tuple[Constants, list[LeftOut]]) -> None:
+    block = re.search(r"<!-- calibrate -->\n(.*)\n<!-- /calibrate -->", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert block is not None
+    assert block[1] == tables(*calibration), "python -m tools.plan.timing.calibrate prints other tables"
+
+
+def test_the_constants_are_the_fitted_ones(calibration: tuple[Constants, list[LeftOut]], tmp_path: Path) -> None:
+    written = tmp_path / TABLE.name
+    written.write_text(TABLE.read_text(encoding="utf-8"), encoding="utf-8")
+    write_constants(calibration[0], written)
+    assert written.read_text(encoding="utf-8") == TABLE.read_text(encoding="utf-8"), "run calibrate --write"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["cann, real weights", "cann, random weights", "r1_ascend", "verl, 96 H20", "NeMo, 256 H100", "NeMo, 512 H100"],
+)
+def test_bars_hold_for_rows_that_were_left_out(name: str, calibration: tuple[Constants, list[LeftOut]]) -> None:
+    left = next(left for left in calibration[1] if left.run.name == name)
+    for miss in left.misses:
+        bar = TOTAL_BAR if miss.phase == "total" else PHASE_BAR
+        assert not is_main(miss, left.run) or abs(miss.error) <= bar, miss
+
+
+def test_fitted_constants_are_fewer_than_the_phases(calibration: tuple[Constants, list[LeftOut]]) -> None:
+    phases = [miss for left in calibration[1] for miss in left.misses if is_main(miss, left.run)]
+    assert len(calibration[0].fitted) < len([miss for miss in phases if miss.phase != "total"])
+
+
+def test_every_row_and_constant_says_where_it_is_from() -> None:
+    assert all(run.source and run.assumed for run in published_runs())
+    assert all(constant.origin for constant in load_constants().by_key.values())
+
+
+def test_a_prediction_takes_milliseconds() -> None:
+    constants, runs = load_constants(), published_runs()
+    for run in runs:
+        predict(run.shape, run.device, constants)
+    best = 1.0
+    for _ in range(5):
+        before = time.process_time()
+        for run in runs:
+            predict(run.shape, run.device, constants)
+        best = min(best, (time.process_time() - before) / len(runs))
+    assert best < 0.010
+
+
+def test_terms_and_phases_add_up() -> None:
+    constants = load_constants()
+    for run in published_runs():
+        step = predict(run.shape, run.device, constants)
+        assert set(step.seconds) == set(PHASES)
+        assert all(seconds >= 0 for terms in step.terms.values() for seconds in terms.values())
+        if run.shape.schedule == "sync":
+            assert step.total_s == pytest.approx(sum(step.seconds.values()))
+        else:
+            assert step.total_s < sum(step.seconds.values())
+        assert step.dominant("rollout", 1)[0][1] == max(step.terms["rollout"].values())
+
+
+# ---- shapes of recipes
+
+
+def shape_of(folder: str, name: str, *overrides: str) -> RunShape:
+    config = load_config(list(overrides), config_name=name, config_dir=ROOT / "recipes" / folder / "config")
+    return RunShape.of(config, published_model("deepseek_v3"), name=name)
+
+
+def test_the_shape_of_the_cann_config() -> None:
+    shape = shape_of("r1_zero", "cann_true_weight_671b_256die")
+    published = next(run.shape for run in published_runs() if run.name == "cann, real weights, 8 layers again")
+    assert shape.train.layout == published.train.layout
+    assert shape.train.update == MicroBatches(samples=1)
+    assert shape.train.log_prob == MicroBatches(samples=8)  # packed here, padded there
+    for field in ("recomputed_layers", "optimizer", "offloads", "mini_batches"):
+        assert getattr(shape.train, field) == getattr(published.train, field), field
+    assert (shape.train.exchange_beside, published.train.exchange_beside) == ("shared", "experts")
+    for field in ("world_size", "tp", "dp", "max_num_seqs", "graph_sizes", "has_expert_parallel"):
+        assert getattr(shape.rollout, field) == getattr(published.rollout, field), field
+    assert (shape.has_reference, shape.has_old_log_prob, shape.num_sequences) == (True, False, 8192)
+
+
+def test_the_shape_of_the_slime_config() -> None:
+    shape = shape_of("r1_dynamic_sampling", "deepseek_r1_671b_128gpu")
+    assert shape.train.layout.context_parallel_size == 4
+    assert (shape.train.optimizer, shape.train.recomputed_layers, shape.train.mini_batches) == ("cpu", -1, 4)
+    assert shape.rollout.weight_bytes == 1.0
+    assert shape.generated_sequences == 2 * shape.num_sequences
+    assert shape.has_old_log_prob
+
+
+def test_even_experts_and_full_lengths_come_from_the_config() -> None:
+    shape = shape_of("r1_zero", "cann_random_init_671b_256die")
+    assert shape.expert_load_spread == 0.0
+    assert shape.lengths.response_mean == shape.lengths.response_limit
+
+
+def test_a_shape_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be timed") as error:
+        shape_of(
+            "r1_zero",
+            "r1_ascend_671b_256die",
+            "actor_rollout_ref.rollout.data_parallel_size=96",
+            "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=7",
+        )
+    assert "world size 256 is not a multiple of" in str(error.value)
+    assert "do not divide into engines of TP 2 x DP 96" in str(error.value)
+    assert "256 experts do not divide over TP 2 x DP 96 ranks" in str(error.value)
+
+
+# ---- what changes a step
+
+
+def test_sensitivity_goes_the_way_it_must() -> None:
+    shape, device, constants = shape_of("r1_zero", "r1_ascend_671b_256die"), load_device("a3"), load_constants()
+    step = {variation.what: variation.step for variation in sensitivity(shape, device, constants)}
+    now = step["as it is"].total_s
+    # TP1 PP8 EP32 needs 256 ranks at a time, so the next size is another 16 nodes.
+    assert step["16 more nodes"].total_s < now
+    assert step["16 more nodes"].tokens_per_s_device < step["as it is"].tokens_per_s_device
+    assert step["twice the response length"].total_s > 1.5 * now
+    assert step["experts loaded evenly"].total_s < now < step["experts loaded twice as unevenly"].total_s
+    assert step["decode without graphs"].seconds["rollout"] > step["as it is"].seconds["rollout"]
+    assert step["rows through the controller"].total_s > now
+
+
+def test_ranking_puts_the_faster_layout_first() -> None:
+    shape, device, constants = shape_of("r1_zero", "r1_ascend_671b_256die"), load_device("a3"), load_constants()
+    spare = replace(shape, name="no recomputation", train=replace(shape.train, recomputed_layers=0))
+    padded = replace(shape, name="padded", train=replace(shape.train, log_prob=MicroBatches(4, is_padded=True)))
+    assert [best.name for best, _ in ranked([padded, shape, spare], device, constants)] == [
+        "no recomputation",
+        "r1_ascend_671b_256die",
+        "padded",
+    ]
+
+
+def test_generation_that_never_stops_has_no_tail() -> None:
+    run = next(run for run in published_runs() if run.name == "NeMo, 512 H100, one step off")
+    constants = load_constants()
+    stopping = replace(run.shape, schedule="one_step_off")
+    tail, none = (predict(shape, run.device, constants).seconds["rollout"] for shape in (stopping, run.shape))
+    assert none < 0.7 * tail
+
+
+def test_tables_show_the_error_beside_each_prediction() -> None:
+    shape, constants = shape_of("r1_zero", "r1_ascend_671b_256die"), load_constants()
+    step = predict(shape, load_device("a3"), constants)
+    lines = step_table(step)
+    assert any(line.startswith("| update | ") and "| up to 8% (3 rows) | compute " in line for line in lines)
+    assert lines[-1].startswith(f"| step | {step.total_s:.1f} | up to 14% (4 rows) |")
+    assert not any("old_log_prob" in line for line in lines)
+    assert "no published row" in step_table(predict(shape, load_device("cpu"), constants))[-1]
+    changes = sensitivity_table(sensitivity(shape, load_device("a3"), constants))
+    assert changes[2].startswith(f"| as it is | {step.total_s:.1f} |  |")
+
+
+def test_errors_are_those_of_the_device_family() -> None:
+    shape, constants = shape_of("r1_zero", "r1_ascend_671b_256die"), load_constants()
+    assert predict(shape, load_device("a3"), constants).errors["total"].rows == 4
+    assert predict(shape, load_device("cpu"), constants).errors == {}

@@ -1,0 +1,95 @@
+"""What a plan says of a training step beside what the step does: every collective, every persistent byte, the peak."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.memory_ledger import ledger
+from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
+from tests.parallel.launcher import run_ranks
+from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
+from tools.plan.collectives import CollectiveLog
+from tools.plan.device import MemoryMeter, PlannedDevice
+from tools.plan.platform import PlannedCpu
+from tools.plan.training import Rows, TrainingPhase, run_training
+from tools.plan.worker import PlannedWorker
+from tools.plan.world import planned_rank
+from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
+from verl.workers.megatron_workers import ActorRolloutRefWorker
+
+PROMPT, RESPONSE = 10, 8
+PEAK_TOLERANCE = 0.1
+Outcome = tuple[dict[str, TrainingPhase], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    write_tiny_checkpoint(path, tiny_hf_config(num_hidden_layers=4), seed=1, dtype=torch.float32)
+    return str(path)
+
+
+def _config(model_dir: str, world_size: int, overrides: list[str]) -> PPOTrainerConfig:
+    config = load_config(overrides_of(model_dir, world_size, *overrides))
+    assert validate_config(config) == []
+    return config
+
+
+def _rows(config: PPOTrainerConfig) -> Rows:
+    layout = config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size)
+    num = config.data.train_batch_size * config.actor_rollout_ref.rollout.n // layout.data_parallel_size
+    return Rows(num, PROMPT, RESPONSE)
+
+
+def run(model_dir: str, overrides: list[str]) -> Outcome:
+    """Runs in every rank."""
+    world_size = torch.distributed.get_world_size()
+    config = _config(model_dir, world_size, overrides)
+    worker = ActorRolloutRefWorker(config, "actor_rollout_ref")
+    worker.init_model()
+    worker.actor_module.onload_params()
+    worker.actor_module.onload_grads()
+    worker.optimizer.onload()
+    held = ledger(worker.actor_module, worker.optimizer)
+    worker._offload_for_rollout()
+    log, meter = CollectiveLog(), MemoryMeter()
+    with log, meter:
+        done = run_training(worker, _rows(config), log, meter)
+    worker.kept_rows.close()
+    return done, held
+
+
+class TrainingOnly(PlannedWorker):
+    def _build_rollout(self) -> None:
+        self._offload_for_rollout()
+
+
+def plan(model_dir: str, world_size: int, rank: int, overrides: list[str]) -> Outcome:
+    config = _config(model_dir, world_size, overrides)
+    log, meter = CollectiveLog(), MemoryMeter()
+    device = PlannedDevice(log, MemoryMeter(), has_host_memory=False)
+    with planned_rank(rank, world_size, world_size), device:
+        worker = TrainingOnly(config, "cpu", 1.0, PlannedCpu(0, 0, device))
+        worker.init_model()
+        worker.actor_module.onload_params()
+        worker.actor_module.onload_grads()
+        worker.optimizer.onload()
+        held = ledger(worker.actor_module, worker.optimizer)
+        worker._offload_for_rollout()
+        device.meter = worker.timeline.meter = meter
+        return run_training(worker, _rows(config), log, meter), held
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_training_step_does_what_was_planned(name: str, model_dir: str) -> None:
+    world_size, overrides = LAYOUTS[name]
+    outcomes = run_ranks(run, world_size, model_dir, overrides)
+    for rank, (did, held) in enumerate(outcomes):
+        planned, expected = plan(model_dir, world_size, rank, overrides)
+        assert held == expected, f"rank {rank}: persistent bytes"
+        for call, phase in planned.items():
+            assert list(did[call].collectives.calls) == list(phase.collectives.calls), f"rank {rank}, {call}"
+            assert phase.peak_bytes == pytest.approx(did[call].peak_bytes, rel=PEAK_TOLERANCE), f"rank {rank}, {call}"

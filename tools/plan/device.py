@@ -1,0 +1,219 @@
+"""A device that has sizes and no values: what lies on it, the most that ever did, and what is asked of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from tools.plan.collectives import CollectiveLog, returned
+
+DEVICE = torch.device("meta")
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Counts the bytes of every storage that an operation makes while the meter runs, until the storage is freed.
+
+    What was there before does not count. On a real device the caller's host tensors count too; they are small.
+    ``total_bytes`` is what all of it would take together, if nothing were freed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_bytes = 0
+        self.peak_bytes = 0
+        self.total_bytes = 0
+        self._alive: dict[int, weakref.ref] = {}
+        self._sizes: dict[int, int] = {}
+        self._is_paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_composite(func):
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        outputs = func(*args, **(kwargs or {}))
+        self.count(func, outputs)
+        return outputs
+
+    def count(self, func: Any, outputs: Any) -> None:
+        """Note the storages of ``outputs`` that are new; what ``func`` writes into or views was there before."""
+        if self._is_paused or func.namespace == "c10d" or _is_view_or_write(func):
+            return
+        if isinstance(outputs, torch.Tensor):
+            self._count(outputs.untyped_storage())
+            return
+        for x in tree_iter(outputs):
+            if isinstance(x, torch.Tensor):
+                self._count(x.untyped_storage())
+
+    def settle(self) -> None:
+        """Count anew what was resized in place, as offloading does: no operation tells of that."""
+        for key, reference in self._alive.items():
+            storage = reference()
+            if storage is not None and storage.nbytes() != self._sizes[key]:
+                self._add(storage.nbytes() - self._sizes[key])
+                self._sizes[key] = storage.nbytes()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is made inside does not count."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        num_bytes = storage.nbytes()
+        if key in self._alive or not num_bytes:
+            return
+        self._alive[key] = weakref.ref(storage, lambda _: self._free(key))
+        self._sizes[key] = num_bytes
+        self._add(num_bytes)
+
+    def _add(self, num_bytes: int) -> None:
+        self.now_bytes += num_bytes
+        self.total_bytes += max(num_bytes, 0)
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+    def _free(self, key: int) -> None:
+        del self._alive[key]
+        self.now_bytes -= self._sizes.pop(key)
+
+
+class PlannedDevice(TorchDispatchMode):
+    """Makes the code of a run work on the meta device, which holds shapes only.
+
+    Collectives are noted in ``log`` and move nothing. Pinned host memory is meta memory too, counted apart; where host
+    and device are one (``has_host_memory`` False) it is memory like any other, and what is sent to the device is there
+    already. What the host reads of the device is zero: a value that steers the program (how many tokens went to which
+    expert, which token was sampled) must come from an op table made for plans.
+    """
+
+    def __init__(self, log: CollectiveLog, meter: MemoryMeter, has_host_memory: bool = True) -> None:
+        super().__init__()
+        self.log, self.meter, self.has_host_memory = log, meter, has_host_memory
+        self._host_bytes = 0
+        self._host: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned host memory that is held now."""
+        return self._host_bytes + sum(self._host.values())
+
+    def move_to_host(self, num_bytes: int) -> None:
+        """So many bytes that were counted as the device's are memory of its host, from now on to the end."""
+        if self.has_host_memory:
+            self.meter.now_bytes -= num_bytes
+            self._host_bytes += num_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs)
+        if _is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        if kwargs.get("pin_memory"):
+            return self._pinned(func, args, kwargs)
+        special = _SPECIAL.get(func)
+        if special is not None:
+            found, result = special(self, func, args, kwargs)
+            if found:
+                return result
+        if _is_mixed(args, kwargs):
+            args, kwargs = _on_meta((args, kwargs))
+        outputs = func(*args, **kwargs)
+        self.meter.count(func, outputs)
+        return outputs
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.log.add(func, args)
+        if any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_iter(list(args))):
+            from torch._C._distributed_c10d import FakeWork
+
+            return returned(func, args, FakeWork().boxed())
+        return func(*args, **kwargs)
+
+    def _pinned(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        planned: torch.Tensor = func(*args, **(kwargs | {"pin_memory": False, "device": DEVICE}))
+        if self.has_host_memory:
+            self._host[planned.untyped_storage()] = planned.untyped_storage().nbytes()
+        else:
+            self.meter.count(func, planned)
+        return planned
+
+    def is_pinned(self, x: torch.Tensor) -> bool:
+        """Whether ``x`` stands for host memory."""
+        return x.untyped_storage() in self._host
+
+
+@cache
+def _is_view_or_write(func: Any) -> bool:
+    return any(result.alias_info is not None for result in func._schema.returns)
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    """Whether torch makes it of other operations, which inference mode would hide."""
+    if func.namespace == "prim":  # questions about a tensor
+        return False
+    is_composite: bool = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return is_composite
+
+
+def _is_mixed(args: Any, kwargs: Any) -> bool:
+    """Whether there are host and device tensors among the arguments; asked of every operation, so without pytrees."""
+    kinds = 0
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(x, torch.Tensor):
+            kinds |= 1 if x.is_meta else 2
+        elif isinstance(x, (list, tuple)):
+            for part in x:
+                if isinstance(part, torch.Tensor):
+                    kinds |= 1 if part.is_meta else 2
+    return kinds == 3
+
+
+def _on_meta(args: Any) -> Any:
+    """Host tensors beside device tensors go where those are: what comes of both has no value anyway."""
+    return tree_map_only(torch.Tensor, lambda x: x if x.is_meta else torch.empty_like(x, device=DEVICE), args)
+
+
+def _moved(mode: PlannedDevice, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    x, device = args[0], kwargs.get("device")
+    if device is None or torch.device(device) == x.device:
+        return False, None
+    if x.is_meta:
+        return True, torch.zeros(x.shape, dtype=kwargs.get("dtype") or x.dtype)
+    is_copied = mode.has_host_memory or kwargs.get("dtype") not in (None, x.dtype)
+    return not is_copied, None if is_copied else func(*args, **kwargs)
+
+
+def _to_scalar(mode: PlannedDevice, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    x = args[0]
+    return x.is_meta, torch.zeros((), dtype=x.dtype).item() if x.is_meta else None
+
+
+def _copy(mode: PlannedDevice, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    target, source = args[:2]
+    return source.is_meta or target.is_meta, target
+
+
+def _pinned(mode: PlannedDevice, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    return args[0].is_meta, mode.is_pinned(args[0]) if args[0].is_meta else None
+
+
+_SPECIAL = {
+    torch.ops.aten._to_copy.default: _moved,
+    torch.ops.aten._local_scalar_dense.default: _to_scalar,
+    torch.ops.aten.copy_.default: _copy,
+    torch.ops.aten.is_pinned.default: _pinned,
+}

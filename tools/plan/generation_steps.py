@@ -1,0 +1,126 @@
+"""The steps of a generation whose lengths are given, from the engine's own scheduler alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from vllm.config import SchedulerConfig
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one replica generates, and with what.
+
+    num_prompts: rows, those of one prompt together · samples_per_prompt: rows that have the same prompt ·
+    prompt_length, response_length: tokens of every row · num_blocks, block_size, shares_prefixes: of the KV cache ·
+    token: that is sampled.
+    """
+
+    num_prompts: int
+    samples_per_prompt: int
+    prompt_length: int
+    response_length: int
+    num_blocks: int
+    block_size: int
+    shares_prefixes: bool
+    scheduler: SchedulerConfig
+    token: int
+
+    def prompt(self, row: int) -> list[int]:
+        """Token ids; those of different prompts begin with different ones."""
+        return [row // self.samples_per_prompt + 1, *[self.token] * (self.prompt_length - 1)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sequence as it was when a step was scheduled: its tokens and blocks, and the tokens that the step computes."""
+
+    row: int
+    num_tokens: int
+    num_computed: int
+    num_new: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A scheduled step; `block_copies` as in ``SchedulerOutput``."""
+
+    rows: tuple[Row, ...]
+    block_copies: tuple[tuple[int, int], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_new for row in self.rows)
+
+    @property
+    def num_context(self) -> int:
+        """Tokens that its tokens see at most, over all sequences."""
+        return sum(row.num_computed + row.num_new for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How many there are, and the largest of each kind, by new tokens and then by context; None without any.
+
+    A decode step brings one token of every sequence, all others are prefill steps. num_computed: tokens of all steps.
+    """
+
+    num_prefill: int
+    num_decode: int
+    num_computed: int
+    num_preemptions: int
+    prefill: Step | None
+    decode: Step | None
+
+
+@lru_cache(maxsize=16)
+def count_steps(load: Workload) -> Steps:
+    """Runs the scheduler to the end of every row; nothing is computed, so a thousand steps take some seconds."""
+    kv = KVCacheManager(load.num_blocks, load.block_size, load.shares_prefixes)
+    scheduler = Scheduler(load.scheduler, kv)
+    for row in range(load.num_prompts):
+        scheduler.add_request(Request(str(row), load.prompt(row), max_tokens=load.response_length))
+    largest: dict[bool, tuple[tuple[int, int], Step]] = {}
+    counts, num_computed = {True: 0, False: 0}, 0
+    for step in _schedule(scheduler, load.token):
+        is_decode = step.is_decode_only
+        counts[is_decode] += 1
+        num_computed += step.total_num_tokens
+        context = sum(request.num_computed_tokens for request in step.requests)
+        size = (step.total_num_tokens, context + step.total_num_tokens)
+        if is_decode not in largest or size > largest[is_decode][0]:
+            largest[is_decode] = size, _kept(step)
+    prefill, decode = (largest[kind][1] if kind in largest else None for kind in (False, True))
+    return Steps(counts[False], counts[True], num_computed, scheduler.num_preemptions, prefill, decode)
+
+
+def _schedule(scheduler: Scheduler, token: int) -> Iterator[SchedulerOutput]:
+    while scheduler.has_unfinished:
+        step = scheduler.schedule()
+        yield step
+        num_sampled = sum(
+            request.num_computed_tokens + num_new == len(request.token_ids)
+            for request, num_new in zip(step.requests, step.num_tokens, strict=True)
+        )
+        scheduler.update_from_output(step, [token] * num_sampled, [0.0] * num_sampled)
+
+
+def _kept(step: SchedulerOutput) -> Step:
+    rows = tuple(
+        Row(
+            int(request.request_id),
+            len(request.token_ids),
+            request.num_computed_tokens,
+            num_new,
+            tuple(request.block_ids),
+        )
+        for request, num_new in zip(step.requests, step.num_tokens, strict=True)
+    )
+    return Step(rows, tuple(step.block_copies))

@@ -1,0 +1,43 @@
+"""What lies on the device before, within and after every phase that a worker tells its timeline of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tools.plan.device import MemoryMeter
+from verl.utils.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes on the device when phase ``name`` began, at most while it went on, and when it ended."""
+
+    name: str
+    before_bytes: int
+    peak_bytes: int
+    after_bytes: int
+
+
+class MemoryTimeline(Timeline):
+    """A worker's timeline that tells bytes instead of seconds. Phases within others are told as well, before them."""
+
+    def __init__(self, meter: MemoryMeter) -> None:
+        super().__init__()
+        self.meter = meter
+        self.phases: list[PhaseMemory] = []
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """See ``Timeline``."""
+        meter = self.meter
+        meter.settle()
+        before, outer_peak = meter.now_bytes, meter.peak_bytes
+        meter.peak_bytes = before
+        try:
+            yield
+        finally:
+            meter.settle()
+            self.phases.append(PhaseMemory(name, before, meter.peak_bytes, meter.now_bytes))
+            meter.peak_bytes = max(outer_peak, meter.peak_bytes)

@@ -1,0 +1,100 @@
+"""Platforms of planned devices: those of the run, with the memory of a device that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tools.plan.device import DEVICE, MemoryMeter, PlannedDevice
+from vllm.platforms import DeviceMemory, GraphPool, Platform, RecordedGraph
+from vllm.platforms.cpu import CpuPlatform
+from vllm.platforms.cuda import CudaPlatform
+from vllm_ascend.platform import NPUPlatform
+
+
+class PlannedGraphPool(GraphPool):
+    """Graphs that are run again instead of replayed; their memory, the most that one of them needs, is held."""
+
+    def __init__(self, planned: PlannedDevice, keeps_all: bool) -> None:
+        """keeps_all: what is freed while a step is recorded stays, as on a CPU."""
+        self._planned, self._keeps_all = planned, keeps_all
+        self._held: list[Tensor] = []
+        self._held_bytes = 0
+
+    def capture(self, run: Callable[[], Tensor]) -> RecordedGraph:
+        """See ``GraphPool.capture``; recording notes no collectives, they happen in the replays."""
+        with self._planned.log.paused(), self._planned.meter.paused(), MemoryMeter() as probe:
+            output = run()
+        needed = probe.total_bytes if self._keeps_all else max(0, probe.peak_bytes - self._held_bytes)
+        if needed:
+            self._held.append(torch.empty(needed, dtype=torch.uint8, device=DEVICE))
+            self._held_bytes += needed
+
+        def replay() -> None:
+            with self._planned.meter.paused():
+                run()
+
+        return RecordedGraph(output, replay, _nothing)
+
+
+class PlannedPlatform(Platform):
+    """What every planned platform has in place of its device.
+
+    Args:
+        total_bytes: of the device.
+        used_bytes: what others than torch have of it: the driver, contexts, buffers of communicators.
+        planned: what counts the rest.
+    """
+
+    holds_values = False
+
+    def __init__(self, total_bytes: int, used_bytes: int, planned: PlannedDevice) -> None:
+        self.total_bytes, self.used_bytes, self.planned = total_bytes, used_bytes, planned
+
+    def device(self, local_rank: int) -> torch.device:
+        return DEVICE
+
+    def num_devices(self) -> int:
+        return 1
+
+    def memory(self, device: torch.device) -> DeviceMemory:
+        self.planned.meter.settle()
+        free = self.total_bytes - self.used_bytes - self.planned.meter.now_bytes
+        return DeviceMemory(max(0, free), self.total_bytes)
+
+    def exchange_device(self, device: torch.device) -> torch.device:
+        """The host: what replicas tell each other steers the program, so it needs its values."""
+        return torch.device("cpu")
+
+    def empty_cache(self) -> None:
+        """Nothing is cached."""
+
+    def synchronize(self) -> None:
+        """Nothing is queued."""
+
+    def prefer_large_pages(self, tensor: Tensor) -> None:
+        """There are no pages."""
+
+    def graph_pool(self) -> GraphPool:
+        return PlannedGraphPool(self.planned, keeps_all=self.name == "cpu")
+
+
+class PlannedCpu(PlannedPlatform, CpuPlatform):
+    """See ``PlannedPlatform``."""
+
+
+class PlannedCuda(PlannedPlatform, CudaPlatform):
+    """See ``PlannedPlatform``."""
+
+
+class PlannedNpu(PlannedPlatform, NPUPlatform):
+    """See ``PlannedPlatform``."""
+
+
+PLATFORMS: dict[str, type[PlannedPlatform]] = {"cpu": PlannedCpu, "cuda": PlannedCuda, "npu": PlannedNpu}
+
+
+def _nothing() -> None:
+    """The pool holds the memory until it goes itself."""

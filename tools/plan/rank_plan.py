@@ -1,0 +1,217 @@
+"""One rank of a run from its start to the end of a step: bytes by owner and by phase, and every call to other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.core.memory_ledger import ON_DEVICE, ON_HOST, LedgerEntry, ledger
+from megatron.core.parallel_layout import RankCoords
+from tools.plan.collectives import Collective, CollectiveLog
+from tools.plan.device import MemoryMeter, PlannedDevice
+from tools.plan.devices import DeviceProfile
+from tools.plan.phase_memory import PhaseMemory
+from tools.plan.platform import PLATFORMS
+from tools.plan.repeated import RepeatedCalls, exact, steps, what_repeats
+from tools.plan.rollout import GenerationPlan, plan_rollout
+from tools.plan.training import OLD, REF, UPDATE, Rows, batch_of, training_calls
+from tools.plan.worker import PlannedWorker
+from tools.plan.world import planned_rank
+from verl.trainer.config import PPOTrainerConfig
+
+KINDS = {"ascend": "npu", "cuda": "cuda", "cpu": "cpu"}  # family of a device -> kind of op table
+RESERVED_BYTES = {"ascend": 4 << 30, "cuda": 2 << 30, "cpu": 0}  # driver, context and communicators' buffers: modelled
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank holds and does in a step.
+
+    num_parameters: of the model that are this rank's to count, so that the sum over the stages is the model's ·
+    device_state, host_state: owner -> bytes while it is there · phases: of the step, in order; a phase within another
+    comes before it · calls: of each phase · generation: of the rollout engine.
+    """
+
+    rank: int
+    coords: RankCoords
+    num_parameters: int
+    device_state: dict[str, int]
+    host_state: dict[str, int]
+    phases: tuple[PhaseMemory, ...]
+    calls: tuple[RepeatedCalls, ...]
+    generation: GenerationPlan
+    sync_bytes: dict[str, int]
+
+    @property
+    def peak(self) -> PhaseMemory:
+        """The phase in which most lies on the device."""
+        return max(self.phases, key=lambda phase: phase.peak_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of this rank's process, beside Python and torch."""
+        return sum(self.host_state.values())
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """Rows of a step and their tokens; ``load``: see ``tools.plan.ops.Routing``."""
+
+    prompt_length: int
+    response_length: int
+    load: float = 1.0
+
+
+def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: StepSize) -> RankPlan:
+    """Builds ``rank`` and runs its step on a planned device; takes seconds for a stage of 671B parameters.
+
+    ValueError when the run would refuse: what does not divide, or a rollout engine without room for its cache.
+    """
+    kind = KINDS[device.family]
+    log, meter = CollectiveLog(), MemoryMeter()
+    planned = PlannedDevice(log, meter, has_host_memory=kind != "cpu")
+    platform = PLATFORMS[kind](device.memory_bytes, RESERVED_BYTES[device.family], planned)
+    trainer = config.trainer
+    with planned_rank(rank, trainer.world_size, trainer.n_gpus_per_node), planned:
+        worker = PlannedWorker(config, kind, size.load, platform)
+        with log.phase("init"):
+            worker.init_model()
+        worker.timeline.phases.clear()
+        rollout = plan_rollout(worker, _rows_of_replica(config), size.prompt_length, size.response_length)
+        calls = [exact("weight_sync", rollout.sync.calls), *_generation_calls(rollout.generation)]
+        for name in training_calls(config):
+            calls.append(_plan_call(worker, name, size, log))
+        with worker.timeline.span("save"):
+            worker._with_training_state()
+        return RankPlan(
+            rank,
+            worker.groups.coords,
+            _counted_parameters(worker),
+            _device_state(worker, rollout.generation),
+            _host_state(worker),
+            tuple(worker.timeline.phases),
+            tuple(calls),
+            rollout.generation,
+            {
+                "sent": rollout.sync.sent_bytes,
+                "received": rollout.sync.received_bytes,
+                "kept": rollout.sync.kept_bytes,
+                "buckets": rollout.sync.peak_bucket_bytes,
+            },
+        )
+
+
+def _rows_of_replica(config: PPOTrainerConfig) -> int:
+    return config.gen_batch_size * config.actor_rollout_ref.rollout.n // config.rollout_replicas
+
+
+def _generation_calls(generation: GenerationPlan) -> list[RepeatedCalls]:
+    kinds = (("prefill", generation.prefill), ("decode", generation.decode))
+    found = [steps(name, step.calls, step.num_steps) for name, step in kinds if step is not None]
+    return [*found, exact("generate_end", generation.closing_calls)]
+
+
+def _plan_call(worker: PlannedWorker, name: str, size: StepSize, log: CollectiveLog) -> RepeatedCalls:
+    """A training call with as many micro-batches as its pipeline holds at one time, and the way it goes on from there.
+
+    Two runs, the second with one micro-batch more (with virtual stages, one for each stage): what the second has in
+    addition is what every further one adds.
+    """
+    config = worker.run_config
+    rows, per_micro = micro_batches(config, name, size)
+    total = -(-rows // per_micro)
+    layout = worker.groups.layout
+    num_stages = layout.pipeline_model_parallel_size
+    unit = num_stages if layout.virtual_pipeline_model_parallel_size > 1 else 1
+    in_flight = num_stages - worker.groups.coords.pp if name == UPDATE else 1
+    few = 2 * num_stages if unit > 1 else in_flight + 1
+    if total <= few + unit:
+        return exact(name, _run(worker, name, rows, size, log))
+    before = _run(worker, name, few * per_micro, size, log)
+    told = len(worker.timeline.phases)
+    after = _run(worker, name, (few + unit) * per_micro, size, log)
+    del worker.timeline.phases[told:]  # the second run has one micro-batch more, and no more memory
+    parts = what_repeats(before, after)
+    return RepeatedCalls(name, parts, total // unit, few // unit)
+
+
+def _run(worker: PlannedWorker, name: str, rows: int, size: StepSize, log: CollectiveLog) -> tuple[Collective, ...]:
+    batch = batch_of(Rows(rows, size.prompt_length, size.response_length), worker.run_config)
+    if name == UPDATE and worker.config.actor.records_routing:
+        told = len(worker.timeline.phases)
+        with log.paused():
+            worker.compute_log_prob(batch)  # an update replays the routing of these very rows
+        del worker.timeline.phases[told:]
+    with log.apart() as calls:
+        getattr(worker, name)(batch)
+    return tuple(calls)
+
+
+def micro_batches(config: PPOTrainerConfig, name: str, size: StepSize) -> tuple[int, int]:
+    """(rows of one data-parallel rank in one pass of a training call, rows of a micro-batch)."""
+    actor, rollout, ref = (getattr(config.actor_rollout_ref, part) for part in ("actor", "rollout", "ref"))
+    layout = actor.megatron.layout(config.trainer.world_size)
+    prompts = actor.ppo_mini_batch_size if name == UPDATE else config.data.train_batch_size
+    rows = max(1, prompts * rollout.n // layout.data_parallel_size)
+    of_log_probs = {OLD: rollout, REF: ref}.get(name)
+    if of_log_probs is None:
+        by_tokens, samples, tokens = (
+            actor.use_dynamic_bsz,
+            actor.ppo_micro_batch_size_per_gpu,
+            actor.ppo_max_token_len_per_gpu,
+        )
+    else:
+        by_tokens, samples, tokens = (
+            of_log_probs.log_prob_use_dynamic_bsz,
+            of_log_probs.log_prob_micro_batch_size_per_gpu,
+            of_log_probs.log_prob_max_token_len_per_gpu,
+        )
+    if by_tokens:
+        samples = max(1, tokens * layout.context_parallel_size // (size.prompt_length + size.response_length))
+    return rows, min(samples or rows, rows)
+
+
+def _counted_parameters(worker: PlannedWorker) -> int:
+    """Elements of the checkpoint's tensors on this rank's stage, each counted once over all ranks of the stage."""
+    layout = worker.groups.layout
+    total = 0
+    module = worker.actor_module.module
+    total += sum(buffer.numel() for name, buffer in module.named_buffers() if name.endswith("router.expert_bias"))
+    for name, param in module.named_parameters():
+        if getattr(param, "shared", False) or ".mtp." in f".{name}":
+            continue
+        if not getattr(param, "allreduce", True):
+            parts = layout.expert_model_parallel_size * layout.expert_tensor_parallel_size
+        else:
+            parts = layout.tensor_model_parallel_size if getattr(param, "tensor_model_parallel", False) else 1
+        total += param.numel() * parts
+    return total
+
+
+def _device_state(worker: PlannedWorker, generation: GenerationPlan) -> dict[str, int]:
+    worker.actor_module.onload_params()
+    worker.actor_module.onload_grads()
+    worker.optimizer.onload()
+    state = _by_kind(ledger(worker.actor_module, worker.optimizer), ON_DEVICE)
+    if worker.ref is not None:
+        state["reference"] = _reference_bytes(worker)
+    return state | {f"rollout {owner}": num_bytes for owner, num_bytes in generation.state_bytes.items()}
+
+
+def _host_state(worker: PlannedWorker) -> dict[str, int]:
+    state = _by_kind(ledger(worker.actor_module, worker.optimizer), ON_HOST)
+    if worker.ref is not None:
+        state["reference"] = _reference_bytes(worker)
+    return state
+
+
+def _reference_bytes(worker: PlannedWorker) -> int:
+    return sum(host.nbytes for host in worker.ref_weights._host)
+
+
+def _by_kind(entries: Sequence[LedgerEntry], place: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for entry in entries:
+        if entry.device == place:
+            found[entry.what] = found.get(entry.what, 0) + entry.num_bytes
+    return found

@@ -1,0 +1,60 @@
+"""A plan as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tools.plan.rank_plan import RankPlan
+from tools.plan.timing import StepTime
+from tools.plan.whole import WholePlan
+
+
+def write_json(plan: WholePlan, step: StepTime | None, path: Path) -> None:
+    """Writes the plan whole or not at all."""
+    temporary = path.with_name(path.name + ".part")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(as_json(plan, step), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def as_json(plan: WholePlan, step: StepTime | None) -> dict[str, Any]:
+    """Bytes and seconds; of the calls only numbers."""
+    run = plan.run
+    return {
+        "name": run.name,
+        "device": dataclasses.asdict(run.device),
+        "num_devices": run.config.trainer.world_size,
+        "num_parameters": plan.num_parameters,
+        "rows": dataclasses.asdict(plan.size),
+        "problems": list(plan.problems),
+        "host_bytes_of_fullest_node": plan.host_bytes if plan.stages else None,
+        "stages": [_stage(rank) for rank in plan.stages],
+        "traffic": plan.traffic,
+        "step": None
+        if step is None
+        else {
+            "seconds": step.seconds,
+            "total_s": step.total_s,
+            "terms": {phase: dict(terms) for phase, terms in step.terms.items()},
+            "tokens_per_s_device": step.tokens_per_s_device,
+        },
+    }
+
+
+def _stage(rank: RankPlan) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "stage": rank.coords.pp,
+        "num_parameters": rank.num_parameters,
+        "device_state": rank.device_state,
+        "host_state": rank.host_state,
+        "phases": [dataclasses.asdict(phase) for phase in rank.phases],
+        "calls": {calls.phase: len(calls) for calls in rank.calls},
+        "weight_sync": rank.sync_bytes,
+    }

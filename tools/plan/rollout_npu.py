@@ -1,0 +1,264 @@
+"""The rollout ops of Ascend as shapes: what `vllm_ascend.ops` allocates around torch_npu's kernels, and no values.
+
+Every entry follows the file of its name there, call by call; a kernel's outputs are made, its workspace is not known.
+What is plain torch there is used as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tools.plan.ops import STATISTICS_WIDTH
+from vllm.ops import reference_moe
+from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps, SampledTokens, SamplingBatch
+from vllm.ops.reference_sample import left_out, sample_with
+from vllm_ascend.ops import rollout_ops as ascend_ops
+from vllm_ascend.ops.exchanged_experts import tokens_of_a_call
+from vllm_ascend.ops.kv_layout import read_blocks, read_tokens
+from vllm_ascend.ops.packed_context import CausalTriangle, context_slots
+from vllm_ascend.ops.sample import MAX_TOP_K
+
+INFO_WIDTH = 128  # int32 that npu_moe_distribute_dispatch_v2 says of each row, for its way back
+PAGED_SIZES = (512, 64)  # latent, rope that the paged kernel and the one that writes the cache take
+MIN_PAGED_HEAD, MAX_PAGED_HEAD = 16, 512
+
+OnExchange = Callable[[str, int, int], None]  # (kernel, first row of everyone's, end)
+
+
+def npu_ops() -> RolloutOps:
+    """The table; its experts and its routing are given by the planner's own."""
+    return RolloutOps(
+        **{name: getattr(ascend_ops(), name) for name in ("new_kv_cache", "new_gqa_cache", "linear", "head_linear")},
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        rotary_interleaved=rotary_interleaved,
+        norm_rope_write_kv=norm_rope_write_kv,
+        mla_decode=mla_decode,
+        mla_prefill=MlaPrefill(),
+        norm_rope_write_gqa=norm_rope_write_gqa,
+        gqa_decode=gqa_decode,
+        gqa_prefill=GqaPrefill(),
+        topk_router=topk_router,
+        fused_experts=fused_experts,
+        exchanged_experts=_not_alone,
+        silu_and_mul=silu_and_mul,
+        sample=sample,
+        names=dict(ascend_ops().names),
+    )
+
+
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    x_TH.new_empty(*x_TH.shape[:-1], 1, dtype=torch.float32)  # what it divided by, beside the result
+    return torch.empty_like(x_TH, memory_format=torch.contiguous_format)
+
+
+def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return rms_norm(x_TH, weight_H, eps), torch.empty_like(x_TH)
+
+
+def rotary_interleaved(x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    kept = cos_TR.to(x_TNR.dtype), sin_TR.to(x_TNR.dtype)
+    dense = x_TNR.contiguous()
+    del kept
+    return torch.empty_like(dense)
+
+
+def norm_rope_write_kv(
+    cache: KVCache, kv_TD: Tensor, weight_L: Tensor, eps: float, cos_TR: Tensor, sin_TR: Tensor, slots_T: Tensor
+) -> None:
+    latent = len(weight_L)
+    if kv_TD.dtype == torch.float32 or (latent, kv_TD.shape[1] - latent) != PAGED_SIZES:
+        turned = rotary_interleaved(kv_TD[:, None, latent:], cos_TR, sin_TR)
+        rms_norm(kv_TD[:, :latent], weight_L, eps)
+        del turned
+        return
+    kept = kv_TD.contiguous(), cos_TR.to(kv_TD.dtype), sin_TR.to(kv_TD.dtype)
+    del kept
+
+
+def mla_decode(q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
+    sizes = (q_latent_BNL.shape[-1], q_rope_BNR.shape[-1])
+    if q_latent_BNL.dtype != torch.float32 and sizes == PAGED_SIZES:
+        queries = q_latent_BNL.contiguous(), q_rope_BNR.contiguous()
+        return torch.empty_like(queries[0])
+    q_BND = torch.cat((q_latent_BNL, q_rope_BNR), dim=-1)
+    kv_SD = torch.cat([read_blocks(pages, meta.block_tables.flatten().long()) for pages in cache], dim=-1)
+    out_BND = _attended(q_BND)
+    del kv_SD
+    return out_BND[..., : sizes[0]]
+
+
+class MlaPrefill:
+    """Holds the causal triangle of each device, as the kernel's."""
+
+    def __init__(self) -> None:
+        self._triangle = CausalTriangle()
+
+    def __call__(
+        self,
+        q_nope_TNP: Tensor,
+        q_rope_TNR: Tensor,
+        kv_b_NCL: Tensor,
+        cache: KVCache,
+        meta: PrefillMetadata,
+        scale: float,
+    ) -> Tensor:
+        heads, nope = q_nope_TNP.shape[1:]
+        latent_SL, rope_SR = (read_tokens(pages, _context_slots(meta)) for pages in cache)
+        expanded_SNC = F.linear(latent_SL, kv_b_NCL.flatten(0, 1)).unflatten(-1, (heads, -1))
+        q_TND = torch.cat((q_nope_TNP, q_rope_TNR), dim=-1)
+        k_SND = torch.cat((expanded_SNC[..., :nope], rope_SR.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
+        v_SNV = expanded_SNC[..., nope:]
+        v_SND = F.pad(v_SNV, (0, q_TND.shape[-1] - v_SNV.shape[-1]))
+        self._triangle.on(q_TND.device)
+        out_TND = _attended(q_TND)
+        del k_SND, v_SND
+        return out_TND[..., : v_SNV.shape[-1]]
+
+
+def norm_rope_write_gqa(
+    cache: KVCache,
+    qkv_TC: Tensor,
+    q_weight_D: Tensor,
+    k_weight_D: Tensor,
+    eps: float,
+    cos_TD: Tensor,
+    sin_TD: Tensor,
+    slots_T: Tensor,
+) -> Tensor:
+    width, size = cache[0].shape[2], len(q_weight_D)
+    parts = qkv_TC.split((qkv_TC.shape[1] - 2 * width, width, width), dim=1)
+    turned = [torch.empty_like(rms_norm(part.reshape(-1, size), q_weight_D, eps)) for part in parts[:2]]
+    parts[2].contiguous()
+    return turned[0].view(len(qkv_TC), -1, size)
+
+
+def gqa_decode(q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
+    size = q_BND.shape[2]
+    if q_BND.dtype != torch.float32 and size % MIN_PAGED_HEAD == 0 and size <= MAX_PAGED_HEAD:
+        return torch.empty_like(q_BND)
+    gathered = [read_blocks(pages, meta.block_tables.flatten().long()).contiguous() for pages in cache]
+    out_BND = _attended(q_BND)
+    del gathered
+    return out_BND
+
+
+class GqaPrefill:
+    """As ``MlaPrefill``."""
+
+    def __init__(self) -> None:
+        self._triangle = CausalTriangle()
+
+    def __call__(self, q_TND: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float) -> Tensor:
+        gathered = [read_tokens(pages, _context_slots(meta)) for pages in cache]
+        self._triangle.on(q_TND.device)
+        out_TND = _attended(q_TND)
+        del gathered
+        return out_TND
+
+
+def topk_router(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    top_k: int,
+    num_groups: int,
+    topk_groups: int,
+    normalize: bool,
+    scaling: float,
+    scoring: str,
+) -> tuple[Tensor, Tensor]:
+    if scoring != "sigmoid":
+        return reference_moe.topk_router(logits_TE, bias_E, top_k, num_groups, topk_groups, normalize, scaling, scoring)
+    weights_TK = logits_TE.new_empty(len(logits_TE), top_k)
+    ids_TK = logits_TE.new_empty(len(logits_TE), top_k, dtype=torch.int32).long()
+    return (weights_TK if normalize else logits_TE.gather(1, ids_TK).sigmoid() * scaling), ids_TK
+
+
+def fused_experts(
+    x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, weights_TK: Tensor, ids_TK: Tensor, first_expert: int
+) -> Tensor:
+    """All choices are carried along, those of other ranks' experts too."""
+    if len(x_TH) == 0:
+        return torch.zeros_like(x_TH)
+    ids_TK = torch.empty_like(ids_TK, device=x_TH.device)
+    local_TK = ids_TK - first_expert
+    is_here_TK = (local_TK >= 0) & (local_TK < len(w13_E2FH))
+    local_TK = torch.where(is_here_TK, local_TK, len(w13_E2FH))
+    num_rows = ids_TK.numel()
+    rows_SH, row_map_S = x_TH.new_empty(num_rows, x_TH.shape[1]), x_TH.new_empty(num_rows, dtype=torch.int32)
+    hidden_SF = silu_and_mul(_product(rows_SH, w13_E2FH))
+    out_SH = _product(hidden_SF, w2_EHF)
+    out_SH = out_SH.masked_fill((torch.arange(num_rows, device=x_TH.device) >= 0).unsqueeze(1), 0)
+    weights_TK = torch.where(is_here_TK, weights_TK, 0.0)
+    del rows_SH, hidden_SF, row_map_S, local_TK
+    return torch.empty_like(x_TH)
+
+
+def kernel_exchanged_experts(
+    x_TH: Tensor,
+    w13_E2FH: Tensor,
+    w2_EHF: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    num_ranks: int,
+    on_exchange: OnExchange,
+) -> Tensor:
+    """By the dispatch and combine kernels; `on_exchange` is told when they exchange which rows."""
+    top_k, num_here = ids_TK.shape[1], len(w13_E2FH)
+    at_once = tokens_of_a_call(x_TH.shape[1], top_k, num_here, num_ranks)
+    weights_TK, ids_TK = weights_TK.float(), torch.empty_like(ids_TK, dtype=torch.int32, device=x_TH.device)
+    outs = []
+    for start in range(0, len(x_TH), at_once):
+        part_TH = x_TH[start : start + at_once]
+        rows = start, start + len(part_TH)
+        capacity = len(part_TH) * num_ranks * min(num_here, top_k)
+        rows_AH = x_TH.new_empty(capacity, x_TH.shape[1])
+        info = x_TH.new_empty(capacity * INFO_WIDTH, dtype=torch.int32)
+        on_exchange("dispatch", *rows)
+        done_AH = _product(silu_and_mul(_product(rows_AH, w13_E2FH)), w2_EHF)
+        on_exchange("combine", *rows)
+        combined_TH = torch.empty_like(part_TH)
+        del rows_AH, info, done_AH
+        outs.append(combined_TH.masked_fill(torch.ones_like(part_TH[:, :1], dtype=torch.bool), 0))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def silu_and_mul(x_T2F: Tensor) -> Tensor:
+    return x_T2F.new_empty(*x_T2F.shape[:-1], x_T2F.shape[-1] // 2)
+
+
+def sample(logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
+    return sample_with(logits_BW, batch, _left_out)
+
+
+def _left_out(scaled_BW: Tensor, batch: SamplingBatch) -> Tensor:
+    if batch.top_k_B is None or batch.max_top_k > MAX_TOP_K:
+        return left_out(scaled_BW, batch)
+    return torch.empty_like(scaled_BW) == float("-inf")
+
+
+def _attended(q: Tensor) -> Tensor:
+    statistics = [q.new_empty(*q.shape[:2], STATISTICS_WIDTH, dtype=torch.float32) for _ in range(2)]
+    out = torch.empty_like(q)
+    del statistics
+    return out
+
+
+def _product(rows_SI: Tensor, weight_EOI: Tensor) -> Tensor:
+    return rows_SI.new_empty(len(rows_SI), weight_EOI.shape[1])
+
+
+def _context_slots(meta: PrefillMetadata) -> Tensor:
+    if "context_slots" not in meta.scratch:
+        num_tokens = int(np.sum(meta.seq_lens_host))
+        meta.scratch["context_slots"] = torch.empty(num_tokens, dtype=torch.int64, device=meta.seq_lens.device)
+    return context_slots(meta)
+
+
+def _not_alone(*args: object) -> Tensor:
+    raise AssertionError("the planner's table has its own exchange")

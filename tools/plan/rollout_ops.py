@@ -1,0 +1,230 @@
+"""Op tables of planned rollout: the run's own where they are torch or our kernels, shapes where they are a vendor's.
+
+What steers the program is given: which experts the tokens choose, and which tokens are sampled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mindspeed_llm.hf_config import HFModelConfig
+from tools.plan.collectives import Collective, CollectiveLog
+from tools.plan.ops import Routing
+from tools.plan.rollout_npu import kernel_exchanged_experts, npu_ops
+from verl.workers.config import RolloutConfig
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.ops import reference
+from vllm.ops.contract import KVCache, RolloutOps, SampledTokens, SamplingBatch
+from vllm.ops.cpu import best_products, cpu_table
+from vllm.ops.cpu_build import has_compiler
+from vllm.ops.reference_exchange import FusedExperts, all_to_all_experts
+from vllm_ascend.ops.exchanged_experts import has_kernel
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the tokens of a step spread over the experts of one engine, whose ranks share them.
+
+    load: as in `Routing`; 1 sends every token to the experts after those of the token before, over all ranks, which is
+    also what ``fix_router`` does · place: this rank's among the ranks · tp: ranks of a replica, which share its tokens
+    when they are dispatched · is_dispatched: whether each rank routes tokens of its own.
+    """
+
+    load: float
+    place: int
+    num_ranks: int
+    num_experts: int
+    tp: int
+    is_dispatched: bool
+
+    def chosen(self, num_tokens: int, topk: int, num_experts: int, place: int | None = None) -> Tensor:
+        """int64 [T, K] on the host: the choices of the rank at `place`, this one's without."""
+        if self.load != 1.0:
+            num_here = self.num_experts // self.num_ranks
+            routing = Routing(self.load, self.place * num_here, num_here, self.num_ranks)
+            return routing.chosen(num_tokens, topk, num_experts)
+        place = self.place if place is None else place
+        first = place * num_tokens * topk if self.is_dispatched else 0
+        return ((first + torch.arange(num_tokens * topk)) % num_experts).view(num_tokens, topk)
+
+
+@lru_cache(maxsize=8)
+def _chosen(spread: Spread, num_tokens: int, topk: int, num_experts: int) -> Tensor:
+    return spread.chosen(num_tokens, topk, num_experts)
+
+
+@lru_cache(maxsize=256)
+def _exchanged(
+    spread: Spread, num_rows: int, step_tokens: int, topk: int, start: int, stop: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Choices that the rank of `spread` sends to each rank, and gets of each, of the rows [start, stop) of everyone's
+    `num_rows`, when every replica has `step_tokens` tokens.
+    """
+    num_here = spread.num_experts // spread.num_ranks
+
+    def ranks_chosen(place: int) -> Tensor:
+        num_active = min(max(step_tokens - place % spread.tp * num_rows, 0), num_rows)
+        return spread.chosen(num_rows, topk, spread.num_experts, place)[start : min(stop, num_active)] // num_here
+
+    sent = torch.bincount(ranks_chosen(spread.place).flatten(), minlength=spread.num_ranks)
+    received = [int((ranks_chosen(place) == spread.place).sum()) for place in range(spread.num_ranks)]
+    return tuple(sent.tolist()), tuple(received)
+
+
+def rollout_spread(config: RolloutConfig, hf: HFModelConfig, rank: int, num_ranks: int, load: float) -> Spread:
+    """Of a rank of an engine, or of one of several engines, on `num_ranks` ranks."""
+    tp = config.tensor_model_parallel_size
+    span = config.experts_over(num_ranks) if config.enable_expert_parallel else 1
+    return Spread(load, rank % span, span, hf.n_routed_experts, tp, config.expert_exchange == "dispatch" and span > 1)
+
+
+def ordinary_token(model_path: str) -> int:
+    """The first token that ends nothing."""
+    config = json.loads((Path(model_path) / "config.json").read_text())
+    end = config.get("eos_token_id")
+    ends = set(end) if isinstance(end, list) else {end}
+    return next(token for token in itertools.count() if token not in ends)
+
+
+def rollout_ops(kind: str, spread: Spread, token: int, log: CollectiveLog) -> RolloutOps:
+    """The table that a run uses on a device of `kind` (cpu, cuda or npu).
+
+    Args:
+        token: that every row samples.
+        log: gets the collectives that are kernels and not torch's.
+    """
+    table = {"cpu": _cpu_ops, "cuda": reference.rollout_ops, "npu": npu_ops}[kind]()
+    given = _Given(kind, table, spread, token, log)
+    entries = {name: getattr(given, name) for name in _GIVEN}
+    return replace(table, **entries)
+
+
+_GIVEN = ("norm_rope_write_kv", "topk_router", "fused_experts", "exchanged_experts", "sample")
+
+
+def _cpu_ops() -> RolloutOps:
+    return cpu_table(best_products(), launch=_no_launch) if has_compiler() else reference.rollout_ops()
+
+
+def _no_launch(name: str, *arguments: object) -> None:
+    """The kernels would read addresses at which nothing is."""
+
+
+@dataclass
+class _Given:
+    """The entries that know more than their arguments."""
+
+    kind: str
+    table: RolloutOps
+    spread: Spread
+    token: int
+    log: CollectiveLog
+    step_tokens: int = field(default=0, init=False)  # of this replica in the step that runs
+
+    def norm_rope_write_kv(self, cache: KVCache, kv_TD: Tensor, *others: Any) -> None:
+        self.step_tokens = len(kv_TD)
+        self.table.norm_rope_write_kv(cache, kv_TD, *others)
+
+    def topk_router(self, logits_TE: Tensor, bias_E: Tensor | None, top_k: int, *others: Any) -> tuple[Tensor, Tensor]:
+        weights_TK, _ = self.table.topk_router(logits_TE, bias_E, top_k, *others)
+        return weights_TK, _chosen(self.spread, logits_TE.shape[0], top_k, logits_TE.shape[1]).clone()
+
+    def fused_experts(
+        self,
+        x_TH: Tensor,
+        w13_E2FH: Tensor,
+        w2_EHF: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        first_expert: int,
+    ) -> Tensor:
+        weights = (w13_E2FH, w2_EHF)
+        if self.table.names["fused_experts"] != "reference":
+            return self.table.fused_experts(x_TH, *weights, weights_TK, ids_TK, first_expert)
+        is_here = (ids_TK >= first_expert) & (ids_TK < first_expert + len(w13_E2FH))
+        return _sorted_experts(x_TH, *weights, ids_TK, int(is_here.sum()))
+
+    def exchanged_experts(
+        self,
+        x_TH: Tensor,
+        w13_E2FH: Tensor,
+        w2_EHF: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        num_active: int,
+        group: GroupCoordinator,
+    ) -> Tensor:
+        num_rows, top_k = ids_TK.shape
+        if self.kind == "npu" and has_kernel(x_TH.shape[1], x_TH.dtype != torch.float32):
+            return self._by_kernels(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, group)
+        _, received = _exchanged(self.spread, num_rows, self.step_tokens, top_k, 0, num_rows)
+        known = _KnownCounts(group.rank_in_group, group.world_size, group.group, received)
+        experts = self._experts_of_all()
+        return all_to_all_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, known, experts)
+
+    def sample(self, logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
+        sampled = self.table.sample(logits_BW, batch)
+        return replace(sampled, token_ids_B=torch.full((len(logits_BW),), self.token))
+
+    def _experts_of_all(self) -> FusedExperts:
+        """Of rows that have all come for an expert that is here."""
+        if self.table.names["fused_experts"] != "reference":
+            return self.table.fused_experts
+        return lambda x, w13, w2, weights, ids, first: _sorted_experts(x, w13, w2, ids, len(x))
+
+    def _by_kernels(
+        self,
+        x_TH: Tensor,
+        w13_E2FH: Tensor,
+        w2_EHF: Tensor,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        group: GroupCoordinator,
+    ) -> Tensor:
+        assert group.group is not None, "a group of one rank has nothing to exchange"
+        ranks, (num_rows, top_k) = tuple(dist.get_process_group_ranks(group.group)), ids_TK.shape
+
+        def note(kernel: str, start: int, stop: int) -> None:
+            there, back = _exchanged(self.spread, num_rows, self.step_tokens, top_k, start, stop)
+            sent, received = (there, back) if kernel == "dispatch" else (back, there)
+            sizes = (sum(sent) * x_TH.shape[1], sum(received) * x_TH.shape[1])
+            dtype = str(x_TH.dtype).removeprefix("torch.")
+            self.log.note(Collective("all_to_all", kernel, ranks, dtype, *sizes, (sent, received), -1))
+
+        return kernel_exchanged_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, group.world_size, note)
+
+
+@dataclass(frozen=True)
+class _KnownCounts(GroupCoordinator):
+    """A group whose ranks send what is known beforehand: a plan hears nothing of them."""
+
+    received: tuple[int, ...]
+
+    def all_to_all(
+        self, x: Tensor, sent_counts: list[int] | None = None, received_counts: list[int] | None = None
+    ) -> Tensor:
+        arrived = super().all_to_all(x, sent_counts, received_counts)
+        return torch.tensor(self.received) if sent_counts is None else arrived
+
+
+def _sorted_experts(x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, ids_TK: Tensor, num_here: int) -> Tensor:
+    """What the reference's `fused_experts` allocates for `num_here` choices of this rank's experts."""
+    out_TH = torch.zeros_like(x_TH)
+    order_S = torch.empty(ids_TK.numel(), dtype=torch.int64, device=x_TH.device)
+    if num_here == 0:
+        return out_TH
+    x_SH = x_TH.new_empty(num_here, x_TH.shape[1])
+    gate_up_S2F = x_SH.new_empty(num_here, w13_E2FH.shape[1])
+    y_SH = torch.empty_like(x_SH)
+    reference.silu_and_mul(gate_up_S2F)
+    del order_S, y_SH
+    return out_TH

@@ -1,0 +1,239 @@
+"""Device memory of a layout in closed form, in microseconds: which layouts are worth a real plan.
+
+Weights, gradients, optimizer state and the KV cache are arithmetic, exact but for padding. Activations are a bound: numbers
+of values that a layer keeps and needs for a token, calibrated with ``plan_rank`` on DeepSeek-V3 and Moonlight layouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.parallel_layout import ParallelLayout
+from mindspeed_llm.hf_config import HFModelConfig
+from tools.plan.devices import DeviceProfile
+from tools.plan.rank_plan import RESERVED_BYTES, StepSize
+from tools.plan.search.weights import rollout_rank, training_stage
+from tools.plan.timing import MicroBatches, RolloutShape, RunShape
+from tools.plan.whole import PROCESS_BYTES
+from verl.trainer.config import PPOTrainerConfig
+from vllm.platforms.cpu import KV_CACHE_FRACTION_OF_HOST
+from vllm.platforms.interface import ACTIVATION_FRACTION
+from vllm_ascend.ops.exchanged_experts import tokens_of_a_call
+
+STATE_BYTES = 12  # float32 master weight and two moments of a parameter
+GRADIENT_BYTES = 4
+ROUTER_BYTES = 4  # the rollout's gates are float32
+# Measured with plan_rank, in layers' worth of what one layer keeps: what a pass needs beside what it keeps.
+FORWARD_LAYERS, BACKWARD_LAYERS = 0.9, 1.8
+MARGIN = 1.03
+HEAD_BYTES = 4  # of a token and a vocabulary entry
+SAMPLER_COPIES = 6  # of the logits in float32
+
+
+@dataclass(frozen=True)
+class RolloutKnobs:
+    """What of the rollout decides its memory beside its layout, with verl's names."""
+
+    max_num_batched_tokens: int
+    expert_exchange: str
+    enforce_eager: bool
+
+    @staticmethod
+    def of(config: PPOTrainerConfig) -> RolloutKnobs:
+        """The config's."""
+        rollout = config.actor_rollout_ref.rollout
+        return RolloutKnobs(rollout.max_num_batched_tokens, rollout.expert_exchange, rollout.enforce_eager)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Device memory of every layout of one run, and what there is of it."""
+
+    config: PPOTrainerConfig
+    hf: HFModelConfig
+    device: DeviceProfile
+    size: StepSize
+
+    @property
+    def budget(self) -> int:
+        """Of a device, without what its driver takes."""
+        return self.device.memory_bytes - RESERVED_BYTES[self.device.family]
+
+    def log_prob_bytes(self, shape: RunShape) -> float:
+        """Of the fullest stage in a pass without a backward; 0 when there is none."""
+        if not (shape.has_reference or shape.has_old_log_prob):
+            return 0.0
+        engine = self.config.actor_rollout_ref.actor.megatron
+        tokens, most = self.tokens(shape, shape.train.log_prob), 0.0
+        for stage in range(shape.train.layout.pipeline_model_parallel_size):
+            stays, params = self._held(shape, stage)
+            weights = params * (2 if shape.has_reference and not engine.param_offload else 1)
+            most = max(most, stays + weights + MARGIN * self._forward(shape, stage, tokens))
+        return most
+
+    def update_bytes(self, shape: RunShape) -> float:
+        """Of the fullest stage in the update."""
+        tokens, most = self.tokens(shape, shape.train.update), 0.0
+        for stage in range(shape.train.layout.pipeline_model_parallel_size):
+            stays, params = self._held(shape, stage)
+            moving = self._owned(shape, stage) * STATE_BYTES if shape.train.optimizer == "offloaded" else 0.0
+            grads = params / self._param_bytes * GRADIENT_BYTES
+            most = max(most, stays + moving + params + grads + MARGIN * self._backward(shape, stage, tokens))
+        return most
+
+    def rollout_bytes(self, shape: RunShape, knobs: RolloutKnobs) -> dict[str, float]:
+        """Phase -> bytes of the rank whose training weights are fewest, which has the largest cache."""
+        weights = self.rollout_weights(shape.rollout)
+        held = [self._held(shape, stage) for stage in range(shape.train.layout.pipeline_model_parallel_size)]
+        least, params = min(held, key=sum), min(held, key=sum)[1]
+        buckets = 2 * self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * 2**20
+        engine = self.config.actor_rollout_ref.actor.megatron
+        stays = least[0] + (0.0 if engine.param_offload else params)
+        cache = self._cache_bytes(shape.rollout.tp, sum(least) + weights)
+        graphs = 0.0 if knobs.enforce_eager else self._experts(shape, knobs, self._most_sequences(shape))
+        state = stays + weights + cache + graphs
+        return {
+            "weight_sync": max(map(sum, held)) + weights + buckets,
+            "generate": state + self._prefill(shape, knobs),
+        }
+
+    def rollout_weights(self, rollout: RolloutShape) -> float:
+        """Bytes of weights on a rollout rank."""
+        parameters, routers = rollout_rank(self.hf, rollout.tp, rollout.expert_ranks)
+        return parameters * rollout.weight_bytes + routers * ROUTER_BYTES
+
+    def host_bytes(self, shape: RunShape) -> float:
+        """Of a node whose ranks all need as much as the one with most."""
+        engine, layout = self.config.actor_rollout_ref.actor.megatron, shape.train.layout
+        most = 0.0
+        for stage in range(layout.pipeline_model_parallel_size):
+            params = sum(training_stage(self.hf, layout, stage)) * self._param_bytes
+            state = 0.0 if shape.train.optimizer == "resident" else self._owned(shape, stage) * STATE_BYTES
+            most = max(most, params * (engine.param_offload + shape.has_reference) + state)
+        return (most + PROCESS_BYTES) * self.config.trainer.n_gpus_per_node
+
+    @property
+    def _param_bytes(self) -> int:
+        return 4 if self.config.actor_rollout_ref.actor.megatron.dtype == "float32" else 2
+
+    def _owned(self, shape: RunShape, stage: int) -> float:
+        layout = shape.train.layout
+        dense, experts = training_stage(self.hf, layout, stage)
+        replicas = layout.data_parallel_size * layout.context_parallel_size
+        return dense / replicas + experts / layout.expert_data_parallel_size
+
+    def _held(self, shape: RunShape, stage: int) -> tuple[float, float]:
+        """(what stays on the device beside weights while the rollout is there, weights) of a rank of ``stage``."""
+        count = sum(training_stage(self.hf, shape.train.layout, stage))
+        stays = 0.0 if shape.train.optimizer != "resident" else self._owned(shape, stage) * STATE_BYTES
+        return stays, count * float(self._param_bytes)  # gradients always leave for the rollout
+
+    def tokens(self, shape: RunShape, cut: MicroBatches) -> float:
+        """Of a micro-batch of the longest rows, on one context-parallel rank."""
+        layout, length = shape.train.layout, self.size.prompt_length + self.size.response_length
+        rows = cut.samples
+        if cut.token_budget:
+            rows = max(1, cut.token_budget * layout.context_parallel_size // length)
+        most = max(1, shape.num_sequences // layout.data_parallel_size)
+        return min(rows, most) * length / layout.context_parallel_size
+
+    def kept_layer_bytes(self, is_moe: bool, tokens: float, layout: ParallelLayout) -> float:
+        """What the backward of a layer needs of its forward, without recomputation."""
+        hf = self.hf
+        heads, hidden = hf.num_attention_heads, hf.hidden_size
+        if hf.is_mla:
+            attention = heads * (2 * hf.qk_head_dim + hf.qk_nope_head_dim + 3 * hf.v_head_dim)
+        else:
+            attention = hf.head_dim * (4 * heads + 6 * hf.num_key_value_heads)
+        values = attention + 4 * hidden
+        if is_moe:
+            # Expert-tensor-parallel ranks have the rows of all of them, and a part of the width.
+            gathered = 2 * hidden * layout.expert_tensor_parallel_size
+            routed = hf.num_experts_per_tok * (gathered + 3 * hf.moe_intermediate_size)
+            values += 3 * hidden + 3 * hf.shared_expert_intermediate_size + self.size.load * routed
+        else:
+            values += 3 * hf.intermediate_size
+        return values * tokens / layout.tensor_model_parallel_size * self._param_bytes
+
+    def _forward(self, shape: RunShape, stage: int, tokens: float) -> float:
+        layers = FORWARD_LAYERS * self._largest_layer(shape, stage, tokens)
+        return max(layers, self._head(shape, stage, tokens))
+
+    def _backward(self, shape: RunShape, stage: int, tokens: float) -> float:
+        layout, train = shape.train.layout, shape.train
+        tp = layout.tensor_model_parallel_size
+        numbers = layout.stage_layers(stage, self.hf.num_hidden_layers)
+        again = len(numbers) if train.recomputed_layers < 0 else min(train.recomputed_layers, len(numbers))
+        inputs = tokens / tp * self.hf.hidden_size * self._param_bytes
+        kept = again * inputs + sum(
+            self.kept_layer_bytes(self.hf.is_moe_layer(number), tokens, layout) for number in numbers[again:]
+        )
+        in_flight = layout.pipeline_model_parallel_size - stage
+        needed = BACKWARD_LAYERS * self._largest_layer(shape, stage, tokens)
+        return kept * in_flight + max(needed, self._head(shape, stage, tokens))
+
+    def _largest_layer(self, shape: RunShape, stage: int, tokens: float) -> float:
+        layout = shape.train.layout
+        kinds = {self.hf.is_moe_layer(number) for number in layout.stage_layers(stage, self.hf.num_hidden_layers)}
+        return max(self.kept_layer_bytes(kind, tokens, layout) for kind in kinds)
+
+    def _head(self, shape: RunShape, stage: int, tokens: float) -> float:
+        layout = shape.train.layout
+        if stage != layout.pipeline_model_parallel_size - 1:
+            return 0.0
+        return tokens * self.hf.vocab_size / layout.tensor_model_parallel_size * HEAD_BYTES
+
+    def _cache_bytes(self, tp: int, used: float) -> float:
+        """Of the KV cache, as the engine sizes it while its weights and the training weights are on the device."""
+        rollout = self.config.actor_rollout_ref.rollout
+        hf = self.hf
+        width = hf.kv_lora_rank + hf.qk_rope_head_dim
+        if not hf.is_mla:
+            width = 2 * max(1, hf.num_key_value_heads // tp) * hf.head_dim
+        item = 4 if rollout.dtype == "float32" else 2
+        block = width * hf.num_hidden_layers * item * rollout.block_size
+        if rollout.num_gpu_blocks_override is not None:
+            return float(block * rollout.num_gpu_blocks_override)
+        most = block * rollout.max_num_seqs * -(-rollout.context_length // rollout.block_size)
+        if self.device.family == "cpu":
+            return min(most, self.device.memory_bytes * KV_CACHE_FRACTION_OF_HOST * rollout.gpu_memory_utilization)
+        allowed = self.device.memory_bytes * rollout.gpu_memory_utilization
+        taken = used + RESERVED_BYTES[self.device.family]
+        return max(0.0, min(most, allowed * (1 - ACTIVATION_FRACTION) - taken))
+
+    def _most_sequences(self, shape: RunShape) -> int:
+        return max(self.config.actor_rollout_ref.rollout.cudagraph_capture_sizes or [shape.rollout.max_num_seqs])
+
+    def _prefill(self, shape: RunShape, knobs: RolloutKnobs) -> float:
+        """What the largest prefill step needs: its experts, or its attention, or the sampler."""
+        hf, rollout, item = self.hf, shape.rollout, shape.rollout.weight_bytes
+        tokens = knobs.max_num_batched_tokens
+        context = tokens + self.size.prompt_length + self.size.response_length
+        head = hf.qk_nope_head_dim + 2 * hf.v_head_dim + 3 * hf.qk_head_dim if hf.is_mla else 4 * hf.head_dim
+        attention = context * hf.num_attention_heads / rollout.tp * head * item
+        sampled = min(rollout.max_num_seqs, tokens) * hf.vocab_size * 4.0 * SAMPLER_COPIES
+        return (
+            MARGIN * max(self._experts(shape, knobs, tokens), attention, sampled) + 4 * tokens * hf.hidden_size * item
+        )
+
+    def _experts(self, shape: RunShape, knobs: RolloutKnobs, tokens: int) -> float:
+        """Of one layer's routed experts, for ``tokens`` tokens of each replica."""
+        hf, rollout, item = self.hf, shape.rollout, shape.rollout.weight_bytes
+        hidden, inner, topk = hf.hidden_size, hf.moe_intermediate_size, hf.num_experts_per_tok
+        if not hf.n_routed_experts:
+            return tokens * 3.0 * hf.intermediate_size / rollout.tp * item
+        span = rollout.expert_ranks
+        is_shared = rollout.has_expert_parallel and span > 1
+        if not is_shared or knobs.expert_exchange == "all_gather":
+            gathered = tokens * (rollout.dp if is_shared else 1)
+            width = inner if is_shared else inner // rollout.tp
+            # Ascend's experts carry every choice along, those of other ranks too.
+            rows = gathered * topk / (span if is_shared and self.device.family != "ascend" else 1)
+            return (rows * (3.0 * hidden + width) + 2.0 * gathered * hidden) * item
+        num_here = hf.n_routed_experts // span
+        own = tokens / rollout.tp
+        if self.device.family == "ascend":
+            at_once = min(own, tokens_of_a_call(hidden, topk, num_here, span))
+            rows = at_once * span * min(num_here, topk)
+            return (rows * (2.0 * hidden + 3 * inner) + 2 * own * hidden) * item
+        return own * topk * self.size.load * (4.0 * hidden + 3 * inner) * item

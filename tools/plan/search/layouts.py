@@ -1,0 +1,166 @@
+"""Every training and rollout layout of a world that divides, with the micro-batches and engine settings that go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron.core.parallel_layout import ParallelLayout
+from mindspeed_llm.hf_config import HFModelConfig
+from tools.plan.devices import DeviceProfile
+from tools.plan.rank_plan import KINDS
+from tools.plan.search.bound import RolloutKnobs
+from tools.plan.timing import MicroBatches, RolloutShape
+from verl.trainer.config import PPOTrainerConfig
+from vllm.ops import reference
+from vllm_ascend.ops.exchanged_experts import tokens_of_a_call
+
+MAX_CP = 8
+MAX_UPDATE_SAMPLES, MAX_LOG_PROB_SAMPLES = 8, 32
+LEAST_PREFILL_TOKENS = 256
+
+
+def training_layouts(config: PPOTrainerConfig, hf: HFModelConfig, device: DeviceProfile) -> Iterator[ParallelLayout]:
+    """All that divide: TP, PP with each of ``layer_lists``, CP, EP and ETP; rows divide over the data-parallel ranks."""
+    own = config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size)
+    world, layers, experts = own.world_size, hf.num_hidden_layers, hf.n_routed_experts
+    rows = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    for pp in (pp for pp in divisors(world) if pp <= layers):
+        for tp in (tp for tp in divisors(world // pp) if joined(tp, device)):
+            for cp in (cp for cp in divisors(world // pp // tp) if cp <= MAX_CP):
+                if rows % (world // (pp * tp * cp)):
+                    continue
+                for etp in divisors(tp) if experts else [1]:
+                    for ep in divisors(world // pp // etp) if experts else [1]:
+                        plain = replace(
+                            own,
+                            tensor_model_parallel_size=tp,
+                            pipeline_model_parallel_size=pp,
+                            context_parallel_size=cp,
+                            expert_model_parallel_size=ep,
+                            expert_tensor_parallel_size=etp,
+                            virtual_pipeline_model_parallel_size=1,
+                            num_layers_in_first_pipeline_stage=None,
+                            num_layers_in_last_pipeline_stage=None,
+                            noop_layers=(),
+                        )
+                        for counts in layer_lists(layers, pp):
+                            layout = replace(plain, num_layer_list=counts)
+                            sizes = (experts or None, hf.num_attention_heads, hf.vocab_size)
+                            if not layout.problems(layers, *sizes) and not _indivisible(hf, tp, etp):
+                                yield layout
+
+
+def layer_lists(num_layers: int, pp: int) -> list[tuple[int, ...] | None]:
+    """Layers of the stages: even, or as the recipes write them.
+
+    With too few layers for equal stages, those that are missing are left out at the ends (6, 8, ..., 8, 7) in every
+    way, or one each of the first stages and the last (7, 7, 8, ..., 8, 7).
+    """
+    if pp == 1:
+        return [None]
+    most = -(-num_layers // pp)
+    missing = most * pp - num_layers
+    found = []
+    for first in range(missing + 1):
+        counts = [most - first, *[most] * (pp - 2), most - (missing - first)]
+        found.append(tuple(counts))
+    if missing:
+        short = [*range(missing - 1), pp - 1]
+        found.append(tuple(most - (stage in short) for stage in range(pp)))
+    possible = [counts for counts in found if min(counts) >= 1 and sum(counts) == num_layers]
+    return list(dict.fromkeys(possible))
+
+
+def update_batches(config: PPOTrainerConfig, data_parallel: int) -> list[MicroBatches]:
+    """Micro-batches of an update: samples that divide a rank's rows, or the config's tokens and multiples of them."""
+    actor = config.actor_rollout_ref.actor
+    if actor.use_dynamic_bsz:
+        return [MicroBatches(token_budget=actor.ppo_max_token_len_per_gpu * more) for more in (1, 2, 4)]
+    rows = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n // data_parallel
+    return _samples(rows, actor.ppo_micro_batch_size_per_gpu, MAX_UPDATE_SAMPLES)
+
+
+def log_prob_batches(config: PPOTrainerConfig, data_parallel: int) -> list[MicroBatches]:
+    """The same of the passes before it."""
+    models = config.actor_rollout_ref
+    ref = models.ref
+    if ref.log_prob_use_dynamic_bsz:
+        return [MicroBatches(token_budget=ref.log_prob_max_token_len_per_gpu * more) for more in (1, 2, 4, 8)]
+    rows = config.data.train_batch_size * models.rollout.n // data_parallel
+    return _samples(rows, ref.log_prob_micro_batch_size_per_gpu, MAX_LOG_PROB_SAMPLES)
+
+
+def rollout_layouts(
+    config: PPOTrainerConfig, hf: HFModelConfig, device: DeviceProfile, own: RolloutShape
+) -> Iterator[RolloutShape]:
+    """All that divide: TP, and replicas that share experts; without expert parallelism each replica is alone."""
+    world = own.world_size
+    rows = config.gen_batch_size * config.actor_rollout_ref.rollout.n
+    eager = not own.has_graphs or needs_eager(device)
+    for tp in (tp for tp in divisors(world) if joined(tp, device)):
+        if rows % (world // tp) or hf.num_attention_heads % tp or hf.vocab_size % tp or _indivisible(hf, tp, 1):
+            continue
+        shape = replace(own, tp=tp, dp=1, has_expert_parallel=False, has_graphs=not eager)
+        if hf.moe_intermediate_size % tp == 0:
+            yield shape
+        for dp in divisors(world // tp):
+            if tp * dp > 1 and hf.n_routed_experts and hf.n_routed_experts % (tp * dp) == 0:
+                yield replace(shape, dp=dp, has_expert_parallel=True)
+
+
+def rollout_settings(
+    config: PPOTrainerConfig, hf: HFModelConfig, device: DeviceProfile, shape: RolloutShape
+) -> list[RolloutKnobs]:
+    """The config's settings first, then what needs less memory: the other exchange, and smaller prefill steps."""
+    own = replace(RolloutKnobs.of(config), enforce_eager=not shape.has_graphs)
+    exchanges = ["all_gather"]
+    if shape.has_expert_parallel and _can_dispatch(hf, device, shape):
+        exchanges.append("dispatch")
+    if own.expert_exchange in exchanges:
+        exchanges.sort(key=lambda name: name != own.expert_exchange)
+    tokens = [own.max_num_batched_tokens]
+    while tokens[-1] >= 2 * LEAST_PREFILL_TOKENS and config.actor_rollout_ref.rollout.enable_chunked_prefill:
+        tokens.append(tokens[-1] // 2)
+    return [
+        replace(own, max_num_batched_tokens=count, expert_exchange=exchange)
+        for count in tokens
+        for exchange in exchanges
+    ]
+
+
+def needs_eager(device: DeviceProfile) -> bool:
+    """Whether this device's op table cannot be recorded as graphs."""
+    return KINDS[device.family] == "cuda" and bool(reference.rollout_ops().not_recordable)
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def joined(tp: int, device: DeviceProfile) -> bool:
+    """Whether the fast links join groups of ``tp`` ranks: see ``whole.layout_problems``."""
+    return max(device.devices_per_node, device.domain_devices) % tp == 0
+
+
+def _indivisible(hf: HFModelConfig, tp: int, etp: int) -> bool:
+    widths = [hf.intermediate_size, hf.shared_expert_intermediate_size]
+    return any(width % tp for width in widths) or bool(hf.moe_intermediate_size % etp)
+
+
+def _samples(rows: int, own: int | None, most: int) -> list[MicroBatches]:
+    sizes = {size for size in (1, 2, 4, 8, 16, 32) if size <= most}
+    return [MicroBatches(samples=size) for size in sorted({own or 1} | sizes) if size <= rows and rows % size == 0]
+
+
+def _can_dispatch(hf: HFModelConfig, device: DeviceProfile, shape: RolloutShape) -> bool:
+    if device.family != "ascend":
+        return True
+    try:
+        tokens_of_a_call(
+            hf.hidden_size, hf.num_experts_per_tok, hf.n_routed_experts // shape.expert_ranks, shape.expert_ranks
+        )
+    except ValueError:
+        return False
+    return True

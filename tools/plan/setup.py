@@ -1,0 +1,96 @@
+"""What is planned: a recipe's config with the model, nodes and device that were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_llm.hf_config import HFModelConfig, load_hf_config
+from recipes.common.recipe import RECIPES
+from tools.plan.devices import DeviceProfile
+from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
+
+MODELS = Path(__file__).with_name("models")
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run that can be planned.
+
+    name: of its config · config: ``model.path`` holds a config.json, and nothing watches for hangs.
+    """
+
+    name: str
+    config: PPOTrainerConfig
+    hf: HFModelConfig
+    device: DeviceProfile
+
+
+def known_configs() -> dict[str, Path]:
+    """Name -> file of the recipes' configs."""
+    return {path.stem: path for path in sorted(RECIPES.glob("*/config/*.yaml"))}
+
+
+def known_models() -> list[str]:
+    """Names of the models whose config.json comes with the planner."""
+    return sorted(path.stem for path in MODELS.glob("*.json"))
+
+
+def planned_run(
+    name: str, overrides: Sequence[str], device: DeviceProfile, *, nodes: int | None, model: str | None, scratch: Path
+) -> PlannedRun:
+    """The config ``name`` of a recipe, or the YAML file at that path, with ``key=value`` overrides.
+
+    Args:
+        nodes: instead of the config's; with the device's number of devices in each.
+        model: a name of ``known_models()`` or a folder with a config.json; by default ``model.path``, or the known
+            model whose name the config's has.
+        scratch: an empty folder, for the config.json of a known model.
+
+    Raises:
+        ValueError: there is no such config or model, or the config has problems; all of them are told.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else known_configs().get(name)
+    if path is None or not path.is_file():
+        raise ValueError(
+            f"there is no config {name!r}; known: {', '.join(known_configs())}; or give a YAML file's path"
+        )
+    given = list(overrides)
+    if nodes is not None:
+        given += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={device.devices_per_node}"]
+    given.append("trainer.hang_timeout_s=0")
+    config = load_config(given, config_name=path.stem, config_dir=path.parent)
+    folder = _model_folder(config, path.stem, model, scratch)
+    config = load_config(
+        [*given, f"actor_rollout_ref.model.path={folder}"], config_name=path.stem, config_dir=path.parent
+    )
+    if config.has_rollout_ranks:
+        raise ValueError(f"trainer.schedule={config.trainer.schedule}: only schedule=sync can be planned rank by rank")
+    return PlannedRun(path.stem, config, load_hf_config(str(folder)), device)
+
+
+def config_problems(run: PlannedRun) -> list[str]:
+    """What the run itself would refuse of its config, apart from files that need not be here."""
+    absent = ("is empty", "does not exist", "no such file", "is not a file", "is not a folder", "not found")
+    return [problem for problem in validate_config(run.config) if not any(word in problem.lower() for word in absent)]
+
+
+def _model_folder(config: PPOTrainerConfig, name: str, model: str | None, scratch: Path) -> Path:
+    here = Path(config.actor_rollout_ref.model.path or "-").expanduser()
+    if model is None and (here / "config.json").is_file():
+        return here
+    if model is not None and (Path(model) / "config.json").is_file():
+        return Path(model)
+    wanted = model or next((known for mark, known in _MARKS.items() if mark in name), None)
+    if wanted not in known_models():
+        raise ValueError(
+            f"no model to plan: actor_rollout_ref.model.path={config.actor_rollout_ref.model.path} has no config.json; "
+            f"give --model, one of {', '.join(known_models())} or a folder with a config.json"
+        )
+    text = (MODELS / f"{wanted}.json").read_text(encoding="utf-8")
+    (scratch / "config.json").write_text(text, encoding="utf-8")
+    return scratch
+
+
+_MARKS = {"671b": "deepseek_v3", "moonlight": "moonlight_16b"}

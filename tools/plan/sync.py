@@ -1,0 +1,107 @@
+"""The weights' way from training to rollout, from the very plan of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+
+from megatron.core.parallel_layout import ParallelLayout
+from mindspeed_llm.hf_config import HFModelConfig
+from tools.plan.collectives import Collective
+from verl.workers.megatron_workers import ActorRolloutRefWorker
+from verl.workers.sharding_manager.transfer_plan import TransferPlan, build_plan
+from vllm.model_executor.model_loader.held_slices import HeldSlice
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """One rank's part in a weight sync.
+
+    sent_bytes, received_bytes: over the network · kept_bytes: from its training weights to its rollout weights without
+    a buffer · num_rounds: all-to-alls, the same on all ranks · peak_bucket_bytes: of all buffers that are alive
+    together · calls: the all-to-alls and the comparison of the digests, when every rank's are right.
+    """
+
+    sent_bytes: int
+    received_bytes: int
+    kept_bytes: int
+    num_rounds: int
+    peak_bucket_bytes: int
+    calls: tuple[Collective, ...]
+
+
+def plan_weight_sync(worker: ActorRolloutRefWorker) -> SyncPlan:
+    """Of a worker that is built; nothing is moved."""
+    sync = worker.sharding_manager.sync
+    rounds, group = sync.transfer.rounds, sync.group
+    ranks = tuple(torch.distributed.get_process_group_ranks(group))
+    calls = [
+        Collective(
+            "all_to_all",
+            "world",
+            ranks,
+            "uint8",
+            sum(round_.sent_bytes),
+            sum(round_.received_bytes),
+            (tuple(round_.sent_bytes), tuple(round_.received_bytes)),
+            -1,
+        )
+        for round_ in rounds
+    ]
+    compared = 2 * len(sync.plan.slices) + 1
+    calls.append(Collective("all_reduce", "world", ranks, "int64", compared, compared, None, -1))
+    return SyncPlan(
+        sent_bytes=sum(sum(round_.sent_bytes) for round_ in rounds),
+        received_bytes=sum(sum(round_.received_bytes) for round_ in rounds),
+        kept_bytes=sum(route.num_bytes for round_ in rounds for route in round_.kept),
+        num_rounds=len(rounds),
+        peak_bucket_bytes=sync.transfer.peak_bytes,
+        calls=tuple(calls),
+    )
+
+
+def shared_plan(
+    hf: HFModelConfig,
+    layout: ParallelLayout,
+    params_dtype: torch.dtype,
+    holdings: Mapping[int, Mapping[str, HeldSlice]],
+    num_ranks: int,
+    *,
+    bucket_bytes: int,
+    ranks_per_node: int,
+) -> TransferPlan:
+    """`build_plan`, made once for all ranks that are planned in this process, and in those forked of it: it is the same
+    on all, and takes longer than all else of a rank.
+    """
+    ends = tuple(tuple(holdings[rank].items()) for rank in (min(holdings), max(holdings)))
+    return _built(_Asked(hf, layout, params_dtype, num_ranks, bucket_bytes, ranks_per_node, ends, holdings))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Arguments of `build_plan`; of an engine's ranks the first and the last tell the layout of all."""
+
+    hf: HFModelConfig
+    layout: ParallelLayout
+    params_dtype: torch.dtype
+    num_ranks: int
+    bucket_bytes: int
+    ranks_per_node: int
+    ends: tuple[tuple[tuple[str, HeldSlice], ...], ...]
+    holdings: Mapping[int, Mapping[str, HeldSlice]] = field(compare=False)
+
+
+@lru_cache(maxsize=1)
+def _built(asked: _Asked) -> TransferPlan:
+    return build_plan(
+        asked.hf,
+        asked.layout,
+        asked.params_dtype,
+        asked.holdings,
+        asked.num_ranks,
+        bucket_bytes=asked.bucket_bytes,
+        ranks_per_node=asked.ranks_per_node,
+    )

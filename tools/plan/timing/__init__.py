@@ -1,0 +1,25 @@
+"""Seconds of a step and of its phases, predicted from the run's shape, the device and constants of published runs."""
+
+from tools.plan.timing.constants import Constants, load_constants
+from tools.plan.timing.cost import PHASES, StepTime, predict
+from tools.plan.timing.run_shape import Lengths, MicroBatches, RolloutShape, RunShape, TrainShape
+from tools.plan.timing.sensitivity import Variation, ranked, sensitivity
+from tools.plan.timing.show import sensitivity_table, step_table
+
+__all__ = [
+    "PHASES",
+    "Constants",
+    "Lengths",
+    "MicroBatches",
+    "RolloutShape",
+    "RunShape",
+    "StepTime",
+    "TrainShape",
+    "Variation",
+    "load_constants",
+    "predict",
+    "ranked",
+    "sensitivity",
+    "sensitivity_table",
+    "step_table",
+]

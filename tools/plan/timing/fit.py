@@ -1,0 +1,155 @@
+"""Fitting the constants to the published rows, and predicting each row from the others.
+
+The fit minimises over the logarithms of the fitted constants
+
+    sum over phases of (log(predicted / published) / noise)^2 + sum over constants of (log(value / prior) / spread)^2
+
+so that a constant of which the rows say nothing keeps its prior. The noise of a small phase and of the reward is wide:
+it sets what nothing else does and bends nothing else. Far-off rows count linearly, not as squares (pseudo-Huber).
+Gauss-Newton with numerical derivatives; pure Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import copysign, exp, log, sqrt
+
+from tools.plan.timing.constants import ALL, Constants
+from tools.plan.timing.cost import StepTime, predict
+from tools.plan.timing.published import PublishedRun
+
+NOISE = 0.1  # what a published phase may differ from run to run and by what is not modelled, as a share
+SMALL_NOISE = 0.5
+MAIN_SHARE = 0.05  # of a step: phases below are small
+STEPS = 12
+
+
+@dataclass(frozen=True)
+class Miss:
+    """One published number beside the predicted. ``phase``: as published, or ``total``."""
+
+    run: str
+    phase: str
+    published_s: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        """Share by which the prediction is too long."""
+        return self.predicted_s / self.published_s - 1.0
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A run, the constants fitted without it, and its published numbers beside what those predict."""
+
+    run: PublishedRun
+    constants: Constants
+    misses: list[Miss]
+
+
+def compare(run: PublishedRun, constants: Constants) -> list[Miss]:
+    """Every published number of ``run`` beside its prediction, the total last."""
+    step = predict(run.shape, run.device, constants)
+    found = [Miss(run.name, phase, seconds, _of_phases(step, phase)) for phase, seconds in run.seconds.items()]
+    return [*found, Miss(run.name, "total", run.total_s, step.total_s)]
+
+
+def is_main(miss: Miss, run: PublishedRun) -> bool:
+    """Whether the number is held against the bars: neither a small phase nor the grader's own."""
+    return miss.phase != "reward" and miss.published_s >= MAIN_SHARE * run.total_s
+
+
+def fit(runs: Sequence[PublishedRun], constants: Constants, tolerance: float = 1e-7) -> Constants:
+    """``constants`` with its fitted ones at their best values for ``runs``, beginning with the values they have.
+
+    Ends when an iteration gains less than ``tolerance`` of the sum above.
+    """
+    families = {run.device.family for run in runs} | {ALL}
+    free = [constant for constant in constants.fitted if constant.family in families]
+    base = constants.with_values({constant.key: constant.prior for constant in constants.fitted})
+    at = [log(constant.value) for constant in free]
+    known: dict[tuple[str, ...], list[float]] = {}  # what a row's misses are, by what it depends on
+
+    def row_residuals(run: PublishedRun, values: dict[str, float]) -> list[float]:
+        mine = (run.device.family, ALL)
+        key = (run.name, *(repr(values[c.key]) for c in free if c.family in mine))
+        if key not in known:
+            known[key] = [
+                _softened(log(miss.predicted_s / miss.published_s) / (NOISE if is_main(miss, run) else SMALL_NOISE))
+                for miss in compare(run, base.with_values(values))
+            ]
+        return known[key]
+
+    def residuals(point: Sequence[float]) -> list[float]:
+        values = {c.key: exp(x) for c, x in zip(free, point, strict=True)}
+        found = [residual for run in runs for residual in row_residuals(run, values)]
+        return found + [(x - log(c.prior)) / c.spread for c, x in zip(free, point, strict=True)]
+
+    now = residuals(at)
+    for _ in range(STEPS):
+        columns = []
+        for place in range(len(at)):
+            moved = list(at)
+            moved[place] += 0.02
+            columns.append([(after - before) / 0.02 for after, before in zip(residuals(moved), now, strict=True)])
+        step = _least_squares(columns, now)
+        for scale in (1.0, 0.5, 0.25, 0.125):
+            moved = [x - scale * dx for x, dx in zip(at, step, strict=True)]
+            then = residuals(moved)
+            if _square(then) < _square(now):
+                break
+        else:
+            break
+        gained = _square(now) - _square(then)
+        at, now = moved, then
+        if gained < tolerance:
+            break
+    return base.with_values({c.key: exp(x) for c, x in zip(free, at, strict=True)})
+
+
+def leave_out(runs: Sequence[PublishedRun], constants: Constants, *, whole_group: bool = False) -> list[LeftOut]:
+    """Every run predicted with constants fitted without it, or without its whole group."""
+    fits: dict[tuple[str, ...], Constants] = {}
+    found = []
+    for run in runs:
+        kept = [other for other in runs if (other.group != run.group if whole_group else other is not run)]
+        names = tuple(other.name for other in kept)
+        if names not in fits:
+            fits[names] = fit(kept, constants, tolerance=1e-5)
+        found.append(LeftOut(run, fits[names], compare(run, fits[names])))
+    return found
+
+
+def _of_phases(step: StepTime, phases: str) -> float:
+    seconds = step.seconds
+    return sum(seconds[phase] for phase in phases.split("+"))
+
+
+def _softened(residual: float) -> float:
+    """Whose square is residual^2 near 0 and 2 |residual| far from it."""
+    return copysign(sqrt(2 * (sqrt(1 + residual * residual) - 1)), residual)
+
+
+def _square(values: Sequence[float]) -> float:
+    return sum(value * value for value in values)
+
+
+def _least_squares(columns: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
+    """x that minimises |A x - target|, A by columns: the normal equations, by Gauss-Jordan elimination."""
+    size = len(columns)
+    rows = [
+        [sum(a * b for a, b in zip(columns[i], columns[j], strict=True)) for j in range(size)]
+        + [sum(a * b for a, b in zip(columns[i], target, strict=True))]
+        for i in range(size)
+    ]
+    for pivot in range(size):
+        best = max(range(pivot, size), key=lambda row: abs(rows[row][pivot]))
+        rows[pivot], rows[best] = rows[best], rows[pivot]
+        rows[pivot] = [value / rows[pivot][pivot] for value in rows[pivot]]
+        for other in range(size):
+            if other != pivot:
+                factor = rows[other][pivot]
+                rows[other] = [value - factor * lead for value, lead in zip(rows[other], rows[pivot], strict=True)]
+    return [row[-1] for row in rows]

@@ -1,0 +1,316 @@
+"""What of a run decides its time: model, layouts, batch, lengths, and which phases and engine features there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from megatron.core.parallel_layout import ParallelLayout
+from mindspeed_llm.hf_config import HFModelConfig
+from tools.plan.timing.lengths import DEFAULT_SPREAD, LengthDistribution, length_distribution
+from verl.trainer.config import PPOTrainerConfig
+from verl.trainer.config.schedule import SCHEDULES
+
+# What an engine may lack that the fastest published one on an NPU had; constants.toml: what each costs a decode step.
+DECODE_FEATURES = ("multistream", "reduce_scatter", "kv_nz", "no_transpose")
+DISPATCHES = ("direct", "controller")
+SYNCS = ("direct", "packed", "per_tensor")
+BESIDE = ("nothing", "shared", "experts")
+OPTIMIZERS = ("resident", "offloaded", "swapped", "cpu")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts and responses.
+
+    Attributes:
+        prompt_mean, response_mean: over the batch.
+        prompt_limit, response_limit: what they are cut or padded to.
+        spread: standard deviation of the logarithm of response lengths before the cut; 0 makes all equal.
+    """
+
+    prompt_mean: float
+    response_mean: float
+    prompt_limit: int
+    response_limit: int
+    spread: float = DEFAULT_SPREAD
+
+    @property
+    def responses(self) -> LengthDistribution:
+        """Of one response."""
+        return length_distribution(self.response_mean, self.response_limit, self.spread)
+
+    @property
+    def mean(self) -> float:
+        """Tokens of prompt and response."""
+        return self.prompt_mean + self.responses.mean
+
+    @property
+    def paid(self) -> float:
+        """The length at which every token would attend as much as the batch's tokens do on average: E[l^2] / E[l]."""
+        responses = self.responses
+        square = self.prompt_mean**2 + 2 * self.prompt_mean * responses.mean + responses.mean_square
+        return square / self.mean
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """How the samples of a data-parallel rank are cut.
+
+    Attributes:
+        samples: of one micro-batch; 0 = filled by tokens.
+        token_budget: packed tokens of a micro-batch on each rank; context parallelism has CP times as many.
+        is_padded: every row is as long as the micro-batch's longest.
+    """
+
+    samples: int = 0
+    token_budget: int = 0
+    is_padded: bool = False
+
+
+@dataclass(frozen=True)
+class TrainShape:
+    """The training engine.
+
+    Attributes:
+        layout: of its ranks.
+        update, log_prob: micro-batches of the two kinds of pass.
+        mini_batches: optimizer steps of an update.
+        recomputed_layers: of each stage, forward again in the backward pass; -1 = all.
+        optimizer: where its state lives: ``resident`` on the device, ``offloaded`` to host memory for the rollout,
+            ``swapped`` through the device during the update, ``cpu`` with the arithmetic on the host too.
+        offloads: weights leave the device for the rollout.
+        exchange_beside: what the experts' exchange runs beside: nothing, the ``shared`` experts, or all ``experts`` and
+            their gradients (MindSpeed's overlap).
+        is_balanced: rows are dealt to data-parallel ranks by length.
+    """
+
+    layout: ParallelLayout
+    update: MicroBatches
+    log_prob: MicroBatches
+    mini_batches: int = 1
+    recomputed_layers: int = 0
+    optimizer: str = "resident"
+    offloads: bool = False
+    exchange_beside: str = "nothing"
+    is_balanced: bool = False
+
+
+@dataclass(frozen=True)
+class RolloutShape:
+    """The rollout engine.
+
+    Attributes:
+        world_size: ranks that generate.
+        tp, dp: tensor-parallel ranks, and replicas of them that share experts.
+        has_expert_parallel: experts are spread over tp x dp ranks, else each is cut over tp.
+        max_num_seqs: running sequences of a replica.
+        memory_share: of device memory, for weights and cache.
+        weight_bytes: of one parameter.
+        has_graphs, graph_sizes: decode steps are recorded, for these numbers of sequences; empty = powers of two.
+        host_sync: replicas agree on each step through host memory (gloo) instead of their devices.
+        lacks: of ``DECODE_FEATURES``.
+    """
+
+    world_size: int
+    tp: int
+    dp: int
+    has_expert_parallel: bool = True
+    max_num_seqs: int = 1024
+    memory_share: float = 0.8
+    weight_bytes: float = 2.0
+    has_graphs: bool = True
+    graph_sizes: tuple[int, ...] = ()
+    host_sync: bool = False
+    lacks: tuple[str, ...] = ()
+
+    @property
+    def replicas(self) -> int:
+        """Sets of tensor-parallel ranks."""
+        return self.world_size // self.tp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold the experts of an engine once, whole or cut."""
+        return self.tp * self.dp if self.has_expert_parallel else self.tp
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """One step of a run, for ``predict``.
+
+    Attributes:
+        name: for people.
+        model: its figures.
+        lengths: of prompts and responses.
+        num_prompts, samples: prompts of a step and responses to each.
+        train, rollout: the two engines.
+        has_reference, has_old_log_prob: passes before the update.
+        reward_workers: processes that grade while log-probs are computed; 0 = the controller does, one by one.
+        schedule: ``sync``, or generation on ranks of its own ahead of training, step by step (``one_step_off``) or
+            without a stop (``fully_async``).
+        dispatch: how rows reach the ranks: by reference from rank to rank (``direct``), or through the controller, once
+            for every rank.
+        sync: how weights reach the rollout: only what each rank needs (``direct``), gathered in large buckets
+            (``packed``) or one tensor at a time (``per_tensor``).
+        gen_prompts: prompts that a step generates for; 0 = num_prompts.
+        expert_load_spread: instead of the constant of that name; 0 = every expert gets as many tokens.
+    """
+
+    name: str
+    model: HFModelConfig
+    lengths: Lengths
+    num_prompts: int
+    samples: int
+    train: TrainShape
+    rollout: RolloutShape
+    has_reference: bool = True
+    has_old_log_prob: bool = False
+    reward_workers: int = 0
+    schedule: str = "sync"
+    dispatch: str = "direct"
+    sync: str = "direct"
+    gen_prompts: int = 0
+    expert_load_spread: float | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Responses that a step trains on."""
+        return self.num_prompts * self.samples
+
+    @property
+    def generated_sequences(self) -> int:
+        """Responses that a step generates; more than it trains on with dynamic sampling."""
+        return (self.gen_prompts or self.num_prompts) * self.samples
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the run."""
+        separate = self.rollout.world_size if self.schedule != "sync" else 0
+        return self.train.layout.world_size + separate
+
+    def problems(self) -> list[str]:
+        """What cannot be run or priced, one sentence each."""
+        model, rollout = self.model, self.rollout
+        found = self.train.layout.problems(
+            model.num_hidden_layers, model.n_routed_experts or None, model.num_attention_heads, model.vocab_size
+        )
+        if rollout.world_size % (rollout.tp * rollout.dp):
+            found.append(
+                f"rollout: {rollout.world_size} ranks do not divide into engines of TP {rollout.tp} x DP {rollout.dp}"
+            )
+        if self.num_sequences % self.train.layout.data_parallel_size:
+            found.append(
+                f"{self.num_sequences} sequences do not divide over data_parallel_size "
+                f"{self.train.layout.data_parallel_size}"
+            )
+        if model.n_routed_experts % rollout.expert_ranks and rollout.has_expert_parallel:
+            found.append(
+                f"rollout: {model.n_routed_experts} experts do not divide over TP {rollout.tp} x DP {rollout.dp} ranks"
+            )
+        for what, value, allowed in (
+            ("dispatch", self.dispatch, DISPATCHES),
+            ("sync", self.sync, SYNCS),
+            ("train.optimizer", self.train.optimizer, OPTIMIZERS),
+            ("train.exchange_beside", self.train.exchange_beside, BESIDE),
+            ("schedule", self.schedule, SCHEDULES),
+        ):
+            if value not in allowed:
+                found.append(f"{what} is {value!r}; expected one of {', '.join(allowed)}")
+        found += [
+            f"rollout.lacks has {name!r}; known: {', '.join(DECODE_FEATURES)}"
+            for name in rollout.lacks
+            if name not in DECODE_FEATURES
+        ]
+        return found
+
+    @staticmethod
+    def of(config: PPOTrainerConfig, hf: HFModelConfig, lengths: Lengths | None = None, name: str = "run") -> RunShape:
+        """The shape of a recipe's config. Without ``lengths``: prompts a quarter and responses half of their limits.
+
+        This repository's own ways: rows move by reference, weights go straight to who needs them, replicas agree over
+        their devices. ValueError with every problem of the shape.
+        """
+        models, trainer = config.actor_rollout_ref, config.trainer
+        actor, rollout, engine = models.actor, models.rollout, models.actor.megatron
+        world, makes = trainer.world_size, config.rollout_world_size
+        given = models.model
+        fields = engine.transformer_fields(given.gradient_checkpointing_kwargs, given.enable_gradient_checkpointing)
+        shape = RunShape(
+            name=name,
+            model=hf,
+            lengths=lengths or default_lengths(config),
+            num_prompts=config.data.train_batch_size,
+            samples=rollout.n,
+            gen_prompts=config.gen_batch_size,
+            train=TrainShape(
+                layout=engine.layout(world),
+                update=_micro_batches(
+                    actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu
+                ),
+                log_prob=_micro_batches(
+                    models.ref.log_prob_use_dynamic_bsz,
+                    models.ref.log_prob_micro_batch_size_per_gpu,
+                    models.ref.log_prob_max_token_len_per_gpu,
+                ),
+                mini_batches=ceil(config.data.train_batch_size / actor.ppo_mini_batch_size) * actor.ppo_epochs,
+                recomputed_layers=_recomputed_layers(fields),
+                optimizer=_optimizer(config),
+                offloads=engine.param_offload and trainer.schedule == "sync",
+                exchange_beside="shared" if fields.get("moe_shared_expert_overlap") else "nothing",
+                is_balanced=trainer.balance_batch,
+            ),
+            rollout=RolloutShape(
+                world_size=makes,
+                tp=rollout.tensor_model_parallel_size,
+                dp=rollout.replicas_per_engine(makes),
+                has_expert_parallel=rollout.enable_expert_parallel and makes > 1,
+                max_num_seqs=rollout.max_num_seqs,
+                memory_share=rollout.gpu_memory_utilization,
+                weight_bytes={"fp8": 1.0}.get(rollout.quantization or "", 4.0 if rollout.dtype == "float32" else 2.0),
+                has_graphs=not rollout.enforce_eager,
+                graph_sizes=tuple(sorted(rollout.cudagraph_capture_sizes or ())),
+                lacks=("multistream", "reduce_scatter") + (() if rollout.kv_cache_layout == "nz" else ("kv_nz",)),
+            ),
+            has_reference=config.use_reference_policy,
+            has_old_log_prob=config.needs_old_log_prob,
+            reward_workers=config.reward_model.num_workers,
+            schedule=trainer.schedule,
+            expert_load_spread=0.0 if engine.fix_router and rollout.fix_router else None,
+        )
+        if problems := shape.problems():
+            raise ValueError(f"{name} cannot be timed:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        return shape
+
+
+def default_lengths(config: PPOTrainerConfig) -> Lengths:
+    """Prompts a quarter and responses half of their limits; responses at the limit where end-of-sequence is ignored."""
+    limit, is_fixed = config.data.max_response_length, config.actor_rollout_ref.rollout.ignore_eos
+    return Lengths(
+        prompt_mean=config.data.max_prompt_length / 4,
+        response_mean=limit if is_fixed else limit / 2,
+        prompt_limit=config.data.max_prompt_length,
+        response_limit=limit,
+        spread=0.0 if is_fixed else DEFAULT_SPREAD,
+    )
+
+
+def _micro_batches(by_tokens: bool, samples: int | None, token_budget: int) -> MicroBatches:
+    return MicroBatches(token_budget=token_budget) if by_tokens else MicroBatches(samples=samples or 1)
+
+
+def _recomputed_layers(fields: dict[str, object]) -> int:
+    """Layers of a stage whose forward pass runs again: all with the uniform method, the first so many with block."""
+    if fields.get("recompute_granularity") != "full":
+        return 0
+    count = fields.get("recompute_num_layers")
+    return count if fields.get("recompute_method") == "block" and isinstance(count, int) else -1
+
+
+def _optimizer(config: PPOTrainerConfig) -> str:
+    actor = config.actor_rollout_ref.actor
+    if actor.optim.override_optimizer_config.get("optimizer_cpu_offload"):
+        return "cpu"
+    if actor.megatron.swap_optimizer:
+        return "swapped"
+    return "offloaded" if actor.megatron.optimizer_offload else "resident"

@@ -1,0 +1,158 @@
+"""How much there is to do: floating-point operations, weights and cache of one layer, from the model's figures alone.
+
+Operations count 2 for a multiplication with its addition. Weights are numbers of parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import log, sqrt
+
+from mindspeed_llm.hf_config import HFModelConfig
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """Parameters of one layer's parts, and operations of attention itself.
+
+    Attributes:
+        attention: projections.
+        dense_mlp: of a layer without experts.
+        expert, shared, router: one routed expert, the shared experts, the gate.
+        score: operations for one query and one key, scores and values together, in training and prefill.
+        absorbed_score: the same in decoding, where latent attention works on the compressed cache.
+        cache: numbers that one token leaves in the cache.
+        cache_shards: tensor-parallel ranks that it can be split over; 1: each has it whole.
+    """
+
+    attention: float
+    dense_mlp: float
+    expert: float
+    shared: float
+    router: float
+    score: float
+    absorbed_score: float
+    cache: float
+    cache_shards: int
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """A model's layers and ends. embedding, head: parameters of the two ends."""
+
+    layer: LayerWork
+    num_layers: int
+    num_dense: int
+    num_experts: int
+    topk: int
+    hidden: int
+    embedding: float
+    head: float
+
+    @property
+    def num_moe(self) -> int:
+        """Layers with experts."""
+        return self.num_layers - self.num_dense
+
+    @property
+    def expert_parameters(self) -> float:
+        """Of all routed experts."""
+        return self.num_moe * self.num_experts * self.layer.expert
+
+    @property
+    def dense_parameters(self) -> float:
+        """Of everything else."""
+        layer = self.layer
+        return (
+            self.num_layers * layer.attention
+            + self.num_dense * layer.dense_mlp
+            + self.num_moe * (layer.shared + layer.router)
+            + self.embedding
+            + self.head
+        )
+
+    @property
+    def parameters(self) -> float:
+        """Of the whole model."""
+        return self.dense_parameters + self.expert_parameters
+
+
+@lru_cache(maxsize=64)
+def model_work(hf: HFModelConfig) -> ModelWork:
+    """The work of ``hf``; multi-token-prediction modules are not counted."""
+    num_moe = sum(hf.is_moe_layer(layer) for layer in range(hf.num_hidden_layers))
+    hidden = hf.hidden_size
+    return ModelWork(
+        layer=_latent_layer(hf) if hf.is_mla else _grouped_query_layer(hf),
+        num_layers=hf.num_hidden_layers,
+        num_dense=hf.num_hidden_layers - num_moe,
+        num_experts=hf.n_routed_experts,
+        topk=hf.num_experts_per_tok,
+        hidden=hidden,
+        embedding=hf.vocab_size * hidden,
+        head=0.0 if hf.tie_word_embeddings else float(hf.vocab_size * hidden),
+    )
+
+
+def train_flops_per_token(work: ModelWork, context: float) -> float:
+    """Forward operations of one token that attends to ``context`` others on average, the head included."""
+    layer = work.layer
+    weights = (
+        work.num_layers * layer.attention
+        + work.num_dense * layer.dense_mlp
+        + work.num_moe * (work.topk * layer.expert + layer.shared + layer.router)
+        + work.embedding  # as large as the head; the lookup itself is no work
+    )
+    return 2.0 * weights + work.num_layers * layer.score * context
+
+
+def busiest_rank(num_experts: int, num_ranks: int, load_spread: float) -> float:
+    """Tokens of the busiest of ``num_ranks`` ranks over the mean.
+
+    Experts' loads are independent, with standard deviation ``load_spread`` of their mean; a rank sums E / R of them,
+    and the largest of R normal variables lies sqrt(2 ln R) deviations above the mean.
+    """
+    if num_ranks <= 1 or not num_experts:
+        return 1.0
+    return 1.0 + load_spread * sqrt(num_ranks / num_experts) * sqrt(2.0 * log(num_ranks))
+
+
+def _latent_layer(hf: HFModelConfig) -> LayerWork:
+    heads, hidden = hf.num_attention_heads, hf.hidden_size
+    query_out = heads * hf.qk_head_dim
+    query = hidden * query_out if hf.q_lora_rank is None else hf.q_lora_rank * (hidden + query_out)
+    latent = hidden * (hf.kv_lora_rank + hf.qk_rope_head_dim)
+    up = hf.kv_lora_rank * heads * (hf.qk_nope_head_dim + hf.v_head_dim)
+    cache = hf.kv_lora_rank + hf.qk_rope_head_dim
+    return LayerWork(
+        attention=query + latent + up + heads * hf.v_head_dim * hidden,
+        score=2.0 * heads * (hf.qk_head_dim + hf.v_head_dim),
+        absorbed_score=2.0 * heads * (cache + hf.kv_lora_rank),
+        cache=cache,
+        cache_shards=1,
+        **_feed_forward(hf),
+    )
+
+
+def _grouped_query_layer(hf: HFModelConfig) -> LayerWork:
+    heads, groups, hidden = hf.num_attention_heads, hf.num_key_value_heads, hf.hidden_size
+    score = 4.0 * heads * hf.head_dim
+    return LayerWork(
+        attention=hidden * hf.head_dim * (2 * heads + 2 * groups),
+        score=score,
+        absorbed_score=score,
+        cache=2 * groups * hf.head_dim,
+        cache_shards=groups,
+        **_feed_forward(hf),
+    )
+
+
+def _feed_forward(hf: HFModelConfig) -> dict[str, float]:
+    hidden = hf.hidden_size
+    return {
+        "dense_mlp": 3.0 * hidden * hf.intermediate_size,
+        "expert": 3.0 * hidden * hf.moe_intermediate_size,
+        "shared": 3.0 * hidden * hf.shared_expert_intermediate_size,
+        "router": float(hidden * hf.n_routed_experts),
+    }

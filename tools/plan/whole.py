@@ -1,0 +1,242 @@
+"""The plan of a whole run: a rank of every pipeline stage, whether their calls fit together, and whether they fit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+
+from megatron.core.parallel_layout import ParallelLayout
+from tools.plan.collectives import Collective, Phase
+from tools.plan.devices import GIB, DeviceProfile
+from tools.plan.matching import problems as call_problems
+from tools.plan.rank_plan import RESERVED_BYTES, RankPlan, StepSize, plan_rank
+from tools.plan.repeated import RepeatedCalls
+from tools.plan.setup import PlannedRun
+from tools.plan.training import OLD, REF, UPDATE
+from verl.trainer.config import PPOTrainerConfig
+
+PROCESS_BYTES = 3 * GIB  # of a worker beside its tensors: Python, torch, communicators; modelled, see README
+CHECKED_REPEATS = 3  # beyond the fewest micro-batches or steps of any stage that show how all further ones are
+
+
+@dataclass(frozen=True)
+class WholePlan:
+    """What a run needs, rank by rank.
+
+    stages: the plan of the first rank of each pipeline stage; the others of a stage hold and do the same ·
+    num_parameters: of the model, every one counted once · problems: why the run cannot work, one sentence each ·
+    traffic: phase -> link ("node", "domain", "cluster") -> bytes that the busiest rank passes on in a step.
+    """
+
+    run: PlannedRun
+    size: StepSize
+    stages: tuple[RankPlan, ...]
+    num_parameters: int
+    problems: tuple[str, ...]
+    traffic: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    @property
+    def worst(self) -> RankPlan:
+        """The rank whose device is fullest at some time."""
+        return max(self.stages, key=lambda plan: plan.peak.peak_bytes)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Of a device, without what its driver takes."""
+        device = self.run.device
+        return device.memory_bytes - RESERVED_BYTES[device.family]
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What the worst rank leaves free at its peak; negative when it does not fit."""
+        return self.budget_bytes - self.worst.peak.peak_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the fullest node: its ranks' host memory, and their processes."""
+        return max(host_bytes_of_nodes(self.run.config, self.stages), default=0)
+
+
+def plan_run(run: PlannedRun, size: StepSize, processes: int | None = None) -> WholePlan:
+    """Plans a rank of every stage and checks them together; ``processes`` at a time, by default the machine's cores."""
+    config = run.config
+    layout = config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size)
+    found = layout_problems(layout, run)
+    if found:
+        return WholePlan(run, size, (), 0, tuple(found))
+    ranks = stage_ranks(layout)
+    try:
+        stages = tuple(_plan_ranks(run, size, ranks, processes or os.cpu_count() or 1))
+    except ValueError as error:
+        return WholePlan(run, size, (), 0, (str(error),))
+    total = sum(plan.num_parameters for plan in stages)
+    found = [*_memory_problems(run, stages), *call_problems(_between_stages(layout, stages))]
+    return WholePlan(run, size, stages, total, tuple(found), _traffic(run, stages))
+
+
+def layout_problems(layout: ParallelLayout, run: PlannedRun) -> list[str]:
+    """What does not divide, and tensor parallelism over more devices than the fast links join."""
+    hf = run.hf
+    found = layout.problems(hf.num_hidden_layers, hf.n_routed_experts or None, hf.num_attention_heads, hf.vocab_size)
+    rollout_tp = run.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    for what, tp in (
+        ("tensor_model_parallel_size", layout.tensor_model_parallel_size),
+        ("rollout.tensor_model_parallel_size", rollout_tp),
+    ):
+        domain = max(run.device.devices_per_node, run.device.domain_devices)
+        if tp > domain:
+            found.append(
+                f"{what} is {tp}: rank 0's group spans nodes; the fast links of {run.device.name} join {domain}"
+            )
+        elif domain % tp and tp > 1:
+            found.append(f"{what} is {tp}: groups of so many ranks cross the borders of {domain} joined devices")
+    if rollout_tp and run.config.trainer.world_size % rollout_tp:
+        found.append(f"world size {run.config.trainer.world_size} is not a multiple of rollout TP {rollout_tp}")
+    return found
+
+
+def stage_ranks(layout: ParallelLayout) -> list[int]:
+    """The first rank of each pipeline stage."""
+    first: dict[int, int] = {}
+    for rank in layout.members(0, ("pp",)):
+        first[layout.coords(rank).pp] = rank
+    return [first[stage] for stage in sorted(first)]
+
+
+def calls_of_all_ranks(config: PPOTrainerConfig, device: DeviceProfile, size: StepSize) -> dict[int, list[Phase]]:
+    """Every rank planned for itself, for small worlds: rank -> the phases of its step, nothing left out."""
+    return {
+        rank: [Phase(calls.phase, calls.of(calls.count)) for calls in plan_rank(config, device, rank, size).calls]
+        for rank in range(config.trainer.world_size)
+    }
+
+
+def _plan_ranks(run: PlannedRun, size: StepSize, ranks: Sequence[int], processes: int) -> list[RankPlan]:
+    """The first here, so that what all share is made once; the rest in processes that begin as copies of this one."""
+    first = plan_rank(run.config, run.device, ranks[0], size)
+    rest = ranks[1:]
+    if not rest:
+        return [first]
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(min(processes, len(rest)), mp_context=context) as pool:
+        return [first, *pool.map(_PlanOf(run, size), rest)]
+
+
+@dataclass(frozen=True)
+class _PlanOf:
+    run: PlannedRun
+    size: StepSize
+
+    def __call__(self, rank: int) -> RankPlan:
+        return plan_rank(self.run.config, self.run.device, rank, self.size)
+
+
+def host_bytes_of_nodes(config: PPOTrainerConfig, stages: Sequence[RankPlan]) -> list[int]:
+    """Host memory of each node's ranks."""
+    layout = config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size)
+    of_stage = {plan.coords.pp: plan.host_bytes + PROCESS_BYTES for plan in stages}
+    per_node = config.trainer.n_gpus_per_node
+    ranks_per_stage = layout.world_size // layout.pipeline_model_parallel_size
+    if layout.order.endswith("pp"):
+        stage_of = [rank // ranks_per_stage for rank in range(layout.world_size)]
+    else:
+        stage_of = [layout.coords(rank).pp for rank in range(layout.world_size)]
+    return [
+        sum(of_stage[stage] for stage in stage_of[first : first + per_node])
+        for first in range(0, layout.world_size, per_node)
+    ]
+
+
+def _memory_problems(run: PlannedRun, stages: Sequence[RankPlan]) -> list[str]:
+    device = run.device
+    budget = device.memory_bytes - RESERVED_BYTES[device.family]
+    found = []
+    for plan in stages:
+        if plan.peak.peak_bytes > budget:
+            found.append(
+                f"rank {plan.rank} (stage {plan.coords.pp}) needs {plan.peak.peak_bytes / GIB:.1f} GiB in "
+                f"{plan.peak.name}; "
+                f"a {device.name} has {budget / GIB:.1f} for it ({device.memory_bytes / GIB:.0f} less "
+                f"{RESERVED_BYTES[device.family] / GIB:.0f} of the driver and communicators)"
+            )
+    fullest = max(host_bytes_of_nodes(run.config, stages), default=0)
+    if fullest > device.host_memory_bytes:
+        found.append(
+            f"a node's ranks need {fullest / GIB:.0f} GiB of host memory; it has {device.host_memory_bytes / GIB:.0f}"
+        )
+    return found
+
+
+def _between_stages(layout: ParallelLayout, stages: Sequence[RankPlan]) -> dict[int, list[Phase]]:
+    """The calls as if each stage were one rank: of those within a stage all members make the same ones anyway."""
+    counts: dict[str, int] = {}
+    for plan in stages:
+        for calls in plan.calls:
+            counts[calls.phase] = max(counts.get(calls.phase, 0), calls.outside + CHECKED_REPEATS)
+    return {
+        plan.coords.pp: [
+            Phase(calls.phase, tuple(_projected(calls, counts[calls.phase], layout, plan))) for calls in plan.calls
+        ]
+        for plan in stages
+    }
+
+
+def _projected(calls: RepeatedCalls, count: int, layout: ParallelLayout, plan: RankPlan) -> Iterator[Collective]:
+    """What crosses stages, between stages. Sizes are compared where they are the same on all ranks of a stage.
+
+    Of a weight sync each rank has parts of its own, and of a generation each replica its own number of tokens.
+    """
+    has_sizes = calls.phase in (OLD, REF, UPDATE)
+    for call in calls.of(count):
+        others = (plan.rank, call.peer) if call.peer >= 0 else call.ranks
+        crossed = _stages_of(layout, others)
+        if len(crossed) == 1:
+            continue
+        if call.peer >= 0:
+            (peer,) = set(crossed) - {plan.coords.pp}
+            yield call._replace(peer=peer, ranks=crossed)
+        elif has_sizes:
+            yield call._replace(ranks=crossed)
+        else:
+            yield call._replace(ranks=crossed, splits=None, sent=0, received=0)
+
+
+def _stages_of(layout: ParallelLayout, ranks: Sequence[int]) -> tuple[int, ...]:
+    """The pipeline stages of ``ranks``, ascending."""
+    if not layout.order.endswith("pp"):
+        return tuple(sorted({layout.coords(rank).pp for rank in ranks}))
+    ranks_per_stage = layout.world_size // layout.pipeline_model_parallel_size
+    if ranks[-1] - ranks[0] == len(ranks) - 1:  # neighbours
+        return tuple(range(ranks[0] // ranks_per_stage, ranks[-1] // ranks_per_stage + 1))
+    return tuple(sorted({rank // ranks_per_stage for rank in ranks}))
+
+
+def _traffic(run: PlannedRun, stages: Sequence[RankPlan]) -> dict[str, dict[str, int]]:
+    """Of the busiest rank: what its calls of a phase hold, by the slowest link of their groups."""
+    found: dict[str, dict[str, int]] = {}
+    for plan in stages:
+        for calls in plan.calls:
+            by_link = _by_link(run.device, plan.rank, calls)
+            largest = found.setdefault(calls.phase, {})
+            for link, num_bytes in by_link.items():
+                largest[link] = max(largest.get(link, 0), num_bytes)
+    return found
+
+
+def _by_link(device: DeviceProfile, rank: int, calls: RepeatedCalls) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for call, times in calls.counted():
+        others = (rank, call.peer) if call.peer >= 0 else call.ranks
+        if len(others) > 1:
+            link = _slowest_link(device, min(others), max(others))
+            sums[link] = sums.get(link, 0) + call.num_bytes * times
+    return sums
+
+
+def _slowest_link(device: DeviceProfile, first: int, last: int) -> str:
+    if first // device.devices_per_node == last // device.devices_per_node:
+        return "node"
+    return "domain" if first // device.domain_devices == last // device.domain_devices else "cluster"

@@ -1,0 +1,96 @@
+"""A rank of the run as the run itself builds it, on a device without values."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from megatron.core.memory_ledger import ON_HOST, ledger
+from megatron.core.models.gpt import GPTModel, ModelChunks
+from megatron.core.ops import TrainOps
+from mindspeed_llm.hf_config import HFModelConfig, load_hf_config
+from mindspeed_llm.model import build_model
+from tools.plan.device import DEVICE
+from tools.plan.ops import Routing, train_ops
+from tools.plan.phase_memory import MemoryTimeline
+from tools.plan.platform import PlannedPlatform
+from tools.plan.rollout_ops import ordinary_token, rollout_ops, rollout_spread
+from tools.plan.rows import PlannedRows
+from tools.plan.sync import shared_plan
+from tools.plan.world import own_groups
+from verl.protocol import DataProto
+from verl.trainer.config import PPOTrainerConfig
+from verl.trainer.config.config import ActorRolloutRefConfig
+from verl.workers.actor import MegatronPPOActor
+from verl.workers.config import McoreEngineConfig
+from verl.workers.engine_setup import model_fields
+from verl.workers.kept_rows import KeptRows
+from verl.workers.megatron_workers import ActorRolloutRefWorker
+from verl.workers.rollout import BaseRollout
+
+
+class PlannedWorker(ActorRolloutRefWorker):
+    """The worker of one rank, inside ``planned_rank`` and a ``PlannedDevice``: everything but weights and rows is its.
+
+    Args:
+        config: the run's; ``trainer.hang_timeout_s`` is 0.
+        kind: of device whose kernels are planned: cpu, cuda or npu.
+        load: see ``Routing``.
+        platform: one of ``PLATFORMS``, of this kind of device.
+    """
+
+    timeline: MemoryTimeline
+
+    def __init__(self, config: PPOTrainerConfig, kind: str, load: float, platform: PlannedPlatform) -> None:
+        super().__init__(config, "actor_rollout_ref" if config.use_reference_policy else "actor_rollout")
+        self.config = _without_replay(self.config)
+        self.kind, self.load, self.platform = kind, load, platform
+        self.device_type = "cpu"  # there is no accelerator to ask about its memory
+        self.timeline = MemoryTimeline(platform.planned.meter)
+
+    def init_model(self) -> None:  # type: ignore[override]
+        """Builds every model of this rank; weights have shapes and no values."""
+        self.device = DEVICE
+        self.hf_config = load_hf_config(self.config.model.path)
+        self.groups = own_groups(self.config.actor.megatron.layout(self.run_config.trainer.world_size), self.rank)
+        coords = self.groups.coords
+        is_collect = self.groups.is_last_stage and coords.tp == 0 and coords.cp == 0
+        self._register_dispatch_collect_info("train", coords.dp, is_collect)
+        self._build_models(train_ops(self.kind, self.routing()))
+
+    def routing(self) -> Routing:
+        """Of this rank's experts in training."""
+        num_experts = self.hf_config.n_routed_experts
+        ep = self.groups.ep
+        num_local = num_experts // ep.size()
+        return Routing(self.load, ep.rank() * num_local, num_local, ep.size())
+
+    def _new_model(self, ops: TrainOps, hf: HFModelConfig, engine: McoreEngineConfig) -> GPTModel | ModelChunks:
+        with torch.device(DEVICE):
+            return build_model(hf, self.groups, ops, **model_fields(self.config, engine))
+
+    def _build_actor(self, ops: TrainOps) -> None:
+        super()._build_actor(ops)
+        # States that live on the host are planned without a word to the allocator.
+        held = ledger(self.actor_module, self.optimizer)
+        self.platform.planned.move_to_host(sum(entry.num_bytes for entry in held if entry.device == ON_HOST))
+
+    _transfer_plan = staticmethod(shared_plan)
+
+    def _new_rollout(self, rollout_class: type[BaseRollout]) -> BaseRollout:
+        spread = rollout_spread(self.config.rollout, self.hf_config, self.rank, self.world_size, self.load)
+        ops = rollout_ops(self.kind, spread, ordinary_token(self.config.model.path), self.platform.planned.log)
+        return rollout_class(self.config.rollout, self.config.model.path, rollout_ops=ops, device=self.platform)
+
+    def _new_kept_rows(self) -> KeptRows:
+        return PlannedRows(self.groups.world, self.device, self.config.nccl_timeout)
+
+    def _fetch(self, data: DataProto, actor: MegatronPPOActor, columns: tuple[str, ...]) -> DataProto:
+        return data
+
+
+def _without_replay(models: ActorRolloutRefConfig) -> ActorRolloutRefConfig:
+    """Every pass is given the same routing, so nobody records any; what was recorded would lie on the host."""
+    replay = dataclasses.replace(models.actor.router_replay, mode="disabled")
+    return dataclasses.replace(models, actor=dataclasses.replace(models.actor, router_replay=replay))

@@ -1,0 +1,67 @@
+"""A world of ranks of which one is here: real process groups behind which nobody is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.core.parallel_layout import ParallelLayout
+from megatron.core.parallel_state import GROUP_AXES, ProcessGroups
+
+BACKEND = "planned"
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+
+
+@contextmanager
+def planned_rank(rank: int, world_size: int, ranks_per_node: int) -> Iterator[None]:
+    """Inside, this process is ``rank`` of ``world_size`` to torch.distributed and to the environment.
+
+    Groups are made and asked as ever. Their collectives move nothing: on the meta device there is nothing to move, and
+    a host tensor is gathered as if every rank had sent what this one sends, which is true of what ranks agree on.
+    """
+    _register()
+    if dist.is_initialized():
+        raise RuntimeError("torch.distributed is initialised already; a plan needs a process of its own")
+    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    local_rank, num_local = rank % ranks_per_node, min(ranks_per_node, world_size)
+    values = (rank, world_size, local_rank, num_local, "127.0.0.1")
+    os.environ.update({name: str(value) for name, value in zip(_ENVIRONMENT, values, strict=True)})
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def own_groups(layout: ParallelLayout, rank: int) -> ProcessGroups:
+    """The groups that ``rank`` is in, as ``initialize_from_layout`` makes them, without those of all the others."""
+    groups = {
+        name: dist.new_group(layout.members(rank, *of), group_desc=name, use_local_synchronization=True)
+        for name, of in GROUP_AXES.items()
+    }
+    world = dist.group.WORLD
+    if layout.world_size < dist.get_world_size():
+        world = dist.new_group(list(range(layout.world_size)), group_desc="world", use_local_synchronization=True)
+    assert world is not None, "inside planned_rank"
+    return ProcessGroups(layout=layout, rank=rank, coords=layout.coords(rank), world=world, **groups)
+
+
+def _register() -> None:
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _new_backend, devices=["cpu", "meta"])
+
+
+def _new_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    return FakeProcessGroup._create_internal(rank, size)
