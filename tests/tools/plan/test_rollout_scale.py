@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.held_slices import config_held_slices
 TOTAL, RESERVED = 64 << 30, 3 << 30
 PROMPT, RESPONSE, ROWS, SEQUENCES = 1024, 2048, 64, 64
 LAYERS, CHANNELS, HIDDEN, BLOCK = 61, 576, 7168, 16
-DISPATCH = "actor_rollout_ref.rollout.expert_exchange=dispatch"
+EXCHANGE = "actor_rollout_ref.rollout.expert_exchange="
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def worker_of(folder: Path, rank: int, *overrides: str) -> Iterator[PlannedWorke
 
 
 def test_rank_of_671b(tmp_path: Path) -> None:
-    with worker_of(tmp_path, 37) as worker:
+    with worker_of(tmp_path, 37, EXCHANGE + "all_gather") as worker:
         engine = worker.rollout.inference_engine.config
         transfer_plan = worker.sharding_manager.sync.plan
         plan = plan_rollout(worker, ROWS, PROMPT, RESPONSE)
@@ -93,9 +93,9 @@ def test_rank_of_671b(tmp_path: Path) -> None:
 
 
 def test_ranks_share_the_transfer_plan_and_dispatch_takes_less(tmp_path: Path) -> None:
-    with worker_of(tmp_path, 0, DISPATCH) as worker:
+    with worker_of(tmp_path, 0, EXCHANGE + "dispatch") as worker:
         first = worker.sharding_manager.sync.plan
-    with worker_of(tmp_path, 255, DISPATCH) as worker:
+    with worker_of(tmp_path, 255, EXCHANGE + "dispatch") as worker:
         assert worker.sharding_manager.sync.plan is first
         generation = plan_rollout(worker, ROWS, PROMPT, RESPONSE).generation
     prefill, decode = generation.prefill, generation.decode
