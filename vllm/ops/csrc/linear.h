@@ -73,7 +73,8 @@ static void head_linear(Batch<const typename M::T> x, long tokens, long heads, W
 #endif
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<M, Float32>)
-    if (heads == 1 && w.k_stride == 1 && n <= FEW_COLUMNS) return dot_linear(x.data, x.token_stride, tokens, w, k, n, out.data);
+    if (heads == 1 && w.k_stride == 1 && n <= FEW_COLUMNS)
+      return dot_linear(x.data, x.token_stride, tokens, w, k, n, out.data);
 #endif
   const long panels = (n + PANEL - 1) / PANEL;
   const int threads = tokens * heads * k * n < SMALL_PRODUCT ? 1 : omp_get_max_threads();

@@ -43,6 +43,7 @@ class TileScope {  // all eight registers as 16 rows of 64 bytes, for one thread
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } config;
+    asm volatile("" : : "r"(&config) : "memory");  // g++ takes the instruction to read 8 bytes, and may not write the others
     _tile_loadconfig(&config);
   }
   ~TileScope() { _tile_release(); }
