@@ -53,16 +53,16 @@ class WeightsCheck:
         if not is_wrong:
             values = [_signed(found[name].value) for name in self._forms]
             both_R2S.view(-1)[self._found_M] = torch.tensor(values, dtype=torch.int64)
-        expected_S, found_S = self._exchanged(both_R2S.to(trained_N.device)).sum(0).cpu()
+        expected_S, found_S = self._exchanged(both_R2S.to(trained_N.device)).sum(0)
         is_wrong = is_wrong or not torch.equal(found_S, expected_S * self._num_holders_S)
         if bool(self._exchanged(trained_N.new_full((num_ranks,), int(is_wrong))).any()):
             self._tell(trained_N, found)
 
     def _exchanged(self, to_ranks: Tensor) -> Tensor:
-        """Row i is of rank i, which sent it as its row of this rank."""
+        """Row i is of rank i, which sent it as its row of this rank; on the host."""
         arrived = torch.empty_like(to_ranks)
         dist.all_to_all_single(arrived.view(torch.uint8), to_ranks.view(torch.uint8), group=self._group)
-        return arrived
+        return arrived.cpu()
 
     def _tell(self, trained_N: Tensor, found: dict[str, WeightDigest]) -> NoReturn:
         expected_N = trained_N.clone()
