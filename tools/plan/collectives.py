@@ -137,8 +137,8 @@ def describe(func: Any, args: Sequence[Any]) -> Collective:
         splits = (tuple(args[4]), tuple(args[3]))
     peer = ranks[args[2]] if kind in POINT_TO_POINT else -1
     dtype = str((sent or received or [torch.empty(0)])[0].dtype).removeprefix("torch.")
-    sizes = (sum(x.numel() for x in tensors) for tensors in (sent, received))
-    return Collective(kind, _purpose(group), ranks, dtype, *sizes, splits, peer)
+    num_sent, num_received = (sum(x.numel() for x in tensors) for tensors in (sent, received))
+    return Collective(kind, _purpose(group), ranks, dtype, num_sent, num_received, splits, peer)
 
 
 def returned(func: Any, args: Sequence[Any], work: Any) -> Any:

@@ -31,9 +31,9 @@ class _Rank:
 def problems(of_ranks: Mapping[int, Sequence[Phase]]) -> list[str]:
     """What would hang or corrupt a run in which every rank makes its calls in order, one sentence each; [] is good.
 
-    A collective ends when all members have come to it, and they must have come to the same one, in one phase. Sends do not wait,
-    receives wait for their send; neighbouring sends and receives of a rank are posted together. ``of_ranks`` has every
-    rank that is a member of any group.
+    A collective ends when all members have come to it, and they must have come to the same one, in one phase. Sends do
+    not wait, receives wait for their send; neighbouring sends and receives of a rank are posted together. ``of_ranks``
+    has every rank that is a member of any group.
     """
     ranks = {
         rank: _Rank([(phase.name, call) for phase in phases for call in phase.calls])
