@@ -20,7 +20,7 @@ FONT = 'font-family="system-ui, sans-serif" font-size="10"'
 
 def memory_svg(rank: RankPlan, budget_bytes: int) -> str:
     """A bar for each phase in order, and the line of what a device has."""
-    left, top, height, bottom = 40, 14, 170, 96
+    left, top, height, bottom = 40, 14, 170, 112
     most = max(budget_bytes, rank.peak.peak_bytes) * 1.05
     step = (WIDTH - left - 8) / len(rank.phases)
 
