@@ -6,6 +6,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -17,8 +18,10 @@ from tools.plan.rank_plan import StepSize
 from tools.plan.report import write_json
 from tools.plan.search.command import Request, explain, search
 from tools.plan.setup import config_problems, known_configs, known_models, planned_run
-from tools.plan.timing import RunShape, load_constants, predict, sensitivity
+from tools.plan.timing import Lengths, RunShape, load_constants, predict, sensitivity
+from tools.plan.timing.run_shape import default_lengths
 from tools.plan.whole import WholePlan, plan_run
+from verl.trainer.config import PPOTrainerConfig
 
 FITS, DOES_NOT_FIT, BAD_INPUT = 0, 1, 2
 
@@ -47,11 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             constants = load_constants()
             request = Request(options.config, tuple(options.overrides), options.nodes, options.model)
             if options.why_not:
-                shape = RunShape.of(run.config, run.hf, name=run.name)
+                shape = RunShape.of(run.config, run.hf, _lengths(options, run.config), run.name)
                 return FITS if explain(request, run, shape, size, constants, options.why_not, console) else DOES_NOT_FIT
             found = config_problems(run)
             plan = WholePlan(run, size, (), 0, tuple(found)) if found else plan_run(run, size)
-            shape = RunShape.of(run.config, run.hf, name=run.name)
+            shape = RunShape.of(run.config, run.hf, _lengths(options, run.config), run.name)
             step = predict(shape, device, constants)
             if options.search:
                 return FITS if search(request, run, plan, shape, constants, options.search, console) else DOES_NOT_FIT
@@ -73,28 +76,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     return DOES_NOT_FIT if plan.problems else FITS
 
 
+def _lengths(options: argparse.Namespace, config: PPOTrainerConfig) -> Lengths:
+    """Of the rows that are timed: means, where memory is planned for the longest."""
+    lengths = default_lengths(config)
+    given = {"prompt_mean": options.mean_prompt_length, "response_mean": options.mean_response_length}
+    return replace(lengths, **{name: value for name, value in given.items() if value is not None})
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.plan", description=__doc__)
     parser.add_argument("config", help=f"a recipe's config: {', '.join(known_configs())}; or a YAML file's path")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the config, with verl's names")
-    parser.add_argument(
-        "--device", default="a3", help=f"{', '.join(known_devices())}, or a profile's path (default a3)"
-    )
-    parser.add_argument(
-        "--nodes", type=int, help="instead of the config's trainer.nnodes; with the device's own node size"
-    )
+    parser.add_argument("--device", default="a3", help=f"{', '.join(known_devices())}, or a profile's path; default a3")
+    parser.add_argument("--nodes", type=int, help="instead of the config's; with the device's own node size")
     parser.add_argument("--model", help=f"{', '.join(known_models())}, or a folder with a config.json")
     parser.add_argument("--prompt-length", type=int, help="tokens of every prompt (default: the longest allowed)")
     parser.add_argument("--response-length", type=int, help="tokens of every response (default: the longest allowed)")
+    parser.add_argument("--mean-prompt-length", type=float, help="for the time (default: a quarter of the limit)")
+    parser.add_argument("--mean-response-length", type=float, help="for the time (default: half of the limit)")
     parser.add_argument(
         "--load",
         type=float,
         default=1.0,
-        help="rows of a rank's experts over the mean of the ranks (default 1: balanced)",
+        help="rows of a rank's experts over the ranks' mean (default 1: balanced)",
     )
     parser.add_argument("--sensitivity", action="store_true", help="what other nodes, lengths and loads would do")
     parser.add_argument(
-        "--search", type=int, nargs="?", const=3, metavar="N", help="the N fastest layouts of these devices that fit (3)"
+        "--search",
+        type=int,
+        nargs="?",
+        const=3,
+        metavar="N",
+        help="the N fastest layouts of these devices that fit (3)",
     )
     parser.add_argument("--why-not", nargs="+", metavar="key=value", help="what stops the run with these changes")
     parser.add_argument("--brief", action="store_true", help="one line instead of the tables")

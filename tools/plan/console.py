@@ -19,7 +19,8 @@ def print_plan(plan: WholePlan, step: StepTime | None, console: Console) -> None
         f"[bold]{run.name}[/bold]: {config.trainer.world_size} x {run.device.name}, training TP"
         f"{layout.tensor_model_parallel_size} PP{layout.pipeline_model_parallel_size} "
         f"CP{layout.context_parallel_size} DP{layout.data_parallel_size} EP{layout.expert_model_parallel_size} "
-        f"ETP{layout.expert_tensor_parallel_size}, rollout TP{config.actor_rollout_ref.rollout.tensor_model_parallel_size}"
+        f"ETP{layout.expert_tensor_parallel_size}, rollout "
+        f"TP{config.actor_rollout_ref.rollout.tensor_model_parallel_size}"
     )
     console.print(
         f"Rows of {plan.size.prompt_length} + {plan.size.response_length} tokens; this rank's experts get "

@@ -92,8 +92,9 @@ class PlannedDevice(TorchDispatchMode):
     """Makes the code of a run work on the meta device, which holds shapes only.
 
     Collectives are noted in ``log`` and move nothing. Pinned host memory is meta memory too, counted apart; where host
-    and device are one (``has_host_memory`` False) it is memory like any other. What the host reads of the device is
-    zero: a value that steers the program (how many tokens went to which expert, which token was sampled) must come from an op table made for plans.
+    and device are one (``has_host_memory`` False) it is memory like any other, and what is sent to the device is there
+    already. What the host reads of the device is zero: a value that steers the program (how many tokens went to which
+    expert, which token was sampled) must come from an op table made for plans.
     """
 
     def __init__(self, log: CollectiveLog, meter: MemoryMeter, has_host_memory: bool = True) -> None:
@@ -162,6 +163,8 @@ def _is_view_or_write(func: Any) -> bool:
 @cache
 def _is_composite(func: Any) -> bool:
     """Whether torch makes it of other operations, which inference mode would hide."""
+    if func.namespace == "prim":  # questions about a tensor
+        return False
     is_composite: bool = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
     return is_composite
 

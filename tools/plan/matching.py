@@ -31,7 +31,7 @@ class _Rank:
 def problems(of_ranks: Mapping[int, Sequence[Phase]]) -> list[str]:
     """What would hang or corrupt a run in which every rank makes its calls in order, one sentence each; [] is good.
 
-    A collective ends when all members have come to it, and they must have come to the same one. Sends do not wait,
+    A collective ends when all members have come to it, and they must have come to the same one, in one phase. Sends do not wait,
     receives wait for their send; neighbouring sends and receives of a rank are posted together. ``of_ranks`` has every
     rank that is a member of any group.
     """
@@ -118,7 +118,7 @@ def _receive(
             if not arrived:
                 return call.peer
             from_phase, message = arrived.popleft()
-            if (message.sent, message.dtype) != (call.received, call.dtype):
+            if (from_phase, message.sent, message.dtype) != (phase, call.received, call.dtype):
                 found.append(
                     f"rank {rank}, {phase}: receives {call.received:,} {call.dtype} from rank {call.peer}, which sends "
                     f"{message.sent:,} {message.dtype} in {from_phase}"
@@ -135,7 +135,7 @@ def _differences(here: Mapping[int, tuple[str, Collective]]) -> list[str]:
     phase, call = here[leader]
     for rank in sorted(here):
         other_phase, other = here[rank]
-        if (other.kind, other.dtype) != (call.kind, call.dtype) or (
+        if (other_phase, other.kind, other.dtype) != (phase, call.kind, call.dtype) or (
             call.kind != "all_to_all" and (other.sent, other.received) != (call.sent, call.received)
         ):
             return [f"rank {leader}, {phase}: {call}; rank {rank}, {other_phase}: {other}"]

@@ -50,8 +50,7 @@ def train_ops(device: str, routing: Routing) -> TrainOps:
     table = {"cpu": cpu_ops, "cuda": _cuda_ops, "npu": _npu_ops}[device]()
 
     def route(logits_TE: Tensor, *, topk: int, chosen_TK: Tensor | None = None, **how: Any) -> tuple[Tensor, Tensor]:
-        if chosen_TK is None:
-            chosen_TK = routing.chosen(logits_TE.shape[0], topk, logits_TE.shape[1])
+        chosen_TK = routing.chosen(logits_TE.shape[0], topk, logits_TE.shape[1])  # also where choices are replayed
         return topk_router(logits_TE, topk=topk, chosen_TK=chosen_TK, **how)
 
     return replace(table, topk_router=route)

@@ -12,6 +12,7 @@ from tools.plan.device import MemoryMeter, PlannedDevice
 from tools.plan.devices import DeviceProfile
 from tools.plan.phase_memory import PhaseMemory
 from tools.plan.platform import PLATFORMS
+from tools.plan.repeated import RepeatedCalls, exact, steps, what_repeats
 from tools.plan.rollout import GenerationPlan, plan_rollout
 from tools.plan.training import OLD, REF, UPDATE, Rows, batch_of, training_calls
 from tools.plan.worker import PlannedWorker
@@ -20,33 +21,6 @@ from verl.trainer.config import PPOTrainerConfig
 
 KINDS = {"ascend": "npu", "cuda": "cuda", "cpu": "cpu"}  # family of a device -> kind of op table
 RESERVED_BYTES = {"ascend": 4 << 30, "cuda": 2 << 30, "cpu": 0}  # driver, context and communicators' buffers: modelled
-
-
-@dataclass(frozen=True)
-class RepeatedCalls:
-    """The calls of a phase: ``first``, then ``repeated`` so many ``times``, then ``last``.
-
-    outside: how many of what is repeated (micro-batches, or a micro-batch of every stage) ``first`` and ``last`` have.
-    """
-
-    phase: str
-    first: tuple[Collective, ...]
-    repeated: tuple[Collective, ...] = ()
-    times: int = 0
-    last: tuple[Collective, ...] = ()
-    outside: int = 0
-
-    def __len__(self) -> int:
-        return len(self.first) + len(self.repeated) * self.times + len(self.last)
-
-    def of(self, count: int) -> tuple[Collective, ...]:
-        """All calls, with as few repetitions as make ``count`` in all; never more than there are."""
-        return self.first + self.repeated * min(max(count - self.outside, 0), self.times) + self.last
-
-    @property
-    def count(self) -> int:
-        """Micro-batches, or steps of a generation."""
-        return self.outside + self.times
 
 
 @dataclass(frozen=True)
@@ -89,7 +63,10 @@ class StepSize:
 
 
 def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: StepSize) -> RankPlan:
-    """Builds ``rank`` and runs its step on a planned device; takes seconds for a stage of 671B parameters."""
+    """Builds ``rank`` and runs its step on a planned device; takes seconds for a stage of 671B parameters.
+
+    ValueError when the run would refuse: what does not divide, or a rollout engine without room for its cache.
+    """
     kind = KINDS[device.family]
     log, meter = CollectiveLog(), MemoryMeter()
     planned = PlannedDevice(log, meter, has_host_memory=kind != "cpu")
@@ -101,7 +78,7 @@ def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: 
             worker.init_model()
         worker.timeline.phases.clear()
         rollout = plan_rollout(worker, _rows_of_replica(config), size.prompt_length, size.response_length)
-        calls = [RepeatedCalls("weight_sync", rollout.sync.calls), *_generation_calls(rollout.generation)]
+        calls = [exact("weight_sync", rollout.sync.calls), *_generation_calls(rollout.generation)]
         for name in training_calls(config):
             calls.append(_plan_call(worker, name, size, log))
         with worker.timeline.span("save"):
@@ -129,9 +106,9 @@ def _rows_of_replica(config: PPOTrainerConfig) -> int:
 
 
 def _generation_calls(generation: GenerationPlan) -> list[RepeatedCalls]:
-    steps = (("prefill", generation.prefill), ("decode", generation.decode))
-    found = [RepeatedCalls(name, (), step.calls, step.num_steps) for name, step in steps if step is not None]
-    return [*found, RepeatedCalls("generate_end", generation.closing_calls)]
+    kinds = (("prefill", generation.prefill), ("decode", generation.decode))
+    found = [steps(name, step.calls, step.num_steps) for name, step in kinds if step is not None]
+    return [*found, exact("generate_end", generation.closing_calls)]
 
 
 def _plan_call(worker: PlannedWorker, name: str, size: StepSize, log: CollectiveLog) -> RepeatedCalls:
@@ -149,17 +126,22 @@ def _plan_call(worker: PlannedWorker, name: str, size: StepSize, log: Collective
     in_flight = num_stages - worker.groups.coords.pp if name == UPDATE else 1
     few = 2 * num_stages if unit > 1 else in_flight + 1
     if total <= few + unit:
-        return RepeatedCalls(name, _run(worker, name, rows, size, log))
-    first_span = len(worker.timeline.phases)
+        return exact(name, _run(worker, name, rows, size, log))
     before = _run(worker, name, few * per_micro, size, log)
-    del worker.timeline.phases[first_span:]  # the second run tells the same, of more micro-batches
+    told = len(worker.timeline.phases)
     after = _run(worker, name, (few + unit) * per_micro, size, log)
-    at, repeated = inserted(before, after)
-    return RepeatedCalls(name, before[:at], repeated, (total - few) // unit, before[at:], few // unit)
+    del worker.timeline.phases[told:]  # the second run has one micro-batch more, and no more memory
+    parts = what_repeats(before, after)
+    return RepeatedCalls(name, parts, total // unit, few // unit)
 
 
 def _run(worker: PlannedWorker, name: str, rows: int, size: StepSize, log: CollectiveLog) -> tuple[Collective, ...]:
     batch = batch_of(Rows(rows, size.prompt_length, size.response_length), worker.run_config)
+    if name == UPDATE and worker.config.actor.records_routing:
+        told = len(worker.timeline.phases)
+        with log.paused():
+            worker.compute_log_prob(batch)  # an update replays the routing of these very rows
+        del worker.timeline.phases[told:]
     with log.apart() as calls:
         getattr(worker, name)(batch)
     return tuple(calls)
@@ -189,18 +171,8 @@ def micro_batches(config: PPOTrainerConfig, name: str, size: StepSize) -> tuple[
     return rows, min(samples or rows, rows)
 
 
-def inserted(before: Sequence[Collective], after: Sequence[Collective]) -> tuple[int, tuple[Collective, ...]]:
-    """Where ``after`` has something that ``before`` has not, and what; ValueError unless that is all the difference."""
-    more = len(after) - len(before)
-    at = next((i for i, (x, y) in enumerate(zip(before, after, strict=False)) if x != y), len(before))
-    found = tuple(after[at : at + more])
-    if more < 0 or (*before[:at], *found, *before[at:]) != tuple(after):
-        raise ValueError(f"{len(before)} and {len(after)} calls differ by more than what one micro-batch adds")
-    return at, found
-
-
 def _counted_parameters(worker: PlannedWorker) -> int:
-    """Elements of the checkpoint's tensors that this rank's stage holds, each counted once over all ranks of the stage."""
+    """Elements of the checkpoint's tensors on this rank's stage, each counted once over all ranks of the stage."""
     layout = worker.groups.layout
     total = 0
     module = worker.actor_module.module

@@ -14,6 +14,7 @@ from tools.plan.phase_memory import PhaseMemory
 from tools.plan.rollout_ops import ordinary_token
 from tools.plan.sync import SyncPlan, plan_weight_sync
 from tools.plan.worker import PlannedWorker
+from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from vllm import LLM
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
@@ -41,9 +42,9 @@ class GenerationPlan:
     """One rank's generation.
 
     state_bytes: owner -> what lies on the device all the time: ``weights``, ``kv_cache``, ``tables`` (positions, noise
-    keys, inputs of graphs), ``graphs`` · num_blocks, block_size: of the KV cache · num_sequences_fit: that the cache holds
-    at their full length · num_computed: tokens of all steps · num_preemptions: sequences that had to be computed again,
-    for want of blocks · prefill, decode: None when there are no such steps · closing_calls: after the last step.
+    keys, inputs of graphs), ``graphs`` · num_blocks, block_size: of the KV cache · num_sequences_fit: that the cache
+    holds at their full length · num_computed: tokens of all steps · num_preemptions: sequences that had to be computed
+    again, for want of blocks · prefill, decode: None when there are no such steps · closing_calls: after the last step.
     """
 
     state_bytes: dict[str, int]
@@ -61,8 +62,8 @@ class GenerationPlan:
 class RolloutPlan:
     """A rollout from the training weights on the device to the last row: the phases in the order of their ends.
 
-    Of the phases ``wake_weights``, ``weight_sync``, ``offload``, ``wake_kv_cache`` and ``sleep`` the bytes afterwards are
-    those of a device in its life cycle; a generation's come on top of what lies there after ``wake_kv_cache``.
+    Of ``wake_weights``, ``weight_sync``, ``offload``, ``wake_kv_cache`` and ``sleep`` the bytes afterwards are those of
+    a device in its life cycle; ``decode`` and ``prefill`` are the largest step of each.
     """
 
     sync: SyncPlan
@@ -88,7 +89,7 @@ def plan_generation(
         num_prompts: rows of the rank's replica, ``rollout.n`` of each prompt together as the trainer repeats them.
         prompt_length, response_length: tokens of every row.
     """
-    config, llm = worker.config.rollout, worker.rollout.inference_engine
+    config, llm = worker.config.rollout, _rollout(worker).inference_engine
     token = ordinary_token(worker.config.model.path)
     engine = llm.config
     load = Workload(
@@ -106,11 +107,9 @@ def plan_generation(
     meter = worker.platform.planned.meter
     before = meter.now_bytes
     # Graphs are recorded by the first decode step, and lie beside all steps from then on.
-    with worker.timeline.span("decode"):
-        decode = _run(worker, load, steps.decode, steps.num_decode)
+    decode = _run(worker, "decode", load, steps.decode, steps.num_decode)
     graph_bytes = 0 if engine.compilation.enforce_eager else meter.now_bytes - before
-    with worker.timeline.span("prefill"):
-        prefill = _run(worker, load, steps.prefill, steps.num_prefill)
+    prefill = _run(worker, "prefill", load, steps.prefill, steps.num_prefill)
     report = llm.get_memory_report()
     state = {"weights": report["weights_bytes"], "kv_cache": report["kv_cache_bytes"]}
     return GenerationPlan(
@@ -126,11 +125,16 @@ def plan_generation(
     )
 
 
-def _run(worker: PlannedWorker, load: Workload, step: Step | None, num_steps: int) -> StepPlan | None:
-    """The step through the real model runner."""
+def _rollout(worker: PlannedWorker) -> vLLMRollout:
+    assert isinstance(worker.rollout, vLLMRollout), type(worker.rollout)
+    return worker.rollout
+
+
+def _run(worker: PlannedWorker, name: str, load: Workload, step: Step | None, num_steps: int) -> StepPlan | None:
+    """The step through the real model runner, as a phase."""
     if step is None:
         return None
-    core, planned = worker.rollout.inference_engine.core, worker.platform.planned
+    core, planned = _rollout(worker).inference_engine.core, worker.platform.planned
     requests = [_request(worker, load, row.row) for row in step.rows]
     for request, row in zip(requests, step.rows, strict=True):
         request.token_ids += [load.token] * (row.num_tokens - load.prompt_length)
@@ -145,19 +149,19 @@ def _run(worker: PlannedWorker, load: Workload, step: Step | None, num_steps: in
         block_copies=list(step.block_copies),
     )
     before = planned.meter.now_bytes
-    planned.meter.peak_bytes = before
-    with planned.log.apart() as calls:
+    with planned.log.apart() as calls, worker.timeline.span(name):
         exchange = core.parallel.exchange_step(step.num_tokens, True, scheduled.is_decode_only, core.device)
         core.worker.execute(scheduled, exchange)
-    peak = planned.meter.peak_bytes - before
+    peak = worker.timeline.phases[-1].peak_bytes - before
     core.worker.runner.batch.update(SchedulerOutput([], [], [], removed=requests, total_num_tokens=0))
     return StepPlan(num_steps, step.num_tokens, len(requests), step.num_context, peak, tuple(calls))
 
 
 def _request(worker: PlannedWorker, load: Workload, row: int) -> Request:
     """With the sampling of training."""
-    params = worker.rollout.sampling_params({"eos_token_id": -1}, row, load.response_length)
-    processor = worker.rollout.inference_engine.engine.processor
+    rollout = _rollout(worker)
+    params = rollout.sampling_params({"eos_token_id": -1}, row, load.response_length)
+    processor = rollout.inference_engine.engine.processor
     group = processor.group(f"row {row}", str(row), {"prompt_token_ids": load.prompt(row)}, params)
     processor.add_samples(group, 0)
     return group.samples[0]
@@ -165,7 +169,7 @@ def _request(worker: PlannedWorker, load: Workload, row: int) -> Request:
 
 def _closing(worker: PlannedWorker) -> tuple[Collective, ...]:
     """Replicas that step together hear in one more exchange that nobody has work left."""
-    core = worker.rollout.inference_engine.core
+    core = _rollout(worker).inference_engine.core
     with worker.platform.planned.log.apart() as calls:
         core.parallel.exchange_step(0, False, True, core.device)
     return tuple(calls)

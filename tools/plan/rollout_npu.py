@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tools.plan.ops import STATISTICS_WIDTH
 from vllm.ops import reference_moe
 from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps, SampledTokens, SamplingBatch
 from vllm.ops.reference_sample import left_out, sample_with
@@ -22,13 +23,11 @@ from vllm_ascend.ops.kv_layout import read_blocks, read_tokens
 from vllm_ascend.ops.packed_context import CausalTriangle, context_slots
 from vllm_ascend.ops.sample import MAX_TOP_K
 
-STATISTICS_WIDTH = 8  # of npu_fusion_attention: every query's maximum and sum, float32, eight times
 INFO_WIDTH = 128  # int32 that npu_moe_distribute_dispatch_v2 says of each row, for its way back
 PAGED_SIZES = (512, 64)  # latent, rope that the paged kernel and the one that writes the cache take
 MIN_PAGED_HEAD, MAX_PAGED_HEAD = 16, 512
 
-# (kernel, rows that leave this rank, rows that come, their width)
-OnExchange = Callable[[str, int, int, Tensor], None]
+OnExchange = Callable[[str, int, int], None]  # (kernel, first row of everyone's, end)
 
 
 def npu_ops() -> RolloutOps:
@@ -209,20 +208,20 @@ def kernel_exchanged_experts(
     num_ranks: int,
     on_exchange: OnExchange,
 ) -> Tensor:
-    """By the dispatch and combine kernels; `on_exchange` is told what each of them sends, in rows of H."""
+    """By the dispatch and combine kernels; `on_exchange` is told when they exchange which rows."""
     top_k, num_here = ids_TK.shape[1], len(w13_E2FH)
     at_once = tokens_of_a_call(x_TH.shape[1], top_k, num_here, num_ranks)
     weights_TK, ids_TK = weights_TK.float(), torch.empty_like(ids_TK, dtype=torch.int32, device=x_TH.device)
     outs = []
     for start in range(0, len(x_TH), at_once):
         part_TH = x_TH[start : start + at_once]
-        tokens = len(part_TH)
-        capacity = tokens * num_ranks * min(num_here, top_k)
+        rows = start, start + len(part_TH)
+        capacity = len(part_TH) * num_ranks * min(num_here, top_k)
         rows_AH = x_TH.new_empty(capacity, x_TH.shape[1])
         info = x_TH.new_empty(capacity * INFO_WIDTH, dtype=torch.int32)
-        on_exchange("dispatch", start, tokens, part_TH)
+        on_exchange("dispatch", *rows)
         done_AH = _product(silu_and_mul(_product(rows_AH, w13_E2FH)), w2_EHF)
-        on_exchange("combine", start, tokens, part_TH)
+        on_exchange("combine", *rows)
         combined_TH = torch.empty_like(part_TH)
         del rows_AH, info, done_AH
         outs.append(combined_TH.masked_fill(torch.ones_like(part_TH[:, :1], dtype=torch.bool), 0))

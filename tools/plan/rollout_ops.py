@@ -62,18 +62,22 @@ def _chosen(spread: Spread, num_tokens: int, topk: int, num_experts: int) -> Ten
     return spread.chosen(num_tokens, topk, num_experts)
 
 
-@lru_cache(maxsize=64)
-def _received(spread: Spread, num_rows: int, step_tokens: int, topk: int) -> list[int]:
-    """Choices that each rank sends to that of `spread` of its `num_rows` rows, when every replica has `step_tokens`
-    tokens.
+@lru_cache(maxsize=256)
+def _exchanged(
+    spread: Spread, num_rows: int, step_tokens: int, topk: int, start: int, stop: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Choices that the rank of `spread` sends to each rank, and gets of each, of the rows [start, stop) of everyone's
+    `num_rows`, when every replica has `step_tokens` tokens.
     """
     num_here = spread.num_experts // spread.num_ranks
-    counts = []
-    for place in range(spread.num_ranks):
+
+    def ranks_chosen(place: int) -> Tensor:
         num_active = min(max(step_tokens - place % spread.tp * num_rows, 0), num_rows)
-        ids_TK = spread.chosen(num_rows, topk, spread.num_experts, place)[:num_active]
-        counts.append(int((ids_TK // num_here == spread.place).sum()))
-    return counts
+        return spread.chosen(num_rows, topk, spread.num_experts, place)[start : min(stop, num_active)] // num_here
+
+    sent = torch.bincount(ranks_chosen(spread.place).flatten(), minlength=spread.num_ranks)
+    received = [int((ranks_chosen(place) == spread.place).sum()) for place in range(spread.num_ranks)]
+    return tuple(sent.tolist()), tuple(received)
 
 
 def rollout_spread(config: RolloutConfig, hf: HFModelConfig, rank: int, num_ranks: int, load: float) -> Spread:
@@ -159,12 +163,13 @@ class _Given:
         num_active: int,
         group: GroupCoordinator,
     ) -> Tensor:
-        received = _received(self.spread, len(x_TH), self.step_tokens, ids_TK.shape[1])
-        weights = (w13_E2FH, w2_EHF)
+        num_rows, top_k = ids_TK.shape
         if self.kind == "npu" and has_kernel(x_TH.shape[1], x_TH.dtype != torch.float32):
-            return self._by_kernels(x_TH, *weights, weights_TK, ids_TK, num_active, group, sum(received))
+            return self._by_kernels(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, group)
+        _, received = _exchanged(self.spread, num_rows, self.step_tokens, top_k, 0, num_rows)
         known = _KnownCounts(group.rank_in_group, group.world_size, group.group, received)
-        return all_to_all_experts(x_TH, *weights, weights_TK, ids_TK, num_active, known, self._experts_of_all())
+        experts = self._experts_of_all()
+        return all_to_all_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, known, experts)
 
     def sample(self, logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
         sampled = self.table.sample(logits_BW, batch)
@@ -183,19 +188,17 @@ class _Given:
         w2_EHF: Tensor,
         weights_TK: Tensor,
         ids_TK: Tensor,
-        num_active: int,
         group: GroupCoordinator,
-        num_received: int,
     ) -> Tensor:
         assert group.group is not None, "a group of one rank has nothing to exchange"
-        ranks, top_k = tuple(dist.get_process_group_ranks(group.group)), ids_TK.shape[1]
+        ranks, (num_rows, top_k) = tuple(dist.get_process_group_ranks(group.group)), ids_TK.shape
 
-        def note(kernel: str, start: int, tokens: int, x: Tensor) -> None:
-            sent = min(max(num_active - start, 0), tokens) * top_k * x.shape[1]
-            arrived = num_received * tokens // len(x_TH) * x.shape[1]
-            there, here = (sent, arrived) if kernel == "dispatch" else (arrived, sent)
-            dtype = str(x.dtype).removeprefix("torch.")
-            self.log.note(Collective(kernel, "engine", ranks, dtype, there, here, None, -1))
+        def note(kernel: str, start: int, stop: int) -> None:
+            there, back = _exchanged(self.spread, num_rows, self.step_tokens, top_k, start, stop)
+            sent, received = (there, back) if kernel == "dispatch" else (back, there)
+            sizes = (sum(sent) * x_TH.shape[1], sum(received) * x_TH.shape[1])
+            dtype = str(x_TH.dtype).removeprefix("torch.")
+            self.log.note(Collective("all_to_all", kernel, ranks, dtype, *sizes, (sent, received), -1))
 
         return kernel_exchanged_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, group.world_size, note)
 
@@ -204,7 +207,7 @@ class _Given:
 class _KnownCounts(GroupCoordinator):
     """A group whose ranks send what is known beforehand: a plan hears nothing of them."""
 
-    received: list[int]
+    received: tuple[int, ...]
 
     def all_to_all(
         self, x: Tensor, sent_counts: list[int] | None = None, received_counts: list[int] | None = None

@@ -20,9 +20,9 @@ from vllm.model_executor.model_loader.held_slices import HeldSlice
 class SyncPlan:
     """One rank's part in a weight sync.
 
-    sent_bytes, received_bytes: over the network · kept_bytes: from its training weights to its rollout weights without a
-    buffer · num_rounds: all-to-alls, the same on all ranks · peak_bucket_bytes: of all buffers that are alive together ·
-    calls: the all-to-alls and the comparison of the digests, when every rank's are right.
+    sent_bytes, received_bytes: over the network · kept_bytes: from its training weights to its rollout weights without
+    a buffer · num_rounds: all-to-alls, the same on all ranks · peak_bucket_bytes: of all buffers that are alive
+    together · calls: the all-to-alls and the comparison of the digests, when every rank's are right.
     """
 
     sent_bytes: int
@@ -36,7 +36,7 @@ class SyncPlan:
 def plan_weight_sync(worker: ActorRolloutRefWorker) -> SyncPlan:
     """Of a worker that is built; nothing is moved."""
     sync = worker.sharding_manager.sync
-    rounds, rank, group = sync.transfer.rounds, worker.rank, sync.group
+    rounds, group = sync.transfer.rounds, sync.group
     ranks = tuple(torch.distributed.get_process_group_ranks(group))
     calls = [
         Collective(
@@ -73,7 +73,7 @@ def shared_plan(
     bucket_bytes: int,
     ranks_per_node: int,
 ) -> TransferPlan:
-    """`build_plan`, made once for all ranks that are planned in this process (and in those forked of it): it is the same
+    """`build_plan`, made once for all ranks that are planned in this process, and in those forked of it: it is the same
     on all, and takes longer than all else of a rank.
     """
     ends = tuple(tuple(holdings[rank].items()) for rank in (min(holdings), max(holdings)))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mindspeed_llm.hf_config import load_hf_config
 from tools.plan.collectives import CollectiveLog, Phase
 from tools.plan.device import MemoryMeter
 from verl.protocol import DataProto
@@ -56,6 +57,12 @@ def batch_of(rows: Rows, config: PPOTrainerConfig) -> DataProto:
         tensors["ref_log_prob"] = zeros_BR
     if config.actor_rollout_ref.rollout.calculate_log_probs:
         tensors["rollout_log_probs"] = zeros_BR
+    if config.actor_rollout_ref.actor.takes_rollout_routing:
+        hf = load_hf_config(config.actor_rollout_ref.model.path)
+        layers = range(hf.first_k_dense_replace, hf.num_hidden_layers)
+        num_moe = sum(layer % hf.moe_layer_freq == 0 for layer in layers)
+        choices = torch.zeros(1, dtype=torch.uint8).expand(*attention_BL.shape, num_moe, hf.num_experts_per_tok)
+        tensors["routed_experts"] = choices
     temperature = config.actor_rollout_ref.rollout.temperature
     meta = {"temperature": temperature, "rollout_n": config.actor_rollout_ref.rollout.n, "global_step": 1}
     return DataProto.from_dict(tensors, meta_info=meta)

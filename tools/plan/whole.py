@@ -12,7 +12,8 @@ from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.collectives import Collective, Phase
 from tools.plan.devices import GIB, DeviceProfile
 from tools.plan.matching import problems as call_problems
-from tools.plan.rank_plan import RESERVED_BYTES, RankPlan, RepeatedCalls, StepSize, plan_rank
+from tools.plan.rank_plan import RESERVED_BYTES, RankPlan, StepSize, plan_rank
+from tools.plan.repeated import RepeatedCalls
 from tools.plan.setup import PlannedRun
 from tools.plan.training import OLD, REF, UPDATE
 from verl.trainer.config import PPOTrainerConfig
@@ -60,7 +61,7 @@ class WholePlan:
 
 
 def plan_run(run: PlannedRun, size: StepSize, processes: int | None = None) -> WholePlan:
-    """Plans a rank of every stage, ``processes`` at a time (the machine's cores by default), and checks them together."""
+    """Plans a rank of every stage and checks them together; ``processes`` at a time, by default the machine's cores."""
     config = run.config
     layout = config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size)
     found = layout_problems(layout, run)
@@ -156,7 +157,8 @@ def _memory_problems(run: PlannedRun, stages: Sequence[RankPlan]) -> list[str]:
     for plan in stages:
         if plan.peak.peak_bytes > budget:
             found.append(
-                f"rank {plan.rank} (stage {plan.coords.pp}) needs {plan.peak.peak_bytes / GIB:.1f} GiB in {plan.peak.name}; "
+                f"rank {plan.rank} (stage {plan.coords.pp}) needs {plan.peak.peak_bytes / GIB:.1f} GiB in "
+                f"{plan.peak.name}; "
                 f"a {device.name} has {budget / GIB:.1f} for it ({device.memory_bytes / GIB:.0f} less "
                 f"{RESERVED_BYTES[device.family] / GIB:.0f} of the driver and communicators)"
             )
@@ -226,12 +228,11 @@ def _traffic(run: PlannedRun, stages: Sequence[RankPlan]) -> dict[str, dict[str,
 
 def _by_link(device: DeviceProfile, rank: int, calls: RepeatedCalls) -> dict[str, int]:
     sums: dict[str, int] = {}
-    for part, times in ((calls.first, 1), (calls.repeated, calls.times), (calls.last, 1)):
-        for call in part:
-            others = (rank, call.peer) if call.peer >= 0 else call.ranks
-            if len(set(others)) > 1:
-                link = _slowest_link(device, min(others), max(others))
-                sums[link] = sums.get(link, 0) + call.num_bytes * times
+    for call, times in calls.counted():
+        others = (rank, call.peer) if call.peer >= 0 else call.ranks
+        if len(others) > 1:
+            link = _slowest_link(device, min(others), max(others))
+            sums[link] = sums.get(link, 0) + call.num_bytes * times
     return sums
 
 

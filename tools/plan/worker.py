@@ -40,6 +40,8 @@ class PlannedWorker(ActorRolloutRefWorker):
         platform: one of ``PLATFORMS``, of this kind of device.
     """
 
+    timeline: MemoryTimeline
+
     def __init__(self, config: PPOTrainerConfig, kind: str, load: float, platform: PlannedPlatform) -> None:
         super().__init__(config, "actor_rollout_ref" if config.use_reference_policy else "actor_rollout")
         self.config = _without_replay(self.config)

@@ -95,11 +95,13 @@ class KeptRows:
         self._open(group)
 
     def _open(self, group: dist.ProcessGroup) -> None:
+        """Answer from now on, and learn where the others do."""
         self._server = RowServer(_own_host(), self._rows_of)
         self._addresses = [self._server.address] * group.size()
         dist.all_gather_object(self._addresses, self._server.address, group=group)
         neighbour = (self._rank + 1) % group.size()
-        fetch_rows({neighbour: (self._addresses[neighbour], [])}, self._timeout_s)  # a blocked network shows here, not later
+        # A blocked network shows here, not later.
+        fetch_rows({neighbour: (self._addresses[neighbour], [])}, self._timeout_s)
 
     def keep_generated(self, output: DataProto, replica_size: int, *, keeps_earlier: bool = False) -> DataProto:
         """Begins a batch with this rank's share of its replica's ``output``; returns what goes to the controller.

@@ -210,7 +210,7 @@ class ActorRolloutRefWorker(Worker):
         self.actor_module.onload_params()
         self.checkpoint_manager.export_hf(path)
 
-    _transfer_plan = staticmethod(build_plan)
+    _transfer_plan = staticmethod(build_plan)  # of the weight sync
 
     @watched
     def _build_models(self, ops: TrainOps) -> None:

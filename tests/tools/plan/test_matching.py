@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,7 @@ def test_a_micro_batch_too_many_is_found(planned: Calls) -> None:
 
 def test_groups_in_another_order_are_found(planned: Calls) -> None:
     def swapped(calls: list[Collective]) -> list[Collective]:
-        pairs = zip(calls, calls[1:], strict=False)
-        at = next(i for i, (a, b) in enumerate(pairs) if a.ranks != b.ranks and not {a.peer, b.peer} - {-1})
+        at = next(i for i, (a, b) in enumerate(pairwise(calls)) if a.ranks != b.ranks and not {a.peer, b.peer} - {-1})
         return [*calls[:at], calls[at + 1], calls[at], *calls[at + 2 :]]
 
     (first, *_) = problems(_changed(planned, 1, "update_actor", swapped))

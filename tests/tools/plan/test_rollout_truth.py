@@ -40,13 +40,22 @@ TRAINING = {
     ],
 }
 TP2 = [f"{ROLLOUT}.tensor_model_parallel_size=2"]
+REFERENCE = ["trainer.rollout_ops=vllm.ops.reference:rollout_ops"]  # what a GPU runs
 CASES: dict[str, tuple[int, list[str]]] = {
     "tp1": (1, []),
+    "tp1, decode steps as graphs": (1, [f"{ROLLOUT}.enforce_eager=False"]),
     "tp2": (2, TP2),
     "dp2 with expert parallel": (2, []),
     "dp2, experts by dispatch": (2, [f"{ROLLOUT}.expert_exchange=dispatch"]),
     "tp2 x dp2": (4, TP2),
     "tp2 x dp2, experts by dispatch": (4, [*TP2, f"{ROLLOUT}.expert_exchange=dispatch"]),
+    "ops of a gpu": (2, REFERENCE),
+    "ops of a gpu, experts by dispatch": (2, [*REFERENCE, f"{ROLLOUT}.expert_exchange=dispatch"]),
+    "weights in fp8": (2, [*TP2, f"{ROLLOUT}.quantization=fp8"]),
+    "experts kept for replay": (
+        2,
+        [f"{ROLLOUT}.enable_rollout_routing_replay=True", "actor_rollout_ref.actor.router_replay.mode=R3"],
+    ),
     "two engines of tp2": (4, [*TP2, f"{ROLLOUT}.data_parallel_size=1"]),
     "two engines of dp2": (4, [f"{ROLLOUT}.data_parallel_size=2", f"{ROLLOUT}.rebalance_interval=2"]),
 }
@@ -121,7 +130,7 @@ def watch(worker: ActorRolloutRefWorker, lengths: tuple[int, ...], log: Collecti
         report = worker.rollout.inference_engine.get_memory_report()
         steps: list[Step] = []
         if not worker.config.rollout.rebalance_interval:  # else requests cannot be added one by one
-            # Threads of gloo let go of a step's tensors when they come to it: the least of a few tries has none of them.
+            # Threads of gloo let go of a step's tensors when they come to it; the least of a few tries has none.
             generations = [measured(worker, mine, log, meter) for _ in range(3)]
             steps = [min(tries, key=lambda step: step.peak_bytes) for tries in zip(*generations, strict=True)]
     return Seen(log.phases, report, steps)
@@ -159,7 +168,8 @@ def planned_worker(model_dir: str, rank: int, world_size: int, overrides: list[s
     total_bytes = CpuPlatform().memory(torch.device("cpu")).total_bytes
     with planned_rank(rank, world_size, world_size), PlannedDevice(log, meter, has_host_memory=False) as device:
         platform = PLATFORMS["cpu"](total_bytes, 0, device)
-        worker = PlannedWorker(config_of(model_dir, world_size, overrides), "cpu", 1.0, platform)
+        kind = "cuda" if set(REFERENCE) <= set(overrides) else "cpu"
+        worker = PlannedWorker(config_of(model_dir, world_size, overrides), kind, 1.0, platform)
         worker.init_model()
         yield worker
 
@@ -190,7 +200,9 @@ def test_plan_is_what_ranks_do(name: str, model_dir: str) -> None:
             assert plan.report[key] == seen.report[key], key
         for ours, theirs in zip(plan.steps, seen.steps, strict=True):
             assert ours.calls == theirs.calls
-            assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.1), f"rank {rank}: {ours}, {theirs}"
+            assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.1, abs=256), (
+                f"rank {rank}: {ours}, {theirs}"
+            )
 
 
 @pytest.mark.parametrize("name", ["tp1", "tp2 x dp2, experts by dispatch", "two engines of tp2"])

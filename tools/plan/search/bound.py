@@ -212,7 +212,9 @@ class Bounds:
         head = hf.qk_nope_head_dim + 2 * hf.v_head_dim + 3 * hf.qk_head_dim if hf.is_mla else 4 * hf.head_dim
         attention = context * hf.num_attention_heads / rollout.tp * head * item
         sampled = min(rollout.max_num_seqs, tokens) * hf.vocab_size * 4.0 * SAMPLER_COPIES
-        return MARGIN * max(self._experts(shape, knobs, tokens), attention, sampled) + 4 * tokens * hf.hidden_size * item
+        return (
+            MARGIN * max(self._experts(shape, knobs, tokens), attention, sampled) + 4 * tokens * hf.hidden_size * item
+        )
 
     def _experts(self, shape: RunShape, knobs: RolloutKnobs, tokens: int) -> float:
         """Of one layer's routed experts, for ``tokens`` tokens of each replica."""

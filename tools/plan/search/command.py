@@ -62,5 +62,3 @@ def explain(
         answer = why_not(other, shape, size, constants)
     print_why_not(answer, console)
     return answer.fits
-
-

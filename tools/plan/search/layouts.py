@@ -158,7 +158,9 @@ def _can_dispatch(hf: HFModelConfig, device: DeviceProfile, shape: RolloutShape)
     if device.family != "ascend":
         return True
     try:
-        tokens_of_a_call(hf.hidden_size, hf.num_experts_per_tok, hf.n_routed_experts // shape.expert_ranks, shape.expert_ranks)
+        tokens_of_a_call(
+            hf.hidden_size, hf.num_experts_per_tok, hf.n_routed_experts // shape.expert_ranks, shape.expert_ranks
+        )
     except ValueError:
         return False
     return True

@@ -72,7 +72,10 @@ def ranking(run: PlannedRun, shape: RunShape, size: StepSize, constants: Constan
         parts = rollout_seconds(other, run.device, rates), weight_sync_seconds(other, rates)
         seconds[rollout] = sum(sum(part.values()) for part in parts)
     pairs = sorted(
-        ((spent + seconds[rollout], train, rollout) for (spent, train), rollout in product(trainings[:KEPT_TRAINING], rollouts)),
+        (
+            (spent + seconds[rollout], train, rollout)
+            for (spent, train), rollout in product(trainings[:KEPT_TRAINING], rollouts)
+        ),
         key=lambda pair: pair[0],
     )
     best: list[Candidate] = []
@@ -106,7 +109,10 @@ def _fitting(
     passes = shape.has_reference + shape.has_old_log_prob
     for layout in layouts:
         plain = replace(shape, train=replace(shape.train, layout=layout, recomputed_layers=-1))
-        if bounds.update_bytes(_with(plain, update=update_batches(run.config, layout.data_parallel_size)[0])) > bounds.budget:
+        if (
+            bounds.update_bytes(_with(plain, update=update_batches(run.config, layout.data_parallel_size)[0]))
+            > bounds.budget
+        ):
             continue
         if bounds.host_bytes(plain) > device.host_memory_bytes:
             continue

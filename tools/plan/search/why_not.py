@@ -104,7 +104,9 @@ def print_why_not(answer: Answer, console: Console) -> None:
             for line in lines:
                 console.print(f"  {line}", highlight=False, markup=False)
     if answer.full and not answer.gives:
-        console.print("No single change of micro-batches, recomputation or rollout steps makes room: another layout, or more nodes")
+        console.print(
+            "No single change of micro-batches, recomputation or rollout steps makes room: another layout, or more nodes"
+        )
     if not answer.fits or answer.step is None:
         return
     total = answer.step.total_s

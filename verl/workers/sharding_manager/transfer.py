@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mindspeed_llm.weight_plan import slice_shape
 from verl.workers.sharding_manager.trained_weights import TrainedWeights
-from verl.workers.sharding_manager.transfer_plan import Route, TransferPlan, aligned
+from verl.workers.sharding_manager.transfer_plan import Flow, Route, TransferPlan, aligned
 from vllm.model_executor.layers.quantization.fp8 import FP8_DTYPE
 from vllm.model_executor.model_loader.digest import copy_with_digest, inner_dim, slice_digest
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
@@ -45,17 +45,18 @@ def schedule(plan: TransferPlan, rank: int) -> list[Round]:
     kept: list[list[Route]] = [[] for _ in range(plan.num_rounds)]
     sent: list[dict[int, list[Route]]] = [{} for _ in range(plan.num_rounds)]
     received: list[dict[int, list[Route]]] = [{} for _ in range(plan.num_rounds)]
+    parts: dict[int, tuple[int | None, list[int]]] = {}  # of each flow, which many routes have in common
     for route in plan.routes:
-        flow = route.flow
-        if rank in flow.consumers_N:
-            source = int(flow.sources_N[flow.consumers_N == rank][0])
-            if source == rank:
-                kept[route.round].append(route)
-            else:
-                received[route.round].setdefault(source, []).append(route)
-        if rank in flow.senders_S:
-            for consumer in flow.receivers_M[flow.sources_N[flow.sources_N != flow.consumers_N] == rank].tolist():
-                sent[route.round].setdefault(consumer, []).append(route)
+        part = parts.get(id(route.flow))
+        if part is None:
+            part = parts[id(route.flow)] = _part(route.flow, rank)
+        source, consumers = part
+        if source == rank:
+            kept[route.round].append(route)
+        elif source is not None:
+            received[route.round].setdefault(source, []).append(route)
+        for consumer in consumers:
+            sent[route.round].setdefault(consumer, []).append(route)
     return [
         Round(
             tuple(here),
@@ -66,6 +67,13 @@ def schedule(plan: TransferPlan, rank: int) -> list[Round]:
         )
         for here, outgoing, incoming in zip(kept, sent, received, strict=True)
     ]
+
+
+def _part(flow: Flow, rank: int) -> tuple[int | None, list[int]]:
+    """(who `rank` gets it from, None when it needs nothing; whom it sends it to)."""
+    sources = flow.sources_N[flow.consumers_N == rank].tolist()
+    is_sent = (flow.sources_N == rank) & (flow.consumers_N != rank)
+    return (sources[0] if sources else None), flow.consumers_N[is_sent].tolist()
 
 
 def _parcels(by_peer: Mapping[int, list[Route]]) -> tuple[Parcel, ...]:

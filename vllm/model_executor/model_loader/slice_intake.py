@@ -46,6 +46,7 @@ class SliceIntake:
             digest = _place(stored, slice_, self._came[slice_.hf_name])
             earlier = self._digests.get(slice_.hf_name)
             self._digests[slice_.hf_name] = digest if earlier is None else earlier + digest
+            del slice_  # or a buffer of what has arrived would live on while the next ones are filled
 
     def finish(self) -> dict[str, WeightDigest]:
         """Name -> digest of what this rank holds; ValueError naming every weight of which not all elements came."""

@@ -1,0 +1,62 @@
+"""What happened to those who ran DeepSeek-V3 on 256 dies, in the plan: recomputation, swapping, conversion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.plan.devices import GIB, load_device
+from tools.plan.rank_plan import RESERVED_BYTES, RankPlan, StepSize, plan_rank
+from tools.plan.setup import planned_run
+
+LAYERS = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_num_layers"
+MEGATRON = "actor_rollout_ref.actor.megatron"
+STAGE_2 = 64  # the first of the stages with 8 layers
+BUDGET = 64 * GIB - RESERVED_BYTES["ascend"]
+
+
+def _plan(tmp_path: Path, load: float, *overrides: str) -> RankPlan:
+    device = load_device("a3")
+    run = planned_run(
+        "cann_true_weight_671b_256die", overrides, device, nodes=None, model="deepseek_v3", scratch=tmp_path
+    )
+    return plan_rank(run.config, device, STAGE_2, StepSize(1024, 3072, load))
+
+
+def _update_bytes(tmp_path: Path, load: float, recomputed: int) -> int:
+    plan = _plan(tmp_path, load, f"{LAYERS}={recomputed}")
+    return next(phase.peak_bytes for phase in plan.phases if phase.name == "update_actor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recomputed", "load", "fits"),
+    [
+        (1, 1.0, True),  # as it began
+        (1, 4.0, False),
+        (4, 4.0, True),
+        (4, 8.0, False),
+        (8, 8.0, True),
+        (1, 32.0, False),  # every token to the experts of one rank: no load is worse
+        (8, 32.0, True),
+    ],
+)
+def test_recomputed_layers_went_from_1_to_4_to_8(recomputed: int, load: float, fits: bool, tmp_path: Path) -> None:
+    assert (_update_bytes(tmp_path, load, recomputed) <= BUDGET) == fits
+
+
+def test_worst_load_runs_out_of_memory_with_one_recomputed_layer_and_not_with_eight(tmp_path: Path) -> None:
+    assert _update_bytes(tmp_path, 32.0, 1) > BUDGET
+    assert _update_bytes(tmp_path, 32.0, 8) <= BUDGET
+
+
+def test_without_the_swapped_optimizer_nothing_is_left_for_generation(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="leaves room for 0 KV blocks"):
+        _plan(tmp_path, 1.0, f"{MEGATRON}.swap_optimizer=false", f"{MEGATRON}.optimizer_offload=false")
+
+
+def test_two_terabytes_do_not_hold_a_whole_model_twice() -> None:
+    """As loaded and as saved, which is how the published conversion works; the one here streams (test_full_shape)."""
+    in_memory = 2 * 2 * 671_026_419_200
+    assert in_memory > load_device("a3").host_memory_bytes

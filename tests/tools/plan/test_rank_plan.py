@@ -1,0 +1,65 @@
+"""A rank told by few micro-batches is the rank of all of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.mindspeed_llm.tiny import tiny_hf_config
+from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
+from tools.plan.collectives import CollectiveLog
+from tools.plan.device import MemoryMeter, PlannedDevice
+from tools.plan.devices import load_device
+from tools.plan.platform import PlannedCpu
+from tools.plan.rank_plan import StepSize, plan_rank
+from tools.plan.training import Rows, run_training
+from tools.plan.worker import PlannedWorker
+from tools.plan.world import planned_rank
+from verl.trainer.config import PPOTrainerConfig, load_config
+
+ONE_ROW = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+REPLAY = "actor_rollout_ref.actor.router_replay.mode=R2"
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(tiny_hf_config(num_hidden_layers=4)))
+    return path
+
+
+def _config(model_dir: Path, layout: str, *more: str) -> PPOTrainerConfig:
+    world_size, overrides = LAYOUTS[layout]
+    return load_config(overrides_of(str(model_dir), world_size, *overrides, *more))
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2_pp2_uneven_ep2", "cp2_pp2_vpp2", "pp4_ep2_overlap"])
+def test_many_micro_batches_are_told_from_few(layout: str, model_dir: Path) -> None:
+    config = _config(model_dir, layout, ONE_ROW, REPLAY)
+    world_size = config.trainer.world_size
+    rank = world_size // 2  # of a pipeline with two or four stages not the first
+    planned = plan_rank(config, load_device("cpu"), rank, StepSize(10, 8))
+    log = CollectiveLog()
+    device = PlannedDevice(log, MemoryMeter(), has_host_memory=False)
+    with planned_rank(rank, world_size, world_size), device:
+        worker = PlannedWorker(config, "cpu", 1.0, PlannedCpu(8 << 30, 0, device))
+        worker.init_model()
+        rows = 16 // worker.groups.layout.data_parallel_size
+        whole = run_training(worker, Rows(rows, 10, 8), log, device.meter)
+    told = {calls.phase: calls for calls in planned.calls}
+    for name, phase in whole.items():
+        assert told[name].outside < told[name].count, f"{name}: was run whole"
+        assert list(told[name].of(told[name].count)) == list(phase.collectives.calls), name
+
+
+def test_the_phases_of_a_step_are_told_in_order(model_dir: Path) -> None:
+    plan = plan_rank(_config(model_dir, "one"), load_device("cpu"), 0, StepSize(10, 8))
+    names = [phase.name for phase in plan.phases]
+    order = ["wake_weights", "weight_sync", "wake_kv_cache", "decode", "prefill", "sleep", "compute_ref_log_prob"]
+    assert [name for name in names if name in order] == order
+    assert names[-2:] == ["update_actor", "save"]
+    by_name = {phase.name: phase for phase in plan.phases}
+    assert by_name["sleep"].after_bytes < by_name["wake_kv_cache"].after_bytes - plan.device_state["rollout kv_cache"]
+    assert plan.num_parameters > 0

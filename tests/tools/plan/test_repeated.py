@@ -1,0 +1,43 @@
+"""What a further micro-batch adds to the calls of a phase."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.plan.collectives import Collective
+from tools.plan.repeated import RepeatedCalls, exact, steps, what_repeats
+
+
+def _call(kind: str, size: int = 1) -> Collective:
+    return Collective(kind, "tp", (0, 1), "float32", size, size, None, -1)
+
+
+def _phase(num: int) -> list[Collective]:
+    """Pipelined: two warm-up forwards, pairs, and at the end one call for each and one that holds all."""
+    pairs = [_call("all_gather", 8), _call("reduce_scatter", 8)] * num
+    return [
+        _call("barrier"),
+        *pairs,
+        _call("all_reduce", 3),
+        *[_call("broadcast", 5)] * num,
+        _call("all_reduce", 10 * num),
+    ]
+
+
+def test_any_number_is_told_from_two() -> None:
+    parts = what_repeats(_phase(3), _phase(4))
+    phase = RepeatedCalls("x", parts, count=50, outside=3)
+    assert list(phase.of(50)) == _phase(50)
+    assert list(phase.of(7)) == _phase(7)
+    assert list(phase.of(1)) == _phase(3)  # no fewer than were run
+    assert len(phase) == len(_phase(50))
+
+
+def test_other_differences_are_refused() -> None:
+    with pytest.raises(ValueError, match="differ by more"):
+        what_repeats(_phase(3), [_call("barrier"), *_phase(4)[::-1]])
+
+
+def test_whole_phases_and_equal_steps() -> None:
+    assert exact("x", _phase(2)).of(1) == tuple(_phase(2))
+    assert steps("decode", _phase(1), 4).of(4) == tuple(_phase(1)) * 4

@@ -1,0 +1,129 @@
+"""DeepSeek-V3 671B on 256 dies: what a rank's rollout holds and tells others is what its config says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.bench.published_checkpoint import deepseek_v3_config
+from tools.plan.collectives import CollectiveLog
+from tools.plan.device import MemoryMeter, PlannedDevice
+from tools.plan.generation_steps import Workload, count_steps
+from tools.plan.platform import PLATFORMS
+from tools.plan.rollout import plan_rollout
+from tools.plan.worker import PlannedWorker
+from tools.plan.world import planned_rank
+from verl.trainer.config import load_config, validate_config
+from vllm.config import SchedulerConfig
+from vllm.model_executor.model_loader.held_slices import config_held_slices
+
+TOTAL, RESERVED = 64 << 30, 3 << 30
+PROMPT, RESPONSE, ROWS, SEQUENCES = 1024, 2048, 64, 64
+LAYERS, CHANNELS, HIDDEN, BLOCK = 61, 576, 7168, 16
+DISPATCH = "actor_rollout_ref.rollout.expert_exchange=dispatch"
+
+
+@contextmanager
+def worker_of(folder: Path, rank: int, *overrides: str) -> Iterator[PlannedWorker]:
+    (folder / "config.json").write_text(json.dumps(deepseek_v3_config()))
+    config = load_config(
+        [
+            f"actor_rollout_ref.model.path={folder}",
+            f"actor_rollout_ref.actor.megatron.dist_checkpointing_path={folder}",
+            f"data.train_files={folder}/train.parquet",
+            f"data.val_files={folder}/test.parquet",
+            "trainer.hang_timeout_s=0",
+            *overrides,
+        ],
+        config_name="r1_ascend_671b_256die",
+        config_dir="recipes/r1_zero/config",
+    )
+    assert validate_config(config) == []
+    planned = PlannedDevice(CollectiveLog(), MemoryMeter())
+    with planned_rank(rank, 256, 16), planned:
+        worker = PlannedWorker(config, "npu", 1.0, PLATFORMS["npu"](TOTAL, RESERVED, planned))
+        worker.init_model()
+        yield worker
+
+
+def test_rank_of_671b(tmp_path: Path) -> None:
+    with worker_of(tmp_path, 37) as worker:
+        engine = worker.rollout.inference_engine.config
+        transfer_plan = worker.sharding_manager.sync.plan
+        plan = plan_rollout(worker, ROWS, PROMPT, RESPONSE)
+    held = config_held_slices(engine, 37).values()
+    weights = sum(
+        torch.Size(stop - start for start, stop in slice_.ranges).numel() * slice_.dtype.itemsize for slice_ in held
+    )
+    generation, phases = plan.generation, {phase.name: phase for phase in plan.phases}
+    assert generation.state_bytes["weights"] == weights
+    training = phases["onload"].after_bytes
+    spare = int(0.8 * TOTAL) - RESERVED - training - weights - int(int(0.8 * TOTAL) * 0.1)
+    token_bytes = CHANNELS * 2 * LAYERS
+    assert generation.num_blocks == pytest.approx(spare // (token_bytes * BLOCK), abs=2)  # less tables of a few MB
+    num_scratch = SEQUENCES // BLOCK
+    assert generation.state_bytes["kv_cache"] == (generation.num_blocks + num_scratch) * BLOCK * token_bytes
+    assert generation.num_sequences_fit == generation.num_blocks // ((PROMPT + RESPONSE) // BLOCK)
+
+    # The cache comes when the training weights have left, and both are gone at the end.
+    assert phases["wake_weights"].after_bytes == pytest.approx(training + weights, abs=16 << 20)
+    assert phases["weight_sync"].peak_bytes <= phases["wake_weights"].after_bytes + plan.sync.peak_bucket_bytes + (
+        16 << 20
+    )
+    cache = generation.state_bytes["kv_cache"]
+    assert phases["wake_kv_cache"].after_bytes == pytest.approx(weights + cache, abs=16 << 20)
+    assert phases["sleep"].after_bytes < 64 << 20
+
+    traffic = transfer_plan.traffic()
+    assert (plan.sync.sent_bytes, plan.sync.received_bytes) == pytest.approx(
+        (traffic.sent[37], traffic.received[37]), rel=1e-4
+    )  # parts of a message are aligned
+    assert plan.sync.kept_bytes + plan.sync.received_bytes == pytest.approx(weights, rel=0.02)  # norms travel as fp32
+    prefill, decode = generation.prefill, generation.decode
+    assert prefill is not None and decode is not None
+    assert (decode.num_steps, decode.num_tokens, prefill.num_tokens) == (RESPONSE, SEQUENCES, 1024)
+    # Every rank computes on the tokens of all 128 replicas, whose 8 choices are all carried along.
+    rows = 128 * 1024 * 8 * HIDDEN * 2
+    assert 3 * rows < prefill.peak_bytes < 4 * rows
+
+
+def test_ranks_share_the_transfer_plan_and_dispatch_takes_less(tmp_path: Path) -> None:
+    with worker_of(tmp_path, 0, DISPATCH) as worker:
+        first = worker.sharding_manager.sync.plan
+    with worker_of(tmp_path, 255, DISPATCH) as worker:
+        assert worker.sharding_manager.sync.plan is first
+        generation = plan_rollout(worker, ROWS, PROMPT, RESPONSE).generation
+    prefill, decode = generation.prefill, generation.decode
+    assert prefill is not None and decode is not None
+    assert prefill.peak_bytes < 1 << 30 and decode.peak_bytes < 1 << 30
+    # Each of two TP ranks sends half of its replica's tokens away, and as many choices come, in all calls of a layer.
+    for kernel in ("dispatch", "combine"):
+        calls = [call for call in decode.calls if call.group == kernel]
+        assert sum(call.sent for call in calls) == sum(call.received for call in calls) == 58 * 32 * 8 * HIDDEN
+
+
+def test_too_small_a_device_is_told(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="leaves room for"),
+        worker_of(tmp_path, 0, "actor_rollout_ref.rollout.gpu_memory_utilization=0.5"),
+    ):
+        pass
+
+
+def test_steps_of_a_generation() -> None:
+    """4 prompts of 16 samples: shared prefixes are computed once; without a shared cache everything is."""
+    scheduler = SchedulerConfig(64, 1024, enable_chunked_prefill=True)
+    load = Workload(64, 16, 1024, 2048, 12288, 16, True, scheduler, 1)
+    steps = count_steps(load)
+    assert steps.num_decode == 2048 and steps.num_preemptions == 0
+    assert steps.num_computed == 4 * 1024 + 60 + 64 * 2047
+    alone = count_steps(Workload(64, 16, 1024, 2048, 12288, 16, False, scheduler, 1))
+    assert alone.num_computed == 64 * (1024 + 2047)
+    assert alone.prefill is not None and alone.prefill.num_tokens == 1024
+    tight = count_steps(Workload(64, 16, 1024, 2048, 4000, 16, False, scheduler, 1))
+    assert tight.num_preemptions > 0 and tight.num_computed > alone.num_computed

@@ -1,0 +1,143 @@
+"""Calls of a phase with thousands of micro-batches or steps, told by what each further one adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tools.plan.collectives import Collective
+
+_LOOKAHEAD = 24  # calls by which a place is recognised again after something was put in between
+
+
+@dataclass(frozen=True)
+class Part:
+    """Neighbouring calls.
+
+    is_repeated: they come once more with every further unit · growth: elements sent and received that every further
+    unit adds to each call; empty where nothing grows.
+    """
+
+    calls: tuple[Collective, ...]
+    is_repeated: bool = False
+    growth: tuple[tuple[int, int], ...] = ()
+
+    def of(self, num_more: int) -> Iterator[tuple[Collective, int]]:
+        """Every call and how often it comes, with so many units more than there were."""
+        if self.is_repeated:
+            yield from ((call, num_more) for call in self.calls)
+        elif not self.growth:
+            yield from ((call, 1) for call in self.calls)
+        else:
+            for call, (sent, received) in zip(self.calls, self.growth, strict=True):
+                yield call._replace(sent=call.sent + num_more * sent, received=call.received + num_more * received), 1
+
+
+@dataclass(frozen=True)
+class RepeatedCalls:
+    """The calls of a phase of ``count`` units (micro-batches, one for each virtual stage, or steps of a generation).
+
+    outside: units that are in the parts that are not repeated.
+    """
+
+    phase: str
+    parts: tuple[Part, ...]
+    count: int = 0
+    outside: int = 0
+
+    def __len__(self) -> int:
+        return sum(times for _, times in self.counted())
+
+    def counted(self) -> Iterator[tuple[Collective, int]]:
+        """Every call of the phase and how often it comes."""
+        for part in self.parts:
+            yield from part.of(self.count - self.outside)
+
+    def of(self, count: int) -> tuple[Collective, ...]:
+        """The phase with so many units: no fewer than show how all further ones are, no more than there are."""
+        num_more = min(max(count, self.outside), self.count) - self.outside
+        found: list[Collective] = []
+        for part in self.parts:
+            if part.is_repeated:
+                found += part.calls * num_more
+            else:
+                found += [call for call, _ in part.of(num_more)]
+        return tuple(found)
+
+
+def exact(phase: str, calls: Sequence[Collective]) -> RepeatedCalls:
+    """Of a phase that is told whole."""
+    return RepeatedCalls(phase, (Part(tuple(calls)),))
+
+
+def steps(phase: str, calls: Sequence[Collective], count: int) -> RepeatedCalls:
+    """Of ``count`` equal steps."""
+    return RepeatedCalls(phase, (Part(tuple(calls), is_repeated=True),), count)
+
+
+def what_repeats(before: Sequence[Collective], after: Sequence[Collective]) -> tuple[Part, ...]:
+    """The parts of ``before``, with what ``after``, of one unit more, has in addition: further calls, larger ones.
+
+    ValueError when ``after`` differs in another way.
+    """
+    parts: list[Part] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        same = _common(before, after, i, j)
+        if same:
+            parts.append(_grown(before[i : i + same], after[j : j + same]))
+            i, j = i + same, j + same
+            continue
+        more = _inserted(before, after, i, j)
+        if more is None:
+            raise ValueError(f"{len(before)} and {len(after)} calls differ by more than what one micro-batch adds")
+        parts.append(Part(tuple(after[j : j + more]), is_repeated=True))
+        j += more
+    return tuple(parts)
+
+
+def _common(before: Sequence[Collective], after: Sequence[Collective], i: int, j: int) -> int:
+    """How many calls are alike from there on: equal, or grown at a place after which nothing is put in between."""
+    count = 0
+    while i + count < len(before) and j + count < len(after):
+        if before[i + count] == after[j + count]:
+            count += 1
+        elif len(before) - i == len(after) - j and _alike(before[i:], after[j:]):
+            return len(before) - i
+        else:
+            break
+    return count
+
+
+def _inserted(before: Sequence[Collective], after: Sequence[Collective], i: int, j: int) -> int | None:
+    """How many calls of ``after`` come before it goes on as ``before`` does, as far as it does so longest."""
+    most = len(after) - j - (len(before) - i)
+    best, longest = None, 0
+    for more in range(1, most + 1):
+        run = _equal(before, after, i, j + more)
+        if run > longest:
+            best, longest = more, run
+        if longest >= _LOOKAHEAD:
+            break
+    if best is None and _alike(before[i:], after[j + most :]):
+        return most  # all that follows has grown
+    return best
+
+
+def _equal(before: Sequence[Collective], after: Sequence[Collective], i: int, j: int) -> int:
+    """Equal calls from there on, counted as far as ``_LOOKAHEAD``."""
+    pairs = zip(before[i : i + _LOOKAHEAD], after[j : j + _LOOKAHEAD], strict=False)
+    return next(
+        (count for count, (x, y) in enumerate(pairs) if x != y), min(_LOOKAHEAD, len(before) - i, len(after) - j)
+    )
+
+
+def _alike(before: Sequence[Collective], after: Sequence[Collective]) -> bool:
+    return len(before) == len(after) and all(
+        x._replace(sent=0, received=0) == y._replace(sent=0, received=0) for x, y in zip(before, after, strict=True)
+    )
+
+
+def _grown(before: Sequence[Collective], after: Sequence[Collective]) -> Part:
+    growth = tuple((y.sent - x.sent, y.received - x.received) for x, y in zip(before, after, strict=True))
+    return Part(tuple(before), growth=growth if any(map(any, growth)) else ())
