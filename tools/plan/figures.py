@@ -66,7 +66,7 @@ def time_svg(step: StepTime) -> str:
             part = width * spent / total
             title = f"<title>{html.escape(f'{phase}, {term}: {spent:,.1f} s')}</title>"
             opacity = max(0.35, 1 - 0.16 * shade)
-            parts.append(f"<g opacity=\"{opacity:.2f}\">{title}{_bar(inner, 8, part, 34, colour)}</g>")
+            parts.append(f'<g opacity="{opacity:.2f}">{title}{_bar(inner, 8, part, 34, colour)}</g>')
             inner += part
         error = step.errors.get(phase)
         told = f"{phase} {seconds:,.0f} s" + (f" ± {error.error:.0%}" if error is not None and error.error < 1 else "")
@@ -78,7 +78,7 @@ def time_svg(step: StepTime) -> str:
 
 def owners_svg(stages: Sequence[tuple[int, Mapping[str, int]]]) -> str:
     """A stacked bar for each stage, with a legend."""
-    owners = [owner for owner in dict.fromkeys(name for _, state in stages for name in state)]
+    owners = list(dict.fromkeys(name for _, state in stages for name in state))
     owners = [owner for owner in owners if any(state.get(owner, 0) > GIB // 100 for _, state in stages)] or owners
     left, top, height = 40, 8, 150
     most = max((sum(state.get(owner, 0) for owner in owners) for _, state in stages), default=0) or 1
@@ -99,7 +99,8 @@ def owners_svg(stages: Sequence[tuple[int, Mapping[str, int]]]) -> str:
                 parts.append(f"<g>{title}{bar}</g>")
                 below += size
         parts.append(
-            f'<text x="{x + step / 2:.1f}" y="{top + height + 12}" {FONT} fill="{MUTED}" text-anchor="middle">{stage}</text>'
+            f'<text x="{x + step / 2:.1f}" y="{top + height + 12}" {FONT} fill="{MUTED}" '
+            f'text-anchor="middle">{stage}</text>'
         )
     for number, owner in enumerate(owners):
         x, low = left + 160 * (number % 3), top + height + 30 + 15 * (number // 3)

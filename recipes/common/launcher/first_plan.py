@@ -1,4 +1,4 @@
-"""The plan that a run makes before anything of it starts: it says whether the run can fit, and refuses one that cannot."""
+"""The plan that a run makes before anything of it starts: whether it can fit; one that cannot is refused."""
 
 from __future__ import annotations
 
@@ -114,7 +114,12 @@ def _run(command: list[str], environment: Mapping[str, str], log: Path, timeout_
     processes = OwnProcesses()
     path = os.pathsep.join([str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))])
     # The planner computes nothing: it needs no accelerator, and must not take one from the run.
-    quiet = {"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    quiet = {
+        "PYTHONPATH": path,
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     with log.open("wb") as output:
         process = processes.start(command, {**environment, **quiet}, output.fileno(), ROOT)
         try:

@@ -24,7 +24,9 @@ A3, MOONLIGHT = ("r1_ascend_671b_256die", "a3", 16), ("moonlight_16b_8gpu", "h10
 GIB = 1 << 30
 
 
-def planned(config: tuple[str, str, int | None], scratch: Path, *overrides: str) -> tuple[PlannedRun, RunShape, StepSize]:
+def planned(
+    config: tuple[str, str, int | None], scratch: Path, *overrides: str
+) -> tuple[PlannedRun, RunShape, StepSize]:
     name, device, nodes = config
     run = planned_run(name, overrides, load_device(device), nodes=nodes, model=None, scratch=scratch)
     size = StepSize(run.config.data.max_prompt_length, run.config.data.max_response_length)
@@ -60,9 +62,7 @@ def test_layouts_divide_and_contain_the_recipes(tmp_path: Path) -> None:
     run, shape, _ = planned(A3, tmp_path)
     layouts = set(training_layouts(run.config, run.hf, run.device))
     assert shape.train.layout in layouts
-    four = replace(
-        shape.train.layout, tensor_model_parallel_size=4, num_layer_list=(7, 7, 8, 8, 8, 8, 8, 7)
-    )
+    four = replace(shape.train.layout, tensor_model_parallel_size=4, num_layer_list=(7, 7, 8, 8, 8, 8, 8, 7))
     assert four in layouts
     for layout in layouts:
         assert layout.problems(run.hf.num_hidden_layers, run.hf.n_routed_experts, run.hf.num_attention_heads) == []

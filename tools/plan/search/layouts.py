@@ -1,4 +1,4 @@
-"""Every training and rollout layout of a world that divides, with the micro-batches and engine settings that go with it."""
+"""Every training and rollout layout of a world that divides, with the micro-batches and settings that go with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEAST_PREFILL_TOKENS = 256
 
 
 def training_layouts(config: PPOTrainerConfig, hf: HFModelConfig, device: DeviceProfile) -> Iterator[ParallelLayout]:
-    """All that divide: TP, PP with each of ``layer_lists``, CP, EP and ETP; rows divide over the data-parallel ranks."""
+    """All that divide: TP, PP with each of ``layer_lists``, CP, EP and ETP; rows divide over data-parallel ranks."""
     own = config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size)
     world, layers, experts = own.world_size, hf.num_hidden_layers, hf.n_routed_experts
     rows = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
