@@ -319,8 +319,8 @@ def print_help(recipe: Recipe, console: Console) -> None:
     console.print(table)
     console.print("\n--print-plan prints every command, variable and the resolved config of all nodes; nothing starts")
     console.print(
-        "--no-plan starts at once; without it the head plans the run first (memory, calls, time) and refuses what cannot "
-        "fit"
+        "--no-plan starts at once; without it the head first plans the run (memory, calls, time) and refuses what "
+        "cannot fit"
     )
 
 

@@ -52,8 +52,8 @@ def print_brief(plan: WholePlan, step: StepTime | None, console: Console) -> Non
     told = []
     if plan.stages:
         told.append(
-            f"{plan.headroom_bytes / GIB:.1f} of {plan.budget_bytes / GIB:.1f} GiB stay free (rank {plan.worst.rank} in "
-            f"{plan.worst.peak.name})"
+            f"{plan.headroom_bytes / GIB:.1f} of {plan.budget_bytes / GIB:.1f} GiB stay free (rank "
+            f"{plan.worst.rank} in {plan.worst.peak.name})"
         )
     if step is not None:
         told.append(f"a step is predicted to take {step.total_s:.1f} s")

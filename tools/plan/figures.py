@@ -20,7 +20,7 @@ FONT = 'font-family="system-ui, sans-serif" font-size="10"'
 
 def memory_svg(rank: RankPlan, budget_bytes: int) -> str:
     """A bar for each phase in order, and the line of what a device has."""
-    left, top, height, bottom = 40, 14, 170, 96
+    left, top, height, bottom = 40, 14, 170, 112
     most = max(budget_bytes, rank.peak.peak_bytes) * 1.05
     step = (WIDTH - left - 8) / len(rank.phases)
 
@@ -78,7 +78,7 @@ def time_svg(step: StepTime) -> str:
 
 def owners_svg(stages: Sequence[tuple[int, Mapping[str, int]]]) -> str:
     """A stacked bar for each stage, with a legend."""
-    owners = [owner for owner in dict.fromkeys(name for _, state in stages for name in state)]
+    owners = list(dict.fromkeys(name for _, state in stages for name in state))
     owners = [owner for owner in owners if any(state.get(owner, 0) > GIB // 100 for _, state in stages)] or owners
     left, top, height = 40, 8, 150
     most = max((sum(state.get(owner, 0) for owner in owners) for _, state in stages), default=0) or 1
@@ -99,7 +99,8 @@ def owners_svg(stages: Sequence[tuple[int, Mapping[str, int]]]) -> str:
                 parts.append(f"<g>{title}{bar}</g>")
                 below += size
         parts.append(
-            f'<text x="{x + step / 2:.1f}" y="{top + height + 12}" {FONT} fill="{MUTED}" text-anchor="middle">{stage}</text>'
+            f'<text x="{x + step / 2:.1f}" y="{top + height + 12}" {FONT} fill="{MUTED}" '
+            f'text-anchor="middle">{stage}</text>'
         )
     for number, owner in enumerate(owners):
         x, low = left + 160 * (number % 3), top + height + 30 + 15 * (number // 3)

@@ -16,9 +16,15 @@ from tools.plan.whole import WholePlan
 from tools.report.page import STYLE
 
 FACTS = (
-    ("exact", "weights, gradients, optimizer state, KV cache, their place and time: made by the run's own code on shapes"),
+    (
+        "exact",
+        "weights, gradients, optimizer state, KV cache, their place and time: made by the run's own code on shapes",
+    ),
     ("exact", "every call to other ranks, its order, its bytes"),
-    ("planned", "activations and buffers: allocations of the run's own code; what vendors' kernels take beside is not known"),
+    (
+        "planned",
+        "activations and buffers: allocations of the run's own code; what vendors' kernels take beside is not known",
+    ),
     ("modelled", "what driver, communicators and a worker's process take; seconds of every phase"),
 )
 
@@ -36,11 +42,13 @@ def write_page(plan: WholePlan, step: StepTime | None, path: Path) -> None:
 def render(plan: WholePlan, step: StepTime | None) -> str:
     """The page."""
     name = html.escape(plan.run.name)
-    body = "".join([_head(plan, step), _problems(plan), _memory(plan), _time(step), _owners(plan), _calls(plan), _facts()])
+    body = "".join(
+        [_head(plan, step), _problems(plan), _memory(plan), _time(step), _owners(plan), _calls(plan), _facts()]
+    )
     style = STYLE + ".charts.one { grid-template-columns: 1fr; } td.num, th.num { text-align: right; }"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{name}: plan</title><style>{style}</style></head><body><main>{body}</main></body></html>\n"
     )
@@ -58,15 +66,17 @@ def _head(plan: WholePlan, step: StepTime | None) -> str:
     if step is not None:
         tiles.append(("a step, modelled", f"{step.total_s:,.0f} s"))
         tiles.append(("tokens/s/device", f"{step.tokens_per_s_device:,.1f}"))
-    cells = "".join(f'<div class="tile"><span class="muted small">{what}</span><b>{value}</b></div>' for what, value in tiles)
+    cells = "".join(
+        f'<div class="tile"><span class="muted small">{what}</span><b>{value}</b></div>' for what, value in tiles
+    )
     verdict = '<span class="badge">does not work</span>' if plan.problems else '<span class="badge good">fits</span>'
     return (
         f"<h1>{html.escape(plan.run.name)} {verdict}</h1>"
         f'<div class="muted">{html.escape(device.name)}; training TP{layout.tensor_model_parallel_size} '
         f"PP{layout.pipeline_model_parallel_size} CP{layout.context_parallel_size} DP{layout.data_parallel_size} "
         f"EP{layout.expert_model_parallel_size} ETP{layout.expert_tensor_parallel_size}, rollout "
-        f"TP{rollout.tensor_model_parallel_size}; rows of {plan.size.prompt_length} + {plan.size.response_length} tokens"
-        f'</div><div class="tiles">{cells}</div>'
+        f"TP{rollout.tensor_model_parallel_size}; rows of {plan.size.prompt_length} + {plan.size.response_length} "
+        f'tokens</div><div class="tiles">{cells}</div>'
     )
 
 
@@ -88,8 +98,9 @@ def _memory(plan: WholePlan) -> str:
     )
     return (
         "<h2>Device memory over a step</h2>"
-        '<p class="muted small">Each bar is a phase: dark what lies there after it, light the most while it goes on; the '
-        f"line is what a device has, {plan.budget_bytes / GIB:.1f} GiB. Stages that look like the one before are left out.</p>"
+        '<p class="muted small">Each bar is a phase: dark what lies there after it, light the most while it goes on; '
+        f"the line is what a device has, {plan.budget_bytes / GIB:.1f} GiB. Stages that look like the one before are left "
+        "out.</p>"
         f'<div class="charts">{figures}</div>'
     )
 
@@ -111,16 +122,15 @@ def _time(step: StepTime | None) -> str:
     rows = "".join(
         f'<tr><td>{html.escape(phase)}</td><td class="num">{seconds:,.1f}</td><td>'
         f"{html.escape(off_by(step.errors.get(phase)))}</td><td>"
-        + ", ".join(f"{html.escape(term)} {spent:,.1f}" for term, spent in step.dominant(phase) if spent > 0.05 * seconds)
+        + ", ".join(
+            f"{html.escape(term)} {spent:,.1f}" for term, spent in step.dominant(phase) if spent > 0.05 * seconds
+        )
         + "</td></tr>"
         for phase, seconds in step.seconds.items()
         if seconds > 0
     )
     head = '<tr><th>phase</th><th class="num">seconds</th><th>off by, of published rows</th><th>mostly</th></tr>'
-    return (
-        "<h2>Time of a step (modelled)</h2>"
-        f'<div class="card">{time_svg(step)}<table>{head}{rows}</table></div>'
-    )
+    return f'<h2>Time of a step (modelled)</h2><div class="card">{time_svg(step)}<table>{head}{rows}</table></div>'
 
 
 def _owners(plan: WholePlan) -> str:
@@ -152,8 +162,8 @@ def _calls(plan: WholePlan) -> str:
     )
     head = "".join(f'<th class="num">{name}</th>' for name in ("calls", *(f"{link}, GB" for link in links)))
     return (
-        '<h2>Calls to other ranks in a step</h2><div class="card"><div class="muted small">bytes that the busiest rank\'s '
-        "calls hold, by the slowest link of their groups: within a node, within a domain of fast links, beyond</div>"
+        '<h2>Calls to other ranks in a step</h2><div class="card"><div class="muted small">bytes that the busiest '
+        "rank's calls hold, by the slowest link of their groups: within a node, within a domain of fast links, beyond</div>"
         f"<table><tr><th>phase</th>{head}</tr>{rows}</table></div>"
     )
 

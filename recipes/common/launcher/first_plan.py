@@ -1,4 +1,4 @@
-"""The plan that a run makes before anything of it starts: whether the run can fit; one that cannot is refused."""
+"""The plan that a run makes before anything of it starts: whether it can fit; one that cannot is refused."""
 
 from __future__ import annotations
 

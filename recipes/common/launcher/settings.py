@@ -31,7 +31,7 @@ COMMON_VARIABLES: dict[str, tuple[str, str]] = {
     "LOST_TIMEOUT_S": ("20", "a node that is silent for so long has gone away"),
     "VENV_DIR": (".venv in the repository", "virtual environment, made when it is not there"),
     "SETUP": ("yes", "no takes VENV_DIR as it is and installs nothing, for example in a container image"),
-    "PLAN_DEVICE": ("the device of this node", "what the run is planned for: a name of tools/plan/devices, or a file"),
+    "PLAN_DEVICE": ("the device of this node", "planned for first: a name of tools/plan/devices, or a file"),
     "RAY_AUTH_TOKEN": ("a file in OUTPUT_DIR", "Ray's token; set the same one on all nodes if they share no disk"),
 }  # fmt: skip
 

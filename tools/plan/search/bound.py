@@ -1,7 +1,7 @@
 """Device memory of a layout in closed form, in microseconds: which layouts are worth a real plan.
 
-Weights, gradients, optimizer state and the KV cache are arithmetic, exact but for padding. Activations are a bound: numbers
-of values that a layer keeps and needs for a token, calibrated with ``plan_rank`` on DeepSeek-V3 and Moonlight layouts.
+Weights, gradients, optimizer state and the KV cache are arithmetic, exact but for padding. Activations are a bound:
+numbers of values that a layer keeps and needs for a token, calibrated with plans of DeepSeek-V3 671B on 256 dies.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Bounds:
     def tokens(self, shape: RunShape, cut: MicroBatches) -> float:
         """Of a micro-batch of the longest rows, on one context-parallel rank."""
         layout, length = shape.train.layout, self.size.prompt_length + self.size.response_length
-        rows = cut.samples
+        rows: float = cut.samples
         if cut.token_budget:
             rows = max(1, cut.token_budget * layout.context_parallel_size // length)
         most = max(1, shape.num_sequences // layout.data_parallel_size)
@@ -145,7 +145,7 @@ class Bounds:
             attention = heads * (2 * hf.qk_head_dim + hf.qk_nope_head_dim + 3 * hf.v_head_dim)
         else:
             attention = hf.head_dim * (4 * heads + 6 * hf.num_key_value_heads)
-        values = attention + 4 * hidden
+        values: float = attention + 4 * hidden
         if is_moe:
             # Expert-tensor-parallel ranks have the rows of all of them, and a part of the width.
             gathered = 2 * hidden * layout.expert_tensor_parallel_size

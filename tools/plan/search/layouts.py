@@ -1,4 +1,4 @@
-"""Every training and rollout layout of a world that divides, with its micro-batches and engine settings."""
+"""Every training and rollout layout of a world that divides, with the micro-batches and settings that go with it."""
 
 from __future__ import annotations
 

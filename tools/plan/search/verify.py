@@ -50,7 +50,7 @@ def verified(
     count: int,
     tell: Callable[[Verified], None] = lambda found: None,
 ) -> list[Verified]:
-    """The first ``count`` of ``candidates`` whose ranks' plans fit, and those tried in vain; ``tell`` hears of each.
+    """The first ``count`` of ``candidates`` whose plans fit, and those tried in vain; ``tell`` hears of each.
 
     A half (training, rollout) in which one did not fit is not tried again. Ends after four tries for each that is wanted.
     """

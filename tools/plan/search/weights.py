@@ -66,7 +66,7 @@ def training_stage(hf: HFModelConfig, layout: ParallelLayout, stage: int) -> tup
 
 @lru_cache(maxsize=512)
 def rollout_rank(hf: HFModelConfig, tp: int, expert_ranks: int) -> tuple[int, int]:
-    """(all but the gates of MoE layers, those gates) on one rollout rank; experts split or cut over ``expert_ranks``."""
+    """(all but the gates of MoE layers, those gates) on a rollout rank; experts split or cut over ``expert_ranks``."""
     total = Parameters(cut=hf.vocab_size * hf.hidden_size * (1 if hf.tie_word_embeddings else 2), whole=hf.hidden_size)
     for number in range(hf.num_hidden_layers):
         total += layer(hf, hf.is_moe_layer(number), False)

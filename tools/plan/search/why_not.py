@@ -22,7 +22,7 @@ TRAINING = ("compute_log_prob", "compute_ref_log_prob", "update_actor")
 
 @dataclass(frozen=True)
 class Answer:
-    """problems: of the config and the layout · full: sentences on ranks that are too full · gives: what would make room ·
+    """problems: of the config and the layout · full: ranks that are too full · gives: what would make room ·
     step, best: predicted, where it can be · slower: phases that differ from the best layout's.
     """
 
@@ -105,7 +105,8 @@ def print_why_not(answer: Answer, console: Console) -> None:
                 console.print(f"  {line}", highlight=False, markup=False)
     if answer.full and not answer.gives:
         console.print(
-            "No single change of micro-batches, recomputation or rollout steps makes room: another layout, or more nodes"
+            "No single change of micro-batches, recomputation or rollout steps makes room: another layout, or more "
+            "nodes"
         )
     if not answer.fits or answer.step is None:
         return
@@ -129,9 +130,10 @@ def _too_full(plan: WholePlan) -> list[str]:
         for phase in rank.phases:
             over = phase.peak_bytes - plan.budget_bytes
             if over > 0:
+                come = phase.peak_bytes - phase.before_bytes
                 found.append(
-                    f"stage {rank.coords.pp} in {phase.name}: {phase.peak_bytes / GIB:.1f} GiB, {over / GIB:.1f} too much "
-                    f"({_parts(rank, phase.name)}; {(phase.peak_bytes - phase.before_bytes) / GIB:.1f} come in the phase)"
+                    f"stage {rank.coords.pp} in {phase.name}: {phase.peak_bytes / GIB:.1f} GiB, {over / GIB:.1f} too "
+                    f"much ({_parts(rank, phase.name)}; {come / GIB:.1f} come in the phase)"
                 )
     return found
 

@@ -1,0 +1,139 @@
+"""The search's layouts divide and contain the recipes', its weights are the models', its overrides make its layouts."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.core.parallel_layout import ParallelLayout
+from tools.plan.devices import load_device
+from tools.plan.rank_plan import StepSize
+from tools.plan.search.bound import Bounds, RolloutKnobs
+from tools.plan.search.layouts import layer_lists, rollout_layouts, training_layouts
+from tools.plan.search.overrides import overrides_of
+from tools.plan.search.rank import Ranking, memory, own_candidate, ranking
+from tools.plan.search.weights import rollout_rank, training_stage
+from tools.plan.setup import PlannedRun, config_problems, planned_run
+from tools.plan.timing import RunShape, load_constants
+
+A3, MOONLIGHT = ("r1_ascend_671b_256die", "a3", 16), ("moonlight_16b_8gpu", "h100", None)
+GIB = 1 << 30
+
+
+def planned(
+    config: tuple[str, str, int | None], scratch: Path, *overrides: str
+) -> tuple[PlannedRun, RunShape, StepSize]:
+    name, device, nodes = config
+    run = planned_run(name, overrides, load_device(device), nodes=nodes, model=None, scratch=scratch)
+    size = StepSize(run.config.data.max_prompt_length, run.config.data.max_response_length)
+    return run, RunShape.of(run.config, run.hf, name=name), size
+
+
+@pytest.fixture(scope="module")
+def a3(tmp_path_factory: pytest.TempPathFactory) -> tuple[PlannedRun, RunShape, StepSize, Ranking]:
+    run, shape, size = planned(A3, tmp_path_factory.mktemp("a3"))
+    return run, shape, size, ranking(run, shape, size, load_constants())
+
+
+@pytest.fixture(scope="module")
+def moonlight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PlannedRun, RunShape, StepSize, Ranking]]:
+    run, shape, size = planned(MOONLIGHT, tmp_path_factory.mktemp("moonlight"))
+    yield run, shape, size, ranking(run, shape, size, load_constants())
+
+
+def test_layers_are_even_or_as_the_recipes_have_them() -> None:
+    assert layer_lists(27, 1) == [None]
+    assert layer_lists(28, 4) == [(7, 7, 7, 7)]
+    lists = layer_lists(61, 8)
+    assert (6, 8, 8, 8, 8, 8, 8, 7) in lists  # verl's r1_ascend
+    assert (7, 7, 8, 8, 8, 8, 8, 7) in lists  # cann-recipes-train
+    assert (3, *[4] * 14, 2) in layer_lists(61, 16)  # Pai-Megatron-Patch
+    for pp in range(2, 62):
+        for counts in layer_lists(61, pp):
+            assert counts is not None
+            assert len(counts) == pp and sum(counts) == 61 and min(counts) >= 1
+
+
+def test_layouts_divide_and_contain_the_recipes(tmp_path: Path) -> None:
+    run, shape, _ = planned(A3, tmp_path)
+    layouts = set(training_layouts(run.config, run.hf, run.device))
+    assert shape.train.layout in layouts
+    four = replace(shape.train.layout, tensor_model_parallel_size=4, num_layer_list=(7, 7, 8, 8, 8, 8, 8, 7))
+    assert four in layouts
+    for layout in layouts:
+        assert layout.problems(run.hf.num_hidden_layers, run.hf.n_routed_experts, run.hf.num_attention_heads) == []
+    rollouts = list(rollout_layouts(run.config, run.hf, run.device, shape.rollout))
+    assert shape.rollout in rollouts
+    assert all(not replace(shape, rollout=rollout).problems() for rollout in rollouts)
+
+
+def test_weights_add_up_to_the_model(tmp_path: Path) -> None:
+    run, shape, _ = planned(A3, tmp_path)
+    for tp, ep, etp in ((1, 32, 1), (4, 8, 1), (4, 4, 4)):
+        layout = replace(
+            shape.train.layout,
+            tensor_model_parallel_size=tp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
+            mla_down_proj_column_parallel=False,
+        )
+        experts = sum(training_stage(run.hf, layout, stage)[1] for stage in range(8)) * ep * etp
+        assert experts == 58 * 256 * 3 * 7168 * 2048
+    whole = ParallelLayout()
+    assert sum(training_stage(run.hf, whole, 0)) == 671_026_404_352  # and 58 x 256 biases of the gates
+    assert sum(rollout_rank(run.hf, 1, 1)) == 671_026_404_352
+
+
+def test_the_best_on_256_dies_is_at_least_as_fast_as_the_recipe(
+    a3: tuple[PlannedRun, RunShape, StepSize, Ranking],
+) -> None:
+    run, shape, size, found = a3
+    own = own_candidate(run, shape, size, load_constants())
+    budget = Bounds(run.config, run.hf, run.device, size).budget
+    assert max(own.bytes.values()) <= budget
+    assert found.best[0].step.total_s <= own.step.total_s
+    assert all(max(candidate.bytes.values()) <= budget for candidate in found.best)
+    seconds = [candidate.step.total_s for candidate in found.best]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("which", ["a3", "moonlight"])
+def test_overrides_make_the_layout(which: str, request: pytest.FixtureRequest) -> None:
+    run, shape, _, found = request.getfixturevalue(which)
+    config = A3 if which == "a3" else MOONLIGHT
+    for candidate in (found.best[0], found.best[len(found.best) // 2], found.best[-1]):
+        with tempfile.TemporaryDirectory() as scratch:
+            other, made, _ = planned(config, Path(scratch), *overrides_of(candidate, run.config))
+            assert config_problems(other) == []
+        assert made.rollout == candidate.rollout
+        assert RolloutKnobs.of(other.config) == candidate.knobs
+        assert (made.train.update, made.train.log_prob) == (candidate.train.update, candidate.train.log_prob)
+        again = candidate.train.recomputed_layers
+        most = max(candidate.train.layout.num_layer_list or (run.hf.num_hidden_layers,))
+        assert made.train.recomputed_layers == (most if again < 0 else again)
+        layout = candidate.train.layout
+        if layout.pipeline_model_parallel_size == 1:
+            layout = replace(layout, num_layer_list=None)
+        assert made.train.layout == layout
+
+
+def test_the_bound_is_what_was_planned(tmp_path: Path) -> None:
+    """Bytes of the fullest stages of the recipe's own layouts as ``plan_run`` gives them, in GiB."""
+    fields = "actor_rollout_ref.actor.megatron.override_transformer_config"
+    none = [f"{fields}.recompute_{key}=null" for key in ("granularity", "method", "num_layers")]
+    cases = (
+        ([], {"update": 31.80, "log_prob": 15.93}),
+        (none, {"update": 135.85, "log_prob": 15.93}),
+        ([*none, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4"], {"update": 46.70, "log_prob": 7.95}),
+    )
+    for overrides, expected in cases:
+        run, shape, size = planned(A3, tmp_path, *overrides)
+        bounds = Bounds(run.config, run.hf, run.device, size)
+        found = memory(bounds, shape, RolloutKnobs.of(run.config))
+        for phase, gib in expected.items():
+            assert gib * 0.99 <= found[phase] / GIB <= gib * 1.08, (overrides, phase)
+        assert bounds.rollout_weights(shape.rollout) / GIB == pytest.approx(21.86, abs=0.01)
