@@ -11,6 +11,7 @@ from megatron.core.transformer.moe.router import _balanced_logits
 from tests.parallel.launcher import run_ranks
 from tests.vllm.tiny import TINY, write_checkpoint
 from vllm.model_executor.layers.fused_moe import balanced_logits
+from vllm.platforms.cpu import CpuPlatform
 
 Result = list[tuple[list[int], list[float]]]
 # Replicas get shares of different sizes, and in a second batch all but the first get nothing.
@@ -124,3 +125,23 @@ def test_balanced_logits_are_those_of_training() -> None:
     assert balanced_logits(logits_TE, 2).equal(_balanced_logits(logits_TE, 2))
     chosen_TK = balanced_logits(logits_TE[:4], 2, first_token=4).topk(2, dim=-1).indices.sort(-1).values
     assert chosen_TK.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+class _UnequalHost(CpuPlatform):
+    """A host on which later ranks find more memory."""
+
+    def kv_cache_budget_bytes(self, device: torch.device, utilization: float) -> int:
+        return (1 + torch.distributed.get_rank()) << 20
+
+
+def count_blocks(path: str) -> int:
+    from vllm import LLM
+
+    llm = LLM(path, skip_tokenizer_init=True, max_model_len=64, tensor_parallel_size=2, device=_UnequalHost())
+    return llm.get_memory_report()["num_gpu_blocks"]
+
+
+def test_ranks_of_a_replica_have_equal_caches(checkpoint: str) -> None:
+    """Each has a scheduler of its own: with unequal numbers of blocks one would preempt where the other goes on."""
+    first, second = run_ranks(count_blocks, 2, checkpoint)
+    assert first == second > 0

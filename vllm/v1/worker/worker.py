@@ -271,9 +271,8 @@ class Worker:
         token_bytes = values * self.dtype.itemsize * hf.num_hidden_layers
         if cache.enable_return_routed_experts:
             token_bytes += bytes_per_token(hf)
-        affordable = self.platform.kv_cache_budget_bytes(self.device, cache.gpu_memory_utilization) // (
-            token_bytes * cache.block_size
-        )
+        budget_bytes = self.platform.kv_cache_budget_bytes(self.device, cache.gpu_memory_utilization)
+        affordable = self._least_of_replica(budget_bytes // (token_bytes * cache.block_size))
         blocks_per_seq = -(-model.max_model_len // cache.block_size)
         if affordable < blocks_per_seq:
             raise ValueError(
@@ -284,6 +283,11 @@ class Worker:
         blocks = min(affordable, scheduler.max_num_seqs * blocks_per_seq)
         logger.info("KV cache: %d blocks of %d tokens (%d affordable)", blocks, cache.block_size, affordable)
         return blocks
+
+    def _least_of_replica(self, count: int) -> int:
+        """Tensor-parallel ranks schedule alike only with equal caches; one device may have less free than another."""
+        mine = torch.tensor([count], dtype=torch.int64, device=self.platform.exchange_device(self.device))
+        return int(self.parallel.tp.all_gather(mine).min())
 
 
 @torch.inference_mode()
