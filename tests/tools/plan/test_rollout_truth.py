@@ -170,7 +170,8 @@ def planned_worker(model_dir: str, rank: int, world_size: int, overrides: list[s
         platform = PLATFORMS["cpu"](total_bytes, 0, device)
         kind = "cuda" if set(REFERENCE) <= set(overrides) else "cpu"
         worker = PlannedWorker(config_of(model_dir, world_size, overrides), kind, 1.0, platform)
-        worker.init_model()
+        with log.paused():  # recording a run begins after that, too
+            worker.init_model()
         yield worker
 
 
