@@ -99,8 +99,8 @@ def _memory(plan: WholePlan) -> str:
     return (
         "<h2>Device memory over a step</h2>"
         '<p class="muted small">Each bar is a phase: dark what lies there after it, light the most while it goes on; '
-        f"the line is what a device has, {plan.budget_bytes / GIB:.1f} GiB. Stages that look like the one before are left "
-        "out.</p>"
+        f"the line is what a device has, {plan.budget_bytes / GIB:.1f} GiB. Stages that look like the one before are "
+        "left out.</p>"
         f'<div class="charts">{figures}</div>'
     )
 
@@ -163,7 +163,8 @@ def _calls(plan: WholePlan) -> str:
     head = "".join(f'<th class="num">{name}</th>' for name in ("calls", *(f"{link}, GB" for link in links)))
     return (
         '<h2>Calls to other ranks in a step</h2><div class="card"><div class="muted small">bytes that the busiest '
-        "rank's calls hold, by the slowest link of their groups: within a node, within a domain of fast links, beyond</div>"
+        "rank's calls hold, by the slowest link of their groups: within a node, within a domain of fast links, "
+        "beyond</div>"
         f"<table><tr><th>phase</th>{head}</tr>{rows}</table></div>"
     )
 

@@ -103,7 +103,7 @@ def test_the_best_on_256_dies_is_at_least_as_fast_as_the_recipe(
 
 @pytest.mark.parametrize("which", ["a3", "moonlight"])
 def test_overrides_make_the_layout(which: str, request: pytest.FixtureRequest) -> None:
-    run, shape, _, found = request.getfixturevalue(which)
+    run, _, _, found = request.getfixturevalue(which)
     config = A3 if which == "a3" else MOONLIGHT
     for candidate in (found.best[0], found.best[len(found.best) // 2], found.best[-1]):
         with tempfile.TemporaryDirectory() as scratch:
