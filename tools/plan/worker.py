@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from megatron.core.memory_ledger import ON_HOST, ledger
@@ -21,7 +19,6 @@ from tools.plan.sync import shared_plan
 from tools.plan.world import own_groups
 from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig
-from verl.trainer.config.config import ActorRolloutRefConfig
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import McoreEngineConfig
 from verl.workers.engine_setup import model_fields
@@ -44,7 +41,6 @@ class PlannedWorker(ActorRolloutRefWorker):
 
     def __init__(self, config: PPOTrainerConfig, kind: str, load: float, platform: PlannedPlatform) -> None:
         super().__init__(config, "actor_rollout_ref" if config.use_reference_policy else "actor_rollout")
-        self.config = _without_replay(self.config)
         self.kind, self.load, self.platform = kind, load, platform
         self.device_type = "cpu"  # there is no accelerator to ask about its memory
         self.timeline = MemoryTimeline(platform.planned.meter)
@@ -88,9 +84,3 @@ class PlannedWorker(ActorRolloutRefWorker):
 
     def _fetch(self, data: DataProto, actor: MegatronPPOActor, columns: tuple[str, ...]) -> DataProto:
         return data
-
-
-def _without_replay(models: ActorRolloutRefConfig) -> ActorRolloutRefConfig:
-    """Every pass is given the same routing, so nobody records any; what was recorded would lie on the host."""
-    replay = dataclasses.replace(models.actor.router_replay, mode="disabled")
-    return dataclasses.replace(models, actor=dataclasses.replace(models.actor, router_replay=replay))

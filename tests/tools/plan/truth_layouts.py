@@ -13,9 +13,9 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "dp2": (2, []),
     "tp2": (2, [f"{ENGINE}.tensor_model_parallel_size=2"]),
-    "pp2": (2, [f"{ENGINE}.pipeline_model_parallel_size=2"]),
+    "pp2": (2, [f"{ENGINE}.pipeline_model_parallel_size=2", "actor_rollout_ref.actor.router_replay.mode=R2"]),
     "ep2": (2, [f"{ENGINE}.expert_model_parallel_size=2"]),
-    "cp2": (2, [f"{ENGINE}.context_parallel_size=2"]),
+    "cp2": (2, [f"{ENGINE}.context_parallel_size=2", "actor_rollout_ref.actor.router_replay.mode=R2"]),
     "tp2_etp2": (2, [f"{ENGINE}.tensor_model_parallel_size=2", f"{ENGINE}.expert_tensor_parallel_size=2"]),
     "tp2_ep2_extended": (
         4,

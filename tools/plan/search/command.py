@@ -34,7 +34,7 @@ def search(
     )
 
     def tell(tried: Verified) -> None:
-        verdict = "does not fit" if tried.problems else "fits"
+        verdict = f"does not work: {tried.problems[0]}" if tried.problems else "fits"
         console.print(f"  {describe(tried.candidate)}: {verdict}", highlight=False, markup=False)
 
     tried = verified(request, run, found.best, plan.size, count, tell)

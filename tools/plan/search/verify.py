@@ -52,7 +52,7 @@ def verified(
 ) -> list[Verified]:
     """The first ``count`` of ``candidates`` whose plans fit, and those tried in vain; ``tell`` hears of each.
 
-    A half (training, rollout) in which one did not fit is not tried again. Ends after four tries for each wanted one.
+    A half (training, rollout) in which one did not fit is not tried again. Ends after four tries for each one wanted.
     """
     tried: list[Verified] = []
     bad_halves: set[object] = set()

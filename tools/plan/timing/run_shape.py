@@ -195,16 +195,17 @@ class RunShape:
         found = self.train.layout.problems(
             model.num_hidden_layers, model.n_routed_experts or None, model.num_attention_heads, model.vocab_size
         )
-        if rollout.world_size % (rollout.tp * rollout.dp):
+        if not rollout.tp * rollout.dp or rollout.world_size % (rollout.tp * rollout.dp):
             found.append(
                 f"rollout: {rollout.world_size} ranks do not divide into engines of TP {rollout.tp} x DP {rollout.dp}"
             )
-        if self.num_sequences % self.train.layout.data_parallel_size:
+        data_parallel = self.train.layout.data_parallel_size
+        if data_parallel and self.num_sequences % data_parallel:
             found.append(
                 f"{self.num_sequences} sequences do not divide over data_parallel_size "
                 f"{self.train.layout.data_parallel_size}"
             )
-        if model.n_routed_experts % rollout.expert_ranks and rollout.has_expert_parallel:
+        if rollout.has_expert_parallel and rollout.expert_ranks and model.n_routed_experts % rollout.expert_ranks:
             found.append(
                 f"rollout: {model.n_routed_experts} experts do not divide over TP {rollout.tp} x DP {rollout.dp} ranks"
             )
