@@ -36,6 +36,8 @@ def print_plan(plan: WholePlan, step: StepTime | None, console: Console) -> None
         )
     if step is not None:
         console.print(_time_table(step))
+    for warning in plan.warnings:
+        console.print(f"[yellow]slow:[/yellow] {warning}", highlight=False)
     if plan.problems:
         for problem in plan.problems:
             console.print(f"[red]does not work:[/red] {problem}", highlight=False)

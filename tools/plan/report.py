@@ -33,6 +33,7 @@ def as_json(plan: WholePlan, step: StepTime | None) -> dict[str, Any]:
         "num_parameters": plan.num_parameters,
         "rows": dataclasses.asdict(plan.size),
         "problems": list(plan.problems),
+        "warnings": plan.warnings,
         "host_bytes_of_fullest_node": plan.host_bytes if plan.stages else None,
         "stages": [_stage(rank) for rank in plan.stages],
         "traffic": plan.traffic,

@@ -39,6 +39,12 @@ class WholePlan:
     traffic: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
+    def warnings(self) -> list[str]:
+        """What works and should not be done."""
+        config = self.run.config
+        return slow_groups(config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size), self.run)
+
+    @property
     def worst(self) -> RankPlan:
         """The rank whose device is fullest at some time."""
         return max(self.stages, key=lambda plan: plan.peak.peak_bytes)
@@ -78,23 +84,34 @@ def plan_run(run: PlannedRun, size: StepSize, processes: int | None = None) -> W
 
 
 def layout_problems(layout: ParallelLayout, run: PlannedRun) -> list[str]:
-    """What does not divide, and tensor parallelism over more devices than the fast links join."""
+    """What does not divide."""
     hf = run.hf
     found = layout.problems(hf.num_hidden_layers, hf.n_routed_experts or None, hf.num_attention_heads, hf.vocab_size)
     rollout_tp = run.config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    for what, tp in (
-        ("tensor_model_parallel_size", layout.tensor_model_parallel_size),
-        ("rollout.tensor_model_parallel_size", rollout_tp),
-    ):
-        domain = max(run.device.devices_per_node, run.device.domain_devices)
-        if tp > domain:
-            found.append(
-                f"{what} is {tp}: rank 0's group spans nodes; the fast links of {run.device.name} join {domain}"
-            )
-        elif domain % tp and tp > 1:
-            found.append(f"{what} is {tp}: groups of so many ranks cross the borders of {domain} joined devices")
     if rollout_tp and run.config.trainer.world_size % rollout_tp:
         found.append(f"world size {run.config.trainer.world_size} is not a multiple of rollout TP {rollout_tp}")
+    return found
+
+
+def slow_groups(layout: ParallelLayout, run: PlannedRun) -> list[str]:
+    """Tensor parallelism over more devices than the fast links join: it works, and every layer waits for slow links."""
+    domain = max(run.device.devices_per_node, run.device.domain_devices)
+    found = []
+    for phase, what, tp in (
+        ("update_actor", "tensor_model_parallel_size", layout.tensor_model_parallel_size),
+        (
+            "decode",
+            "rollout.tensor_model_parallel_size",
+            run.config.actor_rollout_ref.rollout.tensor_model_parallel_size,
+        ),
+    ):
+        if tp > domain:
+            found.append(
+                f"{what} is {tp}: the all_reduces of rank 0's group in {phase} leave the node; the fast links of "
+                f"{run.device.name} join {domain} devices"
+            )
+        elif tp > 1 and domain % tp:
+            found.append(f"{what} is {tp}: in {phase} groups of so many cross the borders of {domain} joined devices")
     return found
 
 

@@ -16,7 +16,8 @@ from tools.plan.collectives import Collective, Phase
 from tools.plan.devices import load_device
 from tools.plan.matching import problems
 from tools.plan.rank_plan import StepSize
-from tools.plan.whole import calls_of_all_ranks
+from tools.plan.setup import planned_run
+from tools.plan.whole import calls_of_all_ranks, slow_groups
 from verl.trainer.config import load_config
 
 Calls = dict[int, list[Phase]]
@@ -100,6 +101,14 @@ def test_sizes_that_differ_are_found(planned: Calls) -> None:
 
     (first, *_) = problems(_changed(planned, 0, "update_actor", longer))
     assert first.startswith("rank 0, update_actor: all_reduce")
+
+
+def test_tensor_parallelism_beyond_a_node_is_told(tmp_path: Path) -> None:
+    device = load_device("h100")
+    run = planned_run("deepseek_v3_671b_128gpu", [], device, nodes=None, model=None, scratch=tmp_path)
+    layout = run.config.actor_rollout_ref.actor.megatron.layout(run.config.trainer.world_size)
+    (warning,) = slow_groups(layout, run)
+    assert warning.startswith("rollout.tensor_model_parallel_size is 32: the all_reduces of rank 0's group in decode")
 
 
 def test_layer_lists_that_do_not_sum_are_found() -> None:
