@@ -47,14 +47,14 @@ class WronglyReceiving(vLLMRollout):
         if self.changed or part.total is not None:
             return part
         self.changed = part.hf_name
-        values = part.values.clone()
-        values.view(torch.uint8)[(0,) * values.dim()] ^= 0x40
+        values = part.values.clone(memory_format=torch.contiguous_format)
+        values.view(torch.uint8)[(-1,) * values.dim()] ^= 0x40  # the highest byte: no rounding takes it away
         return part._replace(values=values)
 
 
 def sync(model_dir: str, world_size: int, settings: list[str]) -> tuple[int, int, list[str], str]:
-    """(the engine's policy version and digests after two syncs, the errors of two in which weights are wrong, the name of
-    the weight that was wrong in the second of these)."""
+    """(the engine's policy version and digests after two syncs, the errors of two more with wrong weights, the name of
+    what was wrong in the second of these)."""
     overrides = [*config_overrides(model_dir, world_size), *settings]
     worker = ActorRolloutRefWorker(load_config(overrides), "actor_rollout")
     worker.init_model()

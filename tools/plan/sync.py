@@ -51,8 +51,7 @@ def plan_weight_sync(worker: ActorRolloutRefWorker) -> SyncPlan:
         )
         for round_ in rounds
     ]
-    of_digests = len(ranks) * 2 * 8
-    calls.append(Collective("all_to_all", "world", ranks, "uint8", of_digests, of_digests, None, -1))
+    calls.append(Collective("all_reduce", "world", ranks, "int64", 2, 2, None, -1))  # of the digests
     return SyncPlan(
         sent_bytes=sum(sum(round_.sent_bytes) for round_ in rounds),
         received_bytes=sum(sum(round_.received_bytes) for round_ in rounds),

@@ -88,10 +88,13 @@ def copy_with_digests(
     of_values: Tensor | None = None,
     of_target: Tensor | None = None,
 ) -> None:
-    """target.copy_(values), whose first element is `starts` of the whole; `add_digest` of the values as they are read to
-    `of_values` and, once they are in their place, of the target as it is read there to `of_target`.
+    """target.copy_(values), whose first element is `starts` of the whole, and `add_digest` to one total or both.
 
     On CPUs a piece at a time, which is in the cache when it is read again, and also where the orders of memory differ.
+
+    Args:
+        of_values: gets the digest of the values as they are read.
+        of_target: gets that of the target, read from its memory once the values are there.
     """
     to_PQ, from_PQ = _as_rows(hf_name, target), _as_rows(hf_name, values)
     native = _native() if target.is_cpu and values.is_cpu and target.dtype == values.dtype else None

@@ -110,8 +110,7 @@ static CopiedSums copy_turned(const CopiedSlice& s, Factors f) {
         const uint8_t* from = s.from + first * s.from_stride + q * sizeof(U);
         uint8_t* to = s.to + q * s.to_stride + first * sizeof(U);
         const int8_t* c = f.c + q * sizeof(U);
-        for (long p = 0; p < n && s.is_from_summed; ++p)
-          from_sums[p] = dot<false>(from_sums[p], from + p * s.from_stride, c, columns * sizeof(U), nullptr);
+        if (s.is_from_summed) dot_rows(from, s.from_stride, c, n, columns * sizeof(U), from_sums);
         turn<U>(to, s.to_stride, from, s.from_stride, n, columns);
         if (s.is_to_summed) to_sums.add(to, s.to_stride, c, columns, n);
       }

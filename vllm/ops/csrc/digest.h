@@ -41,6 +41,16 @@ static inline Partial dot(Partial sum, const uint8_t* x, const int8_t* c, long s
   }
   return plus(plus(sums[0], sums[1]), plus(sums[2], sums[3]));
 }
+
+// sums[p] += row p of x . c
+static inline void dot_rows(const uint8_t* x, long stride, const int8_t* c, long rows, long size, Partial* sums) {
+  for (long i = 0; i < size; i += 64) {
+    const __mmask64 here = size - i < 64 ? ~0ull >> (64 - (size - i)) : ~0ull;
+    const __m512i factors = _mm512_maskz_loadu_epi8(here, c + i);
+    for (long p = 0; p < rows; ++p)
+      sums[p] = _mm512_dpbusd_epi32(sums[p], _mm512_maskz_loadu_epi8(here, x + p * stride + i), factors);
+  }
+}
 #else
 typedef int32_t Partial;
 static inline Partial no_sum() { return 0; }
@@ -51,6 +61,10 @@ static inline Partial dot(Partial sum, const uint8_t* x, const int8_t* c, long s
   if constexpr (IS_COPIED) std::memcpy(to, x, size);
   for (long i = 0; i < size; ++i) sum += x[i] * c[i];
   return sum;
+}
+
+static inline void dot_rows(const uint8_t* x, long stride, const int8_t* c, long rows, long size, Partial* sums) {
+  for (long p = 0; p < rows; ++p) sums[p] = dot<false>(sums[p], x + p * stride, c, size, nullptr);
 }
 #endif
 
