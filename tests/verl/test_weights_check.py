@@ -29,7 +29,7 @@ class WronglyHolding(vLLMRollout):
         found = super().update_weight_slices(slices, version)
         if WRONG not in found:
             return found
-        (stored,) = self.inference_engine.core.worker.model.weight_targets[WRONG].held(WRONG)
+        stored = next(self.inference_engine.core.worker.model.weight_targets[WRONG].held(WRONG))
         assert stored.part is not None
         stored.part.view(torch.uint8)[3, 5] ^= 0x40
         return self.held_digests()
