@@ -18,6 +18,7 @@ with cores for all of them.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
@@ -86,11 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cores-per-worker", type=int, default=0, help="that a run may use; 0: all there are")
     parser.add_argument("--cold", action="store_true", help="inputs are not in the page cache")
     parser.add_argument("--only", default="", help="subjects whose names have this in them, say BF16")
+    parser.add_argument("--leave-out", default="-", help="subjects whose names have this in them, say published")
     parser.add_argument("--json", type=Path, help="file for all timings")
 
     def body(arguments: argparse.Namespace) -> None:
         root = arguments.dir
-        chosen = [subject for subject in subjects(root, arguments.workers) if arguments.only in subject.name]
+        every, only, without = subjects(root, arguments.workers), arguments.only, arguments.leave_out
+        chosen = [subject for subject in every if only in subject.name and without not in subject.name]
         make_inputs(root, arguments.layers, arguments.experts, {subject.source for subject in chosen})
         timings = measure(root, chosen, arguments.rounds, arguments.cores_per_worker, arguments.cold)
         if arguments.json:
@@ -140,7 +143,9 @@ def measure(
 
 def prepare_cache(root: Path, warm: Path | None) -> None:
     """Drop what lies below ``root`` from the page cache, but read ``warm`` into it."""
-    os.sync()  # what is not yet on the disk cannot be dropped
+    descriptor = os.open(root, os.O_RDONLY)
+    ctypes.CDLL(None).syncfs(descriptor)  # what is not yet on the disk cannot be dropped
+    os.close(descriptor)
     for path in root.rglob("*"):
         if path.is_file():
             with path.open("rb") as stream:
