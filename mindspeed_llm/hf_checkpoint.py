@@ -10,8 +10,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from mindspeed_llm.cli_io import atomic_directory, copy_companions, write_json
 from mindspeed_llm.file_slices import FileSlices, Region
@@ -20,6 +18,7 @@ from mindspeed_llm.hf_config import HFModelConfig, read_config_dict, without_qua
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.mapped import read_region
 from mindspeed_llm.sources import raise_problems, shown_names
+from mindspeed_llm.streamed_safetensors import StreamedSafetensors
 from mindspeed_llm.weight_plan import Slice
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -37,6 +36,7 @@ DTYPES = {  # as safetensors names them
     "I8": torch.int8,
     "U8": torch.uint8,
 }
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
 
@@ -135,41 +135,44 @@ def is_mtp_tensor(hf_name: str, hf: HFModelConfig) -> bool:
 
 
 class ShardedWriter:
-    """Writes a stream of tensors as ``model-00001-of-0000N.safetensors`` and an index; holds one shard in memory."""
+    """Writes a stream of tensors as ``model-00001-of-0000N.safetensors`` and an index; holds one tensor at a time."""
 
     def __init__(self, directory: Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
         self._directory = directory
         self._max_shard_bytes = max_shard_bytes
-        self._shard: dict[str, torch.Tensor] = {}
-        self._shard_bytes = 0
+        self._open: StreamedSafetensors | None = None
         self._shards: list[list[str]] = []
         self._total_bytes = 0
         self.dtypes: dict[torch.dtype, int] = {}
 
+    def __enter__(self) -> ShardedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._open is not None:
+            self._open.__exit__(kind, error, trace)
+
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Append one tensor, first closing the current shard when it would grow beyond the limit."""
-        size = tensor.numel() * tensor.element_size()
-        if self._shard and self._shard_bytes + size > self._max_shard_bytes:
-            self.cut()
-        self._shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._shard_bytes += size
-        self._total_bytes += size
-        self.dtypes[tensor.dtype] = self.dtypes.get(tensor.dtype, 0) + size
-
-    def cut(self) -> None:
-        """Close the current shard; nothing when it is empty."""
-        if not self._shard:
-            return
-        try:
-            save_file(self._shard, self._temporary(len(self._shards)), metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"cannot write {self._temporary(len(self._shards))}: {error}") from error
-        self._shards.append(list(self._shard))
-        self._shard, self._shard_bytes = {}, 0
+        tensor = tensor.detach().cpu().contiguous()
+        shard = self._open
+        if shard is not None and (
+            shard.num_bytes + tensor.nbytes > self._max_shard_bytes or not shard.has_room(name, tensor)
+        ):
+            self._cut(shard)
+            shard = None
+        if shard is None:
+            shard = self._open = StreamedSafetensors(self._temporary(len(self._shards)), _DTYPE_NAMES)
+        shard.add(name, tensor)
+        self._total_bytes += tensor.nbytes
+        self.dtypes[tensor.dtype] = self.dtypes.get(tensor.dtype, 0) + tensor.nbytes
 
     def finish(self) -> None:
         """Close the last shard, give all shards their final names and write the index with ``total_size``."""
-        self.cut()
+        if self._open is not None:
+            self._cut(self._open)
         weight_map = {}
         for number, names in enumerate(self._shards):
             file_name = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
@@ -177,9 +180,11 @@ class ShardedWriter:
             weight_map.update(dict.fromkeys(names, file_name))
         index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
         write_json(self._directory / INDEX_NAME, index)
-        mode = (self._directory / INDEX_NAME).stat().st_mode  # safetensors makes files that only their owner reads
-        for file_name in set(weight_map.values()):
-            (self._directory / file_name).chmod(mode)
+
+    def _cut(self, shard: StreamedSafetensors) -> None:
+        shard.close()
+        self._shards.append(shard.names)
+        self._open = None
 
     def _temporary(self, number: int) -> Path:
         return self._directory / f"model-{number + 1:05d}.safetensors.part"
@@ -215,11 +220,11 @@ def write_hf_files(
 ) -> None:
     """Shards, index, config.json and tokenizer files into ``directory``, which exists and is empty."""
     config = without_quantisation_and_mtp(read_config_dict(hf_config_dir))
-    writer = ShardedWriter(directory, max_shard_bytes)
-    for name, tensor in tensors:
-        writer.add(name, tensor)
-        config["num_nextn_predict_layers"] += name.endswith(".enorm.weight")  # one in every MTP module
-    writer.finish()
+    with ShardedWriter(directory, max_shard_bytes) as writer:
+        for name, tensor in tensors:
+            writer.add(name, tensor)
+            config["num_nextn_predict_layers"] += name.endswith(".enorm.weight")  # one in every MTP module
+        writer.finish()
     copy_companions(hf_config_dir, directory)
     main_dtype = max(writer.dtypes, key=lambda dtype: writer.dtypes[dtype])
     config.pop("dtype", None)

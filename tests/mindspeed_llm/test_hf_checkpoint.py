@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mindspeed_llm.cli_io import atomic_directory
 from mindspeed_llm.hf_checkpoint import HFCheckpoint, check_against_config, save_hf_checkpoint
@@ -81,6 +82,19 @@ def test_saved_checkpoint_has_shards_index_and_config(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float32"
     save_hf_checkpoint(iter(weights.items()), tmp_path / "out", tmp_path / "in")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
+
+
+def test_shards_end_where_the_header_is_full_or_a_tensor_would_lie_askew(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path / "in")
+    weights = {f"{number}.{'x' * 2000}": torch.full((3,), number) for number in range(200)}
+    weights |= {"odd": torch.ones(3, dtype=torch.uint8), "wide": torch.ones(2), "nothing": torch.ones(0)}
+    save_hf_checkpoint(iter(weights.items()), tmp_path / "out", tmp_path / "in")
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    read = [load_file(shard) for shard in shards]
+    assert [list(shard)[-1] for shard in read[-2:]] == ["odd", "nothing"] and 3 <= len(read) <= 4
+    together = {name: tensor for shard in read for name, tensor in shard.items()}
+    assert together.keys() == weights.keys()
+    assert all(torch.equal(together[name], tensor) for name, tensor in weights.items())
 
 
 def test_a_failed_write_leaves_the_old_output_and_nothing_else(tmp_path: Path) -> None:

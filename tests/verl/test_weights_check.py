@@ -22,23 +22,39 @@ ROLLOUT = "actor_rollout_ref.rollout"
 WRONG = "model.layers.1.mlp.experts.2.down_proj.weight"
 
 
-class WrongRollout(vLLMRollout):
-    """Gets one element of one weight wrong."""
+class WronglyHolding(vLLMRollout):
+    """One bit of one weight is wrong in memory."""
 
     def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> dict[str, WeightDigest]:
-        return super().update_weight_slices(
-            (_changed(part) if part.hf_name == WRONG else part for part in slices), version
-        )
+        found = super().update_weight_slices(slices, version)
+        if WRONG not in found:
+            return found
+        stored = next(self.inference_engine.core.worker.model.weight_targets[WRONG].held(WRONG))
+        assert stored.part is not None
+        stored.part.view(torch.uint8)[3, 5] ^= 0x40
+        return self.held_digests()
 
 
-def _changed(part: WeightSlice) -> WeightSlice:
-    values = part.values.clone()
-    values[3, 5] = -values[3, 5].float()
-    return part._replace(values=values)
+class WronglyReceiving(vLLMRollout):
+    """The first slice that comes from another rank is changed on its way."""
+
+    changed = ""
+
+    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> dict[str, WeightDigest]:
+        return super().update_weight_slices(map(self._once_changed, slices), version)
+
+    def _once_changed(self, part: WeightSlice) -> WeightSlice:
+        if self.changed or part.total is not None:
+            return part
+        self.changed = part.hf_name
+        values = part.values.clone(memory_format=torch.contiguous_format)
+        values.view(torch.uint8)[(-1,) * values.dim()] ^= 0x40  # the highest byte: no rounding takes it away
+        return part._replace(values=values)
 
 
-def sync(model_dir: str, world_size: int, settings: list[str]) -> tuple[int, int, str]:
-    """(the engine's policy version and digests after two syncs, the error of a third whose weights are wrong)."""
+def sync(model_dir: str, world_size: int, settings: list[str]) -> tuple[int, int, list[str], str]:
+    """(the engine's policy version and digests after two syncs, the errors of two more with wrong weights, the name of
+    what was wrong in the second of these)."""
     overrides = [*config_overrides(model_dir, world_size), *settings]
     worker = ActorRolloutRefWorker(load_config(overrides), "actor_rollout")
     worker.init_model()
@@ -46,10 +62,14 @@ def sync(model_dir: str, world_size: int, settings: list[str]) -> tuple[int, int
     for _ in range(2):
         with worker.sharding_manager:
             version, count = rollout.inference_engine.policy_version, len(rollout.held_digests())
-    rollout.__class__ = WrongRollout
-    with pytest.raises(RuntimeError) as error, worker.sharding_manager:
-        pass
-    return version, count, str(error.value)
+    errors = []
+    for kind in (WronglyHolding, WronglyReceiving):
+        rollout.release()
+        rollout.__class__ = kind
+        with pytest.raises(RuntimeError) as error, worker.sharding_manager:
+            pass
+        errors.append(str(error.value))
+    return version, count, errors, rollout.changed
 
 
 SETTINGS: dict[str, tuple[int, list[str]]] = {
@@ -65,6 +85,8 @@ SETTINGS: dict[str, tuple[int, list[str]]] = {
 def test_every_weight_arrives_and_a_wrong_one_stops_every_rank_by_name(name: str, tmp_path: Path) -> None:
     world_size, settings = SETTINGS[name]
     write_tiny_checkpoint(tmp_path, tiny_hf_config(), seed=1, dtype=torch.float32)
-    for version, count, message in run_ranks(sync, world_size, str(tmp_path), world_size, settings):
+    of_ranks = run_ranks(sync, world_size, str(tmp_path), world_size, settings)
+    for version, count, (held, received), _ in of_ranks:
         assert version == 2 and count > 40
-        assert "rollout engine differ" in message and f"  - {WRONG}: " in message
+        assert "rollout engine differ" in held and f"  - {WRONG}: " in held
+        assert f"  - {of_ranks[0][-1]}: " in received

@@ -19,7 +19,7 @@ from tests.vllm.tiny import TINY, random_weights, write_checkpoint
 from vllm.model_executor.model_loader.digest import (
     WeightDigest,
     _coefficients,
-    copy_with_digest,
+    copy_with_digests,
     differences,
     digest,
     slice_digest,
@@ -122,21 +122,21 @@ def test_digests_add_up_and_show_every_change() -> None:
     assert int(halves) % 2**64 == digest(name, huge).value
     across = torch.empty(1 << 20, 3).T  # the other order of memory
     total = torch.zeros((), dtype=torch.int64)
-    copy_with_digest(total, name, across, huge, (0, 0), of=across)
+    copy_with_digests(name, across, huge, (0, 0), of_target=total)
     assert int(total) % 2**64 == digest(name, huge).value == digest(name, across).value and across.equal(huge)
 
 
 @pytest.mark.parametrize("is_native", [True, False])
 def test_digests_add_up_over_tiles_in_any_order_of_memory(is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not is_native:
-        monkeypatch.setattr("vllm.model_executor.model_loader.digest._cpu_digest", lambda: None)
+        monkeypatch.setattr("vllm.model_executor.model_loader.digest._native", lambda: None)
     generator = torch.Generator().manual_seed(0)
     for dtype, name, rows, columns in itertools.product(
         (torch.float32, torch.bfloat16, torch.float8_e4m3fn), (EXPERT, "lm_head.weight"), (1, 3, 64), (1, 2, 300)
     ):
         whole = torch.randn(rows, columns, generator=generator).to(dtype)
         bands = whole if name == "lm_head.weight" else whole.T
-        elements = bands.clone(memory_format=torch.contiguous_format).view(torch.int8).long().view(len(bands), -1)
+        elements = bands.clone(memory_format=torch.contiguous_format).view(torch.uint8).long().view(len(bands), -1)
         r_P, c_QB = _coefficients(name, bands, (0, 0))
         expected = int(((elements * c_QB.flatten()).sum(1) * r_P).sum()) % 2**64
         spread = torch.zeros(rows + 1, 2 * columns).to(dtype)
@@ -149,12 +149,13 @@ def test_digests_add_up_over_tiles_in_any_order_of_memory(is_native: bool, monke
             ]
             assert int(torch.stack(tiles).sum()) % 2**64 == expected == digest(name, laid_out).value
             for target in (torch.zeros_like(whole), torch.zeros(columns, rows).to(dtype).T):
-                copied = torch.zeros((), dtype=torch.int64)
-                copy_with_digest(copied, name, target, laid_out, (0, 0), of=target)
-                assert int(copied) % 2**64 == expected and bool((target.float() == whole.float()).all())
-                again = torch.zeros_like(target)
-                copy_with_digest(None, name, again, laid_out, (0, 0), of=again)
-                assert bool((again.float() == whole.float()).all())
+                for has_values, has_target in itertools.product((False, True), repeat=2):
+                    target.zero_()
+                    totals = torch.zeros(2, dtype=torch.int64)
+                    of_values, of_target = totals[0] if has_values else None, totals[1] if has_target else None
+                    copy_with_digests(name, target, laid_out, (0, 0), of_values=of_values, of_target=of_target)
+                    assert bool((target.float() == whole.float()).all())
+                    assert [int(total) % 2**64 for total in totals] == [has_values * expected, has_target * expected]
 
 
 def digests_of_layouts(cases: list[tuple[str, int | None, dict[str, Any]]]) -> list[dict[str, WeightDigest]]:

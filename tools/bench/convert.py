@@ -9,18 +9,24 @@ written per second of wall time, in GB/s; CPU seconds are of this process, witho
 Every subject meets the same page cache: nothing of any output, all of its own input (read right before it), or with
 ``--cold`` nothing of its input either. Of runs with several workers the time to start these, the least of several
 starts, is left out.
+
+A worker takes more than a core: a thread writes what it made. ``--cores-per-worker N`` gives a run, its workers and all
+of their threads, N cores for each worker and no more, so that one is compared with several as they would be on a host
+with cores for all of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -52,6 +58,7 @@ class Subject:
     name: str
     source: Path
     work: Callable[[], object]
+    num_workers: int = 1
 
 
 @dataclass(frozen=True)
@@ -77,15 +84,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--experts", type=int, default=16, help="experts of a layer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="of the run that is compared with one worker")
+    parser.add_argument("--cores-per-worker", type=int, default=0, help="that a run may use; 0: all there are")
     parser.add_argument("--cold", action="store_true", help="inputs are not in the page cache")
     parser.add_argument("--only", default="", help="subjects whose names have this in them, say BF16")
+    parser.add_argument("--leave-out", default="-", help="subjects whose names have this in them, say published")
     parser.add_argument("--json", type=Path, help="file for all timings")
 
     def body(arguments: argparse.Namespace) -> None:
         root = arguments.dir
-        chosen = [subject for subject in subjects(root, arguments.workers) if arguments.only in subject.name]
+        every, only, without = subjects(root, arguments.workers), arguments.only, arguments.leave_out
+        chosen = [subject for subject in every if only in subject.name and without not in subject.name]
         make_inputs(root, arguments.layers, arguments.experts, {subject.source for subject in chosen})
-        timings = measure(root, chosen, arguments.rounds, arguments.workers, arguments.cold)
+        timings = measure(root, chosen, arguments.rounds, arguments.cores_per_worker, arguments.cold)
         if arguments.json:
             arguments.json.write_text(json.dumps([asdict(timing) for timing in timings], indent=1))
         print("\n".join(table(timings)))
@@ -102,20 +112,24 @@ def make_inputs(root: Path, num_layers: int, num_experts: int, sources: Collecti
 
 
 def measure(
-    root: Path, subjects: Sequence[Subject], rounds: int, num_workers: int, is_cold: bool = False
+    root: Path, subjects: Sequence[Subject], rounds: int, cores_per_worker: int = 0, is_cold: bool = False
 ) -> list[Timing]:
     """Every subject once a round, in turn."""
     timings, output = [], root / "out"
-    start_s = min(start_seconds(num_workers) for _ in range(_NUM_STARTS))
+    starts_s = {1: 0.0}
+    for num_workers in {subject.num_workers for subject in subjects} - {1}:
+        with on_cores(num_workers * cores_per_worker):
+            starts_s[num_workers] = min(start_seconds(num_workers) for _ in range(_NUM_STARTS))
     for round_number in range(rounds):
         for subject in subjects:
             shutil.rmtree(output, ignore_errors=True)
             prepare_cache(root, None if is_cold else subject.source)
             time.sleep(_QUIET_S)
-            start, start_cpu = time.perf_counter(), time.process_time()
-            subject.work()
-            seconds, cpu_s = time.perf_counter() - start, time.process_time() - start_cpu
-            seconds -= start_s if "workers" in subject.name else 0.0
+            with on_cores(subject.num_workers * cores_per_worker):
+                start, start_cpu = time.perf_counter(), time.process_time()
+                subject.work()
+                seconds, cpu_s = time.perf_counter() - start, time.process_time() - start_cpu
+            seconds -= starts_s[subject.num_workers]
             num_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
             timing = Timing(subject.name, seconds, cpu_s, num_bytes)
             print(
@@ -129,7 +143,9 @@ def measure(
 
 def prepare_cache(root: Path, warm: Path | None) -> None:
     """Drop what lies below ``root`` from the page cache, but read ``warm`` into it."""
-    os.sync()  # what is not yet on the disk cannot be dropped
+    descriptor = os.open(root, os.O_RDONLY)
+    ctypes.CDLL(None).syncfs(descriptor)  # what is not yet on the disk cannot be dropped
+    os.close(descriptor)
     for path in root.rglob("*"):
         if path.is_file():
             with path.open("rb") as stream:
@@ -137,6 +153,21 @@ def prepare_cache(root: Path, warm: Path | None) -> None:
                     os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 while warm in path.parents and stream.read(_READ_BYTES):
                     pass
+
+
+@contextmanager
+def on_cores(count: int) -> Iterator[None]:
+    """All threads of this process, and what they start, on `count` cores; on all for 0. ValueError for more than there
+    are."""
+    allowed = sorted(os.sched_getaffinity(0))
+    threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
+    if count > len(allowed):
+        raise ValueError(f"--cores-per-worker: a run would take {count} cores of {len(allowed)}; give fewer --workers")
+    for thread in threads:
+        os.sched_setaffinity(thread, allowed[: count or None])
+    yield
+    for thread in threads:
+        os.sched_setaffinity(thread, allowed)
 
 
 def start_seconds(num_workers: int) -> float:
@@ -158,14 +189,14 @@ def subjects(root: Path, num_workers: int) -> list[Subject]:
     return [
         Subject("copy of BF16", bf16, lambda: copy(bf16, out)),
         Subject("FP8 to BF16", fp8, lambda: cast(fp8, out)),
-        Subject(f"FP8 to BF16, {num_workers} workers", fp8, lambda: cast(fp8, out, num_workers)),
+        Subject(f"FP8 to BF16, {num_workers} workers", fp8, lambda: cast(fp8, out, num_workers), num_workers),
         Subject("FP8 to BF16, published algorithm", fp8, lambda: published_algorithm(fp8, out)),
         Subject("as many bytes from memory", fp8, lambda: write_alone(bf16, out)),
         Subject("copy of shards", shards, lambda: copy(shards, out)),
         Subject("BF16 to shards", bf16, lambda: shard(bf16, out)),
-        Subject(f"BF16 to shards, {num_workers} workers", bf16, lambda: shard(bf16, out, num_workers)),
+        Subject(f"BF16 to shards, {num_workers} workers", bf16, lambda: shard(bf16, out, num_workers), num_workers),
         Subject("FP8 to shards", fp8, lambda: shard(fp8, out)),
-        Subject(f"FP8 to shards, {num_workers} workers", fp8, lambda: shard(fp8, out, num_workers)),
+        Subject(f"FP8 to shards, {num_workers} workers", fp8, lambda: shard(fp8, out, num_workers), num_workers),
     ]
 
 
@@ -248,6 +279,10 @@ def table(timings: Sequence[Timing]) -> list[str]:
     for name in names:
         of_copy = f"{rates[name] / rates[copies[name]]:7.2f}" if copies[name] in rates else ""
         lines.append(f"{name:34} {rates[name]:6.2f} {of_copy:7} {cpu_s[name]:6.2f}")
+    for name in names:
+        one, _, several = name.partition(", ")
+        if several.endswith("workers") and one in rates:
+            lines.append(f"{name} / one: {rates[name] / rates[one]:.2f}")
     if {"FP8 to BF16", "FP8 to BF16, published algorithm"} <= set(names):
         plain = rates["FP8 to BF16"] / rates["FP8 to BF16, published algorithm"]
         lines.append(f"FP8 to BF16 / published algorithm: {plain:.1f}")

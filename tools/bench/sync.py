@@ -40,7 +40,7 @@ from verl.workers.sharding_manager.transfer_plan import build_plan
 from verl.workers.sharding_manager.weight_sync import WeightSync
 from vllm.config import ParallelConfig
 from vllm.model_executor.model_loader import slice_intake
-from vllm.model_executor.model_loader.digest import copy_with_digest
+from vllm.model_executor.model_loader.digest import copy_with_digests
 from vllm.model_executor.model_loader.held_slices import held_slices
 from vllm.transformers_utils.config import load_config
 
@@ -217,13 +217,13 @@ def _engine(folder: str) -> vLLMRollout:
 def _without_digests() -> Iterator[None]:
     """Slices are copied, and nothing is summed up or compared."""
 
-    def copy(total: Tensor, name: str, target: Tensor, values: Tensor, starts: tuple[int, ...], of: Tensor) -> None:
-        copy_with_digest(None, name, target, values, starts, of)
+    def copy(name: str, target: Tensor, values: Tensor, starts: tuple[int, ...], **_: Tensor | None) -> None:
+        copy_with_digests(name, target, values, starts)
 
     with ExitStack() as stack:
         for owner, name, stand_in in (
-            (transfer, "copy_with_digest", copy),
-            (slice_intake, "copy_with_digest", copy),
+            (transfer, "copy_with_digests", copy),
+            (slice_intake, "copy_with_digests", copy),
             (transfer, "add_digest", lambda *_: None),
             (weights_check.WeightsCheck, "require_equal", lambda *_: None),
         ):

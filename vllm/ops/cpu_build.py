@@ -51,7 +51,8 @@ def kernels() -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
     library.cpu_replay.argtypes, library.cpu_replay.restype = [_L, _P, _P], None
-    library.cpu_digest.argtypes, library.cpu_digest.restype = [_P, _P, *[_L] * 5, *[_P] * 3, _L, _P, _L], None
+    library.cpu_digest.argtypes, library.cpu_digest.restype = [_P, _P, *[_L] * 5, _P, _P], None
+    library.cpu_copy_digest.argtypes, library.cpu_copy_digest.restype = [*[_P] * 4, *[_L] * 6, _P, _P], None
     return library
 
 

@@ -15,7 +15,7 @@ from mindspeed_llm.weight_plan import slice_shape
 from verl.workers.sharding_manager.trained_weights import TrainedWeights
 from verl.workers.sharding_manager.transfer_plan import Flow, Route, TransferPlan, aligned
 from vllm.model_executor.layers.quantization.fp8 import FP8_DTYPE
-from vllm.model_executor.model_loader.digest import add_digest, copy_with_digest, inner_dim
+from vllm.model_executor.model_loader.digest import add_digest, copy_with_digests, inner_dim
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
 
 _PIECE_BYTES = 1 << 20  # of a weight that its digest is taken of at a time: caches keep them for who reads them next
@@ -104,6 +104,7 @@ class WeightTransfer:
         self.rounds = schedule(plan, group.rank())
         self.plan, self.group, self.device = plan, group, device
         self.sums_N = torch.zeros(len(plan.slices), dtype=torch.int64, device=device)
+        self._totals = self.sums_N.unbind()
 
     @property
     def peak_bytes(self) -> int:
@@ -133,10 +134,12 @@ class WeightTransfer:
                 values = trained.values(route.hf_name, route.ranges, route.fragment)
                 if route.digester != self.group.rank():
                     yield _slice(route, values)
-                    continue
-                for starts, piece in _pieces(route, values):
-                    self._add_digest(route, starts, piece)
-                    yield WeightSlice(route.hf_name, starts, piece)
+                elif self._is_summed_on_its_way(route, values):
+                    yield _slice(route, values, self._totals[route.index])
+                else:
+                    for starts, piece in _pieces(route, values):
+                        self._add_digest(route, starts, piece)
+                        yield WeightSlice(route.hf_name, starts, piece)
             for parcel in round_.received:
                 yield _slice(parcel.route, _view(arrived, parcel))
             del arrived
@@ -155,19 +158,22 @@ class WeightTransfer:
             values = trained.values(route.hf_name, route.ranges, route.fragment)
             if route.digester != rank or rank in route.flow.consumers_N:  # the latter is counted where it is kept
                 view.copy_(values)
-            elif values.dtype == self.plan.held_dtypes[route.hf_name]:
-                starts = tuple(start for start, _ in route.ranges)
-                copy_with_digest(self.sums_N[route.index], route.hf_name, view, values, starts, of=values)
+            elif self._is_summed_on_its_way(route, values):
+                copy_with_digests(route.hf_name, view, values, _starts(route), of_values=self._totals[route.index])
             else:
                 view.copy_(values)
                 for starts, piece in _pieces(route, values):
                     self._add_digest(route, starts, piece)
         return buffer
 
+    def _is_summed_on_its_way(self, route: Route, values: Tensor) -> bool:
+        """Whether the values are those that rollout engines hold."""
+        return values.dtype == self.plan.held_dtypes[route.hf_name]
+
     def _add_digest(self, route: Route, starts: tuple[int, ...], piece: Tensor) -> None:
         dtype = self.plan.held_dtypes[route.hf_name]
         assert piece.dtype == dtype or dtype != FP8_DTYPE, route.hf_name
-        add_digest(self.sums_N[route.index], route.hf_name, piece.to(dtype), starts)
+        add_digest(self._totals[route.index], route.hf_name, piece.to(dtype), starts)
 
     def _start(self, round_: Round, packed: Tensor) -> _Travelling:
         arriving = torch.empty(sum(round_.received_bytes), dtype=torch.uint8, device=self.device)
@@ -193,7 +199,7 @@ class _Travelling:
 
 def _pieces(route: Route, values: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """The route's values in parts of some rows of the training weight's memory, each with its place in the tensor."""
-    starts = [start for start, _ in route.ranges]
+    starts = list(_starts(route))
     dim = 1 if inner_dim(route.hf_name) == 0 else 0
     step = max(1, _PIECE_BYTES * values.shape[dim] // values.nbytes)
     for piece in values.split(step, dim):
@@ -201,8 +207,12 @@ def _pieces(route: Route, values: Tensor) -> Iterator[tuple[tuple[int, ...], Ten
         starts[dim] += piece.shape[dim]
 
 
-def _slice(route: Route, values: Tensor) -> WeightSlice:
-    return WeightSlice(route.hf_name, tuple(start for start, _ in route.ranges), values)
+def _slice(route: Route, values: Tensor, total: Tensor | None = None) -> WeightSlice:
+    return WeightSlice(route.hf_name, _starts(route), values, total)
+
+
+def _starts(route: Route) -> tuple[int, ...]:
+    return tuple(start for start, _ in route.ranges)
 
 
 def _view(buffer: Tensor, parcel: Parcel) -> Tensor:

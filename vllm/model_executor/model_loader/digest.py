@@ -3,8 +3,8 @@
     digest(W) = sum_p r_p sum_qb c_qb byte_b(W_pq)  mod 2^64
 
 q runs along the tensor's `inner_dim`, p along the other dimension, b over the bytes of an element; a vector counts as
-one p, bytes are signed. r are fixed pseudo-random odd numbers of 64 bits, c of 8 bits and never 0: the inner sum is a
-product of 8-bit integers. On CPUs loops of our kernels take it on the way of a copy, for little more than the copy's
+one p. r are fixed pseudo-random odd numbers of 64 bits, c of 8 bits, signed and never 0: the inner sum is a product of
+8-bit integers. On CPUs loops of our kernels take it on the way of a copy, for little more than the copy's
 time; torch where there is no compiler, and on accelerators.
 
 A single wrong byte always shows; so does any other difference, but for the chance that c makes the sum of every p that
@@ -13,8 +13,9 @@ it touches come out the same: about 1 in 100 for two bytes next to each other, n
 
 from __future__ import annotations
 
+import ctypes
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -67,33 +68,56 @@ def add_digest(total: Tensor, hf_name: str, part: Tensor, starts: tuple[int, ...
     part_PQ = _as_rows(hf_name, part)
     if part_PQ.stride(1) != 1 and part_PQ.stride(0) != 1:
         part_PQ = part_PQ.clone(memory_format=torch.contiguous_format)
-    native = _cpu_digest() if part.is_cpu else None
+    native = _native() if part.is_cpu else None
     if native is None:
         total += _torch_digest(part_PQ, *_coefficients(hf_name, part_PQ, starts))
-    else:
-        native(total.data_ptr(), *_pointers(hf_name, part_PQ, starts), None, 0, None, 0)
+        return
+    (rows, columns), (along_p, along_q), size = part_PQ.shape, part_PQ.stride(), part_PQ.element_size()
+    is_across = along_q != 1
+    stride = (along_q if is_across else along_p) * size
+    factors = _factors(hf_name, part_PQ, starts)
+    native.cpu_digest(total.data_ptr(), part_PQ.data_ptr(), size, int(is_across), stride, rows, columns, *factors)
 
 
-def copy_with_digest(
-    total: Tensor | None, hf_name: str, target: Tensor, values: Tensor, starts: tuple[int, ...], of: Tensor
+def copy_with_digests(
+    hf_name: str,
+    target: Tensor,
+    values: Tensor,
+    starts: tuple[int, ...],
+    *,
+    of_values: Tensor | None = None,
+    of_target: Tensor | None = None,
 ) -> None:
-    """target.copy_(values) and `add_digest` of `of`, one of both, whose first element is `starts` of the whole.
-
-    total: None for the copy alone.
+    """target.copy_(values), whose first element is `starts` of the whole, and `add_digest` to one total or both.
 
     On CPUs a piece at a time, which is in the cache when it is read again, and also where the orders of memory differ.
+
+    Args:
+        of_values: gets the digest of the values as they are read.
+        of_target: gets that of the target, read from its memory once the values are there.
     """
     to_PQ, from_PQ = _as_rows(hf_name, target), _as_rows(hf_name, values)
-    native = _cpu_digest() if target.is_cpu and values.is_cpu and target.dtype == values.dtype else None
+    native = _native() if target.is_cpu and values.is_cpu and target.dtype == values.dtype else None
     is_turned = to_PQ.stride(1) != 1
-    if native is None or from_PQ.stride(1) != 1 or (is_turned and (to_PQ.stride(0) != 1 or of is not target)):
+    if native is None or from_PQ.stride(1) != 1 or (is_turned and to_PQ.stride(0) != 1):
         target.copy_(values)
-        if total is not None:
-            add_digest(total, hf_name, of, starts)
+        for total, part in ((of_values, values), (of_target, target)):
+            if total is not None:
+                add_digest(total, hf_name, part, starts)
         return
-    size, of_PQ = target.element_size(), to_PQ if of is target else from_PQ
-    places = (from_PQ.data_ptr(), from_PQ.stride(0) * size, to_PQ.data_ptr(), to_PQ.stride(int(is_turned)) * size)
-    native(None if total is None else total.data_ptr(), *_pointers(hf_name, of_PQ, starts), *places)
+    size = target.element_size()
+    native.cpu_copy_digest(
+        None if of_values is None else of_values.data_ptr(),
+        None if of_target is None else of_target.data_ptr(),
+        from_PQ.data_ptr(),
+        to_PQ.data_ptr(),
+        from_PQ.stride(0) * size,
+        to_PQ.stride(int(is_turned)) * size,
+        *to_PQ.shape,
+        size,
+        int(is_turned),
+        *_factors(hf_name, to_PQ, starts),
+    )
 
 
 def _as_rows(hf_name: str, part: Tensor) -> Tensor:
@@ -117,22 +141,20 @@ def _coefficients(hf_name: str, part_PQ: Tensor, starts: tuple[int, ...]) -> tup
     (num_rows, num_columns), size = part_PQ.shape, part_PQ.element_size()
     first_byte, stop = first_column * size, (first_column + num_columns) * size
     c_QB = _inner_table(_table_size(stop), device)[first_byte:stop].view(num_columns, size)
-    return _table(_OUTER_SALT, _table_size(first_row + num_rows), device)[first_row : first_row + num_rows], c_QB
+    return odd_numbers(_OUTER_SALT, _table_size(first_row + num_rows), device)[first_row : first_row + num_rows], c_QB
 
 
-def _pointers(hf_name: str, part_PQ: Tensor, starts: tuple[int, ...]) -> tuple[int, ...]:
-    """The slice's part of cpu_digest's arguments, without a tensor on the way: experts are many and small."""
-    (rows, columns), (along_p, along_q), size = part_PQ.shape, part_PQ.stride(), part_PQ.element_size()
+def _factors(hf_name: str, part_PQ: Tensor, starts: tuple[int, ...]) -> tuple[int, int]:
+    """Addresses of `_coefficients`, without a tensor on the way: experts are many and small."""
+    (rows, columns), size = part_PQ.shape, part_PQ.element_size()
     first_row, first_column = _first_places(hf_name, starts)
     c = _inner_table(_table_size((first_column + columns) * size), _CPU).data_ptr() + first_column * size
-    r = _table(_OUTER_SALT, _table_size(first_row + rows), _CPU).data_ptr() + first_row * _BYTES_OF_R
-    is_across = along_q != 1
-    return part_PQ.data_ptr(), size, int(is_across), (along_q if is_across else along_p) * size, rows, columns, c, r
+    return c, odd_numbers(_OUTER_SALT, _table_size(first_row + rows), _CPU).data_ptr() + first_row * _BYTES_OF_R
 
 
 @cache
-def _cpu_digest() -> Callable[..., None] | None:
-    return kernels().cpu_digest if has_compiler() else None
+def _native() -> ctypes.CDLL | None:
+    return kernels() if has_compiler() else None
 
 
 def _torch_digest(part_PQ: Tensor, r_P: Tensor, c_QB: Tensor) -> Tensor:
@@ -151,8 +173,8 @@ def _torch_digest(part_PQ: Tensor, r_P: Tensor, c_QB: Tensor) -> Tensor:
 def _inner_sums(part_PQ: Tensor, c_QB: Tensor) -> Tensor:
     """int32 [P]: sum_qb c_qb byte_b(part_pq)."""
     if part_PQ.stride(1) == 1:
-        return (part_PQ.view(torch.int8).to(torch.int32) * c_QB.flatten()).sum(1, dtype=torch.int32)
-    bytes_QPB = part_PQ.T.view(torch.int8).view(len(c_QB), len(part_PQ), -1).to(torch.int32)
+        return (part_PQ.view(torch.uint8).to(torch.int32) * c_QB.flatten()).sum(1, dtype=torch.int32)
+    bytes_QPB = part_PQ.T.view(torch.uint8).view(len(c_QB), len(part_PQ), -1).to(torch.int32)
     return (bytes_QPB * c_QB[:, None]).sum((0, 2), dtype=torch.int32)
 
 
@@ -185,13 +207,13 @@ def _table_size(count: int) -> int:
 
 @lru_cache(maxsize=64)
 def _inner_table(size: int, device: torch.device) -> Tensor:
-    bits = (_table(_INNER_SALT, size, _CPU) >> 40) & 0xFF
+    bits = (odd_numbers(_INNER_SALT, size, _CPU) >> 40) & 0xFF
     return torch.where(bits == 0, 1, bits).to(torch.uint8).view(torch.int8).to(device)
 
 
 @lru_cache(maxsize=64)
-def _table(salt: int, size: int, device: torch.device) -> Tensor:
-    """Odd numbers int64 [size]: splitmix64 of the position."""
+def odd_numbers(salt: int, size: int, device: torch.device) -> Tensor:
+    """Pseudo-random int64 [size], others for each salt: splitmix64 of the position."""
     with np.errstate(over="ignore"):
         x = (np.arange(size, dtype=np.uint64) + np.uint64(salt << 40)) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

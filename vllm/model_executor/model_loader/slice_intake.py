@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm.model_executor.layers.quantization.fp8 import FP8_DTYPE
 from vllm.model_executor.model_loader.collect_digests import named_digests
-from vllm.model_executor.model_loader.digest import WeightDigest, copy_with_digest
+from vllm.model_executor.model_loader.digest import WeightDigest, copy_with_digests
 from vllm.model_executor.model_loader.weight_target import StoredSlice, WeightTarget
 
 _SHOWN = 20
@@ -18,11 +18,15 @@ _Ranges = tuple[tuple[int, int], ...]
 
 
 class WeightSlice(NamedTuple):
-    """hf_tensor[starts : starts + values.shape]; of an FP8 weight its e4m3 values, or the fp32 scales of its blocks."""
+    """hf_tensor[starts : starts + values.shape]; of an FP8 weight its e4m3 values, or the fp32 scales of its blocks.
+
+    total: where there is one, the digest of `values` is added to it as they are read: an int64 scalar.
+    """
 
     hf_name: str
     starts: tuple[int, ...]
     values: Tensor
+    total: Tensor | None = None
 
 
 class SliceIntake:
@@ -69,17 +73,17 @@ def _size(stored: StoredSlice) -> int:
     return stored.part.numel()
 
 
-def _place(stored: StoredSlice, slice_: WeightSlice, came: list[_Ranges], total: Tensor) -> None:
-    """Adds the slice to the digest of its tensor, `total`, as it is read from its place."""
-    name, starts, values = slice_
+def _place(stored: StoredSlice, slice_: WeightSlice, came: list[_Ranges], held: Tensor) -> None:
+    """Adds the slice to the digest of its tensor, `held`, as it is read from its place."""
+    name, starts, values, total = slice_
     assert stored.part is not None, name
     if len(starts) != stored.part.dim() or values.dim() != len(starts):
         raise ValueError(f"weight {name} has {stored.part.dim()} dimensions, the slice {values.dim()} from {starts}")
     ranges = tuple((start, start + size) for start, size in zip(starts, values.shape, strict=True))
     here = tuple(slice(start - first, stop - first) for (start, stop), first in zip(ranges, stored.starts, strict=True))
     if any(part.start < 0 or part.stop > size for part, size in zip(here, stored.part.shape, strict=True)):
-        held = tuple((first, first + size) for first, size in zip(stored.starts, stored.part.shape, strict=True))
-        raise ValueError(f"weight {name}: slice {ranges} came, this rank holds {held} of {stored.hf_shape}")
+        mine = tuple((first, first + size) for first, size in zip(stored.starts, stored.part.shape, strict=True))
+        raise ValueError(f"weight {name}: slice {ranges} came, this rank holds {mine} of {stored.hf_shape}")
     is_fp8 = stored.dtype == FP8_DTYPE
     fits = values.dtype == FP8_DTYPE if is_fp8 else values.is_floating_point() and values.element_size() >= 2
     if not fits:
@@ -89,7 +93,7 @@ def _place(stored: StoredSlice, slice_: WeightSlice, came: list[_Ranges], total:
         raise ValueError(f"weight {name}: a part of slice {ranges} came before in this update")
     _note(came, ranges)
     place = stored.part[here]
-    copy_with_digest(total, name, place, values, starts, of=place)
+    copy_with_digests(name, place, values, starts, of_values=total, of_target=held)
 
 
 def _note(came: list[_Ranges], ranges: _Ranges) -> None:

@@ -1,91 +1,86 @@
-// sum_p r_p sum_qb c_qb byte_b(x_pq) mod 2^64, of model_loader/digest.py: r odd, bytes and c signed.
+// sum_p r_p sum_qb c_qb byte_b(x_pq) mod 2^64, of model_loader/digest.py: r odd, c signed.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <utility>
 
 #include "rows.h"
 
 constexpr long DIGEST_BYTES = 32768;  // along q, whose products fit in 32 bits
-constexpr long COPIED_BYTES = 1024;   // before they are summed up: the sums wait for no memory that the copy does not
 constexpr long DIGEST_ROWS = 8192;    // sums of p that are worked on together
-constexpr long TURNED = 64;           // of p and of q, whose elements go from along to across together
+constexpr long SQUARE = 64;           // p and q whose sums stay in registers
+constexpr long TOGETHER = 16;      // q that are read together where p is contiguous: a processor follows as many
 
-struct DigestSlice {
-  const int8_t* x;
-  long stride, rows, columns;  // stride in bytes, rows over p, columns over q
-  const int8_t* c;
-  const uint64_t* r;
-  const int8_t* from;  // q contiguous, copied to `to` on the way, where there is one; x is one of both, to if across
-  int8_t* to;
-  long from_stride, to_stride;
-  bool is_summed;  // else it is only copied
+struct Factors {
+  const int8_t* c;    // of each byte along q
+  const uint64_t* r;  // of each p
 };
 
-// Of 128 more than each byte of x: processors multiply unsigned bytes by signed ones.
-static inline int32_t dot_unsigned(const int8_t* x, const int8_t* c, long size) {
-  int32_t sum = 0;
+#if defined(__AVX512VNNI__)
+typedef __m512i Partial;  // sums that make one together
+static inline Partial no_sum() { return _mm512_setzero_si512(); }
+static inline Partial plus(Partial a, Partial b) { return _mm512_add_epi32(a, b); }
+static inline int32_t whole(Partial a) { return _mm512_reduce_add_epi32(a); }
+
+// sum + x . c, and x copied to `to` on the way
+template <bool IS_COPIED>
+static inline Partial dot(Partial sum, const uint8_t* x, const int8_t* c, long size, uint8_t* to) {
+  Partial sums[4] = {sum, no_sum(), no_sum(), no_sum()};  // one alone would wait for itself
   long i = 0;
-#if defined(__AVX512VNNI__)  // the compiler's loop has one sum, and waits for it
-  __m512i sums[4] = {};
-  const __m512i sign = _mm512_set1_epi8((char)0x80);
   for (; i + 256 <= size; i += 256)
     for (long k = 0; k < 4; ++k) {
-      const __m512i v = _mm512_xor_si512(_mm512_loadu_si512(x + i + 64 * k), sign);
+      const __m512i v = _mm512_loadu_si512(x + i + 64 * k);
+      if constexpr (IS_COPIED) _mm512_storeu_si512(to + i + 64 * k, v);
       sums[k] = _mm512_dpbusd_epi32(sums[k], v, _mm512_loadu_si512(c + i + 64 * k));
     }
-  sum = _mm512_reduce_add_epi32(
-      _mm512_add_epi32(_mm512_add_epi32(sums[0], sums[1]), _mm512_add_epi32(sums[2], sums[3])));
-#endif
-  for (; i < size; ++i) sum += (uint8_t)(x[i] ^ 0x80) * c[i];
-  return sum;
-}
-
-static int64_t dot_bytes(const int8_t* x, const int8_t* c, long size) {
-  int64_t sum = 0;
-  for (long i = 0; i < size; i += DIGEST_BYTES) sum += dot_unsigned(x + i, c + i, std::min(size - i, DIGEST_BYTES));
-  return sum;
-}
-
-static void copy_bytes(int8_t* __restrict to, const int8_t* __restrict from, long size) {
-  long i = 0;
-  for (; i + 64 <= size; i += 64) std::memcpy(to + i, from + i, 64);
-  std::memcpy(to + i, from + i, size - i);
-}
-
-// q contiguous; what the bytes have been raised by is taken off at the end
-template <int BYTES>
-static uint64_t digest_along(const DigestSlice& s) {
-  const long size = s.columns * BYTES, step = s.to ? COPIED_BYTES : size;
-  uint64_t total = 0, sum_r = 0, sum_c = 0;
-#pragma omp parallel for reduction(+ : total, sum_r) num_threads(threads_for(s.rows * size / 8))
-  for (long p = 0; p < s.rows; ++p) {
-    int64_t sum = 0;
-    for (long i = 0; i < size; i += step) {
-      const long n = std::min(step, size - i);
-      if (s.to) copy_bytes(s.to + p * s.to_stride + i, s.from + p * s.from_stride + i, n);
-      if (s.is_summed) sum += dot_bytes(s.x + p * s.stride + i, s.c + i, n);
-    }
-    total += s.r[p] * (uint64_t)sum;
-    sum_r += s.r[p];
+  for (; i < size; i += 64) {
+    const __mmask64 here = size - i < 64 ? ~0ull >> (64 - (size - i)) : ~0ull;
+    const __m512i v = _mm512_maskz_loadu_epi8(here, x + i);
+    if constexpr (IS_COPIED) _mm512_mask_storeu_epi8(to + i, here, v);
+    sums[0] = _mm512_dpbusd_epi32(sums[0], v, _mm512_maskz_loadu_epi8(here, c + i));
   }
-  for (long i = 0; i < size; ++i) sum_c += (uint64_t)(int64_t)s.c[i];
-  return total - 128 * sum_c * sum_r;
+  return plus(plus(sums[0], sums[1]), plus(sums[2], sums[3]));
 }
+
+// sums[p] += row p of x . c
+static inline void dot_rows(const uint8_t* x, long stride, const int8_t* c, long rows, long size, Partial* sums) {
+  for (long i = 0; i < size; i += 64) {
+    const __mmask64 here = size - i < 64 ? ~0ull >> (64 - (size - i)) : ~0ull;
+    const __m512i factors = _mm512_maskz_loadu_epi8(here, c + i);
+    for (long p = 0; p < rows; ++p)
+      sums[p] = _mm512_dpbusd_epi32(sums[p], _mm512_maskz_loadu_epi8(here, x + p * stride + i), factors);
+  }
+}
+#else
+typedef int32_t Partial;
+static inline Partial no_sum() { return 0; }
+static inline int32_t whole(Partial a) { return a; }
+
+template <bool IS_COPIED>
+static inline Partial dot(Partial sum, const uint8_t* x, const int8_t* c, long size, uint8_t* to) {
+  if constexpr (IS_COPIED) std::memcpy(to, x, size);
+  for (long i = 0; i < size; ++i) sum += x[i] * c[i];
+  return sum;
+}
+
+static inline void dot_rows(const uint8_t* x, long stride, const int8_t* c, long rows, long size, Partial* sums) {
+  for (long p = 0; p < rows; ++p) sums[p] = dot<false>(sums[p], x + p * stride, c, size, nullptr);
+}
+#endif
 
 template <class U, int COLUMNS>
 static inline void add_columns(const U* const* x, const int8_t* c, long n, int32_t* sums) {
   for (long p = 0; p < n; ++p) {
     int32_t sum = sums[p];
     for (int q = 0; q < COLUMNS; ++q)
-      for (size_t b = 0; b < sizeof(U); ++b) sum += (int8_t)(x[q][p] >> (8 * b)) * c[q * sizeof(U) + b];
+      for (size_t b = 0; b < sizeof(U); ++b) sum += (uint8_t)(x[q][p] >> (8 * b)) * c[q * sizeof(U) + b];
     sums[p] = sum;
   }
 }
 
+// p contiguous: sums[p] of `n` p
 template <class U>
-static void add_all_columns(const int8_t* x, long stride, const int8_t* c, long columns, long n, int32_t* sums) {
+static void add_all_columns(const uint8_t* x, long stride, const int8_t* c, long columns, long n, int32_t* sums) {
   auto column = [&](long q) { return (const U*)(x + q * stride); };
   long q = 0;
   for (; q + 4 <= columns; q += 4) {
@@ -101,7 +96,7 @@ static void add_all_columns(const int8_t* x, long stride, const int8_t* c, long 
 #if defined(__AVX512VNNI__)
 constexpr bool HAS_QUADS = true;
 
-// The p that sums[i] is of: vector i / 16 of a group has four neighbours in each of its quarters.
+// The p that sums[i] of `add_square` is of: vector i / 16 of a group has four neighbours in each of its quarters.
 template <class U>
 static inline long place(long i) {
   constexpr long QS = 4 / sizeof(U), PS = 16 * QS;
@@ -110,11 +105,10 @@ static inline long place(long i) {
 
 // 64 bytes of 4 / sizeof(U) q: a product takes four bytes of a p.
 template <class U>
-static inline void add_quads(const int8_t* x, long stride, const int8_t* c, int32_t* sums) {
+static inline void add_quads(const uint8_t* x, long stride, __m512i c, __m512i* sums) {
   constexpr long QS = 4 / sizeof(U);
   __m512i v[QS];
-  for (long q = 0; q < QS; ++q)
-    v[q] = _mm512_xor_si512(_mm512_loadu_si512(x + q * stride), _mm512_set1_epi8((char)0x80));
+  for (long q = 0; q < QS; ++q) v[q] = _mm512_loadu_si512(x + q * stride);
   if constexpr (QS == 2) {
     const __m512i low = _mm512_unpacklo_epi16(v[0], v[1]);
     v[1] = _mm512_unpackhi_epi16(v[0], v[1]), v[0] = low;
@@ -124,23 +118,25 @@ static inline void add_quads(const int8_t* x, long stride, const int8_t* c, int3
     v[0] = _mm512_unpacklo_epi16(low[0], low[1]), v[1] = _mm512_unpackhi_epi16(low[0], low[1]);
     v[2] = _mm512_unpacklo_epi16(high[0], high[1]), v[3] = _mm512_unpackhi_epi16(high[0], high[1]);
   }
-  int32_t four;
-  std::memcpy(&four, c, 4);
-  for (long i = 0; i < QS; ++i)
-    _mm512_storeu_si512(
-        sums + 16 * i, _mm512_dpbusd_epi32(_mm512_loadu_si512(sums + 16 * i), v[i], _mm512_set1_epi32(four)));
+  for (long i = 0; i < QS; ++i) sums[i] = _mm512_dpbusd_epi32(sums[i], v[i], c);
 }
 
-// Whole groups of p and q: sums[i] is of p = place(i).
+// SQUARE p and whole groups of q: sums[i] is of p = place(i).
 template <class U>
-static void add_grouped(const int8_t* x, long stride, const int8_t* c, long columns, long n, int32_t* sums) {
+static inline void add_square(const uint8_t* x, long stride, const int8_t* c, long columns, int32_t* sums) {
   constexpr long QS = 4 / sizeof(U), PS = 16 * QS;
-  int32_t bias = 0;
-  for (long i = 0; i < columns * (long)sizeof(U); ++i) bias += c[i] * 128;
-  for (long p = 0; p < n; ++p) sums[p] -= bias;
-  for (long q = 0; q < columns; q += QS)
-    for (long p = 0; p < n; p += PS)
-      add_quads<U>(x + q * stride + p * sizeof(U), stride, c + q * sizeof(U), sums + p);
+  __m512i even[4], odd[4];
+  for (long i = 0; i < 4; ++i) even[i] = _mm512_loadu_si512(sums + 16 * i), odd[i] = _mm512_setzero_si512();
+  auto add_group = [&](long q, __m512i* to) {
+    int32_t four;
+    std::memcpy(&four, c + q * sizeof(U), 4);
+    for (long p = 0; p < SQUARE; p += PS)
+      add_quads<U>(x + q * stride + p * sizeof(U), stride, _mm512_set1_epi32(four), to + p / 16);
+  };
+  long q = 0;
+  for (; q + 2 * QS <= columns; q += 2 * QS) add_group(q, even), add_group(q + QS, odd);
+  if (q < columns) add_group(q, even);
+  for (long i = 0; i < 4; ++i) _mm512_storeu_si512(sums + 16 * i, _mm512_add_epi32(even[i], odd[i]));
 }
 #else
 constexpr bool HAS_QUADS = false;
@@ -149,87 +145,67 @@ template <class U>
 static inline long place(long i) { return i; }
 
 template <class U>
-static void add_grouped(const int8_t*, long, const int8_t*, long, long, int32_t*) {}
+static inline void add_square(const uint8_t*, long, const int8_t*, long, int32_t*) {}
 #endif
 
+// Sums over q of at most DIGEST_ROWS p that are contiguous, and over at most DIGEST_BYTES.
 template <class U>
-struct Vector16 {
-  typedef U type __attribute__((vector_size(16 * sizeof(U))));
+struct AcrossSums {
+  int32_t* plain;
+  int32_t* squares;  // of whole squares, each as `place` has it
+
+  static AcrossSums cleared(long n) {
+    static thread_local int32_t sums[2][DIGEST_ROWS];
+    for (auto& each : sums) std::memset(each, 0, n * sizeof(int32_t));
+    return {sums[0], sums[1]};
+  }
+
+  void add(const uint8_t* x, long stride, const int8_t* c, long columns, long n) const {
+    constexpr long QS = 4 / sizeof(U);
+    const long squared = HAS_QUADS ? n / SQUARE * SQUARE : 0, quads = columns / QS * QS;
+    for (long p = 0; p < squared; p += SQUARE) add_square<U>(x + p * sizeof(U), stride, c, quads, squares + p);
+    if (quads < columns)
+      add_all_columns<U>(x + quads * stride, stride, c + quads * sizeof(U), columns - quads, squared, plain);
+    if (squared < n) add_all_columns<U>(x + squared * sizeof(U), stride, c, columns, n - squared, plain + squared);
+  }
+
+  uint64_t times(const uint64_t* r, long n) const {
+    uint64_t total = 0;
+    for (long p = 0; p < n; ++p) total += r[p] * (uint64_t)(int64_t)plain[p];
+    const long squared = HAS_QUADS ? n / SQUARE * SQUARE : 0;
+    for (long i = 0; i < squared; ++i) total += r[place<U>(i)] * (uint64_t)(int64_t)squares[i];
+    return total;
+  }
 };
 
-// Of two rows of a square the elements whose places differ in one bit.
-template <int BIT, class V, size_t... J>
-static inline void swap_halves(V& a, V& b, std::index_sequence<J...>) {
-  const V first = __builtin_shufflevector(a, b, (J & BIT ? 16 + J - BIT : J)...);
-  b = __builtin_shufflevector(a, b, (J & BIT ? 16 + J : J + BIT)...);
-  a = first;
-}
-
-template <int BIT, class V>
-static inline void swap_all(V* rows) {
-  for (int i = 0; i < 16; ++i)
-    if (!(i & BIT)) swap_halves<BIT>(rows[i], rows[i + BIT], std::make_index_sequence<16>());
-}
-
-// to[q][p] = from[p][q], strides in bytes
-template <class U>
-static inline void turn_square(int8_t* to, long to_stride, const int8_t* from, long from_stride) {
-  typename Vector16<U>::type rows[16];
-  for (int i = 0; i < 16; ++i) std::memcpy(&rows[i], from + i * from_stride, sizeof(rows[i]));
-  swap_all<1>(rows), swap_all<2>(rows), swap_all<4>(rows), swap_all<8>(rows);
-  for (int i = 0; i < 16; ++i) std::memcpy(to + i * to_stride, &rows[i], sizeof(rows[i]));
-}
-
-template <class U>
-static void turn(int8_t* to, long to_stride, const int8_t* from, long from_stride, long rows, long columns) {
-  for (long p = 0; p < rows; p += 16)
-    for (long q = 0; q < columns; q += 16) {
-      int8_t* target = to + q * to_stride + p * sizeof(U);
-      const int8_t* source = from + p * from_stride + q * sizeof(U);
-      if (p + 16 <= rows && q + 16 <= columns) {
-        turn_square<U>(target, to_stride, source, from_stride);
-        continue;
-      }
-      for (long j = 0; j < std::min(16L, columns - q); ++j)
-        for (long i = 0; i < std::min(16L, rows - p); ++i)
-          std::memcpy(target + j * to_stride + i * sizeof(U), source + i * from_stride + j * sizeof(U), sizeof(U));
-    }
-}
-
-// p contiguous; U has an element's bytes
-template <class U>
-static uint64_t digest_across(const DigestSlice& s) {
-  constexpr long WIDTH = DIGEST_BYTES / sizeof(U), PS = 64 / sizeof(U), QS = 4 / sizeof(U);
-  const long height = s.to ? TURNED : DIGEST_ROWS, width = s.to ? TURNED : WIDTH;
+// q contiguous, `size` bytes of them
+static uint64_t digest_along(const uint8_t* x, long stride, long rows, long size, Factors f) {
   uint64_t total = 0;
-#pragma omp parallel for reduction(+ : total) num_threads(threads_for(s.rows * s.columns * sizeof(U) / 8))
-  for (long first = 0; first < s.rows; first += height) {
-    static thread_local int32_t sums[DIGEST_ROWS], grouped_sums[DIGEST_ROWS];
-    const long n = std::min(s.rows - first, height), grouped = HAS_QUADS ? n / PS * PS : 0;
-    for (long start = 0; start < s.columns; start += WIDTH) {
-      const long stop = std::min(s.columns, start + WIDTH);
-      std::memset(sums, 0, n * sizeof(int32_t));
-      std::memset(grouped_sums, 0, grouped * sizeof(int32_t));
-      for (long q = start; q < stop; q += width) {
-        const long columns = std::min(width, stop - q), quads = grouped ? columns / QS * QS : 0;
-        if (s.to)
-          turn<U>(s.to + q * s.to_stride + first * sizeof(U), s.to_stride,
-                  s.from + first * s.from_stride + q * sizeof(U), s.from_stride, n, columns);
-        if (!s.is_summed) continue;
-        const int8_t *x = s.x + q * s.stride + first * sizeof(U), *c = s.c + q * sizeof(U);
-        add_grouped<U>(x, s.stride, c, quads, grouped, grouped_sums);
-        add_all_columns<U>(x + quads * s.stride, s.stride, c + quads * sizeof(U), columns - quads, grouped, sums);
-        add_all_columns<U>(x + grouped * sizeof(U), s.stride, c, columns, n - grouped, sums + grouped);
-      }
-      for (long p = 0; p < n; ++p) total += s.r[first + p] * (uint64_t)(int64_t)sums[p];
-      for (long i = 0; i < grouped; ++i)
-        total += s.r[first + place<U>(i)] * (uint64_t)(int64_t)grouped_sums[i];
-    }
+#pragma omp parallel for reduction(+ : total) num_threads(threads_for(rows * size / 8))
+  for (long p = 0; p < rows; ++p) {
+    int64_t sum = 0;
+    for (long i = 0; i < size; i += DIGEST_BYTES)
+      sum += whole(dot<false>(no_sum(), x + p * stride + i, f.c + i, std::min(size - i, DIGEST_BYTES), nullptr));
+    total += f.r[p] * (uint64_t)sum;
   }
   return total;
 }
 
+// p contiguous; U has an element's bytes
 template <class U>
-static uint64_t digest_of(const DigestSlice& s, bool is_across) {
-  return is_across ? digest_across<U>(s) : digest_along<sizeof(U)>(s);
+static uint64_t digest_across(const uint8_t* x, long stride, long rows, long columns, Factors f) {
+  constexpr long WIDTH = DIGEST_BYTES / sizeof(U);
+  uint64_t total = 0;
+#pragma omp parallel for reduction(+ : total) num_threads(threads_for(rows * columns * sizeof(U) / 8))
+  for (long first = 0; first < rows; first += DIGEST_ROWS) {
+    const long n = std::min(rows - first, DIGEST_ROWS);
+    for (long start = 0; start < columns; start += WIDTH) {
+      const AcrossSums<U> sums = AcrossSums<U>::cleared(n);
+      const long stop = std::min(columns, start + WIDTH);
+      for (long q = start; q < stop; q += TOGETHER)
+        sums.add(x + q * stride + first * sizeof(U), stride, f.c + q * sizeof(U), std::min(stop - q, TOGETHER), n);
+      total += sums.times(f.r + first, n);
+    }
+  }
+  return total;
 }

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "attention.h"
-#include "digest.h"
+#include "copy_digest.h"
 #include "moe.h"
 #include "rows.h"
 
@@ -136,19 +136,30 @@ static void (*const RECORDABLE[])(const Slot*) = {  // in the order of SIGNATURE
     recorded<cpu_take_rows>,
 };
 
-// *total += the slice's digest, where there is a total
-extern "C" void cpu_digest(uint64_t* total, const void* x, long element_size, long is_across, long stride, long rows,
-                           long columns, const int8_t* c, const uint64_t* r, const void* from, long from_stride,
-                           void* to, long to_stride) {
-  const DigestSlice slice{(const int8_t*)x, stride, rows, columns, c, r, (const int8_t*)from, (int8_t*)to,
-                          from_stride, to_stride, total != nullptr};
-  uint64_t unused = 0;
-  if (!total) total = &unused;
-  switch (element_size) {
-    case 1: *total += digest_of<uint8_t>(slice, is_across); break;
-    case 2: *total += digest_of<uint16_t>(slice, is_across); break;
-    default: *total += digest_of<uint32_t>(slice, is_across);
+#define BY_SIZE(size, call)                         \
+  switch (size) {                                   \
+    case 1: { typedef uint8_t U; call; } break;     \
+    case 2: { typedef uint16_t U; call; } break;    \
+    default: { typedef uint32_t U; call; } break;   \
   }
+
+// *total += the slice's digest
+extern "C" void cpu_digest(uint64_t* total, const uint8_t* x, long element_size, long is_across, long stride, long rows,
+                           long columns, const int8_t* c, const uint64_t* r) {
+  if (is_across) BY_SIZE(element_size, *total += digest_across<U>(x, stride, rows, columns, {c, r}))
+  else *total += digest_along(x, stride, rows, columns * element_size, {c, r});
+}
+
+// Copies, and adds the digest of what was read and that of what is in its place, each where there is a total.
+extern "C" void cpu_copy_digest(uint64_t* from_total, uint64_t* to_total, const uint8_t* from, uint8_t* to,
+                                long from_stride, long to_stride, long rows, long columns, long element_size,
+                                long is_turned, const int8_t* c, const uint64_t* r) {
+  const CopiedSlice slice{from, to, from_stride, to_stride, rows, columns, from_total != nullptr, to_total != nullptr};
+  CopiedSums sums{};
+  if (is_turned) BY_SIZE(element_size, (sums = copy_turned<U>(slice, {c, r})))
+  else BY_SIZE(element_size, (sums = copy_along<U>(slice, {c, r})))
+  if (from_total) *from_total += sums.from;
+  if (to_total) *to_total += sums.to;
 }
 
 extern "C" void cpu_replay(long calls, const int64_t* kernels, const Slot* slots) {
