@@ -186,8 +186,6 @@ class Worker:
         ]
         if cache.enable_return_routed_experts:
             self.kv_caches.append(new_choices_cache(hf, num_blocks, cache.block_size, self.device))
-        for pages in (tensor for kept in self.kv_caches for tensor in kept):
-            self.platform.prefer_large_pages(pages)
         self.is_kv_cache_awake = True
 
     def memory_report(self) -> dict[str, int]:
