@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 KV_CACHE_FRACTION_OF_HOST = 0.1  # the host also holds the trainer, other ranks and everything else
 LARGE_PAGE_BYTES = 2 << 20
-WORTH_LARGE_PAGES_BYTES = 64 << 10
-MADV_COLLAPSE = 25  # Linux 6.1; older ones refuse it
 PURGE_ALL_ARENAS = b"arena.4096.purge"
 
 
@@ -47,18 +45,14 @@ class CpuPlatform(Platform):
             libc.mallctl(PURGE_ALL_ARENAS, None, None, None, 0)
 
     def prefer_large_pages(self, tensor: Tensor) -> None:
-        """Advice: a system that has no transparent large pages says so, and nothing changes.
-
-        Made at once, with what lies beside the tensor in its first and last one: memory that was touched before, if
-        only by the allocator's notes at its ends, would stay in small pages.
-        """
-        storage = tensor.untyped_storage()
-        if not hasattr(mmap, "MADV_HUGEPAGE") or storage.nbytes() < WORTH_LARGE_PAGES_BYTES:
+        """Advice: a system that has no transparent large pages says so, and nothing changes."""
+        if not hasattr(mmap, "MADV_HUGEPAGE"):
             return
-        first = storage.data_ptr() // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
-        length = -(-(storage.data_ptr() + storage.nbytes() - first) // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
-        for advice in (mmap.MADV_HUGEPAGE, MADV_COLLAPSE):
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), advice)
+        storage = tensor.untyped_storage()
+        first = -(-storage.data_ptr() // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES
+        length = (storage.data_ptr() + storage.nbytes() - first) // LARGE_PAGE_BYTES * LARGE_PAGE_BYTES
+        if length > 0:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
 
     def kv_cache_budget_bytes(self, device: torch.device, utilization: float) -> int:
         """A fixed share of the host, so that every rank and every restart gets the same number of blocks."""
