@@ -138,7 +138,7 @@ def _attended(table: RolloutOps, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("how", list(TABLES))
 @pytest.mark.parametrize(("heads", "cached", "length"), [(4, 0, 37), (8, 0, 37), (17, 3, 12), (8, 500, 30)])
 def test_prefill_equals_decode_bit_by_bit(how: str, heads: int, cached: int, length: int) -> None:
-    """A prompt in one step, in chunks, and token by token; at its begin, behind cached tokens, and over a span's border."""
+    """A prompt in one step, in chunks, and token by token; behind cached tokens and over a span's border too."""
     table, dtype = TABLES[how]
     nope, latent, rope, value = 24, 64, 16, 20
     end = cached + length
