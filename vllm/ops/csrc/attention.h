@@ -118,16 +118,16 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
         const long first = of.query + tile * per_tile;
         lanes[tile] = std::min(per_tile, of.query + of.count - first) * num_heads;
         vi visible = vi{} + (int)now.count;
-        for (long i = 0; i < lanes[tile]; ++i) {
-          const long b = first + i / num_heads;
-          visible[i] = std::min(SPAN, cache.seq_lens[b] - now.begin);
-          to[tile][i] = out.data + b * out.token_stride + (head + i % num_heads) * out.head_stride;
-        }
-        auto row_of = [&](const Batch<const T>& q, long i) {
-          return q.data + (first + i / num_heads) * q.token_stride + (head + i % num_heads) * q.head_stride;
-        };
-        span.take_queries(tile, [&](long i) { return row_of(q_latent, i); }, [&](long i) { return row_of(q_rope, i); },
-                          lanes[tile], cache.latent, cache.rope);
+        const T *latents[QUERIES], *ropes[QUERIES];
+        for (long i = 0, b = first; i < lanes[tile]; ++b)
+          for (long h = head; h < head + num_heads; ++h, ++i) {
+            latents[i] = q_latent.data + b * q_latent.token_stride + h * q_latent.head_stride;
+            ropes[i] = q_rope.data + b * q_rope.token_stride + h * q_rope.head_stride;
+            to[tile][i] = out.data + b * out.token_stride + h * out.head_stride;
+            visible[i] = std::min(SPAN, cache.seq_lens[b] - now.begin);
+          }
+        span.take_queries(tile, [&](long i) { return latents[i]; }, [&](long i) { return ropes[i]; }, lanes[tile],
+                          cache.latent, cache.rope);
         vf peak, total;
         span.score(tile, now.rows, now.count, visible, scale, peak, total, ahead);
         factor[tile] = 1.0f / total;
