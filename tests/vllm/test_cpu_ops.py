@@ -136,29 +136,34 @@ def _attended(table: RolloutOps, dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("how", list(TABLES))
-def test_prefill_equals_decode_bit_by_bit(how: str) -> None:
-    """A prompt in one step, in chunks, and token by token."""
+@pytest.mark.parametrize(("heads", "cached", "length"), [(4, 0, 37), (8, 0, 37), (17, 3, 12), (8, 500, 30)])
+def test_prefill_equals_decode_bit_by_bit(how: str, heads: int, cached: int, length: int) -> None:
+    """A prompt in one step, in chunks, and token by token; behind cached tokens and over a span's border too."""
     table, dtype = TABLES[how]
-    heads, nope, latent, rope, value, length = 4, 24, 64, 16, 20, 37
+    nope, latent, rope, value = 24, 64, 16, 20
+    end = cached + length
     q = torch.randn(length, heads, nope + rope).to(dtype)
-    kv_b, pages = torch.randn(heads, nope + value, latent).to(dtype), torch.randn(3, 16, latent + rope).to(dtype)
-    tables = torch.tensor([[2, 0, 1]]).int()
+    kv_b = torch.randn(heads, nope + value, latent).to(dtype)
+    tables = torch.randperm(-(-end // 16)).int()[None]
+    pages = torch.randn(tables.numel(), 16, latent + rope).to(dtype)
 
     def prefill(start: int, stop: int) -> Tensor:
-        new, total = np.array([stop - start]), np.array([stop])
-        cu, seen = torch.tensor([0, stop - start]).int(), torch.tensor([stop]).int()
+        new, total = np.array([stop - start]), np.array([cached + stop])
+        cu, seen = torch.tensor([0, stop - start]).int(), torch.tensor([cached + stop]).int()
         meta = PrefillMetadata(new, total, cu, seen, tables, 16)
         return table.mla_prefill(q[start:stop, :, :nope], q[start:stop, :, nope:], kv_b, (pages,), meta, 0.1)
 
-    def decode(position: int) -> Tensor:
-        meta = DecodeMetadata(np.array([position + 1]), torch.tensor([position + 1]).int(), tables, 16)
-        one = q[position : position + 1]
+    def decode(index: int) -> Tensor:
+        seen = cached + index + 1
+        meta = DecodeMetadata(np.array([seen]), torch.tensor([seen]).int(), tables, 16)
+        one = q[index : index + 1]
         q_latent = table.head_linear(one[..., :nope], kv_b[:, :nope])
         attended = table.mla_decode(q_latent, one[..., nope:], (pages,), meta, 0.1)
         return table.head_linear(attended, kv_b[:, nope:].transpose(1, 2))
 
     whole = prefill(0, length)
-    assert torch.equal(torch.cat([prefill(0, 20), prefill(20, 37)]), whole)
+    cut = length // 2 + 1
+    assert torch.equal(torch.cat([prefill(0, cut), prefill(cut, length)]), whole)
     assert torch.equal(torch.cat([decode(i) for i in range(length)]), whole)
 
 

@@ -1,4 +1,4 @@
-// Absorbed latent attention of single queries over a paged cache, a group of heads at a time.
+// Absorbed latent attention over a paged cache, a group of heads at a time.
 //
 // The context is cut into spans of fixed length; a span's softmax and its weighted sum of latents stay in cache, and
 // spans are put together in order, so a query's result depends on nothing but its own context.
@@ -29,10 +29,44 @@ struct Pages {
   }
 };
 
-// The context of a query that one group of heads attends to at a time.
+// Queries of one sequence, each of which sees one token more than the one before it, attended to at once. Its work is cut
+// into items: spans by groups of heads.
+struct Run {
+  long query, count, tiles, spans;  // its first query, how many, and tiles that they are; spans of their contexts
+  long item, partial;               // the first of its items, and of its tiles of partial results
+};
+
+template <class T>
+static bool is_next(const Pages<T>& cache, long query) {  // of the sequence that the query before it belongs to
+  const int64_t* seen = cache.seq_lens + query;
+  const int32_t* table = cache.tables + query * cache.table_width;
+  const long blocks = (seen[0] + cache.block_size - 1) / cache.block_size;
+  return seen[0] == seen[-1] + 1 && std::equal(table, table + blocks, table - cache.table_width);
+}
+
+// Runs of tiles of `per_tile` queries, all with the same number of spans; returns how many. One more says where they end.
+template <class T>
+static long find_runs(const Pages<T>& cache, long queries, long per_tile, long max_tiles, long groups, Run* runs) {
+  long found = 0;
+  Run run{};
+  for (long b = 0; b < queries; b = run.query) {
+    run.spans = (cache.seq_lens[b] + SPAN - 1) / SPAN, run.count = 1;
+    while (b + run.count < queries && run.count < per_tile * max_tiles && is_next(cache, b + run.count) &&
+           cache.seq_lens[b + run.count] <= run.spans * SPAN)
+      ++run.count;
+    run.tiles = (run.count + per_tile - 1) / per_tile;
+    runs[found++] = run;
+    run.query += run.count, run.item += run.spans * groups, run.partial += run.spans * groups * run.tiles;
+  }
+  runs[found] = run;
+  return found;
+}
+
+// A span that a run attends to with one group of heads.
 template <class T>
 struct SpanOf {
-  long item = 0, query = 0, head = 0, count = 0;  // no tokens: there is none
+  const Run* run = nullptr;  // there is none: nothing is left to do
+  long part = 0, begin = 0, count = 0;
   const T** rows = nullptr;
 };
 
@@ -43,89 +77,103 @@ template <class M>
 static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typename M::T> q_rope, long queries,
                           long heads, Pages<typename M::T> cache, float scale, Batch<typename M::T> out) {
   typedef typename M::T T;
-  constexpr long HEADS = Span<M>::HEADS;
-  const long size = cache.latent + cache.rope, groups = (heads + HEADS - 1) / HEADS;
-  enum { ROWS, STARTS, PARTIALS };
-  long* starts = own<Buffer, STARTS>().template get<long>(queries + 1);  // first item of each query: spans x groups of heads
-  starts[0] = 0;
-  for (long b = 0; b < queries; ++b) starts[b + 1] = starts[b] + (cache.seq_lens[b] + SPAN - 1) / SPAN * groups;
-  const long items = starts[queries], partial_size = HEADS * (cache.latent + 2);
-  const bool has_partials = items > queries * groups;
-  float* partials = has_partials ? own<Buffer, PARTIALS>().get(items * partial_size) : nullptr;
+  constexpr long QUERIES = Span<M>::QUERIES, TILES = Span<M>::TILES;
+  const long size = cache.latent + cache.rope, groups = (heads + QUERIES - 1) / QUERIES;
+  const long per_tile = TILES > 1 ? std::max(1L, QUERIES / heads) : 1;
+  enum { ROWS, RUNS, PARTIALS };
+  Run* runs = own<Buffer, RUNS>().template get<Run>(queries + 1);
+  const long num_runs = find_runs(cache, queries, per_tile, TILES, groups, runs);
+  const long items = runs[num_runs].item, partial_size = QUERIES * (cache.latent + 2);
+  const bool has_partials = items > num_runs * groups;
+  float* partials = has_partials ? own<Buffer, PARTIALS>().get(runs[num_runs].partial * partial_size) : nullptr;
   std::atomic<long> next{0};
 #pragma omp parallel
   {
     Scope<M> scope;
-    Span<M>& heads_of_span = own<Span<M>>();
+    Span<M>& span = own<Span<M>>();
     const T** rows = own<Buffer, ROWS>().template get<const T*>(2 * SPAN);
     const T** next_rows = rows + SPAN;
     SpanOf<T> now, following;
-    long b = 0;
+    const Run* run = runs;
     auto take = [&](const T** to) -> SpanOf<T> {
       const long item = next++;
       if (item >= items) return {};
-      while (starts[b + 1] <= item) ++b;
-      const long part = item - starts[b], begin = part / groups * SPAN;
-      SpanOf<T> found{item, b, part % groups * HEADS, std::min(SPAN, cache.seq_lens[b] - begin), to};
-      cache.rows_of(b, begin, found.count, to);
+      while (run[1].item <= item) ++run;
+      const long part = item - run->item, begin = part / groups * SPAN, last = run->query + run->count - 1;
+      SpanOf<T> found{run, part, begin, std::min(SPAN, cache.seq_lens[last] - begin), to};
+      cache.rows_of(last, begin, found.count, to);
       return found;
     };
-    for (now = take(rows); now.count; now = following) {
+    for (now = take(rows); now.run; now = following) {
       following = take(now.rows == rows ? next_rows : rows);
-      const long b = now.query, item = now.item, head = now.head, count = now.count;
-      const long num_heads = std::min(HEADS, heads - head);
-      typename Span<M>::Fetched ahead;  // of prompts, the same sequence again: it is there
-      if (following.count && following.rows[0] != now.rows[0]) ahead = {following.rows, following.count, size};
-      heads_of_span.take_queries(
-          [&](long h) { return q_latent.data + b * q_latent.token_stride + (head + h) * q_latent.head_stride; },
-          [&](long h) { return q_rope.data + b * q_rope.token_stride + (head + h) * q_rope.head_stride; }, num_heads,
-          cache.latent, cache.rope);
-      vf peak, total;
-      heads_of_span.score(now.rows, count, scale, peak, total, ahead);
-      float* partial = has_partials ? partials + item * partial_size : nullptr;
-      const bool is_alone = cache.seq_lens[b] <= SPAN;
-      const vf factor = 1.0f / total;
-      heads_of_span.weigh(cache.latent, ahead, [&](long first, long columns, const vf(*sums)[2]) {
-        for (long h = 0; h < num_heads; ++h) {
-          if (is_alone && columns == PANEL) {
-            T* to = out.data + b * out.token_stride + (head + h) * out.head_stride + first;
-            store_two(to, sums[h][0] * factor[h], sums[h][1] * factor[h]);
+      const Run& of = *now.run;
+      const long head = now.part % groups * QUERIES, num_heads = std::min(QUERIES, heads - head);
+      float* partial = has_partials ? partials + (of.partial + now.part * of.tiles) * partial_size : nullptr;
+      typename Span<M>::Fetched ahead;  // of a run of the same sequence it is there
+      if (following.run && following.rows[0] != now.rows[0]) ahead = {following.rows, following.count, size};
+      T* to[TILES][QUERIES];
+      long lanes[TILES];
+      vf factor[TILES];
+      for (long tile = 0; tile < of.tiles; ++tile) {
+        const long first = of.query + tile * per_tile;
+        lanes[tile] = std::min(per_tile, of.query + of.count - first) * num_heads;
+        vi visible = vi{} + (int)now.count;
+        const T *latents[QUERIES], *ropes[QUERIES];
+        for (long i = 0, b = first; i < lanes[tile]; ++b)
+          for (long h = head; h < head + num_heads; ++h, ++i) {
+            latents[i] = q_latent.data + b * q_latent.token_stride + h * q_latent.head_stride;
+            ropes[i] = q_rope.data + b * q_rope.token_stride + h * q_rope.head_stride;
+            to[tile][i] = out.data + b * out.token_stride + h * out.head_stride;
+            visible[i] = std::min(SPAN, cache.seq_lens[b] - now.begin);
+          }
+        span.take_queries(tile, [&](long i) { return latents[i]; }, [&](long i) { return ropes[i]; }, lanes[tile],
+                          cache.latent, cache.rope);
+        vf peak, total;
+        span.score(tile, now.rows, now.count, visible, scale, peak, total, ahead);
+        factor[tile] = 1.0f / total;
+        if (of.spans > 1)
+          for (long i = 0; i < QUERIES; ++i) {
+            partial[tile * partial_size + QUERIES * cache.latent + i] = peak[i];
+            partial[tile * partial_size + QUERIES * cache.latent + QUERIES + i] = total[i];
+          }
+      }
+      span.weigh(of.tiles, cache.latent, ahead, [&](long tile, long first, long columns, const vf(*sums)[2]) {
+        for (long i = 0; i < lanes[tile]; ++i) {
+          if (of.spans == 1 && columns == PANEL) {
+            store_two(to[tile][i] + first, sums[i][0] * factor[tile][i], sums[i][1] * factor[tile][i]);
             continue;
           }
           for (long half = 0; half < 2 && half * LANES < columns; ++half) {
             const long at = first + half * LANES;
-            if (is_alone)
-              store_n(out.data + b * out.token_stride + (head + h) * out.head_stride + at,
-                      sums[h][half] * factor[h], columns - half * LANES);
+            if (of.spans == 1)
+              store_n(to[tile][i] + at, sums[i][half] * factor[tile][i], columns - half * LANES);
             else
-              store_n(partial + h * cache.latent + at, sums[h][half], columns - half * LANES);
+              store_n(partial + tile * partial_size + i * cache.latent + at, sums[i][half], columns - half * LANES);
           }
         }
       });
-      if (!is_alone)
-        for (long h = 0; h < HEADS; ++h) {
-          partial[HEADS * cache.latent + h] = peak[h];
-          partial[HEADS * cache.latent + HEADS + h] = total[h];
-        }
     }
     if (has_partials) {
 #pragma omp barrier
 #pragma omp for schedule(dynamic)
-      for (long each = 0; each < queries; ++each) {
-        if (cache.seq_lens[each] <= SPAN) continue;
-        for (long head = 0; head < heads; ++head) {
-          const long spans = (starts[each + 1] - starts[each]) / groups, h = head % HEADS;
-          auto part = [&](long span) { return partials + (starts[each] + span * groups + head / HEADS) * partial_size; };
+      for (long r = 0; r < num_runs; ++r) {
+        const Run& of = runs[r];
+        for (long each = 0; of.spans > 1 && each < of.count * heads; ++each) {
+          const long query = each / heads, head = each % heads, tile = query / per_tile;
+          const long lane = query % per_tile * heads + head % QUERIES;
+          auto part = [&](long s) {
+            return partials + (of.partial + (s * groups + head / QUERIES) * of.tiles + tile) * partial_size;
+          };
+          const long peaks = QUERIES * cache.latent + lane, totals = peaks + QUERIES;
           float peak = -INFINITY, total = 0;
-          for (long s = 0; s < spans; ++s) peak = std::max(peak, part(s)[HEADS * cache.latent + h]);
-          for (long s = 0; s < spans; ++s)
-            total += part(s)[HEADS * cache.latent + HEADS + h] * std::exp(part(s)[HEADS * cache.latent + h] - peak);
-          T* to = out.data + each * out.token_stride + head * out.head_stride;
+          for (long s = 0; s < of.spans; ++s) peak = std::max(peak, part(s)[peaks]);
+          for (long s = 0; s < of.spans; ++s) total += part(s)[totals] * std::exp(part(s)[peaks] - peak);
+          T* to = out.data + (of.query + query) * out.token_stride + head * out.head_stride;
           for (long i = 0; i < cache.latent; i += LANES) {
             vf sum = {};
-            for (long s = 0; s < spans; ++s)
-              sum += load_n(part(s) + h * cache.latent + i, cache.latent - i) *
-                     (std::exp(part(s)[HEADS * cache.latent + h] - peak) / total);
+            for (long s = 0; s < of.spans; ++s)
+              sum += load_n(part(s) + lane * cache.latent + i, cache.latent - i) *
+                     (std::exp(part(s)[peaks] - peak) / total);
             store_n(to + i, sum, cache.latent - i);
           }
         }

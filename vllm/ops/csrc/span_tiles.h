@@ -1,7 +1,7 @@
-// A span of the context and sixteen heads, by tiles.
+// A span of the context and tiles of sixteen queries, by tiles: of one token or of several, each of one head.
 //
-// Scores: sixteen tokens' rows, as they lie in a page, times the heads' queries as words of pairs. Weighted sums: the heads'
-// weights of 32 tokens times those tokens' columns as words of pairs.
+// Scores: sixteen tokens' rows, as they lie in a page, times the queries as words of pairs. Weighted sums: the queries'
+// weights of 32 tokens times those tokens' columns as words of pairs, which are made once for all tiles of queries.
 #pragma once
 #include "span_vectors.h"
 #include "tiles.h"
@@ -37,96 +37,102 @@ class RowsAhead {
   const char *at_ = nullptr, *end_ = nullptr;
 };
 
-// Of one thread, inside a TileScope: queries of up to sixteen heads, then one span after the other.
+// Of one thread, inside a TileScope: tiles of up to sixteen queries, then one span after the other.
 class TileSpan {
  public:
-  static constexpr long HEADS = LANES;
+  static constexpr long QUERIES = LANES, TILES = 4;
   typedef RowsAhead Fetched;
 
-  // Elements [latent, then rope] of each head's query.
+  // Elements [latent, then rope] of each query of a tile.
   template <class Latent, class Rope>
-  void take_queries(Latent latent_of, Rope rope_of, long heads, long latent, long rope) {
-    size_ = latent + rope, steps_ = (size_ + TILE_K - 1) / TILE_K, heads_ = heads;
-    queries_ = query_buffer_.get(steps_ * TILE_WORDS);
+  void take_queries(long tile, Latent latent_of, Rope rope_of, long count, long latent, long rope) {
+    size_ = latent + rope, steps_ = (size_ + TILE_K - 1) / TILE_K, num_queries_[tile] = count;
+    float* queries = query_buffer_.get(TILES * steps_ * TILE_WORDS) + tile * steps_ * TILE_WORDS;
     if (latent % 2 == 0) {
-      pack_rows<Dot>(latent_of, heads, latent, queries_, LANES);
-      pack_rows<Dot>(rope_of, heads, rope, queries_ + latent / 2 * LANES, LANES);
+      pack_rows<Dot>(latent_of, count, latent, queries, LANES);
+      pack_rows<Dot>(rope_of, count, rope, queries + latent / 2 * LANES, LANES);
     } else {  // a pair has an element of each
-      bf16* whole = row_buffer_.get<bf16>(HEADS * size_);
-      for (long h = 0; h < heads; ++h) {
-        std::memcpy(whole + h * size_, latent_of(h), latent * sizeof(bf16));
-        std::memcpy(whole + h * size_ + latent, rope_of(h), rope * sizeof(bf16));
+      bf16* whole = row_buffer_.get<bf16>(QUERIES * size_);
+      for (long i = 0; i < count; ++i) {
+        std::memcpy(whole + i * size_, latent_of(i), latent * sizeof(bf16));
+        std::memcpy(whole + i * size_ + latent, rope_of(i), rope * sizeof(bf16));
       }
-      pack_rows<Dot>([&](long h) { return whole + h * size_; }, heads, size_, queries_, LANES);
+      pack_rows<Dot>([&](long i) { return whole + i * size_; }, count, size_, queries, LANES);
     }
-    std::fill(queries_ + words<Dot>(size_) * LANES, queries_ + steps_ * TILE_WORDS, 0.0f);
+    std::fill(queries + words<Dot>(size_) * LANES, queries + steps_ * TILE_WORDS, 0.0f);
   }
 
-  // Unnormalised weights of `count` tokens; lane h of peak and total is head h's. Rows behind them, up to a multiple of 32,
-  // may be anything finite.
-  void score(const bf16* const* rows, long count, float scale, vf& peak, vf& total, RowsAhead& ahead) {
+  // Unnormalised weights of `count` tokens, of which each query of the tile sees the first `visible`; lanes of peak and total
+  // are queries. Rows behind them, up to a multiple of 32, may be anything finite.
+  void score(long tile, const bf16* const* rows, long count, vi visible, float scale, vf& peak, vf& total,
+             RowsAhead& ahead) {
     rows_ = rows, count_ = count;
     const long padded = (count + TILE_K - 1) / TILE_K * TILE_K;
-    float* scores = score_buffer_.get(padded * HEADS);
+    const float* queries = query_buffer_.get(TILES * steps_ * TILE_WORDS) + tile * steps_ * TILE_WORDS;
+    float* scores = score_buffer_.get(padded * QUERIES);
     long s = 0;
-    for (; s + 3 * LANES < count; s += 4 * LANES) score_tiles<4>(s, scores + s * HEADS, ahead);
+    for (; s + 3 * LANES < count; s += 4 * LANES) score_tiles<4>(queries, s, scores + s * QUERIES, ahead);
     const long left = (count - s + LANES - 1) / LANES;
-    if (left == 3) score_tiles<3>(s, scores + s * HEADS, ahead);
-    if (left == 2) score_tiles<2>(s, scores + s * HEADS, ahead);
-    if (left == 1) score_tiles<1>(s, scores + s * HEADS, ahead);
+    if (left == 3) score_tiles<3>(queries, s, scores + s * QUERIES, ahead);
+    if (left == 2) score_tiles<2>(queries, s, scores + s * QUERIES, ahead);
+    if (left == 1) score_tiles<1>(queries, s, scores + s * QUERIES, ahead);
     peak = splat(-INFINITY), total = vf{};
     for (long i = 0; i < count; ++i) {
-      const vf score = load(scores + i * HEADS) * scale;
+      const vf score = select(visible > (int)i, load(scores + i * QUERIES) * scale, splat(-INFINITY));
       peak = maximum(peak, score);
-      store(scores + i * HEADS, score);
+      store(scores + i * QUERIES, score);
     }
     for (long i = 0; i < count; ++i) {
-      const vf weight = exp(load(scores + i * HEADS) - peak);
+      const vf weight = exp(load(scores + i * QUERIES) - peak);
       total += weight;
       if (i % 4 == 0) ahead.fetch(1);
-      store(scores + i * HEADS, weight);
+      store(scores + i * QUERIES, weight);
     }
-    std::fill(scores + count * HEADS, scores + padded * HEADS, 0.0f);
-    // [token][head] to tiles [head][32 tokens]
-    weights_ = weight_buffer_.get<bf16>(padded * HEADS);
+    std::fill(scores + count * QUERIES, scores + padded * QUERIES, 0.0f);
+    // [token][query] to tiles [query][32 tokens]
+    bf16* weights = weight_buffer_.get<bf16>(TILES * padded * QUERIES) + tile * padded * QUERIES;
     for (long i = 0; i < padded; i += TILE_K) {
       vf block[LANES];
       for (long pair = 0; pair < LANES; ++pair) {
-        const float* two = scores + (i + 2 * pair) * HEADS;
-        block[pair] = (vf)(round_bits(load(two)) >> 16 | (round_bits(load(two + HEADS)) & 0xffff0000u));
+        const float* two = scores + (i + 2 * pair) * QUERIES;
+        block[pair] = (vf)(round_bits(load(two)) >> 16 | (round_bits(load(two + QUERIES)) & 0xffff0000u));
       }
       transpose16(block);
-      for (long h = 0; h < HEADS; ++h) store_bits(weights_ + i * HEADS + h * TILE_K, block[h]);
+      for (long q = 0; q < QUERIES; ++q) store_bits(weights + i * QUERIES + q * TILE_K, block[q]);
     }
   }
 
-  // take(first, columns, sums) for every 32 columns of the rows: sums[head] = weights times columns [first, first + columns)
+  // take(tile, first, columns, sums) for every 32 columns of the rows and every tile: sums[query] = weights times columns
+  // [first, first + columns)
   template <class Take>
-  void weigh(long latent, RowsAhead& ahead, Take take) {
-    const long size = (count_ + TILE_K - 1) / TILE_K * TILE_WORDS * 2;
+  void weigh(long tiles, long latent, RowsAhead& ahead, Take take) {
+    const long padded = (count_ + TILE_K - 1) / TILE_K * TILE_K, size = padded / TILE_K * TILE_WORDS * 2;
     float* paired = pair_buffer_.get(2 * size);
+    const bf16* weights = weight_buffer_.get<bf16>(TILES * padded * QUERIES);
     for (long s = 0; s < count_; s += TILE_K) pair_tokens(s, 0, std::min(PANEL, latent), paired + s * PANEL / 2);
     for (long first = 0; first < latent; first += PANEL) {
       // The next columns are paired meanwhile: what was just written is slow to come into a tile.
       const float* now = paired + first / PANEL % 2 * size;
       const long next = first + PANEL, left = std::min(PANEL, latent - next);
       float* to = paired + next / PANEL % 2 * size;
-      _tile_zero(0);
-      _tile_zero(1);
-      for (long s = 0; s < count_; s += TILE_K, now += 2 * TILE_WORDS) {
-        ahead.fetch(2);
-        if (left > 0) pair_tokens(s, next, left, to + s * PANEL / 2);
-        _tile_loadd(4, weights_ + s * HEADS, TILE_BYTES);
-        _tile_loadd(5, now, PANEL * sizeof(float));
-        _tile_dpbf16ps(0, 4, 5);
-        _tile_loadd(6, now + LANES, PANEL * sizeof(float));
-        _tile_dpbf16ps(1, 4, 6);
+      for (long tile = 0; tile < tiles; ++tile) {
+        _tile_zero(0);
+        _tile_zero(1);
+        for (long s = 0; s < count_; s += TILE_K) {
+          ahead.fetch(2);
+          if (tile == 0 && left > 0) pair_tokens(s, next, left, to + s * PANEL / 2);
+          _tile_loadd(4, weights + (tile * padded + s) * QUERIES, TILE_BYTES);
+          _tile_loadd(5, now + s * PANEL / 2, PANEL * sizeof(float));
+          _tile_dpbf16ps(0, 4, 5);
+          _tile_loadd(6, now + s * PANEL / 2 + LANES, PANEL * sizeof(float));
+          _tile_dpbf16ps(1, 4, 6);
+        }
+        vf sums[QUERIES][2];
+        _tile_stored(0, sums, sizeof(sums[0]));
+        _tile_stored(1, &sums[0][1], sizeof(sums[0]));
+        for (long q = 0; q < num_queries_[tile]; ++q) columns_in_order(sums[q][0], sums[q][1]);
+        take(tile, first, std::min(PANEL, latent - first), sums);
       }
-      vf sums[HEADS][2];
-      _tile_stored(0, sums, sizeof(sums[0]));
-      _tile_stored(1, &sums[0][1], sizeof(sums[0]));
-      for (long h = 0; h < heads_; ++h) columns_in_order(sums[h][0], sums[h][1]);
-      take(first, std::min(PANEL, latent - first), sums);
     }
   }
 
@@ -144,9 +150,9 @@ class TileSpan {
     return to;
   }
 
-  // scores[token][head] of COUNT tiles of tokens from token s on
+  // scores[token][query] of COUNT tiles of tokens from token s on
   template <int COUNT>
-  void score_tiles(long s, float* scores, RowsAhead& ahead) {
+  void score_tiles(const float* queries, long s, float* scores, RowsAhead& ahead) {
     const bf16* tokens[COUNT];
     long strides[COUNT];
     for (int i = 0; i < COUNT; ++i) {
@@ -159,7 +165,7 @@ class TileSpan {
     _tile_zero(3);
     for (long step = 0; step < steps_; ++step) {
       ahead.fetch(1);
-      _tile_loadd(4, queries_ + step * TILE_WORDS, TILE_BYTES);
+      _tile_loadd(4, queries + step * TILE_WORDS, TILE_BYTES);
       _tile_loadd(5, tokens[0] + step * TILE_K, strides[0]);
       _tile_dpbf16ps(0, 5, 4);
       if constexpr (COUNT > 1) {
@@ -213,11 +219,11 @@ class TileSpan {
     high = LANES_OF(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
   }
 
-  Buffer row_buffer_, query_buffer_, score_buffer_, weight_buffer_, pair_buffer_, copies_[4];
-  float* queries_ = nullptr;  // [step][16 words][16 heads]
-  bf16* weights_ = nullptr;   // [32 tokens][16 heads][32]
+  // Of each tile queries [step][16 words][16 queries] and weights [32 tokens][16 queries][32].
+  Buffer query_buffer_, weight_buffer_;
+  Buffer row_buffer_, score_buffer_, pair_buffer_, copies_[4];
   const bf16* const* rows_ = nullptr;
-  long size_ = 0, steps_ = 0, count_ = 0, heads_ = 0;
+  long size_ = 0, steps_ = 0, count_ = 0, num_queries_[TILES] = {};
 };
 #else
 typedef VectorSpan<Dot> TileSpan;

@@ -113,7 +113,7 @@ template <class M>
 class VectorSpan {
  public:
   typedef typename M::T T;
-  static constexpr long HEADS = EIGHT;
+  static constexpr long QUERIES = EIGHT, TILES = 1;
   struct Fetched {  // nothing: the processor fetches rows as well alone
     Fetched() = default;
     Fetched(const T* const*, long, long) {}
@@ -121,13 +121,13 @@ class VectorSpan {
 
   // Elements [latent, then rope] of each head's query.
   template <class Latent, class Rope>
-  void take_queries(Latent latent_of, Rope rope_of, long heads, long latent, long rope) {
+  void take_queries(long, Latent latent_of, Rope rope_of, long heads, long latent, long rope) {
     size_ = latent + rope;
     const long steps = (size_ + STEP<M> - 1) / STEP<M>, words = steps * STEP_WORDS<M>;
-    queries_ = query_buffer_.get(HEADS * words);
+    queries_ = query_buffer_.get(QUERIES * words);
     T* query = row_buffer_.get<T>(steps * STEP<M>);
     std::fill(query + size_, query + steps * STEP<M>, T(0));
-    std::memset(queries_ + heads * words, 0, (HEADS - heads) * words * sizeof(float));
+    std::memset(queries_ + heads * words, 0, (QUERIES - heads) * words * sizeof(float));
     for (long h = 0; h < heads; ++h) {
       std::memcpy(query, latent_of(h), latent * sizeof(T));
       std::memcpy(query + latent, rope_of(h), rope * sizeof(T));
@@ -145,25 +145,25 @@ class VectorSpan {
     }
   }
 
-  // Unnormalised weights of `count` tokens; lane h of peak and total is head h's.
-  void score(const T* const* rows, long count, float scale, vf& peak, vf& total, Fetched&) {
-    weights_ = score_buffer_.get((SPAN + 2) * HEADS), rows_ = rows, count_ = count;
+  // Unnormalised weights of `count` tokens; lane h of peak and total is head h's. All heads see all tokens.
+  void score(long, const T* const* rows, long count, vi, float scale, vf& peak, vf& total, Fetched&) {
+    weights_ = score_buffer_.get((SPAN + 2) * QUERIES), rows_ = rows, count_ = count;
     score_tokens<M>(queries_, rows, count, size_, scale, weights_);
     softmax_span(weights_, count, peak, total);
     if constexpr (M::is_dot) pair_weights(weights_, count);
   }
 
-  // take(first, columns, sums) for every 32 columns of the rows: sums[head] = weights times columns [first, first + columns)
+  // take(0, first, columns, sums) for every 32 columns of the rows: sums[head] = weights times columns [first, first + columns)
   template <class Take>
-  void weigh(long latent, Fetched&, Take take) const {
+  void weigh(long, long latent, Fetched&, Take take) const {
     for (long first = 0; first < latent; first += PANEL) {
       const long columns = std::min(PANEL, latent - first);
-      vf sums[HEADS][2];
+      vf sums[QUERIES][2];
       if (columns == PANEL)
         weigh_columns<M, true>(weights_, rows_, count_, first, columns, sums);
       else
         weigh_columns<M, false>(weights_, rows_, count_, first, columns, sums);
-      take(first, columns, sums);
+      take(0, first, columns, sums);
     }
   }
 

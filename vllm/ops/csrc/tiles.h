@@ -139,8 +139,8 @@ class TileRows {
  private:
   static constexpr long AHEAD_BYTES = 1 << 16;
 
-  // Longer columns the processor fetches as well alone.
-  bool fetches_ahead() const { return k_ <= 1024; }
+  // Longer columns the processor fetches as well alone, and better where few rows leave it the time.
+  bool fetches_ahead() const { return k_ <= (tiles_ > 1 ? 1024 : 256); }
 
   static constexpr long FEW_TILES = 4;  // of rows: sums of a tile of columns stay in registers, the weight is read once
   static constexpr long NEAR_STEPS = 16;  // along k of two tiles of columns: they stay in the nearest cache
