@@ -33,6 +33,22 @@ def test_any_number_is_told_from_two() -> None:
     assert len(phase) == len(_phase(50))
 
 
+def test_mini_batches_come_between_what_comes_once() -> None:
+    first, last = [_call("barrier", 2)], [_call("all_gather", 4), _call("barrier", 3)]
+
+    def several(num_mini: int, num_micro: int) -> list[Collective]:
+        return [*first, *_phase(num_micro) * num_mini, *last]
+
+    micro = RepeatedCalls("x", what_repeats(several(1, 3), several(1, 4)), count=50, outside=3)
+    phase = micro.repeated(20, several(1, 2), several(2, 2))
+    assert list(phase.whole()) == several(20, 50)
+    assert list(phase.of(7, 2)) == several(2, 7)
+    assert list(phase.of(7)) == several(1, 7)
+    assert len(phase) == len(several(20, 50))
+    with pytest.raises(ValueError, match="one mini-batch"):
+        micro.repeated(20, several(1, 2), several(2, 3))
+
+
 def test_other_differences_are_refused() -> None:
     with pytest.raises(ValueError, match="differ by more"):
         what_repeats(_phase(3), [_call("barrier"), *_phase(4)[::-1]])
