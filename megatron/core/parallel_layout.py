@@ -137,6 +137,10 @@ class ParallelLayout:
             edp=expert["dp"],
         )
 
+    def stage(self, rank: int) -> int:
+        """Pipeline stage of global ``rank``."""
+        return _unravel(rank, self._grid(False))["pp"]
+
     def members(self, rank: int, axes: tuple[str, ...], is_expert: bool = False) -> list[int]:
         """Global ranks that differ from ``rank`` in ``axes`` only, of one grid, ascending; in closed form.
 

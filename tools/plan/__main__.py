@@ -17,11 +17,11 @@ from tools.plan.page import write_page
 from tools.plan.rank_plan import StepSize
 from tools.plan.report import write_json
 from tools.plan.search.command import Request, explain, search
-from tools.plan.setup import config_problems, known_configs, known_models, planned_run
+from tools.plan.setup import known_configs, known_models, planned_run
 from tools.plan.timing import Lengths, RunShape, load_constants, predict, sensitivity
 from tools.plan.timing.run_shape import default_lengths
 from tools.plan.whole import WholePlan, plan_run
-from verl.trainer.config import PPOTrainerConfig
+from verl.trainer.config import PPOTrainerConfig, validate_config
 
 FITS, DOES_NOT_FIT, BAD_INPUT = 0, 1, 2
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.why_not:
                 shape = RunShape.of(run.config, run.hf, _lengths(options, run.config), run.name)
                 return FITS if explain(request, run, shape, size, constants, options.why_not, console) else DOES_NOT_FIT
-            found = config_problems(run)
+            found = validate_config(run.config)
             plan = WholePlan(run, size, (), 0, tuple(found)) if found else plan_run(run, size)
             shape = RunShape.of(run.config, run.hf, _lengths(options, run.config), run.name)
             step = predict(shape, device, constants)

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from tools.plan.devices import GIB
 from tools.plan.timing import StepTime, Variation
-from tools.plan.timing.show import off_by
+from tools.plan.timing.show import phase_rows, variation_rows
 from tools.plan.whole import WholePlan
 
 
@@ -45,7 +45,7 @@ def print_plan(plan: WholePlan, step: StepTime | None, console: Console) -> None
         worst = plan.worst
         console.print(
             f"[green]fits[/green]: the fullest device is rank {worst.rank}'s in {worst.peak.name}, "
-            f"{plan.headroom_bytes / GIB:.1f} GiB of {plan.budget_bytes / GIB:.1f} stay free"
+            f"{plan.headroom_bytes / GIB:.1f} GiB of {plan.run.device.budget_bytes / GIB:.1f} stay free"
         )
 
 
@@ -54,7 +54,7 @@ def print_brief(plan: WholePlan, step: StepTime | None, console: Console) -> Non
     told = []
     if plan.stages:
         told.append(
-            f"{plan.headroom_bytes / GIB:.1f} of {plan.budget_bytes / GIB:.1f} GiB stay free (rank "
+            f"{plan.headroom_bytes / GIB:.1f} of {plan.run.device.budget_bytes / GIB:.1f} GiB stay free (rank "
             f"{plan.worst.rank} in {plan.worst.peak.name})"
         )
     if step is not None:
@@ -71,12 +71,8 @@ def print_brief(plan: WholePlan, step: StepTime | None, console: Console) -> Non
 def print_variations(variations: list[Variation], console: Console) -> None:
     """A row for each thing that might be otherwise."""
     table = Table("with", "seconds", "change", "tokens/s/device", box=None, pad_edge=False, title="Sensitivity")
-    first = variations[0].step.total_s
-    for variation in variations:
-        step = variation.step
-        table.add_row(
-            variation.what, f"{step.total_s:.1f}", f"{step.total_s / first - 1:+.0%}", f"{step.tokens_per_s_device:.1f}"
-        )
+    for row in variation_rows(variations):
+        table.add_row(*row)
     console.print(table)
 
 
@@ -141,10 +137,6 @@ def _time_table(step: StepTime) -> Table:
         pad_edge=False,
         title="Time of a step (modelled)",
     )
-    for phase, seconds in step.seconds.items():
-        if seconds > 0:
-            mostly = ", ".join(f"{name} {spent:.1f}" for name, spent in step.dominant(phase) if spent > 0.05 * seconds)
-            table.add_row(phase, f"{seconds:.1f}", off_by(step.errors.get(phase)), mostly)
-    rate = f"{step.tokens_per_s_device:.1f} tokens/s/device"
-    table.add_row("step", f"{step.total_s:.1f}", off_by(step.errors.get("total")), rate)
+    for row in phase_rows(step):
+        table.add_row(*row)
     return table

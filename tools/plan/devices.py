@@ -11,6 +11,7 @@ from typing import Any
 PROFILES = Path(__file__).with_name("devices")
 FAMILIES = ("ascend", "cuda", "cpu")
 GIB = 1 << 30
+RESERVED_BYTES = {"ascend": 4 << 30, "cuda": 2 << 30, "cpu": 0}  # driver, context and communicators' buffers: modelled
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,16 @@ class DeviceProfile:
     def memory_bytes(self) -> int:
         """Memory of one device."""
         return int(self.memory_gib * GIB)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of that, what the software below torch takes for itself."""
+        return RESERVED_BYTES[self.family]
+
+    @property
+    def budget_bytes(self) -> int:
+        """What is left for a worker's tensors."""
+        return self.memory_bytes - self.reserved_bytes
 
     @property
     def host_memory_bytes(self) -> int:

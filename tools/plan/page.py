@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import html
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from recipes.common.stamp import write_text_atomically
 from tools.plan.devices import GIB
 from tools.plan.figures import memory_svg, owners_svg, time_svg
 from tools.plan.rank_plan import RankPlan
 from tools.plan.timing import StepTime
-from tools.plan.timing.show import off_by
+from tools.plan.timing.show import phase_rows
 from tools.plan.whole import WholePlan
 from tools.report.page import STYLE
 
@@ -31,12 +31,7 @@ FACTS = (
 
 def write_page(plan: WholePlan, step: StepTime | None, path: Path) -> None:
     """Writes the page whole or not at all."""
-    temporary = path.with_name(path.name + ".part")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(render(plan, step))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_text_atomically(path, render(plan, step))
 
 
 def render(plan: WholePlan, step: StepTime | None) -> str:
@@ -93,14 +88,14 @@ def _memory(plan: WholePlan) -> str:
     figures = "".join(
         f'<div class="card"><div><b>Stage {rank.coords.pp}</b> <span class="muted small">rank {rank.rank}, fullest in '
         f"{html.escape(rank.peak.name)}: {rank.peak.peak_bytes / GIB:.1f} GiB</span></div>"
-        f"{memory_svg(rank, plan.budget_bytes)}</div>"
+        f"{memory_svg(rank, plan.run.device.budget_bytes)}</div>"
         for rank in _different(plan.stages)
     )
     return (
         "<h2>Device memory over a step</h2>"
         '<p class="muted small">Each bar is a phase: dark what lies there after it, light the most while it goes on; '
-        f"the line is what a device has, {plan.budget_bytes / GIB:.1f} GiB. Stages that look like the one before are "
-        "left out.</p>"
+        f"the line is what a device has, {plan.run.device.budget_bytes / GIB:.1f} GiB. "
+        "Stages that look like the one before are left out.</p>"
         f'<div class="charts">{figures}</div>'
     )
 
@@ -120,14 +115,9 @@ def _time(step: StepTime | None) -> str:
     if step is None:
         return ""
     rows = "".join(
-        f'<tr><td>{html.escape(phase)}</td><td class="num">{seconds:,.1f}</td><td>'
-        f"{html.escape(off_by(step.errors.get(phase)))}</td><td>"
-        + ", ".join(
-            f"{html.escape(term)} {spent:,.1f}" for term, spent in step.dominant(phase) if spent > 0.05 * seconds
-        )
-        + "</td></tr>"
-        for phase, seconds in step.seconds.items()
-        if seconds > 0
+        f'<tr><td>{html.escape(phase)}</td><td class="num">{seconds}</td><td>{html.escape(error)}</td>'
+        f"<td>{html.escape(mostly)}</td></tr>"
+        for phase, seconds, error, mostly in phase_rows(step)
     )
     head = '<tr><th>phase</th><th class="num">seconds</th><th>off by, of published rows</th><th>mostly</th></tr>'
     return f'<h2>Time of a step (modelled)</h2><div class="card">{time_svg(step)}<table>{head}{rows}</table></div>'

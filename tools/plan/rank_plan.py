@@ -20,7 +20,6 @@ from tools.plan.world import planned_rank
 from verl.trainer.config import PPOTrainerConfig
 
 KINDS = {"ascend": "npu", "cuda": "cuda", "cpu": "cpu"}  # family of a device -> kind of op table
-RESERVED_BYTES = {"ascend": 4 << 30, "cuda": 2 << 30, "cpu": 0}  # driver, context and communicators' buffers: modelled
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: 
     kind = KINDS[device.family]
     log, meter = CollectiveLog(), MemoryMeter()
     planned = PlannedDevice(log, meter, has_host_memory=kind != "cpu")
-    platform = PLATFORMS[kind](device.memory_bytes, RESERVED_BYTES[device.family], planned)
+    platform = PLATFORMS[kind](device.memory_bytes, device.reserved_bytes, planned)
     trainer = config.trainer
     with planned_rank(rank, trainer.world_size, trainer.n_gpus_per_node), planned:
         worker = PlannedWorker(config, kind, size.load, platform)

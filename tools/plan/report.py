@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from recipes.common.stamp import write_text_atomically
 from tools.plan.rank_plan import RankPlan
 from tools.plan.timing import StepTime
 from tools.plan.whole import WholePlan
@@ -15,12 +15,7 @@ from tools.plan.whole import WholePlan
 
 def write_json(plan: WholePlan, step: StepTime | None, path: Path) -> None:
     """Writes the plan whole or not at all."""
-    temporary = path.with_name(path.name + ".part")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(as_json(plan, step), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_text_atomically(path, json.dumps(as_json(plan, step), indent=1) + "\n")
 
 
 def as_json(plan: WholePlan, step: StepTime | None) -> dict[str, Any]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindspeed_llm.hf_config import HFModelConfig, load_hf_config
 from recipes.common.recipe import RECIPES
 from tools.plan.devices import DeviceProfile
-from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
+from verl.trainer.config import PPOTrainerConfig, load_config
 
 MODELS = Path(__file__).with_name("models")
+# A plan needs no checkpoint, and a recipe's config names none until it is launched.
+READS_NO_WEIGHTS = tuple(f"actor_rollout_ref.{part}.megatron.use_dist_checkpointing=False" for part in ("actor", "ref"))
 
 
 @dataclass(frozen=True)
@@ -59,21 +61,15 @@ def planned_run(
     given = list(overrides)
     if nodes is not None:
         given += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={device.devices_per_node}"]
-    given.append("trainer.hang_timeout_s=0")
+    given += ["trainer.hang_timeout_s=0", *READS_NO_WEIGHTS]
     config = load_config(given, config_name=path.stem, config_dir=path.parent)
     folder = _model_folder(config, path.stem, model, scratch)
-    config = load_config(
-        [*given, f"actor_rollout_ref.model.path={folder}"], config_name=path.stem, config_dir=path.parent
-    )
+    worker = config.actor_rollout_ref
+    worker = replace(worker, model=replace(worker.model, path=str(folder)))
+    config = replace(config, actor_rollout_ref=worker)
     if config.has_rollout_ranks:
         raise ValueError(f"trainer.schedule={config.trainer.schedule}: only schedule=sync can be planned rank by rank")
     return PlannedRun(path.stem, config, load_hf_config(str(folder)), device)
-
-
-def config_problems(run: PlannedRun) -> list[str]:
-    """What the run itself would refuse of its config, apart from files that need not be here."""
-    absent = ("is empty", "does not exist", "no such file", "is not a file", "is not a folder", "not found")
-    return [problem for problem in validate_config(run.config) if not any(word in problem.lower() for word in absent)]
 
 
 def _model_folder(config: PPOTrainerConfig, name: str, model: str | None, scratch: Path) -> Path:

@@ -7,12 +7,13 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.collectives import Collective, Phase
 from tools.plan.devices import GIB, DeviceProfile
 from tools.plan.matching import problems as call_problems
-from tools.plan.rank_plan import RESERVED_BYTES, RankPlan, StepSize, plan_rank
+from tools.plan.rank_plan import RankPlan, StepSize, plan_rank
 from tools.plan.repeated import RepeatedCalls
 from tools.plan.setup import PlannedRun
 from tools.plan.training import OLD, REF, UPDATE
@@ -50,15 +51,9 @@ class WholePlan:
         return max(self.stages, key=lambda plan: plan.peak.peak_bytes)
 
     @property
-    def budget_bytes(self) -> int:
-        """Of a device, without what its driver takes."""
-        device = self.run.device
-        return device.memory_bytes - RESERVED_BYTES[device.family]
-
-    @property
     def headroom_bytes(self) -> int:
         """What the worst rank leaves free at its peak; negative when it does not fit."""
-        return self.budget_bytes - self.worst.peak.peak_bytes
+        return self.run.device.budget_bytes - self.worst.peak.peak_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -73,7 +68,7 @@ def plan_run(run: PlannedRun, size: StepSize, processes: int | None = None) -> W
     found = layout_problems(layout, run)
     if found:
         return WholePlan(run, size, (), 0, tuple(found))
-    ranks = stage_ranks(layout)
+    ranks = layout.members(0, ("pp",))  # the first of each stage
     try:
         stages = tuple(_plan_ranks(run, size, ranks, processes or os.cpu_count() or 1))
     except ValueError as error:
@@ -115,14 +110,6 @@ def slow_groups(layout: ParallelLayout, run: PlannedRun) -> list[str]:
     return found
 
 
-def stage_ranks(layout: ParallelLayout) -> list[int]:
-    """The first rank of each pipeline stage."""
-    first: dict[int, int] = {}
-    for rank in layout.members(0, ("pp",)):
-        first[layout.coords(rank).pp] = rank
-    return [first[stage] for stage in sorted(first)]
-
-
 def calls_of_all_ranks(config: PPOTrainerConfig, device: DeviceProfile, size: StepSize) -> dict[int, list[Phase]]:
     """Every rank planned for itself, for small worlds: rank -> the phases of its step, nothing left out."""
     return {
@@ -139,16 +126,7 @@ def _plan_ranks(run: PlannedRun, size: StepSize, ranks: Sequence[int], processes
         return [first]
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(min(processes, len(rest)), mp_context=context) as pool:
-        return [first, *pool.map(_PlanOf(run, size), rest)]
-
-
-@dataclass(frozen=True)
-class _PlanOf:
-    run: PlannedRun
-    size: StepSize
-
-    def __call__(self, rank: int) -> RankPlan:
-        return plan_rank(self.run.config, self.run.device, rank, self.size)
+        return [first, *pool.map(partial(plan_rank, run.config, run.device, size=size), rest)]
 
 
 def host_bytes_of_nodes(config: PPOTrainerConfig, stages: Sequence[RankPlan]) -> list[int]:
@@ -156,28 +134,22 @@ def host_bytes_of_nodes(config: PPOTrainerConfig, stages: Sequence[RankPlan]) ->
     layout = config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size)
     of_stage = {plan.coords.pp: plan.host_bytes + PROCESS_BYTES for plan in stages}
     per_node = config.trainer.n_gpus_per_node
-    ranks_per_stage = layout.world_size // layout.pipeline_model_parallel_size
-    if layout.order.endswith("pp"):
-        stage_of = [rank // ranks_per_stage for rank in range(layout.world_size)]
-    else:
-        stage_of = [layout.coords(rank).pp for rank in range(layout.world_size)]
     return [
-        sum(of_stage[stage] for stage in stage_of[first : first + per_node])
+        sum(of_stage[layout.stage(rank)] for rank in range(first, first + per_node))
         for first in range(0, layout.world_size, per_node)
     ]
 
 
 def _memory_problems(run: PlannedRun, stages: Sequence[RankPlan]) -> list[str]:
     device = run.device
-    budget = device.memory_bytes - RESERVED_BYTES[device.family]
     found = []
     for plan in stages:
-        if plan.peak.peak_bytes > budget:
+        if plan.peak.peak_bytes > device.budget_bytes:
             found.append(
                 f"rank {plan.rank} (stage {plan.coords.pp}) needs {plan.peak.peak_bytes / GIB:.1f} GiB in "
                 f"{plan.peak.name}; "
-                f"a {device.name} has {budget / GIB:.1f} for it ({device.memory_bytes / GIB:.0f} less "
-                f"{RESERVED_BYTES[device.family] / GIB:.0f} of the driver and communicators)"
+                f"a {device.name} has {device.budget_bytes / GIB:.1f} for it ({device.memory_bytes / GIB:.0f} less "
+                f"{device.reserved_bytes / GIB:.0f} of the driver and communicators)"
             )
     fullest = max(host_bytes_of_nodes(run.config, stages), default=0)
     if fullest > device.host_memory_bytes:
@@ -209,7 +181,7 @@ def _projected(calls: RepeatedCalls, count: int, layout: ParallelLayout, plan: R
     has_sizes = calls.phase in (OLD, REF, UPDATE)
     for call in calls.of(count):
         others = (plan.rank, call.peer) if call.peer >= 0 else call.ranks
-        crossed = _stages_of(layout, others)
+        crossed = _stages_of(layout, tuple(others))
         if len(crossed) == 1:
             continue
         if call.peer >= 0:
@@ -221,14 +193,10 @@ def _projected(calls: RepeatedCalls, count: int, layout: ParallelLayout, plan: R
             yield call._replace(ranks=crossed, splits=None, sent=0, received=0)
 
 
-def _stages_of(layout: ParallelLayout, ranks: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=1024)
+def _stages_of(layout: ParallelLayout, ranks: tuple[int, ...]) -> tuple[int, ...]:
     """The pipeline stages of ``ranks``, ascending."""
-    if not layout.order.endswith("pp"):
-        return tuple(sorted({layout.coords(rank).pp for rank in ranks}))
-    ranks_per_stage = layout.world_size // layout.pipeline_model_parallel_size
-    if ranks[-1] - ranks[0] == len(ranks) - 1:  # neighbours
-        return tuple(range(ranks[0] // ranks_per_stage, ranks[-1] // ranks_per_stage + 1))
-    return tuple(sorted({rank // ranks_per_stage for rank in ranks}))
+    return tuple(sorted({layout.stage(rank) for rank in ranks}))
 
 
 def _traffic(run: PlannedRun, stages: Sequence[RankPlan]) -> dict[str, dict[str, int]]:

@@ -56,7 +56,11 @@ def plan_command(job: Job, environment: Mapping[str, str], scratch: Path) -> lis
     model.mkdir()
     dimensions = {key: value for key, value in model_dimensions(job.settings).items() if key != "quantization_config"}
     (model / "config.json").write_text(json.dumps(dimensions), encoding="utf-8")
-    given = [text for text in run_overrides(job.settings) if not text.startswith("actor_rollout_ref.model.path=")]
+    given = [
+        text
+        for text in run_overrides(job.settings, job.rollout_nnodes)
+        if not text.startswith("actor_rollout_ref.model.path=")
+    ]
     return [
         *(job.python, "-m", "tools.plan", str(directory / f"{name}.yaml"), *given),
         *("--device", device_profile(job, environment, scratch), "--model", str(model)),

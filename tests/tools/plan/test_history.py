@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tools.plan.devices import GIB, load_device
-from tools.plan.rank_plan import RESERVED_BYTES, RankPlan, StepSize, plan_rank
+from tools.plan.devices import load_device
+from tools.plan.rank_plan import RankPlan, StepSize, plan_rank
 from tools.plan.setup import planned_run
 
 LAYERS = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_num_layers"
 MEGATRON = "actor_rollout_ref.actor.megatron"
 STAGE_2 = 64  # the first of the stages with 8 layers
-BUDGET = 64 * GIB - RESERVED_BYTES["ascend"]
+BUDGET = load_device("a3").budget_bytes
 
 
 def _plan(tmp_path: Path, load: float, *overrides: str) -> RankPlan:

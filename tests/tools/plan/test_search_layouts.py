@@ -17,8 +17,9 @@ from tools.plan.search.layouts import layer_lists, rollout_layouts, training_lay
 from tools.plan.search.overrides import overrides_of
 from tools.plan.search.rank import Ranking, memory, own_candidate, ranking
 from tools.plan.search.weights import rollout_rank, training_stage
-from tools.plan.setup import PlannedRun, config_problems, planned_run
+from tools.plan.setup import PlannedRun, planned_run
 from tools.plan.timing import RunShape, load_constants
+from verl.trainer.config import validate_config
 
 A3, MOONLIGHT = ("r1_ascend_671b_256die", "a3", 16), ("moonlight_16b_8gpu", "h100", None)
 GIB = 1 << 30
@@ -93,7 +94,7 @@ def test_the_best_on_256_dies_is_at_least_as_fast_as_the_recipe(
 ) -> None:
     run, shape, size, found = a3
     own = own_candidate(run, shape, size, load_constants())
-    budget = Bounds(run.config, run.hf, run.device, size).budget
+    budget = Bounds(run.config, run.hf, run.device, size).device.budget_bytes
     assert max(own.bytes.values()) <= budget
     assert found.best[0].step.total_s <= own.step.total_s
     assert all(max(candidate.bytes.values()) <= budget for candidate in found.best)
@@ -108,7 +109,7 @@ def test_overrides_make_the_layout(which: str, request: pytest.FixtureRequest) -
     for candidate in (found.best[0], found.best[len(found.best) // 2], found.best[-1]):
         with tempfile.TemporaryDirectory() as scratch:
             other, made, _ = planned(config, Path(scratch), *overrides_of(candidate, run.config))
-            assert config_problems(other) == []
+            assert validate_config(other.config) == []
         assert made.rollout == candidate.rollout
         assert RolloutKnobs.of(other.config) == candidate.knobs
         assert (made.train.update, made.train.log_prob) == (candidate.train.update, candidate.train.log_prob)

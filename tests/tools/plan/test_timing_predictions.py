@@ -18,14 +18,13 @@ from tools.plan.timing import (
     predict,
     ranked,
     sensitivity,
-    sensitivity_table,
-    step_table,
 )
 from tools.plan.timing.calibrate import PHASE_BAR, TOTAL_BAR, calibrated, tables, write_constants
 from tools.plan.timing.constants import TABLE, Constants
 from tools.plan.timing.cost import PHASES
 from tools.plan.timing.fit import LeftOut, is_main
 from tools.plan.timing.published import published_model, published_runs
+from tools.plan.timing.show import phase_rows, variation_rows
 from verl.trainer.config import load_config
 
 README = TABLE.with_name("README.md")
@@ -184,13 +183,15 @@ def test_generation_that_never_stops_has_no_tail() -> None:
 def test_tables_show_the_error_beside_each_prediction() -> None:
     shape, constants = shape_of("r1_zero", "r1_ascend_671b_256die"), load_constants()
     step = predict(shape, load_device("a3"), constants)
-    lines = step_table(step)
-    assert any(line.startswith("| update | ") and "| up to 8% (3 rows) | compute " in line for line in lines)
-    assert lines[-1].startswith(f"| step | {step.total_s:.1f} | up to 14% (4 rows) |")
-    assert not any("old_log_prob" in line for line in lines)
-    assert "no published row" in step_table(predict(shape, load_device("cpu"), constants))[-1]
-    changes = sensitivity_table(sensitivity(shape, load_device("a3"), constants))
-    assert changes[2].startswith(f"| as it is | {step.total_s:.1f} |  |")
+    rows = {phase: rest for phase, *rest in phase_rows(step)}
+    _, error, mostly = rows["update"]
+    assert error == "up to 8% (3 rows)"
+    assert mostly.startswith("compute ")
+    assert rows["step"][:2] == [f"{step.total_s:,.1f}", "up to 14% (4 rows)"]
+    assert "old_log_prob" not in rows
+    assert phase_rows(predict(shape, load_device("cpu"), constants))[-1][2] == "no published row"
+    changes = variation_rows(sensitivity(shape, load_device("a3"), constants))
+    assert changes[0][:3] == ("as it is", f"{step.total_s:,.1f}", "")
 
 
 def test_errors_are_those_of_the_device_family() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.hf_config import HFModelConfig
 from tools.plan.devices import DeviceProfile
-from tools.plan.rank_plan import RESERVED_BYTES, StepSize
+from tools.plan.rank_plan import StepSize
 from tools.plan.search.weights import rollout_rank, training_stage
 from tools.plan.timing import MicroBatches, RolloutShape, RunShape
 from tools.plan.whole import PROCESS_BYTES
@@ -53,11 +53,6 @@ class Bounds:
     hf: HFModelConfig
     device: DeviceProfile
     size: StepSize
-
-    @property
-    def budget(self) -> int:
-        """Of a device, without what its driver takes."""
-        return self.device.memory_bytes - RESERVED_BYTES[self.device.family]
 
     def log_prob_bytes(self, shape: RunShape) -> float:
         """Of the fullest stage in a pass without a backward; 0 when there is none."""
@@ -198,7 +193,7 @@ class Bounds:
         if self.device.family == "cpu":
             return min(most, self.device.memory_bytes * KV_CACHE_FRACTION_OF_HOST * rollout.gpu_memory_utilization)
         allowed = self.device.memory_bytes * rollout.gpu_memory_utilization
-        taken = used + RESERVED_BYTES[self.device.family]
+        taken = used + self.device.reserved_bytes
         return max(0.0, min(most, allowed * (1 - ACTIVATION_FRACTION) - taken))
 
     def _most_sequences(self, shape: RunShape) -> int:

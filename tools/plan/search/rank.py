@@ -111,7 +111,7 @@ def _fitting(
         plain = replace(shape, train=replace(shape.train, layout=layout, recomputed_layers=-1))
         if (
             bounds.update_bytes(_with(plain, update=update_batches(run.config, layout.data_parallel_size)[0]))
-            > bounds.budget
+            > bounds.device.budget_bytes
         ):
             continue
         if bounds.host_bytes(plain) > device.host_memory_bytes:
@@ -119,7 +119,7 @@ def _fitting(
         log_probs = []
         for cut in log_prob_batches(run.config, layout.data_parallel_size) if passes else [shape.train.log_prob]:
             other = _with(plain, log_prob=cut)
-            if bounds.log_prob_bytes(other) <= bounds.budget:
+            if bounds.log_prob_bytes(other) <= bounds.device.budget_bytes:
                 log_probs.append((passes * sum(log_prob_seconds(other, device, rates).values()), cut))
         if not log_probs:
             continue
@@ -136,7 +136,7 @@ def _least_recomputed(bounds: Bounds, shape: RunShape) -> RunShape | None:
     most = max(shape.train.layout.stage_layer_counts(shape.model.num_hidden_layers))
     for layers in dict.fromkeys((0, -(-most // 2), -1)):
         other = replace(shape, train=replace(shape.train, recomputed_layers=layers))
-        if bounds.update_bytes(other) <= bounds.budget:
+        if bounds.update_bytes(other) <= bounds.device.budget_bytes:
             return other
     return None
 
@@ -145,7 +145,7 @@ def _with_settings(run: PlannedRun, bounds: Bounds, shape: RunShape, constants: 
     """With the first of ``rollout_settings`` that fits."""
     for knobs in rollout_settings(run.config, run.hf, run.device, shape.rollout):
         found = memory(bounds, shape, knobs)
-        if max(found.values()) <= bounds.budget:
+        if max(found.values()) <= bounds.device.budget_bytes:
             return Candidate(shape, knobs, predict(shape, run.device, constants), found)
     return None
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from tools.plan.rank_plan import StepSize
 from tools.plan.search.overrides import overrides_of
 from tools.plan.search.rank import Candidate
-from tools.plan.setup import PlannedRun, config_problems, planned_run
+from tools.plan.setup import PlannedRun, planned_run
 from tools.plan.training import OLD, REF, UPDATE
 from tools.plan.whole import WholePlan, plan_run
+from verl.trainer.config import validate_config
 
 TRIES_FOR_EACH = 4
 
@@ -81,6 +82,6 @@ def plan_candidate(request: Request, own: PlannedRun, candidate: Candidate, size
             run = request.run(own, overrides, Path(scratch))
         except ValueError as error:
             return Verified(candidate, tuple(overrides), None, (str(error),))
-        problems = config_problems(run)
+        problems = validate_config(run.config)
         plan = None if problems else plan_run(run, size)
     return Verified(candidate, tuple(overrides), plan, tuple(problems) or (plan.problems if plan else ()))

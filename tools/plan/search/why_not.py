@@ -13,9 +13,10 @@ from tools.plan.search.compare import differences
 from tools.plan.search.layouts import rollout_settings
 from tools.plan.search.rank import Candidate, memory, ranking
 from tools.plan.search.show import describe
-from tools.plan.setup import PlannedRun, config_problems
+from tools.plan.setup import PlannedRun
 from tools.plan.timing import Constants, RunShape, StepTime, predict
 from tools.plan.whole import WholePlan, layout_problems, plan_run
+from verl.trainer.config import validate_config
 
 TRAINING = ("compute_log_prob", "compute_ref_log_prob", "update_actor")
 
@@ -42,7 +43,7 @@ class Answer:
 def why_not(run: PlannedRun, own: RunShape, size: StepSize, constants: Constants) -> Answer:
     """Of ``run``, the changed config; ``own`` is the shape of the unchanged one, whose lengths are taken."""
     layout = run.config.actor_rollout_ref.actor.megatron.layout(run.config.trainer.world_size)
-    problems = list(dict.fromkeys([*config_problems(run), *layout_problems(layout, run)]))
+    problems = list(dict.fromkeys([*validate_config(run.config), *layout_problems(layout, run)]))
     try:
         shape = RunShape.of(run.config, run.hf, own.lengths, run.name)
     except ValueError as error:
@@ -65,7 +66,7 @@ def why_not(run: PlannedRun, own: RunShape, size: StepSize, constants: Constants
 def what_gives(run: PlannedRun, shape: RunShape, plan: WholePlan) -> list[str]:
     """Single changes after which the bound says that it fits in the phases that are too full now."""
     bounds, knobs = Bounds(run.config, run.hf, run.device, plan.size), RolloutKnobs.of(run.config)
-    full = {_part(rank.peak.name) for rank in plan.stages if rank.peak.peak_bytes > plan.budget_bytes}
+    full = {_part(rank.peak.name) for rank in plan.stages if rank.peak.peak_bytes > plan.run.device.budget_bytes}
     changes: list[tuple[str, RunShape, RolloutKnobs]] = []
     if "training" in full:
         train, cut = shape.train, shape.train.update
@@ -84,7 +85,7 @@ def what_gives(run: PlannedRun, shape: RunShape, plan: WholePlan) -> list[str]:
     for text, changed, settings in changes:
         found = memory(bounds, changed, settings)
         relevant = [found[name] for part in full for name in _PHASES[part]]
-        if max(relevant, default=0.0) <= bounds.budget:
+        if max(relevant, default=0.0) <= bounds.device.budget_bytes:
             fitting.append(f"{text}: the bound is then {max(relevant) / GIB:.1f} GiB")
     return fitting[:4]
 
@@ -128,7 +129,7 @@ def _too_full(plan: WholePlan) -> list[str]:
     found = []
     for rank in plan.stages:
         for phase in rank.phases:
-            over = phase.peak_bytes - plan.budget_bytes
+            over = phase.peak_bytes - plan.run.device.budget_bytes
             if over > 0:
                 come = phase.peak_bytes - phase.before_bytes
                 found.append(

@@ -4,7 +4,6 @@ from tools.plan.timing.constants import Constants, load_constants
 from tools.plan.timing.cost import PHASES, StepTime, predict
 from tools.plan.timing.run_shape import Lengths, MicroBatches, RolloutShape, RunShape, TrainShape
 from tools.plan.timing.sensitivity import Variation, ranked, sensitivity
-from tools.plan.timing.show import sensitivity_table, step_table
 
 __all__ = [
     "PHASES",
@@ -20,6 +19,4 @@ __all__ = [
     "predict",
     "ranked",
     "sensitivity",
-    "sensitivity_table",
-    "step_table",
 ]

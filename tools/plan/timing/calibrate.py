@@ -7,11 +7,11 @@ python -m tools.plan.timing.calibrate --write    and put the fitted values and t
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from recipes.common.stamp import write_text_atomically
 from tools.plan.timing.constants import TABLE, Constants, PhaseError, load_constants
 from tools.plan.timing.fit import LeftOut, Miss, fit, is_main, leave_out
 from tools.plan.timing.published import published_runs
@@ -73,12 +73,7 @@ def write_constants(constants: Constants, path: Path) -> None:
         text += "\n".join(
             f"{phase} = {{ error = {worst.error:.2f}, rows = {worst.rows} }}" for phase, worst in errors.items()
         )
-    partial = path.with_suffix(".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_text_atomically(path, text + "\n")
 
 
 def _rows(alone: Sequence[LeftOut], grouped: Sequence[LeftOut]) -> list[str]:
