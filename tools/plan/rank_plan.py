@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.core.memory_ledger import ON_DEVICE, ON_HOST, LedgerEntry, ledger
 from megatron.core.parallel_layout import RankCoords
@@ -79,7 +79,8 @@ def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: 
         rollout = plan_rollout(worker, _rows_of_replica(config), size.prompt_length, size.response_length)
         calls = [exact("weight_sync", rollout.sync.calls), *_generation_calls(rollout.generation)]
         for name in training_calls(config):
-            calls.append(_plan_call(worker, name, size, log))
+            is_update = name == UPDATE
+            calls.append(_plan_update(worker, size, log) if is_update else _plan_call(worker, name, size, log))
         with worker.timeline.span("save"):
             worker._with_training_state()
         return RankPlan(
@@ -119,9 +120,8 @@ def _plan_call(worker: PlannedWorker, name: str, size: StepSize, log: Collective
     config = worker.run_config
     rows, per_micro = micro_batches(config, name, size)
     total = -(-rows // per_micro)
-    layout = worker.groups.layout
-    num_stages = layout.pipeline_model_parallel_size
-    unit = num_stages if layout.virtual_pipeline_model_parallel_size > 1 else 1
+    num_stages = worker.groups.layout.pipeline_model_parallel_size
+    unit = _unit(worker)
     in_flight = num_stages - worker.groups.coords.pp if name == UPDATE else 1
     few = 2 * num_stages if unit > 1 else in_flight + 1
     if total <= few + unit:
@@ -134,8 +134,46 @@ def _plan_call(worker: PlannedWorker, name: str, size: StepSize, log: Collective
     return RepeatedCalls(name, parts, total // unit, few // unit)
 
 
-def _run(worker: PlannedWorker, name: str, rows: int, size: StepSize, log: CollectiveLog) -> tuple[Collective, ...]:
+def _unit(worker: PlannedWorker) -> int:
+    """Micro-batches that come and go together."""
+    layout = worker.groups.layout
+    return layout.pipeline_model_parallel_size if layout.virtual_pipeline_model_parallel_size > 1 else 1
+
+
+def _plan_update(worker: PlannedWorker, size: StepSize, log: CollectiveLog) -> RepeatedCalls:
+    """An update of one mini-batch as ``_plan_call`` has it, and all others after it.
+
+    What comes before and after all of them is told by two runs more, with one and with two of the smallest mini-batches.
+    """
+    config = worker.run_config
+    actor = config.actor_rollout_ref.actor
+    worker.actor.config = replace(actor, ppo_epochs=1)
+    calls = _plan_call(worker, UPDATE, size, log)
+    num_mini_batches = -(-config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
+    if num_mini_batches > 1:
+        told = len(worker.timeline.phases)
+        most, per_micro = micro_batches(config, UPDATE, size)
+        rows, data_parallel = min(per_micro * _unit(worker), most), worker.groups.dp.size()
+        worker.actor.config = replace(actor, ppo_epochs=1, ppo_mini_batch_size=rows * data_parallel)
+        one, two = (_run(worker, UPDATE, count * rows, size, log, samples_per_prompt=1) for count in (1, 2))
+        calls = calls.repeated(num_mini_batches, one, two)
+        del worker.timeline.phases[told:]
+    worker.actor.config = actor
+    return calls
+
+
+def _run(
+    worker: PlannedWorker,
+    name: str,
+    rows: int,
+    size: StepSize,
+    log: CollectiveLog,
+    *,
+    samples_per_prompt: int | None = None,
+) -> tuple[Collective, ...]:
     batch = batch_of(Rows(rows, size.prompt_length, size.response_length), worker.run_config)
+    if samples_per_prompt is not None:
+        batch.meta_info["rollout_n"] = samples_per_prompt
     if name == UPDATE and worker.config.actor.records_routing:
         told = len(worker.timeline.phases)
         with log.paused():

@@ -135,8 +135,14 @@ def _common(before: Sequence[Collective], after: Sequence[Collective], i: int, j
 
 
 def _inserted(before: Sequence[Collective], after: Sequence[Collective], i: int, j: int) -> int | None:
-    """How many calls of ``after`` come before it goes on as ``before`` does, as far as it does so longest."""
+    """How many calls of ``after`` come before it goes on as ``before`` does: to the end, else as far as possible.
+
+    What one micro-batch adds is mostly in one place. Calls of a pipeline's forwards and backwards are alike, so a part
+    of it may seem to fit as well; repeated, it would not.
+    """
     most = len(after) - j - (len(before) - i)
+    if most > 0 and _alike(before[i:], after[j + most :]):
+        return most
     best, longest = None, 0
     for more in range(1, most + 1):
         run = _equal(before, after, i, j + more)
@@ -144,8 +150,6 @@ def _inserted(before: Sequence[Collective], after: Sequence[Collective], i: int,
             best, longest = more, run
         if longest >= _LOOKAHEAD:
             break
-    if best is None and _alike(before[i:], after[j + most :]):
-        return most  # all that follows has grown
     return best
 
 

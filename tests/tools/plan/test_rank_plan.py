@@ -51,7 +51,7 @@ def test_many_micro_batches_are_told_from_few(layout: str, model_dir: Path) -> N
     told = {calls.phase: calls for calls in planned.calls}
     for name, phase in whole.items():
         assert told[name].outside < told[name].count, f"{name}: was run whole"
-        assert list(told[name].of(told[name].count)) == list(phase.collectives.calls), name
+        assert list(told[name].whole()) == list(phase.collectives.calls), name
 
 
 def test_the_phases_of_a_step_are_told_in_order(model_dir: Path) -> None:

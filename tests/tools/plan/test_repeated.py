@@ -33,6 +33,18 @@ def test_any_number_is_told_from_two() -> None:
     assert len(phase) == len(_phase(50))
 
 
+def test_a_pipeline_whose_passes_are_alike() -> None:
+    """What a micro-batch adds is a forward and a backward, though the calls of one of them fit in alone as well."""
+    forward = [_call("recv"), *[_call("all_gather", 8), _call("reduce_scatter", 8)] * 15, _call("send")]
+    backward = [_call("recv"), *[_call("all_gather", 8), _call("reduce_scatter", 8)] * 25, _call("send")]
+
+    def pipelined(num: int) -> list[Collective]:
+        return [*forward, *(forward + backward) * (num - 1), *backward, _call("all_reduce", 10 * num)]
+
+    phase = RepeatedCalls("x", what_repeats(pipelined(3), pipelined(4)), count=50, outside=3)
+    assert list(phase.of(7)) == pipelined(7)
+
+
 def test_mini_batches_come_between_what_comes_once() -> None:
     first, last = [_call("barrier", 2)], [_call("all_gather", 4), _call("barrier", 3)]
 

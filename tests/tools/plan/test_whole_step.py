@@ -95,7 +95,7 @@ def test_a_step_is_its_plan(layout: str, inputs: Path, tmp_path: Path) -> None:
     size = StepSize(prompt_length(config), RESPONSE)
     for rank, (calls, spans) in enumerate(did):
         plan = plan_rank(config, load_device("cpu"), rank, size)
-        expected = [(phase.phase, call) for phase in plan.calls for call in phase.of(phase.count)]
+        expected = [(phase.phase, call) for phase in plan.calls for call in phase.whole()]
         for place, (call, (phase, planned)) in enumerate(zip(calls, expected, strict=False)):
             assert call == planned, f"rank {rank}, call {place} of {len(calls)}, in {phase}"
         assert len(calls) == len(expected), f"rank {rank}"
