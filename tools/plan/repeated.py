@@ -135,14 +135,19 @@ def _common(before: Sequence[Collective], after: Sequence[Collective], i: int, j
 
 
 def _inserted(before: Sequence[Collective], after: Sequence[Collective], i: int, j: int) -> int | None:
-    """How many calls of ``after`` come before it goes on as ``before`` does: to the end, else as far as possible.
+    """How many calls of ``after`` come before it goes on as ``before`` does.
 
-    What one micro-batch adds is mostly in one place. Calls of a pipeline's forwards and backwards are alike, so a part
-    of it may seem to fit as well; repeated, it would not.
+    What a unit adds repeats what earlier units added there: the longest piece that is like the one before it or like
+    the one behind it. Calls of forwards and backwards are alike, so others may seem to fit as well; repeated, they do
+    not. Where no unit was added before (the warm-up of virtual stages), the piece after which most is equal.
     """
     most = len(after) - j - (len(before) - i)
-    if most > 0 and _alike(before[i:], after[j + most :]):
-        return most
+    for more in range(most, 0, -1):
+        piece = after[j : j + more]
+        if piece in (before[max(0, i - more) : i], before[i : i + more]) and (
+            more == most or _equal(before, after, i, j + more)
+        ):
+            return more
     best, longest = None, 0
     for more in range(1, most + 1):
         run = _equal(before, after, i, j + more)
@@ -150,6 +155,8 @@ def _inserted(before: Sequence[Collective], after: Sequence[Collective], i: int,
             best, longest = more, run
         if longest >= _LOOKAHEAD:
             break
+    if best is None and _alike(before[i:], after[j + most :]):
+        return most  # all that follows has grown
     return best
 
 
