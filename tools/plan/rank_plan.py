@@ -12,13 +12,14 @@ from tools.plan.device import MemoryMeter, PlannedDevice
 from tools.plan.devices import DeviceProfile
 from tools.plan.phase_memory import PhaseMemory
 from tools.plan.platform import PLATFORMS
-from tools.plan.repeated import RepeatedCalls, exact, steps, what_repeats
+from tools.plan.repeated import RepeatedCalls, exact, repeated_within, steps, what_repeats
 from tools.plan.rollout import GenerationPlan, plan_rollout
 from tools.plan.training import OLD, REF, UPDATE, Rows, batch_of, training_calls
 from tools.plan.worker import PlannedWorker
 from tools.plan.world import planned_rank
 from verl.trainer.config import PPOTrainerConfig
 
+MANY = 4  # micro-batches, from which small runs beside one of so many are quicker than another of so many
 KINDS = {"ascend": "npu", "cuda": "cuda", "cpu": "cpu"}  # family of a device -> kind of op table
 
 
@@ -115,7 +116,7 @@ def _plan_call(worker: PlannedWorker, name: str, size: StepSize, log: Collective
     """A training call with as many micro-batches as its pipeline holds at one time, and the way it goes on from there.
 
     Two runs, the second with one micro-batch more (with virtual stages, one for each stage): what the second has in
-    addition is what every further one adds.
+    addition is what every further one adds. In a deep pipeline two small runs tell which of the calls these are.
     """
     config = worker.run_config
     rows, per_micro = micro_batches(config, name, size)
@@ -128,9 +129,13 @@ def _plan_call(worker: PlannedWorker, name: str, size: StepSize, log: Collective
         return exact(name, _run(worker, name, rows, size, log))
     before = _run(worker, name, few * per_micro, size, log)
     told = len(worker.timeline.phases)
-    after = _run(worker, name, (few + unit) * per_micro, size, log)
-    del worker.timeline.phases[told:]  # the second run has one micro-batch more, and no more memory
-    parts = what_repeats(before, after)
+    parts = None
+    if few > MANY and unit == 1:
+        one, two = (_run(worker, name, count * per_micro, size, log) for count in (1, 2))
+        parts = repeated_within(before, one, two)
+    if parts is None:
+        parts = what_repeats(before, _run(worker, name, (few + unit) * per_micro, size, log))
+    del worker.timeline.phases[told:]  # of runs that need no more memory
     return RepeatedCalls(name, parts, total // unit, few // unit)
 
 

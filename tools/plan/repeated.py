@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -119,6 +120,22 @@ def what_repeats(before: Sequence[Collective], after: Sequence[Collective]) -> t
         parts.append(Part(tuple(after[j : j + more]), is_repeated=True))
         j += more
     return tuple(parts)
+
+
+def repeated_within(
+    calls: Sequence[Collective], one: Sequence[Collective], two: Sequence[Collective]
+) -> tuple[Part, ...] | None:
+    """The parts of a phase in which a unit follows on a whole one somewhere, as ``what_repeats``.
+
+    one, two: the phase with one and with two units, which tell what a unit consists of and not where it comes. None
+    where there are no two such pieces one after another.
+    """
+    unit, length = Counter(two) - Counter(one), len(two) - len(one)
+    for place in range(length, len(calls) - length + 1):
+        piece = calls[place : place + length]
+        if calls[place - 1] == piece[-1] and calls[place - length : place] == piece and Counter(piece) == unit:
+            return Part(tuple(calls[:place])), Part(tuple(piece), is_repeated=True), Part(tuple(calls[place:]))
+    return None
 
 
 def _common(before: Sequence[Collective], after: Sequence[Collective], i: int, j: int) -> int:
