@@ -148,7 +148,7 @@ def _unit(worker: PlannedWorker) -> int:
 def _plan_update(worker: PlannedWorker, size: StepSize, log: CollectiveLog) -> RepeatedCalls:
     """An update of one mini-batch as ``_plan_call`` has it, and all others after it.
 
-    What comes before and after all of them is told by two runs more, with one and with two of the smallest mini-batches.
+    Two runs more, with one and with two of the smallest mini-batches, tell what comes before and after all of them.
     """
     config = worker.run_config
     actor = config.actor_rollout_ref.actor

@@ -1,4 +1,4 @@
-"""A whole GRPO step in one recording is the plan: every collective of every rank, entry by entry, and every phase.
+"""A whole GRPO step in one recording is its plan: every collective of every rank, entry by entry, and every phase.
 
 The trainer's own step: weight sync, generation, old log-probs, reference, rewards and advantages, update. Its ranks are
 gloo processes; what each did from the first call to the last is held against the phases of its plan, joined in order.
@@ -13,17 +13,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from recipes.common.tokenizer import write_tokenizer
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.tools.plan.trained_step import train_a_step
 from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
-from recipes.common.tokenizer import write_tokenizer
 from tools.plan.devices import load_device
 from tools.plan.rank_plan import RankPlan, StepSize, plan_rank
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 from verl.utils.dataset import RLHFDataset
 from verl.utils.tokenizer import hf_tokenizer
 
-QUICK = ("one", "tp2", "pp2", "cp2_pp2_vpp2")  # the others take minutes
+QUICK = ("one", "tp2", "pp2", "ep2")  # all together take minutes
 RESPONSE = 8
 VOCABULARY = 300
 PLANNED_ONLY = {"decode", "prefill", "save"}
@@ -81,7 +81,7 @@ def prompt_length(config: PPOTrainerConfig) -> int:
     return length
 
 
-def planned_phases(plan: RankPlan, did: list[str]) -> list[str]:
+def planned_phases(plan: RankPlan) -> list[str]:
     """Names of the plan's phases in the order of their ends, without those that no timeline has."""
     return [phase.name for phase in plan.phases if phase.name not in PLANNED_ONLY]
 
@@ -99,5 +99,5 @@ def test_a_step_is_its_plan(layout: str, inputs: Path, tmp_path: Path) -> None:
         for place, (call, (phase, planned)) in enumerate(zip(calls, expected, strict=False)):
             assert call == planned, f"rank {rank}, call {place} of {len(calls)}, in {phase}"
         assert len(calls) == len(expected), f"rank {rank}"
-        order = planned_phases(plan, spans)
+        order = planned_phases(plan)
         assert [name for name in spans if name in order] == order, f"rank {rank}"
