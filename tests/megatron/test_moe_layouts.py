@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -13,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.ops import reference_ops
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_model_parallel
+from megatron.core.transformer.moe.expert_load import collect_expert_loads
 from megatron.core.transformer.moe.uneven_rows import gather_rows, reduce_scatter_rows
 from tests.megatron.model_helpers import one_process_groups, one_process_world, tiny_config
 from tests.megatron.moe_helpers import (
@@ -54,6 +56,38 @@ def test_four_ranks_equal_one_process() -> None:
         _layout(ep=2, etp=2, order="ep-dp-tp-cp-pp"),
     ]
     assert_layouts_equal_one_process(4, layouts, [*DISPATCHERS, {**DISPATCHERS[0], **ONE_EXPERT_EACH}])
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_the_load_of_expert_ranks_is_that_of_the_routers_choices(dispatcher: str) -> None:
+    for measured, counted in run_ranks(_loads, 4, _layout(tp=2, ep=2, order="tp-cp-ep-dp-pp"), dispatcher):
+        mean, most = sum(counted) / len(counted), max(counted)
+        assert measured == (pytest.approx(mean), pytest.approx(most))
+        assert 1.0 < mean < most <= 2.0
+
+
+def _loads(sizes: dict[str, object], dispatcher: str) -> tuple[tuple[float, float], list[float]]:
+    """(mean, largest) as collected, and the loads of all dispatches counted from all ranks' choices."""
+    groups = initialize_model_parallel(**sizes)  # type: ignore[arg-type]
+    layer = make_layer(groups, moe_token_dispatcher_type=dispatcher)
+    layer(tokens()[0])  # forgotten by the first collection
+    assert collect_expert_loads(layer, groups) is not None
+    chosen: list[torch.Tensor] = []
+    layer.router.register_forward_hook(lambda module, args, out: chosen.append(out[1]))
+    for part in (slice(0, 7), slice(7, 9), slice(9, 22)):
+        layer(tokens()[0][part] * (1 + groups.rank))
+    measured = collect_expert_loads(layer, groups)
+    assert measured is not None
+    assert collect_expert_loads(layer, groups) is None
+    loads = []
+    for mine_TK in chosen:
+        all_GK = gather_rows(mine_TK, groups.etp_ep, [len(mine_TK)] * groups.etp_ep.size())
+        rows = torch.bincount(all_GK.flatten(), minlength=layer.router.num_experts).view(groups.ep.size(), -1).sum(1)
+        loads.append(float(rows.max() / rows.float().mean()))
+    everywhere: list[list[float]] = [[] for _ in range(4)]
+    dist.all_gather_object(everywhere, loads)
+    destroy_model_parallel()
+    return measured, [load for of_rank in everywhere for load in of_rank]
 
 
 def _mean_grads(sizes: dict[str, object]) -> tuple[int, dict[str, torch.Tensor]]:

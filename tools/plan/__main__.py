@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tools.plan.console import print_brief, print_plan, print_variations
 from tools.plan.devices import known_devices, load_device
+from tools.plan.load import BALANCED, expert_load
 from tools.plan.page import write_page
 from tools.plan.rank_plan import StepSize
 from tools.plan.report import write_json
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             size = StepSize(
                 options.prompt_length or data.max_prompt_length,
                 options.response_length or data.max_response_length,
-                options.load,
+                expert_load(options.load, run.config.actor_rollout_ref.actor.megatron.expert_model_parallel_size),
             )
             constants = load_constants()
             request = Request(options.config, tuple(options.overrides), options.nodes, options.model)
@@ -96,9 +97,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mean-response-length", type=float, help="for the time (default: half of the limit)")
     parser.add_argument(
         "--load",
-        type=float,
-        default=1.0,
-        help="rows of a rank's experts over the ranks' mean (default 1: balanced)",
+        default=BALANCED,
+        metavar="balanced|worst|NUMBER|FILE",
+        help="rows of a rank's experts over the mean of the ranks that share them: a number (1 is balanced, as many as "
+        "there are ranks the worst), or a run's metrics.jsonl, whose largest actor/expert_load_max it then is",
     )
     parser.add_argument("--sensitivity", action="store_true", help="what other nodes, lengths and loads would do")
     parser.add_argument(

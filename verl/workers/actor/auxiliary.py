@@ -1,4 +1,4 @@
-"""Losses that the model attaches itself (expert balance, z-loss, multi-token prediction): their scale, their values."""
+"""What the model counts itself: losses that it attaches (expert balance, z-loss, MTP), and how its experts are used."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from torch import nn
 
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.transformer.moe.aux_loss import collect_moe_aux_losses, set_aux_loss_scale
+from megatron.core.transformer.moe.expert_load import collect_expert_loads
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock, collect_mtp_losses
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -21,9 +22,17 @@ def set_auxiliary_scales(model: nn.Module, num_tokens: float, num_response_token
             module.aux_loss_scaler.scale = 1.0 / num_response_tokens
 
 
-def auxiliary_losses(model: nn.Module, config: TransformerConfig, groups: ProcessGroups) -> dict[str, float]:
-    """Metrics of the losses that are on, without coefficients, experts' as the mean over layers; collective."""
+def model_metrics(model: nn.Module, config: TransformerConfig, groups: ProcessGroups) -> dict[str, float]:
+    """What the model itself counts; collective.
+
+    The losses that are on, without coefficients, experts' as the mean over layers; how unevenly expert-parallel ranks
+    are used, where there are several.
+    """
     found = {}
+    if config.num_moe_experts is not None and groups.ep.size() > 1:
+        loads = collect_expert_loads(model, groups)
+        if loads is not None:
+            found["actor/expert_load_mean"], found["actor/expert_load_max"] = loads
     if config.num_moe_experts is not None and (config.moe_aux_loss_coeff or config.moe_z_loss_coeff):
         for name, by_layer in collect_moe_aux_losses(model, groups).items():
             found[f"actor/{name}"] = sum(by_layer.values()) / len(by_layer)

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from verl.protocol import DataProto
 from verl.trainer.config.rollout_correction import RolloutCorrectionConfig
 from verl.utils.megatron.packed_batch import PackedMicroBatch, pack_micro_batch, padded_lengths, scatter_to_rows
-from verl.workers.actor.auxiliary import auxiliary_losses, set_auxiliary_scales
+from verl.workers.actor.auxiliary import model_metrics, set_auxiliary_scales
 from verl.workers.actor.base import BasePPOActor
 from verl.workers.actor.micro_batching import split_rows
 from verl.workers.actor.policy_loss import LossInputs, PolicyLoss, UpdateMetrics
@@ -155,8 +155,8 @@ class MegatronPPOActor(BasePPOActor):
         if self.scheduler is not None:
             self.scheduler.step(1)  # one per training step, as upstream, however many mini-batches it has
         self._routing = None
-        auxiliary = auxiliary_losses(self.actor_module, self.tf_config, self.groups)
-        return metrics.result() | corrections | auxiliary if self.is_last_stage else {}
+        counted = model_metrics(self.actor_module, self.tf_config, self.groups)
+        return metrics.result() | corrections | counted if self.is_last_stage else {}
 
     def _rollout_routing(self, data: DataProto) -> tuple[RoutingRows, DataProto]:
         """The rollout's choices in this stage's layers, and ``data`` with the numbers of their rows."""

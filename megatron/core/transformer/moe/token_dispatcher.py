@@ -14,6 +14,7 @@ from megatron.core.ops import TrainOps
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.mappings import Exchange
+from megatron.core.transformer.moe.expert_load import ExpertLoad
 from megatron.core.transformer.moe.uneven_rows import gather_rows, reduce_scatter_rows
 
 
@@ -31,7 +32,12 @@ class Dispatch(Protocol):
 
 
 class MoETokenDispatcher(Protocol):
-    """Way of travelling of one layer; ``start_dispatch`` sends every token to its experts' ranks."""
+    """Way of travelling of one layer; ``start_dispatch`` sends every token to its experts' ranks.
+
+    load: of the dispatches, where more than one rank has experts.
+    """
+
+    load: ExpertLoad
 
     def start_dispatch(
         self, x_TH: torch.Tensor, probs_TK: torch.Tensor, indices_TK: torch.Tensor, counts_E: torch.Tensor
@@ -53,6 +59,7 @@ class MoEAlltoAllTokenDispatcher:
         # Not the larger group where the smaller will do: each has buffers of its own on a device.
         self.counting = groups.ep if groups.etp.size() == 1 else groups.etp_ep
         self.members_TS = _members_by_place(groups)
+        self.load = ExpertLoad()
 
     def start_dispatch(
         self, x_TH: torch.Tensor, probs_TK: torch.Tensor, indices_TK: torch.Tensor, counts_E: torch.Tensor
@@ -67,6 +74,7 @@ class MoEAlltoAllTokenDispatcher:
         counting.wait()
         # The one wait for the device: split sizes must be known on the host.
         counts_TSE = counts_RE.cpu()[self.members_TS]
+        self.load.add(counts_TSE.sum((0, 1)), self.ep.size())
         mine_SE = counts_TSE[self.etp.rank()]
         first = self.ep.rank() * self.num_local_experts
         counts_TSL = counts_TSE[:, :, first : first + self.num_local_experts]
@@ -144,6 +152,8 @@ class MoEAllGatherTokenDispatcher:
         self.group = groups.etp_ep
         self.num_local_experts = num_experts // groups.ep.size()
         self.first_expert = groups.ep.rank() * self.num_local_experts
+        self.num_ranks = groups.ep.size()
+        self.load = ExpertLoad()
 
     def start_dispatch(
         self, x_TH: torch.Tensor, probs_TK: torch.Tensor, indices_TK: torch.Tensor, counts_E: torch.Tensor
@@ -152,6 +162,9 @@ class MoEAllGatherTokenDispatcher:
         num_tokens = torch.tensor([x_TH.shape[0]], device=x_TH.device)
         sizes = collectives.all_gather(num_tokens, self.group)[0].tolist()
         x_GH, probs_GK, indices_GK = (gather_rows(part, self.group, sizes) for part in (x_TH, probs_TK, indices_TK))
+        if self.num_ranks > 1:
+            num_experts = self.num_ranks * self.num_local_experts
+            self.load.add(torch.bincount(indices_GK.flatten(), minlength=num_experts).cpu(), self.num_ranks)
         return _AllGatherDispatch(self, x_GH, probs_GK, indices_GK, sizes)
 
 
