@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.core.memory_ledger import ON_DEVICE, ON_HOST, LedgerEntry, ledger
 from megatron.core.parallel_layout import RankCoords
@@ -12,13 +12,14 @@ from tools.plan.device import MemoryMeter, PlannedDevice
 from tools.plan.devices import DeviceProfile
 from tools.plan.phase_memory import PhaseMemory
 from tools.plan.platform import PLATFORMS
-from tools.plan.repeated import RepeatedCalls, exact, steps, what_repeats
+from tools.plan.repeated import RepeatedCalls, exact, repeated_within, steps, what_repeats
 from tools.plan.rollout import GenerationPlan, plan_rollout
 from tools.plan.training import OLD, REF, UPDATE, Rows, batch_of, training_calls
 from tools.plan.worker import PlannedWorker
 from tools.plan.world import planned_rank
 from verl.trainer.config import PPOTrainerConfig
 
+MANY = 4  # micro-batches, from which small runs beside one of so many are quicker than another of so many
 KINDS = {"ascend": "npu", "cuda": "cuda", "cpu": "cpu"}  # family of a device -> kind of op table
 
 
@@ -79,7 +80,8 @@ def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: 
         rollout = plan_rollout(worker, _rows_of_replica(config), size.prompt_length, size.response_length)
         calls = [exact("weight_sync", rollout.sync.calls), *_generation_calls(rollout.generation)]
         for name in training_calls(config):
-            calls.append(_plan_call(worker, name, size, log))
+            is_update = name == UPDATE
+            calls.append(_plan_update(worker, size, log) if is_update else _plan_call(worker, name, size, log))
         with worker.timeline.span("save"):
             worker._with_training_state()
         return RankPlan(
@@ -114,28 +116,69 @@ def _plan_call(worker: PlannedWorker, name: str, size: StepSize, log: Collective
     """A training call with as many micro-batches as its pipeline holds at one time, and the way it goes on from there.
 
     Two runs, the second with one micro-batch more (with virtual stages, one for each stage): what the second has in
-    addition is what every further one adds.
+    addition is what every further one adds. In a deep pipeline two small runs tell which of the calls these are.
     """
     config = worker.run_config
     rows, per_micro = micro_batches(config, name, size)
     total = -(-rows // per_micro)
-    layout = worker.groups.layout
-    num_stages = layout.pipeline_model_parallel_size
-    unit = num_stages if layout.virtual_pipeline_model_parallel_size > 1 else 1
+    num_stages = worker.groups.layout.pipeline_model_parallel_size
+    unit = _unit(worker)
     in_flight = num_stages - worker.groups.coords.pp if name == UPDATE else 1
     few = 2 * num_stages if unit > 1 else in_flight + 1
     if total <= few + unit:
         return exact(name, _run(worker, name, rows, size, log))
     before = _run(worker, name, few * per_micro, size, log)
     told = len(worker.timeline.phases)
-    after = _run(worker, name, (few + unit) * per_micro, size, log)
-    del worker.timeline.phases[told:]  # the second run has one micro-batch more, and no more memory
-    parts = what_repeats(before, after)
+    parts = None
+    if few > MANY and unit == 1:
+        one, two = (_run(worker, name, count * per_micro, size, log) for count in (1, 2))
+        parts = repeated_within(before, one, two)
+    if parts is None:
+        parts = what_repeats(before, _run(worker, name, (few + unit) * per_micro, size, log))
+    del worker.timeline.phases[told:]  # of runs that need no more memory
     return RepeatedCalls(name, parts, total // unit, few // unit)
 
 
-def _run(worker: PlannedWorker, name: str, rows: int, size: StepSize, log: CollectiveLog) -> tuple[Collective, ...]:
+def _unit(worker: PlannedWorker) -> int:
+    """Micro-batches that come and go together."""
+    layout = worker.groups.layout
+    return layout.pipeline_model_parallel_size if layout.virtual_pipeline_model_parallel_size > 1 else 1
+
+
+def _plan_update(worker: PlannedWorker, size: StepSize, log: CollectiveLog) -> RepeatedCalls:
+    """An update of one mini-batch as ``_plan_call`` has it, and all others after it.
+
+    Two runs more, with one and with two of the smallest mini-batches, tell what comes before and after all of them.
+    """
+    config = worker.run_config
+    actor = config.actor_rollout_ref.actor
+    worker.actor.config = replace(actor, ppo_epochs=1)
+    calls = _plan_call(worker, UPDATE, size, log)
+    num_mini_batches = -(-config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
+    if num_mini_batches > 1:
+        told = len(worker.timeline.phases)
+        most, per_micro = micro_batches(config, UPDATE, size)
+        rows, data_parallel = min(per_micro * _unit(worker), most), worker.groups.dp.size()
+        worker.actor.config = replace(actor, ppo_epochs=1, ppo_mini_batch_size=rows * data_parallel)
+        one, two = (_run(worker, UPDATE, count * rows, size, log, samples_per_prompt=1) for count in (1, 2))
+        calls = calls.repeated(num_mini_batches, one, two)
+        del worker.timeline.phases[told:]
+    worker.actor.config = actor
+    return calls
+
+
+def _run(
+    worker: PlannedWorker,
+    name: str,
+    rows: int,
+    size: StepSize,
+    log: CollectiveLog,
+    *,
+    samples_per_prompt: int | None = None,
+) -> tuple[Collective, ...]:
     batch = batch_of(Rows(rows, size.prompt_length, size.response_length), worker.run_config)
+    if samples_per_prompt is not None:
+        batch.meta_info["rollout_n"] = samples_per_prompt
     if name == UPDATE and worker.config.actor.records_routing:
         told = len(worker.timeline.phases)
         with log.paused():

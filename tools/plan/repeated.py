@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tools.plan.collectives import Collective
 
@@ -37,24 +38,33 @@ class Part:
 class RepeatedCalls:
     """The calls of a phase of ``count`` units (micro-batches, one for each virtual stage, or steps of a generation).
 
-    outside: units that are in the parts that are not repeated.
+    outside: units that are in the parts that are not repeated · mini_batches: how often all parts come, between the
+    calls ``before`` and ``after`` them.
     """
 
     phase: str
     parts: tuple[Part, ...]
     count: int = 0
     outside: int = 0
+    mini_batches: int = 1
+    before: tuple[Collective, ...] = ()
+    after: tuple[Collective, ...] = ()
 
     def __len__(self) -> int:
         return sum(times for _, times in self.counted())
 
     def counted(self) -> Iterator[tuple[Collective, int]]:
         """Every call of the phase and how often it comes."""
+        yield from ((call, 1) for call in self.before)
         for part in self.parts:
-            yield from part.of(self.count - self.outside)
+            yield from ((call, times * self.mini_batches) for call, times in part.of(self.count - self.outside))
+        yield from ((call, 1) for call in self.after)
 
-    def of(self, count: int) -> tuple[Collective, ...]:
-        """The phase with so many units: no fewer than show how all further ones are, no more than there are."""
+    def of(self, count: int, mini_batches: int = 1) -> tuple[Collective, ...]:
+        """The phase with so many units in each of so many mini-batches, and no more than there are of either.
+
+        There are no fewer units than show how all further ones are.
+        """
         num_more = min(max(count, self.outside), self.count) - self.outside
         found: list[Collective] = []
         for part in self.parts:
@@ -62,7 +72,23 @@ class RepeatedCalls:
                 found += part.calls * num_more
             else:
                 found += [call for call, _ in part.of(num_more)]
-        return tuple(found)
+        return (*self.before, *(found * min(mini_batches, self.mini_batches)), *self.after)
+
+    def whole(self) -> tuple[Collective, ...]:
+        """All calls, in order."""
+        return self.of(self.count, self.mini_batches)
+
+    def repeated(self, mini_batches: int, one: Sequence[Collective], two: Sequence[Collective]) -> RepeatedCalls:
+        """A phase of so many mini-batches, of which this is one.
+
+        one, two: the calls with one and with two small mini-batches, which tell what comes before and after all.
+        ValueError when the second mini-batch differs from the first.
+        """
+        num_before, num_after = _ends(one, two)
+        parts, before = _cut(self.parts, num_before)
+        backwards, after = _cut([_reversed(part) for part in reversed(parts)], num_after)
+        inner = tuple(_reversed(part) for part in reversed(backwards))
+        return replace(self, parts=inner, mini_batches=mini_batches, before=before, after=after[::-1])
 
 
 def exact(phase: str, calls: Sequence[Collective]) -> RepeatedCalls:
@@ -96,6 +122,22 @@ def what_repeats(before: Sequence[Collective], after: Sequence[Collective]) -> t
     return tuple(parts)
 
 
+def repeated_within(
+    calls: Sequence[Collective], one: Sequence[Collective], two: Sequence[Collective]
+) -> tuple[Part, ...] | None:
+    """The parts of a phase in which a unit follows on a whole one somewhere, as ``what_repeats``.
+
+    one, two: the phase with one and with two units, which tell what a unit consists of and not where it comes. None
+    where there are no two such pieces one after another.
+    """
+    unit, length = Counter(two) - Counter(one), len(two) - len(one)
+    for place in range(length, len(calls) - length + 1):
+        piece = calls[place : place + length]
+        if calls[place - 1] == piece[-1] and calls[place - length : place] == piece and Counter(piece) == unit:
+            return Part(tuple(calls[:place])), Part(tuple(piece), is_repeated=True), Part(tuple(calls[place:]))
+    return None
+
+
 def _common(before: Sequence[Collective], after: Sequence[Collective], i: int, j: int) -> int:
     """How many calls are alike from there on: equal, or grown at a place after which nothing is put in between."""
     count = 0
@@ -110,8 +152,19 @@ def _common(before: Sequence[Collective], after: Sequence[Collective], i: int, j
 
 
 def _inserted(before: Sequence[Collective], after: Sequence[Collective], i: int, j: int) -> int | None:
-    """How many calls of ``after`` come before it goes on as ``before`` does, as far as it does so longest."""
+    """How many calls of ``after`` come before it goes on as ``before`` does.
+
+    What a unit adds repeats what earlier units added there: the longest piece that is like the one before it or like
+    the one behind it. Calls of forwards and backwards are alike, so others may seem to fit as well; repeated, they do
+    not. Where no unit was added before (the warm-up of virtual stages), the piece after which most is equal.
+    """
     most = len(after) - j - (len(before) - i)
+    for more in range(most, 0, -1):
+        piece = after[j : j + more]
+        if piece in (before[max(0, i - more) : i], before[i : i + more]) and (
+            more == most or _equal(before, after, i, j + more)
+        ):
+            return more
     best, longest = None, 0
     for more in range(1, most + 1):
         run = _equal(before, after, i, j + more)
@@ -141,3 +194,32 @@ def _alike(before: Sequence[Collective], after: Sequence[Collective]) -> bool:
 def _grown(before: Sequence[Collective], after: Sequence[Collective]) -> Part:
     growth = tuple((y.sent - x.sent, y.received - x.received) for x, y in zip(before, after, strict=True))
     return Part(tuple(before), growth=growth if any(map(any, growth)) else ())
+
+
+def _ends(one: Sequence[Collective], two: Sequence[Collective]) -> tuple[int, int]:
+    """How many calls come before the first of two equal mini-batches, and how many after the last."""
+    length = len(two) - len(one)
+    for first in range(len(one) - length + 1):
+        end = first + length
+        if list(two[:end]) == list(one[:end]) and list(two[end:]) == list(one[first:]):
+            return first, len(one) - end
+    raise ValueError(f"{len(one)} and {len(two)} calls differ by more than what one mini-batch adds")
+
+
+def _cut(parts: Sequence[Part], count: int) -> tuple[list[Part], tuple[Collective, ...]]:
+    """Without the first ``count`` calls, and these."""
+    found: list[Collective] = []
+    rest = list(parts)
+    while len(found) < count:
+        part = rest.pop(0)
+        missing = count - len(found)
+        if part.is_repeated or any(map(any, part.growth[:missing])):
+            raise ValueError("what comes once with all mini-batches grows with their micro-batches")
+        found += part.calls[:missing]
+        if missing < len(part.calls):
+            rest.insert(0, Part(part.calls[missing:], growth=part.growth[missing:]))
+    return rest, tuple(found)
+
+
+def _reversed(part: Part) -> Part:
+    return replace(part, calls=part.calls[::-1], growth=part.growth[::-1])

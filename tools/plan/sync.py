@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import ItemsView, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import lcm
 
 import torch
 
@@ -13,7 +14,8 @@ from mindspeed_llm.hf_config import HFModelConfig
 from tools.plan.collectives import Collective
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.sharding_manager.transfer_plan import TransferPlan, build_plan
-from vllm.model_executor.model_loader.held_slices import HeldSlice
+from vllm.config import VllmConfig
+from vllm.model_executor.model_loader.held_slices import HeldSlice, held_slices
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class _Asked:
 
 @lru_cache(maxsize=1)
 def _built(asked: _Asked) -> TransferPlan:
-    return build_plan(
+    plan = build_plan(
         asked.hf,
         asked.layout,
         asked.params_dtype,
@@ -104,3 +106,34 @@ def _built(asked: _Asked) -> TransferPlan:
         bucket_bytes=asked.bucket_bytes,
         ranks_per_node=asked.ranks_per_node,
     )
+    _slices.cache_clear()  # where experts are cut over ranks, each rank holds a part of every one
+    return plan
+
+
+class RankSlices(Mapping[str, HeldSlice]):
+    """What a rank of an engine holds, worked out when somebody asks: once for all ranks that hold the same.
+
+    Only who builds the plan of a transfer asks for those of every rank.
+    """
+
+    def __init__(self, config: VllmConfig, rank: int) -> None:
+        parallel, model = config.parallel, config.model
+        period = lcm(parallel.tensor_parallel_size, parallel.expert_parallel_size)
+        dtype: torch.dtype = getattr(torch, model.dtype)
+        self._of = (model.hf, replace(parallel, rank=rank % period), dtype, model.quantization)
+
+    def __getitem__(self, name: str) -> HeldSlice:
+        return _slices(*self._of)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_slices(*self._of))
+
+    def __len__(self) -> int:
+        return len(_slices(*self._of))
+
+    def items(self) -> ItemsView[str, HeldSlice]:
+        """Quicker than one by one."""
+        return _slices(*self._of).items()
+
+
+_slices = lru_cache(maxsize=256)(held_slices)

@@ -20,6 +20,7 @@ from tools.plan.training import OLD, REF, UPDATE
 from verl.trainer.config import PPOTrainerConfig
 
 PROCESS_BYTES = 3 * GIB  # of a worker beside its tensors: Python, torch, communicators; modelled, see README
+CHECKED_MINI_BATCHES = 2
 CHECKED_REPEATS = 3  # beyond the fewest micro-batches or steps of any stage that show how all further ones are
 
 
@@ -40,10 +41,15 @@ class WholePlan:
     traffic: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
+    def layout(self) -> ParallelLayout:
+        """Of training."""
+        config = self.run.config
+        return config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size)
+
+    @property
     def warnings(self) -> list[str]:
         """What works and should not be done."""
-        config = self.run.config
-        return slow_groups(config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size), self.run)
+        return slow_groups(self.layout, self.run)
 
     @property
     def worst(self) -> RankPlan:
@@ -74,7 +80,7 @@ def plan_run(run: PlannedRun, size: StepSize, processes: int | None = None) -> W
     except ValueError as error:
         return WholePlan(run, size, (), 0, (str(error),))
     total = sum(plan.num_parameters for plan in stages)
-    found = [*_memory_problems(run, stages), *call_problems(_between_stages(layout, stages))]
+    found = [*_memory_problems(run, stages), *call_problems(calls_between_stages(layout, stages))]
     return WholePlan(run, size, stages, total, tuple(found), _traffic(run, stages))
 
 
@@ -113,7 +119,7 @@ def slow_groups(layout: ParallelLayout, run: PlannedRun) -> list[str]:
 def calls_of_all_ranks(config: PPOTrainerConfig, device: DeviceProfile, size: StepSize) -> dict[int, list[Phase]]:
     """Every rank planned for itself, for small worlds: rank -> the phases of its step, nothing left out."""
     return {
-        rank: [Phase(calls.phase, calls.of(calls.count)) for calls in plan_rank(config, device, rank, size).calls]
+        rank: [Phase(calls.phase, calls.whole()) for calls in plan_rank(config, device, rank, size).calls]
         for rank in range(config.trainer.world_size)
     }
 
@@ -159,7 +165,7 @@ def _memory_problems(run: PlannedRun, stages: Sequence[RankPlan]) -> list[str]:
     return found
 
 
-def _between_stages(layout: ParallelLayout, stages: Sequence[RankPlan]) -> dict[int, list[Phase]]:
+def calls_between_stages(layout: ParallelLayout, stages: Sequence[RankPlan]) -> dict[int, list[Phase]]:
     """The calls as if each stage were one rank: of those within a stage all members make the same ones anyway."""
     counts: dict[str, int] = {}
     for plan in stages:
@@ -179,7 +185,7 @@ def _projected(calls: RepeatedCalls, count: int, layout: ParallelLayout, plan: R
     Of a weight sync each rank has parts of its own, and of a generation each replica its own number of tokens.
     """
     has_sizes = calls.phase in (OLD, REF, UPDATE)
-    for call in calls.of(count):
+    for call in calls.of(count, CHECKED_MINI_BATCHES):
         others = (plan.rank, call.peer) if call.peer >= 0 else call.ranks
         crossed = _stages_of(layout, tuple(others))
         if len(crossed) == 1:

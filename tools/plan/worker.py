@@ -15,7 +15,7 @@ from tools.plan.phase_memory import MemoryTimeline
 from tools.plan.platform import PlannedPlatform
 from tools.plan.rollout_ops import ordinary_token, rollout_ops, rollout_spread
 from tools.plan.rows import PlannedRows
-from tools.plan.sync import shared_plan
+from tools.plan.sync import RankSlices, shared_plan
 from tools.plan.world import own_groups
 from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig
@@ -25,6 +25,15 @@ from verl.workers.engine_setup import model_fields
 from verl.workers.kept_rows import KeptRows
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.rollout import BaseRollout
+from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
+
+
+class PlannedRollout(vLLMRollout):
+    """The engine of a planned rank."""
+
+    def held_slices(self, rank: int) -> RankSlices:
+        """See ``BaseRollout``."""
+        return RankSlices(self.inference_engine.config, rank)
 
 
 class PlannedWorker(ActorRolloutRefWorker):
@@ -77,7 +86,8 @@ class PlannedWorker(ActorRolloutRefWorker):
     def _new_rollout(self, rollout_class: type[BaseRollout]) -> BaseRollout:
         spread = rollout_spread(self.config.rollout, self.hf_config, self.rank, self.world_size, self.load)
         ops = rollout_ops(self.kind, spread, ordinary_token(self.config.model.path), self.platform.planned.log)
-        return rollout_class(self.config.rollout, self.config.model.path, rollout_ops=ops, device=self.platform)
+        assert rollout_class is vLLMRollout, rollout_class
+        return PlannedRollout(self.config.rollout, self.config.model.path, rollout_ops=ops, device=self.platform)
 
     def _new_kept_rows(self) -> KeptRows:
         return PlannedRows(self.groups.world, self.device, self.config.nccl_timeout)

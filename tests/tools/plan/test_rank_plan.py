@@ -35,11 +35,9 @@ def _config(model_dir: Path, layout: str, *more: str) -> PPOTrainerConfig:
     return load_config(overrides_of(str(model_dir), world_size, *overrides, *more))
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2_pp2_uneven_ep2", "cp2_pp2_vpp2", "pp4_ep2_overlap"])
-def test_many_micro_batches_are_told_from_few(layout: str, model_dir: Path) -> None:
-    config = _config(model_dir, layout, ONE_ROW, REPLAY)
+def assert_told_whole(config: PPOTrainerConfig, rank: int) -> None:
+    """The training calls of a rank's plan are those of the planned rank that makes all of them."""
     world_size = config.trainer.world_size
-    rank = world_size // 2  # of a pipeline with two or four stages not the first
     planned = plan_rank(config, load_device("cpu"), rank, StepSize(10, 8))
     log = CollectiveLog()
     device = PlannedDevice(log, MemoryMeter(), has_host_memory=False)
@@ -51,7 +49,21 @@ def test_many_micro_batches_are_told_from_few(layout: str, model_dir: Path) -> N
     told = {calls.phase: calls for calls in planned.calls}
     for name, phase in whole.items():
         assert told[name].outside < told[name].count, f"{name}: was run whole"
-        assert list(told[name].of(told[name].count)) == list(phase.collectives.calls), name
+        assert list(told[name].whole()) == list(phase.collectives.calls), name
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank"),
+    [("dp2", 1), ("tp2_pp2_uneven_ep2", 2), ("cp2_pp2_vpp2", 2), ("pp4_ep2_overlap", 0), ("pp4_ep2_overlap", 4)],
+)
+def test_many_micro_batches_are_told_from_few(layout: str, rank: int, model_dir: Path) -> None:
+    assert_told_whole(_config(model_dir, layout, ONE_ROW, REPLAY), rank)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_several_mini_batches_are_told_from_one(rank: int, model_dir: Path) -> None:
+    mini_batches = ("actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.ppo_epochs=2")
+    assert_told_whole(_config(model_dir, "tp2_pp2_uneven_ep2", ONE_ROW, REPLAY, *mini_batches), rank)
 
 
 def test_the_phases_of_a_step_are_told_in_order(model_dir: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,11 @@ def test_the_bound_is_what_was_planned(tmp_path: Path) -> None:
         for phase, gib in expected.items():
             assert gib * 0.99 <= found[phase] / GIB <= gib * 1.08, (overrides, phase)
         assert bounds.rollout_weights(shape.rollout) / GIB == pytest.approx(21.86, abs=0.01)
+
+
+def test_a_cache_that_the_engine_refuses_does_not_fit(tmp_path: Path) -> None:
+    own = "actor_rollout_ref.rollout.gpu_memory_utilization="
+    for share, is_refused in (("0.8", False), ("0.5", True)):
+        run, shape, size = planned(A3, tmp_path, own + share)
+        found = memory(Bounds(run.config, run.hf, run.device, size), shape, RolloutKnobs.of(run.config))
+        assert (found["generate"] == inf) == is_refused

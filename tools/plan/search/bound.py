@@ -7,6 +7,7 @@ numbers of values that a layer keeps and needs for a token, calibrated with plan
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.hf_config import HFModelConfig
@@ -85,6 +86,8 @@ class Bounds:
         engine = self.config.actor_rollout_ref.actor.megatron
         stays = least[0] + (0.0 if engine.param_offload else params)
         cache = self._cache_bytes(shape.rollout.tp, sum(least) + weights)
+        if not self._holds_a_sequence(shape.rollout.tp, max(map(sum, held)) + weights):
+            cache = inf
         graphs = 0.0 if knobs.enforce_eager else self._experts(shape, knobs, self._most_sequences(shape))
         state = stays + weights + cache + graphs
         return {
@@ -181,20 +184,32 @@ class Bounds:
     def _cache_bytes(self, tp: int, used: float) -> float:
         """Of the KV cache, as the engine sizes it while its weights and the training weights are on the device."""
         rollout = self.config.actor_rollout_ref.rollout
-        hf = self.hf
-        width = hf.kv_lora_rank + hf.qk_rope_head_dim
-        if not hf.is_mla:
-            width = 2 * max(1, hf.num_key_value_heads // tp) * hf.head_dim
-        item = 4 if rollout.dtype == "float32" else 2
-        block = width * hf.num_hidden_layers * item * rollout.block_size
         if rollout.num_gpu_blocks_override is not None:
-            return float(block * rollout.num_gpu_blocks_override)
-        most = block * rollout.max_num_seqs * -(-rollout.context_length // rollout.block_size)
+            return float(self._block_bytes(tp) * rollout.num_gpu_blocks_override)
+        most = self._sequence_bytes(tp) * rollout.max_num_seqs
         if self.device.family == "cpu":
             return min(most, self.device.memory_bytes * KV_CACHE_FRACTION_OF_HOST * rollout.gpu_memory_utilization)
         allowed = self.device.memory_bytes * rollout.gpu_memory_utilization
         taken = used + self.device.reserved_bytes
         return max(0.0, min(most, allowed * (1 - ACTIVATION_FRACTION) - taken))
+
+    def _holds_a_sequence(self, tp: int, used: float) -> bool:
+        """Whether the cache of the fullest stage is one that the engine does not refuse."""
+        is_given = self.config.actor_rollout_ref.rollout.num_gpu_blocks_override is not None
+        return is_given or self._cache_bytes(tp, used) >= self._sequence_bytes(tp)
+
+    def _sequence_bytes(self, tp: int) -> float:
+        """Of the cache of one sequence at its longest."""
+        rollout = self.config.actor_rollout_ref.rollout
+        return float(self._block_bytes(tp) * -(-rollout.context_length // rollout.block_size))
+
+    def _block_bytes(self, tp: int) -> int:
+        rollout, hf = self.config.actor_rollout_ref.rollout, self.hf
+        width = hf.kv_lora_rank + hf.qk_rope_head_dim
+        if not hf.is_mla:
+            width = 2 * max(1, hf.num_key_value_heads // tp) * hf.head_dim
+        item = 4 if rollout.dtype == "float32" else 2
+        return width * hf.num_hidden_layers * item * rollout.block_size
 
     def _most_sequences(self, shape: RunShape) -> int:
         return max(self.config.actor_rollout_ref.rollout.cudagraph_capture_sizes or [shape.rollout.max_num_seqs])

@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.plan.matching import problems as call_problems
 from tools.plan.rank_plan import StepSize
 from tools.plan.search.overrides import overrides_of
 from tools.plan.search.rank import Candidate
 from tools.plan.setup import PlannedRun, planned_run
 from tools.plan.training import OLD, REF, UPDATE
-from tools.plan.whole import WholePlan, plan_run
+from tools.plan.whole import WholePlan, calls_between_stages, plan_run
 from verl.trainer.config import validate_config
 
 TRIES_FOR_EACH = 4
+TRAINING = (OLD, REF, UPDATE)
+GENERATION = ("prefill", "decode", "generate_end")
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,25 @@ def verified(
         tell(found)
         good += not found.problems
         if found.problems and found.plan is not None and found.plan.stages:
-            is_training = found.plan.worst.peak.name in (OLD, REF, UPDATE)
-            bad_halves.add(halves[0] if is_training else halves[1])
+            at_fault = halves_at_fault(found.plan)
+            bad_halves |= {half for half, is_bad in zip(halves, at_fault, strict=True) if is_bad}
     return tried
+
+
+def halves_at_fault(plan: WholePlan) -> tuple[bool, bool]:
+    """Whether the (training, rollout) half of ``plan`` would not work with another one either; neither when only the
+    two together do not, as where both models lie on the device for the weight sync.
+    """
+    budget, device = plan.run.device.budget_bytes, plan.run.device
+    full = {phase.name for rank in plan.stages for phase in rank.phases if phase.peak_bytes > budget}
+    training = bool(full & set(TRAINING)) or plan.host_bytes > device.host_memory_bytes
+    rollout = bool(full & {"prefill", "decode", "wake_kv_cache"})
+    calls = calls_between_stages(plan.layout, plan.stages)
+
+    def has_problems(names: Sequence[str]) -> bool:
+        return bool(call_problems({rank: [p for p in phases if p.name in names] for rank, phases in calls.items()}))
+
+    return training or has_problems(TRAINING), rollout or has_problems(GENERATION)
 
 
 def plan_candidate(request: Request, own: PlannedRun, candidate: Candidate, size: StepSize) -> Verified:

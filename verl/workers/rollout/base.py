@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -40,7 +40,7 @@ class BaseRollout(ABC):
         """Allocates ``weights`` (empty, to be written by ``update_weight_slices``) and/or ``kv_cache``."""
 
     @abstractmethod
-    def held_slices(self, rank: int) -> dict[str, HeldSlice]:
+    def held_slices(self, rank: int) -> Mapping[str, HeldSlice]:
         """HF name -> what the engine of ``rank`` holds of it; every rank knows that of all."""
 
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class vLLMRollout(BaseRollout):
         """See ``BaseRollout``."""
         self.inference_engine.wake_up(tags=tags)
 
-    def held_slices(self, rank: int) -> dict[str, HeldSlice]:
+    def held_slices(self, rank: int) -> Mapping[str, HeldSlice]:
         """See ``BaseRollout``."""
         return self.inference_engine.held_slices(rank)
 

@@ -1,0 +1,55 @@
+"""Which half of a layout is not tried again when its plan does not work."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from mindspeed_llm.hf_config import load_hf_config
+from tests.mindspeed_llm.tiny import tiny_hf_config
+from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
+from tools.plan.devices import load_device
+from tools.plan.rank_plan import StepSize, plan_rank
+from tools.plan.search.verify import halves_at_fault
+from tools.plan.setup import PlannedRun
+from tools.plan.training import UPDATE
+from tools.plan.whole import WholePlan
+from verl.trainer.config import load_config
+
+SIZE = StepSize(10, 8)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> WholePlan:
+    """Of two stages, whose ranks share the experts of the rollout."""
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(tiny_hf_config(num_hidden_layers=4)))
+    world_size, overrides = LAYOUTS["pp2"]
+    config = load_config(overrides_of(str(path), world_size, *overrides))
+    device = load_device("cpu")
+    run = PlannedRun("tiny", config, load_hf_config(str(path)), device)
+    return WholePlan(run, SIZE, tuple(plan_rank(config, device, rank, SIZE) for rank in range(world_size)), 0, ())
+
+
+def without_calls(plan: WholePlan, name: str) -> WholePlan:
+    """The last stage does not make those of one phase."""
+    last = plan.stages[-1]
+    calls = tuple(replace(phase, parts=()) if phase.phase == name else phase for phase in last.calls)
+    return replace(plan, stages=(*plan.stages[:-1], replace(last, calls=calls)))
+
+
+def test_the_half_whose_calls_do_not_fit_together(plan: WholePlan) -> None:
+    assert halves_at_fault(plan) == (False, False)
+    assert halves_at_fault(without_calls(plan, UPDATE)) == (True, False)
+    assert halves_at_fault(without_calls(plan, "decode")) == (False, True)
+    assert halves_at_fault(without_calls(plan, "weight_sync")) == (False, False)  # only of these two together
+
+
+def test_the_half_that_is_too_full(plan: WholePlan) -> None:
+    of_phase = {phase.name: phase.peak_bytes for rank in plan.stages for phase in rank.phases}
+    most = max(of_phase[name] for name in ("prefill", "decode", "wake_kv_cache"))
+    for memory_bytes, expected in ((1024, (True, True)), (most, (of_phase[UPDATE] > most, False))):
+        device = replace(plan.run.device, memory_gib=memory_bytes / 2**30)
+        assert halves_at_fault(replace(plan, run=replace(plan.run, device=device))) == expected

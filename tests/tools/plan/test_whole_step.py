@@ -1,0 +1,103 @@
+"""A whole GRPO step in one recording is its plan: every collective of every rank, entry by entry, and every phase.
+
+The trainer's own step: weight sync, generation, old log-probs, reference, rewards and advantages, update. Its ranks are
+gloo processes; what each did from the first call to the last is held against the phases of its plan, joined in order.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from recipes.common.tokenizer import write_tokenizer
+from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
+from tests.tools.plan.trained_step import train_a_step
+from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
+from tools.plan.devices import load_device
+from tools.plan.rank_plan import RankPlan, StepSize, plan_rank
+from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
+from verl.utils.dataset import RLHFDataset
+from verl.utils.tokenizer import hf_tokenizer
+
+QUICK = ("one", "tp2", "pp2", "ep2")  # all together take minutes
+RESPONSE = 8
+VOCABULARY = 300
+PLANNED_ONLY = {"decode", "prefill", "save"}
+ONE_STEP = (
+    "actor_rollout_ref.actor.recompute_old_log_prob=True",
+    "actor_rollout_ref.rollout.enable_prefix_caching=false",  # all rows of a step are as long
+    "actor_rollout_ref.rollout.max_num_seqs=16",
+    "actor_rollout_ref.rollout.max_num_batched_tokens=256",
+    "reward_model.num_workers=1",
+    "trainer.total_training_steps=1",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "trainer.test_last=false",
+    "trainer.save_freq=-1",
+    "trainer.save_last=false",
+    "trainer.export_hf=false",
+    "trainer.resume_mode=disable",
+    "trainer.logger=[console]",
+)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer, prompts of one length, and a grader."""
+    root = tmp_path_factory.mktemp("inputs")
+    config = tiny_hf_config(num_hidden_layers=4, vocab_size=VOCABULARY + 4)
+    write_tiny_checkpoint(root / "model", config, seed=1, dtype=torch.float32)
+    write_tokenizer([f"digit {i}" for i in range(10)], root / "model", VOCABULARY, 64)
+    row = {"data_source": "digits", "reward_model": {"ground_truth": "7"}, "extra_info": {"index": 0}}
+    rows = [{**row, "prompt": [{"role": "user", "content": f"digit {i}"}]} for i in range(8)]
+    pq.write_table(pa.Table.from_pylist(rows), root / "data.parquet")
+    return root
+
+
+def step_config(inputs: Path, report_dir: Path, layout: str) -> tuple[list[str], PPOTrainerConfig]:
+    world_size, overrides = LAYOUTS[layout]
+    given = [
+        *overrides_of(str(inputs / "model"), world_size, *overrides),
+        *ONE_STEP,
+        f"data.train_files={inputs / 'data.parquet'}",
+        f"data.val_files={inputs / 'data.parquet'}",
+        f"custom_reward_function.path={Path(__file__).parents[2] / 'verl' / 'rewards_for_tests.py'}",
+        f"trainer.report_dir={report_dir}",
+        f"trainer.default_local_dir={report_dir}/checkpoints",
+    ]
+    config = load_config(given)
+    assert validate_config(config) == []
+    return given, config
+
+
+def prompt_length(config: PPOTrainerConfig) -> int:
+    tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
+    dataset = RLHFDataset([config.data.train_files], tokenizer, max_prompt_length=config.data.max_prompt_length)
+    (length,) = {len(dataset[row]["raw_prompt_ids"]) for row in range(len(dataset))}
+    return length
+
+
+def planned_phases(plan: RankPlan) -> list[str]:
+    """Names of the plan's phases in the order of their ends, without those that no timeline has."""
+    return [phase.name for phase in plan.phases if phase.name not in PLANNED_ONLY]
+
+
+@pytest.mark.parametrize(
+    "layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
+def test_a_step_is_its_plan(layout: str, inputs: Path, tmp_path: Path) -> None:
+    overrides, config = step_config(inputs, tmp_path, layout)
+    did = train_a_step(overrides, config.trainer.world_size)
+    size = StepSize(prompt_length(config), RESPONSE)
+    for rank, (calls, spans) in enumerate(did):
+        plan = plan_rank(config, load_device("cpu"), rank, size)
+        expected = [(phase.phase, call) for phase in plan.calls for call in phase.whole()]
+        for place, (call, (phase, planned)) in enumerate(zip(calls, expected, strict=False)):
+            assert call == planned, f"rank {rank}, call {place} of {len(calls)}, in {phase}"
+        assert len(calls) == len(expected), f"rank {rank}"
+        order = planned_phases(plan)
+        assert [name for name in spans if name in order] == order, f"rank {rank}"

@@ -1,0 +1,125 @@
+"""A trainer's whole step on real ranks: the controller here, a gloo process for each rank, and what each rank calls."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from tests.parallel.launcher import run_ranks
+from tools.plan.collectives import Collective, CollectiveLog
+from verl.single_controller.base import WorkerGroup
+from verl.single_controller.base.worker_group import PendingCall
+from verl.trainer.config import load_config
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.megatron_workers import ActorRolloutRefWorker
+from verl.workers.reward_manager import NaiveRewardManager
+
+TIMEOUT_S = 120
+
+
+class RankStep(NamedTuple):
+    """calls: of one rank in a step, in order · spans: names of its phases, in the order of their ends."""
+
+    calls: list[Collective]
+    spans: list[str]
+
+
+class SocketGroup(WorkerGroup):
+    """Ranks that were started by somebody else and call here; each takes one call at a time, in order."""
+
+    def __init__(self, server: socket.socket, world_size: int) -> None:
+        super().__init__("ranks", ActorRolloutRefWorker, world_size)
+        self._server = server
+        self._files: dict[int, BinaryIO] = {}
+
+    def meet(self) -> None:
+        """Wait for every rank to call."""
+        while len(self._files) < self.world_size:
+            connection, _ = self._server.accept()
+            connection.settimeout(TIMEOUT_S)
+            file = cast(BinaryIO, connection.makefile("rwb"))
+            connection.close()  # the file goes on
+            self._files[pickle.load(file)] = file
+
+    def run(
+        self,
+        method: str,
+        per_rank: list[tuple[tuple, dict[str, Any]]],
+        *,
+        ranks: list[int],
+        keep: list[bool],
+        timeout_s: float | None,
+    ) -> PendingCall:
+        for rank, (args, kwargs) in zip(ranks, per_rank, strict=True):
+            _send(self._files[rank], (method, args, kwargs))
+
+        def wait() -> list[Any]:
+            answers = [pickle.load(self._files[rank]) for rank in ranks]
+            return [answer if is_kept else None for answer, is_kept in zip(answers, keep, strict=True)]
+
+        return PendingCall(wait, is_done=lambda: False)
+
+    def shutdown(self) -> None:
+        """No further call comes."""
+        for file in self._files.values():
+            file.close()
+
+
+def train_a_step(overrides: Sequence[str], world_size: int) -> list[RankStep]:
+    """What ``RayPPOTrainer.fit`` makes the ranks do in a run of one step, by rank."""
+    config = load_config(list(overrides))
+    tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
+    reward_fn = NaiveRewardManager(tokenizer, config.reward_model, config.custom_reward_function)
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        server.settimeout(TIMEOUT_S)
+        address = server.getsockname()
+        ranks = pool.submit(run_ranks, serve, world_size, address, list(overrides), timeout_s=TIMEOUT_S)
+        group = SocketGroup(server, world_size)
+        trainer = RayPPOTrainer(config, tokenizer, ActorRolloutRefWorker, reward_fn)
+        try:
+            group.meet()
+            trainer.workers = group
+            trainer.source = trainer._make_source()
+            trainer.fit()
+        except (EOFError, OSError):
+            ranks.result()  # a rank has failed, and says why
+            raise
+        finally:
+            trainer.shutdown()
+            reward_fn.close()
+        return ranks.result()
+
+
+def serve(address: tuple[str, int], overrides: list[str]) -> RankStep:
+    """Runs in every rank: makes the calls that come, and notes the collectives of all of them together."""
+    worker = ActorRolloutRefWorker(load_config(overrides), "actor_rollout_ref")
+    log, spans = CollectiveLog(), []
+    with socket.create_connection(address, TIMEOUT_S) as connection, connection.makefile("rwb") as stream:
+        controller = cast(BinaryIO, stream)
+        _send(controller, worker.rank)
+        worker.init_model()
+        worker.begin_timeline()
+        with log:
+            while (call := _next(controller)) is not None:
+                method, args, kwargs = call
+                _send(controller, getattr(worker, method)(*args, **kwargs))
+        spans = [span.name for span in worker.take_timeline().spans]
+    worker.kept_rows.close()
+    return RankStep([call for phase in log.phases for call in phase.calls], spans)
+
+
+def _send(file: BinaryIO, message: Any) -> None:
+    pickle.dump(message, file)
+    file.flush()
+
+
+def _next(file: BinaryIO) -> Any:
+    """None when the other side has closed."""
+    try:
+        return pickle.load(file)
+    except EOFError:
+        return None
