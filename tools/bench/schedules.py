@@ -3,8 +3,8 @@
     python -m tools.bench.schedules --output DIR [--rounds 3] [--steps 9]          # samples per second
     python -m tools.bench.schedules --output DIR --score [--rounds 0]               # and the score that each reaches
 
-For the rate, prompts have response limits of their own from a heavy tail (Pareto, exponent 1, from 1/64 of the longest
-to the longest) and ignore the end token, so that every schedule generates the same lengths. The schedules take turns; a
+For the rate, prompts have response limits of their own from a heavy tail (Pareto, exponent 1, from ``--shortest`` to
+``--longest``) and ignore the end token, so that every schedule generates the same lengths. The schedules take turns; a
 round's ratio is of runs next to each other, and the figure is the median. The rate is that of the steps behind the
 first three, in which an asynchronous run fills its queue.
 
@@ -36,7 +36,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG_DIR, REWARD = ROOT / "recipes/r1_zero/config", ROOT / "recipes/r1_zero/deepscaler.py"
 ROLLOUT = "actor_rollout_ref.rollout"
 FILLING_STEPS = 3
-TAIL = 64  # the longest response limit over the shortest
 SCORE_SEQUENCES = 64  # that a rollout rank decodes at a time when the score counts; the more, the older samples get
 SYNC = "sync"
 SEPARATE = ("trainer.n_gpus_per_node=2", "rollout.nnodes=1", "rollout.n_gpus_per_node=2")
@@ -97,18 +96,18 @@ def make_inputs(options: argparse.Namespace) -> Path:
     make_base_model(
         CORPUS, train, folder / "model", seed=42, num_steps=options.warmup_steps, batch_size=64, num_processes=1
     )
-    write_long_tail(train, folder / "long_tail.parquet", options.longest)
+    write_long_tail(train, folder / "long_tail.parquet", options.shortest, options.longest)
     return folder
 
 
-def write_long_tail(train: Path, path: Path, longest: int) -> None:
-    """The rows of ``train`` with response limits of a heavy tail up to ``longest`` tokens."""
+def write_long_tail(train: Path, path: Path, shortest: int, longest: int) -> None:
+    """The rows of ``train`` with response limits of a heavy tail from ``shortest`` to ``longest`` tokens."""
     import pyarrow as pa
 
     draw = random.Random(0)
     rows = pq.read_table(train).to_pylist()
     for row in rows:
-        row["extra_info"]["max_response_length"] = min(longest, int(longest / TAIL / (1.0 - draw.random())))
+        row["extra_info"]["max_response_length"] = min(longest, int(shortest / (1.0 - draw.random())))
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
@@ -248,6 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=9, help="of a run for the rate")
     parser.add_argument("--prompts", type=int, default=64, help="of a step")
     parser.add_argument("--samples", type=int, default=4, help="of a prompt")
+    parser.add_argument("--shortest", type=int, default=16, help="response, in tokens")
     parser.add_argument("--longest", type=int, default=1024, help="response, in tokens")
     parser.add_argument("--sequences", type=int, default=40, help="that a rank which only generates decodes at a time")
     parser.add_argument("--warmup-steps", type=int, default=350, help="of the base model")
