@@ -58,6 +58,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
         "algorithm.rollout_correction={bypass_mode:True}",
     ),
 }
+SCHEDULES["keep"] = (*SCHEDULES["fully_async"], "async_training.keep_kv_cache=True")
 
 
 @dataclass(frozen=True)

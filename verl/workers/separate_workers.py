@@ -96,7 +96,7 @@ class RolloutWorker(Worker):
 
         Unfinished samples go on with the new weights at the next ``run``.
         """
-        self.stream.withdraw()
+        self.stream.withdraw(keeps_cache=self.run_config.pace.keep_kv_cache)
         with self.timeline.span("weight_sync"):
             self.sync.run({}, self.rollout, version)
 
