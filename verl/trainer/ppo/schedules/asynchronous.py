@@ -253,15 +253,15 @@ class AsynchronousSource:
     def _begin_prompts(self) -> list[DataProto]:
         """Begins the prompts that may be and that a replica has room for, each where the fewest samples are unfinished.
 
-        A prompt that would only wait there is younger when it is begun later; so none is while the next step's samples
-        are there. While those are waited for that are due, the others keep the replicas full.
+        A prompt that would only wait there is younger when it is begun later; so none is while a step's prompts are
+        finished and wait.
         """
         room = self.config.actor_rollout_ref.rollout.max_num_seqs
         new: list[list[DataProto]] = [[DataProto()] for _ in range(self.num_replicas)]
         load = [0] * self.num_replicas
         for prompt in self.begun.values():
             load[prompt.replica] += len(prompt.rows) - len(prompt.ended)
-        is_behind = not self._is_next_step_ready()
+        is_behind = len(self._finished()) < self.ledger.prompts_per_step
         while is_behind and self.ledger.num_allowed and min(load) < room:
             (number,) = self.ledger.begin(1)
             replica = load.index(min(load))
