@@ -80,6 +80,11 @@ class AsyncTrainingConfig:
             count = getattr(self, key)
             if count is not None and count < 1:
                 found.append(f"{where}.{key} is {count}; it must be at least 1")
+        if self.keep_kv_cache and not self.partial_rollout:
+            found.append(
+                f"{where}.keep_kv_cache is True and partial_rollout False: no sample goes on over a weight sync; leave "
+                "one of them out"
+            )
         return found
 
 

@@ -99,7 +99,7 @@ class KVCacheManager:
         request.num_computed_tokens = 0
 
     def set_apart(self, request: Request) -> None:
-        """The request goes on with its blocks when the weights have changed: nobody may find those it fills from then."""
+        """The request keeps its blocks while the weights change: what it writes from then on is for nobody else."""
         request.num_registered_blocks = sys.maxsize
 
     def reset_prefix_cache(self) -> None:
