@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG_DIR, REWARD = ROOT / "recipes/r1_zero/config", ROOT / "recipes/r1_zero/deepscaler.py"
 ROLLOUT = "actor_rollout_ref.rollout"
 SCORE_SEQUENCES = 64  # that a rollout rank decodes at a time when the score counts; the more, the older samples get
-SYNC = "sync"
+SYNC, FULLY_ASYNC = "sync", "fully_async"
 SEPARATE = ("trainer.n_gpus_per_node=2", "rollout.nnodes=1", "rollout.n_gpus_per_node=2")
 # The rollout's log-probs are the old ones, so that a step computes as much in every schedule.
 SCHEDULES: dict[str, tuple[str, ...]] = {
@@ -47,11 +47,10 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
         "trainer.schedule=one_step_off",
         "algorithm.rollout_correction={bypass_mode:True}",
     ),
-    "fully_async": (
+    FULLY_ASYNC: (
         *SEPARATE,
         "actor_rollout_ref.hybrid_engine=False",
         "trainer.schedule=fully_async",
-        "async_training.staleness_threshold=8",
         "async_training.keep_kv_cache=True",
         # Four processes share the machine's cores: what generates ahead of need takes them from what trains.
         "async_training.fixed_order=True",
@@ -78,10 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     inputs = make_inputs(options)
     is_good = True
     if options.rounds:
-        is_good = statistics.median(compare_rates(options, inputs)["fully_async"]) >= options.least_ratio
+        is_good = statistics.median(compare_rates(options, inputs)[FULLY_ASYNC]) >= options.least_ratio
     if options.score:
         scores = compare_scores(options, inputs)
-        is_good = is_good and scores["fully_async"] >= scores[SYNC] - options.margin
+        is_good = is_good and scores[FULLY_ASYNC] >= scores[SYNC] - options.margin
     return int(not is_good)
 
 
@@ -189,7 +188,8 @@ def run(name: str, directory: Path, inputs: Path, overrides: list[str], options:
         subprocess.CalledProcessError: the run failed.
     """
     wanted = int(next(item for item in overrides if item.startswith("trainer.total_training_steps=")).split("=")[1])
-    settings = "\n".join([*overrides, *SCHEDULES[name], *options.overrides]) + "\n"
+    bound = [f"async_training.staleness_threshold={options.staleness}"] if name == FULLY_ASYNC else []
+    settings = "\n".join([*overrides, *SCHEDULES[name], *bound, *options.overrides]) + "\n"
     kept, done = directory / "settings.txt", records(directory)
     if done and (not kept.is_file() or kept.read_text() != settings):
         raise ValueError(f"{directory} has a run with other settings (settings.txt): give another --output")
@@ -256,12 +256,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shortest", type=int, default=16, help="response, in tokens")
     parser.add_argument("--longest", type=int, default=1024, help="response, in tokens")
     parser.add_argument("--sequences", type=int, default=80, help="that a rank which only generates decodes at a time")
+    parser.add_argument("--staleness", type=int, default=8, help="bound of fully_async, in versions")
     parser.add_argument("--warmup-steps", type=int, default=350, help="of the base model")
     parser.add_argument("--score", action="store_true", help="train on the arithmetic task too")
     parser.add_argument("--score-steps", type=int, default=20)
     parser.add_argument("--least-ratio", type=float, default=1.5, help="of fully_async's samples per second to sync's")
     parser.add_argument("--margin", type=float, default=0.03, help="how far below sync's score is still a draw")
-    parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=["fully_async"])
+    parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=[FULLY_ASYNC])
     parser.add_argument("--overrides", nargs="*", default=[], help="key=value for every run")
     return parser
 
