@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from tests.parallel.launcher import run_ranks
 from tests.vllm.test_parity import as_inputs, make_prompts
 from tests.vllm.text_model import VOCAB_SIZE, write_text_checkpoint
-from tests.vllm.tiny import TINY, random_weights
+from tests.vllm.tiny import TINY, random_weights, write_checkpoint
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.request_codec import decode, encode
@@ -286,3 +287,29 @@ def test_ranks_cut_together(world_size: int, checkpoint: str) -> None:
         for layout, (whole, parts, num_moves) in zip(layouts[world_size], results, strict=True):
             assert parts == whole, (layout, rank)
             assert (num_moves > 0) == ("rebalance_interval" in layout)
+
+
+def test_requests_go_on_over_the_cache_that_other_weights_left(tmp_path: Path) -> None:
+    """With the same weights they end as if nothing had been; nobody else finds what they hold, and it can be freed."""
+    llm = LLM(write_checkpoint(tmp_path), skip_tokenizer_init=True, **SIZES)
+    params = [replace(p, logprobs=None, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY) for p in PARAMS]
+    expected = llm.generate(PROMPTS, params)
+    engine, scheduler, weights = llm.engine, llm.core.scheduler, random_weights(TINY)
+    outputs: list[RequestOutput] = []
+    for index, prompt in enumerate(PROMPTS):
+        engine.add_request(f"r{index}", prompt, params[index])
+    for version in range(1, 4):
+        outputs += engine.run(6)
+        groups = engine.withdraw(keeps_cache=True)
+        held = [request for group in groups for request in group.samples if request.block_ids]
+        assert held and all(request.num_computed_tokens >= request.num_prompt_tokens for request in held)
+        llm.update_weights(weights.items(), version)
+        if version == 2:
+            engine.free_cache(groups)
+            assert_idle(llm)
+        engine.resume(groups)
+        assert not any(scheduler.kv.pool.find(number) for request in held for number in request.block_hashes)
+    outputs += engine.run(1000)
+    assert_idle(llm)
+    assert_as_good(sorted(outputs, key=lambda output: output.request_id), expected)
+    assert {version for output in outputs for s in output.outputs for version in s.policy_versions} == {0, 1, 2, 3}

@@ -156,13 +156,16 @@ class Traffic(RuleBasedStateMachine):
             self.scheduler.add_request(request)
         self.withdrawn.clear()
 
-    @rule(is_full=st.booleans())
-    def new_weights(self, is_full: bool) -> None:
-        """The generation is cut, and what the cache holds is worth nothing any more."""
-        self.withdrawn += [*self.scheduler.running, *self.scheduler.waiting]
-        self.scheduler.withdraw_all()
+    @rule(is_full=st.booleans(), keeps_cache=st.booleans())
+    def new_weights(self, is_full: bool, keeps_cache: bool) -> None:
+        """The generation is cut, and what the cache holds is worth nothing any more but to those who keep theirs."""
+        cut = [*self.scheduler.running, *self.scheduler.waiting]
+        self.withdrawn += cut
+        self.scheduler.withdraw_all(keeps_cache and is_full)
         self.scheduler.kv.reset_prefix_cache()
-        self.cache[:] = LOST
+        kept = sorted({block for request in cut for block in request.block_ids})
+        pages = self.cache.reshape(-1, self.block_size)
+        pages[np.setdiff1d(np.arange(len(pages)), kept)] = LOST
         self.version += 1
         self.scheduler.set_policy_version(self.version)
         if is_full:

@@ -1,12 +1,12 @@
 """The schedules on four processes: synchronous on all four, asynchronous with two that train and two that generate.
 
-    python -m tools.bench.schedules --output DIR [--rounds 3] [--steps 9]          # samples per second
+    python -m tools.bench.schedules --output DIR [--rounds 3] [--steps 20]         # samples per second
     python -m tools.bench.schedules --output DIR --score [--rounds 0]               # and the score that each reaches
 
-For the rate, prompts have response limits of their own from a heavy tail (Pareto, exponent 1, from 1/64 of the longest
-to the longest) and ignore the end token, so that every schedule generates the same lengths. The schedules take turns; a
+For the rate, prompts have response limits of their own from a heavy tail (Pareto, exponent 1, from ``--shortest`` to
+``--longest``) and ignore the end token, so that every schedule generates the same lengths. The schedules take turns; a
 round's ratio is of runs next to each other, and the figure is the median. The rate is that of the steps behind the
-first three, in which an asynchronous run fills its queue.
+first ``--filling``, in which an asynchronous run trains on short samples, since the long ones it began have not ended.
 
 For the score, both train on the arithmetic task with the recipe's settings, from the same base model.
 """
@@ -35,10 +35,8 @@ from recipes.r1_zero.recipe import CORPUS
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG_DIR, REWARD = ROOT / "recipes/r1_zero/config", ROOT / "recipes/r1_zero/deepscaler.py"
 ROLLOUT = "actor_rollout_ref.rollout"
-FILLING_STEPS = 3
-TAIL = 64  # the longest response limit over the shortest
 SCORE_SEQUENCES = 64  # that a rollout rank decodes at a time when the score counts; the more, the older samples get
-SYNC = "sync"
+SYNC, FULLY_ASYNC = "sync", "fully_async"
 SEPARATE = ("trainer.n_gpus_per_node=2", "rollout.nnodes=1", "rollout.n_gpus_per_node=2")
 # The rollout's log-probs are the old ones, so that a step computes as much in every schedule.
 SCHEDULES: dict[str, tuple[str, ...]] = {
@@ -49,11 +47,11 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
         "trainer.schedule=one_step_off",
         "algorithm.rollout_correction={bypass_mode:True}",
     ),
-    "fully_async": (
+    FULLY_ASYNC: (
         *SEPARATE,
         "actor_rollout_ref.hybrid_engine=False",
         "trainer.schedule=fully_async",
-        "async_training.staleness_threshold=3",
+        "async_training.keep_kv_cache=True",
         # Four processes share the machine's cores: what generates ahead of need takes them from what trains.
         "async_training.fixed_order=True",
         "algorithm.rollout_correction={bypass_mode:True}",
@@ -66,6 +64,7 @@ class Rate:
     """What one run did after it had filled its queue."""
 
     samples_per_s: float
+    tokens_per_s: float  # of responses
     max_staleness: float
     mean_staleness: float
     mean_length: float
@@ -78,10 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     inputs = make_inputs(options)
     is_good = True
     if options.rounds:
-        is_good = statistics.median(compare_rates(options, inputs)["fully_async"]) >= options.least_ratio
+        is_good = statistics.median(compare_rates(options, inputs)[FULLY_ASYNC]) >= options.least_ratio
     if options.score:
         scores = compare_scores(options, inputs)
-        is_good = is_good and scores["fully_async"] >= scores[SYNC] - options.margin
+        is_good = is_good and scores[FULLY_ASYNC] >= scores[SYNC] - options.margin
     return int(not is_good)
 
 
@@ -97,18 +96,18 @@ def make_inputs(options: argparse.Namespace) -> Path:
     make_base_model(
         CORPUS, train, folder / "model", seed=42, num_steps=options.warmup_steps, batch_size=64, num_processes=1
     )
-    write_long_tail(train, folder / "long_tail.parquet", options.longest)
+    write_long_tail(train, folder / "long_tail.parquet", options.shortest, options.longest)
     return folder
 
 
-def write_long_tail(train: Path, path: Path, longest: int) -> None:
-    """The rows of ``train`` with response limits of a heavy tail up to ``longest`` tokens."""
+def write_long_tail(train: Path, path: Path, shortest: int, longest: int) -> None:
+    """The rows of ``train`` with response limits of a heavy tail from ``shortest`` to ``longest`` tokens."""
     import pyarrow as pa
 
     draw = random.Random(0)
     rows = pq.read_table(train).to_pylist()
     for row in rows:
-        row["extra_info"]["max_response_length"] = min(longest, int(longest / TAIL / (1.0 - draw.random())))
+        row["extra_info"]["max_response_length"] = min(longest, int(shortest / (1.0 - draw.random())))
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
@@ -120,20 +119,23 @@ def compare_rates(options: argparse.Namespace, inputs: Path) -> dict[str, list[f
         for name in names:
             directory = options.output / f"rate-{name}-{round_}"
             run(name, directory, inputs, rate_overrides(name, options, inputs), options)
-            rates[name].append(rate_of(directory, options.prompts * options.samples))
+            rates[name].append(rate_of(directory, options.prompts * options.samples, options.filling))
             print(f"round {round_}: {name}: {rates[name][-1]}", flush=True)
     ratios = {
         name: [own.samples_per_s / sync.samples_per_s for own, sync in zip(rates[name], rates[SYNC], strict=True)]
         for name in names
     }
-    print("| schedule | samples/s | of sync | staleness mean / max | waited for samples |\n|---|---|---|---|---|")
+    print("| schedule | samples/s | of sync | tokens/s | staleness mean / max | waited for samples |")
+    print("|---|---|---|---|---|---|")
     for name in names:
-        speed = statistics.median(rate.samples_per_s for rate in rates[name])
-        stale = statistics.median(rate.mean_staleness for rate in rates[name])
+        speed, tokens, stale, waited = (
+            statistics.median(getattr(rate, field) for rate in rates[name])
+            for field in ("samples_per_s", "tokens_per_s", "mean_staleness", "wait_share")
+        )
+        oldest = max(rate.max_staleness for rate in rates[name])
+        ratio = statistics.median(ratios[name])
         print(
-            f"| {name} | {speed:.1f} | {statistics.median(ratios[name]):.2f} | {stale:.2f} / "
-            f"{max(rate.max_staleness for rate in rates[name]):.0f} | "
-            f"{statistics.median(rate.wait_share for rate in rates[name]):.0%} |",
+            f"| {name} | {speed:.1f} | {ratio:.2f} | {tokens:,.0f} | {stale:.2f} / {oldest:.0f} | {waited:.0%} |",
             flush=True,
         )
     return ratios
@@ -186,7 +188,8 @@ def run(name: str, directory: Path, inputs: Path, overrides: list[str], options:
         subprocess.CalledProcessError: the run failed.
     """
     wanted = int(next(item for item in overrides if item.startswith("trainer.total_training_steps=")).split("=")[1])
-    settings = "\n".join([*overrides, *SCHEDULES[name], *options.overrides]) + "\n"
+    bound = [f"async_training.staleness_threshold={options.staleness}"] if name == FULLY_ASYNC else []
+    settings = "\n".join([*overrides, *SCHEDULES[name], *bound, *options.overrides]) + "\n"
     kept, done = directory / "settings.txt", records(directory)
     if done and (not kept.is_file() or kept.read_text() != settings):
         raise ValueError(f"{directory} has a run with other settings (settings.txt): give another --output")
@@ -220,12 +223,13 @@ def run(name: str, directory: Path, inputs: Path, overrides: list[str], options:
         subprocess.run(command, env=environment, stdout=log, stderr=log, check=True)
 
 
-def rate_of(directory: Path, samples_per_step: int) -> Rate:
-    """Of the steps behind the first ones."""
-    steps = records(directory)[FILLING_STEPS:]
+def rate_of(directory: Path, samples_per_step: int, filling: int) -> Rate:
+    """Of the steps behind the first ``filling`` ones."""
+    steps = records(directory)[filling:]
     seconds = sum(step["timing_s/step"] for step in steps)
     return Rate(
         samples_per_step * len(steps) / seconds,
+        samples_per_step * sum(step["response_length/mean"] for step in steps) / seconds,
         max(step.get("schedule/staleness/max", 0.0) for step in steps),
         statistics.mean(step.get("schedule/staleness/mean", 0.0) for step in steps),
         statistics.mean(step["response_length/mean"] for step in steps),
@@ -245,17 +249,20 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, required=True, help="directory of the inputs and runs; what is there stays"
     )
     parser.add_argument("--rounds", type=int, default=3, help="0: only the score")
-    parser.add_argument("--steps", type=int, default=9, help="of a run for the rate")
+    parser.add_argument("--steps", type=int, default=20, help="of a run for the rate")
+    parser.add_argument("--filling", type=int, default=8, help="of these that come before those that count")
     parser.add_argument("--prompts", type=int, default=64, help="of a step")
     parser.add_argument("--samples", type=int, default=4, help="of a prompt")
+    parser.add_argument("--shortest", type=int, default=16, help="response, in tokens")
     parser.add_argument("--longest", type=int, default=1024, help="response, in tokens")
-    parser.add_argument("--sequences", type=int, default=40, help="that a rank which only generates decodes at a time")
+    parser.add_argument("--sequences", type=int, default=80, help="that a rank which only generates decodes at a time")
+    parser.add_argument("--staleness", type=int, default=8, help="bound of fully_async, in versions")
     parser.add_argument("--warmup-steps", type=int, default=350, help="of the base model")
     parser.add_argument("--score", action="store_true", help="train on the arithmetic task too")
     parser.add_argument("--score-steps", type=int, default=20)
     parser.add_argument("--least-ratio", type=float, default=1.5, help="of fully_async's samples per second to sync's")
     parser.add_argument("--margin", type=float, default=0.03, help="how far below sync's score is still a draw")
-    parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=["fully_async"])
+    parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=[FULLY_ASYNC])
     parser.add_argument("--overrides", nargs="*", default=[], help="key=value for every run")
     return parser
 

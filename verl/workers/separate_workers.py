@@ -94,9 +94,9 @@ class RolloutWorker(Worker):
     def update_weights(self, version: int) -> None:
         """Collective with the training ranks' ``update_weights``.
 
-        Unfinished samples go on with the new weights at the next ``run``.
+        Unfinished samples go on with the new weights at the next ``run``, with ``keep_kv_cache`` over their old cache.
         """
-        self.stream.withdraw()
+        self.stream.withdraw(keeps_cache=self.run_config.pace.keep_kv_cache)
         with self.timeline.span("weight_sync"):
             self.sync.run({}, self.rollout, version)
 

@@ -48,6 +48,8 @@ class AsyncTrainingConfig:
             ``actor_rollout_ref.actor.ppo_mini_batch_size``, and must agree with them when it is given.
         partial_rollout: a weight sync interrupts what is being generated, which goes on with the new weights; False
             lets it end first.
+        keep_kv_cache: a sample that goes on with new weights does so over the cache that older ones computed
+            (2509.19128); False computes it anew.
         steps_per_call: engine steps of one call of the rollout ranks: a weight sync waits for at most so many.
         fixed_order: what happens next follows from counts and never from a clock, so that equal runs have equal bits;
             generation then stops when the next step's samples are there.
@@ -57,6 +59,7 @@ class AsyncTrainingConfig:
     trigger_parameter_sync_step: int = 1
     require_batches: int | None = None
     partial_rollout: bool = True
+    keep_kv_cache: bool = False
     steps_per_call: int = 16
     fixed_order: bool = False
 
@@ -77,6 +80,11 @@ class AsyncTrainingConfig:
             count = getattr(self, key)
             if count is not None and count < 1:
                 found.append(f"{where}.{key} is {count}; it must be at least 1")
+        if self.keep_kv_cache and not self.partial_rollout:
+            found.append(
+                f"{where}.keep_kv_cache is True and partial_rollout False: no sample goes on over a weight sync; leave "
+                "one of them out"
+            )
         return found
 
 

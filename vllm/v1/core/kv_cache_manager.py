@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
 
 from vllm.v1.core.block_pool import BlockPool
@@ -96,6 +97,10 @@ class KVCacheManager:
         request.block_ids = []
         request.num_registered_blocks = 0
         request.num_computed_tokens = 0
+
+    def set_apart(self, request: Request) -> None:
+        """The request keeps its blocks while the weights change: what it writes from then on is for nobody else."""
+        request.num_registered_blocks = sys.maxsize
 
     def reset_prefix_cache(self) -> None:
         """Forget all contents: the weights or the cache have changed."""

@@ -110,15 +110,22 @@ class LLMEngine:
             outputs += self.step()
         return outputs
 
-    def withdraw(self) -> list[PromptGroup]:
+    def withdraw(self, keeps_cache: bool = False) -> list[PromptGroup]:
         """Take all unfinished requests out, for new weights or another engine; `resume` goes on with them.
 
-        Their blocks are free, and what these held is computed again.
+        Their blocks are free, and what these held is computed again. With `keeps_cache` those whose prompts are
+        computed keep theirs until `free_cache`, and go on in this engine, whatever weights it has by then.
         """
-        self.core.scheduler.withdraw_all()
+        self.core.scheduler.withdraw_all(keeps_cache)
         groups = [stream.group for stream in self._streams.values()]
         self._forget_streams()
         return groups
+
+    def free_cache(self, groups: Sequence[PromptGroup]) -> None:
+        """What `withdraw` gave has no blocks any more."""
+        for group in groups:
+            for request in group.samples:
+                self.core.scheduler.kv.free(request)
 
     def resume(self, groups: Sequence[PromptGroup]) -> None:
         """Queue what `withdraw` gave, in this order and with the priorities of then; ValueError as `add_request`."""

@@ -59,9 +59,15 @@ class SampleStream:
         }
         return batch.union(DataProto.from_dict(non_tensors=columns))
 
-    def withdraw(self) -> None:
-        """Takes all samples out of the engine, which may then get other weights; ``run`` puts them back."""
-        self._aside = sorted([*self._aside, *self._engine.withdraw()], key=lambda group: _key(group.request_id))
+    def withdraw(self, keeps_cache: bool = False) -> None:
+        """Takes all samples out of the engine, which may then get other weights; ``run`` puts them back.
+
+        With ``keeps_cache`` they go on with what the weights of before have computed, else it is computed anew.
+        """
+        if not keeps_cache:
+            self._engine.free_cache(self._aside)
+        withdrawn = self._engine.withdraw(keeps_cache)
+        self._aside = sorted([*self._aside, *withdrawn], key=lambda group: _key(group.request_id))
 
     def state(self) -> list[np.ndarray]:
         """All unfinished samples, as ``request_codec`` has them, their home (prompt, sample); withdraws them."""

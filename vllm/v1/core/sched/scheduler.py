@@ -49,9 +49,14 @@ class Scheduler:
         for request in self.running:
             request.note_policy(version)
 
-    def withdraw(self, request: Request) -> None:
-        """Take an unfinished request out, between two steps, to go on with it later; it gives its blocks back."""
-        self.kv.free(request)
+    def withdraw(self, request: Request, keeps_cache: bool = False) -> None:
+        """Take an unfinished request out, between two steps, to go on with it later; it gives its blocks back, unless
+        it ``keeps_cache`` and its prompt is computed.
+        """
+        if keeps_cache and request.num_computed_tokens >= request.num_prompt_tokens:
+            self.kv.set_apart(request)
+        else:
+            self.kv.free(request)
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             request.status = RequestStatus.PREEMPTED
@@ -59,10 +64,10 @@ class Scheduler:
         else:
             self.waiting.remove(request)
 
-    def withdraw_all(self) -> None:
-        """Take every unfinished request out."""
+    def withdraw_all(self, keeps_cache: bool = False) -> None:
+        """Take every unfinished request out, as `withdraw`."""
         for request in [*self.running, *self.waiting]:
-            self.withdraw(request)
+            self.withdraw(request, keeps_cache)
 
     def abort(self, request: Request) -> None:
         """End an unfinished request, between two steps."""
