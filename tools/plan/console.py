@@ -14,7 +14,7 @@ from tools.plan.whole import WholePlan
 def print_plan(plan: WholePlan, step: StepTime | None, console: Console) -> None:
     """What fits and what does not, memory by stage and phase, calls, time."""
     run, config = plan.run, plan.run.config
-    layout = config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size)
+    layout = plan.layout
     console.print(
         f"[bold]{run.name}[/bold]: {config.trainer.world_size} x {run.device.name}, training TP"
         f"{layout.tensor_model_parallel_size} PP{layout.pipeline_model_parallel_size} "

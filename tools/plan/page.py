@@ -51,7 +51,7 @@ def render(plan: WholePlan, step: StepTime | None) -> str:
 
 def _head(plan: WholePlan, step: StepTime | None) -> str:
     config, device = plan.run.config, plan.run.device
-    layout = config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size)
+    layout = plan.layout
     rollout = config.actor_rollout_ref.rollout
     tiles = [("devices", f"{config.trainer.world_size:,}")]
     if plan.stages:

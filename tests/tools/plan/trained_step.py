@@ -97,7 +97,7 @@ def train_a_step(overrides: Sequence[str], world_size: int) -> list[RankStep]:
 def serve(address: tuple[str, int], overrides: list[str]) -> RankStep:
     """Runs in every rank: makes the calls that come, and notes the collectives of all of them together."""
     worker = ActorRolloutRefWorker(load_config(overrides), "actor_rollout_ref")
-    log, spans = CollectiveLog(), []
+    log = CollectiveLog()
     with socket.create_connection(address, TIMEOUT_S) as connection, connection.makefile("rwb") as stream:
         controller = cast(BinaryIO, stream)
         _send(controller, worker.rank)
