@@ -172,7 +172,9 @@ def _rank(rank: int, folder: str, bucket_bytes: int, num_rounds: int, ways: Sequ
             sync.run(params, rollout, 1)
 
     works = {"plan": by_plan, "plan without digests": by_plan_without_digests, "gather": by_gathering}
-    rounds = [{way: asdict(_measured(works[way])) for way in ways} for _ in range(num_rounds + 1)]
+    # To and fro: what comes after the gathering finds the heap and the caches as that has left them.
+    orders = (ways[:: -1 if i % 2 else 1] for i in range(num_rounds + 1))
+    rounds = [{way: asdict(_measured(works[way])) for way in order} for order in orders]
     traffic = sync.plan.traffic()
     report = {
         "rounds": rounds[1:],
@@ -247,7 +249,7 @@ def _resident_bytes(key: str) -> int:
 
 
 def _print_measured(reports: list[dict[str, Any]], bucket_bytes: int) -> None:
-    num_rounds, ways = len(reports[0]["rounds"]), list(reports[0]["rounds"][0])
+    num_rounds, ways = len(reports[0]["rounds"]), [way for way in WAYS if way in reports[0]["rounds"][0]]
 
     def each_round(way: str, key: str, over_ranks: Callable[[list[float]], float]) -> list[float]:
         return [over_ranks([report["rounds"][i][way][key] for report in reports]) for i in range(num_rounds)]

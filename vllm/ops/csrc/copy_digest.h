@@ -5,6 +5,8 @@
 #include "digest.h"
 
 constexpr long COPIED_BYTES = 1024;  // before their sums: these wait for no memory that the copy does not
+constexpr long AHEAD_BYTES = 2048;   // of what is fetched: sums take the room in which a processor looks ahead
+constexpr long TURNED_ROWS = 128;    // p, of a block of SQUARE q
 
 struct CopiedSlice {
   const uint8_t* from;  // q contiguous
@@ -24,9 +26,19 @@ static void copy_bytes(uint8_t* __restrict to, const uint8_t* __restrict from, l
   std::memcpy(to + i, from + i, size - i);
 }
 
+// Begins to read what comes next, `TO_WRITE` or into the second cache: processors do not foresee short pieces of many
+// rows.
+template <bool TO_WRITE>
+static inline void fetch(const uint8_t* x, long stride, long rows, long size) {
+  for (long row = 0; row < rows; ++row)
+    for (long i = 0; i < size; i += 64) __builtin_prefetch(x + row * stride + i, TO_WRITE, 2);
+}
+
 template <class U>
 static CopiedSums copy_along(const CopiedSlice& s, Factors f) {
   const long size = s.columns * sizeof(U);
+  // What its wide stores have written can be read at once.
+  const bool is_dotted = s.is_from_summed || (HAS_DOTS && s.is_to_summed);
   uint64_t from_total = 0, to_total = 0;
 #pragma omp parallel for reduction(+ : from_total, to_total) num_threads(threads_for(s.rows * size / 8))
   for (long p = 0; p < s.rows; ++p) {
@@ -37,7 +49,8 @@ static CopiedSums copy_along(const CopiedSlice& s, Factors f) {
       const long stop = std::min(size, first + DIGEST_BYTES);
       for (long i = first; i < stop; i += COPIED_BYTES) {
         const long n = std::min(stop - i, COPIED_BYTES);
-        if (s.is_from_summed) from_sum = dot<true>(from_sum, from + i, f.c + i, n, to + i);
+        for (long ahead = AHEAD_BYTES; ahead < AHEAD_BYTES + n; ahead += 64) __builtin_prefetch(from + i + ahead);
+        if (is_dotted) from_sum = dot<true>(from_sum, from + i, f.c + i, n, to + i);
         else copy_bytes(to + i, from + i, n);
         if (s.is_to_summed) to_sum = dot<false>(to_sum, to + i, f.c + i, n, nullptr);
       }
@@ -76,39 +89,41 @@ static inline void turn_square(uint8_t* to, long to_stride, const uint8_t* from,
   for (int i = 0; i < 16; ++i) std::memcpy(to + i * to_stride, &rows[i], sizeof(rows[i]));
 }
 
+// A block of TURNED_ROWS x SQUARE at most; the sums of p that are not null get what is read.
 template <class U>
-static void turn(uint8_t* to, long to_stride, const uint8_t* from, long from_stride, long rows, long columns) {
+static void turn(uint8_t* to, long to_stride, const uint8_t* from, long from_stride, long rows, long columns,
+                 const int8_t* c, Partial* sums) {
+  constexpr long WIDTH = 64 / sizeof(U);  // that a product of dot_rows takes
   for (long p = 0; p < rows; p += 16)
     for (long q = 0; q < columns; q += 16) {
       uint8_t* target = to + q * to_stride + p * sizeof(U);
       const uint8_t* source = from + p * from_stride + q * sizeof(U);
-      if (p + 16 <= rows && q + 16 <= columns) {
+      const long height = std::min(16L, rows - p), width = std::min(16L, columns - q);
+      if (sums && q % WIDTH == 0) {
+        const long size = std::min(columns - q, WIDTH) * sizeof(U);
+        dot_rows(source, from_stride, c + q * sizeof(U), height, size, sums + p);
+      }
+      if (height == 16 && width == 16) {
         turn_square<U>(target, to_stride, source, from_stride);
         continue;
       }
-      for (long j = 0; j < std::min(16L, columns - q); ++j)
-        for (long i = 0; i < std::min(16L, rows - p); ++i)
+      for (long j = 0; j < width; ++j)
+        for (long i = 0; i < height; ++i)
           std::memcpy(target + j * to_stride + i * sizeof(U), source + i * from_stride + j * sizeof(U), sizeof(U));
     }
 }
 
-// Begins to read what comes next: processors do not foresee short pieces of many rows.
-static inline void fetch(const uint8_t* from, long stride, long rows, long size) {
-  for (long p = 0; p < rows; ++p)
-    for (long i = 0; i < size; i += 64) __builtin_prefetch(from + p * stride + i, 0, 2);  // for the second cache
-}
-
-// A square at a time, which is in the cache when its sums are taken.
+// A block at a time, which is in the cache when the sums of what was written are taken.
 template <class U>
 static CopiedSums copy_turned(const CopiedSlice& s, Factors f) {
   constexpr long WIDTH = DIGEST_BYTES / sizeof(U);
   uint64_t from_total = 0, to_total = 0;
 #pragma omp parallel for reduction(+ : from_total, to_total) num_threads(threads_for(s.rows * s.columns * sizeof(U) / 8))
-  for (long first = 0; first < s.rows; first += SQUARE) {
-    const long n = std::min(s.rows - first, SQUARE);
+  for (long first = 0; first < s.rows; first += TURNED_ROWS) {
+    const long n = std::min(s.rows - first, TURNED_ROWS);
     for (long start = 0; start < s.columns; start += WIDTH) {
       const AcrossSums<U> to_sums = AcrossSums<U>::cleared(n);
-      Partial from_sums[SQUARE];
+      Partial from_sums[TURNED_ROWS];
       std::fill(from_sums, from_sums + n, no_sum());
       const long stop = std::min(s.columns, start + WIDTH);
       for (long q = start; q < stop; q += SQUARE) {
@@ -116,9 +131,11 @@ static CopiedSums copy_turned(const CopiedSlice& s, Factors f) {
         const uint8_t* from = s.from + first * s.from_stride + q * sizeof(U);
         uint8_t* to = s.to + q * s.to_stride + first * sizeof(U);
         const int8_t* c = f.c + q * sizeof(U);
-        if (s.is_from_summed) dot_rows(from, s.from_stride, c, n, columns * sizeof(U), from_sums);
-        turn<U>(to, s.to_stride, from, s.from_stride, n, columns);
-        if (q + 2 * SQUARE <= stop) fetch(from + SQUARE * sizeof(U), s.from_stride, n, SQUARE * sizeof(U));
+        turn<U>(to, s.to_stride, from, s.from_stride, n, columns, c, s.is_from_summed ? from_sums : nullptr);
+        if (q + 2 * SQUARE <= stop) {
+          fetch<false>(from + SQUARE * sizeof(U), s.from_stride, n, SQUARE * sizeof(U));
+          fetch<true>(to + SQUARE * s.to_stride, s.to_stride, SQUARE, n * sizeof(U));
+        }
         if (s.is_to_summed) to_sums.add(to, s.to_stride, c, columns, n);
       }
       for (long p = 0; p < n; ++p) from_total += f.r[first + p] * (uint64_t)(int64_t)whole(from_sums[p]);

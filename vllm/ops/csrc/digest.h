@@ -17,6 +17,7 @@ struct Factors {
 };
 
 #if defined(__AVX512VNNI__)
+constexpr bool HAS_DOTS = true;
 typedef __m512i Partial;  // sums that make one together
 static inline Partial no_sum() { return _mm512_setzero_si512(); }
 static inline Partial plus(Partial a, Partial b) { return _mm512_add_epi32(a, b); }
@@ -52,6 +53,7 @@ static inline void dot_rows(const uint8_t* x, long stride, const int8_t* c, long
   }
 }
 #else
+constexpr bool HAS_DOTS = false;
 typedef int32_t Partial;
 static inline Partial no_sum() { return 0; }
 static inline int32_t whole(Partial a) { return a; }
@@ -94,8 +96,6 @@ static void add_all_columns(const uint8_t* x, long stride, const int8_t* c, long
 }
 
 #if defined(__AVX512VNNI__)
-constexpr bool HAS_QUADS = true;
-
 // The p that sums[i] of `add_square` is of: vector i / 16 of a group has four neighbours in each of its quarters.
 template <class U>
 static inline long place(long i) {
@@ -139,8 +139,6 @@ static inline void add_square(const uint8_t* x, long stride, const int8_t* c, lo
   for (long i = 0; i < 4; ++i) _mm512_storeu_si512(sums + 16 * i, _mm512_add_epi32(even[i], odd[i]));
 }
 #else
-constexpr bool HAS_QUADS = false;
-
 template <class U>
 static inline long place(long i) { return i; }
 
@@ -162,7 +160,7 @@ struct AcrossSums {
 
   void add(const uint8_t* x, long stride, const int8_t* c, long columns, long n) const {
     constexpr long QS = 4 / sizeof(U);
-    const long squared = HAS_QUADS ? n / SQUARE * SQUARE : 0, quads = columns / QS * QS;
+    const long squared = HAS_DOTS ? n / SQUARE * SQUARE : 0, quads = columns / QS * QS;
     for (long p = 0; p < squared; p += SQUARE) add_square<U>(x + p * sizeof(U), stride, c, quads, squares + p);
     if (quads < columns)
       add_all_columns<U>(x + quads * stride, stride, c + quads * sizeof(U), columns - quads, squared, plain);
@@ -172,7 +170,7 @@ struct AcrossSums {
   uint64_t times(const uint64_t* r, long n) const {
     uint64_t total = 0;
     for (long p = 0; p < n; ++p) total += r[p] * (uint64_t)(int64_t)plain[p];
-    const long squared = HAS_QUADS ? n / SQUARE * SQUARE : 0;
+    const long squared = HAS_DOTS ? n / SQUARE * SQUARE : 0;
     for (long i = 0; i < squared; ++i) total += r[place<U>(i)] * (uint64_t)(int64_t)squares[i];
     return total;
   }
