@@ -1,6 +1,6 @@
 """Each algorithm on the arithmetic task: after how many steps it reaches the score that GRPO has after 20.
 
-    python -m tools.bench.algorithms --output DIR [--steps 20] [--most-steps 40] [--seeds 1] [NAME ...]
+    python -m tools.bench.algorithms --output DIR [--steps 20] [--most-steps 60] [--seeds 1] [NAME ...]
 
 Runs the recipe's command once per algorithm, one after another, GRPO first: its stages make the data and the base model
 that the others take. After ``--steps`` steps whoever has not reached GRPO's score of then goes on from its checkpoint,
@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.algorithms", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="directory of the runs, one folder each")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--most-steps", type=int, default=40, help="that an algorithm may take to GRPO's score")
+    parser.add_argument("--most-steps", type=int, default=60, help="that an algorithm may take to GRPO's score")
     parser.add_argument("--every", type=int, default=4, help="steps between two validations")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each algorithm")
     parser.add_argument("names", nargs="*", help=f"of {', '.join(ALGORITHMS)}; default: all")
