@@ -49,7 +49,12 @@ def _splitmix64_int(x: int) -> int:
 
 def row_keys(seeds_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
     """int32 [B, 2] noise keys of rows with uint64 seeds that sample their `positions_B`-th output token."""
-    return splitmix64(splitmix64(seeds_B) + positions_B.astype(np.uint64)).view(np.int32).reshape(-1, 2)
+    return position_keys(splitmix64(seeds_B), positions_B)
+
+
+def position_keys(mixed_seeds_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
+    """`row_keys` of seeds that `splitmix64` has mixed."""
+    return splitmix64(mixed_seeds_B + positions_B.astype(np.uint64)).view(np.int32).reshape(-1, 2)
 
 
 def vocab_keys(vocab_size: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm.ops.contract import RolloutOps, SampledTokens, SamplingBatch
 from vllm.v1.sample.logit_edits import gather_bans, gather_edits
 from vllm.v1.sample.prompt_logprobs import PromptScores
-from vllm.v1.sample.rng import row_keys, vocab_keys
+from vllm.v1.sample.rng import position_keys, splitmix64, vocab_keys
 from vllm.v1.worker.input_batch import InputBatch
 
 
@@ -26,13 +26,25 @@ class SamplerOutput:
     prompt_scores: list[PromptScores] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _RowSettings:
+    """What stays from step to step while a batch's rows do."""
+
+    num_added: int  # of the batch, then
+    rows_B: np.ndarray
+    num_prompt_B: np.ndarray
+    mixed_seeds_B: np.ndarray
+    settings: SamplingBatch
+
+
 class Sampler:
-    """Samples rows of an InputBatch from their logits."""
+    """Samples rows of one InputBatch from their logits."""
 
     def __init__(self, vocab_size: int, ops: RolloutOps, device: torch.device, logprobs_mode: str) -> None:
         self.vocab_size, self.ops, self.device = vocab_size, ops, device
         self.logprobs_mode = logprobs_mode  # one of vllm.config.LOGPROBS_MODES
         self.vocab_keys_W = torch.from_numpy(vocab_keys(vocab_size)).to(device)
+        self._last: _RowSettings | None = None
 
     def __call__(self, logits_BW: Tensor, batch: InputBatch, rows: np.ndarray) -> SamplerOutput:
         """logits fp32 [B, W] of the batch's `rows` [B]; the next token of each."""
@@ -40,13 +52,22 @@ class Sampler:
         return SamplerOutput(sampled.token_ids_B.cpu().numpy(), sampled.logprobs_B.tolist(), _top(sampled))
 
     def _settings(self, batch: InputBatch, rows: np.ndarray) -> SamplingBatch:
+        last = self._last
+        if last is None or last.num_added != batch.num_added or not np.array_equal(last.rows_B, rows):
+            last = self._last = self._settings_of(batch, rows)
+        positions = batch.num_tokens[rows] - last.num_prompt_B
+        settings = replace(last.settings, keys_B2=self._send(position_keys(last.mixed_seeds_B, positions)))
+        if batch.edits:
+            self._add_edits(settings, batch, rows)
+        return settings
+
+    def _settings_of(self, batch: InputBatch, rows: np.ndarray) -> _RowSettings:
         temperature, top_k, top_p = batch.temperature[rows], batch.top_k[rows], batch.top_p[rows]
-        positions = batch.num_tokens[rows] - batch.num_prompt[rows]
         limited_k = np.where((top_k > 0) & (top_k < self.vocab_size), top_k, self.vocab_size)
         has_top_k, has_top_p = bool((limited_k < self.vocab_size).any()), bool((top_p < 1).any())
         settings = SamplingBatch(
             temperature_B=self._send(temperature),
-            keys_B2=self._send(row_keys(batch.seed[rows], positions)),
+            keys_B2=torch.empty(0),  # those of a step
             vocab_keys_W=self.vocab_keys_W,
             top_k_B=self._send(limited_k.astype(np.int32)) if has_top_k else None,
             max_top_k=int(limited_k.max()) if has_top_k else 0,
@@ -59,9 +80,7 @@ class Sampler:
         )
         if batch.min_p:
             self._add_min_p(settings, batch, rows)
-        if batch.edits:
-            self._add_edits(settings, batch, rows)
-        return settings
+        return _RowSettings(batch.num_added, rows, batch.num_prompt[rows], splitmix64(batch.seed[rows]), settings)
 
     def _add_min_p(self, settings: SamplingBatch, batch: InputBatch, rows: np.ndarray) -> None:
         min_p = np.array([batch.min_p.get(row, 0.0) for row in rows.tolist()], dtype=np.float32)

@@ -29,6 +29,23 @@ def num_scratch_blocks(config: VllmConfig) -> int:
     return -(-config.compilation.cudagraph_capture_sizes[-1] // config.cache.block_size)
 
 
+class _Input:
+    """What steps are given, on the host and in a buffer of the device; one memory where the device is the host."""
+
+    def __init__(self, host: np.ndarray, device: torch.device) -> None:
+        self._host, shared = host, torch.from_numpy(host)
+        self.buffer = shared.to(device)
+        self._is_shared = self.buffer is shared
+
+    def fill(self, values: np.ndarray, padding: int | np.ndarray, size: int, width: int | None = None) -> None:
+        """Rows of `values`, then of `padding` up to `size`; of a table its first `width` columns."""
+        part = np.s_[:size] if width is None else np.s_[:size, :width]
+        host, rows = self._host[part], len(values)
+        host[:rows], host[rows:] = values, padding
+        if not self._is_shared:
+            self.buffer[part].copy_(torch.from_numpy(host))
+
+
 @dataclass(frozen=True)
 class _DecodeGraph:
     """The graph of one size and the calls that renew the host values it holds."""
@@ -63,14 +80,12 @@ class DecodeGraphs:
         self._graphs: dict[int, _DecodeGraph] = {}
         largest, width = self.sizes[-1], -(-config.model.max_model_len // self._block_size)
         # Row i of every buffer is row i of the step, whatever its size: the graphs share them.
+        self._ids_S = _Input(np.zeros(largest, dtype=np.int64), device)
+        self._positions_S = _Input(np.zeros(largest, dtype=np.int64), device)
+        self._slots_S = _Input(np.zeros(largest, dtype=np.int64), device)
+        self._seq_lens_S = _Input(np.ones(largest, dtype=np.int32), device)
+        self._tables_SW = _Input(np.zeros((largest, width), dtype=np.int32), device)
         self._host_seq_lens_S = np.ones(largest, dtype=np.int64)
-        self._host_words_S = np.zeros(largest, dtype=np.int64)  # of one buffer after the other
-        self._host_tables_SW = np.zeros((largest, width), dtype=np.int32)
-        self._ids_S = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._positions_S = torch.zeros_like(self._ids_S)
-        self._slots_S = torch.zeros_like(self._ids_S)
-        self._seq_lens_S = torch.ones(largest, dtype=torch.int32, device=device)
-        self._tables_SW = torch.zeros(largest, width, dtype=torch.int32, device=device)
 
     @property
     def recorded_sizes(self) -> list[int]:
@@ -80,7 +95,8 @@ class DecodeGraphs:
     @property
     def input_buffers(self) -> list[Tensor]:
         """What the steps are read from, on the device."""
-        return [self._ids_S, self._positions_S, self._slots_S, self._seq_lens_S, self._tables_SW]
+        inputs = (self._ids_S, self._positions_S, self._slots_S, self._seq_lens_S, self._tables_SW)
+        return [given.buffer for given in inputs]
 
     def size_for(self, num_rows: int) -> int | None:
         """The size that a decode step of `num_rows` runs at; None for an empty step or one beyond all sizes."""
@@ -112,13 +128,16 @@ class DecodeGraphs:
 
     def _run_and_record(self, size: int, caches: list[KVCache]) -> Tensor:
         decode = DecodeMetadata(
-            self._host_seq_lens_S[:size], self._seq_lens_S[:size], self._tables_SW[:size], self._block_size
+            self._host_seq_lens_S[:size],
+            self._seq_lens_S.buffer[:size],
+            self._tables_SW.buffer[:size],
+            self._block_size,
         )
         context = ForwardContext(
             num_tokens=size,
             num_decode_tokens=size,
-            positions_T=self._positions_S[:size],
-            slots_T=self._slots_S[:size],
+            positions_T=self._positions_S.buffer[:size],
+            slots_T=self._slots_S.buffer[:size],
             decode=decode,
             prefill=None,
             dp_token_counts=[size] * self._num_replicas,
@@ -126,7 +145,7 @@ class DecodeGraphs:
 
         def forward() -> Tensor:
             decode.scratch.clear()
-            return self._model(self._ids_S[:size], caches, context)
+            return self._model(self._ids_S.buffer[:size], caches, context)
 
         hidden_SH = forward()
         before_replay: list[Callable[[], None]] = []
@@ -140,15 +159,10 @@ class DecodeGraphs:
 
     def _fill(self, plan: StepPlan, tables_BW: np.ndarray, size: int) -> None:
         rows, width = tables_BW.shape
+        self._host_seq_lens_S[:rows], self._host_seq_lens_S[rows:size] = plan.seq_lens_B, 1
         first_scratch_slot = self._num_blocks * self._block_size
-        for host_S, buffer_S, value, padding in (
-            (self._host_words_S, self._ids_S, plan.token_ids_T, 0),
-            (self._host_words_S, self._positions_S, plan.positions_T, 0),
-            (self._host_words_S, self._slots_S, plan.slots_T, first_scratch_slot + np.arange(size - rows)),
-            (self._host_seq_lens_S, self._seq_lens_S, plan.seq_lens_B, 1),
-        ):
-            host_S[:rows], host_S[rows:size] = value, padding
-            buffer_S[:size].copy_(torch.from_numpy(host_S[:size]))
-        self._host_tables_SW[:rows, :width] = tables_BW
-        self._host_tables_SW[rows:size, :width] = self._num_blocks
-        self._tables_SW[:size, :width].copy_(torch.from_numpy(self._host_tables_SW[:size, :width]))
+        self._ids_S.fill(plan.token_ids_T, 0, size)
+        self._positions_S.fill(plan.positions_T, 0, size)
+        self._slots_S.fill(plan.slots_T, first_scratch_slot + np.arange(size - rows), size)
+        self._seq_lens_S.fill(plan.seq_lens_B, 1, size)
+        self._tables_SW.fill(tables_BW, self._num_blocks, size, width)

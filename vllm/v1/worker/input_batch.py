@@ -30,6 +30,7 @@ class InputBatch:
         self.edits: dict[int, RowEdits] = {}  # of the rows whose logits are changed or banned
         self.prompts_to_score: dict[int, Request] = {}  # of the rows that still miss log-probs of their prompt
         self.row_of: dict[str, int] = {}
+        self.num_added = 0  # rows ever: the settings of the same rows are the same while it stays
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def update(self, step: SchedulerOutput) -> np.ndarray:
@@ -57,6 +58,7 @@ class InputBatch:
 
     def _add(self, request: Request) -> None:
         row = self._free_rows.pop()
+        self.num_added += 1
         self.row_of[request.request_id] = row
         self.token_ids[row, : len(request.token_ids)] = request.token_ids
         self.num_tokens[row] = len(request.token_ids)
