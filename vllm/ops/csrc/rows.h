@@ -106,14 +106,16 @@ static void write_kv(T* pages, const T* kv, long stride, long tokens, long laten
   }
 }
 
-// Exp(1) noise of vllm/v1/sample/rng.py
-static inline vf exponential_noise(int32_t a, int32_t b, vi vocab_keys) {
+// The noise of vllm/v1/sample/rng.py, uniform in (0, 1); then Exp(1), which is never less.
+static inline vf uniform_noise(int32_t a, int32_t b, vi vocab_keys) {
   vu x = ((vu)vocab_keys ^ (uint32_t)a) * 747796405u;
   x ^= x >> 15;
   x = (x + (uint32_t)b) * 277803737u;
   vi bits = (vi)x ^ ((vi)x >> 15);
   vf u = (__builtin_convertvector(bits, vf) + 0.5f) * 4.656612873077393e-10f;
-  u = select(u > splat(1.0f - 5.9604644775390625e-08f), splat(1.0f - 5.9604644775390625e-08f), u);
+  return select(u > splat(1.0f - 5.9604644775390625e-08f), splat(1.0f - 5.9604644775390625e-08f), u);
+}
+static inline vf exponential_noise(vf u) {
   vf w = 1.0f - u, rounded = w - 1.0f;  // log1p(-u) = log(w) * u / (1 - w), exact where log(w) alone is not
   vi is_tiny = rounded == vf{};
   return select(is_tiny, u, log(w) * u / select(is_tiny, splat(1.0f), rounded));
@@ -136,6 +138,7 @@ static int64_t sample_row(const float* logits, long size, float temperature, con
   float peak = peaks[0];
   for (int lane = 1; lane < LANES; ++lane) peak = std::max(peak, peaks[lane]);
   vf total = {}, best = splat(-1.0f);
+  float to_beat = 0;  // a little less than the best so far: of most vectors no lane can, and their noise is not finished
   vi places = {}, lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (i = 0; i < size; i += LANES) {
     vf p = exp(scaled(i) - peak);
@@ -143,10 +146,14 @@ static int64_t sample_row(const float* logits, long size, float temperature, con
     if (temperature > 0) {
       int32_t padded[LANES] = {};
       std::memcpy(padded, vocab_keys + i, std::min(LANES, size - i) * sizeof(int32_t));
-      p = p / exponential_noise(keys[0], keys[1], load_bits<vi>(padded));
+      const vf u = uniform_noise(keys[0], keys[1], load_bits<vi>(padded));
+      if (!any(p >= u * to_beat)) continue;
+      p = p / exponential_noise(u);
     }
     vi is_better = p > best;
     best = select(is_better, p, best);
+    if (temperature > 0)
+      for (int lane = 0; lane < LANES; ++lane) to_beat = std::max(to_beat, best[lane] * 0.9999f);
     places = (is_better & (lanes + (int)i)) | (~is_better & places);
   }
   int winner = 0;

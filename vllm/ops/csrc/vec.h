@@ -73,6 +73,16 @@ static inline void store_n(T* p, vf v, long n) {
 }
 
 static inline vf select(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+#if defined(__AVX512F__)
+static inline bool any(vi mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0; }
+#else
+static inline bool any(vi mask) {
+  uint64_t halves[8], all = 0;
+  std::memcpy(halves, &mask, sizeof(mask));
+  for (uint64_t half : halves) all |= half;
+  return all != 0;
+}
+#endif
 static inline vf maximum(vf a, vf b) { return select(a > b, a, b); }
 
 // Lane j of butterfly<S>(a, b): a[j] where bit S of j is clear, b[j ^ S] where it is set; crossed: a[j ^ S] and b[j].
