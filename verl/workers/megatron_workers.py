@@ -215,6 +215,11 @@ class ActorRolloutRefWorker(Worker):
     @watched
     def _build_models(self, ops: TrainOps) -> None:
         self._build_actor(ops)
+        # What is not needed meanwhile leaves: a device need not hold two models, and a rollout engine that sizes its
+        # cache counts what lies there as taken for ever.
+        self._offload_for_rollout()
+        if self.config.actor.megatron.param_offload:
+            self.actor_module.offload_params()
         self.ref = self._build_ref(ops) if self.role.endswith("ref") else None
         self._build_rollout()
 
@@ -291,7 +296,6 @@ class ActorRolloutRefWorker(Worker):
         config = self.config.rollout
         replica, place = divmod(self.rank, config.tensor_model_parallel_size)
         self._register_dispatch_collect_info(_ROLLOUT, replica, place == 0)
-        self._offload_for_rollout()
         self.rollout = self._new_rollout(get_rollout_class(config.name, config.mode))
         self.kept_rows = self._new_kept_rows()
         self.sharding_manager = MegatronVLLMShardingManager(
