@@ -6,6 +6,7 @@ from collections.abc import ItemsView, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import lcm
+from typing import TypeAlias
 
 import torch
 
@@ -14,8 +15,9 @@ from mindspeed_llm.hf_config import HFModelConfig
 from tools.plan.collectives import Collective
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.sharding_manager.transfer_plan import TransferPlan, build_plan
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.model_executor.model_loader.held_slices import HeldSlice, held_slices
+from vllm.transformers_utils.config import HFConfig
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def shared_plan(
     hf: HFModelConfig,
     layout: ParallelLayout,
     params_dtype: torch.dtype,
-    holdings: Mapping[int, Mapping[str, HeldSlice]],
+    holdings: Mapping[int, RankSlices],
     num_ranks: int,
     *,
     bucket_bytes: int,
@@ -77,7 +79,7 @@ def shared_plan(
     """`build_plan`, made once for all ranks that are planned in this process, and in those forked of it: it is the same
     on all, and takes longer than all else of a rank.
     """
-    ends = tuple(tuple(holdings[rank].items()) for rank in (min(holdings), max(holdings)))
+    ends = tuple(holdings[rank].of for rank in (min(holdings), max(holdings)))
     return _built(_Asked(hf, layout, params_dtype, num_ranks, bucket_bytes, ranks_per_node, ends, holdings))
 
 
@@ -91,8 +93,8 @@ class _Asked:
     num_ranks: int
     bucket_bytes: int
     ranks_per_node: int
-    ends: tuple[tuple[tuple[str, HeldSlice], ...], ...]
-    holdings: Mapping[int, Mapping[str, HeldSlice]] = field(compare=False)
+    ends: tuple[SlicesOf, ...]
+    holdings: Mapping[int, RankSlices] = field(compare=False)
 
 
 @lru_cache(maxsize=1)
@@ -110,30 +112,39 @@ def _built(asked: _Asked) -> TransferPlan:
     return plan
 
 
+SlicesOf: TypeAlias = tuple[HFConfig, ParallelConfig, torch.dtype, str | None]  # arguments of `held_slices`
+
+
 class RankSlices(Mapping[str, HeldSlice]):
-    """What a rank of an engine holds, worked out when somebody asks: once for all ranks that hold the same.
+    """What a rank of an engine holds, worked out when somebody asks.
 
     Only who builds the plan of a transfer asks for those of every rank.
     """
 
-    def __init__(self, config: VllmConfig, rank: int) -> None:
-        parallel, model = config.parallel, config.model
-        period = lcm(parallel.tensor_parallel_size, parallel.expert_parallel_size)
-        dtype: torch.dtype = getattr(torch, model.dtype)
-        self._of = (model.hf, replace(parallel, rank=rank % period), dtype, model.quantization)
+    def __init__(self, of: SlicesOf) -> None:
+        self.of = of
 
     def __getitem__(self, name: str) -> HeldSlice:
-        return _slices(*self._of)[name]
+        return _slices(*self.of)[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_slices(*self._of))
+        return iter(_slices(*self.of))
 
     def __len__(self) -> int:
-        return len(_slices(*self._of))
+        return len(_slices(*self.of))
 
     def items(self) -> ItemsView[str, HeldSlice]:
         """Quicker than one by one."""
-        return _slices(*self._of).items()
+        return _slices(*self.of).items()
 
 
+def rank_slices(config: VllmConfig, rank: int) -> RankSlices:
+    """Of rank ``rank`` of an engine; one object for all ranks that hold the same."""
+    parallel, model = config.parallel, config.model
+    period = lcm(parallel.tensor_parallel_size, parallel.expert_parallel_size)
+    dtype: torch.dtype = getattr(torch, model.dtype)
+    return _shared((model.hf, replace(parallel, rank=rank % period), dtype, model.quantization))
+
+
+_shared = lru_cache(maxsize=1024)(RankSlices)
 _slices = lru_cache(maxsize=256)(held_slices)

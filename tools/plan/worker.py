@@ -15,7 +15,7 @@ from tools.plan.phase_memory import MemoryTimeline
 from tools.plan.platform import PlannedPlatform
 from tools.plan.rollout_ops import ordinary_token, rollout_ops, rollout_spread
 from tools.plan.rows import PlannedRows
-from tools.plan.sync import RankSlices, shared_plan
+from tools.plan.sync import RankSlices, rank_slices, shared_plan
 from tools.plan.world import own_groups
 from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig
@@ -33,7 +33,7 @@ class PlannedRollout(vLLMRollout):
 
     def held_slices(self, rank: int) -> RankSlices:
         """See ``BaseRollout``."""
-        return RankSlices(self.inference_engine.config, rank)
+        return rank_slices(self.inference_engine.config, rank)
 
 
 class PlannedWorker(ActorRolloutRefWorker):

@@ -60,14 +60,13 @@ class TrainedWeights:
         mine: dict[_Key, Fragment] = {}
         split: dict[str, tuple[int, int]] = {}  # weights with shared blocks -> their grids
         rank = group.rank()
-        for cell in plan.cells:
-            if cell.hf_name not in self._is_fp8:
-                continue
-            if rank in cell.holders:
-                mine[_key(cell.fragment)] = cell.fragment
-            shape = plan.hf_shapes[cell.hf_name]
-            if not _has_whole_blocks(cell.fragment.piece.hf_slice, shape):
-                split[cell.hf_name] = (num_blocks(shape[0]), num_blocks(shape[1]))
+        for fragment, holders in plan.quantised:
+            if rank in holders:
+                mine[_key(fragment)] = fragment
+            name, extent = _key(fragment)
+            shape = plan.hf_shapes[name]
+            if not _has_whole_blocks(extent, shape):
+                split[name] = (num_blocks(shape[0]), num_blocks(shape[1]))
         peaks = {
             key: _peaks(hf_view(self._params[fragment.local_name], fragment.piece).detach(), fragment.piece.hf_slice)
             for key, fragment in mine.items()

@@ -7,8 +7,11 @@ trains it too, else from a holder on its own node where there is one, and the ho
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -23,18 +26,23 @@ from vllm.model_executor.model_loader.held_slices import HeldSlice
 
 ALIGNMENT = 8  # bytes, of every part of a message
 _OPEN_ROUNDS = 8
+_FEW_RANKS = 24
 _PARTS_OF_A_ROUND = 4  # routes are cut so that as many of one sender fit in a round
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """The elements that a fragment and a rollout rank's slice have in common; scales count as part of their weight."""
+@dataclass(frozen=True)
+class SliceIndex:
+    """(hf name, ranges) -> index of that slice among the distinct ones that rollout ranks hold."""
 
-    index: int  # of the slice, in TransferPlan.slices
-    hf_name: str
-    ranges: Slice
-    fragment: Fragment
-    holders: tuple[int, ...]  # of the fragment
+    first: Mapping[str, int]  # of each tensor's slices
+    places: Mapping[str, Mapping[Slice, int]]  # from there on; tensors that are cut alike share a table
+
+    def __getitem__(self, key: tuple[str, Slice]) -> int:
+        name, ranges = key
+        return self.first[name] + self.places[name][ranges]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.places.values()))
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,18 @@ class Flow:
     receivers_M: np.ndarray  # the consumers that are not their own source
     senders_S: np.ndarray
     copies_S: np.ndarray  # that each of them sends
+
+    @cached_property
+    def most_copies(self) -> int:
+        """That one rank sends, at least 1."""
+        return int(self.copies_S.max(initial=1))
+
+    @cached_property
+    def few(self) -> tuple[list[int], list[int], list[int]] | None:
+        """(receivers, senders, their copies) where there are few, which are quicker to look at one by one."""
+        if len(self.receivers_M) + len(self.senders_S) > _FEW_RANKS:
+            return None
+        return self.receivers_M.tolist(), self.senders_S.tolist(), self.copies_S.tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +85,14 @@ class Route:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """All routes of a sync in the order in which they are packed, and the distinct slices that rollout ranks hold."""
+    """All routes of a sync in the order in which they are packed, and the distinct slices that rollout ranks hold.
+
+    quantised: every fragment of the weights that rollout ranks hold in FP8, with its holders.
+    """
 
     routes: tuple[Route, ...]
-    cells: tuple[Cell, ...]
-    slices: Mapping[tuple[str, Slice], int]  # (hf name, ranges) -> its index
+    quantised: tuple[tuple[Fragment, tuple[int, ...]], ...]
+    slices: SliceIndex
     num_holders_N: np.ndarray  # int64, rollout ranks that hold each slice
     hf_shapes: Mapping[str, tuple[int, ...]]
     held_dtypes: Mapping[str, torch.dtype]
@@ -120,67 +143,132 @@ def build_plan(
     """
     consumers = _consumers(holdings)
     parts = fragments(hf, layout, "core")
-    _check(parts, consumers)
-    keys = ((name, ranges) for name, of_name in consumers.items() for ranges in of_name)
-    slices = {key: index for index, key in enumerate(keys)}
-    every = {name: held for of_rank in holdings.values() for name, held in of_rank.items()}
+    joins = _Joins()
+    _check(parts, consumers, joins)
+    slices, num_holders_N = _indexed(consumers)
+    every = {name: held for of_rank in _distinct(holdings).values() for name, held in of_rank.items()}
     held_dtypes = {name: held.dtype for name, held in every.items()}
-    flows, cells = _Flows(ranks_per_node), []
+    flows, cuts = _Flows(ranks_per_node), _Cuts(bucket_bytes // 2)
     routes: list[Route] = []
+    quantised: list[tuple[Fragment, tuple[int, ...]]] = []
     holders_of: dict[tuple[int, bool, bool], tuple[int, ...]] = {}
     for name, of_name in consumers.items():
-        dtype = _wire_dtype(name, params_dtype, held_dtypes[name])
-        for fragment in parts[name.removesuffix(SCALE_SUFFIX)]:
-            kind = (fragment.owner, fragment.is_expert, len(parts[fragment.piece.hf_name]) == 1)
+        dtype, first = _wire_dtype(name, params_dtype, held_dtypes[name]), slices.first[name]
+        of_weight = parts[name.removesuffix(SCALE_SUFFIX)]
+        for fragment in of_weight:
+            kind = (fragment.owner, fragment.is_expert, len(of_weight) == 1)
             if kind not in holders_of:
                 holders_of[kind] = tuple(holders(hf, layout, fragment))
-            extent = _extent(name, fragment)
-            for ranges, ranks in of_name.items():
-                common = intersection(extent, ranges)
-                if common is not None:
-                    digester, flow = flows.next(holders_of[kind], ranks)
-                    cell = Cell(slices[name, ranges], name, common, fragment, holders_of[kind])
-                    cells.append(cell)
-                    routes += _cut(cell, dtype, flow, digester, bucket_bytes // 2)
+            having = holders_of[kind]
+            common = joins.of(_extent(name, fragment), of_name)
+            if held_dtypes[name] == FP8_DTYPE:
+                quantised.append((fragment, having))
+            for place, extent, ranks in common:
+                digester, flow = flows.next(having, ranks)
+                routes += [
+                    Route(first + place, name, part, fragment, dtype, flow, digester, num_bytes, round=0)
+                    for part, num_bytes in cuts.of(name, extent, dtype, flow)
+                ]
     dealt, num_rounds = _in_rounds(routes, num_ranks, bucket_bytes // 2)
     hf_shapes = {name: held.hf_shape for name, held in every.items()}
-    num_holders_N = np.array([len(ranks) for of_name in consumers.values() for ranks in of_name.values()])
-    return TransferPlan(dealt, tuple(cells), slices, num_holders_N, hf_shapes, held_dtypes, num_rounds, num_ranks)
+    return TransferPlan(
+        dealt, tuple(quantised), slices, num_holders_N, hf_shapes, held_dtypes, num_rounds, num_ranks
+    )
 
 
-def _consumers(holdings: Mapping[int, Mapping[str, HeldSlice]]) -> dict[str, dict[Slice, tuple[int, ...]]]:
-    """HF name -> distinct slice of it -> the ranks that hold it."""
-    found: dict[str, dict[Slice, list[int]]] = {}
+_Consumers: TypeAlias = Mapping[Slice, tuple[int, ...]]  # distinct slice of a tensor -> the ranks that hold it
+
+
+def _consumers(holdings: Mapping[int, Mapping[str, HeldSlice]]) -> dict[str, _Consumers]:
+    """HF name -> who holds what of it: one object for all tensors that are cut and held alike, as most experts are."""
+    ranks_of: dict[int, list[int]] = {}
     for rank, held in holdings.items():
+        ranks_of.setdefault(id(held), []).append(rank)
+    held_by: dict[str, list[tuple[int, Slice]]] = {}
+    for key, held in _distinct(holdings).items():
         for name, slice_ in held.items():
-            of_name = found.get(name)
+            of_name = held_by.get(name)
             if of_name is None:
-                of_name = found[name] = {}
-            ranks = of_name.get(slice_.ranges)
-            if ranks is None:
-                of_name[slice_.ranges] = [rank]
+                held_by[name] = [(key, slice_.ranges)]
             else:
-                ranks.append(rank)
-    return {
-        name: {ranges: tuple(ranks) for ranges, ranks in of_name.items()} for name, of_name in sorted(found.items())
-    }
+                of_name.append((key, slice_.ranges))
+    made: dict[tuple[tuple[int, Slice], ...], _Consumers] = {}
+    found = {}
+    for name in sorted(held_by):
+        alike = tuple(held_by[name])
+        if alike not in made:
+            ranks: dict[Slice, list[int]] = {}
+            for key, ranges in alike:
+                ranks.setdefault(ranges, []).extend(ranks_of[key])
+            made[alike] = {ranges: tuple(sorted(members)) for ranges, members in ranks.items()}
+        found[name] = made[alike]
+    return found
 
 
-def _check(parts: Mapping[str, tuple[Fragment, ...]], consumers: Mapping[str, Mapping[Slice, tuple[int, ...]]]) -> None:
+def _distinct(holdings: Mapping[int, Mapping[str, HeldSlice]]) -> dict[int, Mapping[str, HeldSlice]]:
+    """Holdings that several ranks share, once each."""
+    return {id(held): held for held in holdings.values()}
+
+
+def _indexed(consumers: Mapping[str, _Consumers]) -> tuple[SliceIndex, np.ndarray]:
+    """The distinct slices of all tensors, and int64 [slices] how many ranks hold each."""
+    first, places, count = {}, {}, 0
+    tables: dict[int, tuple[dict[Slice, int], np.ndarray]] = {}
+    num_holders = []
+    for name, of_name in consumers.items():
+        if id(of_name) not in tables:
+            table = {ranges: place for place, ranges in enumerate(of_name)}
+            tables[id(of_name)] = table, np.array([len(ranks) for ranks in of_name.values()], dtype=np.int64)
+        places[name], holders_n = tables[id(of_name)]
+        first[name] = count
+        count += len(of_name)
+        num_holders.append(holders_n)
+    return SliceIndex(first, places), np.concatenate(num_holders)
+
+
+class _Joins:
+    """What fragments and slices have in common, worked out once for all tensors that are cut alike on both sides."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Slice, int], list[tuple[int, Slice, tuple[int, ...]]]] = {}
+
+    def of(self, extent: Slice, of_name: _Consumers) -> list[tuple[int, Slice, tuple[int, ...]]]:
+        """(place of the slice, elements in common, the slice's ranks) of every slice that has some with ``extent``."""
+        key = (extent, id(of_name))
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = []
+            for place, (ranges, ranks) in enumerate(of_name.items()):
+                common = intersection(extent, ranges)
+                if common is not None:
+                    found.append((place, common, ranks))
+        return found
+
+
+def _check(parts: Mapping[str, tuple[Fragment, ...]], consumers: Mapping[str, _Consumers], joins: _Joins) -> None:
     """ValueError naming what rollout ranks hold and no training rank has."""
     problems = []
+    whole: set[tuple[int, tuple[Slice, ...]]] = set()  # that tensors cut alike have been seen to have
     for name, of_name in consumers.items():
         having = parts.get(name.removesuffix(SCALE_SUFFIX))
         if having is None:
             problems.append(f"the training model has no {name}")
             continue
-        for ranges in of_name:
-            if len(having) == 1 and ranges == _extent(name, having[0]):
-                continue  # most are whole experts
-            common = (intersection(_extent(name, fragment), ranges) for fragment in having)
-            covered = sum(math.prod(slice_shape(part)) for part in common if part is not None)
-            if covered != math.prod(slice_shape(ranges)):
-                problems.append(f"training ranks hold {covered} elements of {name}{list(ranges)}")
+        extents = tuple(_extent(name, fragment) for fragment in having)
+        if (id(of_name), extents) in whole:
+            continue
+        covered = [0] * len(of_name)
+        for extent in extents:
+            for place, common, _ in joins.of(extent, of_name):
+                covered[place] += math.prod(slice_shape(common))
+        lacking = [
+            f"training ranks hold {count} elements of {name}{list(ranges)}"
+            for ranges, count in zip(of_name, covered, strict=True)
+            if count != math.prod(slice_shape(ranges))
+        ]
+        if not lacking:
+            whole.add((id(of_name), extents))
+        problems += lacking
     raise_problems("the weight sync", problems, "Check that both engines were given the same model.")
 
 
@@ -205,7 +293,7 @@ class _Flows:
     def __init__(self, ranks_per_node: int) -> None:
         self._ranks_per_node = ranks_per_node
         self._turns: dict[tuple[int, ...], int] = {}
-        self._made: dict[tuple[tuple[int, ...], tuple[int, ...], int], Flow] = {}
+        self._made: dict[tuple[tuple[int, ...], tuple[int, ...], int], tuple[int, Flow]] = {}
 
     def next(self, holders: tuple[int, ...], consumers: tuple[int, ...]) -> tuple[int, Flow]:
         """The flow that begins with the holder whose turn it is, and one of its sources, these in turns too."""
@@ -213,9 +301,9 @@ class _Flows:
         self._turns[holders] = (turn + 1) % len(holders)
         key = (holders, consumers, turn)
         if key not in self._made:
-            self._made[key] = self._make(np.array(holders), np.array(consumers), turn)
-        sources_N = self._made[key].sources_N
-        return int(sources_N[turn % len(sources_N)]), self._made[key]
+            flow = self._make(np.array(holders), np.array(consumers), turn)
+            self._made[key] = int(flow.sources_N[turn % len(consumers)]), flow
+        return self._made[key]
 
     def _make(self, holders_H: np.ndarray, consumers_N: np.ndarray, turn: int) -> Flow:
         nodes_H, nodes_N = holders_H // self._ranks_per_node, consumers_N // self._ranks_per_node
@@ -229,14 +317,28 @@ class _Flows:
         return Flow(sources_N, consumers_N, consumers_N[is_remote_N], senders_S, copies_S)
 
 
-def _cut(cell: Cell, dtype: torch.dtype, flow: Flow, digester: int, limit: int) -> Iterator[Route]:
-    """The cell in parts of some rows, of which a rank can send its copies in a fraction of `limit` bytes."""
-    (start, stop), *columns = cell.ranges
+class _Cuts:
+    """Slices in parts of some rows, of which a rank can send its copies in a fraction of `limit` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._made: dict[tuple[Slice, torch.dtype, int], list[tuple[Slice, int]]] = {}
+
+    def of(self, name: str, ranges: Slice, dtype: torch.dtype, flow: Flow) -> list[tuple[Slice, int]]:
+        """Every part and its bytes; the same for all tensors of this shape."""
+        key = (ranges, dtype, flow.most_copies)
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = list(_cut(name, ranges, dtype, self._limit // flow.most_copies))
+        return found
+
+
+def _cut(name: str, ranges: Slice, dtype: torch.dtype, limit: int) -> Iterator[tuple[Slice, int]]:
+    (start, stop), *columns = ranges
     row_bytes = math.prod(slice_shape(tuple(columns))) * dtype.itemsize
-    limit //= int(flow.copies_S.max(initial=1))
     if aligned(row_bytes) > limit:
         raise ValueError(
-            f"a row of {cell.hf_name} has {row_bytes} bytes, and a rank that sends it to several can send {limit} to "
+            f"a row of {name} has {row_bytes} bytes, and a rank that sends it to several can send {limit} to "
             "each at once: raise actor_rollout_ref.rollout.update_weights_bucket_megabytes"
         )
     num_rows = max(1, (limit // _PARTS_OF_A_ROUND - ALIGNMENT) // row_bytes)
@@ -244,9 +346,7 @@ def _cut(cell: Cell, dtype: torch.dtype, flow: Flow, digester: int, limit: int) 
         num_rows -= num_rows % BLOCK
     for first in range(start, stop, num_rows):
         end = min(first + num_rows, stop)
-        part = ((first, end), *columns)
-        num_bytes = (end - first) * row_bytes
-        yield Route(cell.index, cell.hf_name, part, cell.fragment, dtype, flow, digester, num_bytes, round=0)
+        yield ((first, end), *columns), (end - first) * row_bytes
 
 
 def _in_rounds(routes: list[Route], num_ranks: int, limit: int) -> tuple[tuple[Route, ...], int]:
@@ -273,30 +373,58 @@ class _Rounds:
 
     def __init__(self, num_ranks: int, limit: int) -> None:
         self._limit = limit
-        self._sent, self._received = np.zeros((2, _OPEN_ROUNDS, num_ranks), dtype=np.int64)
+        self._open = [_Load(num_ranks) for _ in range(_OPEN_ROUNDS)]
         self._first = 0  # open round
         self.count = 1
 
     def place(self, flow: Flow, size: int) -> int:
         """The first open round in which every rank of the flow has room, a new one if there is none."""
-        senders, receivers, added = flow.senders_S, flow.receivers_M, flow.copies_S * size
-        if len(receivers) == 1:  # an expert: most routes are, and single columns are quicker to look at
-            fits_R = (self._sent[:, senders[0]] + size <= self._limit) & (
-                self._received[:, receivers[0]] + size <= self._limit
-            )
-        else:
-            fits_R = (self._sent[:, senders] + added <= self._limit).all(axis=1)
-            fits_R &= (self._received[:, receivers] + size <= self._limit).all(axis=1)
-        slot = int(fits_R.argmax())
-        if not fits_R[slot]:
-            self._sent, self._received = (np.roll(loads, -1, axis=0) for loads in (self._sent, self._received))
+        slot = next((slot for slot, load in enumerate(self._open) if load.has_room(flow, size, self._limit)), None)
+        if slot is None:
             slot = _OPEN_ROUNDS - 1
-            self._sent[slot], self._received[slot] = 0, 0
+            oldest = self._open.pop(0)
+            oldest.clear()
+            self._open.append(oldest)
             self._first += 1
-        self._sent[slot, senders] += added
-        self._received[slot, receivers] += size
+        self._open[slot].add(flow, size)
         self.count = max(self.count, self._first + slot + 1)
         return self._first + slot
+
+
+class _Load:
+    """Bytes that every rank sends and receives in one round: arrays for single ranks, and for many at once."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._sent, self._received = (array("q", bytes(8 * num_ranks)) for _ in range(2))
+        self._sent_N, self._received_N = (np.frombuffer(load, dtype=np.int64) for load in (self._sent, self._received))
+
+    def has_room(self, flow: Flow, size: int, limit: int) -> bool:
+        """Whether no rank of the flow would have more than ``limit``."""
+        if flow.few is None:
+            most = (self._received_N[flow.receivers_M].max() + size, self._most_sent(flow, size))
+            return bool(max(most) <= limit)
+        receivers, senders, copies = flow.few
+        received, sent = self._received, self._sent
+        for rank in receivers:
+            if received[rank] + size > limit:
+                return False
+        for rank, count in zip(senders, copies, strict=True):
+            if sent[rank] + count * size > limit:
+                return False
+        return True
+
+    def _most_sent(self, flow: Flow, size: int) -> int:
+        return int((self._sent_N[flow.senders_S] + flow.copies_S * size).max())
+
+    def add(self, flow: Flow, size: int) -> None:
+        """The flow's copies of ``size`` bytes."""
+        self._sent_N[flow.senders_S] += flow.copies_S * size
+        self._received_N[flow.receivers_M] += size
+
+    def clear(self) -> None:
+        """For another round."""
+        self._sent_N[:] = 0
+        self._received_N[:] = 0
 
 
 def aligned(num_bytes: int) -> int:

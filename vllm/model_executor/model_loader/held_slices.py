@@ -46,8 +46,7 @@ def held_slices(
     """
     tp, is_fp8 = parallel.tensor_parallel_size, quantization == "fp8"
     held = dict(_dense_slices(hf, parallel.rank % tp, tp, dtype, is_fp8))
-    for name, shape, ranges in _expert_slices(hf, parallel):
-        held.update(_held(name, shape, ranges, dtype, is_fp8))
+    held.update(_expert_slices(hf, parallel, dtype, is_fp8))
     return held
 
 
@@ -73,17 +72,36 @@ def _dense_slices(hf: HFConfig, tp_rank: int, tp: int, dtype: torch.dtype, is_fp
     return held
 
 
-def _expert_slices(hf: HFConfig, parallel: ParallelConfig) -> Iterator[tuple[str, Shape, Ranges]]:
-    """Whole experts with expert parallel, else a part of the width of each."""
+def _expert_slices(
+    hf: HFConfig, parallel: ParallelConfig, dtype: torch.dtype, is_fp8: bool
+) -> Iterator[tuple[str, HeldSlice]]:
+    """Whole experts with expert parallel, else a part of the width of each; of all experts the same."""
     if not isinstance(hf, DeepseekV3Config):
         return
     ep, tp = parallel.expert_parallel_size, parallel.tensor_parallel_size
     ways = 1 if parallel.enable_expert_parallel else tp
-    for layer in range(hf.first_k_dense_replace, hf.num_hidden_layers):
-        for expert in range(*_part(hf.n_routed_experts, parallel.rank % ep, ep)):
-            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
-            for name, shape, dim in _mlp(prefix, hf.hidden_size, hf.moe_intermediate_size):
-                yield name, shape, _ranges(shape, dim, parallel.rank % ways, ways)
+    prefix = f"model.layers.{hf.first_k_dense_replace}.mlp.experts.0"
+    parts: list[tuple[str, HeldSlice]] = []
+    for name, shape, dim in _mlp(prefix, hf.hidden_size, hf.moe_intermediate_size):
+        parts += _held(name, shape, _ranges(shape, dim, parallel.rank % ways, ways), dtype, is_fp8)
+    first, stop = _part(hf.n_routed_experts, parallel.rank % ep, ep)
+    names = _expert_names(hf, tuple(name.removeprefix(prefix) for name, _ in parts))
+    slices = [slice_ for _, slice_ in parts] * (stop - first)
+    for of_layer in names:
+        yield from zip(of_layer[first * len(parts) : stop * len(parts)], slices, strict=True)
+
+
+@lru_cache(maxsize=4)
+def _expert_names(hf: DeepseekV3Config, suffixes: tuple[str, ...]) -> list[list[str]]:
+    """Of each MoE layer's tensors of all experts, expert by expert; made once for all ranks that hold them."""
+    return [
+        [
+            f"model.layers.{layer}.mlp.experts.{expert}{suffix}"
+            for expert in range(hf.n_routed_experts)
+            for suffix in suffixes
+        ]
+        for layer in range(hf.first_k_dense_replace, hf.num_hidden_layers)
+    ]
 
 
 def _dense_tensors(hf: HFConfig) -> Iterator[_Split]:
