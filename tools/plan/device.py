@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from tools.plan.collectives import CollectiveLog, returned
+from tools.plan.known_outputs import KnownOutputs
 
 DEVICE = torch.device("meta")
 
@@ -100,6 +101,7 @@ class PlannedDevice(TorchDispatchMode):
     def __init__(self, log: CollectiveLog, meter: MemoryMeter, has_host_memory: bool = True) -> None:
         super().__init__()
         self.log, self.meter, self.has_host_memory = log, meter, has_host_memory
+        self._known = KnownOutputs()
         self._host_bytes = 0
         self._host: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
 
@@ -130,7 +132,7 @@ class PlannedDevice(TorchDispatchMode):
                 return result
         if _is_mixed(args, kwargs):
             args, kwargs = _on_meta((args, kwargs))
-        outputs = func(*args, **kwargs)
+        outputs = func(*args, **kwargs) if _is_view(func) else self._known.of(func, args, kwargs)
         self.meter.count(func, outputs)
         return outputs
 
@@ -158,6 +160,11 @@ class PlannedDevice(TorchDispatchMode):
 @cache
 def _is_view_or_write(func: Any) -> bool:
     return any(result.alias_info is not None for result in func._schema.returns)
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
 
 
 @cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from megatron.core.memory_ledger import ON_HOST, ledger
@@ -26,6 +28,8 @@ from verl.workers.kept_rows import KeptRows
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.rollout import BaseRollout
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
+from vllm.model_executor.model_loader.digest import WeightDigest
+from vllm.model_executor.model_loader.slice_intake import WeightSlice
 
 
 class PlannedRollout(vLLMRollout):
@@ -34,6 +38,16 @@ class PlannedRollout(vLLMRollout):
     def held_slices(self, rank: int) -> RankSlices:
         """See ``BaseRollout``."""
         return rank_slices(self.inference_engine.config, rank)
+
+    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> dict[str, WeightDigest]:
+        """See ``BaseRollout``; there is nothing to put in place, which takes no memory anyway, or to take digests of."""
+        for _ in slices:
+            pass
+        return {}
+
+    def held_digests(self) -> dict[str, WeightDigest]:
+        """See ``BaseRollout``."""
+        return {}
 
 
 class PlannedWorker(ActorRolloutRefWorker):

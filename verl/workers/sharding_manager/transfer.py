@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -45,12 +44,10 @@ def schedule(plan: TransferPlan, rank: int) -> list[Round]:
     kept: list[list[Route]] = [[] for _ in range(plan.num_rounds)]
     sent: list[dict[int, list[Route]]] = [{} for _ in range(plan.num_rounds)]
     received: list[dict[int, list[Route]]] = [{} for _ in range(plan.num_rounds)]
-    parts: dict[int, tuple[int | None, list[int]]] = {}  # of each flow, which many routes have in common
-    for route in plan.routes:
-        part = parts.get(id(route.flow))
-        if part is None:
-            part = parts[id(route.flow)] = _part(route.flow, rank)
-        source, consumers = part
+    parts = {key: _part(flow, rank) for key, flow in plan.flows.items()}
+    mine = {key for key, part in parts.items() if part != (None, [])}
+    for route in [route for route in plan.routes if id(route.flow) in mine]:
+        source, consumers = parts[id(route.flow)]
         if source == rank:
             kept[route.round].append(route)
         elif source is not None:
@@ -74,6 +71,12 @@ def _part(flow: Flow, rank: int) -> tuple[int | None, list[int]]:
     sources = flow.sources_N[flow.consumers_N == rank].tolist()
     is_sent = (flow.sources_N == rank) & (flow.consumers_N != rank)
     return (sources[0] if sources else None), flow.consumers_N[is_sent].tolist()
+
+
+def _given(round_: Round) -> Iterator[Route]:
+    """What this rank gives of its training weights, to itself and to others."""
+    yield from round_.kept
+    yield from (parcel.route for parcel in round_.sent)
 
 
 def _parcels(by_peer: Mapping[int, list[Route]]) -> tuple[Parcel, ...]:
@@ -104,7 +107,8 @@ class WeightTransfer:
         self.rounds = schedule(plan, group.rank())
         self.plan, self.group, self.device = plan, group, device
         self.sums_N = torch.zeros(len(plan.slices), dtype=torch.int64, device=device)
-        self._totals = self.sums_N.unbind()
+        mine = (route for round_ in self.rounds for route in _given(round_) if route.digester == group.rank())
+        self._totals = {route.index: self.sums_N[route.index] for route in mine}
 
     @property
     def peak_bytes(self) -> int:
@@ -141,19 +145,19 @@ class WeightTransfer:
                         self._add_digest(route, starts, piece)
                         yield WeightSlice(route.hf_name, starts, piece)
             for parcel in round_.received:
-                yield _slice(parcel.route, _view(arrived, parcel))
+                yield _slice(parcel.route, arrived.view(parcel))
             del arrived
 
-    def _pack(self, round_: Round, trained: TrainedWeights) -> Tensor:
-        """uint8 [sum(sent_bytes)]; what goes to several ranks is taken from the weights once."""
-        buffer = torch.empty(sum(round_.sent_bytes), dtype=torch.uint8, device=self.device)
+    def _pack(self, round_: Round, trained: TrainedWeights) -> _Bucket:
+        """What the round sends; what goes to several ranks is taken from the weights once."""
+        bucket = _Bucket(round_.sent_bytes, self.device)
         first: dict[int, Parcel] = {}
         rank = self.group.rank()
         for parcel in round_.sent:
-            route, view = parcel.route, _view(buffer, parcel)
+            route, view = parcel.route, bucket.view(parcel)
             earlier = first.setdefault(id(route), parcel)
             if earlier is not parcel:
-                view.copy_(_view(buffer, earlier))
+                view.copy_(bucket.view(earlier))
                 continue
             values = trained.values(route.hf_name, route.ranges, route.fragment)
             if route.digester != rank or rank in route.flow.consumers_N:  # the latter is counted where it is kept
@@ -164,7 +168,7 @@ class WeightTransfer:
                 view.copy_(values)
                 for starts, piece in _pieces(route, values):
                     self._add_digest(route, starts, piece)
-        return buffer
+        return bucket
 
     def _is_summed_on_its_way(self, route: Route, values: Tensor) -> bool:
         """Whether the values are those that rollout engines hold."""
@@ -175,21 +179,39 @@ class WeightTransfer:
         assert piece.dtype == dtype or dtype != FP8_DTYPE, route.hf_name
         add_digest(self._totals[route.index], route.hf_name, piece.to(dtype), starts)
 
-    def _start(self, round_: Round, packed: Tensor) -> _Travelling:
-        arriving = torch.empty(sum(round_.received_bytes), dtype=torch.uint8, device=self.device)
+    def _start(self, round_: Round, packed: _Bucket) -> _Travelling:
+        arriving = _Bucket(round_.received_bytes, self.device)
         work = dist.all_to_all_single(
-            arriving, packed, round_.received_bytes, round_.sent_bytes, group=self.group, async_op=True
+            arriving.bytes, packed.bytes, round_.received_bytes, round_.sent_bytes, group=self.group, async_op=True
         )
         return _Travelling(work, packed, arriving)
+
+
+class _Bucket:
+    """uint8 [bytes to or from all ranks] of a round, and what lies in it."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self.bytes = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        self._typed: dict[torch.dtype, Tensor] = {}
+
+    def view(self, parcel: Parcel) -> Tensor:
+        """The route's part in the shape of its slice, laid out as a trainer's memory is."""
+        route = parcel.route
+        typed = self._typed.get(route.dtype)
+        if typed is None:
+            typed = self._typed[route.dtype] = self.bytes.view(route.dtype)
+        shape = slice_shape(route.ranges)
+        stride = (1, shape[0]) if inner_dim(route.hf_name) == 0 else (*shape[1:], 1)
+        return typed.as_strided(shape, stride, parcel.offset // route.dtype.itemsize)
 
 
 @dataclass
 class _Travelling:
     work: dist.Work | None
-    packed: Tensor | None  # kept until it has been sent
-    arriving: Tensor
+    packed: _Bucket | None  # kept until it has been sent
+    arriving: _Bucket
 
-    def wait(self) -> Tensor:
+    def wait(self) -> _Bucket:
         """What has arrived; what was sent is let go."""
         assert self.work is not None, "waited for twice"
         self.work.wait()
@@ -213,11 +235,3 @@ def _slice(route: Route, values: Tensor, total: Tensor | None = None) -> WeightS
 
 def _starts(route: Route) -> tuple[int, ...]:
     return tuple(start for start, _ in route.ranges)
-
-
-def _view(buffer: Tensor, parcel: Parcel) -> Tensor:
-    """The route's part of a buffer in the shape of its slice, laid out as a trainer's memory is."""
-    route = parcel.route
-    shape = slice_shape(route.ranges)
-    flat = buffer[parcel.offset : parcel.offset + math.prod(shape) * route.dtype.itemsize].view(route.dtype)
-    return flat.view(shape[::-1]).T if inner_dim(route.hf_name) == 0 else flat.view(shape)

@@ -45,6 +45,9 @@ class SliceIndex:
         return sum(map(len, self.places.values()))
 
 
+Few: TypeAlias = tuple[list[int], list[int], list[int]]
+
+
 @dataclass(frozen=True)
 class Flow:
     """Consumer i gets what it needs from sources_N[i], itself where it is a holder."""
@@ -61,7 +64,7 @@ class Flow:
         return int(self.copies_S.max(initial=1))
 
     @cached_property
-    def few(self) -> tuple[list[int], list[int], list[int]] | None:
+    def few(self) -> Few | None:
         """(receivers, senders, their copies) where there are few, which are quicker to look at one by one."""
         if len(self.receivers_M) + len(self.senders_S) > _FEW_RANKS:
             return None
@@ -98,6 +101,11 @@ class TransferPlan:
     held_dtypes: Mapping[str, torch.dtype]
     num_rounds: int
     num_ranks: int
+
+    @cached_property
+    def flows(self) -> dict[int, Flow]:
+        """The distinct ones, which many routes have in common, by their ids."""
+        return {id(route.flow): route.flow for route in self.routes}
 
     def traffic(self) -> Traffic:
         """Bytes of every rank."""
@@ -379,7 +387,7 @@ class _Rounds:
 
     def place(self, flow: Flow, size: int) -> int:
         """The first open round in which every rank of the flow has room, a new one if there is none."""
-        slot = next((slot for slot, load in enumerate(self._open) if load.has_room(flow, size, self._limit)), None)
+        slot = self._slot_for_few(flow.few, size) if flow.few is not None else self._slot(flow, size)
         if slot is None:
             slot = _OPEN_ROUNDS - 1
             oldest = self._open.pop(0)
@@ -390,41 +398,55 @@ class _Rounds:
         self.count = max(self.count, self._first + slot + 1)
         return self._first + slot
 
+    def _slot(self, flow: Flow, size: int) -> int | None:
+        for slot, load in enumerate(self._open):
+            most_sent = (load.sent_N[flow.senders_S] + flow.copies_S * size).max()
+            if most_sent <= self._limit and load.received_N[flow.receivers_M].max() + size <= self._limit:
+                return slot
+        return None
+
+    def _slot_for_few(self, few: Few, size: int) -> int | None:
+        """One loop, as it is run for millions of routes."""
+        receivers, senders, copies = few
+        limit = self._limit
+        for slot, load in enumerate(self._open):
+            received = load.received
+            for rank in receivers:
+                if received[rank] + size > limit:
+                    break
+            else:
+                sent = load.sent
+                for rank, count in zip(senders, copies, strict=True):
+                    if sent[rank] + count * size > limit:
+                        break
+                else:
+                    return slot
+        return None
+
 
 class _Load:
     """Bytes that every rank sends and receives in one round: arrays for single ranks, and for many at once."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._sent, self._received = (array("q", bytes(8 * num_ranks)) for _ in range(2))
-        self._sent_N, self._received_N = (np.frombuffer(load, dtype=np.int64) for load in (self._sent, self._received))
-
-    def has_room(self, flow: Flow, size: int, limit: int) -> bool:
-        """Whether no rank of the flow would have more than ``limit``."""
-        if flow.few is None:
-            most = (self._received_N[flow.receivers_M].max() + size, self._most_sent(flow, size))
-            return bool(max(most) <= limit)
-        receivers, senders, copies = flow.few
-        received, sent = self._received, self._sent
-        for rank in receivers:
-            if received[rank] + size > limit:
-                return False
-        for rank, count in zip(senders, copies, strict=True):
-            if sent[rank] + count * size > limit:
-                return False
-        return True
-
-    def _most_sent(self, flow: Flow, size: int) -> int:
-        return int((self._sent_N[flow.senders_S] + flow.copies_S * size).max())
+        self.sent, self.received = (array("q", bytes(8 * num_ranks)) for _ in range(2))
+        self.sent_N, self.received_N = (np.frombuffer(load, dtype=np.int64) for load in (self.sent, self.received))
 
     def add(self, flow: Flow, size: int) -> None:
         """The flow's copies of ``size`` bytes."""
-        self._sent_N[flow.senders_S] += flow.copies_S * size
-        self._received_N[flow.receivers_M] += size
+        if flow.few is None:
+            self.sent_N[flow.senders_S] += flow.copies_S * size
+            self.received_N[flow.receivers_M] += size
+            return
+        receivers, senders, copies = flow.few
+        for rank in receivers:
+            self.received[rank] += size
+        for rank, count in zip(senders, copies, strict=True):
+            self.sent[rank] += count * size
 
     def clear(self) -> None:
         """For another round."""
-        self._sent_N[:] = 0
-        self._received_N[:] = 0
+        self.sent_N[:] = 0
+        self.received_N[:] = 0
 
 
 def aligned(num_bytes: int) -> int:
