@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, Mapping
+import gc
+from collections.abc import Callable, ItemsView, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import lcm
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -14,10 +15,13 @@ from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.hf_config import HFModelConfig
 from tools.plan.collectives import Collective
 from verl.workers.megatron_workers import ActorRolloutRefWorker
-from verl.workers.sharding_manager.transfer_plan import TransferPlan, build_plan
+from verl.workers.sharding_manager.transfer import WeightTransfer
+from verl.workers.sharding_manager.transfer_plan import Route, TransferPlan, build_plan
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.model_executor.model_loader.held_slices import HeldSlice, held_slices
 from vllm.transformers_utils.config import HFConfig
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,31 @@ def plan_weight_sync(worker: ActorRolloutRefWorker) -> SyncPlan:
     )
 
 
+def move_largest_only(transfer: WeightTransfer) -> None:
+    """From now on a round moves its largest part of each kind through its buffers, which are as large as ever.
+
+    The memory of a sync is that of the buffers and of one part at a time; millions of parts have nothing to add.
+    """
+    transfer.rounds = [
+        replace(
+            round_,
+            kept=_largest(round_.kept, lambda route: route),
+            sent=_largest(round_.sent, lambda parcel: parcel.route),
+            received=_largest(round_.received, lambda parcel: parcel.route),
+        )
+        for round_ in transfer.rounds
+    ]
+
+
+def _largest(items: tuple[Item, ...], route_of: Callable[[Item], Route]) -> tuple[Item, ...]:
+    found: dict[torch.dtype, Item] = {}
+    for item in items:
+        route = route_of(item)
+        if route.dtype not in found or route.num_bytes > route_of(found[route.dtype]).num_bytes:
+            found[route.dtype] = item
+    return tuple(found.values())
+
+
 def shared_plan(
     hf: HFModelConfig,
     layout: ParallelLayout,
@@ -99,15 +128,19 @@ class _Asked:
 
 @lru_cache(maxsize=1)
 def _built(asked: _Asked) -> TransferPlan:
-    plan = build_plan(
-        asked.hf,
-        asked.layout,
-        asked.params_dtype,
-        asked.holdings,
-        asked.num_ranks,
-        bucket_bytes=asked.bucket_bytes,
-        ranks_per_node=asked.ranks_per_node,
-    )
+    gc.disable()  # which would look through millions of new objects again and again, none of them in a circle
+    try:
+        plan = build_plan(
+            asked.hf,
+            asked.layout,
+            asked.params_dtype,
+            asked.holdings,
+            asked.num_ranks,
+            bucket_bytes=asked.bucket_bytes,
+            ranks_per_node=asked.ranks_per_node,
+        )
+    finally:
+        gc.enable()
     _slices.cache_clear()  # where experts are cut over ranks, each rank holds a part of every one
     return plan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
@@ -131,8 +132,12 @@ def _plan_ranks(run: PlannedRun, size: StepSize, ranks: Sequence[int], processes
     if not rest:
         return [first]
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(min(processes, len(rest)), mp_context=context) as pool:
-        return [first, *pool.map(partial(plan_rank, run.config, run.device, size=size), rest)]
+    gc.freeze()  # what is there: the copies need not look through it, which would also make it their own memory
+    try:
+        with ProcessPoolExecutor(min(processes, len(rest)), mp_context=context) as pool:
+            return [first, *pool.map(partial(plan_rank, run.config, run.device, size=size), rest)]
+    finally:
+        gc.unfreeze()
 
 
 def host_bytes_of_nodes(config: PPOTrainerConfig, stages: Sequence[RankPlan]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,7 @@ from vllm.model_executor.model_loader.slice_intake import WeightSlice
 _PIECE_BYTES = 1 << 20  # of a weight that its digest is taken of at a time: caches keep them for who reads them next
 
 
-@dataclass(frozen=True)
-class Parcel:
+class Parcel(NamedTuple):
     """A route's bytes from `offset` on of the buffer that a rank sends or receives in a round."""
 
     route: Route

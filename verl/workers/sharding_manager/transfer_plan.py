@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -71,9 +71,8 @@ class Flow:
         return self.receivers_M.tolist(), self.senders_S.tolist(), self.copies_S.tolist()
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """hf_tensor[ranges] in `dtype`, on its way in round `round`."""
+class Route(NamedTuple):
+    """hf_tensor[ranges] in `dtype`, on its way in round `round`. A tuple, as there may be millions."""
 
     index: int  # of the slice that it is a part of, in TransferPlan.slices
     hf_name: str
@@ -361,18 +360,18 @@ def _in_rounds(routes: list[Route], num_ranks: int, limit: int) -> tuple[tuple[R
     """Routes in an order in which all senders come to their ends together, dealt out to rounds in which no rank sends
     or receives more than `limit` bytes; and the number of rounds.
     """
-    weights = [aligned(route.num_bytes) * max(1, len(route.flow.receivers_M)) for route in routes]
+    sizes = [aligned(route.num_bytes) for route in routes]
     totals: dict[int, int] = {}
     places = []
-    for route, weight in zip(routes, weights, strict=True):
-        places.append(totals.get(route.fragment.owner, 0))
-        totals[route.fragment.owner] = places[-1] + weight
-    order = sorted(range(len(routes)), key=lambda i: places[i] / totals[routes[i].fragment.owner])
+    for route, size in zip(routes, sizes, strict=True):
+        place = totals.get(route.fragment.owner, 0)
+        places.append(place)
+        totals[route.fragment.owner] = place + size * max(1, len(route.flow.receivers_M))
+    shares_N = np.array(places) / np.array([totals[route.fragment.owner] for route in routes])
     rounds, dealt = _Rounds(num_ranks, limit), []
-    for index in order:
-        r = routes[index]
-        number = rounds.place(r.flow, aligned(r.num_bytes))
-        dealt.append(Route(r.index, r.hf_name, r.ranges, r.fragment, r.dtype, r.flow, r.digester, r.num_bytes, number))
+    for index in np.argsort(shares_N, kind="stable").tolist():
+        route = routes[index]
+        dealt.append(Route(*route[:-1], rounds.place(route.flow, sizes[index])))
     return tuple(dealt), rounds.count
 
 
@@ -383,11 +382,14 @@ class _Rounds:
         self._limit = limit
         self._open = [_Load(num_ranks) for _ in range(_OPEN_ROUNDS)]
         self._first = 0  # open round
+        self._full: dict[int, tuple[int, int]] = {}  # flow -> no round before this one has room for so many bytes
         self.count = 1
 
     def place(self, flow: Flow, size: int) -> int:
         """The first open round in which every rank of the flow has room, a new one if there is none."""
-        slot = self._slot_for_few(flow.few, size) if flow.few is not None else self._slot(flow, size)
+        full, least = self._full.get(id(flow), (0, 0))
+        begin = max(0, full - self._first) if size >= least else 0
+        slot = self._slot_for_few(flow.few, size, begin) if flow.few is not None else self._slot(flow, size, begin)
         if slot is None:
             slot = _OPEN_ROUNDS - 1
             oldest = self._open.pop(0)
@@ -395,21 +397,25 @@ class _Rounds:
             self._open.append(oldest)
             self._first += 1
         self._open[slot].add(flow, size)
-        self.count = max(self.count, self._first + slot + 1)
-        return self._first + slot
+        number = self._first + slot
+        self.count = max(self.count, number + 1)
+        self._full[id(flow)] = number, size
+        return number
 
-    def _slot(self, flow: Flow, size: int) -> int | None:
-        for slot, load in enumerate(self._open):
+    def _slot(self, flow: Flow, size: int, begin: int) -> int | None:
+        for slot in range(begin, _OPEN_ROUNDS):
+            load = self._open[slot]
             most_sent = (load.sent_N[flow.senders_S] + flow.copies_S * size).max()
             if most_sent <= self._limit and load.received_N[flow.receivers_M].max() + size <= self._limit:
                 return slot
         return None
 
-    def _slot_for_few(self, few: Few, size: int) -> int | None:
+    def _slot_for_few(self, few: Few, size: int, begin: int) -> int | None:
         """One loop, as it is run for millions of routes."""
         receivers, senders, copies = few
         limit = self._limit
-        for slot, load in enumerate(self._open):
+        for slot in range(begin, _OPEN_ROUNDS):
+            load = self._open[slot]
             received = load.received
             for rank in receivers:
                 if received[rank] + size > limit:
