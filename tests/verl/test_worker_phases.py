@@ -9,15 +9,19 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.core.memory_ledger import ON_DEVICE, ledger
+from megatron.core.ops import TrainOps
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
-from tests.parallel.test_grpo_step import config_overrides, prompts
+from tests.parallel.test_grpo_step import ENGINE, config_overrides, prompts
 from verl.protocol import DataProto
-from verl.trainer.config import load_config
+from verl.trainer.config import PPOTrainerConfig, load_config
 from verl.trainer.ppo.sample_records import ROLLOUT, TRAINING
 from verl.utils.timeline import Span
+from verl.workers.actor import MegatronPPOActor
 from verl.workers.kept_rows import references, worker_batch
 from verl.workers.megatron_workers import ActorRolloutRefWorker
+from verl.workers.rollout import BaseRollout
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
@@ -139,3 +143,40 @@ def test_a_step_of_one_worker(tmp_path: Path) -> None:
     assert seen["validation"] == ["response_mask", "responses"]
     assert seen["training"] == sorted([*map(references, kept), "responses", "response_mask"])
     assert seen["returned_bytes"] == 5 + 12 * len(kept) / 8  # of each of 8 response tokens
+
+
+class WatchedWorker(ActorRolloutRefWorker):
+    """Notes what of training is on the device when the reference is built, and when the rollout engine is."""
+
+    def __init__(self, config: PPOTrainerConfig, role: str) -> None:
+        super().__init__(config, role)
+        self.notes: list[dict[str, int]] = []
+
+    def _build_ref(self, ops: TrainOps) -> MegatronPPOActor:
+        self._note()
+        return super()._build_ref(ops)
+
+    def _new_rollout(self, rollout_class: type[BaseRollout]) -> BaseRollout:
+        self._note()
+        return super()._new_rollout(rollout_class)
+
+    def _note(self) -> None:
+        held: dict[str, int] = {}
+        for entry in ledger(self.actor_module, self.optimizer):
+            if entry.device == ON_DEVICE and entry.num_bytes and entry.what != "buffer":
+                held[entry.what] = held.get(entry.what, 0) + entry.num_bytes
+        self.notes.append(held)
+
+
+def what_lies_there(model_dir: str, offload: bool) -> list[set[str]]:
+    overrides = [f"{ENGINE}.{part}_offload={offload}" for part in ("param", "optimizer")]
+    worker = WatchedWorker(load_config(config_overrides(model_dir, 1) + overrides), "actor_rollout_ref")
+    worker.init_model()
+    return [set(note) for note in worker.notes]
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_what_leaves_for_generation_has_left_when_the_engine_sizes_its_cache(offload: bool, tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, tiny_hf_config(), seed=1, dtype=torch.float32)
+    (seen,) = run_ranks(what_lies_there, 1, str(tmp_path), offload)
+    assert seen == [set() if offload else {"parameter", "master", "exp_avg", "exp_avg_sq"}] * 2

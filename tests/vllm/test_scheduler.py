@@ -122,6 +122,19 @@ def test_the_youngest_is_preempted_and_recomputed_with_its_tokens() -> None:
     assert young.token_ids[: len(kept)] == kept and young.num_output_tokens == 6
 
 
+def test_who_was_preempted_waits_for_room_for_all_its_tokens() -> None:
+    """Not for that of the first of the steps that compute them again: its blocks would be taken before the last."""
+    scheduler = make_scheduler(num_blocks=40, block_size=2, max_num_seqs=4, budget=8)
+    rows = [Request(str(i), [1, 2, 3, 4], max_tokens=60) for i in range(4)]
+    for row in rows:
+        scheduler.add_request(row)
+    num_computed = 0
+    while scheduler.has_unfinished:
+        num_computed += run_step(scheduler, random.Random(0))[0].total_num_tokens
+    assert scheduler.num_preemptions <= 6
+    assert num_computed < 2 * sum(len(row.token_ids) for row in rows)
+
+
 def test_shared_prefix_blocks_are_counted_and_survive_their_first_owner() -> None:
     scheduler = make_scheduler(prefix=True)
     prompt = list(range(13))

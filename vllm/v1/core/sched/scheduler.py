@@ -144,10 +144,14 @@ class Scheduler:
             insort(self.running, request, key=_urgency)
 
     def _has_room(self, request: Request, num_new: int, num_running: int) -> bool:
-        """Whether there are blocks for the request, and if it was preempted one more for each that runs: else it would
-        soon be preempted again, and what it has computed by then lost.
+        """Whether there are blocks for the request; if it was preempted for all its tokens, in however many steps they
+        are computed, and one more for each that runs: else it would soon be preempted again, and what it has computed
+        by then lost.
         """
-        reserve = num_running if request.status is RequestStatus.PREEMPTED and not request.block_ids else 0
+        reserve = 0
+        if request.status is RequestStatus.PREEMPTED:
+            reserve = 0 if request.block_ids else num_running
+            num_new = len(request.token_ids) - request.num_computed_tokens
         return self.kv.blocks_missing(request, num_new) + reserve <= self.kv.pool.num_free_blocks
 
     def _preempt(self, request: Request) -> None:
