@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megatron.core.ops import TrainOps, reference_ops
 from megatron.core.ops.cpu import cpu_ops
+from megatron.core.ops.reference_attention import MAX_SCORES, attention_block, attention_block_grad
 from megatron.core.ops.reference_moe import GroupedMatmulFunction, topk_router
 
 STATISTICS_WIDTH = 8  # of npu_fusion_attention: every row's maximum and sum, float32, eight times
@@ -57,7 +59,12 @@ def train_ops(device: str, routing: Routing) -> TrainOps:
 
 
 def _cuda_ops() -> TrainOps:
-    return replace(reference_ops(), core_attention=_padded_attention)
+    return replace(
+        reference_ops(),
+        core_attention=_padded_attention,
+        attention_block=_attention_block,
+        attention_block_grad=_attention_block_grad,
+    )
 
 
 def _npu_ops() -> TrainOps:
@@ -67,6 +74,8 @@ def _npu_ops() -> TrainOps:
         swiglu=_swiglu,
         rotary_interleaved=_rotary,
         core_attention=_core_attention,
+        attention_block=_attention_block,
+        attention_block_grad=_attention_block_grad,
         grouped_matmul=_grouped_matmul,
     )
 
@@ -129,6 +138,40 @@ def _padded_attention(
     log_sums = torch.empty(rows, q.shape[1], dtype=torch.float32, device=q.device)
     wide_out = q.new_empty(rows, q.shape[1], q.shape[2])
     return _kernel(q.new_empty(*q.shape[:2], v.shape[-1]), (*padded, wide_out, log_sums), q, k, v)
+
+
+def _attention_block(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float, causal: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The reference's, of its first two pieces: all others need what the second does."""
+    return attention_block(q, k, v, *_two_pieces(q, cu_seqlens_q, cu_seqlens_k), scale, causal)
+
+
+def _attention_block_grad(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    scale: float,
+    causal: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    bounds = _two_pieces(q, cu_seqlens_q, cu_seqlens_k)
+    return attention_block_grad(grad_out, q, k, v, out, lse, *bounds, scale, causal)
+
+
+def _two_pieces(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounds of as many queries of the longest sequence as two of the reference's pieces have."""
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    (start_q, end_q), (start_k, end_k) = max(
+        zip(pairwise(ends_q), pairwise(ends_k), strict=True),
+        key=lambda bounds: (bounds[0][1] - bounds[0][0]) * (bounds[1][1] - bounds[1][0]),
+    )
+    step = max(1, MAX_SCORES // max(1, q.shape[1] * (end_k - start_k)))
+    return torch.tensor([start_q, min(end_q, start_q + 2 * step)]), torch.tensor([start_k, end_k])
 
 
 def _grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:

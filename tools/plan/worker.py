@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 import torch
@@ -41,8 +42,7 @@ class PlannedRollout(vLLMRollout):
 
     def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> dict[str, WeightDigest]:
         """See ``BaseRollout``; there is nothing to put in place, which takes no memory anyway, or to take digests of."""
-        for _ in slices:
-            pass
+        deque(slices, maxlen=0)  # none is held on to, as its bucket would be with it
         return {}
 
     def held_digests(self) -> dict[str, WeightDigest]:
