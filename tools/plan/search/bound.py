@@ -81,15 +81,14 @@ class Bounds:
         """Phase -> bytes of the rank whose training weights are fewest, which has the largest cache."""
         weights = self.rollout_weights(shape.rollout)
         held = [self._held(shape, stage) for stage in range(shape.train.layout.pipeline_model_parallel_size)]
-        least, params = min(held, key=sum), min(held, key=sum)[1]
         buckets = 2 * self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * 2**20
-        engine = self.config.actor_rollout_ref.actor.megatron
-        stays = least[0] + (0.0 if engine.param_offload else params)
-        cache = self._cache_bytes(shape.rollout.tp, sum(least) + weights)
-        if not self._holds_a_sequence(shape.rollout.tp, max(map(sum, held)) + weights):
+        is_offloaded = self.config.actor_rollout_ref.actor.megatron.param_offload
+        kept = [stays + (0.0 if is_offloaded else params) for stays, params in held]  # while the engine generates
+        cache = self._cache_bytes(shape.rollout.tp, min(kept) + weights)
+        if not self._holds_a_sequence(shape.rollout.tp, max(kept) + weights):
             cache = inf
         graphs = 0.0 if knobs.enforce_eager else self._experts(shape, knobs, self._most_sequences(shape))
-        state = stays + weights + cache + graphs
+        state = min(kept) + weights + cache + graphs
         return {
             "weight_sync": max(map(sum, held)) + weights + buckets,
             "generate": state + self._prefill(shape, knobs),
@@ -182,7 +181,7 @@ class Bounds:
         return tokens * self.hf.vocab_size / layout.tensor_model_parallel_size * HEAD_BYTES
 
     def _cache_bytes(self, tp: int, used: float) -> float:
-        """Of the KV cache, as the engine sizes it while its weights and the training weights are on the device."""
+        """Of the KV cache, as the engine sizes it beside its weights and the training state that stays."""
         rollout = self.config.actor_rollout_ref.rollout
         if rollout.num_gpu_blocks_override is not None:
             return float(self._block_bytes(tp) * rollout.num_gpu_blocks_override)
