@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 _MOST = 1 << 16  # entries, after which all are forgotten
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_PASSED_ON = "the first argument"
+_PASSED_ON, _NOTHING = "the first argument", "nothing"
 
 
 class _Form(NamedTuple):
@@ -50,6 +50,8 @@ class KnownOutputs:
             return _empty(known)
         if known is _PASSED_ON:
             return args[0]
+        if known is _NOTHING:
+            return None
         if type(known) is tuple:
             return tuple(_empty(form) for form in known)
         return func(*args, **kwargs)
@@ -70,6 +72,8 @@ def _key(x: Any) -> Any:
 
 def _described(outputs: Any, args: Any, kwargs: Any) -> Any:
     """How to make the outputs again; False when they are no new tensors, each with a storage of its own."""
+    if outputs is None:
+        return _NOTHING
     if args and outputs is args[0]:
         return _PASSED_ON
     tensors = (outputs,) if isinstance(outputs, Tensor) else outputs

@@ -64,6 +64,7 @@ def _cuda_ops() -> TrainOps:
         core_attention=_padded_attention,
         attention_block=_attention_block,
         attention_block_grad=_attention_block_grad,
+        grouped_matmul=_grouped_matmul,
     )
 
 
@@ -175,7 +176,7 @@ def _two_pieces(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[
 
 
 def _grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
-    """One kernel for all experts: on the meta device a loop over them would only take time."""
+    """For all experts at once: on the meta device a loop over them would only take time."""
     out: Tensor = GroupedMatmulFunction.apply(x, w, [x.shape[0], *[0] * (w.shape[0] - 1)], _no_product)
     return out
 
