@@ -48,6 +48,11 @@ class WholePlan:
         return config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every stage was planned."""
+        return len(self.stages) == self.layout.pipeline_model_parallel_size
+
+    @property
     def warnings(self) -> list[str]:
         """What works and should not be done."""
         return slow_groups(self.layout, self.run)
@@ -65,21 +70,34 @@ class WholePlan:
     @property
     def host_bytes(self) -> int:
         """Of the fullest node: its ranks' host memory, and their processes."""
+        assert self.is_whole, len(self.stages)
         return max(host_bytes_of_nodes(self.run.config, self.stages), default=0)
 
 
-def plan_run(run: PlannedRun, size: StepSize, processes: int | None = None) -> WholePlan:
-    """Plans a rank of every stage and checks them together; ``processes`` at a time, by default the machine's cores."""
+def plan_run(
+    run: PlannedRun, size: StepSize, processes: int | None = None, *, ends_when_full: bool = False
+) -> WholePlan:
+    """Plans a rank of every stage and checks them together; ``processes`` at a time, by default the machine's cores.
+
+    ends_when_full: the first rank that is too full ends it; ``is_whole`` then says that stages are missing.
+    """
     config = run.config
     layout = config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size)
     found = layout_problems(layout, run)
     if found:
         return WholePlan(run, size, (), 0, tuple(found))
     ranks = layout.members(0, ("pp",))  # the first of each stage
+    planned: list[RankPlan] = []
     try:
-        stages = tuple(_plan_ranks(run, size, ranks, processes or os.cpu_count() or 1))
+        for plan in _plan_ranks(run, size, ranks, processes or os.cpu_count() or 1):
+            planned.append(plan)
+            if ends_when_full and plan.peak.peak_bytes > run.device.budget_bytes:
+                break
     except ValueError as error:
         return WholePlan(run, size, (), 0, (str(error),))
+    stages = tuple(sorted(planned, key=lambda plan: plan.rank))
+    if len(stages) < len(ranks):
+        return WholePlan(run, size, stages, 0, tuple(_full_ranks(run, stages)))
     total = sum(plan.num_parameters for plan in stages)
     found = [*_memory_problems(run, stages), *call_problems(calls_between_stages(layout, stages))]
     return WholePlan(run, size, stages, total, tuple(found), _traffic(run, stages))
@@ -125,17 +143,23 @@ def calls_of_all_ranks(config: PPOTrainerConfig, device: DeviceProfile, size: St
     }
 
 
-def _plan_ranks(run: PlannedRun, size: StepSize, ranks: Sequence[int], processes: int) -> list[RankPlan]:
-    """The first here, so that what all share is made once; the rest in processes that begin as copies of this one."""
-    first = plan_rank(run.config, run.device, ranks[0], size)
-    rest = ranks[1:]
+def _plan_ranks(run: PlannedRun, size: StepSize, ranks: Sequence[int], processes: int) -> Iterator[RankPlan]:
+    """The first here, so that what all share is made once; the rest in processes that begin as copies of this one.
+
+    Right after the first come the second, which often is the fullest, and the last.
+    """
+    yield plan_rank(run.config, run.device, ranks[0], size)
+    rest = [*ranks[1:2], *ranks[:1:-1]]
     if not rest:
-        return [first]
+        return
     context = multiprocessing.get_context("fork")
     gc.freeze()  # what is there: the copies need not look through it, which would also make it their own memory
     try:
         with ProcessPoolExecutor(min(processes, len(rest)), mp_context=context) as pool:
-            return [first, *pool.map(partial(plan_rank, run.config, run.device, size=size), rest)]
+            try:
+                yield from pool.map(partial(plan_rank, run.config, run.device, size=size), rest)
+            finally:
+                pool.shutdown(cancel_futures=True)
     finally:
         gc.unfreeze()
 
@@ -152,22 +176,24 @@ def host_bytes_of_nodes(config: PPOTrainerConfig, stages: Sequence[RankPlan]) ->
 
 
 def _memory_problems(run: PlannedRun, stages: Sequence[RankPlan]) -> list[str]:
-    device = run.device
-    found = []
-    for plan in stages:
-        if plan.peak.peak_bytes > device.budget_bytes:
-            found.append(
-                f"rank {plan.rank} (stage {plan.coords.pp}) needs {plan.peak.peak_bytes / GIB:.1f} GiB in "
-                f"{plan.peak.name}; "
-                f"a {device.name} has {device.budget_bytes / GIB:.1f} for it ({device.memory_bytes / GIB:.0f} less "
-                f"{device.reserved_bytes / GIB:.0f} of the driver and communicators)"
-            )
+    device, found = run.device, _full_ranks(run, stages)
     fullest = max(host_bytes_of_nodes(run.config, stages), default=0)
     if fullest > device.host_memory_bytes:
         found.append(
             f"a node's ranks need {fullest / GIB:.0f} GiB of host memory; it has {device.host_memory_bytes / GIB:.0f}"
         )
     return found
+
+
+def _full_ranks(run: PlannedRun, stages: Sequence[RankPlan]) -> list[str]:
+    device = run.device
+    return [
+        f"rank {plan.rank} (stage {plan.coords.pp}) needs {plan.peak.peak_bytes / GIB:.1f} GiB in {plan.peak.name}; "
+        f"a {device.name} has {device.budget_bytes / GIB:.1f} for it ({device.memory_bytes / GIB:.0f} less "
+        f"{device.reserved_bytes / GIB:.0f} of the driver and communicators)"
+        for plan in stages
+        if plan.peak.peak_bytes > device.budget_bytes
+    ]
 
 
 def calls_between_stages(layout: ParallelLayout, stages: Sequence[RankPlan]) -> dict[int, list[Phase]]:

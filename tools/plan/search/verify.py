@@ -83,8 +83,10 @@ def halves_at_fault(plan: WholePlan) -> tuple[bool, bool]:
     """
     budget, device = plan.run.device.budget_bytes, plan.run.device
     full = {phase.name for rank in plan.stages for phase in rank.phases if phase.peak_bytes > budget}
-    training = bool(full & set(TRAINING)) or plan.host_bytes > device.host_memory_bytes
-    rollout = bool(full & {"prefill", "decode", "wake_kv_cache"})
+    training, rollout = bool(full & set(TRAINING)), bool(full & {"prefill", "decode", "wake_kv_cache"})
+    if not plan.is_whole:
+        return training, rollout
+    training = training or plan.host_bytes > device.host_memory_bytes
     calls = calls_between_stages(plan.layout, plan.stages)
 
     def has_problems(names: Sequence[str]) -> bool:
@@ -102,5 +104,5 @@ def plan_candidate(request: Request, own: PlannedRun, candidate: Candidate, size
         except ValueError as error:
             return Verified(candidate, tuple(overrides), None, (str(error),))
         problems = validate_config(run.config)
-        plan = None if problems else plan_run(run, size)
+        plan = None if problems else plan_run(run, size, ends_when_full=True)
     return Verified(candidate, tuple(overrides), plan, tuple(problems) or (plan.problems if plan else ()))
