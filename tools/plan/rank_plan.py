@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from megatron.core.memory_ledger import ON_DEVICE, ON_HOST, LedgerEntry, ledger
@@ -67,15 +68,7 @@ def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: 
 
     ValueError when the run would refuse: what does not divide, or a rollout engine without room for its cache.
     """
-    kind = KINDS[device.family]
-    log, meter = CollectiveLog(), MemoryMeter()
-    planned = PlannedDevice(log, meter, has_host_memory=kind != "cpu")
-    platform = PLATFORMS[kind](device.memory_bytes, device.reserved_bytes, planned)
-    trainer = config.trainer
-    with planned_rank(rank, trainer.world_size, trainer.n_gpus_per_node), planned:
-        worker = PlannedWorker(config, kind, size.load, platform)
-        with log.phase("init"):
-            worker.init_model()
+    with _worker(config, device, rank, size) as (worker, log):
         worker.timeline.phases.clear()
         rollout = plan_rollout(worker, _rows_of_replica(config), size.prompt_length, size.response_length)
         calls = [exact("weight_sync", rollout.sync.calls), *_generation_calls(rollout.generation)]
@@ -100,6 +93,31 @@ def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: 
                 "buckets": rollout.sync.peak_bucket_bytes,
             },
         )
+
+
+def prepare(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: StepSize) -> None:
+    """Makes what all ranks of a run share, by building ``rank``: for processes that then begin as copies of this one.
+
+    ValueError as ``plan_rank``.
+    """
+    with _worker(config, device, rank, size):
+        pass
+
+
+@contextmanager
+def _worker(
+    config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: StepSize
+) -> Iterator[tuple[PlannedWorker, CollectiveLog]]:
+    kind = KINDS[device.family]
+    log, meter = CollectiveLog(), MemoryMeter()
+    planned = PlannedDevice(log, meter, has_host_memory=kind != "cpu")
+    platform = PLATFORMS[kind](device.memory_bytes, device.reserved_bytes, planned)
+    trainer = config.trainer
+    with planned_rank(rank, trainer.world_size, trainer.n_gpus_per_node), planned:
+        worker = PlannedWorker(config, kind, size.load, platform)
+        with log.phase("init"):
+            worker.init_model()
+        yield worker, log
 
 
 def _rows_of_replica(config: PPOTrainerConfig) -> int:

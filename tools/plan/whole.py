@@ -14,7 +14,7 @@ from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.collectives import Collective, Phase
 from tools.plan.devices import GIB, DeviceProfile
 from tools.plan.matching import problems as call_problems
-from tools.plan.rank_plan import RankPlan, StepSize, plan_rank
+from tools.plan.rank_plan import RankPlan, StepSize, plan_rank, prepare
 from tools.plan.repeated import RepeatedCalls
 from tools.plan.setup import PlannedRun
 from tools.plan.training import OLD, REF, UPDATE
@@ -144,20 +144,21 @@ def calls_of_all_ranks(config: PPOTrainerConfig, device: DeviceProfile, size: St
 
 
 def _plan_ranks(run: PlannedRun, size: StepSize, ranks: Sequence[int], processes: int) -> Iterator[RankPlan]:
-    """The first here, so that what all share is made once; the rest in processes that begin as copies of this one.
+    """In processes that begin as copies of this one, in which what all share is made once.
 
-    Right after the first come the second, which often is the fullest, and the last.
+    After the first comes the second, which often is the fullest, then the last.
     """
-    yield plan_rank(run.config, run.device, ranks[0], size)
-    rest = [*ranks[1:2], *ranks[:1:-1]]
-    if not rest:
+    if len(ranks) == 1:
+        yield plan_rank(run.config, run.device, ranks[0], size)
         return
+    prepare(run.config, run.device, ranks[0], size)
+    order = [*ranks[:2], *ranks[:1:-1]]
     context = multiprocessing.get_context("fork")
     gc.freeze()  # what is there: the copies need not look through it, which would also make it their own memory
     try:
-        with ProcessPoolExecutor(min(processes, len(rest)), mp_context=context) as pool:
+        with ProcessPoolExecutor(min(processes, len(order)), mp_context=context) as pool:
             try:
-                yield from pool.map(partial(plan_rank, run.config, run.device, size=size), rest)
+                yield from pool.map(partial(plan_rank, run.config, run.device, size=size), order)
             finally:
                 pool.shutdown(cancel_futures=True)
     finally:
