@@ -41,7 +41,7 @@ class PlannedRollout(vLLMRollout):
         return rank_slices(self.inference_engine.config, rank)
 
     def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> dict[str, WeightDigest]:
-        """See ``BaseRollout``; there is nothing to put in place, which takes no memory anyway, or to take digests of."""
+        """See ``BaseRollout``; there are no values to put in place, which takes no memory, or to take digests of."""
         deque(slices, maxlen=0)  # none is held on to, as its bucket would be with it
         return {}
 

@@ -178,9 +178,7 @@ def build_plan(
                 ]
     dealt, num_rounds = _in_rounds(routes, num_ranks, bucket_bytes // 2)
     hf_shapes = {name: held.hf_shape for name, held in every.items()}
-    return TransferPlan(
-        dealt, tuple(quantised), slices, num_holders_N, hf_shapes, held_dtypes, num_rounds, num_ranks
-    )
+    return TransferPlan(dealt, tuple(quantised), slices, num_holders_N, hf_shapes, held_dtypes, num_rounds, num_ranks)
 
 
 _Consumers: TypeAlias = Mapping[Slice, tuple[int, ...]]  # distinct slice of a tensor -> the ranks that hold it
