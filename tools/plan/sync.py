@@ -99,7 +99,7 @@ def shared_plan(
     hf: HFModelConfig,
     layout: ParallelLayout,
     params_dtype: torch.dtype,
-    holdings: Mapping[int, RankSlices],
+    holdings: Mapping[int, Mapping[str, HeldSlice]],
     num_ranks: int,
     *,
     bucket_bytes: int,
@@ -108,7 +108,7 @@ def shared_plan(
     """`build_plan`, made once for all ranks that are planned in this process, and in those forked of it: it is the same
     on all, and takes longer than all else of a rank.
     """
-    ends = tuple(holdings[rank].of for rank in (min(holdings), max(holdings)))
+    ends = tuple(_slices_of(holdings[rank]) for rank in (min(holdings), max(holdings)))
     return _built(_Asked(hf, layout, params_dtype, num_ranks, bucket_bytes, ranks_per_node, ends, holdings))
 
 
@@ -123,7 +123,12 @@ class _Asked:
     bucket_bytes: int
     ranks_per_node: int
     ends: tuple[SlicesOf, ...]
-    holdings: Mapping[int, RankSlices] = field(compare=False)
+    holdings: Mapping[int, Mapping[str, HeldSlice]] = field(compare=False)
+
+
+def _slices_of(held: Mapping[str, HeldSlice]) -> SlicesOf:
+    assert isinstance(held, RankSlices), type(held)
+    return held.of
 
 
 @lru_cache(maxsize=1)

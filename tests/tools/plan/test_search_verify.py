@@ -15,7 +15,7 @@ from tools.plan.rank_plan import StepSize, plan_rank
 from tools.plan.search.verify import halves_at_fault
 from tools.plan.setup import PlannedRun
 from tools.plan.training import UPDATE
-from tools.plan.whole import WholePlan
+from tools.plan.whole import WholePlan, plan_run
 from verl.trainer.config import load_config
 
 SIZE = StepSize(10, 8)
@@ -53,3 +53,14 @@ def test_the_half_that_is_too_full(plan: WholePlan) -> None:
     for memory_bytes, expected in ((1024, (True, True)), (most, (of_phase[UPDATE] > most, False))):
         device = replace(plan.run.device, memory_gib=memory_bytes / 2**30)
         assert halves_at_fault(replace(plan, run=replace(plan.run, device=device))) == expected
+
+
+def test_the_first_rank_that_is_too_full_ends_it(plan: WholePlan) -> None:
+    small = replace(plan.run, device=replace(plan.run.device, memory_gib=1024 / 2**30))
+    part = plan_run(small, SIZE, 1, ends_when_full=True)
+    assert [rank.rank for rank in part.stages] == [0] and not part.is_whole
+    (problem,) = part.problems
+    assert problem.startswith("rank 0 (stage 0) needs")
+    assert halves_at_fault(part) == (True, True)
+    whole = plan_run(plan.run, SIZE, 1, ends_when_full=True)
+    assert whole.is_whole and whole.problems == () and [rank.rank for rank in whole.stages] == [0, 1]

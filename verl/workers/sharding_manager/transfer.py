@@ -108,7 +108,7 @@ class WeightTransfer:
         self.plan, self.group, self.device = plan, group, device
         self.sums_N = torch.zeros(len(plan.slices), dtype=torch.int64, device=device)
         mine = (route for round_ in self.rounds for route in _given(round_) if route.digester == group.rank())
-        self._totals = {route.index: self.sums_N[route.index] for route in mine}
+        self._totals = {route.slice_index: self.sums_N[route.slice_index] for route in mine}
 
     @property
     def peak_bytes(self) -> int:
@@ -139,7 +139,7 @@ class WeightTransfer:
                 if route.digester != self.group.rank():
                     yield _slice(route, values)
                 elif self._is_summed_on_its_way(route, values):
-                    yield _slice(route, values, self._totals[route.index])
+                    yield _slice(route, values, self._totals[route.slice_index])
                 else:
                     for starts, piece in _pieces(route, values):
                         self._add_digest(route, starts, piece)
@@ -163,7 +163,9 @@ class WeightTransfer:
             if route.digester != rank or rank in route.flow.consumers_N:  # the latter is counted where it is kept
                 view.copy_(values)
             elif self._is_summed_on_its_way(route, values):
-                copy_with_digests(route.hf_name, view, values, _starts(route), of_values=self._totals[route.index])
+                copy_with_digests(
+                    route.hf_name, view, values, _starts(route), of_values=self._totals[route.slice_index]
+                )
             else:
                 view.copy_(values)
                 for starts, piece in _pieces(route, values):
@@ -177,7 +179,7 @@ class WeightTransfer:
     def _add_digest(self, route: Route, starts: tuple[int, ...], piece: Tensor) -> None:
         dtype = self.plan.held_dtypes[route.hf_name]
         assert piece.dtype == dtype or dtype != FP8_DTYPE, route.hf_name
-        add_digest(self._totals[route.index], route.hf_name, piece.to(dtype), starts)
+        add_digest(self._totals[route.slice_index], route.hf_name, piece.to(dtype), starts)
 
     def _start(self, round_: Round, packed: _Bucket) -> _Travelling:
         arriving = _Bucket(round_.received_bytes, self.device)

@@ -74,7 +74,7 @@ class Flow:
 class Route(NamedTuple):
     """hf_tensor[ranges] in `dtype`, on its way in round `round`. A tuple, as there may be millions."""
 
-    index: int  # of the slice that it is a part of, in TransferPlan.slices
+    slice_index: int  # of what it is a part of, in TransferPlan.slices
     hf_name: str
     ranges: Slice
     fragment: Fragment
@@ -368,8 +368,11 @@ def _in_rounds(routes: list[Route], num_ranks: int, limit: int) -> tuple[tuple[R
     shares_N = np.array(places) / np.array([totals[route.fragment.owner] for route in routes])
     rounds, dealt = _Rounds(num_ranks, limit), []
     for index in np.argsort(shares_N, kind="stable").tolist():
-        route = routes[index]
-        dealt.append(Route(*route[:-1], rounds.place(route.flow, sizes[index])))
+        r = routes[index]
+        number = rounds.place(r.flow, sizes[index])
+        dealt.append(
+            Route(r.slice_index, r.hf_name, r.ranges, r.fragment, r.dtype, r.flow, r.digester, r.num_bytes, number)
+        )
     return tuple(dealt), rounds.count
 
 
