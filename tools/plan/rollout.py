@@ -12,7 +12,7 @@ from tools.plan.collectives import Collective
 from tools.plan.generation_steps import Step, Workload, count_steps
 from tools.plan.phase_memory import PhaseMemory
 from tools.plan.rollout_ops import ordinary_token
-from tools.plan.sync import SyncPlan, move_largest_only, plan_weight_sync
+from tools.plan.sync import SyncPlan, plan_weight_sync
 from tools.plan.worker import PlannedWorker
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from vllm import LLM
@@ -75,7 +75,7 @@ def plan_rollout(worker: PlannedWorker, num_prompts: int, prompt_length: int, re
     """What the worker's ``generate_sequences`` does, with arguments as `plan_generation`'s."""
     first = len(worker.timeline.phases)
     sync = plan_weight_sync(worker)
-    move_largest_only(worker.sharding_manager.sync.transfer)
+    worker.sync_samples_only()
     worker._offload_for_rollout()
     with worker.sharding_manager:
         generation = plan_generation(worker, num_prompts, prompt_length, response_length)

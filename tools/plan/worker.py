@@ -18,7 +18,7 @@ from tools.plan.phase_memory import MemoryTimeline
 from tools.plan.platform import PlannedPlatform
 from tools.plan.rollout_ops import ordinary_token, rollout_ops, rollout_spread
 from tools.plan.rows import PlannedRows
-from tools.plan.sync import RankSlices, rank_slices, shared_plan
+from tools.plan.sync import RankSlices, move_largest_only, rank_slices, shared_plan
 from tools.plan.world import own_groups
 from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig
@@ -34,20 +34,27 @@ from vllm.model_executor.model_loader.slice_intake import WeightSlice
 
 
 class PlannedRollout(vLLMRollout):
-    """The engine of a planned rank."""
+    """The engine of a planned rank.
+
+    ``takes_samples``: of every weight sync only samples of the slices come, which are let through.
+    """
+
+    takes_samples = False
 
     def held_slices(self, rank: int) -> RankSlices:
         """See ``BaseRollout``."""
         return rank_slices(self.inference_engine.config, rank)
 
     def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> dict[str, WeightDigest]:
-        """See ``BaseRollout``; there are no values to put in place, which takes no memory, or to take digests of."""
+        """See ``BaseRollout``."""
+        if not self.takes_samples:
+            return super().update_weight_slices(slices, version)
         deque(slices, maxlen=0)  # none is held on to, as its bucket would be with it
         return {}
 
     def held_digests(self) -> dict[str, WeightDigest]:
         """See ``BaseRollout``."""
-        return {}
+        return {} if self.takes_samples else super().held_digests()
 
 
 class PlannedWorker(ActorRolloutRefWorker):
@@ -96,6 +103,12 @@ class PlannedWorker(ActorRolloutRefWorker):
         self.platform.planned.move_to_host(sum(entry.num_bytes for entry in held if entry.device == ON_HOST))
 
     _transfer_plan = staticmethod(shared_plan)
+
+    def sync_samples_only(self) -> None:
+        """From now on a weight sync moves the largest part of each kind in every round, through its whole buffers."""
+        assert isinstance(self.rollout, PlannedRollout), type(self.rollout)
+        self.rollout.takes_samples = True
+        move_largest_only(self.sharding_manager.sync.transfer)
 
     def _new_rollout(self, rollout_class: type[BaseRollout]) -> BaseRollout:
         spread = rollout_spread(self.config.rollout, self.hf_config, self.rank, self.world_size, self.load)
