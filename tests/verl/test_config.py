@@ -104,7 +104,7 @@ def test_config_is_frozen_and_its_yaml_loads_back_to_the_same() -> None:
 def test_upstream_keys_of_the_ascend_script_are_accepted_and_make_its_layout() -> None:
     config = load_config(R1_ASCEND)
     assert validate_config(config) == []
-    layout = config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size)
+    layout = config.training_layout
     assert layout.num_layer_list == (6, 8, 8, 8, 8, 8, 8, 7)
     assert layout.data_parallel_size == 32
 

@@ -210,7 +210,7 @@ def _run(
 def micro_batches(config: PPOTrainerConfig, name: str, size: StepSize) -> tuple[int, int]:
     """(rows of one data-parallel rank in one pass of a training call, rows of a micro-batch)."""
     actor, rollout, ref = (getattr(config.actor_rollout_ref, part) for part in ("actor", "rollout", "ref"))
-    layout = actor.megatron.layout(config.trainer.world_size)
+    layout = config.training_layout
     prompts = actor.ppo_mini_batch_size if name == UPDATE else config.data.train_batch_size
     rows = max(1, prompts * rollout.n // layout.data_parallel_size)
     of_log_probs = {OLD: rollout, REF: ref}.get(name)

@@ -44,8 +44,7 @@ class WholePlan:
     @property
     def layout(self) -> ParallelLayout:
         """Of training."""
-        config = self.run.config
-        return config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size)
+        return self.run.config.training_layout
 
     @property
     def is_whole(self) -> bool:
@@ -81,8 +80,7 @@ def plan_run(
 
     ends_when_full: the first rank that is too full ends it; ``is_whole`` then says that stages are missing.
     """
-    config = run.config
-    layout = config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size)
+    layout = run.config.training_layout
     found = layout_problems(layout, run)
     if found:
         return WholePlan(run, size, (), 0, tuple(found))
@@ -167,7 +165,7 @@ def _plan_ranks(run: PlannedRun, size: StepSize, ranks: Sequence[int], processes
 
 def host_bytes_of_nodes(config: PPOTrainerConfig, stages: Sequence[RankPlan]) -> list[int]:
     """Host memory of each node's ranks."""
-    layout = config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size)
+    layout = config.training_layout
     of_stage = {plan.coords.pp: plan.host_bytes + PROCESS_BYTES for plan in stages}
     per_node = config.trainer.n_gpus_per_node
     return [

@@ -79,7 +79,7 @@ class PlannedWorker(ActorRolloutRefWorker):
         """Builds every model of this rank; weights have shapes and no values."""
         self.device = DEVICE
         self.hf_config = load_hf_config(self.config.model.path)
-        self.groups = own_groups(self.config.actor.megatron.layout(self.run_config.trainer.world_size), self.rank)
+        self.groups = own_groups(self.run_config.training_layout, self.rank)
         coords = self.groups.coords
         is_collect = self.groups.is_last_stage and coords.tp == 0 and coords.cp == 0
         self._register_dispatch_collect_info("train", coords.dp, is_collect)

@@ -225,7 +225,7 @@ class ActorRolloutRefWorker(Worker):
 
     def _init_groups(self) -> ProcessGroups:
         join_world(self, self.device_type, self.config.nccl_timeout)
-        layout = self.config.actor.megatron.layout(self.run_config.trainer.world_size)
+        layout = self.run_config.training_layout
         num_other_ranks = self.world_size - layout.world_size  # that generate, where these do not
         groups = initialize_from_layout(layout, self.config.nccl_timeout / 60, num_other_ranks=num_other_ranks)
         # All ranks of a replica take the same rows; context-parallel ones then keep their parts of the tokens.

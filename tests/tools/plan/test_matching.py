@@ -106,7 +106,7 @@ def test_sizes_that_differ_are_found(planned: Calls) -> None:
 def test_tensor_parallelism_beyond_a_node_is_told(tmp_path: Path) -> None:
     device = load_device("h100")
     run = planned_run("deepseek_v3_671b_128gpu", [], device, nodes=None, model=None, scratch=tmp_path)
-    layout = run.config.actor_rollout_ref.actor.megatron.layout(run.config.trainer.world_size)
+    layout = run.config.training_layout
     (warning,) = slow_groups(layout, run)
     assert warning.startswith("rollout.tensor_model_parallel_size is 32: the all_reduces of rank 0's group in decode")
 

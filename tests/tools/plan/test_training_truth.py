@@ -39,7 +39,7 @@ def _config(model_dir: str, world_size: int, overrides: list[str]) -> PPOTrainer
 
 
 def _rows(config: PPOTrainerConfig) -> Rows:
-    layout = config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size)
+    layout = config.training_layout
     num = config.data.train_batch_size * config.actor_rollout_ref.rollout.n // layout.data_parallel_size
     return Rows(num, PROMPT, RESPONSE)
 

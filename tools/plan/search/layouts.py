@@ -22,7 +22,7 @@ LEAST_PREFILL_TOKENS = 256
 
 def training_layouts(config: PPOTrainerConfig, hf: HFModelConfig, device: DeviceProfile) -> Iterator[ParallelLayout]:
     """All that divide: TP, PP with each of ``layer_lists``, CP, EP and ETP; rows divide over data-parallel ranks."""
-    own = config.actor_rollout_ref.actor.megatron.layout(config.trainer.world_size)
+    own = config.training_layout
     world, layers, experts = own.world_size, hf.num_hidden_layers, hf.n_routed_experts
     rows = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     for pp in (pp for pp in divisors(world) if pp <= layers):

@@ -42,7 +42,7 @@ class Answer:
 
 def why_not(run: PlannedRun, own: RunShape, size: StepSize, constants: Constants) -> Answer:
     """Of ``run``, the changed config; ``own`` is the shape of the unchanged one, whose lengths are taken."""
-    layout = run.config.actor_rollout_ref.actor.megatron.layout(run.config.trainer.world_size)
+    layout = run.config.training_layout
     problems = list(dict.fromkeys([*validate_config(run.config), *layout_problems(layout, run)]))
     try:
         shape = RunShape.of(run.config, run.hf, own.lengths, run.name)

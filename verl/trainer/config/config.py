@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatron.core.parallel_layout import ParallelLayout
 from verl.trainer.config.algorithm import AlgoConfig
 from verl.trainer.config.data import DataConfig
 from verl.trainer.config.schedule import ONE_STEP_OFF, AsyncTrainingConfig, RolloutRanksConfig
@@ -58,6 +59,11 @@ class PPOTrainerConfig:
     def has_rollout_ranks(self) -> bool:
         """Whether generation has ranks of its own."""
         return self.trainer.schedule != "sync"
+
+    @property
+    def training_layout(self) -> ParallelLayout:
+        """How the ranks that train share the model."""
+        return self.actor_rollout_ref.actor.megatron.layout(self.trainer.world_size)
 
     @property
     def rollout_world_size(self) -> int:

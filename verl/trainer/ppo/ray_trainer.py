@@ -283,8 +283,7 @@ class RayPPOTrainer:
 
     def _dealt_order(self, batch: DataProto) -> list[int]:
         """Rows so that every data-parallel rank gets its share, by length, of the rows of each mini-batch."""
-        models = self.config.actor_rollout_ref
-        num_ranks = models.actor.megatron.layout(self.config.trainer.world_size).data_parallel_size
+        models, num_ranks = self.config.actor_rollout_ref, self.config.training_layout.data_parallel_size
         return dealt_order(
             batch.batch["num_tokens"].tolist(),
             num_ranks,
