@@ -15,8 +15,8 @@ from tools.plan.collectives import CollectiveLog
 from tools.plan.device import MemoryMeter
 from tools.plan.devices import load_device
 from tools.plan.rank_plan import StepSize
-from tools.plan.search.overrides import overrides_of
 from tools.plan.search.rank import ranking
+from tools.plan.search.verify import Request, verified
 from tools.plan.setup import planned_run
 from tools.plan.timing import RunShape, load_constants
 from tools.plan.training import UPDATE, Rows, batch_of, run_training
@@ -30,13 +30,15 @@ LAYOUT_KEYS = ("parallel_size", "num_layer_list", "moe_tp_extend_ep", "enable_ex
 
 
 def found_layout(scratch: Path) -> list[str]:
-    """The layout keys of the search's best."""
+    """The layout keys of the fastest whose plan fits."""
     device = load_device("h100")
     run = planned_run("moonlight_16b_8gpu", [], device, nodes=None, model=None, scratch=scratch)
     assert run.config.trainer.world_size == NUM_RANKS
     size = StepSize(run.config.data.max_prompt_length, run.config.data.max_response_length)
-    best = ranking(run, RunShape.of(run.config, run.hf), size, load_constants()).best[0]
-    return [text for text in overrides_of(best, run.config) if text.partition("=")[0].endswith(LAYOUT_KEYS)]
+    fastest = ranking(run, RunShape.of(run.config, run.hf), size, load_constants()).best
+    tried = verified(Request("moonlight_16b_8gpu", (), None, None), run, fastest, size, 1)
+    best = next(found for found in tried if not found.problems)
+    return [text for text in best.overrides if text.partition("=")[0].endswith(LAYOUT_KEYS)]
 
 
 def step(model_dir: str, layout: list[str]) -> dict[str, float]:
