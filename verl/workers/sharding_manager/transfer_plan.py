@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.held_slices import HeldSlice
 
 ALIGNMENT = 8  # bytes, of every part of a message
 _OPEN_ROUNDS = 8
-_FEW_RANKS = 24
+_FEW_RANKS = 24  # of a flow, up to which a loop over them is quicker than numpy
 _PARTS_OF_A_ROUND = 4  # routes are cut so that as many of one sender fit in a round
 
 
