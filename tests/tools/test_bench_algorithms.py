@@ -21,7 +21,8 @@ def _write_run(output: Path, name: str, scores: dict[int, float]) -> None:
 
 def test_runs_that_are_there_are_compared_with_grpo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     later = {STEPS: 0.65, 36: 0.7, 40: 0.69}
-    runs = {BASELINE: {STEPS: 0.7}, "rloo": {16: 0.71, STEPS: 0.68}, "gspo": later, "cispo": {STEPS: 0.5, 40: 0.6}}
+    lasting = {STEPS: 0.5, 40: 0.6, 60: 0.65}
+    runs = {BASELINE: {STEPS: 0.7}, "rloo": {16: 0.71, STEPS: 0.68}, "gspo": later, "cispo": lasting}
     for name, scores in runs.items():
         _write_run(tmp_path, name, scores)
     assert main(["--output", str(tmp_path), "rloo", "gspo"]) == 0
@@ -30,7 +31,7 @@ def test_runs_that_are_there_are_compared_with_grpo(tmp_path: Path, capsys: pyte
     assert "| rloo | 0.400 | 0.680 | -0.020 | 16 steps | 0.710 |" in lines
     assert "| gspo | 0.400 | 0.650 | -0.050 | 36 steps | 0.700 |" in lines
     assert main(["--output", str(tmp_path), "rloo", "cispo"]) == 1
-    assert "| cispo | 0.400 | 0.500 | -0.200 | not in 40 | 0.600 |" in capsys.readouterr().out
+    assert "| cispo | 0.400 | 0.500 | -0.200 | not in 60 | 0.650 |" in capsys.readouterr().out
 
 
 def test_the_mean_of_the_seeds_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
