@@ -72,6 +72,12 @@ def test_least_work() -> None:
     assert prefill_work(raw, 2, [64, 64]).flops < prefill_work(raw, 2, [128]).flops
 
 
+def test_every_problem_of_the_options_is_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rollout.main(["--engines", "vllm", "--works", "nothing", "--starts", "0"]) == 2
+    said = capsys.readouterr().err
+    assert all(part in said for part in ("--works has nothing; known: ", "--vllm-python is absent", "--starts is 0"))
+
+
 def test_prompts_are_the_same_for_a_seed_and_new_for_another() -> None:
     work = Work("mixed", 5, 2, 9)
     first, again, other = work.prompts(64, 1), work.prompts(64, 1), work.prompts(64, 2)
