@@ -7,7 +7,6 @@ trains it too, else from a holder on its own node where there is one, and the ho
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,12 +20,12 @@ from mindspeed_llm.hf_config import HFModelConfig
 from mindspeed_llm.hf_shapes import always_fp32
 from mindspeed_llm.sources import intersection, raise_problems
 from mindspeed_llm.weight_plan import Fragment, Slice, fragments, holders, slice_shape
+from verl.workers.sharding_manager.transfer_flows import Flow, Flows
+from verl.workers.sharding_manager.transfer_rounds import Rounds
 from vllm.model_executor.layers.quantization.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, num_blocks
 from vllm.model_executor.model_loader.held_slices import HeldSlice
 
 ALIGNMENT = 8  # bytes, of every part of a message
-_OPEN_ROUNDS = 8
-_FEW_RANKS = 24  # of a flow, up to which a loop over them is quicker than numpy
 _PARTS_OF_A_ROUND = 4  # routes are cut so that as many of one sender fit in a round
 
 
@@ -43,32 +42,6 @@ class SliceIndex:
 
     def __len__(self) -> int:
         return sum(map(len, self.places.values()))
-
-
-Few: TypeAlias = tuple[list[int], list[int], list[int]]
-
-
-@dataclass(frozen=True)
-class Flow:
-    """Consumer i gets what it needs from sources_N[i], itself where it is a holder."""
-
-    sources_N: np.ndarray
-    consumers_N: np.ndarray
-    receivers_M: np.ndarray  # the consumers that are not their own source
-    senders_S: np.ndarray
-    copies_S: np.ndarray  # that each of them sends
-
-    @cached_property
-    def most_copies(self) -> int:
-        """That one rank sends, at least 1."""
-        return int(self.copies_S.max(initial=1))
-
-    @cached_property
-    def few(self) -> Few | None:
-        """(receivers, senders, their copies) where there are few, which are quicker to look at one by one."""
-        if len(self.receivers_M) + len(self.senders_S) > _FEW_RANKS:
-            return None
-        return self.receivers_M.tolist(), self.senders_S.tolist(), self.copies_S.tolist()
 
 
 class Route(NamedTuple):
@@ -155,7 +128,7 @@ def build_plan(
     slices, num_holders_N = _indexed(consumers)
     every = {name: held for of_rank in _distinct(holdings).values() for name, held in of_rank.items()}
     held_dtypes = {name: held.dtype for name, held in every.items()}
-    flows, cuts = _Flows(ranks_per_node), _Cuts(bucket_bytes // 2)
+    flows, cuts = Flows(ranks_per_node), _Cuts(bucket_bytes // 2)
     routes: list[Route] = []
     quantised: list[tuple[Fragment, tuple[int, ...]]] = []
     holders_of: dict[tuple[int, bool, bool], tuple[int, ...]] = {}
@@ -292,36 +265,6 @@ def _wire_dtype(name: str, params_dtype: torch.dtype, held_dtype: torch.dtype) -
     return held_dtype if held_dtype.itemsize < trained.itemsize else trained
 
 
-class _Flows:
-    """Who sends to whom: near holders first, and the holders of a fragment in turns, over consumers and fragments."""
-
-    def __init__(self, ranks_per_node: int) -> None:
-        self._ranks_per_node = ranks_per_node
-        self._turns: dict[tuple[int, ...], int] = {}
-        self._made: dict[tuple[tuple[int, ...], tuple[int, ...], int], tuple[int, Flow]] = {}
-
-    def next(self, holders: tuple[int, ...], consumers: tuple[int, ...]) -> tuple[int, Flow]:
-        """The flow that begins with the holder whose turn it is, and one of its sources, these in turns too."""
-        turn = self._turns.get(holders, 0)
-        self._turns[holders] = (turn + 1) % len(holders)
-        key = (holders, consumers, turn)
-        if key not in self._made:
-            flow = self._make(np.array(holders), np.array(consumers), turn)
-            self._made[key] = int(flow.sources_N[turn % len(consumers)]), flow
-        return self._made[key]
-
-    def _make(self, holders_H: np.ndarray, consumers_N: np.ndarray, turn: int) -> Flow:
-        nodes_H, nodes_N = holders_H // self._ranks_per_node, consumers_N // self._ranks_per_node
-        first_N, stop_N = np.searchsorted(nodes_H, nodes_N, "left"), np.searchsorted(nodes_H, nodes_N, "right")
-        turns_N = np.arange(len(consumers_N)) + turn
-        near_N = first_N + turns_N % np.maximum(stop_N - first_N, 1)
-        chosen_N = holders_H[np.where(stop_N > first_N, near_N, turns_N % len(holders_H))]
-        sources_N = np.where(np.isin(consumers_N, holders_H), consumers_N, chosen_N)
-        is_remote_N = sources_N != consumers_N
-        senders_S, copies_S = np.unique(sources_N[is_remote_N], return_counts=True)
-        return Flow(sources_N, consumers_N, consumers_N[is_remote_N], senders_S, copies_S)
-
-
 class _Cuts:
     """Slices in parts of some rows, of which a rank can send its copies in a fraction of `limit` bytes."""
 
@@ -366,7 +309,7 @@ def _in_rounds(routes: list[Route], num_ranks: int, limit: int) -> tuple[tuple[R
         places.append(place)
         totals[route.fragment.owner] = place + size * max(1, len(route.flow.receivers_M))
     shares_N = np.array(places) / np.array([totals[route.fragment.owner] for route in routes])
-    rounds, dealt = _Rounds(num_ranks, limit), []
+    rounds, dealt = Rounds(num_ranks, limit), []
     for index in np.argsort(shares_N, kind="stable").tolist():
         r = routes[index]
         number = rounds.place(r.flow, sizes[index])
@@ -374,86 +317,6 @@ def _in_rounds(routes: list[Route], num_ranks: int, limit: int) -> tuple[tuple[R
             Route(r.slice_index, r.hf_name, r.ranges, r.fragment, r.dtype, r.flow, r.digester, r.num_bytes, number)
         )
     return tuple(dealt), rounds.count
-
-
-class _Rounds:
-    """The bytes that every rank sends and receives in the last rounds, which are still open."""
-
-    def __init__(self, num_ranks: int, limit: int) -> None:
-        self._limit = limit
-        self._open = [_Load(num_ranks) for _ in range(_OPEN_ROUNDS)]
-        self._first = 0  # open round
-        self._full: dict[int, tuple[int, int]] = {}  # flow -> no round before this one has room for so many bytes
-        self.count = 1
-
-    def place(self, flow: Flow, size: int) -> int:
-        """The first open round in which every rank of the flow has room, a new one if there is none."""
-        full, least = self._full.get(id(flow), (0, 0))
-        begin = max(0, full - self._first) if size >= least else 0
-        slot = self._slot_for_few(flow.few, size, begin) if flow.few is not None else self._slot(flow, size, begin)
-        if slot is None:
-            slot = _OPEN_ROUNDS - 1
-            oldest = self._open.pop(0)
-            oldest.clear()
-            self._open.append(oldest)
-            self._first += 1
-        self._open[slot].add(flow, size)
-        number = self._first + slot
-        self.count = max(self.count, number + 1)
-        self._full[id(flow)] = number, size
-        return number
-
-    def _slot(self, flow: Flow, size: int, begin: int) -> int | None:
-        for slot in range(begin, _OPEN_ROUNDS):
-            load = self._open[slot]
-            most_sent = (load.sent_N[flow.senders_S] + flow.copies_S * size).max()
-            if most_sent <= self._limit and load.received_N[flow.receivers_M].max() + size <= self._limit:
-                return slot
-        return None
-
-    def _slot_for_few(self, few: Few, size: int, begin: int) -> int | None:
-        """One loop, as it is run for millions of routes."""
-        receivers, senders, copies = few
-        limit = self._limit
-        for slot in range(begin, _OPEN_ROUNDS):
-            load = self._open[slot]
-            received = load.received
-            for rank in receivers:
-                if received[rank] + size > limit:
-                    break
-            else:
-                sent = load.sent
-                for rank, count in zip(senders, copies, strict=True):
-                    if sent[rank] + count * size > limit:
-                        break
-                else:
-                    return slot
-        return None
-
-
-class _Load:
-    """Bytes that every rank sends and receives in one round: arrays for single ranks, and for many at once."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.sent, self.received = (array("q", bytes(8 * num_ranks)) for _ in range(2))
-        self.sent_N, self.received_N = (np.frombuffer(load, dtype=np.int64) for load in (self.sent, self.received))
-
-    def add(self, flow: Flow, size: int) -> None:
-        """The flow's copies of ``size`` bytes."""
-        if flow.few is None:
-            self.sent_N[flow.senders_S] += flow.copies_S * size
-            self.received_N[flow.receivers_M] += size
-            return
-        receivers, senders, copies = flow.few
-        for rank in receivers:
-            self.received[rank] += size
-        for rank, count in zip(senders, copies, strict=True):
-            self.sent[rank] += count * size
-
-    def clear(self) -> None:
-        """For another round."""
-        self.sent_N[:] = 0
-        self.received_N[:] = 0
 
 
 def aligned(num_bytes: int) -> int:
