@@ -11,7 +11,7 @@
 #include <cstdlib>
 #include <new>
 
-#include "vec.h"
+#include "coded.h"
 
 constexpr long TILE = 14;    // rows of x in one packed tile
 constexpr long PANEL = 32;   // columns of the weight at a time
@@ -143,9 +143,11 @@ template <class T>
 struct Weight {  // w(k, n) = data[k * k_stride + n * n_stride], one of the strides is 1
   const T* data;
   long k_stride, n_stride;
+  const uint8_t* coded = nullptr;  // instead of the data: columns are the rows of coded.h
 
   // Where its columns lie, if that is one piece.
   Range columns(long first, long count, long k) const {
+    if (coded) return {coded + first / CODED_ROWS * coded_bytes(k), count / CODED_ROWS * coded_bytes(k)};
     if (k_stride != 1 || n_stride != k) return {};
     return {data + first * n_stride, count * k * (long)sizeof(T)};
   }

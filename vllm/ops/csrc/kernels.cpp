@@ -44,10 +44,10 @@ void cpu_mla_attention(long mode, const void* q_latent, long latent_token, long 
 }
 
 void cpu_fused_experts(long mode, const void* x, long x_token, long tokens, long choices, const float* weights,
-                       const int64_t* ids, const void* w13, const void* w2, long experts, long hidden, long width,
-                       long first, void* out) {
+                       const int64_t* ids, const void* w13, const void* w2, const int64_t* places, long experts,
+                       long hidden, long width, long first, void* out) {
   BY_MODE(mode, (fused_experts<M>({(const M::T*)x, x_token, 0}, tokens, choices, weights, ids,
-                                  {(const M::T*)w13, (const M::T*)w2, experts, hidden, width, first}, (M::T*)out)));
+                                  {(const M::T*)w13, (const M::T*)w2, places, experts, hidden, width, first}, (M::T*)out)));
 }
 
 void cpu_topk_router(const float* logits, const float* bias, long tokens, long experts, long top_k, long groups,
@@ -160,6 +160,19 @@ extern "C" void cpu_copy_digest(uint64_t* from_total, uint64_t* to_total, const 
   else BY_SIZE(element_size, (sums = copy_along<U>(slice, {c, r})))
   if (from_total) *from_total += sums.from;
   if (to_total) *to_total += sums.to;
+}
+
+// Of rows x k bfloat16 values; -1 where they are not whole tiles.
+extern "C" long cpu_coded_bytes(long rows, long k) {
+  return rows % CODED_ROWS == 0 && k % CODED_K == 0 ? rows / CODED_ROWS * coded_bytes(k) : -1;
+}
+
+extern "C" int cpu_encode(const void* values, long stride, long rows, long k, void* coded) {
+  return encode((const bf16*)values, stride, rows, k, (uint8_t*)coded);
+}
+
+extern "C" void cpu_decode(const void* coded, long rows, long k, void* values) {
+  decode((const uint8_t*)coded, rows, k, (bf16*)values);
 }
 
 extern "C" void cpu_replay(long calls, const int64_t* kernels, const Slot* slots) {

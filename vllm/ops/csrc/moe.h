@@ -10,7 +10,30 @@ template <class T>
 struct Experts {
   const T* w13;  // [experts, hidden, 2 * width] in memory, by row [experts, 2 * width, hidden]
   const T* w2;   // [experts, width, hidden], by row [experts, hidden, width]
+  // [experts][3], or null: where gate, up and down of each are instead, coded (coded.h), or by row with the lowest bit set.
+  const int64_t* places;
   long count, hidden, width, first;
+
+  template <class M>
+  Weight<T> gate_or_up(long expert, bool is_up) const {
+    if (places) return at<M>(places[3 * expert + is_up], hidden);
+    const T* data = w13 + expert * 2 * width * hidden;
+    return by_row<M> ? Weight<T>{data + is_up * width * hidden, 1, hidden} : Weight<T>{data + is_up * width, 2 * width, 1};
+  }
+
+  template <class M>
+  Weight<T> down(long expert) const {
+    if (places) return at<M>(places[3 * expert + 2], width);
+    const T* data = w2 + expert * hidden * width;
+    return by_row<M> ? Weight<T>{data, 1, width} : Weight<T>{data, hidden, 1};
+  }
+
+ private:
+  template <class M>
+  static Weight<T> at(int64_t place, long k) {
+    if (place & 1) return {(const T*)(place - 1), 1, k};
+    return {nullptr, 1, k, (const uint8_t*)place};
+  }
 };
 
 // At most Rows<M>::AT_ONCE rows of one expert.
@@ -56,10 +79,6 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
   constexpr long item_columns = PANEL * PANELS;
   const long up_items = (width + item_columns - 1) / item_columns;
   const long down_items = (hidden + item_columns - 1) / item_columns;
-  auto matrix = [](const T* all, long expert, long k, long n) -> Weight<T> {
-    const T* data = all + expert * k * n;
-    return by_row<M> ? Weight<T>{data, 1, k} : Weight<T>{data, n, 1};
-  };
   std::atomic<long> next_up{0}, next_down{0};
 #pragma omp parallel
   {
@@ -71,19 +90,20 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
     long packed_for = -1;
     for (long item = next_up++; item < num_segments * up_items; item = next_up++) {
       const Segment segment = segments[item / up_items];
-      const Weight<T> w = matrix(experts.w13, segment.expert, hidden, 2 * width);
+      const Weight<T> w1 = experts.template gate_or_up<M>(segment.expert, false);
+      const Weight<T> w3 = experts.template gate_or_up<M>(segment.expert, true);
       const long begin = item % up_items * item_columns, end = std::min(width, begin + item_columns);
       if (packed_for != item / up_items) {
         rows.pack([&](long i) { return x.data + order[segment.start + i] / choices * x.token_stride; }, segment.rows,
-                  hidden, w.columns(begin, end - begin, hidden));
+                  hidden, w1.columns(begin, end - begin, hidden));
         packed_for = item / up_items;
       }
-      const long step = rows.panels_at_once(w) * PANEL;
+      const long step = rows.panels_at_once(w1) * PANEL;
       for (long first = begin; first < end; first += step) {
         const long columns = std::min(step, end - first);
         const long following = std::min(step, end - first - columns);
-        rows.multiply(w, first, columns, gate, w.columns(width + first, columns, hidden));
-        rows.multiply(w, width + first, columns, up, w.columns(first + columns, following, hidden));
+        rows.multiply(w1, first, columns, gate, w3.columns(first, columns, hidden));
+        rows.multiply(w3, first, columns, up, w1.columns(first + columns, following, hidden));
         for (long p = 0; p * PANEL < columns; ++p)
           for (long i = 0; i < segment.rows; ++i) {
             const float *g = gate + (p * rows.rows_apart() + i) * PANEL, *u = up + (p * rows.rows_apart() + i) * PANEL;
@@ -104,7 +124,7 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
     packed_for = -1;
     for (long item = next_down++; item < num_segments * down_items; item = next_down++) {
       const Segment segment = segments[item / down_items];
-      const Weight<T> w = matrix(experts.w2, segment.expert, width, hidden);
+      const Weight<T> w = experts.template down<M>(segment.expert);
       const long begin = item % down_items * item_columns, end = std::min(hidden, begin + item_columns);
       if (packed_for != item / down_items) {
         act_rows.template pack<Second>([&](long i) { return act + (segment.start + i) * width; }, segment.rows, width,

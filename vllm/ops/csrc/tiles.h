@@ -55,6 +55,41 @@ struct ColumnTiles {
   long step, stride;
 };
 
+// These tiles one after the other as they lie.
+class PlainColumn {
+ public:
+  explicit PlainColumn(const ColumnTiles& tiles) : at_(tiles.data), step_(tiles.step), stride_(tiles.stride) {}
+  long stride() const { return stride_ * sizeof(bf16); }
+  const bf16* next() {
+    const bf16* tile = at_;
+    at_ += step_;
+    return tile;
+  }
+
+ private:
+  const bf16* at_;
+  long step_, stride_;
+};
+
+// Or decoded, a little before they are asked for: what was written just now would be waited for.
+class CodedColumn {
+ public:
+  CodedColumn(const uint8_t* coded, long k) : tiles_(coded, k) {
+    for (long i = 0; i < BEFORE; ++i) tiles_.decode(ring_[i]);
+  }
+  long stride() const { return CODED_K * sizeof(bf16); }
+  const bf16* next() {
+    tiles_.decode(ring_[(given_ + BEFORE) % RING]);
+    return ring_[given_++ % RING];
+  }
+
+ private:
+  static constexpr long BEFORE = 3, RING = 4;
+  CodedTiles tiles_;
+  alignas(64) bf16 ring_[RING][CODED_TILE];
+  long given_ = 0;
+};
+
 // Fetches a range into the second-level cache a little at a time while other work goes on. Where tiles are read one column
 // after the other the processor sees too many short streams to fetch them itself, and stops at every gap.
 class Ahead {
@@ -150,13 +185,20 @@ class TileRows {
     Ahead ahead(fetches_ahead() ? next : Range{});
     const long count = (columns + LANES - 1) / LANES;
     ColumnTiles tiles[PANELS * PANEL / LANES];
-    bf16* copies = copy_buffer_.get<bf16>(count * steps_ * 2 * TILE_WORDS);
-    for (long c = 0; c < count; ++c)
-      tiles[c] = tiles_of(w, first + c * LANES, std::min(LANES, columns - c * LANES), copies + c * steps_ * 2 * TILE_WORDS);
+    const bool is_few = tiles_ <= FEW_TILES;
+    const long copy_size = steps_ * 2 * TILE_WORDS;
+    bf16* copies = copy_buffer_.get<bf16>((is_few ? 1 : count) * copy_size);
+    auto tiles_at = [&](long c, bf16* copy) {
+      return tiles_of(w, first + c * LANES, std::min(LANES, columns - c * LANES), copy);
+    };
     float* sums = sum_buffer_.get(count * tiles_ * TILE_WORDS);
-    if (tiles_ <= FEW_TILES) {
-      for (long c = 0; c < count; ++c) few_rows(tiles[c], sums + c * tiles_ * TILE_WORDS, ahead);
+    if (is_few && w.coded) {
+      for (long c = 0; c < count; ++c)
+        few_rows(CodedColumn(w.coded + (first / LANES + c) * coded_bytes(k_), k_), sums + c * tiles_ * TILE_WORDS, ahead);
+    } else if (is_few) {
+      for (long c = 0; c < count; ++c) few_rows(PlainColumn(tiles_at(c, copies)), sums + c * tiles_ * TILE_WORDS, ahead);
     } else {
+      for (long c = 0; c < count; ++c) tiles[c] = tiles_at(c, copies + c * copy_size);
       for (long c = 0; c < count; c += 2)
         for (long s = 0; s < steps_; s += NEAR_STEPS)
           for (long t = 0; t < tiles_; t += 2)
@@ -173,8 +215,13 @@ class TileRows {
                                        25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
   }
 
-  // As they lie, or where tiles would not be whole, copied with zeros behind.
+  // As they lie, decoded, or where tiles would not be whole, copied with zeros behind.
   ColumnTiles tiles_of(const Weight<bf16>& w, long first, long columns, bf16* copy) const {
+    if (w.coded) {
+      CodedTiles decoded(w.coded + first / LANES * coded_bytes(k_), k_);
+      for (long s = 0; s < steps_; ++s) decoded.decode(copy + s * CODED_TILE);
+      return {copy, CODED_TILE, CODED_K};
+    }
     const bf16* from = w.data + first * w.n_stride;
     if (columns == LANES && k_ % TILE_K == 0) return {from, TILE_K, w.n_stride};
     bf16* to = copy;
@@ -185,7 +232,8 @@ class TileRows {
   }
 
   // Sixteen columns with up to four tiles of rows.
-  void few_rows(const ColumnTiles& w, float* sums, Ahead& ahead) const {
+  template <class Column>
+  void few_rows(Column w, float* sums, Ahead& ahead) const {
     switch (tiles_) {
       case 1: return one_column<1>(w, sums, ahead);
       case 2: return one_column<2>(w, sums, ahead);
@@ -194,18 +242,17 @@ class TileRows {
     }
   }
 
-  template <int ROWS>
-  void one_column(const ColumnTiles& w, float* sums, Ahead& ahead) const {
+  template <int ROWS, class Column>
+  void one_column(Column& w, float* sums, Ahead& ahead) const {
     const float* x = data_;
-    const long next = steps_ * TILE_WORDS, stride = w.stride * sizeof(bf16);
-    const bf16* column = w.data;
+    const long next = steps_ * TILE_WORDS, stride = w.stride();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (long s = 0; s < steps_; ++s, column += w.step, x += TILE_WORDS) {
+    for (long s = 0; s < steps_; ++s, x += TILE_WORDS) {
       ahead.fetch<16>();
-      _tile_loadd(4, column, stride);
+      _tile_loadd(4, w.next(), stride);
       _tile_loadd(5, x, TILE_BYTES);
       _tile_dpbf16ps(0, 4, 5);
       if constexpr (ROWS > 1) {
