@@ -18,9 +18,14 @@ from torch import Tensor
 
 from vllm.config import LOGPROBS_MODES
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.ops.coded import CodedMatrices
 
 KVCache: TypeAlias = tuple[Tensor, ...]
 """One layer's paged cache in the layout of the op table that made it: each tensor is [num_blocks, ...]."""
+
+
+ExpertMatrices: TypeAlias = Tensor | CodedMatrices
+"""One matrix of each expert, or two one below the other; coded only where the op table says so."""
 
 
 @dataclass
@@ -174,8 +179,8 @@ class RolloutOps:
     fused_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, first_expert) -> [T, H]
         sum_k weights[t,k] * w2[e] silu_and_mul(w13[e] x[t]) over the chosen experts that this rank holds,
         e = ids[t,k] - first_expert in [0, E). w13 holds gate rows then up rows. Unless by row (by_row_dtypes) both are
-        transposed views: the memory of w13 is [E, H, 2F], that of w2 [E, F, H], as grouped products want it. The other
-        ranks' experts add nothing. T may be 0.
+        transposed views: the memory of w13 is [E, H, 2F], that of w2 [E, F, H], as grouped products want it. Of
+        coded_dtypes both may be CodedMatrices, w13 in two parts. The other ranks' experts add nothing. T may be 0.
     exchanged_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group) -> [T, H]
         fused_experts over the experts of all ranks of the group: each token goes to the ranks that hold its chosen
         experts and its results come back. Rank r of the group holds experts [r E, (r + 1) E). Collective: every rank
@@ -207,8 +212,9 @@ class RolloutOps:
     gqa_decode: Callable[[Tensor, KVCache, DecodeMetadata, float], Tensor]
     gqa_prefill: Callable[[Tensor, KVCache, PrefillMetadata, float], Tensor]
     topk_router: Callable[[Tensor, Tensor | None, int, int, int, bool, float, str], tuple[Tensor, Tensor]]
-    fused_experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
-    exchanged_experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, GroupCoordinator], Tensor]
+    # Matrices are ExpertMatrices; of a table without coded_dtypes tensors.
+    fused_experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int], Tensor]
+    exchanged_experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int, GroupCoordinator], Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
     sample: Callable[[Tensor, SamplingBatch], SampledTokens]
     names: dict[str, str]
@@ -217,6 +223,8 @@ class RolloutOps:
     not_recordable: tuple[str, ...] = ()
     # Of these types layers keep matrices as [..., out, in] in memory, as checkpoints do; of others, [..., in, out].
     by_row_dtypes: tuple[torch.dtype, ...] = ()
+    # Of these types the experts' entries take coded matrices too, with the same results bit for bit.
+    coded_dtypes: tuple[torch.dtype, ...] = ()
     # Decode steps of latent attention go through mla_prefill, by the keys and values of each head, as training does.
     expands_decode: bool = False
 
@@ -230,7 +238,8 @@ class RolloutOps:
     @classmethod
     def entries(cls) -> set[str]:
         """Names of the ops: every field but those that say something of them."""
-        return {f.name for f in fields(cls)} - {"names", "not_recordable", "by_row_dtypes", "expands_decode"}
+        said = {"names", "not_recordable", "by_row_dtypes", "coded_dtypes", "expands_decode"}
+        return {f.name for f in fields(cls)} - said
 
 
 def resolve(provider: str) -> RolloutOps:

@@ -6,14 +6,16 @@ Letters: T tokens of this rank, S its choices (token and expert), A choices that
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.ops.coded import CodedMatrices
 from vllm.ops.reference_moe import fused_experts
 
-FusedExperts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
+FusedExperts = Callable[[Tensor, Any, Any, Tensor, Tensor, int], Tensor]
 
 
 def exchanged_experts(
@@ -30,8 +32,8 @@ def exchanged_experts(
 
 def all_to_all_experts(
     x_TH: Tensor,
-    w13_E2FH: Tensor,
-    w2_EHF: Tensor,
+    w13_E2FH: Tensor | CodedMatrices,
+    w2_EHF: Tensor | CodedMatrices,
     weights_TK: Tensor,
     ids_TK: Tensor,
     num_active: int,

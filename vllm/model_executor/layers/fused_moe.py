@@ -26,8 +26,10 @@ from vllm.model_executor.layers.linear import (
     local_slice,
 )
 from vllm.model_executor.layers.quantization.fp8 import dense
+from vllm.model_executor.model_loader.coded_target import CodedTarget
 from vllm.model_executor.model_loader.weight_target import WeightTarget
-from vllm.ops.contract import RolloutOps
+from vllm.ops.coded import CodedMatrices, is_worth_coding
+from vllm.ops.contract import ExpertMatrices, RolloutOps
 from vllm.transformers_utils.config import DeepseekV3Config
 
 
@@ -72,8 +74,14 @@ class FusedMoE(nn.Module):
         self.e_score_correction_bias: nn.Parameter | None = None
         if hf.scoring_func == "sigmoid":
             self.e_score_correction_bias = empty_parameter(hf.n_routed_experts, dtype=torch.float32)
-        self.w13 = empty_matrix(ops, self.num_local_experts, 2 * width, hf.hidden_size)
-        self.w2 = empty_matrix(ops, self.num_local_experts, hf.hidden_size, width)
+        self.w13: nn.Parameter | CodedMatrices
+        self.w2: nn.Parameter | CodedMatrices
+        if torch.get_default_dtype() in ops.coded_dtypes and is_worth_coding(width, hf.hidden_size):
+            self.w13 = CodedMatrices(self.num_local_experts, 2, width, hf.hidden_size)
+            self.w2 = CodedMatrices(self.num_local_experts, 1, hf.hidden_size, width)
+        else:
+            self.w13 = empty_matrix(ops, self.num_local_experts, 2 * width, hf.hidden_size)
+            self.w2 = empty_matrix(ops, self.num_local_experts, hf.hidden_size, width)
         self.shared_experts = None
         if hf.n_shared_experts:
             shared_width = hf.moe_intermediate_size * hf.n_shared_experts
@@ -112,7 +120,7 @@ class FusedMoE(nn.Module):
         if context.routed_experts is not None:
             context.routed_experts.append(tp.all_gather(ids_SK).flatten(0, 1)[: len(x_TH)])
         out_SH = self.ops.exchanged_experts(
-            rows_SH, dense(self.w13), dense(self.w2), weights_SK, ids_SK, num_active, self.parallel.exchange
+            rows_SH, *self._matrices(), weights_SK, ids_SK, num_active, self.parallel.exchange
         )
         out_TH = torch.zeros_like(x_TH)
         out_TH[first : first + num_rows] = out_SH[:num_active]
@@ -124,7 +132,13 @@ class FusedMoE(nn.Module):
         weights_TK, ids_TK = self._route(x_TH)
         if context.routed_experts is not None:
             context.routed_experts.append(ids_TK[own])
-        return self.ops.fused_experts(x_TH, dense(self.w13), dense(self.w2), weights_TK, ids_TK, self.first_expert)
+        return self.ops.fused_experts(x_TH, *self._matrices(), weights_TK, ids_TK, self.first_expert)
+
+    def _matrices(self) -> tuple[ExpertMatrices, ExpertMatrices]:
+        """Of the experts here, as the op table takes them."""
+        if isinstance(self.w13, CodedMatrices) or isinstance(self.w2, CodedMatrices):
+            return self.w13, self.w2
+        return dense(self.w13), dense(self.w2)
 
     def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         hf = self.hf
@@ -169,8 +183,17 @@ class FusedMoE(nn.Module):
         if not 0 <= local < self.num_local_experts:
             shapes = (up_shape, up_shape, down_shape)
             return {name: WeightTarget(shape) for name, shape in zip(names, shapes, strict=True)}
-        width = self.w2.shape[2]
         part = local_slice(full_width, self.width_group)
+        if isinstance(self.w13, CodedMatrices):
+            assert isinstance(self.w2, CodedMatrices)
+            gate, up, down = self.w13.matrix(local, 0), self.w13.matrix(local, 1), self.w2.matrix(local, 0)
+            return {
+                names[0]: CodedTarget(up_shape, self.w13.code, source=(part,), matrix=gate),
+                names[1]: CodedTarget(up_shape, self.w13.code, source=(part,), matrix=up),
+                names[2]: CodedTarget(down_shape, self.w2.code, source=(slice(None), part), matrix=down),
+            }
+        assert not isinstance(self.w2, CodedMatrices)
+        width = self.w2.shape[2]
         return {
             names[0]: WeightTarget(up_shape, self.w13, (local, slice(0, width)), (part,)),
             names[1]: WeightTarget(up_shape, self.w13, (local, slice(width, 2 * width)), (part,)),

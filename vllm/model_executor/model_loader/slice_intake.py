@@ -12,6 +12,7 @@ from vllm.model_executor.layers.quantization.fp8 import FP8_DTYPE
 from vllm.model_executor.model_loader.collect_digests import named_digests
 from vllm.model_executor.model_loader.digest import WeightDigest, copy_with_digests
 from vllm.model_executor.model_loader.weight_target import StoredSlice, WeightTarget
+from vllm.ops.coded import CodedMatrix
 
 _SHOWN = 20
 _Ranges = tuple[tuple[int, int], ...]
@@ -32,13 +33,15 @@ class WeightSlice(NamedTuple):
 class SliceIntake:
     """Copies slices to their places; what has come of each tensor is remembered until `finish`.
 
-    Digests are taken from the places right after each copy, while a processor has them in its cache.
+    Digests are taken from the places right after each copy, while a processor has them in its cache. A matrix that is
+    held coded is put together first, and coded when all of it is there: its code gives back what was summed up.
     """
 
     def __init__(self, targets: dict[str, WeightTarget]) -> None:
         held = (stored for name, target in targets.items() for stored in target.held(name))
         self._held: dict[str, StoredSlice] = {stored.hf_name: stored for stored in held}
         self._came: dict[str, list[_Ranges]] = {name: [] for name in self._held}
+        self._open: dict[str, Tensor] = {}  # coded matrices of which some elements came
         device = next((stored.part.device for stored in self._held.values() if stored.part is not None), None)
         self._digests_N = torch.zeros(len(self._held), dtype=torch.int64, device=device)
         self._totals: dict[str, Tensor] = dict(zip(self._held, self._digests_N.unbind(), strict=True))
@@ -49,7 +52,7 @@ class SliceIntake:
             stored = self._held.get(slice_.hf_name)
             if stored is None:
                 raise ValueError(f"weight {slice_.hf_name} is unknown to this model, or held by other ranks only")
-            _place(stored, slice_, self._came[slice_.hf_name], self._totals[slice_.hf_name])
+            self._place(stored, slice_)
             del slice_  # or a buffer of what has arrived would live on while the next ones are filled
 
     def finish(self) -> dict[str, WeightDigest]:
@@ -64,6 +67,19 @@ class SliceIntake:
             raise ValueError(f"{len(missing)} weights were not updated: {', '.join(missing[:_SHOWN])}{more}")
         return named_digests(list(self._held.values()), self._digests_N)
 
+    def _place(self, stored: StoredSlice, slice_: WeightSlice) -> None:
+        name, matrix = stored.hf_name, stored.part
+        came, total = self._came[name], self._totals[name]
+        if not isinstance(matrix, CodedMatrix):
+            assert matrix is not None, name
+            _place(stored, matrix, slice_, came, total)
+            return
+        if name not in self._open:
+            self._open[name] = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
+        _place(stored, self._open[name], slice_, came, total)
+        if self._num_came(name) == matrix.numel():
+            matrix.store(self._open.pop(name))
+
     def _num_came(self, name: str) -> int:
         return sum(_num_elements(ranges) for ranges in self._came[name])
 
@@ -73,16 +89,15 @@ def _size(stored: StoredSlice) -> int:
     return stored.part.numel()
 
 
-def _place(stored: StoredSlice, slice_: WeightSlice, came: list[_Ranges], held: Tensor) -> None:
-    """Adds the slice to the digest of its tensor, `held`, as it is read from its place."""
+def _place(stored: StoredSlice, part: Tensor, slice_: WeightSlice, came: list[_Ranges], held: Tensor) -> None:
+    """To its place in `part`; adds the slice to the digest of its tensor, `held`, as it is read from there."""
     name, starts, values, total = slice_
-    assert stored.part is not None, name
-    if len(starts) != stored.part.dim() or values.dim() != len(starts):
-        raise ValueError(f"weight {name} has {stored.part.dim()} dimensions, the slice {values.dim()} from {starts}")
+    if len(starts) != part.dim() or values.dim() != len(starts):
+        raise ValueError(f"weight {name} has {part.dim()} dimensions, the slice {values.dim()} from {starts}")
     ranges = tuple((start, start + size) for start, size in zip(starts, values.shape, strict=True))
     here = tuple(slice(start - first, stop - first) for (start, stop), first in zip(ranges, stored.starts, strict=True))
-    if any(part.start < 0 or part.stop > size for part, size in zip(here, stored.part.shape, strict=True)):
-        mine = tuple((first, first + size) for first, size in zip(stored.starts, stored.part.shape, strict=True))
+    if any(cut.start < 0 or cut.stop > size for cut, size in zip(here, part.shape, strict=True)):
+        mine = tuple((first, first + size) for first, size in zip(stored.starts, part.shape, strict=True))
         raise ValueError(f"weight {name}: slice {ranges} came, this rank holds {mine} of {stored.hf_shape}")
     is_fp8 = stored.dtype == FP8_DTYPE
     fits = values.dtype == FP8_DTYPE if is_fp8 else values.is_floating_point() and values.element_size() >= 2
@@ -92,8 +107,7 @@ def _place(stored: StoredSlice, slice_: WeightSlice, came: list[_Ranges], held: 
     if any(_overlap(ranges, earlier) for earlier in came):
         raise ValueError(f"weight {name}: a part of slice {ranges} came before in this update")
     _note(came, ranges)
-    place = stored.part[here]
-    copy_with_digests(name, place, values, starts, of_values=total, of_target=held)
+    copy_with_digests(name, part[here], values, starts, of_values=total, of_target=held)
 
 
 def _note(came: list[_Ranges], ranges: _Ranges) -> None:

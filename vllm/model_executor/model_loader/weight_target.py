@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vllm.model_executor.layers.quantization.fp8 import Fp8Weight, Sliceable, check_scales, dequantize
 from vllm.model_executor.model_loader.digest import slice_digest
+from vllm.ops.coded import CodedMatrix
 
 _DERIVED_NAME = re.compile(r".*\.rotary_emb\.inv_freq$")
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
@@ -27,13 +28,14 @@ class StoredSlice:
     hf_name: str
     hf_shape: tuple[int, ...]
     dtype: torch.dtype
-    part: Tensor | None  # None: nothing
+    part: Tensor | CodedMatrix | None  # None: nothing
     starts: tuple[int, ...] = ()  # where the part begins in the tensor
 
     def digest(self) -> Tensor:
         """int64 scalar, see `slice_digest`."""
         assert self.part is not None, self.hf_name
-        return slice_digest(self.hf_name, self.part, self.starts)
+        values = self.part.values() if isinstance(self.part, CodedMatrix) else self.part
+        return slice_digest(self.hf_name, values, self.starts)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 //
 // Of a value the low byte stays as it is, with the lowest bit of the exponent on top of the mantissa; sign and three bits
 // more of the exponent, counted from the block's lowest, are half a byte: sixteen exponents in all. A block of 16 rows by
-// 128 has room for fifteen values with other exponents. A matrix that needs more in some block is not coded. The idea of
-// weights that are stored by their exponents' entropy and widened where they are multiplied is DFloat11's
-// (arXiv:2504.11651); a fixed width lets a few vector instructions do it.
+// 128 has room for fifteen values with other exponents; a matrix that needs more in some block is not coded. To store
+// weights by the entropy of their exponents and widen them where they are multiplied is the idea of DFloat11
+// (arXiv:2504.11651); of codes of one width a few vector instructions make values.
 #pragma once
 #include <omp.h>
 
@@ -145,9 +145,19 @@ static inline bool encode_block(const bf16* tiles, long count, uint8_t* coded) {
   return true;
 }
 
+static inline bool is_code_of(const uint8_t* coded, const bf16* tiles, long count) {
+  CodedTiles decoded(coded, count * CODED_K);
+  alignas(64) bf16 tile[CODED_TILE];
+  for (long t = 0; t < count; ++t) {
+    decoded.decode(tile);
+    if (std::memcmp(tile, tiles + t * CODED_TILE, sizeof(tile)) != 0) return false;
+  }
+  return true;
+}
+
 static inline int coding_threads(long rows, long k) { return rows * k < 1 << 16 ? 1 : omp_get_max_threads(); }
 
-// rows x k values to their code; whether they fit it. Rows are `stride` elements apart and a multiple of CODED_ROWS.
+// rows x k values to their code; whether it gives them back. Rows are `stride` elements apart and a multiple of CODED_ROWS.
 static bool encode(const bf16* values, long stride, long rows, long k, uint8_t* coded) {
   const long size = coded_bytes(k), tiles = k / CODED_K;
   bool fits = true;
@@ -161,7 +171,7 @@ static bool encode(const bf16* values, long stride, long rows, long k, uint8_t* 
         for (long t = 0; t < count; ++t)
           std::memcpy(block + t * CODED_TILE + i * CODED_K, values + (first + i) * stride + (start + t) * CODED_K,
                       CODED_K * sizeof(bf16));
-      fits = encode_block(block, count * CODED_TILE, to);
+      fits = encode_block(block, count * CODED_TILE, to) && is_code_of(to, block, count);
       to += sizeof(CodedHead) + count * CODED_TILE_BYTES;
     }
   }

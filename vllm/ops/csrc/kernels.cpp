@@ -44,10 +44,10 @@ void cpu_mla_attention(long mode, const void* q_latent, long latent_token, long 
 }
 
 void cpu_fused_experts(long mode, const void* x, long x_token, long tokens, long choices, const float* weights,
-                       const int64_t* ids, const void* w13, const void* w2, const int64_t* places, long experts,
-                       long hidden, long width, long first, void* out) {
+                       const int64_t* ids, const void* w13, const void* w2, long is_coded, long experts, long hidden,
+                       long width, long first, void* out) {
   BY_MODE(mode, (fused_experts<M>({(const M::T*)x, x_token, 0}, tokens, choices, weights, ids,
-                                  {(const M::T*)w13, (const M::T*)w2, places, experts, hidden, width, first}, (M::T*)out)));
+                                  {w13, w2, is_coded != 0, experts, hidden, width, first}, (M::T*)out)));
 }
 
 void cpu_topk_router(const float* logits, const float* bias, long tokens, long experts, long top_k, long groups,

@@ -8,28 +8,27 @@
 
 template <class T>
 struct Experts {
-  const T* w13;  // [experts, hidden, 2 * width] in memory, by row [experts, 2 * width, hidden]
-  const T* w2;   // [experts, width, hidden], by row [experts, hidden, width]
-  // [experts][3], or null: where gate, up and down of each are instead, coded (coded.h), or by row with the lowest bit set.
-  const int64_t* places;
+  const void* w13;  // T [experts, hidden, 2 * width] in memory, by row [experts, 2 * width, hidden]
+  const void* w2;   // T [experts, width, hidden], by row [experts, hidden, width]
+  bool is_coded;    // then both are places: int64 [experts][2] of gates and ups, [experts] of downs
   long count, hidden, width, first;
 
   template <class M>
   Weight<T> gate_or_up(long expert, bool is_up) const {
-    if (places) return at<M>(places[3 * expert + is_up], hidden);
-    const T* data = w13 + expert * 2 * width * hidden;
+    if (is_coded) return at(((const int64_t*)w13)[2 * expert + is_up], hidden);
+    const T* data = (const T*)w13 + expert * 2 * width * hidden;
     return by_row<M> ? Weight<T>{data + is_up * width * hidden, 1, hidden} : Weight<T>{data + is_up * width, 2 * width, 1};
   }
 
   template <class M>
   Weight<T> down(long expert) const {
-    if (places) return at<M>(places[3 * expert + 2], width);
-    const T* data = w2 + expert * hidden * width;
+    if (is_coded) return at(((const int64_t*)w2)[expert], width);
+    const T* data = (const T*)w2 + expert * hidden * width;
     return by_row<M> ? Weight<T>{data, 1, width} : Weight<T>{data, hidden, 1};
   }
 
  private:
-  template <class M>
+  // A place is the address of a coded matrix (coded.h), or with the lowest bit set of one as it is, by row.
   static Weight<T> at(int64_t place, long k) {
     if (place & 1) return {(const T*)(place - 1), 1, k};
     return {nullptr, 1, k, (const uint8_t*)place};

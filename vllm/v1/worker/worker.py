@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -207,12 +208,14 @@ class Worker:
             raise RuntimeError(f'{action} while the weights sleep: call wake_up(tags=["weights"]) first')
 
     def _build_model(self, parallel: ParallelState) -> CausalLM:
+        # FP8 is smaller than any code of what it stands for.
+        ops = replace(self.ops, coded_dtypes=()) if self.config.model.quantization == "fp8" else self.ops
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
             with self.device:
                 hf = self.config.model.hf
-                return MODELS[hf.architecture](hf, self.config.model.max_model_len, parallel, self.ops, self.device)
+                return MODELS[hf.architecture](hf, self.config.model.max_model_len, parallel, ops, self.device)
         finally:
             torch.set_default_dtype(default_dtype)
 
