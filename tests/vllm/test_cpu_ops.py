@@ -167,6 +167,41 @@ def test_prefill_equals_decode_bit_by_bit(how: str, heads: int, cached: int, len
     assert torch.equal(torch.cat([decode(i) for i in range(length)]), whole)
 
 
+@pytest.mark.parametrize("how", list(TABLES))
+@pytest.mark.parametrize("heads", [3, 8, 20])
+@pytest.mark.parametrize(
+    ("common", "own", "block"),
+    [(512, (1, 90), 16), (200, (1, 700), 16), (1100, (1, 500), 4), (96, (0, 0), 32), (64, (1, 40), 48)],
+)
+def test_sequences_with_common_blocks_attend_as_alone(
+    how: str, heads: int, common: int, own: tuple[int, int], block: int
+) -> None:
+    """Samples of two prompts, which themselves begin alike, between strangers; bit by bit."""
+    table, dtype = TABLES[how]
+    draw, latent, rope = random.Random(0), 64, 16
+    prompt, fresh = -(-common // block), iter(draw.sample(range(4000), 4000))
+    first = [next(fresh) for _ in range(prompt)]
+    second = [*first[: prompt // 2], *(next(fresh) for _ in range(prompt - prompt // 2))]
+    lens, tables = [], []
+    for shared in ([], *[first] * 9, *[second] * 4, [], first):
+        lens.append(max(1, len(shared) * block - block // 2 * (own == (0, 0)) + draw.randint(*own)))
+        own_blocks = max(0, -(-lens[-1] // block) - len(shared))
+        tables.append([*shared, *(next(fresh) for _ in range(own_blocks))])
+    width = max(map(len, tables))
+    tables_BW = torch.tensor([row + [0] * (width - len(row)) for row in tables]).int()
+    generator = torch.Generator().manual_seed(0)
+    pages = torch.randn(4000, block, latent + rope, generator=generator).to(dtype)
+    q = torch.randn(len(lens), heads, latent + rope, generator=generator).to(dtype)
+
+    def attended(part: slice) -> Tensor:
+        meta = DecodeMetadata(np.array(lens)[part], torch.tensor(lens)[part].int(), tables_BW[part].contiguous(), block)
+        return table.mla_decode(q[part, :, :latent], q[part, :, latent:], (pages,), meta, 0.1)
+
+    together = attended(slice(None))
+    for b in range(len(lens)):
+        assert torch.equal(attended(slice(b, b + 1))[0], together[b]), b
+
+
 def sampled(ops: RolloutOps, vocabulary: int, temperatures: list[float]) -> tuple[Tensor, Tensor]:
     rows = len(temperatures)
     logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(2)) * 3

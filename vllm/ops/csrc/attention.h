@@ -29,12 +29,21 @@ struct Pages {
   }
 };
 
-// Queries of one sequence, each of which sees one token more than the one before it, attended to at once. Its work is cut
-// into items: spans by groups of heads.
+static inline long spans_of(long tokens) { return (tokens + SPAN - 1) / SPAN; }
+static inline long whole_steps(long tokens) { return (tokens + 31) / 32 * 32; }
+
+// Queries that are attended to together. Either of one sequence, each of which sees one token more than the one before it,
+// or of several sequences that begin with the same tokens in the same blocks, as samples of a prompt do. Their work is cut
+// into items: spans by groups of heads, and by sequences where these have nothing in common any more.
 struct Run {
-  long query, count, tiles, spans;  // its first query, how many, and tiles that they are; spans of their contexts
-  long item, partial;               // the first of its items, and of its tiles of partial results
+  long query, count, spans;  // its first query, how many; spans of the longest context
+  long common, together;     // tokens, and spans, that several sequences begin with; of one sequence none, and all
+  long item, partial;        // the first of its items, and of its partial results
+  bool is_one_sequence() const { return common == 0; }
 };
+
+constexpr long MOST_SEQUENCES = 8;  // of a run
+constexpr long LEAST_COMMON = 64;   // tokens that make it worth while
 
 template <class T>
 static bool is_next(const Pages<T>& cache, long query) {  // of the sequence that the query before it belongs to
@@ -44,31 +53,93 @@ static bool is_next(const Pages<T>& cache, long query) {  // of the sequence tha
   return seen[0] == seen[-1] + 1 && std::equal(table, table + blocks, table - cache.table_width);
 }
 
-// Runs of tiles of `per_tile` queries, all with the same number of spans; returns how many. One more says where they end.
+// Whole steps of tokens, all seen by both, that two queries begin with.
 template <class T>
-static long find_runs(const Pages<T>& cache, long queries, long per_tile, long max_tiles, long groups, Run* runs) {
+static long common_tokens(const Pages<T>& cache, long a, long b) {
+  const int32_t *one = cache.tables + a * cache.table_width, *other = cache.tables + b * cache.table_width;
+  const long blocks = std::min(cache.seq_lens[a], cache.seq_lens[b]) / cache.block_size;
+  return (std::mismatch(one, one + blocks, other).first - one) * cache.block_size / 32 * 32;
+}
+
+// How many sequences from this query on, of `most`, have as much in common, and how much that is.
+template <class T>
+static long find_family(const Pages<T>& cache, long query, long most, long& common) {
+  long count = 1;
+  for (common = LEAST_COMMON; count < most; ++count) {
+    const long tokens = common_tokens(cache, query, query + count);
+    if (tokens < common) break;
+    if (count + 1 < most && common_tokens(cache, query + count, query + count + 1) > tokens) break;  // the next family's
+    common = tokens;
+  }
+  if (count == 1) common = 0;
+  return count;
+}
+
+// Runs of at most `most` queries; returns how many. One more says where they end.
+template <class T>
+static long find_runs(const Pages<T>& cache, long queries, long most, long groups, Run* runs) {
+  // Several sequences are one run where that leaves all threads enough of them.
+  const long sequences = std::min({MOST_SEQUENCES, most, queries * groups / (2 * omp_get_max_threads())});
   long found = 0;
   Run run{};
   for (long b = 0; b < queries; b = run.query) {
-    run.spans = (cache.seq_lens[b] + SPAN - 1) / SPAN, run.count = 1;
-    while (b + run.count < queries && run.count < per_tile * max_tiles && is_next(cache, b + run.count) &&
+    run.spans = run.together = spans_of(cache.seq_lens[b]), run.count = 1, run.common = 0;
+    while (b + run.count < queries && run.count < most && is_next(cache, b + run.count) &&
            cache.seq_lens[b + run.count] <= run.spans * SPAN)
       ++run.count;
-    run.tiles = (run.count + per_tile - 1) / per_tile;
+    long items = run.spans;
+    if (run.count == 1 && (run.count = find_family(cache, b, std::min(sequences, queries - b), run.common)) > 1) {
+      run.together = items = spans_of(run.common);
+      for (long i = b; i < b + run.count; ++i) {
+        run.spans = std::max(run.spans, spans_of(cache.seq_lens[i]));
+        items += spans_of(cache.seq_lens[i]) - run.together;
+      }
+    }
     runs[found++] = run;
-    run.query += run.count, run.item += run.spans * groups, run.partial += run.spans * groups * run.tiles;
+    run.query += run.count, run.item += items * groups, run.partial += run.spans * run.count;
   }
   runs[found] = run;
   return found;
 }
 
-// A span that a run attends to with one group of heads.
+// A span that queries of a run attend to with one group of heads.
 template <class T>
 struct SpanOf {
   const Run* run = nullptr;  // there is none: nothing is left to do
-  long part = 0, begin = 0, count = 0;
+  long span = 0, group = 0;
+  long first = 0, queries = 0;  // of the run
+  long count = 0;               // tokens that all of them see, of one sequence the last of them
+  Own own[MOST_SEQUENCES];      // of several sequences: of each
+  long num_rows = 0;            // in whole steps
   const T** rows = nullptr;
 };
+
+// An item, with its rows in `to`.
+template <class T>
+static SpanOf<T> span_of(const Pages<T>& cache, const Run& run, long item, long groups, const T** to) {
+  SpanOf<T> found;
+  found.run = &run, found.queries = run.count, found.rows = to;
+  item -= run.item;
+  long span = 0;
+  if (item >= run.together * groups) {
+    auto items_of = [&](long i) { return (spans_of(cache.seq_lens[run.query + i]) - run.together) * groups; };
+    for (item -= run.together * groups; item >= items_of(found.first); ++found.first) item -= items_of(found.first);
+    found.queries = 1, span = run.together;
+  }
+  found.span = span + item / groups, found.group = item % groups;
+  const long begin = found.span * SPAN, query = run.query + found.first, last = query + found.queries - 1;
+  const bool are_several = found.queries > 1 && !run.is_one_sequence();
+  found.count = std::min(SPAN, (are_several ? run.common : cache.seq_lens[last]) - begin);
+  cache.rows_of(last, begin, found.count, to);
+  found.num_rows = whole_steps(found.count);
+  for (long i = 0; are_several && i < found.queries; ++i) {
+    const long left = std::min(SPAN, cache.seq_lens[query + i] - begin) - found.count;
+    found.own[i] = {found.num_rows, left};
+    if (left > 0) cache.rows_of(query + i, begin + found.count, left, to + found.num_rows);
+    found.num_rows += whole_steps(left);
+  }
+  return found;
+}
 
 template <class M>
 using Span = std::conditional_t<by_row<M>, TileSpan, VectorSpan<M>>;
@@ -82,73 +153,78 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
   const long per_tile = TILES > 1 ? std::max(1L, QUERIES / heads) : 1;
   enum { ROWS, RUNS, PARTIALS };
   Run* runs = own<Buffer, RUNS>().template get<Run>(queries + 1);
-  const long num_runs = find_runs(cache, queries, per_tile, TILES, groups, runs);
-  const long items = runs[num_runs].item, partial_size = QUERIES * (cache.latent + 2);
-  const bool has_partials = items > num_runs * groups;
-  float* partials = has_partials ? own<Buffer, PARTIALS>().get(runs[num_runs].partial * partial_size) : nullptr;
+  const long num_runs = find_runs(cache, queries, per_tile * TILES, groups, runs);
+  const long items = runs[num_runs].item;
+  const bool has_partials = std::any_of(runs, runs + num_runs, [](const Run& run) { return run.spans > 1; });
+  // Of each query, span and head the unnormalised sums, then the peak of the scores and the total of their weights.
+  const long partial_size = cache.latent + LANES;
+  float* partials = has_partials ? own<Buffer, PARTIALS>().get(runs[num_runs].partial * heads * partial_size) : nullptr;
+  auto partial_of = [&](const Run& run, long query, long span, long head) {
+    return partials + ((run.partial + query * run.spans + span) * heads + head) * partial_size;
+  };
   std::atomic<long> next{0};
 #pragma omp parallel
   {
     Scope<M> scope;
     Span<M>& span = own<Span<M>>();
-    const T** rows = own<Buffer, ROWS>().template get<const T*>(2 * SPAN);
-    const T** next_rows = rows + SPAN;
+    constexpr long MOST_ROWS = SPAN * (1 + MOST_SEQUENCES);
+    const T** rows = own<Buffer, ROWS>().template get<const T*>(2 * MOST_ROWS);
     SpanOf<T> now, following;
     const Run* run = runs;
     auto take = [&](const T** to) -> SpanOf<T> {
       const long item = next++;
       if (item >= items) return {};
       while (run[1].item <= item) ++run;
-      const long part = item - run->item, begin = part / groups * SPAN, last = run->query + run->count - 1;
-      SpanOf<T> found{run, part, begin, std::min(SPAN, cache.seq_lens[last] - begin), to};
-      cache.rows_of(last, begin, found.count, to);
-      return found;
+      return span_of(cache, *run, item, groups, to);
     };
     for (now = take(rows); now.run; now = following) {
-      following = take(now.rows == rows ? next_rows : rows);
+      following = take(now.rows == rows ? rows + MOST_ROWS : rows);
       const Run& of = *now.run;
-      const long head = now.part % groups * QUERIES, num_heads = std::min(QUERIES, heads - head);
-      float* partial = has_partials ? partials + (of.partial + now.part * of.tiles) * partial_size : nullptr;
+      const long head = now.group * QUERIES, num_heads = std::min(QUERIES, heads - head);
+      const long tiles = (now.queries + per_tile - 1) / per_tile;
       typename Span<M>::Fetched ahead;  // of a run of the same sequence it is there
-      if (following.run && following.rows[0] != now.rows[0]) ahead = {following.rows, following.count, size};
-      T* to[TILES][QUERIES];
+      if (following.run && following.rows[0] != now.rows[0]) ahead = {following.rows, following.num_rows, size};
+      T* to[TILES][QUERIES];  // null of a context of several spans
+      float* partial[TILES][QUERIES];
       long lanes[TILES];
       vf factor[TILES];
-      for (long tile = 0; tile < of.tiles; ++tile) {
-        const long first = of.query + tile * per_tile;
-        lanes[tile] = std::min(per_tile, of.query + of.count - first) * num_heads;
+      for (long tile = 0; tile < tiles; ++tile) {
         vi visible = vi{} + (int)now.count;
         const T *latents[QUERIES], *ropes[QUERIES];
-        for (long i = 0, b = first; i < lanes[tile]; ++b)
+        OwnOfLanes owns[QUERIES];
+        long num_owns = 0, i = 0;
+        for (long each = tile * per_tile; each < std::min((tile + 1) * per_tile, now.queries); ++each) {
+          const long query = now.first + each, b = of.query + query, seen = cache.seq_lens[b];
+          if (now.own[each % MOST_SEQUENCES].count > 0) owns[num_owns++] = {now.own[each], i, num_heads};
           for (long h = head; h < head + num_heads; ++h, ++i) {
             latents[i] = q_latent.data + b * q_latent.token_stride + h * q_latent.head_stride;
             ropes[i] = q_rope.data + b * q_rope.token_stride + h * q_rope.head_stride;
-            to[tile][i] = out.data + b * out.token_stride + h * out.head_stride;
-            visible[i] = std::min(SPAN, cache.seq_lens[b] - now.begin);
+            to[tile][i] = seen <= SPAN ? out.data + b * out.token_stride + h * out.head_stride : nullptr;
+            partial[tile][i] = seen <= SPAN ? nullptr : partial_of(of, query, now.span, h);
+            visible[i] = std::min(now.count, seen - now.span * SPAN);
           }
+        }
+        lanes[tile] = i;
         span.take_queries(tile, [&](long i) { return latents[i]; }, [&](long i) { return ropes[i]; }, lanes[tile],
                           cache.latent, cache.rope);
         vf peak, total;
-        span.score(tile, now.rows, now.count, visible, scale, peak, total, ahead);
+        span.score(tile, {now.rows, now.count, now.num_rows, owns, num_owns}, visible, scale, peak, total, ahead);
         factor[tile] = 1.0f / total;
-        if (of.spans > 1)
-          for (long i = 0; i < QUERIES; ++i) {
-            partial[tile * partial_size + QUERIES * cache.latent + i] = peak[i];
-            partial[tile * partial_size + QUERIES * cache.latent + QUERIES + i] = total[i];
-          }
+        for (i = 0; i < lanes[tile]; ++i)
+          if (partial[tile][i]) partial[tile][i][cache.latent] = peak[i], partial[tile][i][cache.latent + 1] = total[i];
       }
-      span.weigh(of.tiles, cache.latent, ahead, [&](long tile, long first, long columns, const vf(*sums)[2]) {
+      span.weigh(tiles, cache.latent, ahead, [&](long tile, long first, long columns, const vf(*sums)[2]) {
         for (long i = 0; i < lanes[tile]; ++i) {
-          if (of.spans == 1 && columns == PANEL) {
+          if (to[tile][i] && columns == PANEL) {
             store_two(to[tile][i] + first, sums[i][0] * factor[tile][i], sums[i][1] * factor[tile][i]);
             continue;
           }
           for (long half = 0; half < 2 && half * LANES < columns; ++half) {
             const long at = first + half * LANES;
-            if (of.spans == 1)
+            if (to[tile][i])
               store_n(to[tile][i] + at, sums[i][half] * factor[tile][i], columns - half * LANES);
             else
-              store_n(partial + tile * partial_size + i * cache.latent + at, sums[i][half], columns - half * LANES);
+              store_n(partial[tile][i] + at, sums[i][half], columns - half * LANES);
           }
         }
       });
@@ -159,21 +235,19 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
       for (long r = 0; r < num_runs; ++r) {
         const Run& of = runs[r];
         for (long each = 0; of.spans > 1 && each < of.count * heads; ++each) {
-          const long query = each / heads, head = each % heads, tile = query / per_tile;
-          const long lane = query % per_tile * heads + head % QUERIES;
-          auto part = [&](long s) {
-            return partials + (of.partial + (s * groups + head / QUERIES) * of.tiles + tile) * partial_size;
-          };
-          const long peaks = QUERIES * cache.latent + lane, totals = peaks + QUERIES;
+          const long query = each / heads, head = each % heads, spans = spans_of(cache.seq_lens[of.query + query]);
+          if (spans == 1) continue;
+          const float* parts = partial_of(of, query, 0, head);
+          auto part = [&](long s) { return parts + s * heads * partial_size; };
+          const long peaks = cache.latent, totals = peaks + 1;
           float peak = -INFINITY, total = 0;
-          for (long s = 0; s < of.spans; ++s) peak = std::max(peak, part(s)[peaks]);
-          for (long s = 0; s < of.spans; ++s) total += part(s)[totals] * std::exp(part(s)[peaks] - peak);
+          for (long s = 0; s < spans; ++s) peak = std::max(peak, part(s)[peaks]);
+          for (long s = 0; s < spans; ++s) total += part(s)[totals] * std::exp(part(s)[peaks] - peak);
           T* to = out.data + (of.query + query) * out.token_stride + head * out.head_stride;
           for (long i = 0; i < cache.latent; i += LANES) {
             vf sum = {};
-            for (long s = 0; s < of.spans; ++s)
-              sum += load_n(part(s) + lane * cache.latent + i, cache.latent - i) *
-                     (std::exp(part(s)[peaks] - peak) / total);
+            for (long s = 0; s < spans; ++s)
+              sum += load_n(part(s) + i, cache.latent - i) * (std::exp(part(s)[peaks] - peak) / total);
             store_n(to + i, sum, cache.latent - i);
           }
         }

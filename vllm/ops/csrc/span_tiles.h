@@ -62,35 +62,48 @@ class TileSpan {
     std::fill(queries + words<Dot>(size_) * LANES, queries + steps_ * TILE_WORDS, 0.0f);
   }
 
-  // Unnormalised weights of `count` tokens, of which each query of the tile sees the first `visible`; lanes of peak and total
-  // are queries. Rows behind them, up to a multiple of 32, may be anything finite.
-  void score(long tile, const bf16* const* rows, long count, vi visible, float scale, vf& peak, vf& total,
-             RowsAhead& ahead) {
-    rows_ = rows, count_ = count;
-    const long padded = (count + TILE_K - 1) / TILE_K * TILE_K;
+  // Unnormalised weights of all tokens that the tile sees; of the `count` that all its sequences see each query sees the first
+  // `visible`. Lanes of peak and total are queries. Rows behind the tokens, in whole steps, may be anything finite.
+  void score(long tile, const Seen<bf16>& seen, vi visible, float scale, vf& peak, vf& total, RowsAhead& ahead) {
+    rows_ = seen.rows, num_rows_ = seen.num_rows;
     const float* queries = query_buffer_.get(TILES * steps_ * TILE_WORDS) + tile * steps_ * TILE_WORDS;
-    float* scores = score_buffer_.get(padded * QUERIES);
-    long s = 0;
-    for (; s + 3 * LANES < count; s += 4 * LANES) score_tiles<4>(queries, s, scores + s * QUERIES, ahead);
-    const long left = (count - s + LANES - 1) / LANES;
-    if (left == 3) score_tiles<3>(queries, s, scores + s * QUERIES, ahead);
-    if (left == 2) score_tiles<2>(queries, s, scores + s * QUERIES, ahead);
-    if (left == 1) score_tiles<1>(queries, s, scores + s * QUERIES, ahead);
+    Steps& steps = tile_steps_[tile];
+    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    float* scores = score_buffer_.get(num_rows_ * QUERIES);
+    long padded = 0;  // tokens in the order of scores, in whole steps
     peak = splat(-INFINITY), total = vf{};
-    for (long i = 0; i < count; ++i) {
-      const vf score = select(visible > (int)i, load(scores + i * QUERIES) * scale, splat(-INFINITY));
-      peak = maximum(peak, score);
-      store(scores + i * QUERIES, score);
+    auto add = [&](const Own& own, vi visible) {
+      score_rows(queries, own.at, own.count, scores + padded * QUERIES, ahead);
+      for (long i = 0; i < own.count; ++i) {
+        float* to = scores + (padded + i) * QUERIES;
+        const vf score = select(visible > (int)i, load(to) * scale, splat(-INFINITY));
+        peak = maximum(peak, score);
+        store(to, score);
+      }
+      for (long s = 0; s < own.count; s += TILE_K, padded += TILE_K) steps.row[padded / TILE_K] = own.at + s;
+    };
+    auto weigh = [&](const Own& own, float* scores) {
+      for (long i = 0; i < own.count; ++i) {
+        const vf weight = exp(load(scores + i * QUERIES) - peak);
+        total += weight;
+        if (i % 4 == 0) ahead.fetch(1);
+        store(scores + i * QUERIES, weight);
+      }
+      const long whole = (own.count + TILE_K - 1) / TILE_K * TILE_K;
+      std::fill(scores + own.count * QUERIES, scores + whole * QUERIES, 0.0f);
+      return scores + whole * QUERIES;
+    };
+    const Own all{0, seen.count};
+    add(all, visible);
+    for (long i = 0; i < seen.num_owns; ++i) {
+      const OwnOfLanes& of = seen.owns[i];
+      add(of.own, ((lane >= (int)of.first) & (lane < (int)(of.first + of.lanes))) & (int)of.own.count);
     }
-    for (long i = 0; i < count; ++i) {
-      const vf weight = exp(load(scores + i * QUERIES) - peak);
-      total += weight;
-      if (i % 4 == 0) ahead.fetch(1);
-      store(scores + i * QUERIES, weight);
-    }
-    std::fill(scores + count * QUERIES, scores + padded * QUERIES, 0.0f);
+    float* after = weigh(all, scores);
+    for (long i = 0; i < seen.num_owns; ++i) after = weigh(seen.owns[i].own, after);
+    steps.count = padded / TILE_K;
     // [token][query] to tiles [query][32 tokens]
-    bf16* weights = weight_buffer_.get<bf16>(TILES * padded * QUERIES) + tile * padded * QUERIES;
+    bf16* weights = weights_of(tile);
     for (long i = 0; i < padded; i += TILE_K) {
       vf block[LANES];
       for (long pair = 0; pair < LANES; ++pair) {
@@ -106,25 +119,28 @@ class TileSpan {
   // [first, first + columns)
   template <class Take>
   void weigh(long tiles, long latent, RowsAhead& ahead, Take take) {
-    const long padded = (count_ + TILE_K - 1) / TILE_K * TILE_K, size = padded / TILE_K * TILE_WORDS * 2;
+    const long size = num_rows_ / TILE_K * TILE_WORDS * 2;
     float* paired = pair_buffer_.get(2 * size);
-    const bf16* weights = weight_buffer_.get<bf16>(TILES * padded * QUERIES);
-    for (long s = 0; s < count_; s += TILE_K) pair_tokens(s, 0, std::min(PANEL, latent), paired + s * PANEL / 2);
+    for (long s = 0; s < num_rows_; s += TILE_K) pair_tokens(s, 0, std::min(PANEL, latent), paired + s * PANEL / 2);
     for (long first = 0; first < latent; first += PANEL) {
       // The next columns are paired meanwhile: what was just written is slow to come into a tile.
       const float* now = paired + first / PANEL % 2 * size;
       const long next = first + PANEL, left = std::min(PANEL, latent - next);
       float* to = paired + next / PANEL % 2 * size;
+      long to_pair = left > 0 ? 0 : num_rows_;
       for (long tile = 0; tile < tiles; ++tile) {
+        const bf16* weights = weights_of(tile);
+        const Steps& steps = tile_steps_[tile];
         _tile_zero(0);
         _tile_zero(1);
-        for (long s = 0; s < count_; s += TILE_K) {
+        for (long i = 0; i < steps.count; ++i, weights += TILE_K * QUERIES) {
+          const float* tokens = now + steps.row[i] * PANEL / 2;
           ahead.fetch(2);
-          if (tile == 0 && left > 0) pair_tokens(s, next, left, to + s * PANEL / 2);
-          _tile_loadd(4, weights + (tile * padded + s) * QUERIES, TILE_BYTES);
-          _tile_loadd(5, now + s * PANEL / 2, PANEL * sizeof(float));
+          if (to_pair <= steps.row[i]) pair_tokens(to_pair, next, left, to + to_pair * PANEL / 2), to_pair += TILE_K;
+          _tile_loadd(4, weights, TILE_BYTES);
+          _tile_loadd(5, tokens, PANEL * sizeof(float));
           _tile_dpbf16ps(0, 4, 5);
-          _tile_loadd(6, now + s * PANEL / 2 + LANES, PANEL * sizeof(float));
+          _tile_loadd(6, tokens + LANES, PANEL * sizeof(float));
           _tile_dpbf16ps(1, 4, 6);
         }
         vf sums[QUERIES][2];
@@ -137,8 +153,26 @@ class TileSpan {
   }
 
  private:
+  struct Steps {  // of 32 rows that a tile of queries sees: the first of each
+    long count, row[SPAN / TILE_K * (1 + QUERIES)];
+  };
+
+  // [steps][16 queries][32 tokens]
+  bf16* weights_of(long tile) { return weight_buffer_.get<bf16>(TILES * num_rows_ * QUERIES) + tile * num_rows_ * QUERIES; }
+
+  // scores[token][query] of rows [first, first + count)
+  void score_rows(const float* queries, long first, long count, float* scores, RowsAhead& ahead) {
+    const long end = first + count;
+    long s = first;
+    for (; s + 3 * LANES < end; s += 4 * LANES, scores += 4 * TILE_WORDS) score_tiles<4>(queries, s, end, scores, ahead);
+    const long left = (end - s + LANES - 1) / LANES;
+    if (left == 3) score_tiles<3>(queries, s, end, scores, ahead);
+    if (left == 2) score_tiles<2>(queries, s, end, scores, ahead);
+    if (left == 1) score_tiles<1>(queries, s, end, scores, ahead);
+  }
+
   // Rows of sixteen tokens, `stride` elements apart: as they lie in a page, or copied where they are not together or whole.
-  const bf16* tokens_at(long s, Buffer& scratch, long& stride) const {
+  const bf16* tokens_at(long s, long end, Buffer& scratch, long& stride) const {
     if (size_ % TILE_K == 0 && rows_[s + LANES - 1] == rows_[s] + (LANES - 1) * size_) {
       stride = size_;
       return rows_[s];
@@ -146,17 +180,17 @@ class TileSpan {
     stride = steps_ * TILE_K;
     bf16* to = scratch.get<bf16>(LANES * stride);
     std::memset(to, 0, LANES * stride * sizeof(bf16));
-    for (long i = 0; i < std::min(LANES, count_ - s); ++i) std::memcpy(to + i * stride, rows_[s + i], size_ * sizeof(bf16));
+    for (long i = 0; i < std::min(LANES, end - s); ++i) std::memcpy(to + i * stride, rows_[s + i], size_ * sizeof(bf16));
     return to;
   }
 
-  // scores[token][query] of COUNT tiles of tokens from token s on
+  // The same of COUNT tiles of tokens from row s on
   template <int COUNT>
-  void score_tiles(const float* queries, long s, float* scores, RowsAhead& ahead) {
+  void score_tiles(const float* queries, long s, long end, float* scores, RowsAhead& ahead) {
     const bf16* tokens[COUNT];
     long strides[COUNT];
     for (int i = 0; i < COUNT; ++i) {
-      tokens[i] = tokens_at(s + i * LANES, copies_[i], strides[i]);
+      tokens[i] = tokens_at(s + i * LANES, end, copies_[i], strides[i]);
       strides[i] *= sizeof(bf16);
     }
     _tile_zero(0);
@@ -219,11 +253,12 @@ class TileSpan {
     high = LANES_OF(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
   }
 
-  // Of each tile queries [step][16 words][16 queries] and weights [32 tokens][16 queries][32].
+  // Of each tile queries [step][16 words][16 queries], and weights.
   Buffer query_buffer_, weight_buffer_;
   Buffer row_buffer_, score_buffer_, pair_buffer_, copies_[4];
   const bf16* const* rows_ = nullptr;
-  long size_ = 0, steps_ = 0, count_ = 0, num_queries_[TILES] = {};
+  long size_ = 0, steps_ = 0, num_rows_ = 0, num_queries_[TILES] = {};
+  Steps tile_steps_[TILES];
 };
 #else
 typedef VectorSpan<Dot> TileSpan;

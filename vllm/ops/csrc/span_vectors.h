@@ -7,6 +7,24 @@
 constexpr long SPAN = 512;  // tokens, whole tiles
 constexpr long EIGHT = 8;   // heads
 
+// Tokens that one sequence of several sees alone, after those that all see: rows [at, at + count), in whole steps.
+struct Own {
+  long at = 0, count = 0;
+};
+struct OwnOfLanes {  // of a tile: `lanes` of them from `first` on see it
+  Own own;
+  long first, lanes;
+};
+
+// What a tile of queries sees of a span: the rows of `count` tokens, then each sequence's own.
+template <class T>
+struct Seen {
+  const T* const* rows;
+  long count, num_rows;  // in whole steps, with those of other tiles
+  const OwnOfLanes* owns;
+  long num_owns;
+};
+
 // Elements of a query or a cached row that one step of a score takes, and words that they are.
 template <class M>
 constexpr long STEP = sizeof(typename M::T) == 2 ? 2 * LANES : LANES;
@@ -145,12 +163,12 @@ class VectorSpan {
     }
   }
 
-  // Unnormalised weights of `count` tokens; lane h of peak and total is head h's. All heads see all tokens.
-  void score(long, const T* const* rows, long count, vi, float scale, vf& peak, vf& total, Fetched&) {
-    weights_ = score_buffer_.get((SPAN + 2) * QUERIES), rows_ = rows, count_ = count;
-    score_tokens<M>(queries_, rows, count, size_, scale, weights_);
-    softmax_span(weights_, count, peak, total);
-    if constexpr (M::is_dot) pair_weights(weights_, count);
+  // Unnormalised weights of the tokens; lane h of peak and total is head h's. All heads see all tokens.
+  void score(long, const Seen<T>& seen, vi, float scale, vf& peak, vf& total, Fetched&) {
+    weights_ = score_buffer_.get((SPAN + 2) * QUERIES), rows_ = seen.rows, count_ = seen.count;
+    score_tokens<M>(queries_, rows_, count_, size_, scale, weights_);
+    softmax_span(weights_, count_, peak, total);
+    if constexpr (M::is_dot) pair_weights(weights_, count_);
   }
 
   // take(0, first, columns, sums) for every 32 columns of the rows: sums[head] = weights times columns [first, first + columns)
