@@ -67,6 +67,9 @@ def test_least_work() -> None:
     assert read_weights(raw, 64) == pytest.approx(read_weights(raw, 10_000), rel=1e-3)
     assert read_weights(raw, 1) == pytest.approx(active_weights(raw))
     one, two = (decode_work(raw, 2, 64, context) for context in (100, 200))
+    samples = decode_work(raw, 2, 64, 200, common=63 * 100)  # of a prompt of 100 tokens, which is read once
+    assert samples.flops == two.flops
+    assert two.num_bytes - samples.num_bytes == pytest.approx(63 / 64 * (two.num_bytes - one.num_bytes))
     assert two.num_bytes - one.num_bytes == 2 * 64 * 100 * 8 * (256 + 32)
     assert one.seconds(50e9, 1e12) == max(one.num_bytes / 50e9, one.flops / 1e12)
     assert prefill_work(raw, 2, [64, 64]).flops < prefill_work(raw, 2, [128]).flops

@@ -128,7 +128,9 @@ def weight_shapes(raw: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 @dataclass(frozen=True)
 class LeastWork:
-    """What no engine can do without: bytes read once, floating-point operations; overlapped they bound the time."""
+    """Bytes read once and floating-point operations; overlapped they bound the time of an engine that holds its weights
+    in the dtype asked for. One that holds them coded reads less.
+    """
 
     num_bytes: float
     flops: float
@@ -138,12 +140,18 @@ class LeastWork:
         return max(self.num_bytes / bytes_per_s, self.flops / flops_per_s)
 
 
-def decode_work(raw: dict[str, Any], item_bytes: int, num_sequences: int, mean_context: float) -> LeastWork:
-    """One token for each sequence: all weights that take part, and each sequence's latent cache, absorbed."""
+def decode_work(
+    raw: dict[str, Any], item_bytes: int, num_sequences: int, mean_context: float, common: float = 0.0
+) -> LeastWork:
+    """One token for each sequence: all weights that take part, and each sequence's latent cache, absorbed.
+
+    common: tokens of the contexts of all sequences together that others of them have read: of a prompt's samples, the
+    prompt but once.
+    """
     heads, layers = raw["num_attention_heads"], raw["num_hidden_layers"]
     latent, cached = raw["kv_lora_rank"], raw["kv_lora_rank"] + raw["qk_rope_head_dim"]
     context = num_sequences * mean_context * layers
-    num_bytes = item_bytes * (read_weights(raw, num_sequences) + context * cached)
+    num_bytes = item_bytes * (read_weights(raw, num_sequences) + (context - common * layers) * cached)
     return LeastWork(num_bytes, 2 * (num_sequences * active_weights(raw) + context * heads * (cached + latent)))
 
 

@@ -94,7 +94,8 @@ def _row(one: dict[str, Any], raw: dict[str, Any], item_bytes: int, rates: dict[
     for key in ("step_us", "host_us", "host_cpu_us"):
         row[key] = statistics.median(statistics.median(steps[key]) for steps in decode) if decode[0][key] else None
     if row["step_us"]:
-        least = decode_work(raw, item_bytes, num_samples, prompt_length + new_tokens / 2)
+        common = (num_samples - work["num_prompts"]) * prompt_length
+        least = decode_work(raw, item_bytes, num_samples, prompt_length + new_tokens / 2, common)
         row["of_limit"] = _part(least, rates, row["step_us"] / 1e6)
     if "growth" in work["name"]:
         row["growth"] = _growth(rounds, new_tokens)
