@@ -151,7 +151,7 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
   constexpr long QUERIES = Span<M>::QUERIES, TILES = Span<M>::TILES;
   const long size = cache.latent + cache.rope, groups = (heads + QUERIES - 1) / QUERIES;
   const long per_tile = TILES > 1 ? std::max(1L, QUERIES / heads) : 1;
-  enum { ROWS, RUNS, PARTIALS };
+  enum { ROWS, RUNS, PARTIALS, FACTORS };
   Run* runs = own<Buffer, RUNS>().template get<Run>(queries + 1);
   const long num_runs = find_runs(cache, queries, per_tile * TILES, groups, runs);
   const long items = runs[num_runs].item;
@@ -242,12 +242,14 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
           const long peaks = cache.latent, totals = peaks + 1;
           float peak = -INFINITY, total = 0;
           for (long s = 0; s < spans; ++s) peak = std::max(peak, part(s)[peaks]);
-          for (long s = 0; s < spans; ++s) total += part(s)[totals] * std::exp(part(s)[peaks] - peak);
+          float* factors = own<Buffer, FACTORS>().get(spans);
+          for (long s = 0; s < spans; ++s) factors[s] = std::exp(part(s)[peaks] - peak);
+          for (long s = 0; s < spans; ++s) total += part(s)[totals] * factors[s];
+          for (long s = 0; s < spans; ++s) factors[s] /= total;
           T* to = out.data + (of.query + query) * out.token_stride + head * out.head_stride;
           for (long i = 0; i < cache.latent; i += LANES) {
             vf sum = {};
-            for (long s = 0; s < spans; ++s)
-              sum += load_n(part(s) + i, cache.latent - i) * (std::exp(part(s)[peaks] - peak) / total);
+            for (long s = 0; s < spans; ++s) sum += load_n(part(s) + i, cache.latent - i) * factors[s];
             store_n(to + i, sum, cache.latent - i);
           }
         }
