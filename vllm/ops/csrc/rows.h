@@ -21,22 +21,23 @@ static void norm_row(const T* x, const T* weight, long size, float eps, T* out) 
     store_n(out + i, load_n(x + i, size - i) * factor * load_n(weight + i, size - i), size - i);
 }
 
+// The first `count` even elements of x, and the odd ones behind them.
+static inline void load_pairs(const bf16* x, long count, vf& even, vf& odd) { split((vu)load_words<Dot>(x, 2 * count), even, odd); }
+static inline void load_pairs(const float* x, long count, vf& even, vf& odd) {
+  const vf low = load_n(x, std::min(2 * count, LANES)), high = load_n(x + LANES, std::max(2 * count - LANES, 0L));
+  even = LANES_OF(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  odd = LANES_OF(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
 // Pairs (x[2i], x[2i + 1]) turned by angle i: first members, then second ones.
 template <class T>
 static void turn_row(const T* x, const float* cos, const float* sin, long size, T* out) {
   const long half = size / 2;
-  float even[LANES] = {}, odd[LANES] = {};
   for (long start = 0; start < half; start += LANES) {
     const long count = std::min(LANES, half - start);
-    for (long i = 0; i < count; ++i) {
-      if constexpr (sizeof(T) == 2) {
-        uint32_t a = (uint32_t)x[2 * (start + i)] << 16, b = (uint32_t)x[2 * (start + i) + 1] << 16;
-        std::memcpy(even + i, &a, 4), std::memcpy(odd + i, &b, 4);
-      } else {
-        even[i] = x[2 * (start + i)], odd[i] = x[2 * (start + i) + 1];
-      }
-    }
-    const vf a = load(even), b = load(odd), c = load_n(cos + start, count), s = load_n(sin + start, count);
+    vf a, b;
+    load_pairs(x + 2 * start, count, a, b);
+    const vf c = load_n(cos + start, count), s = load_n(sin + start, count);
     store_n(out + start, a * c - b * s, count);
     store_n(out + half + start, b * c + a * s, count);
   }

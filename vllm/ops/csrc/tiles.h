@@ -88,11 +88,8 @@ class TileRows {
     const long known = words<Dot>(k) * LANES;
     for (long t = 0; t < tiles_; ++t) {
       float* to = data_ + t * steps_ * TILE_WORDS;
-      auto fetching = [&](long i) {
-        ahead.fetch<1>();
-        return row(t * LANES + i);
-      };
-      pack_rows<Dot>(fetching, std::min(LANES, rows - t * LANES), k, to, LANES);
+      pack_rows<Dot>([&](long i) { return row(t * LANES + i); }, std::min(LANES, rows - t * LANES), k, to, LANES,
+                     [&] { ahead.fetch<16>(); });
       std::fill(to + known, to + steps_ * TILE_WORDS, 0.0f);
     }
   }
