@@ -140,7 +140,8 @@ class TileRows {
   bool fetches_ahead() const { return k_ <= (tiles_ > 1 ? 1024 : 256); }
 
   static constexpr long FEW_TILES = 4;  // of rows: sums of a tile of columns stay in registers, the weight is read once
-  static constexpr long NEAR_STEPS = 16;  // along k of two tiles of columns: they stay in the nearest cache
+  static constexpr long NEAR_TILES = 32;  // of those rows: they stay in the nearest cache
+  static constexpr long NEAR_STEPS = 16;  // along k of two tiles of columns: so do they
 
   // [tile of columns][tile of rows], columns by rows
   const float* sums_of(const Weight<bf16>& w, long first, long columns, Range next) {
@@ -152,7 +153,10 @@ class TileRows {
       tiles[c] = tiles_of(w, first + c * LANES, std::min(LANES, columns - c * LANES), copies + c * steps_ * 2 * TILE_WORDS);
     float* sums = sum_buffer_.get(count * tiles_ * TILE_WORDS);
     if (tiles_ <= FEW_TILES) {
-      for (long c = 0; c < count; ++c) few_rows(tiles[c], sums + c * tiles_ * TILE_WORDS, ahead);
+      const long near = NEAR_TILES / tiles_;
+      for (long s = 0; s < steps_; s += near)
+        for (long c = 0; c < count; ++c)
+          few_rows(tiles[c], s, std::min(near, steps_ - s), sums + c * tiles_ * TILE_WORDS, ahead);
     } else {
       for (long c = 0; c < count; c += 2)
         for (long s = 0; s < steps_; s += NEAR_STEPS)
@@ -181,26 +185,33 @@ class TileRows {
     return {copy, 2 * TILE_WORDS, TILE_K};
   }
 
-  // Sixteen columns with up to four tiles of rows.
-  void few_rows(const ColumnTiles& w, float* sums, Ahead& ahead) const {
+  // Sixteen columns with up to four tiles of rows, `steps` along k.
+  void few_rows(const ColumnTiles& w, long start, long steps, float* sums, Ahead& ahead) const {
     switch (tiles_) {
-      case 1: return one_column<1>(w, sums, ahead);
-      case 2: return one_column<2>(w, sums, ahead);
-      case 3: return one_column<3>(w, sums, ahead);
-      default: return one_column<4>(w, sums, ahead);
+      case 1: return one_column<1>(w, start, steps, sums, ahead);
+      case 2: return one_column<2>(w, start, steps, sums, ahead);
+      case 3: return one_column<3>(w, start, steps, sums, ahead);
+      default: return one_column<4>(w, start, steps, sums, ahead);
     }
   }
 
   template <int ROWS>
-  void one_column(const ColumnTiles& w, float* sums, Ahead& ahead) const {
-    const float* x = data_;
+  void one_column(const ColumnTiles& w, long start, long steps, float* sums, Ahead& ahead) const {
+    const float* x = data_ + start * TILE_WORDS;
     const long next = steps_ * TILE_WORDS, stride = w.stride * sizeof(bf16);
-    const bf16* column = w.data;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (long s = 0; s < steps_; ++s, column += w.step, x += TILE_WORDS) {
+    const bf16* column = w.data + start * w.step;
+    if (start == 0) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    } else {
+      _tile_loadd(0, sums, TILE_BYTES);
+      if constexpr (ROWS > 1) _tile_loadd(1, sums + TILE_WORDS, TILE_BYTES);
+      if constexpr (ROWS > 2) _tile_loadd(2, sums + 2 * TILE_WORDS, TILE_BYTES);
+      if constexpr (ROWS > 3) _tile_loadd(3, sums + 3 * TILE_WORDS, TILE_BYTES);
+    }
+    for (long s = 0; s < steps; ++s, column += w.step, x += TILE_WORDS) {
       ahead.fetch<16>();
       _tile_loadd(4, column, stride);
       _tile_loadd(5, x, TILE_BYTES);
