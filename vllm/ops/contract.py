@@ -219,6 +219,8 @@ class RolloutOps:
     by_row_dtypes: tuple[torch.dtype, ...] = ()
     # Decode steps of latent attention go through mla_prefill, by the keys and values of each head, as training does.
     expands_decode: bool = False
+    # In latent attention a prompt's tokens go through the same sums as decoded ones, bit for bit: one may pass as the other.
+    has_one_attention: bool = False
 
     def __post_init__(self) -> None:
         if set(self.names) != self.entries():
@@ -230,7 +232,13 @@ class RolloutOps:
     @classmethod
     def entries(cls) -> set[str]:
         """Names of the ops: every field but those that say something of them."""
-        return {f.name for f in fields(cls)} - {"names", "not_recordable", "by_row_dtypes", "expands_decode"}
+        return {f.name for f in fields(cls)} - {
+            "names",
+            "not_recordable",
+            "by_row_dtypes",
+            "expands_decode",
+            "has_one_attention",
+        }
 
 
 def resolve(provider: str) -> RolloutOps:

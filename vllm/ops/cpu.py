@@ -113,6 +113,7 @@ class _CpuOps:
             names=names,
             not_recordable=("gqa_decode", "exchanged_experts"),
             by_row_dtypes=self.by_row,
+            has_one_attention=True,
         )
 
     def linear(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:

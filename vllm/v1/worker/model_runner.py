@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -33,6 +35,7 @@ class ModelRunner:
         self.model, self.graphs, self.device = model, graphs, device
         self.block_size = config.cache.block_size
         self.batch = InputBatch(config.scheduler.max_num_seqs, config.model.max_model_len, self.block_size)
+        self._may_keep_few = model.keeps_few and not config.parallel.steps_in_lockstep  # there others count on all rows
         self.sampler = Sampler(config.model.hf.vocab_size, ops, device, config.logprobs_mode)
 
     @torch.inference_mode()
@@ -46,7 +49,7 @@ class ModelRunner:
             prompt_scores = score_prompts(hidden_TH, plan, self.batch.prompts_to_score, self.model.compute_logits)
         if len(plan.sampled_rows) == 0:
             return SamplerOutput(np.empty(0, dtype=np.int64), [], None, prompt_scores)
-        if plan.sampled_T is not None:
+        if plan.sampled_T is not None and len(hidden_TH) > len(plan.sampled_T):
             hidden_TH = hidden_TH.index_select(0, self._send(plan.sampled_T))
         output = self.sampler(self.model.compute_logits(hidden_TH), self.batch, plan.sampled_rows)
         self.batch.append_tokens(plan.sampled_rows, output.token_ids)
@@ -54,12 +57,33 @@ class ModelRunner:
         return output
 
     def _forward(self, plan: StepPlan, exchange: StepExchange, caches: list[KVCache]) -> Tensor:
-        """Hidden states [T, H]; by a graph when every replica decodes and a graph is large enough for all."""
+        """Hidden states [T, H], or [B, H] of the tokens to sample after; by a graph when every replica decodes and a
+        graph is large enough for all.
+        """
         if self.graphs is not None and exchange.is_decode_everywhere:
             size = self.graphs.size_for(max(exchange.token_counts))
             if size is not None:
                 return self.graphs.run(plan, self.batch.block_table[plan.rows_B], size, caches)
-        return self.model(self._send(plan.token_ids_T), caches, self._context(plan, exchange.token_counts))
+        context = self._context(plan, exchange.token_counts)
+        keeps_choices = len(caches) > len(self.model.layers)
+        if self._may_keep_few and context.prefill is not None and not (self.batch.prompts_to_score or keeps_choices):
+            context.last_layer = self._sampled_alone(plan, context)
+        return self.model(self._send(plan.token_ids_T), caches, context)
+
+    def _sampled_alone(self, plan: StepPlan, context: ForwardContext) -> ForwardContext | None:
+        """The last layer's context: the tokens to sample after as a decode step. None when there are none."""
+        if plan.sampled_T is None or len(plan.sampled_T) == 0:
+            return None
+        rows, count = plan.sampled_rows, len(plan.sampled_rows)
+        return replace(
+            context,
+            num_tokens=count,
+            num_decode_tokens=count,
+            decode=self._decode(rows, self.batch.num_tokens[rows]),
+            prefill=None,
+            dp_token_counts=[count],
+            kept_B=self._send(plan.sampled_T),
+        )
 
     def _context(self, plan: StepPlan, dp_token_counts: list[int]) -> ForwardContext:
         return ForwardContext(
@@ -67,15 +91,14 @@ class ModelRunner:
             num_decode_tokens=plan.num_decode,
             positions_T=self._send(plan.positions_T),
             slots_T=self._send(plan.slots_T),
-            decode=self._decode(plan),
+            decode=self._decode(plan.rows_B[: plan.num_decode], plan.seq_lens_B[: plan.num_decode]),
             prefill=self._prefill(plan),
             dp_token_counts=dp_token_counts,
         )
 
-    def _decode(self, plan: StepPlan) -> DecodeMetadata | None:
-        if plan.num_decode == 0:
+    def _decode(self, rows: np.ndarray, seq_lens: np.ndarray) -> DecodeMetadata | None:
+        if len(rows) == 0:
             return None
-        rows, seq_lens = plan.rows_B[: plan.num_decode], plan.seq_lens_B[: plan.num_decode]
         return DecodeMetadata(
             seq_lens, self._send(seq_lens.astype(np.int32)), self._tables(rows, seq_lens), self.block_size
         )
