@@ -219,6 +219,9 @@ class RolloutOps:
     by_row_dtypes: tuple[torch.dtype, ...] = ()
     # Decode steps of latent attention go through mla_prefill, by the keys and values of each head, as training does.
     expands_decode: bool = False
+    # Tokens that a dense MLP is given at a time, which bounds what lies between its products, several times as wide as
+    # hidden states; 0: all of a step. Every part reads the weights again.
+    mlp_tokens: int = 0
 
     def __post_init__(self) -> None:
         if set(self.names) != self.entries():
@@ -230,7 +233,8 @@ class RolloutOps:
     @classmethod
     def entries(cls) -> set[str]:
         """Names of the ops: every field but those that say something of them."""
-        return {f.name for f in fields(cls)} - {"names", "not_recordable", "by_row_dtypes", "expands_decode"}
+        said = {"names", "not_recordable", "by_row_dtypes", "expands_decode", "mlp_tokens"}
+        return {f.name for f in fields(cls)} - said
 
 
 def resolve(provider: str) -> RolloutOps:
