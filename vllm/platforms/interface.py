@@ -55,6 +55,7 @@ class Platform(ABC):
     supported_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
     supported_kv_layouts: ClassVar[tuple[str, ...]] = ("nd",)
     holds_fp8: ClassVar[bool] = True  # whether tensors of float8_e4m3fn exist there
+    recorded_logits: ClassVar[int] = 0  # bytes of logits that a graph may make; more are made after it
     holds_values: ClassVar[bool] = True  # False: tensors have shapes alone, and no weights are made or read for them
 
     @abstractmethod

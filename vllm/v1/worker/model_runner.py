@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,8 @@ from vllm.v1.sample.sampler import Sampler, SamplerOutput
 from vllm.v1.worker.decode_graphs import DecodeGraphs
 from vllm.v1.worker.input_batch import InputBatch
 from vllm.v1.worker.step_plan import StepPlan, plan_step
+
+LogitsOf = Callable[[Tensor], Tensor]
 
 
 class ModelRunner:
@@ -43,32 +46,33 @@ class ModelRunner:
         """Run one step; its samples, in the step's order, of the requests with no uncomputed token left."""
         rows = self.batch.update(step)
         plan = plan_step(self.batch, rows, np.array(step.num_tokens, dtype=np.int64))
-        hidden_TH = self._forward(plan, exchange, caches)
+        states_T, logits_of = self._forward(plan, exchange, caches)
         prompt_scores = []
         if self.batch.prompts_to_score:
-            prompt_scores = score_prompts(hidden_TH, plan, self.batch.prompts_to_score, self.model.compute_logits)
+            prompt_scores = score_prompts(states_T, plan, self.batch.prompts_to_score, logits_of)
         if len(plan.sampled_rows) == 0:
             return SamplerOutput(np.empty(0, dtype=np.int64), [], None, prompt_scores)
-        if plan.sampled_T is not None and len(hidden_TH) > len(plan.sampled_T):
-            hidden_TH = hidden_TH.index_select(0, self._send(plan.sampled_T))
-        output = self.sampler(self.model.compute_logits(hidden_TH), self.batch, plan.sampled_rows)
+        if plan.sampled_T is not None and len(states_T) > len(plan.sampled_T):
+            states_T = states_T.index_select(0, self._send(plan.sampled_T))
+        output = self.sampler(logits_of(states_T), self.batch, plan.sampled_rows)
         self.batch.append_tokens(plan.sampled_rows, output.token_ids)
         output.prompt_scores = prompt_scores
         return output
 
-    def _forward(self, plan: StepPlan, exchange: StepExchange, caches: list[KVCache]) -> Tensor:
-        """Hidden states [T, H], or [B, H] of the tokens to sample after; by a graph when every replica decodes and a
-        graph is large enough for all.
+    def _forward(self, plan: StepPlan, exchange: StepExchange, caches: list[KVCache]) -> tuple[Tensor, LogitsOf]:
+        """(a row of each token, or of the tokens to sample after, and what makes logits of rows); by a graph when every
+        replica decodes and a graph is large enough for all.
         """
         if self.graphs is not None and exchange.is_decode_everywhere:
             size = self.graphs.size_for(max(exchange.token_counts))
             if size is not None:
-                return self.graphs.run(plan, self.batch.block_table[plan.rows_B], size, caches)
+                states_B = self.graphs.run(plan, self.batch.block_table[plan.rows_B], size, caches)
+                return states_B, _as_they_are if self.graphs.makes_logits(size) else self.model.compute_logits
         context = self._context(plan, exchange.token_counts)
         keeps_choices = len(caches) > len(self.model.layers)
         if self._may_keep_few and context.prefill is not None and not (self.batch.prompts_to_score or keeps_choices):
             context.last_layer = self._sampled_alone(plan, context)
-        return self.model(self._send(plan.token_ids_T), caches, context)
+        return self.model(self._send(plan.token_ids_T), caches, context), self.model.compute_logits
 
     def _sampled_alone(self, plan: StepPlan, context: ForwardContext) -> ForwardContext | None:
         """The last layer's context: the tokens to sample after as a decode step. None when there are none."""
@@ -124,3 +128,7 @@ class ModelRunner:
 
     def _send(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+
+def _as_they_are(rows: Tensor) -> Tensor:
+    return rows
