@@ -3,7 +3,6 @@
 // The context is cut into spans of fixed length; a span's softmax and its weighted sum of latents stay in cache, and
 // spans are put together in order, so a query's result depends on nothing but its own context.
 #pragma once
-#include <atomic>
 #include <cmath>
 
 #include "span_tiles.h"
@@ -80,13 +79,13 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
   constexpr long QUERIES = Span<M>::QUERIES, TILES = Span<M>::TILES;
   const long size = cache.latent + cache.rope, groups = (heads + QUERIES - 1) / QUERIES;
   const long per_tile = TILES > 1 ? std::max(1L, QUERIES / heads) : 1;
-  enum { ROWS, RUNS, PARTIALS };
+  enum { ROWS, RUNS, PARTIALS, SHARES };
   Run* runs = own<Buffer, RUNS>().template get<Run>(queries + 1);
   const long num_runs = find_runs(cache, queries, per_tile, TILES, groups, runs);
   const long items = runs[num_runs].item, partial_size = QUERIES * (cache.latent + 2);
   const bool has_partials = items > num_runs * groups;
   float* partials = has_partials ? own<Buffer, PARTIALS>().get(runs[num_runs].partial * partial_size) : nullptr;
-  std::atomic<long> next{0};
+  Shares shares(items, own<Buffer, SHARES>());
 #pragma omp parallel
   {
     Scope<M> scope;
@@ -96,8 +95,9 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
     SpanOf<T> now, following;
     const Run* run = runs;
     auto take = [&](const T** to) -> SpanOf<T> {
-      const long item = next++;
-      if (item >= items) return {};
+      const long item = shares.take();
+      if (item == Shares::NONE) return {};
+      if (item < run->item) run = runs;
       while (run[1].item <= item) ++run;
       const long part = item - run->item, begin = part / groups * SPAN, last = run->query + run->count - 1;
       SpanOf<T> found{run, part, begin, std::min(SPAN, cache.seq_lens[last] - begin), to};

@@ -8,6 +8,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <new>
 
@@ -70,6 +71,40 @@ static T& own() {
   asm("" : "+r"(found));
   return *found;
 }
+
+// Items divided among the threads of a parallel region: to each those that lie together, the same ones for as many items,
+// so that what a thread has made is near it. Who has none left takes the last of another's.
+class Shares {
+ public:
+  static constexpr long NONE = -1;
+
+  Shares(long items, Buffer& memory) : count_(omp_get_max_threads()), shares_(memory.get<Share>(count_)) {
+    for (long t = 0; t < count_; ++t) (new (shares_ + t) Share)->range = range_of(items * t / count_, items * (t + 1) / count_);
+  }
+
+  long take() {
+    const long own = omp_get_thread_num();
+    for (long i = 0; i < count_; ++i) {
+      std::atomic<uint64_t>& range = shares_[(own + i) % count_].range;
+      uint64_t now = range.load(std::memory_order_relaxed);
+      while (now >> 32 < (uint32_t)now) {
+        const long begin = now >> 32, end = (uint32_t)now;
+        if (range.compare_exchange_weak(now, i == 0 ? range_of(begin + 1, end) : range_of(begin, end - 1)))
+          return i == 0 ? begin : end - 1;
+      }
+    }
+    return NONE;
+  }
+
+ private:
+  struct alignas(64) Share {
+    std::atomic<uint64_t> range;  // begin, then end, of 32 bits
+  };
+  static uint64_t range_of(uint64_t begin, uint64_t end) { return begin << 32 | end; }
+
+  long count_;
+  Share* shares_;
+};
 
 // Memory that will be read soon.
 struct Range {
