@@ -1,6 +1,5 @@
 // Routed experts: choices sorted by expert, two products per expert, results put together in each token's own order.
 #pragma once
-#include <atomic>
 #include <cmath>
 #include <type_traits>
 
@@ -26,7 +25,7 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
   typedef std::conditional_t<M::is_dot, M, Float32> Second;
   constexpr long chunk = Rows<M>::AT_ONCE;
   const long hidden = experts.hidden, width = experts.width, total = tokens * choices;
-  enum { ITEM_SUMS, ORDER, PLACE, SEGMENTS, ENDS, ACT, RESULTS };
+  enum { ITEM_SUMS, ORDER, PLACE, SEGMENTS, ENDS, ACT, RESULTS, UP, DOWN };
   long* order = own<Buffer, ORDER>().template get<long>(total);
   long* place = own<Buffer, PLACE>().template get<long>(total);
   long* ends = own<Buffer, ENDS>().template get<long>(experts.count + 1);
@@ -60,7 +59,8 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
     const T* data = all + expert * k * n;
     return by_row<M> ? Weight<T>{data, 1, k} : Weight<T>{data, n, 1};
   };
-  std::atomic<long> next_up{0}, next_down{0};
+  Shares up_shares(num_segments * up_items, own<Buffer, UP>());
+  Shares down_shares(num_segments * down_items, own<Buffer, DOWN>());
 #pragma omp parallel
   {
     Scope<M> scope;
@@ -69,7 +69,7 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
     float* gate = own<Buffer, ITEM_SUMS>().get(2 * Rows<M>::SUMS);
     float* up = gate + Rows<M>::SUMS;
     long packed_for = -1;
-    for (long item = next_up++; item < num_segments * up_items; item = next_up++) {
+    for (long item; (item = up_shares.take()) != Shares::NONE;) {
       const Segment segment = segments[item / up_items];
       const Weight<T> w = matrix(experts.w13, segment.expert, hidden, 2 * width);
       const long begin = item % up_items * item_columns, end = std::min(width, begin + item_columns);
@@ -102,7 +102,7 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
     }
 #pragma omp barrier
     packed_for = -1;
-    for (long item = next_down++; item < num_segments * down_items; item = next_down++) {
+    for (long item; (item = down_shares.take()) != Shares::NONE;) {
       const Segment segment = segments[item / down_items];
       const Weight<T> w = matrix(experts.w2, segment.expert, width, hidden);
       const long begin = item % down_items * item_columns, end = std::min(hidden, begin + item_columns);
