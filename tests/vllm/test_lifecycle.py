@@ -182,3 +182,19 @@ def test_text_goes_in_and_comes_out(tmp_path: Path) -> None:
     assert output.prompt == "w5 w6" and output.prompt_token_ids == [5, 6]
     assert output.outputs[0].text == llm.get_tokenizer().decode(output.outputs[0].token_ids, skip_special_tokens=True)
     assert output.outputs[0].text.startswith("w")
+
+
+def test_an_unreadable_tokenizer_is_named_before_anything_runs(tmp_path: Path) -> None:
+    path, file = write_checkpoint(tmp_path), tmp_path / "tokenizer.json"
+    with pytest.raises(ValueError, match="tokenizer=.* cannot be loaded"):
+        build(path, skip_tokenizer_init=False)
+    file.write_text('{"version": "1.0", "mod')
+    with pytest.raises(ValueError, match=r"tokenizer\.json does not end as JSON does"):
+        build(path, skip_tokenizer_init=False)
+    file.write_text('{"version": "1.0", "model": }}\n')
+    llm = build(path, skip_tokenizer_init=False)  # token ids need no tokenizer, so it is not loaded
+    silent = SamplingParams(max_tokens=4, detokenize=False)
+    assert len(llm.generate(as_inputs([[3]]), silent)[0].outputs[0].token_ids) > 0
+    with pytest.raises(ValueError, match="tokenizer=.* cannot be loaded"):
+        llm.generate(as_inputs([[3]]), [SamplingParams(max_tokens=4)])
+    assert not llm.engine.has_unfinished_requests()

@@ -21,7 +21,7 @@ from vllm.ops.contract import RolloutOps, resolve
 from vllm.outputs import RequestOutput
 from vllm.platforms import Platform, resolve_platform
 from vllm.sampling_params import SamplingParams
-from vllm.transformers_utils.tokenizer import get_tokenizer
+from vllm.transformers_utils.tokenizer import LazyTokenizer
 from vllm.v1.engine.core import SLEEP_TAGS, EngineCore
 from vllm.v1.engine.llm_engine import Cut, LLMEngine
 from vllm.v1.engine.output_processor import PromptGroup
@@ -118,13 +118,13 @@ class LLM:
         problems = platform.config_problems(self.config, ops)
         if problems:
             raise ValueError("the engine cannot be built:\n" + "\n".join(f"  - {p}" for p in problems))
-        self.tokenizer: PreTrainedTokenizerBase | None = None
+        self._tokenizer: LazyTokenizer | None = None
         if not self.config.model.skip_tokenizer_init:
-            self.tokenizer = get_tokenizer(self.config.model.tokenizer)
+            self._tokenizer = LazyTokenizer(self.config.model.tokenizer)
         logger.info("rollout ops on %s: %s", platform.name, ops.names)
         self.parallel = init_model_parallel(self.config.parallel)
         self.core = EngineCore(self.config, self.parallel, platform, ops, platform.device(_local_rank(rank, platform)))
-        self.engine = LLMEngine(self.config, self.core, self.tokenizer)
+        self.engine = LLMEngine(self.config, self.core, self._tokenizer)
         self._request_counter = itertools.count()
 
     def generate(
@@ -242,10 +242,10 @@ class LLM:
         return self.core.worker.memory_report()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer; ValueError with skip_tokenizer_init."""
-        if self.tokenizer is None:
+        """The tokenizer; ValueError with skip_tokenizer_init, or when it cannot be read."""
+        if self._tokenizer is None:
             raise ValueError("no tokenizer: the engine was built with skip_tokenizer_init=True")
-        return self.tokenizer
+        return self._tokenizer.load()
 
     def shutdown(self) -> None:
         """Give memory and process groups back; every rank calls it, and nothing else afterwards."""

@@ -227,6 +227,12 @@ class RolloutOps:
     coded_dtypes: tuple[torch.dtype, ...] = ()
     # Decode steps of latent attention go through mla_prefill, by the keys and values of each head, as training does.
     expands_decode: bool = False
+    # Tokens that a dense MLP is given at a time, which bounds what lies between its products, several times as wide as
+    # hidden states; 0: all of a step. Every part reads the weights again.
+    mlp_tokens: int = 0
+    # In latent attention a prompt's tokens go through the same sums as decoded ones, bit for bit: one may pass as the
+    # other.
+    has_one_attention: bool = False
 
     def __post_init__(self) -> None:
         if set(self.names) != self.entries():
@@ -238,7 +244,15 @@ class RolloutOps:
     @classmethod
     def entries(cls) -> set[str]:
         """Names of the ops: every field but those that say something of them."""
-        said = {"names", "not_recordable", "by_row_dtypes", "coded_dtypes", "expands_decode"}
+        said = {
+            "names",
+            "not_recordable",
+            "by_row_dtypes",
+            "coded_dtypes",
+            "expands_decode",
+            "mlp_tokens",
+            "has_one_attention",
+        }
         return {f.name for f in fields(cls)} - said
 
 

@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 Launch = Callable[..., None]
 
 _FLOAT32 = 0  # mode of the kernels for float32 tensors
-_PREFILL_TOKENS = 512  # attended to at a time: queries in latent space are wider than the model's own
+_PREFILL_TOKENS = 256  # attended to at a time: queries in latent space are wider than the model's own
+_MLP_TOKENS = 512  # through a dense MLP at a time: enough that weights are read for less than products take
 _NATIVE = (
     "linear",
     "head_linear",
@@ -128,6 +129,8 @@ class _CpuOps:
             not_recordable=("gqa_decode", "exchanged_experts"),
             by_row_dtypes=self.by_row,
             coded_dtypes=tuple(dtype for dtype in self.by_row if dtype is CODED_DTYPE),
+            mlp_tokens=_MLP_TOKENS,
+            has_one_attention=True,
         )
 
     def linear(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -155,9 +158,14 @@ class _CpuOps:
         return out_TO
 
     def head_linear(self, x_TNI: Tensor, weight_NIO: Tensor) -> Tensor:
+        out_TNO = x_TNI.new_empty(*x_TNI.shape[:2], weight_NIO.shape[2])
+        self._write_head_linear(x_TNI, weight_NIO, out_TNO)
+        return out_TNO
+
+    def _write_head_linear(self, x_TNI: Tensor, weight_NIO: Tensor, out_TNO: Tensor) -> None:
         rows, heads, size_in = x_TNI.shape
         size_out = weight_NIO.shape[2]
-        out_TNO = x_TNI.new_empty(rows, heads, size_out)
+        assert out_TNO.is_contiguous() and out_TNO.dtype is x_TNI.dtype, (out_TNO.stride(), out_TNO.dtype)
         x_TNI = _last_contiguous(x_TNI)
         self._launch(
             "cpu_head_linear",
@@ -173,7 +181,6 @@ class _CpuOps:
             size_out,
             out_TNO.data_ptr(),
         )
-        return out_TNO
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         rows, size = x_TH.shape
@@ -272,13 +279,13 @@ class _CpuOps:
         tables_TW, visible_T = meta.scratch["queries"]
         nope = q_nope_TNP.shape[2]
         w_uk_NPL, w_uv_NLV = kv_b_NCL[:, :nope], kv_b_NCL[:, nope:].transpose(1, 2)
-        parts = []
+        out_TNV = q_nope_TNP.new_empty(*q_nope_TNP.shape[:2], w_uv_NLV.shape[2])
         for start in range(0, len(q_nope_TNP), _PREFILL_TOKENS):
             part = slice(start, start + _PREFILL_TOKENS)
             q_latent = self.head_linear(q_nope_TNP[part], w_uk_NPL)
             attended = self._attend(q_latent, q_rope_TNR[part], cache, tables_TW[part], visible_T[part], scale)
-            parts.append(self.head_linear(attended, w_uv_NLV))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            self._write_head_linear(attended, w_uv_NLV, out_TNV[part])
+        return out_TNV
 
     def _attend(
         self,

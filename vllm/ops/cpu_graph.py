@@ -77,6 +77,11 @@ class Recording(TorchDispatchMode):
         self._arena = _Arena()
         self._kept: list[object] = []  # results of torch's ops: the memory that the calls name
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would import its compiler, 80 MB in a second, to keep it away from modes that it compiles into."""
+        return False
+
     def add_kernel(self, name: str, arguments: tuple[int | float | None, ...]) -> None:
         self._calls.append((name, arguments))
 

@@ -43,7 +43,7 @@ def rollout_ops() -> RolloutOps:
         "sample": sample,
     }
     names = table.names | dict.fromkeys(entries, "exact")
-    return replace(table, **entries, expands_decode=True, names=names)  # type: ignore[arg-type]
+    return replace(table, **entries, expands_decode=True, has_one_attention=False, names=names)  # type: ignore[arg-type]
 
 
 def new_kv_cache(

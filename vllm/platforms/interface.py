@@ -55,6 +55,7 @@ class Platform(ABC):
     supported_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
     supported_kv_layouts: ClassVar[tuple[str, ...]] = ("nd",)
     holds_fp8: ClassVar[bool] = True  # whether tensors of float8_e4m3fn exist there
+    recorded_logits: ClassVar[int] = 0  # bytes of logits that a graph may make; more are made after it
     holds_values: ClassVar[bool] = True  # False: tensors have shapes alone, and no weights are made or read for them
 
     @abstractmethod
@@ -84,6 +85,9 @@ class Platform(ABC):
 
     def empty_cache(self) -> None:  # noqa: B027 - not every kind of device has an allocator cache
         """Give the allocator's unused blocks back to the device."""
+
+    def keep_working_memory(self) -> None:  # noqa: B027 - devices' allocators keep what is freed anyway
+        """Ask that what a step frees stays ours for the next one, within reason; `empty_cache` gives it back."""
 
     def prefer_large_pages(self, tensor: Tensor) -> None:  # noqa: B027 - devices have large pages anyway
         """Ask for large pages under memory that is read from one end to the other in every step."""

@@ -2,19 +2,50 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+FILE_NAME = "tokenizer.json"
+_LARGEST_BLANK_END = 64  # bytes
 
-def get_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in directory `path`; ValueError when there is none that can be read."""
-    from transformers import AutoTokenizer  # slow to import, and not needed for prompts given as token ids
 
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"tokenizer={path} cannot be loaded: {error}; give its directory, or skip_tokenizer_init=True and token ids"
-        ) from error
+class LazyTokenizer:
+    """The tokenizer in a directory, loaded when text is first asked for: transformers takes a second and 30 MB, and an
+    engine of token ids needs none of it.
+
+    ValueError, from the constructor, for a `tokenizer.json` that is cut short; where there is none, it loads at once.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        file = Path(path) / FILE_NAME
+        if not file.is_file():
+            self.load()
+        elif not _is_whole(file):
+            raise ValueError(f"tokenizer={path} cannot be loaded: {file} does not end as JSON does; is it truncated?")
+
+    def load(self) -> PreTrainedTokenizerBase:
+        """The same one every time; ValueError when it cannot be read."""
+        return self._loaded
+
+    @cached_property
+    def _loaded(self) -> PreTrainedTokenizerBase:
+        from transformers import AutoTokenizer  # see the class
+
+        try:
+            return AutoTokenizer.from_pretrained(self._path)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"tokenizer={self._path} cannot be loaded: {error}; give its directory, or skip_tokenizer_init=True "
+                "and token ids"
+            ) from error
+
+
+def _is_whole(file: Path) -> bool:
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - _LARGEST_BLANK_END))
+        return stream.read().rstrip().endswith(b"}")

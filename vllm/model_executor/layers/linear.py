@@ -5,7 +5,7 @@ Weights are [out, in] as in checkpoints; in memory those of products lie as the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,15 @@ def local_slice(size: int, tp: GroupCoordinator) -> slice:
     """This rank's part of a dimension of `size`."""
     part = size // tp.world_size
     return slice(tp.rank_in_group * part, (tp.rank_in_group + 1) * part)
+
+
+def add_in_parts(x_TH: Tensor, of_TH: Tensor, layer: Callable[[Tensor], Tensor], num_tokens: int) -> Tensor:
+    """x + layer(of), of at most `num_tokens` tokens (0: of all) at a time; x may be overwritten."""
+    if num_tokens == 0 or len(x_TH) <= num_tokens:
+        return layer(of_TH).add_(x_TH)
+    for part_tH, of_tH in zip(x_TH.split(num_tokens), of_TH.split(num_tokens), strict=True):
+        part_tH += layer(of_tH)
+    return x_TH
 
 
 class ColumnParallelLinear(nn.Module):

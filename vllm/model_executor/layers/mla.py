@@ -52,14 +52,16 @@ class MultiHeadLatentAttention(nn.Module):
         self.o_proj = RowParallelLinear(hf.num_attention_heads * hf.v_head_dim, hf.hidden_size, ops, parallel.tp)
 
     def forward(self, x_TH: Tensor, cos_TR: Tensor, sin_TR: Tensor, cache: KVCache, context: ForwardContext) -> Tensor:
-        """[T, H] -> [T, H]; writes the tokens' latents to the cache."""
+        """[T, H] -> [T, H], of the tokens that the context keeps; writes all tokens' latents to the cache."""
         hf, ops = self.hf, self.ops
-        query_T, kv_TD = self._project(x_TH)
-        q_TNC = query_T.view(len(x_TH), self.num_heads, -1)
-        q_nope_TNP = q_TNC[..., : hf.qk_nope_head_dim]
-        q_rope_TNR = ops.rotary_interleaved(q_TNC[..., hf.qk_nope_head_dim :], cos_TR, sin_TR)
+        q_T, kv_TD = self._project(x_TH)
         norm = (self.kv_a_layernorm.weight, hf.rms_norm_eps)
         ops.norm_rope_write_kv(cache, kv_TD, *norm, cos_TR, sin_TR, context.slots_T)
+        if context.kept_B is not None:
+            q_T, cos_TR, sin_TR = (rows.index_select(0, context.kept_B) for rows in (q_T, cos_TR, sin_TR))
+        q_TNC = self._queries(q_T).view(len(q_T), self.num_heads, -1)
+        q_nope_TNP = q_TNC[..., : hf.qk_nope_head_dim]
+        q_rope_TNR = ops.rotary_interleaved(q_TNC[..., hf.qk_nope_head_dim :], cos_TR, sin_TR)
         kv_b_NCL = dense(self.kv_b).view(self.num_heads, -1, hf.kv_lora_rank)
         split, parts = context.num_decode_tokens, []
         if context.decode is not None and ops.expands_decode:
@@ -75,16 +77,22 @@ class MultiHeadLatentAttention(nn.Module):
             prefill = (q_nope_TNP[split:], q_rope_TNR[split:], kv_b_NCL, cache, context.prefill, self.scale)
             parts.append(ops.mla_prefill(*prefill))
         out_TNV = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.o_proj(out_TNV.reshape(len(x_TH), -1))
+        return self.o_proj(out_TNV.reshape(len(q_T), -1))
 
     def _project(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """(queries [T, N * (P + R)], latents before their norm and the keys' channels before their turn [T, L + R])."""
-        hf, eps = self.hf, self.hf.rms_norm_eps
+        """(what queries are made of, latents before their norm and the keys' channels before their turn [T, L + R])."""
+        hf = self.hf
         down_T = self.qkv_a_proj(x_TH)
         if hf.q_lora_rank is None:
-            return self.q_proj(x_TH), down_T
-        q_T, kv_TD = down_T[:, : hf.q_lora_rank], down_T[:, hf.q_lora_rank :]
-        return self.q_proj(self.ops.rms_norm(q_T, self.q_a_layernorm.weight, eps)), kv_TD
+            return x_TH, down_T
+        return down_T[:, : hf.q_lora_rank], down_T[:, hf.q_lora_rank :]
+
+    def _queries(self, q_T: Tensor) -> Tensor:
+        """[T, N * (P + R)] of the first of `_project`."""
+        if self.hf.q_lora_rank is not None:
+            q_T = self.ops.rms_norm(q_T, self.q_a_layernorm.weight, self.hf.rms_norm_eps)
+        query_T: Tensor = self.q_proj(q_T)
+        return query_T
 
     def targets(self, prefix: str) -> dict[str, WeightTarget]:
         kv_a, rows = f"{prefix}.kv_a_proj_with_mqa.weight", len(self.kv_b) * self.tp.world_size

@@ -51,6 +51,11 @@ class CausalLM(nn.Module, ABC):
         self.rotary = RotaryTable(hf.rope, hf.rope_dim, max_model_len, device)
         self.weight_targets = self._targets()
 
+    @property
+    def keeps_few(self) -> bool:
+        """Whether the last layer heeds `ForwardContext.kept_B`, and a kept token's results are the same bits."""
+        return False
+
     @abstractmethod
     def make_layer(self, layer: int, parallel: ParallelState) -> nn.Module:
         """The `DecoderLayer` number `layer`."""
@@ -62,7 +67,7 @@ class CausalLM(nn.Module, ABC):
         """One layer's paged cache."""
 
     def forward(self, ids_T: Tensor, kv_caches: list[KVCache], context: ForwardContext) -> Tensor:
-        """Hidden states [T, H] before the final norm. ids_T int64 [T].
+        """Hidden states [T, H] before the final norm, of the tokens that the last layer keeps. ids_T int64 [T].
 
         kv_caches holds one cache per layer and, where choices of experts are kept, one more for those.
         """
@@ -71,8 +76,10 @@ class CausalLM(nn.Module, ABC):
         context.routed_experts = [] if keeps_choices else None
         x_TH = self.embed_tokens(ids_T)
         cos_TR, sin_TR = self.rotary.at(context.positions_T)
-        for layer, cache in zip(self.layers, kv_caches[:num_layers], strict=True):
+        for layer, cache in zip(self.layers[:-1], kv_caches[: num_layers - 1], strict=True):
             x_TH = layer(x_TH, cos_TR, sin_TR, cache, context)
+        last = context.last_layer if context.last_layer is not None else context
+        x_TH = self.layers[-1](x_TH, cos_TR, sin_TR, kv_caches[num_layers - 1], last)
         if context.routed_experts:
             write_choices(kv_caches[num_layers], context.routed_experts, context.slots_T)
         return x_TH

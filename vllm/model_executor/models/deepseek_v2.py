@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vllm.distributed.parallel_state import ParallelState
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.fused_moe import DeepseekMLP, FusedMoE
-from vllm.model_executor.layers.linear import Norm
+from vllm.model_executor.layers.linear import Norm, add_in_parts
 from vllm.model_executor.layers.mla import MultiHeadLatentAttention
 from vllm.model_executor.model_loader.weight_target import WeightTarget
 from vllm.model_executor.models.causal_lm import CausalLM
@@ -40,10 +40,12 @@ class DeepseekV2DecoderLayer(nn.Module):
             return self.mlp(x_TH, context) if isinstance(self.mlp, FusedMoE) else x_TH
         normed_TH = self.ops.rms_norm(x_TH, self.input_layernorm.weight, self.eps)
         attended_TH = self.self_attn(normed_TH, cos_TR, sin_TR, cache, context)
+        if context.kept_B is not None:
+            x_TH = x_TH.index_select(0, context.kept_B)
         normed_TH, x_TH = self.ops.add_rms_norm(attended_TH, x_TH, self.post_attention_layernorm.weight, self.eps)
         if isinstance(self.mlp, FusedMoE):
             return x_TH + self.mlp(normed_TH, context)
-        return self.mlp(normed_TH).add_(x_TH)
+        return add_in_parts(x_TH, normed_TH, self.mlp, self.ops.mlp_tokens)
 
     def targets(self, prefix: str) -> dict[str, WeightTarget]:
         return {
@@ -58,6 +60,10 @@ class DeepseekV2ForCausalLM(CausalLM):
     """See `CausalLM`."""
 
     hf: DeepseekV3Config
+
+    @property
+    def keeps_few(self) -> bool:
+        return self.ops.has_one_attention
 
     def make_layer(self, layer: int, parallel: ParallelState) -> DeepseekV2DecoderLayer:
         return DeepseekV2DecoderLayer(self.hf, layer, parallel, self.ops)

@@ -3,7 +3,6 @@
 // The context is cut into spans of fixed length; a span's softmax and its weighted sum of latents stay in cache, and
 // spans are put together in order, so a query's result depends on nothing but its own context.
 #pragma once
-#include <atomic>
 #include <cmath>
 
 #include "span_tiles.h"
@@ -151,7 +150,7 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
   constexpr long QUERIES = Span<M>::QUERIES, TILES = Span<M>::TILES;
   const long size = cache.latent + cache.rope, groups = (heads + QUERIES - 1) / QUERIES;
   const long per_tile = TILES > 1 ? std::max(1L, QUERIES / heads) : 1;
-  enum { ROWS, RUNS, PARTIALS, FACTORS };
+  enum { ROWS, RUNS, PARTIALS, FACTORS, SHARES };
   Run* runs = own<Buffer, RUNS>().template get<Run>(queries + 1);
   const long num_runs = find_runs(cache, queries, per_tile * TILES, groups, runs);
   const long items = runs[num_runs].item;
@@ -162,7 +161,7 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
   auto partial_of = [&](const Run& run, long query, long span, long head) {
     return partials + ((run.partial + query * run.spans + span) * heads + head) * partial_size;
   };
-  std::atomic<long> next{0};
+  Shares shares(items, own<Buffer, SHARES>());
 #pragma omp parallel
   {
     Scope<M> scope;
@@ -172,8 +171,9 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
     SpanOf<T> now, following;
     const Run* run = runs;
     auto take = [&](const T** to) -> SpanOf<T> {
-      const long item = next++;
-      if (item >= items) return {};
+      const long item = shares.take();
+      if (item == Shares::NONE) return {};
+      if (item < run->item) run = runs;
       while (run[1].item <= item) ++run;
       return span_of(cache, *run, item, groups, to);
     };

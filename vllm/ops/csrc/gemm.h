@@ -8,6 +8,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <new>
 
@@ -71,6 +72,40 @@ static T& own() {
   return *found;
 }
 
+// Items divided among the threads of a parallel region: to each those that lie together, the same ones for as many items,
+// so that what a thread has made is near it. Who has none left takes the last of another's.
+class Shares {
+ public:
+  static constexpr long NONE = -1;
+
+  Shares(long items, Buffer& memory) : count_(omp_get_max_threads()), shares_(memory.get<Share>(count_)) {
+    for (long t = 0; t < count_; ++t) (new (shares_ + t) Share)->range = range_of(items * t / count_, items * (t + 1) / count_);
+  }
+
+  long take() {
+    const long own = omp_get_thread_num();
+    for (long i = 0; i < count_; ++i) {
+      std::atomic<uint64_t>& range = shares_[(own + i) % count_].range;
+      uint64_t now = range.load(std::memory_order_relaxed);
+      while (now >> 32 < (uint32_t)now) {
+        const long begin = now >> 32, end = (uint32_t)now;
+        if (range.compare_exchange_weak(now, i == 0 ? range_of(begin + 1, end) : range_of(begin, end - 1)))
+          return i == 0 ? begin : end - 1;
+      }
+    }
+    return NONE;
+  }
+
+ private:
+  struct alignas(64) Share {
+    std::atomic<uint64_t> range;  // begin, then end, of 32 bits
+  };
+  static uint64_t range_of(uint64_t begin, uint64_t end) { return begin << 32 | end; }
+
+  long count_;
+  Share* shares_;
+};
+
 // Memory that will be read soon.
 struct Range {
   const void* begin = nullptr;
@@ -116,27 +151,62 @@ static inline vf multiply_add(vf sum, vf a, vf b) {
 
 static inline void split(vu pairs, vf& even, vf& odd) { even = (vf)(pairs << 16), odd = (vf)(pairs & 0xffff0000u); }
 
-// Up to 16 rows, contiguous along k, to out[word][row]; absent rows are zeros.
+// Transposed words of 16 rows, which hold their next `kept` elements, to out[word][row].
+template <class M>
+static inline void store_block(const vf* block, long kept, float* out, long stride) {
+  if constexpr (is_split<M>) {
+    for (long i = 0; i < kept; i += 2, out += 2 * stride) {
+      vf even, odd;
+      split((vu)block[i / 2], even, odd);
+      store(out, even);
+      if (i + 1 < kept) store(out + stride, odd);
+    }
+  } else {
+    for (long i = 0; i < words<M>(kept); ++i) store(out + i * stride, block[i]);
+  }
+}
+
+// Elements [start, start + step) of rows, ROWS of which are there: all in registers.
+template <class M, int ROWS>
+static inline void pack_block(const typename M::T* const* rows, long start, float* out, long stride) {
+  vf block[LANES] = {};
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i) block[i] = (vf)load_bits<vu>(rows[i] + start);
+  transpose16(block);
+  if constexpr (is_split<M>) {
+    store_block<M>(block, 2 * LANES, out, stride);
+  } else {
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; ++i) store(out + i * stride, block[i]);
+  }
+}
+
+// Up to 16 rows, contiguous along k, to out[word][row]; absent rows are zeros. `meanwhile` is called once for a line of
+// each row.
+template <class M, class Row, class Meanwhile>
+static inline void pack_rows(Row row, long count, long k, float* out, long stride, Meanwhile meanwhile) {
+  constexpr long step = sizeof(typename M::T) == 2 ? 2 * LANES : LANES, step_words = is_split<M> ? step : LANES;
+  const typename M::T* rows[LANES];
+  for (long i = 0; i < count; ++i) rows[i] = row(i);
+  long start = 0;
+  for (; start + step <= k && (count == LANES || count == LANES / 2); start += step, out += step_words * stride) {
+    meanwhile();
+    if (count == LANES)
+      pack_block<M, LANES>(rows, start, out, stride);
+    else
+      pack_block<M, LANES / 2>(rows, start, out, stride);
+  }
+  for (; start < k; start += step, out += step_words * stride) {
+    meanwhile();
+    vf block[LANES] = {};
+    for (long i = 0; i < count; ++i) block[i] = load_words<M>(rows[i] + start, k - start);
+    transpose16(block);
+    store_block<M>(block, std::min(step, k - start), out, stride);
+  }
+}
 template <class M, class Row>
 static inline void pack_rows(Row row, long count, long k, float* out, long stride) {
-  constexpr long step = sizeof(typename M::T) == 2 ? 2 * LANES : LANES;
-  for (long start = 0; start < k; start += step) {
-    vf block[LANES] = {};
-    for (long i = 0; i < count; ++i) block[i] = load_words<M>(row(i) + start, k - start);
-    transpose16(block);
-    if constexpr (is_split<M>) {
-      const long kept = std::min(step, k - start);
-      for (long i = 0; i < kept; i += 2, out += 2 * stride) {
-        vf even, odd;
-        split((vu)block[i / 2], even, odd);
-        store(out, even);
-        if (i + 1 < kept) store(out + stride, odd);
-      }
-    } else {
-      long first = start / step * LANES, kept = std::min(LANES, words<M>(k) - first);
-      for (long i = 0; i < kept; ++i) store(out + (first + i) * stride, block[i]);
-    }
-  }
+  pack_rows<M>(row, count, k, out, stride, [] {});
 }
 
 template <class T>

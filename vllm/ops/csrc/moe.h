@@ -1,6 +1,5 @@
 // Routed experts: choices sorted by expert, two products per expert, results put together in each token's own order.
 #pragma once
-#include <atomic>
 #include <cmath>
 #include <type_traits>
 
@@ -48,7 +47,7 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
   typedef std::conditional_t<M::is_dot, M, Float32> Second;
   constexpr long chunk = Rows<M>::AT_ONCE;
   const long hidden = experts.hidden, width = experts.width, total = tokens * choices;
-  enum { ITEM_SUMS, ORDER, PLACE, SEGMENTS, ENDS, ACT, RESULTS };
+  enum { ITEM_SUMS, ORDER, PLACE, SEGMENTS, ENDS, ACT, RESULTS, UP, DOWN };
   long* order = own<Buffer, ORDER>().template get<long>(total);
   long* place = own<Buffer, PLACE>().template get<long>(total);
   long* ends = own<Buffer, ENDS>().template get<long>(experts.count + 1);
@@ -78,7 +77,8 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
   constexpr long item_columns = PANEL * PANELS;
   const long up_items = (width + item_columns - 1) / item_columns;
   const long down_items = (hidden + item_columns - 1) / item_columns;
-  std::atomic<long> next_up{0}, next_down{0};
+  Shares up_shares(num_segments * up_items, own<Buffer, UP>());
+  Shares down_shares(num_segments * down_items, own<Buffer, DOWN>());
 #pragma omp parallel
   {
     Scope<M> scope;
@@ -87,7 +87,7 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
     float* gate = own<Buffer, ITEM_SUMS>().get(2 * Rows<M>::SUMS);
     float* up = gate + Rows<M>::SUMS;
     long packed_for = -1;
-    for (long item = next_up++; item < num_segments * up_items; item = next_up++) {
+    for (long item; (item = up_shares.take()) != Shares::NONE;) {
       const Segment segment = segments[item / up_items];
       const Weight<T> w1 = experts.template gate_or_up<M>(segment.expert, false);
       const Weight<T> w3 = experts.template gate_or_up<M>(segment.expert, true);
@@ -121,7 +121,7 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
     }
 #pragma omp barrier
     packed_for = -1;
-    for (long item = next_down++; item < num_segments * down_items; item = next_down++) {
+    for (long item; (item = down_shares.take()) != Shares::NONE;) {
       const Segment segment = segments[item / down_items];
       const Weight<T> w = experts.template down<M>(segment.expert);
       const long begin = item % down_items * item_columns, end = std::min(hidden, begin + item_columns);

@@ -21,28 +21,29 @@ static void norm_row(const T* x, const T* weight, long size, float eps, T* out) 
     store_n(out + i, load_n(x + i, size - i) * factor * load_n(weight + i, size - i), size - i);
 }
 
+// The first `count` even elements of x, and the odd ones behind them.
+static inline void load_pairs(const bf16* x, long count, vf& even, vf& odd) { split((vu)load_words<Dot>(x, 2 * count), even, odd); }
+static inline void load_pairs(const float* x, long count, vf& even, vf& odd) {
+  const vf low = load_n(x, std::min(2 * count, LANES)), high = load_n(x + LANES, std::max(2 * count - LANES, 0L));
+  even = LANES_OF(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  odd = LANES_OF(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
 // Pairs (x[2i], x[2i + 1]) turned by angle i: first members, then second ones.
 template <class T>
 static void turn_row(const T* x, const float* cos, const float* sin, long size, T* out) {
   const long half = size / 2;
-  float even[LANES] = {}, odd[LANES] = {};
   for (long start = 0; start < half; start += LANES) {
     const long count = std::min(LANES, half - start);
-    for (long i = 0; i < count; ++i) {
-      if constexpr (sizeof(T) == 2) {
-        uint32_t a = (uint32_t)x[2 * (start + i)] << 16, b = (uint32_t)x[2 * (start + i) + 1] << 16;
-        std::memcpy(even + i, &a, 4), std::memcpy(odd + i, &b, 4);
-      } else {
-        even[i] = x[2 * (start + i)], odd[i] = x[2 * (start + i) + 1];
-      }
-    }
-    const vf a = load(even), b = load(odd), c = load_n(cos + start, count), s = load_n(sin + start, count);
+    vf a, b;
+    load_pairs(x + 2 * start, count, a, b);
+    const vf c = load_n(cos + start, count), s = load_n(sin + start, count);
     store_n(out + start, a * c - b * s, count);
     store_n(out + half + start, b * c + a * s, count);
   }
 }
 
-static inline int threads_for(long work) { return work < 32768 ? 1 : omp_get_max_threads(); }
+static inline int threads_for(long work) { return work < 8192 ? 1 : omp_get_max_threads(); }
 
 template <class T>
 static void rms_norm(const T* x, long stride, long tokens, long size, const T* weight, float eps, T* out) {
@@ -113,12 +114,19 @@ static inline vf uniform_noise(int32_t a, int32_t b, vi vocab_keys) {
   x = (x + (uint32_t)b) * 277803737u;
   vi bits = (vi)x ^ ((vi)x >> 15);
   vf u = (__builtin_convertvector(bits, vf) + 0.5f) * 4.656612873077393e-10f;
-  return select(u > splat(1.0f - 5.9604644775390625e-08f), splat(1.0f - 5.9604644775390625e-08f), u);
+  return minimum(splat(1.0f - 5.9604644775390625e-08f), u);
 }
 static inline vf exponential_noise(vf u) {
   vf w = 1.0f - u, rounded = w - 1.0f;  // log1p(-u) = log(w) * u / (1 - w), exact where log(w) alone is not
   vi is_tiny = rounded == vf{};
   return select(is_tiny, u, log(w) * u / select(is_tiny, splat(1.0f), rounded));
+}
+
+static inline vi load_keys(const int32_t* keys, long count) {
+  if (count >= LANES) return load_bits<vi>(keys);
+  int32_t lanes[LANES] = {};
+  std::memcpy(lanes, keys, count * sizeof(int32_t));
+  return load_bits<vi>(lanes);
 }
 
 // One row: the greedy token at temperature 0, else the winner of the exponential race.
@@ -135,8 +143,7 @@ static int64_t sample_row(const float* logits, long size, float temperature, con
     return v;
   };
   for (i = 0; i < size; i += LANES) peaks = maximum(peaks, scaled(i));
-  float peak = peaks[0];
-  for (int lane = 1; lane < LANES; ++lane) peak = std::max(peak, peaks[lane]);
+  const float peak = largest(peaks);
   vf total = {}, best = splat(-1.0f);
   float to_beat = 0;  // a little less than the best so far: of most vectors no lane can, and their noise is not finished
   vi places = {}, lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -144,16 +151,13 @@ static int64_t sample_row(const float* logits, long size, float temperature, con
     vf p = exp(scaled(i) - peak);
     total += p;
     if (temperature > 0) {
-      int32_t padded[LANES] = {};
-      std::memcpy(padded, vocab_keys + i, std::min(LANES, size - i) * sizeof(int32_t));
-      const vf u = uniform_noise(keys[0], keys[1], load_bits<vi>(padded));
+      const vf u = uniform_noise(keys[0], keys[1], load_keys(vocab_keys + i, size - i));
       if (!any(p >= u * to_beat)) continue;
       p = p / exponential_noise(u);
     }
     vi is_better = p > best;
     best = select(is_better, p, best);
-    if (temperature > 0)
-      for (int lane = 0; lane < LANES; ++lane) to_beat = std::max(to_beat, best[lane] * 0.9999f);
+    to_beat = largest(best) * 0.9999f;
     places = (is_better & (lanes + (int)i)) | (~is_better & places);
   }
   int winner = 0;

@@ -58,7 +58,8 @@ struct ColumnTiles {
 // These tiles one after the other as they lie.
 class PlainColumn {
  public:
-  explicit PlainColumn(const ColumnTiles& tiles) : at_(tiles.data), step_(tiles.step), stride_(tiles.stride) {}
+  PlainColumn(const ColumnTiles& tiles, long start)  // from tile `start` on
+      : at_(tiles.data + start * tiles.step), step_(tiles.step), stride_(tiles.stride) {}
   long stride() const { return stride_ * sizeof(bf16); }
   const bf16* next() {
     const bf16* tile = at_;
@@ -123,11 +124,8 @@ class TileRows {
     const long known = words<Dot>(k) * LANES;
     for (long t = 0; t < tiles_; ++t) {
       float* to = data_ + t * steps_ * TILE_WORDS;
-      auto fetching = [&](long i) {
-        ahead.fetch<1>();
-        return row(t * LANES + i);
-      };
-      pack_rows<Dot>(fetching, std::min(LANES, rows - t * LANES), k, to, LANES);
+      pack_rows<Dot>([&](long i) { return row(t * LANES + i); }, std::min(LANES, rows - t * LANES), k, to, LANES,
+                     [&] { ahead.fetch<16>(); });
       std::fill(to + known, to + steps_ * TILE_WORDS, 0.0f);
     }
   }
@@ -178,32 +176,36 @@ class TileRows {
   bool fetches_ahead() const { return k_ <= (tiles_ > 1 ? 1024 : 256); }
 
   static constexpr long FEW_TILES = 4;  // of rows: sums of a tile of columns stay in registers, the weight is read once
-  static constexpr long NEAR_STEPS = 16;  // along k of two tiles of columns: they stay in the nearest cache
+  static constexpr long NEAR_TILES = 32;  // of those rows: they stay in the nearest cache
+  static constexpr long NEAR_STEPS = 16;  // along k of two tiles of columns: so do they
 
   // [tile of columns][tile of rows], columns by rows
   const float* sums_of(const Weight<bf16>& w, long first, long columns, Range next) {
     Ahead ahead(fetches_ahead() ? next : Range{});
     const long count = (columns + LANES - 1) / LANES;
     ColumnTiles tiles[PANELS * PANEL / LANES];
-    const bool is_few = tiles_ <= FEW_TILES;
-    const long copy_size = steps_ * 2 * TILE_WORDS;
-    bf16* copies = copy_buffer_.get<bf16>((is_few ? 1 : count) * copy_size);
-    auto tiles_at = [&](long c, bf16* copy) {
-      return tiles_of(w, first + c * LANES, std::min(LANES, columns - c * LANES), copy);
-    };
     float* sums = sum_buffer_.get(count * tiles_ * TILE_WORDS);
+    auto sums_at = [&](long c) { return sums + c * tiles_ * TILE_WORDS; };
+    const bool is_few = tiles_ <= FEW_TILES;
     if (is_few && w.coded) {
       for (long c = 0; c < count; ++c)
-        few_rows(CodedColumn(w.coded + (first / LANES + c) * coded_bytes(k_), k_), sums + c * tiles_ * TILE_WORDS, ahead);
-    } else if (is_few) {
-      for (long c = 0; c < count; ++c) few_rows(PlainColumn(tiles_at(c, copies)), sums + c * tiles_ * TILE_WORDS, ahead);
+        few_rows(CodedColumn(w.coded + (first / LANES + c) * coded_bytes(k_), k_), 0, steps_, sums_at(c), ahead);
+      return sums;
+    }
+    bf16* copies = copy_buffer_.get<bf16>(count * steps_ * 2 * TILE_WORDS);
+    for (long c = 0; c < count; ++c)
+      tiles[c] = tiles_of(w, first + c * LANES, std::min(LANES, columns - c * LANES), copies + c * steps_ * 2 * TILE_WORDS);
+    if (is_few) {
+      const long near = NEAR_TILES / tiles_;
+      for (long s = 0; s < steps_; s += near)
+        for (long c = 0; c < count; ++c)
+          few_rows(PlainColumn(tiles[c], s), s, std::min(near, steps_ - s), sums_at(c), ahead);
     } else {
-      for (long c = 0; c < count; ++c) tiles[c] = tiles_at(c, copies + c * copy_size);
       for (long c = 0; c < count; c += 2)
         for (long s = 0; s < steps_; s += NEAR_STEPS)
           for (long t = 0; t < tiles_; t += 2)
             many_rows(tiles[c], tiles[std::min(c + 1, count - 1)], t, s, std::min(NEAR_STEPS, steps_ - s),
-                      sums + (c * tiles_ + t) * TILE_WORDS, c + 1 < count ? tiles_ * TILE_WORDS : 0, ahead);
+                      sums_at(c) + t * TILE_WORDS, c + 1 < count ? tiles_ * TILE_WORDS : 0, ahead);
     }
     return sums;
   }
@@ -231,26 +233,33 @@ class TileRows {
     return {copy, 2 * TILE_WORDS, TILE_K};
   }
 
-  // Sixteen columns with up to four tiles of rows.
+  // Sixteen columns with up to four tiles of rows, `steps` along k.
   template <class Column>
-  void few_rows(Column w, float* sums, Ahead& ahead) const {
+  void few_rows(Column w, long start, long steps, float* sums, Ahead& ahead) const {
     switch (tiles_) {
-      case 1: return one_column<1>(w, sums, ahead);
-      case 2: return one_column<2>(w, sums, ahead);
-      case 3: return one_column<3>(w, sums, ahead);
-      default: return one_column<4>(w, sums, ahead);
+      case 1: return one_column<1>(w, start, steps, sums, ahead);
+      case 2: return one_column<2>(w, start, steps, sums, ahead);
+      case 3: return one_column<3>(w, start, steps, sums, ahead);
+      default: return one_column<4>(w, start, steps, sums, ahead);
     }
   }
 
   template <int ROWS, class Column>
-  void one_column(Column& w, float* sums, Ahead& ahead) const {
-    const float* x = data_;
+  void one_column(Column& w, long start, long steps, float* sums, Ahead& ahead) const {
+    const float* x = data_ + start * TILE_WORDS;
     const long next = steps_ * TILE_WORDS, stride = w.stride();
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (long s = 0; s < steps_; ++s, x += TILE_WORDS) {
+    if (start == 0) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    } else {
+      _tile_loadd(0, sums, TILE_BYTES);
+      if constexpr (ROWS > 1) _tile_loadd(1, sums + TILE_WORDS, TILE_BYTES);
+      if constexpr (ROWS > 2) _tile_loadd(2, sums + 2 * TILE_WORDS, TILE_BYTES);
+      if constexpr (ROWS > 3) _tile_loadd(3, sums + 3 * TILE_WORDS, TILE_BYTES);
+    }
+    for (long s = 0; s < steps; ++s, x += TILE_WORDS) {
       ahead.fetch<16>();
       _tile_loadd(4, w.next(), stride);
       _tile_loadd(5, x, TILE_BYTES);

@@ -83,7 +83,17 @@ static inline bool any(vi mask) {
   return all != 0;
 }
 #endif
+#if defined(__AVX512F__)  // of a compiler's comparison and choice the instructions make several; with a NaN they take b, too
+static inline vf maximum(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+static inline vf minimum(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+static inline vf zero_where_less(vf a, vf b, vf x) {
+  return (vf)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_NLT_UQ), (__m512)x);
+}
+#else
 static inline vf maximum(vf a, vf b) { return select(a > b, a, b); }
+static inline vf minimum(vf a, vf b) { return select(a < b, a, b); }
+static inline vf zero_where_less(vf a, vf b, vf x) { return select(a < b, vf{}, x); }
+#endif
 
 // Lane j of butterfly<S>(a, b): a[j] where bit S of j is clear, b[j ^ S] where it is set; crossed: a[j ^ S] and b[j].
 #define LANES_OF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -123,6 +133,12 @@ static inline vf sum_stage(vf a, vf b) {
   butterfly<S>(a, b, straight, crossed);
   return straight + crossed;
 }
+static inline float largest(vf v) {
+  v = maximum(v, LANES_OF(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  v = maximum(v, LANES_OF(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  v = maximum(v, LANES_OF(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+  return v[0] > v[1] ? v[0] : v[1];
+}
 static inline vf row_sums(const vf* rows) {  // lane i = the sum of rows[i]
   vf half[8], quarter[4], two[2];
 #pragma GCC unroll 8
@@ -138,9 +154,8 @@ static inline float sum(vf v) {
   return row_sums(rows)[0];
 }
 
-static inline vf exp(vf x) {  // about 1 unit in the last place; 0 below -87.3
-  vi is_zero = x < splat(-87.3f);
-  x = select(x > splat(88.7f), splat(88.7f), select(is_zero, splat(-87.3f), x));
+static inline vf exp(vf given) {  // about 1 unit in the last place; 0 below -87.3
+  const vf x = minimum(splat(88.7f), maximum(splat(-87.3f), given));
   vf shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the low bits
   vi n = (vi)shifted - 0x4b400000;
   vf r = x - (shifted - 12582912.0f) * 0.693359375f;
@@ -153,7 +168,7 @@ static inline vf exp(vf x) {  // about 1 unit in the last place; 0 below -87.3
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   vf scaled = (vf)((vi)p + (n << 23));
-  return select(is_zero, vf{}, scaled);
+  return zero_where_less(given, splat(-87.3f), scaled);
 }
 
 static inline vf log(vf x) {  // of positive normal numbers

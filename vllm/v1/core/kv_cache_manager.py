@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
+from collections.abc import Sequence
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
@@ -62,9 +63,7 @@ class KVCacheManager:
         """Blocks added so that `num_new_tokens` more tokens fit (maybe none, []), or None, and nothing changed, when
         too few are free.
         """
-        end, num_held = request.num_computed_tokens + num_new_tokens, len(request.block_ids) * self.block_size
-        if request.num_computed_tokens >= request.num_prompt_tokens and end <= num_held and end % self.block_size:
-            return []  # nearly every step of a decoding request: within a block
+        end = request.num_computed_tokens + num_new_tokens
         missing = self.blocks_missing(request, num_new_tokens)
         if missing == 0:
             new_blocks: list[int] = []
@@ -76,6 +75,24 @@ class KVCacheManager:
         if self.enable_prefix_caching:
             self._register(request, end)
         return new_blocks
+
+    def allocate_decoding(self, requests: Sequence[Request]) -> list[list[int]]:
+        """`allocate_slots` of one token for the first of the requests, up to one that brings several or gets no block."""
+        size = self.block_size
+        added: list[list[int]] = []
+        for request in requests:
+            computed = request.num_computed_tokens
+            if len(request.token_ids) - computed != 1:
+                break
+            # Nearly every time within a block.
+            if computed >= request.num_prompt_tokens and (computed + 1) % size and computed < len(request.block_ids) * size:
+                added.append([])
+                continue
+            new_blocks = self.allocate_slots(request, 1)
+            if new_blocks is None:
+                break
+            added.append(new_blocks)
+        return added
 
     def blocks_missing(self, request: Request, num_new_tokens: int) -> int:
         """Blocks that `num_new_tokens` more tokens need."""

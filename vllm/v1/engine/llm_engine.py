@@ -5,20 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from vllm.config import VllmConfig
 from vllm.inputs import PromptType
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.transformers_utils.tokenizer import LazyTokenizer
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.output_processor import OutputStream, PromptGroup
 from vllm.v1.engine.processor import Processor
 from vllm.v1.engine.rebalancer import RebalanceConfig, Rebalancer
 from vllm.v1.request import Request, RequestStatus
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class LLMEngine:
     The TP ranks of a replica, and replicas that share experts, make the same calls in the same order.
     """
 
-    def __init__(self, config: VllmConfig, core: EngineCore, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    def __init__(self, config: VllmConfig, core: EngineCore, tokenizer: LazyTokenizer | None = None) -> None:
         self.config, self.core = config, core
         self.processor = Processor(config, tokenizer)
         padded_sizes = () if config.compilation.enforce_eager else config.compilation.cudagraph_capture_sizes

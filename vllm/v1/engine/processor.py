@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.inputs import PromptType
 from vllm.sampling_params import SamplingParams
+from vllm.transformers_utils.tokenizer import LazyTokenizer
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.output_processor import PromptGroup
 from vllm.v1.engine.sampling_extras import sampling_extras, sampling_problems
 from vllm.v1.request import Request
 from vllm.v1.sample.rng import derive_seed
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 class Processor:
     """Knows the tokenizer and the limits of the engine."""
 
-    def __init__(self, config: VllmConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    def __init__(self, config: VllmConfig, tokenizer: LazyTokenizer | None) -> None:
         self.config, self.tokenizer = config, tokenizer
         self._num_prompts = 0  # over the engine's life: seeds those without a seed
 
@@ -36,11 +34,15 @@ class Processor:
         elif self.tokenizer is None:
             raise ValueError(f"{name} is text, but the engine has no tokenizer (skip_tokenizer_init=True)")
         else:
-            tokens = self.tokenizer.encode(text)
+            tokens = self.tokenizer.load().encode(text)
         return PromptGroup(name, request_id, text, tokens, params, self.config.model.hf.eos_token_ids)
 
     def problems(self, group: PromptGroup) -> list[str]:
-        """Why the group cannot be run; empty when it can."""
+        """Why the group cannot be run; empty when it can.
+
+        ValueError when it wants text and the tokenizer, which is loaded for it, cannot be read.
+        """
+        self.decoder(group.params)
         name, tokens, limit = group.name, group.prompt_token_ids, self.config.model.max_model_len - 1
         vocab_size = self.config.model.hf.vocab_size
         longest = max((len(tokens) + request.max_tokens for request in group.samples), default=0)
@@ -110,7 +112,7 @@ class Processor:
         return self._decoder(params.skip_special_tokens) if params.detokenize else None
 
     def _decoder(self, skip_special_tokens: bool) -> Callable[[list[int]], str] | None:
-        tokenizer = self.tokenizer
-        if tokenizer is None:
+        if self.tokenizer is None:
             return None
+        tokenizer = self.tokenizer.load()
         return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
+from vllm.transformers_utils.tokenizer import LazyTokenizer
 from vllm.v1.sample.extras import NO_EXTRAS, SamplingExtras
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
-
-def sampling_extras(params: SamplingParams, tokenizer: PreTrainedTokenizerBase | None) -> SamplingExtras | None:
+def sampling_extras(params: SamplingParams, tokenizer: LazyTokenizer | None) -> SamplingExtras | None:
     """The extras of a request; None, as for most, when it has none."""
     extras = SamplingExtras(
         min_p=params.min_p if params.temperature > 0 else 0.0,
@@ -33,7 +30,7 @@ def sampling_problems(
     params: SamplingParams,
     eos_token_ids: tuple[int, ...],
     vocab_size: int,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: LazyTokenizer | None,
 ) -> list[str]:
     """Why this model cannot sample so; empty when it can."""
     problems = [
@@ -65,13 +62,13 @@ def sampling_problems(
     return []
 
 
-def _tokenized(words: Iterable[str], tokenizer: PreTrainedTokenizerBase | None) -> tuple[tuple[int, ...], ...]:
+def _tokenized(words: Iterable[str], tokenizer: LazyTokenizer | None) -> tuple[tuple[int, ...], ...]:
     """Each word as a text begins with it, and behind a space where only the first token is another one then."""
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         assert tokenizer is not None, word
         alone, behind_space = (
-            tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
+            tuple(tokenizer.load().encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
         )
         sequences[alone] = None
         if behind_space[0] != alone[0] and len(behind_space) == len(alone):

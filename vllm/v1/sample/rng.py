@@ -53,7 +53,7 @@ def row_keys(seeds_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
 
 
 def position_keys(mixed_seeds_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
-    """`row_keys` of seeds that `splitmix64` has mixed."""
+    """`row_keys` of seeds that `splitmix64` has mixed; of several positions each with `positions_B` [S, B], S * B."""
     return splitmix64(mixed_seeds_B + positions_B.astype(np.uint64)).view(np.int32).reshape(-1, 2)
 
 

@@ -14,6 +14,8 @@ from vllm.v1.sample.prompt_logprobs import PromptScores
 from vllm.v1.sample.rng import position_keys, splitmix64, vocab_keys
 from vllm.v1.worker.input_batch import InputBatch
 
+STEPS_OF_KEYS = 32  # made at a time
+
 
 @dataclass
 class SamplerOutput:
@@ -26,15 +28,24 @@ class SamplerOutput:
     prompt_scores: list[PromptScores] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
 class _RowSettings:
-    """What stays from step to step while a batch's rows do."""
+    """What stays from step to step while a batch's rows do: each of them then gets a token in every step."""
 
-    num_added: int  # of the batch, then
-    rows_B: np.ndarray
-    num_prompt_B: np.ndarray
-    mixed_seeds_B: np.ndarray
-    settings: SamplingBatch
+    def __init__(self, batch: InputBatch, rows_B: np.ndarray, settings: SamplingBatch) -> None:
+        self.num_added, self.rows_B, self.settings = batch.num_added, rows_B, settings
+        self._mixed_seeds_B = splitmix64(batch.seed[rows_B])
+        self._next_B = batch.num_tokens[rows_B] - batch.num_prompt[rows_B]  # positions whose keys are not made yet
+        self._keys_SB2 = np.empty((0, len(rows_B), 2), dtype=np.int32)
+        self._num_taken = 0
+
+    def next_keys(self) -> np.ndarray:
+        """int32 [B, 2] of the next position of every row; made for several at once, which takes hardly longer."""
+        if self._num_taken == len(self._keys_SB2):
+            positions_SB = self._next_B + np.arange(STEPS_OF_KEYS)[:, None]
+            self._keys_SB2 = position_keys(self._mixed_seeds_B, positions_SB).reshape(STEPS_OF_KEYS, -1, 2)
+            self._next_B, self._num_taken = self._next_B + STEPS_OF_KEYS, 0
+        self._num_taken += 1
+        return self._keys_SB2[self._num_taken - 1]
 
 
 class Sampler:
@@ -55,9 +66,9 @@ class Sampler:
         last = self._last
         if last is None or last.num_added != batch.num_added or not np.array_equal(last.rows_B, rows):
             last = self._last = self._settings_of(batch, rows)
-        positions = batch.num_tokens[rows] - last.num_prompt_B
-        settings = replace(last.settings, keys_B2=self._send(position_keys(last.mixed_seeds_B, positions)))
+        settings, settings.keys_B2 = last.settings, self._send(last.next_keys())
         if batch.edits:
+            settings = replace(settings)
             self._add_edits(settings, batch, rows)
         return settings
 
@@ -80,7 +91,7 @@ class Sampler:
         )
         if batch.min_p:
             self._add_min_p(settings, batch, rows)
-        return _RowSettings(batch.num_added, rows, batch.num_prompt[rows], splitmix64(batch.seed[rows]), settings)
+        return _RowSettings(batch, rows, settings)
 
     def _add_min_p(self, settings: SamplingBatch, batch: InputBatch, rows: np.ndarray) -> None:
         min_p = np.array([batch.min_p.get(row, 0.0) for row in rows.tolist()], dtype=np.float32)

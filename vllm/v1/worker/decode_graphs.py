@@ -13,13 +13,12 @@ from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext
+from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import DecodeMetadata, KVCache
 from vllm.platforms import GraphPool, Platform, RecordedGraph
 from vllm.v1.worker.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
-
-Model = Callable[[Tensor, list[KVCache], ForwardContext], Tensor]
 
 
 def num_scratch_blocks(config: VllmConfig) -> int:
@@ -69,11 +68,14 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, config: VllmConfig, model: Model, platform: Platform, device: torch.device, num_blocks: int
+        self, config: VllmConfig, model: CausalLM, platform: Platform, device: torch.device, num_blocks: int
     ) -> None:
         self.sizes = config.compilation.cudagraph_capture_sizes
         self._model, self._platform, self._device = model, platform, device
         self._num_replicas = config.parallel.data_parallel_size if config.parallel.steps_in_lockstep else 1
+        self._logits_rows = 0  # of the largest graph that makes logits
+        if config.parallel.tensor_parallel_size == 1:
+            self._logits_rows = platform.recorded_logits // (4 * config.model.hf.vocab_size)
         self._block_size = config.cache.block_size
         self._num_blocks = num_blocks
         self._pool: GraphPool | None = None
@@ -104,9 +106,13 @@ class DecodeGraphs:
             return None
         return self.sizes[bisect_left(self.sizes, num_rows)]
 
+    def makes_logits(self, size: int) -> bool:
+        """Whether `run` of this size goes on to the logits: one graph then holds all that the model does."""
+        return size <= self._logits_rows
+
     def run(self, plan: StepPlan, tables_BW: np.ndarray, size: int, caches: list[KVCache]) -> Tensor:
-        """Hidden states [B, H] of a decode step of B <= `size` rows with block tables int32 [B, W]; they hold until the
-        next call.
+        """Hidden states [B, H], or logits [B, V], of a decode step of B <= `size` rows with block tables int32 [B, W];
+        they hold until the next call.
 
         In lock-step every replica calls it with the same `size`, one without work with B = 0.
         """
@@ -145,9 +151,10 @@ class DecodeGraphs:
 
         def forward() -> Tensor:
             decode.scratch.clear()
-            return self._model(self._ids_S.buffer[:size], caches, context)
+            hidden_SH: Tensor = self._model(self._ids_S.buffer[:size], caches, context)
+            return self._model.compute_logits(hidden_SH) if self.makes_logits(size) else hidden_SH
 
-        hidden_SH = forward()
+        output = forward()
         before_replay: list[Callable[[], None]] = []
         decode.before_replay = before_replay
         if self._pool is None:
@@ -155,7 +162,7 @@ class DecodeGraphs:
             assert self._pool is not None, self._platform.name
         self._graphs[size] = _DecodeGraph(self._pool.capture(forward), before_replay)
         logger.info("recorded a decode step of %d sequences", size)
-        return hidden_SH
+        return output
 
     def _fill(self, plan: StepPlan, tables_BW: np.ndarray, size: int) -> None:
         rows, width = tables_BW.shape

@@ -31,21 +31,29 @@ class InputBatch:
         self.prompts_to_score: dict[int, Request] = {}  # of the rows that still miss log-probs of their prompt
         self.row_of: dict[str, int] = {}
         self.num_added = 0  # rows ever: the settings of the same rows are the same while it stays
+        self._last_requests: list[Request] = []  # of the last step
+        self._last_rows = np.empty(0, dtype=np.int64)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def update(self, step: SchedulerOutput) -> np.ndarray:
         """Bring the rows up to date with a scheduled step; returns int64 [requests of the step] their rows."""
+        if step.requests == self._last_requests and not step.removed:  # in nearly every step of a decoding batch
+            for index, new_blocks in enumerate(step.new_block_ids):
+                if new_blocks:
+                    self._append_blocks(int(self._last_rows[index]), new_blocks)
+            return self._last_rows
         for request in step.removed:
             self._remove(request)
         row_of = self.row_of
-        rows = []
+        rows: list[int] = []
         for request, new_blocks in zip(step.requests, step.new_block_ids, strict=True):
             if new_blocks is None:
                 self._add(request)
             elif new_blocks:
                 self._append_blocks(row_of[request.request_id], new_blocks)
             rows.append(row_of[request.request_id])
-        return np.array(rows, dtype=np.int64)
+        self._last_requests, self._last_rows = step.requests, np.array(rows, dtype=np.int64)
+        return self._last_rows
 
     def append_tokens(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
         """Record the tokens sampled for `rows`."""

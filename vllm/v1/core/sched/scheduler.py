@@ -89,7 +89,11 @@ class Scheduler:
     def _schedule_running(self, step: SchedulerOutput, budget: int) -> int:
         """Add all running requests but those it has to preempt; the budget that is left."""
         allocate = self.kv.allocate_slots
-        index = 0
+        step.new_block_ids += self.kv.allocate_decoding(self.running)
+        index = len(step.new_block_ids)
+        step.requests += self.running[:index]
+        step.num_tokens += [1] * index
+        budget -= index
         while index < len(self.running):
             request = self.running[index]
             num_new = len(request.token_ids) - request.num_computed_tokens
