@@ -72,23 +72,19 @@ class PlainColumn {
   long step_, stride_;
 };
 
-// Or decoded, a little before they are asked for: what was written just now would be waited for.
+// Or decoded.
 class CodedColumn {
  public:
-  CodedColumn(const uint8_t* coded, long k) : tiles_(coded, k) {
-    for (long i = 0; i < BEFORE; ++i) tiles_.decode(ring_[i]);
-  }
+  CodedColumn(const uint8_t* coded, long k) : tiles_(coded, k) {}
   long stride() const { return CODED_K * sizeof(bf16); }
   const bf16* next() {
-    tiles_.decode(ring_[(given_ + BEFORE) % RING]);
-    return ring_[given_++ % RING];
+    tiles_.decode(tile_);
+    return tile_;
   }
 
  private:
-  static constexpr long BEFORE = 3, RING = 4;
   CodedTiles tiles_;
-  alignas(64) bf16 ring_[RING][CODED_TILE];
-  long given_ = 0;
+  alignas(64) bf16 tile_[CODED_TILE];
 };
 
 // Fetches a range into the second-level cache a little at a time while other work goes on. Where tiles are read one column
@@ -188,8 +184,16 @@ class TileRows {
     auto sums_at = [&](long c) { return sums + c * tiles_ * TILE_WORDS; };
     const bool is_few = tiles_ <= FEW_TILES;
     if (is_few && w.coded) {
-      for (long c = 0; c < count; ++c)
-        few_rows(CodedColumn(w.coded + (first / LANES + c) * coded_bytes(k_), k_), 0, steps_, sums_at(c), ahead);
+      auto coded_at = [&](long c) { return w.coded + (first / LANES + c) * coded_bytes(k_); };
+      const long half = tiles_ <= 2 ? count / 2 : 0;
+      for (long c = 0; c < half; ++c) {
+        CodedColumn one(coded_at(c), k_), other(coded_at(half + c), k_);
+        if (tiles_ == 1)
+          two_columns<1>(one, other, sums_at(c), sums_at(half + c));
+        else
+          two_columns<2>(one, other, sums_at(c), sums_at(half + c));
+      }
+      for (long c = 2 * half; c < count; ++c) few_rows(CodedColumn(coded_at(c), k_), 0, steps_, sums_at(c), ahead);
       return sums;
     }
     bf16* copies = copy_buffer_.get<bf16>(count * steps_ * 2 * TILE_WORDS);
@@ -281,6 +285,33 @@ class TileRows {
     if constexpr (ROWS > 1) _tile_stored(1, sums + TILE_WORDS, TILE_BYTES);
     if constexpr (ROWS > 2) _tile_stored(2, sums + 2 * TILE_WORDS, TILE_BYTES);
     if constexpr (ROWS > 3) _tile_stored(3, sums + 3 * TILE_WORDS, TILE_BYTES);
+  }
+
+  // Twice sixteen columns with ROWS tiles of rows: memory is read the quicker at two places.
+  template <int ROWS>
+  void two_columns(CodedColumn& low, CodedColumn& high, float* low_sums, float* high_sums) const {
+    const float* x = data_;
+    const long next = steps_ * TILE_WORDS;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (long s = 0; s < steps_; ++s, x += TILE_WORDS) {
+      _tile_loadd(4, low.next(), low.stride());
+      _tile_loadd(5, x, TILE_BYTES);
+      _tile_dpbf16ps(0, 4, 5);
+      if constexpr (ROWS > 1) {
+        _tile_loadd(6, x + next, TILE_BYTES);
+        _tile_dpbf16ps(1, 4, 6);
+      }
+      _tile_loadd(7, high.next(), high.stride());
+      _tile_dpbf16ps(2, 7, 5);
+      if constexpr (ROWS > 1) _tile_dpbf16ps(3, 7, 6);
+    }
+    _tile_stored(0, low_sums, TILE_BYTES);
+    if constexpr (ROWS > 1) _tile_stored(1, low_sums + TILE_WORDS, TILE_BYTES);
+    _tile_stored(2, high_sums, TILE_BYTES);
+    if constexpr (ROWS > 1) _tile_stored(3, high_sums + TILE_WORDS, TILE_BYTES);
   }
 
   // Sixteen columns or twice sixteen (`apart` between their sums) with one or two tiles of rows.
