@@ -222,6 +222,10 @@ class RolloutOps:
     # Tokens that a dense MLP is given at a time, which bounds what lies between its products, several times as wide as
     # hidden states; 0: all of a step. Every part reads the weights again.
     mlp_tokens: int = 0
+    # A tensor in float32, itself where it is that.
+    widened: Callable[[Tensor], Tensor] = torch.Tensor.float
+    # Gives back what the entries keep from step to step and can do without, when the engine goes to sleep.
+    release_memory: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         if set(self.names) != self.entries():
@@ -233,7 +237,7 @@ class RolloutOps:
     @classmethod
     def entries(cls) -> set[str]:
         """Names of the ops: every field but those that say something of them."""
-        said = {"names", "not_recordable", "by_row_dtypes", "expands_decode", "mlp_tokens"}
+        said = {"names", "not_recordable", "by_row_dtypes", "expands_decode", "mlp_tokens", "widened", "release_memory"}
         return {f.name for f in fields(cls)} - said
 
 

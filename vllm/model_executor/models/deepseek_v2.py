@@ -42,7 +42,7 @@ class DeepseekV2DecoderLayer(nn.Module):
         attended_TH = self.self_attn(normed_TH, cos_TR, sin_TR, cache, context)
         normed_TH, x_TH = self.ops.add_rms_norm(attended_TH, x_TH, self.post_attention_layernorm.weight, self.eps)
         if isinstance(self.mlp, FusedMoE):
-            return x_TH + self.mlp(normed_TH, context)
+            return self.mlp(normed_TH, context).add_(x_TH)
         return add_in_parts(x_TH, normed_TH, self.mlp, self.ops.mlp_tokens)
 
     def targets(self, prefix: str) -> dict[str, WeightTarget]:
