@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import torch
 
@@ -30,7 +31,7 @@ def test_pieces_are_whole_and_apart_whatever_the_order() -> None:
         held.append((tensor, float(value % 256)))
     spans = sorted(addresses(tensor) for tensor, _ in held)
     assert len(spans) > 20
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
 
 
 def test_a_view_keeps_its_piece_and_what_is_free_comes_first() -> None:
