@@ -19,7 +19,8 @@ from torch import Tensor
 
 LEAST_BYTES = 1 << 20  # of what is worth the Python; a decode step's results are smaller
 _SEGMENT_BYTES = 64 << 20  # addresses, not memory: pages are taken when they are first written, and kept
-_ALIGNMENT = 4096
+_ALIGNMENT = 64
+_APART_BYTES = 320  # of two pieces: at the same place of a page, one's reads would wait for the other's writes
 
 
 class _Lease(np.ndarray):
@@ -70,7 +71,7 @@ class StepMemory:
         """As ``torch.empty``."""
         self._take_back()
         tensor_bytes = dtype.itemsize * prod(shape)
-        num_bytes = -(-tensor_bytes // _ALIGNMENT) * _ALIGNMENT
+        num_bytes = -(-tensor_bytes // _ALIGNMENT) * _ALIGNMENT + _APART_BYTES
         segment, start, piece = self._find(num_bytes)
         lease = piece.view(_Lease)
         weakref.finalize(lease, self._returned.append, (segment, start, num_bytes)).atexit = False
