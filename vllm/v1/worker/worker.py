@@ -57,7 +57,6 @@ class Worker:
         self.graphs: DecodeGraphs | None = None
         if not config.compilation.enforce_eager:
             self.graphs = DecodeGraphs(config, self.model, platform, device, self.num_gpu_blocks)
-        platform.keep_working_memory()
         self.runner = ModelRunner(config, self.model, ops, self.graphs, device)
 
     def execute(self, step: SchedulerOutput, exchange: StepExchange) -> SamplerOutput:
