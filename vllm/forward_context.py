@@ -22,8 +22,8 @@ class ForwardContext:
     decode: DecodeMetadata | None  # None when there are no decode tokens
     prefill: PrefillMetadata | None
     dp_token_counts: list[int]  # T of every DP replica that shares experts with this one; [T] without
-    # int64 [B], the tokens whose results are asked for: of the others the layer writes the cache alone. The metadata and
-    # the token counts are then those of these tokens. None: all.
+    # int64 [B], the tokens whose results are asked for: of the others the layer writes the cache alone. Metadata and
+    # token counts are then those of these tokens. None: all.
     kept_B: Tensor | None = None
     last_layer: ForwardContext | None = None  # what the last layer gets in place of this; None: this
     # int64 [T, K], the experts of this replica's tokens in each MoE layer that has run, where they are kept.

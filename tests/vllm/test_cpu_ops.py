@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -230,12 +231,15 @@ def test_sampling_draws_what_the_reference_draws(vocabulary: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_request_is_the_same_bit_by_bit_whatever_runs_beside_it(dtype: str, tmp_path: Path) -> None:
-    """Alone, in a batch, in chunks of 7 tokens, with too few blocks for all, and with its prompt's blocks cached."""
+    """Alone, in a batch, in chunks of 7 tokens, with too few blocks for all, with its prompt's blocks cached, and where
+    the last layer goes on with all tokens of the prompt, as log-probs of these want it.
+    """
     path, draw = write_checkpoint(tmp_path), random.Random(0)
     prompts = [{"prompt_token_ids": [draw.randrange(2, 160) for _ in range(n)]} for n in (3, 40, 17, 25, 40)]
-    params = [SamplingParams(max_tokens=12, ignore_eos=True, seed=i) for i in range(len(prompts))]
 
-    def outcomes(**settings: int) -> list[tuple[list[int], list[float]]]:
+    def outcomes(prompt_logprobs: int | None = None, **settings: int) -> list[tuple[list[int], list[float]]]:
+        kind = partial(SamplingParams, max_tokens=12, ignore_eos=True, prompt_logprobs=prompt_logprobs)
+        params = [kind(seed=i) for i in range(len(prompts))]
         arguments = {"max_model_len": 64, "max_num_seqs": 5, "num_gpu_blocks_override": 40} | settings
         llm = LLM(path, skip_tokenizer_init=True, dtype=dtype, device="cpu", block_size=8, **arguments)
         found = [output.outputs[0] for output in llm.generate(prompts, params)]
@@ -247,6 +251,8 @@ def test_a_request_is_the_same_bit_by_bit_whatever_runs_beside_it(dtype: str, tm
     assert outcomes(max_num_seqs=1) == together
     assert outcomes(max_num_batched_tokens=7) == together
     assert outcomes(num_gpu_blocks_override=12) == together
+    assert outcomes(prompt_logprobs=0) == together
+    assert outcomes(prompt_logprobs=0, max_num_batched_tokens=7) == together
 
 
 def test_the_cpu_platform_uses_this_table() -> None:

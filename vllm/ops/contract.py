@@ -233,6 +233,10 @@ class RolloutOps:
     # In latent attention a prompt's tokens go through the same sums as decoded ones, bit for bit: one may pass as the
     # other.
     has_one_attention: bool = False
+    # A tensor in float32, itself where it is that.
+    widened: Callable[[Tensor], Tensor] = torch.Tensor.float
+    # Gives back what the entries keep from step to step and can do without, when the engine goes to sleep.
+    release_memory: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         if set(self.names) != self.entries():
@@ -243,17 +247,9 @@ class RolloutOps:
 
     @classmethod
     def entries(cls) -> set[str]:
-        """Names of the ops: every field but those that say something of them."""
-        said = {
-            "names",
-            "not_recordable",
-            "by_row_dtypes",
-            "coded_dtypes",
-            "expands_decode",
-            "mlp_tokens",
-            "has_one_attention",
-        }
-        return {f.name for f in fields(cls)} - said
+        """Names of the ops: the fields before `names`."""
+        found = [f.name for f in fields(cls)]
+        return set(found[: found.index("names")])
 
 
 def resolve(provider: str) -> RolloutOps:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
+from math import prod
 
 import numpy as np
 import torch
@@ -29,7 +30,8 @@ from vllm.ops.contract import (
     SamplingBatch,
 )
 from vllm.ops.cpu_build import has_compiler, kernels
-from vllm.ops.cpu_graph import launch
+from vllm.ops.cpu_graph import is_recording, launch
+from vllm.ops.cpu_memory import LEAST_BYTES, StepMemory
 from vllm.ops.reference_exchange import all_to_all_experts
 
 logger = logging.getLogger(__name__)
@@ -112,6 +114,7 @@ class _CpuOps:
 
     def __init__(self, products: Bfloat16Products, launch: Launch = launch) -> None:
         self._launch = launch
+        self._memory = StepMemory()
         self.by_row = (torch.bfloat16,) if products is Bfloat16Products.TILES else ()
         self.modes = {torch.float32: _FLOAT32, torch.bfloat16: int(products)}
         kernels()  # built now, not in the first step
@@ -131,12 +134,14 @@ class _CpuOps:
             coded_dtypes=tuple(dtype for dtype in self.by_row if dtype is CODED_DTYPE),
             mlp_tokens=_MLP_TOKENS,
             has_one_attention=True,
+            widened=self._widened,
+            release_memory=self._memory.release,
         )
 
     def linear(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         rows = x_TI.shape[0]
         size_out, size_in = weight_OI.shape
-        out_TO = x_TI.new_empty(rows, size_out)
+        out_TO = self._empty(x_TI, rows, size_out)
         x_TI = _last_contiguous(x_TI)
         n_stride, k_stride = weight_OI.stride()
         self._launch(
@@ -158,7 +163,7 @@ class _CpuOps:
         return out_TO
 
     def head_linear(self, x_TNI: Tensor, weight_NIO: Tensor) -> Tensor:
-        out_TNO = x_TNI.new_empty(*x_TNI.shape[:2], weight_NIO.shape[2])
+        out_TNO = self._empty(x_TNI, *x_TNI.shape[:2], weight_NIO.shape[2])
         self._write_head_linear(x_TNI, weight_NIO, out_TNO)
         return out_TNO
 
@@ -184,7 +189,7 @@ class _CpuOps:
 
     def rms_norm(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         rows, size = x_TH.shape
-        out_TH = x_TH.new_empty(rows, size)
+        out_TH = self._empty(x_TH, rows, size)
         x_TH = _last_contiguous(x_TH)
         self._launch(
             "cpu_rms_norm",
@@ -201,7 +206,7 @@ class _CpuOps:
 
     def add_rms_norm(self, x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x_TH, residual_TH = x_TH.contiguous(), residual_TH.contiguous()
-        out_TH = torch.empty_like(x_TH)
+        out_TH = self._empty(x_TH, *x_TH.shape)
         self._launch(
             "cpu_add_rms_norm",
             self._mode(x_TH, weight_H),
@@ -215,7 +220,7 @@ class _CpuOps:
         return out_TH, x_TH
 
     def rotary_interleaved(self, x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-        out_TNR = x_TNR.new_empty(x_TNR.shape)
+        out_TNR = self._empty(x_TNR, *x_TNR.shape)
         x_TNR = _last_contiguous(x_TNR)
         self._launch(
             "cpu_rotary",
@@ -279,7 +284,7 @@ class _CpuOps:
         tables_TW, visible_T = meta.scratch["queries"]
         nope = q_nope_TNP.shape[2]
         w_uk_NPL, w_uv_NLV = kv_b_NCL[:, :nope], kv_b_NCL[:, nope:].transpose(1, 2)
-        out_TNV = q_nope_TNP.new_empty(*q_nope_TNP.shape[:2], w_uv_NLV.shape[2])
+        out_TNV = self._empty(q_nope_TNP, *q_nope_TNP.shape[:2], w_uv_NLV.shape[2])
         for start in range(0, len(q_nope_TNP), _PREFILL_TOKENS):
             part = slice(start, start + _PREFILL_TOKENS)
             q_latent = self.head_linear(q_nope_TNP[part], w_uk_NPL)
@@ -299,7 +304,7 @@ class _CpuOps:
         (pages,) = cache
         q_latent_BNL, q_rope_BNR = _last_contiguous(q_latent_BNL), _last_contiguous(q_rope_BNR)
         queries, heads, latent = q_latent_BNL.shape
-        out_BNL = q_latent_BNL.new_empty(queries, heads, latent)
+        out_BNL = self._empty(q_latent_BNL, queries, heads, latent)
         self._launch(
             "cpu_mla_attention",
             self._mode(q_latent_BNL, q_rope_BNR, pages),
@@ -365,7 +370,7 @@ class _CpuOps:
         ids_TK: Tensor,
         first_expert: int,
     ) -> Tensor:
-        out_TH = x_TH.new_empty(x_TH.shape)
+        out_TH = self._empty(x_TH, *x_TH.shape)
         if len(x_TH) == 0:
             return out_TH
         x_TH, weights_TK, ids_TK = _last_contiguous(x_TH), weights_TK.float().contiguous(), ids_TK.contiguous()
@@ -413,7 +418,7 @@ class _CpuOps:
 
     def silu_and_mul(self, x_T2F: Tensor) -> Tensor:
         rows, double = x_T2F.shape
-        out_TF = x_T2F.new_empty(rows, double // 2)
+        out_TF = self._empty(x_T2F, rows, double // 2)
         x_T2F = _last_contiguous(x_T2F)
         self._launch(
             "cpu_silu_and_mul",
@@ -443,6 +448,20 @@ class _CpuOps:
             logprobs_B.data_ptr(),
         )
         return SampledTokens(tokens_B, logprobs_B)
+
+    def _widened(self, x_TH: Tensor) -> Tensor:
+        if x_TH.dtype is torch.float32 or not self._is_for_step(prod(x_TH.shape), torch.float32):
+            return x_TH.float()
+        return self._memory.empty(*x_TH.shape, dtype=torch.float32).copy_(x_TH)
+
+    def _empty(self, like: Tensor, *shape: int) -> Tensor:
+        if self._is_for_step(prod(shape), like.dtype):
+            return self._memory.empty(*shape, dtype=like.dtype)
+        return like.new_empty(shape)
+
+    def _is_for_step(self, num_values: int, dtype: torch.dtype) -> bool:
+        """Whether a result is large, and of nobody who keeps account of what is allocated: a plan, a recording."""
+        return num_values * dtype.itemsize >= LEAST_BYTES and self._launch is launch and not is_recording()
 
     def _mode(self, first: Tensor, *others: Tensor) -> int:
         for other in others:

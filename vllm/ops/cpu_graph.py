@@ -47,6 +47,11 @@ def launch(name: str, *arguments: int | float | None) -> None:
         _ACTIVE.recording.add_kernel(name, arguments)
 
 
+def is_recording() -> bool:
+    """Whether this thread records: what it allocates is then the recording's."""
+    return _ACTIVE.recording is not None
+
+
 class CpuGraphPool(GraphPool):
     """Records what the kernels of ``vllm/ops/cpu.py`` and torch do."""
 

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 KV_CACHE_FRACTION_OF_HOST = 0.1  # the host also holds the trainer, other ranks and everything else
 LARGE_PAGE_BYTES = 2 << 20
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt, see its manual
-LARGEST_KEPT = 32 << 20  # bytes of a tensor; glibc takes no more
-MOST_KEPT = 64 << 20  # bytes in all
 PURGE_ALL_ARENAS = b"arena.4096.purge"
 
 
@@ -47,13 +44,6 @@ class CpuPlatform(Platform):
             libc.malloc_trim(0)
         if hasattr(libc, "mallctl"):  # jemalloc in front of it
             libc.mallctl(PURGE_ALL_ARENAS, None, None, None, 0)
-
-    def keep_working_memory(self) -> None:
-        """Else every prefill asks the system for its pages anew: a fifth of its time on a small model."""
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):
-            libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
-            libc.mallopt(M_TRIM_THRESHOLD, MOST_KEPT)
 
     def prefer_large_pages(self, tensor: Tensor) -> None:
         """Advice: a system that has no transparent large pages says so, and nothing changes."""

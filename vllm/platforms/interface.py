@@ -86,9 +86,6 @@ class Platform(ABC):
     def empty_cache(self) -> None:  # noqa: B027 - not every kind of device has an allocator cache
         """Give the allocator's unused blocks back to the device."""
 
-    def keep_working_memory(self) -> None:  # noqa: B027 - devices' allocators keep what is freed anyway
-        """Ask that what a step frees stays ours for the next one, within reason; `empty_cache` gives it back."""
-
     def prefer_large_pages(self, tensor: Tensor) -> None:  # noqa: B027 - devices have large pages anyway
         """Ask for large pages under memory that is read from one end to the other in every step."""
 

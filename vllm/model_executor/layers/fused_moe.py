@@ -142,7 +142,7 @@ class FusedMoE(nn.Module):
 
     def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         hf = self.hf
-        logits_TE = self.ops.linear(x_TH.float(), self.gate)
+        logits_TE = self.ops.linear(self.ops.widened(x_TH), self.gate)
         if self.parallel.config.force_load_balancing:
             first_token = self.parallel.exchange.rank_in_group * len(x_TH)  # dispatch: each rank routes other tokens
             logits_TE = balanced_logits(logits_TE, hf.num_experts_per_tok, first_token)

@@ -44,7 +44,7 @@ class DeepseekV2DecoderLayer(nn.Module):
             x_TH = x_TH.index_select(0, context.kept_B)
         normed_TH, x_TH = self.ops.add_rms_norm(attended_TH, x_TH, self.post_attention_layernorm.weight, self.eps)
         if isinstance(self.mlp, FusedMoE):
-            return x_TH + self.mlp(normed_TH, context)
+            return self.mlp(normed_TH, context).add_(x_TH)
         return add_in_parts(x_TH, normed_TH, self.mlp, self.ops.mlp_tokens)
 
     def targets(self, prefix: str) -> dict[str, WeightTarget]:

@@ -134,7 +134,8 @@ class TileRows {
   // out[panel][rows_apart()][32] = x times columns [first, first + columns) of w, at most PANELS panels; `next` is
   // what will be read then.
   void multiply(const Weight<bf16>& w, long first, long columns, float* out, Range next) {
-    const float* sums = sums_of(w, first, columns, next);
+    Ahead ahead(fetches_ahead() ? next : Range{});
+    const float* sums = sums_of(w, first, columns, ahead);
     for (long c = 0; c * LANES < columns; ++c)
       for (long t = 0; t < tiles_; ++t)
         store_rows(sums + (c * tiles_ + t) * TILE_WORDS, out + (c / 2 * rows_apart() + t * LANES) * PANEL + c % 2 * LANES);
@@ -143,7 +144,21 @@ class TileRows {
   // The same rounded, to to(row)[column].
   template <class To>
   void multiply_to(const Weight<bf16>& w, long first, long columns, To to, Range next) {
-    const float* sums = sums_of(w, first, columns, next);
+    Ahead ahead(fetches_ahead() ? next : Range{});
+    // Where nothing is read twice for it, a panel at a time: its sums then are in the nearest cache, too.
+    const long at_once = tiles_ <= FEW_TILES && steps_ <= NEAR_TILES / tiles_ ? PANEL : columns;
+    for (long start = 0; start < columns; start += at_once) {
+      const long count = std::min(at_once, columns - start);
+      round_to(sums_of(w, first + start, count, ahead), count, [&](long i) { return to(i) + start; });
+    }
+  }
+
+ private:
+  static constexpr long AHEAD_BYTES = 1 << 16;
+
+  // Sums of `columns`, rounded, to to(row)[column].
+  template <class To>
+  void round_to(const float* sums, long columns, To to) const {
     for (long c = 0; c * LANES < columns; c += 2)
       for (long t = 0; t < tiles_; ++t) {
         const float* low = sums + (c * tiles_ + t) * TILE_WORDS;
@@ -165,9 +180,6 @@ class TileRows {
       }
   }
 
- private:
-  static constexpr long AHEAD_BYTES = 1 << 16;
-
   // Longer columns the processor fetches as well alone, and better where few rows leave it the time.
   bool fetches_ahead() const { return k_ <= (tiles_ > 1 ? 1024 : 256); }
 
@@ -176,8 +188,7 @@ class TileRows {
   static constexpr long NEAR_STEPS = 16;  // along k of two tiles of columns: so do they
 
   // [tile of columns][tile of rows], columns by rows
-  const float* sums_of(const Weight<bf16>& w, long first, long columns, Range next) {
-    Ahead ahead(fetches_ahead() ? next : Range{});
+  const float* sums_of(const Weight<bf16>& w, long first, long columns, Ahead& ahead) {
     const long count = (columns + LANES - 1) / LANES;
     ColumnTiles tiles[PANELS * PANEL / LANES];
     float* sums = sum_buffer_.get(count * tiles_ * TILE_WORDS);

@@ -77,7 +77,7 @@ class KVCacheManager:
         return new_blocks
 
     def allocate_decoding(self, requests: Sequence[Request]) -> list[list[int]]:
-        """`allocate_slots` of one token for the first of the requests, up to one that brings several or gets no block."""
+        """`allocate_slots` of one token for the first requests, up to one that brings several or gets no block."""
         size = self.block_size
         added: list[list[int]] = []
         for request in requests:
@@ -85,7 +85,8 @@ class KVCacheManager:
             if len(request.token_ids) - computed != 1:
                 break
             # Nearly every time within a block.
-            if computed >= request.num_prompt_tokens and (computed + 1) % size and computed < len(request.block_ids) * size:
+            is_within = (computed + 1) % size and computed < len(request.block_ids) * size
+            if is_within and computed >= request.num_prompt_tokens:
                 added.append([])
                 continue
             new_blocks = self.allocate_slots(request, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -35,17 +36,16 @@ class _RowSettings:
         self.num_added, self.rows_B, self.settings = batch.num_added, rows_B, settings
         self._mixed_seeds_B = splitmix64(batch.seed[rows_B])
         self._next_B = batch.num_tokens[rows_B] - batch.num_prompt[rows_B]  # positions whose keys are not made yet
-        self._keys_SB2 = np.empty((0, len(rows_B), 2), dtype=np.int32)
-        self._num_taken = 0
+        self._keys: list[Tensor] = []  # of the positions before that, the last one first
 
-    def next_keys(self) -> np.ndarray:
+    def next_keys(self, send: Callable[[np.ndarray], Tensor]) -> Tensor:
         """int32 [B, 2] of the next position of every row; made for several at once, which takes hardly longer."""
-        if self._num_taken == len(self._keys_SB2):
-            positions_SB = self._next_B + np.arange(STEPS_OF_KEYS)[:, None]
-            self._keys_SB2 = position_keys(self._mixed_seeds_B, positions_SB).reshape(STEPS_OF_KEYS, -1, 2)
-            self._next_B, self._num_taken = self._next_B + STEPS_OF_KEYS, 0
-        self._num_taken += 1
-        return self._keys_SB2[self._num_taken - 1]
+        if not self._keys:
+            positions_SB = self._next_B + np.arange(STEPS_OF_KEYS)[::-1, None]
+            keys = position_keys(self._mixed_seeds_B, positions_SB)
+            self._keys = list(send(keys).view(STEPS_OF_KEYS, -1, 2).unbind())
+            self._next_B = self._next_B + STEPS_OF_KEYS
+        return self._keys.pop()
 
 
 class Sampler:
@@ -64,9 +64,10 @@ class Sampler:
 
     def _settings(self, batch: InputBatch, rows: np.ndarray) -> SamplingBatch:
         last = self._last
-        if last is None or last.num_added != batch.num_added or not np.array_equal(last.rows_B, rows):
+        are_the_same = last is not None and (last.rows_B is rows or np.array_equal(last.rows_B, rows))
+        if last is None or not are_the_same or last.num_added != batch.num_added:
             last = self._last = self._settings_of(batch, rows)
-        settings, settings.keys_B2 = last.settings, self._send(last.next_keys())
+        settings, settings.keys_B2 = last.settings, last.next_keys(self._send)
         if batch.edits:
             settings = replace(settings)
             self._add_edits(settings, batch, rows)

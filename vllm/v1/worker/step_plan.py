@@ -29,31 +29,41 @@ def plan_step(batch: InputBatch, rows: np.ndarray, num_new: np.ndarray) -> StepP
     computed = batch.num_computed[rows]
     seq_lens = computed + num_new
     is_sampled = seq_lens == batch.num_tokens[rows]
-    sampled_T: np.ndarray | None
-    if len(rows) == 0 or int(num_new.max()) == 1:  # a decode step, the common one: one token per row, in order
-        order, num_decode = np.arange(len(rows)), len(rows)
-        token_rows, positions = rows, computed
-        sampled_T = None if is_sampled.all() else np.flatnonzero(is_sampled)
-    else:
-        order = np.concatenate((np.flatnonzero(num_new == 1), np.flatnonzero(num_new > 1)))
-        num_decode = int((num_new == 1).sum())
-        ordered_new, starts = num_new[order], np.cumsum(num_new[order]) - num_new[order]
-        token_rows = np.repeat(rows[order], ordered_new)
-        positions = np.arange(len(token_rows)) + np.repeat(computed[order] - starts, ordered_new)
-        last_token = np.empty_like(starts)
-        last_token[order] = starts + ordered_new - 1
-        sampled_T = last_token[is_sampled]
     batch.num_computed[rows] = seq_lens
-    block_size = batch.block_size
-    slots = batch.block_table[token_rows, positions // block_size].astype(np.int64) * block_size
+    if len(rows) == 0 or int(num_new.max()) == 1:  # a decode step, the common one: one token per row, in order
+        are_all_sampled = bool(is_sampled.all())
+        return StepPlan(
+            token_ids_T=batch.token_ids[rows, computed],
+            positions_T=computed,
+            slots_T=_slots(batch, rows, computed),
+            rows_B=rows,
+            query_lens_B=num_new,
+            seq_lens_B=seq_lens,
+            num_decode=len(rows),
+            sampled_T=None if are_all_sampled else np.flatnonzero(is_sampled),
+            sampled_rows=rows if are_all_sampled else rows[is_sampled],
+        )
+    order = np.concatenate((np.flatnonzero(num_new == 1), np.flatnonzero(num_new > 1)))
+    ordered_new, starts = num_new[order], np.cumsum(num_new[order]) - num_new[order]
+    token_rows = np.repeat(rows[order], ordered_new)
+    positions = np.arange(len(token_rows)) + np.repeat(computed[order] - starts, ordered_new)
+    last_token = np.empty_like(starts)
+    last_token[order] = starts + ordered_new - 1
     return StepPlan(
         token_ids_T=batch.token_ids[token_rows, positions],
         positions_T=positions,
-        slots_T=slots + positions % block_size,
+        slots_T=_slots(batch, token_rows, positions),
         rows_B=rows[order],
-        query_lens_B=num_new[order],
+        query_lens_B=ordered_new,
         seq_lens_B=seq_lens[order],
-        num_decode=num_decode,
-        sampled_T=sampled_T,
+        num_decode=int((num_new == 1).sum()),
+        sampled_T=last_token[is_sampled],
         sampled_rows=rows[is_sampled],
     )
+
+
+def _slots(batch: InputBatch, rows_T: np.ndarray, positions_T: np.ndarray) -> np.ndarray:
+    """int64 [T], where each token's latent goes in the KV cache."""
+    blocks_T, offsets_T = np.divmod(positions_T, batch.block_size)
+    slots_T: np.ndarray = batch.block_table[rows_T, blocks_T].astype(np.int64) * batch.block_size + offsets_T
+    return slots_T

@@ -58,7 +58,6 @@ class Worker:
         self.graphs: DecodeGraphs | None = None
         if not config.compilation.enforce_eager:
             self.graphs = DecodeGraphs(config, self.model, platform, device, self.num_gpu_blocks)
-        platform.keep_working_memory()
         self.runner = ModelRunner(config, self.model, ops, self.graphs, device)
 
     def execute(self, step: SchedulerOutput, exchange: StepExchange) -> SamplerOutput:
@@ -139,6 +138,7 @@ class Worker:
         """Free what `tags` names; level 1 keeps a copy of the weights on the host, level 2 does not."""
         if self.graphs is not None:
             self.graphs.drop()
+        self.ops.release_memory()
         if "weights" in tags and self.are_weights_awake:
             self._free_weights(level)
         if "kv_cache" in tags:
