@@ -32,7 +32,7 @@ class _Segment:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._bytes = np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
+        self._bytes = np.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE), dtype=np.uint8)
         self._holes = [(0, num_bytes)]  # [start, stop), ascending, never side by side
 
     @property
@@ -60,7 +60,7 @@ class _Segment:
 
 
 class StepMemory:
-    """Gives out uninitialised tensors; what they held is free when they are gone."""
+    """Gives out uninitialised tensors, to one thread; what they held is free when they are gone."""
 
     def __init__(self) -> None:
         self._segments: list[_Segment] = []
@@ -78,7 +78,7 @@ class StepMemory:
         return torch.from_numpy(lease)[:tensor_bytes].view(dtype).view(shape)
 
     def release(self) -> None:
-        """Give the pages back that no tensor uses."""
+        """Give back every segment that no tensor uses."""
         self._take_back()
         self._segments = [segment for segment in self._segments if not segment.is_free]
 
