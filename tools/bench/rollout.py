@@ -27,6 +27,7 @@ ENGINES = ("ours", "vllm", "transformers")
 PROGRAM = "rollout_engines.py"
 VARIANTS = ("eager,grouped_mm", "eager,eager", "sdpa,grouped_mm", "sdpa,eager")
 MAX_SEQUENCES = 256
+OUR_BLOCK_SIZE, VLLM_BLOCK_SIZE = 16, 128  # tokens, as these engines choose for themselves on a CPU
 
 
 @dataclass
@@ -138,15 +139,16 @@ class Bench:
     def _spec(self, engine: str) -> EngineSpec | None:
         """How to start an engine; None, with the failure noted, when transformers has no variant that runs."""
         options = self.options
-        # A longest sample more than is needed: an engine that rounds its blocks up must not preempt.
-        num_tokens = max((work.num_samples + 1) * (work.max_tokens_per_sample + 128) for work in self.works)
+        # A longest sample more than is needed, each in whole blocks of the engine: none must preempt.
+        block_size = OUR_BLOCK_SIZE if engine == "ours" else VLLM_BLOCK_SIZE
+        num_tokens = max((work.num_samples + 1) * (work.max_tokens_per_sample + block_size) for work in self.works)
         arguments: dict[str, Any] = {
             "dtype": options.dtype,
             "max_model_len": max(work.max_tokens_per_sample for work in self.works) + 16,
             "max_num_seqs": MAX_SEQUENCES,
         }
         if engine == "ours":
-            arguments |= {"num_gpu_blocks_override": -(-num_tokens // 16), "enable_prefix_caching": True}
+            arguments |= {"num_gpu_blocks_override": -(-num_tokens // OUR_BLOCK_SIZE), "enable_prefix_caching": True}
             # Other op tables than the CPU's own record no graphs.
             arguments |= {"rollout_ops": options.rollout_ops} if options.rollout_ops else {"enforce_eager": False}
             return EngineSpec(engine, this_python(), self._model_options(arguments), is_ours=True)

@@ -78,7 +78,10 @@ class Shares {
  public:
   static constexpr long NONE = -1;
 
-  Shares(long items, Buffer& memory) : count_(omp_get_max_threads()), shares_(memory.get<Share>(count_)) {
+  Shares(long items, Buffer& memory) : count_(omp_get_max_threads()), shares_(memory.get<Share>(count_)) { divide(items); }
+
+  // Anew, while nobody takes any.
+  void divide(long items) {
     for (long t = 0; t < count_; ++t) (new (shares_ + t) Share)->range = range_of(items * t / count_, items * (t + 1) / count_);
   }
 

@@ -39,6 +39,8 @@ struct Segment {
   long expert, start, rows;
 };
 
+constexpr long RESULT_BYTES = 4 << 20;  // that the choices' results take, or what a block of columns needs
+
 template <class M>
 static void fused_experts(Batch<const typename M::T> x, long tokens, long choices, const float* weights,
                           const int64_t* ids, Experts<typename M::T> experts, typename M::T* out) {
@@ -72,13 +74,15 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
     }
   }
   Act* act = own<Buffer, ACT>().template get<Act>(total * width);
-  const long row_size = (hidden + PANEL - 1) / PANEL * PANEL;  // of results, which keep the order of the sums
-  float* results = own<Buffer, RESULTS>().get(total * row_size);
   constexpr long item_columns = PANEL * PANELS;
   const long up_items = (width + item_columns - 1) / item_columns;
   const long down_items = (hidden + item_columns - 1) / item_columns;
+  // Results, which keep the order of the sums, are made and put together some columns after the others.
+  const long most_items = std::clamp(RESULT_BYTES / (total * item_columns * (long)sizeof(float)), 1L, down_items);
+  const long row_size = most_items * item_columns;
+  float* results = own<Buffer, RESULTS>().get(total * row_size);
   Shares up_shares(num_segments * up_items, own<Buffer, UP>());
-  Shares down_shares(num_segments * down_items, own<Buffer, DOWN>());
+  Shares down_shares(num_segments * most_items, own<Buffer, DOWN>());
 #pragma omp parallel
   {
     Scope<M> scope;
@@ -120,50 +124,58 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
       }
     }
 #pragma omp barrier
-    packed_for = -1;
-    for (long item; (item = down_shares.take()) != Shares::NONE;) {
-      const Segment segment = segments[item / down_items];
-      const Weight<T> w = experts.template down<M>(segment.expert);
-      const long begin = item % down_items * item_columns, end = std::min(hidden, begin + item_columns);
-      if (packed_for != item / down_items) {
-        act_rows.template pack<Second>([&](long i) { return act + (segment.start + i) * width; }, segment.rows, width,
-                                       w.columns(begin, end - begin, width));
-        packed_for = item / down_items;
+    for (long first_item = 0; first_item < down_items; first_item += most_items) {
+      const long items = std::min(most_items, down_items - first_item);
+      const long origin = first_item * item_columns, past = std::min(hidden, origin + items * item_columns);
+      if (first_item > 0) {
+#pragma omp single
+        down_shares.divide(num_segments * items);
       }
-      const long step = act_rows.panels_at_once(w) * PANEL;
-      for (long first = begin; first < end; first += step) {
-        const long columns = std::min(step, end - first);
-        const long following = std::min(step, end - first - columns);
-        act_rows.multiply(w, first, columns, gate, w.columns(first + columns, following, width));
-        for (long p = 0; p * PANEL < columns; ++p)
-          for (long i = 0; i < segment.rows; ++i) {
-            const float* sums = gate + (p * act_rows.rows_apart() + i) * PANEL;
-            float* to = results + (segment.start + i) * row_size + first + p * PANEL;
-            const float weight = weights[order[segment.start + i]];
-            store(to, load(sums) * weight);
-            store(to + LANES, load(sums + LANES) * weight);
-          }
+      packed_for = -1;
+      for (long item; (item = down_shares.take()) != Shares::NONE;) {
+        const Segment segment = segments[item / items];
+        const Weight<T> w = experts.template down<M>(segment.expert);
+        const long begin = origin + item % items * item_columns, end = std::min(past, begin + item_columns);
+        if (packed_for != item / items) {
+          act_rows.template pack<Second>([&](long i) { return act + (segment.start + i) * width; }, segment.rows, width,
+                                         w.columns(begin, end - begin, width));
+          packed_for = item / items;
+        }
+        const long step = act_rows.panels_at_once(w) * PANEL;
+        for (long first = begin; first < end; first += step) {
+          const long columns = std::min(step, end - first);
+          const long following = std::min(step, end - first - columns);
+          act_rows.multiply(w, first, columns, gate, w.columns(first + columns, following, width));
+          for (long p = 0; p * PANEL < columns; ++p)
+            for (long i = 0; i < segment.rows; ++i) {
+              const float* sums = gate + (p * act_rows.rows_apart() + i) * PANEL;
+              float* to = results + (segment.start + i) * row_size + first - origin + p * PANEL;
+              const float weight = weights[order[segment.start + i]];
+              store(to, load(sums) * weight);
+              store(to + LANES, load(sums + LANES) * weight);
+            }
+        }
       }
-    }
 #pragma omp barrier
 #pragma omp for
-    for (long t = 0; t < tokens; ++t)
-      for (long i = 0; i < hidden; i += PANEL) {
-        float sums[PANEL];
-        vf low = {}, high = {};
-        for (long k = 0; k < choices; ++k) {
-          const long row = place[t * choices + k];
-          if (row < 0) continue;
-          low += load(results + row * row_size + i);
-          high += load(results + row * row_size + i + LANES);
+      for (long t = 0; t < tokens; ++t)
+        for (long i = origin; i < past; i += PANEL) {
+          float sums[PANEL];
+          vf low = {}, high = {};
+          for (long k = 0; k < choices; ++k) {
+            const long row = place[t * choices + k];
+            if (row < 0) continue;
+            low += load(results + row * row_size + i - origin);
+            high += load(results + row * row_size + i - origin + LANES);
+          }
+          store(sums, low);
+          store(sums + LANES, high);
+          if (past - i >= PANEL)
+            store_panel<M>(out + t * hidden + i, sums);
+          else
+            store_columns<M>(out + t * hidden + i, sums, past - i);
         }
-        store(sums, low);
-        store(sums + LANES, high);
-        if (hidden - i >= PANEL)
-          store_panel<M>(out + t * hidden + i, sums);
-        else
-          store_columns<M>(out + t * hidden + i, sums, hidden - i);
-      }
+    }
   }
 }
 
