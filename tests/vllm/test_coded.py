@@ -23,7 +23,7 @@ from vllm.ops.cpu import Bfloat16Products, best_products, cpu_table
 HAS_TILES = best_products() is Bfloat16Products.TILES
 needs_tiles = pytest.mark.skipif(not HAS_TILES, reason="only products by tiles (AMX) take coded matrices")
 
-CODED: dict[str, Any] = {"hidden_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 2}
+CODED: dict[str, Any] = {"hidden_size": 512, "moe_intermediate_size": 1024, "num_hidden_layers": 2}
 UNCODED_OPS = "vllm.ops.cpu:uncoded_ops"
 WIDE_NAME = "model.layers.1.mlp.experts.3.down_proj.weight"
 
@@ -87,6 +87,7 @@ def test_a_code_takes_three_quarters_of_the_bytes() -> None:
     assert is_worth_coding(1408, 2048) and is_worth_coding(2048, 7168)
     assert not is_worth_coding(128, 256)  # small
     assert not is_worth_coding(1000, 2048) and not is_worth_coding(2048, 1000)  # not whole tiles
+    assert is_worth_coding(2064, 1024) and not is_worth_coding(2064, 1024, is_turned=True)
 
 
 @needs_tiles
@@ -110,6 +111,22 @@ def test_products_are_those_of_the_values(rows: int, hidden: int, width: int) ->
     weights = torch.rand(rows, 3, generator=generator)
     found = ops.fused_experts(x, coded13, coded2, weights, ids, 1)
     assert torch.equal(found, ops.fused_experts(x, w13, w2, weights, ids, 1))
+
+
+@needs_tiles
+@pytest.mark.parametrize("rows", [1, 16, 40, 64, 300])
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_linear_products_are_those_of_the_values(rows: int, parts: int) -> None:
+    ops = cpu_table(Bfloat16Products.TILES)
+    generator = torch.Generator().manual_seed(rows)
+    weight = (torch.randn(parts * 112, 288, generator=generator) * 0.05).bfloat16()
+    weight[112 * (parts - 1) :] = wide(112, 288)
+    coded = CodedMatrices(1, parts, 112, 288)
+    for part in range(parts):
+        coded.matrix(0, part).store(weight[part * 112 : (part + 1) * 112])
+    assert list(coded.uncoded) == [parts - 1]
+    x = torch.randn(rows, 300, generator=generator).bfloat16()[:, 5:293]
+    assert torch.equal(ops.linear(x, coded), ops.linear(x, weight))
 
 
 def weights_of(seed: int) -> dict[str, Tensor]:
@@ -137,9 +154,9 @@ def test_an_engine_answers_as_with_plain_weights(enforce_eager: bool, tmp_path: 
     first = tokens_of(plain)
     assert tokens_of(coded) == first and held_uncoded(coded) == 0
     assert coded.weights_digest() == plain.weights_digest()
-    experts = TINY["n_routed_experts"] * 3 * 2 * 512 * 512
+    experts, shared = (count * 3 * 2 * 512 * 1024 for count in (TINY["n_routed_experts"], TINY["n_shared_experts"]))
     saved = plain.get_memory_report()["weights_bytes"] - coded.get_memory_report()["weights_bytes"]
-    assert saved == experts * 15 // 64
+    assert saved == (experts + shared) * 15 // 64
 
     for version in (1, 2, 3):
         for llm in (plain, coded):
@@ -173,7 +190,7 @@ def test_a_flipped_bit_shows_and_an_update_must_be_whole(tmp_path: Path) -> None
     moe.w13.code[5, 3000] ^= 4
     assert len(differences(before, llm.held_digests())) == 1
     some = next(part for part in slices if part.hf_name == WIDE_NAME)
-    with pytest.raises(ValueError, match=rf"{WIDE_NAME} \(\d+ of 262144 elements came\)"):
+    with pytest.raises(ValueError, match=rf"{WIDE_NAME} \(\d+ of 524288 elements came\)"):
         llm.update_weight_slices([part for part in slices if part is not some], version=2)
 
 

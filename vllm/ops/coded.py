@@ -1,6 +1,6 @@
-"""Expert matrices that lie coded in memory: bfloat16, bit for bit, in 77% of the bytes (csrc/coded.h).
+"""Matrices that lie coded in memory: bfloat16, bit for bit, in 77% of the bytes (csrc/coded.h).
 
-A decode step of a large MoE model takes the time of reading its experts; a code that is widened on its way into the
+A decode step of a large model takes the time of reading its weights; a code that is widened on its way into the
 processor's tiles is read sooner. Values are never changed: a matrix that the code cannot give back exactly, one whose
 neighbouring values differ by more than 2^16 in too many places, stays as it is.
 """
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from vllm.ops.cpu_build import kernels
 
 CODED_DTYPE = torch.bfloat16
-_LEAST_VALUES = 1 << 18  # of a matrix: smaller ones stay in the caches, where widening costs more than reading
+_LEAST_VALUES = 1 << 19  # of a matrix: smaller ones stay in the caches, where widening costs more than reading
 
 
-def is_worth_coding(rows: int, columns: int) -> bool:
-    """Whether matrices of this size can be coded, and are read sooner so."""
-    return rows * columns >= _LEAST_VALUES and _coded_bytes(rows, columns) > 0 and _coded_bytes(columns, rows) > 0
+def is_worth_coding(rows: int, columns: int, is_turned: bool = False) -> bool:
+    """Whether matrices of this size can be coded, and are read sooner so; is_turned: others [columns, rows] as well."""
+    fits = _coded_bytes(rows, columns) > 0 and (not is_turned or _coded_bytes(columns, rows) > 0)
+    return rows * columns >= _LEAST_VALUES and fits
 
 
 def _coded_bytes(rows: int, columns: int) -> int:
@@ -27,7 +28,7 @@ def _coded_bytes(rows: int, columns: int) -> int:
 
 
 class CodedMatrices(nn.Module):
-    """bfloat16 [E, parts, R, C] on the CPU: of each of E experts one or more matrices, each coded by itself."""
+    """bfloat16 [E, parts, R, C] on the CPU: some matrices of each of E experts, or of one layer, coded one by one."""
 
     def __init__(self, experts: int, parts: int, rows: int, columns: int) -> None:
         """R must be a multiple of 16, C of 32."""

@@ -24,8 +24,8 @@ KVCache: TypeAlias = tuple[Tensor, ...]
 """One layer's paged cache in the layout of the op table that made it: each tensor is [num_blocks, ...]."""
 
 
-ExpertMatrices: TypeAlias = Tensor | CodedMatrices
-"""One matrix of each expert, or two one below the other; coded only where the op table says so."""
+Matrices: TypeAlias = Tensor | CodedMatrices
+"""A weight, or of each expert one or two one below the other; coded only where the op table says so."""
 
 
 @dataclass
@@ -132,7 +132,8 @@ class RolloutOps:
         layout: "nd", or another that the platform names in supported_kv_layouts; the other ops see it by the shapes.
         Reference: one tensor [num_blocks, block_size, L+R], latent then rope channels.
     linear(x_TI, weight_OI) -> [T, O]
-        x weight^T. x may be a slice of columns; the weight's memory is [O, I] or [I, O], both of one dtype. T may be 0.
+        x weight^T. x may be a slice of columns; the weight's memory is [O, I] or [I, O], both of one dtype. Of
+        coded_dtypes it may be CodedMatrices of one expert, whose parts are one below the other. T may be 0.
         1e-5 (fp32), 1e-2 (bf16).
     head_linear(x_TNI, weight_NIO) -> [T, N, O]
         out[t, n] = x[t, n] weight[n], a matrix of its own for each head. x may be a slice of channels; the memory of
@@ -199,7 +200,8 @@ class RolloutOps:
     """
 
     new_kv_cache: Callable[[int, int, int, int, torch.dtype, torch.device, str], KVCache]
-    linear: Callable[[Tensor, Tensor], Tensor]
+    # Matrices where Any stands; of a table without coded_dtypes tensors.
+    linear: Callable[[Tensor, Any], Tensor]
     head_linear: Callable[[Tensor, Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -212,7 +214,6 @@ class RolloutOps:
     gqa_decode: Callable[[Tensor, KVCache, DecodeMetadata, float], Tensor]
     gqa_prefill: Callable[[Tensor, KVCache, PrefillMetadata, float], Tensor]
     topk_router: Callable[[Tensor, Tensor | None, int, int, int, bool, float, str], tuple[Tensor, Tensor]]
-    # Matrices are ExpertMatrices; of a table without coded_dtypes tensors.
     fused_experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int], Tensor]
     exchanged_experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int, GroupCoordinator], Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
@@ -223,7 +224,7 @@ class RolloutOps:
     not_recordable: tuple[str, ...] = ()
     # Of these types layers keep matrices as [..., out, in] in memory, as checkpoints do; of others, [..., in, out].
     by_row_dtypes: tuple[torch.dtype, ...] = ()
-    # Of these types the experts' entries take coded matrices too, with the same results bit for bit.
+    # Of these types linear and the experts' entries take coded matrices too, with the same results bit for bit.
     coded_dtypes: tuple[torch.dtype, ...] = ()
     # Decode steps of latent attention go through mla_prefill, by the keys and values of each head, as training does.
     expands_decode: bool = False

@@ -22,8 +22,8 @@ from vllm.ops import reference
 from vllm.ops.coded import CODED_DTYPE, CodedMatrices
 from vllm.ops.contract import (
     DecodeMetadata,
-    ExpertMatrices,
     KVCache,
+    Matrices,
     PrefillMetadata,
     RolloutOps,
     SampledTokens,
@@ -89,7 +89,7 @@ def default_ops() -> RolloutOps:
 
 
 def uncoded_ops() -> RolloutOps:
-    """`default_ops` with experts as they are in memory: a third more bytes to read, the same results."""
+    """`default_ops` with weights as they are in memory: a third more bytes to read, the same results."""
     return replace(default_ops(), coded_dtypes=())
 
 
@@ -138,24 +138,31 @@ class _CpuOps:
             release_memory=self._memory.release,
         )
 
-    def linear(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    def linear(self, x_TI: Tensor, weight_OI: Matrices) -> Tensor:
         rows = x_TI.shape[0]
-        size_out, size_in = weight_OI.shape
-        out_TO = self._empty(x_TI, rows, size_out)
         x_TI = _last_contiguous(x_TI)
-        n_stride, k_stride = weight_OI.stride()
+        if isinstance(weight_OI, CodedMatrices):
+            assert x_TI.dtype in self.by_row and weight_OI.experts == 1
+            parts, size_out, size_in = weight_OI.parts, weight_OI.rows, weight_OI.columns
+            mode, address, strides = self._mode(x_TI), None, (0, 0)
+            places = weight_OI.places().ctypes.data
+        else:
+            parts, (size_out, size_in), (n_stride, k_stride) = 1, weight_OI.shape, weight_OI.stride()
+            mode, address, strides = self._mode(x_TI, weight_OI), weight_OI.data_ptr(), (k_stride, n_stride)
+            places = None
+        out_TO = self._empty(x_TI, rows, parts * size_out)
         self._launch(
             "cpu_head_linear",
-            self._mode(x_TI, weight_OI),
+            mode,
             x_TI.data_ptr(),
             x_TI.stride(0),
             0,
             rows,
-            1,
-            weight_OI.data_ptr(),
+            parts,
+            address,
             0,
-            k_stride,
-            n_stride,
+            *strides,
+            places,
             size_in,
             size_out,
             out_TO.data_ptr(),
@@ -182,6 +189,7 @@ class _CpuOps:
             heads,
             weight_NIO.data_ptr(),
             *weight_NIO.stride(),
+            None,
             size_in,
             size_out,
             out_TNO.data_ptr(),
@@ -364,8 +372,8 @@ class _CpuOps:
     def fused_experts(
         self,
         x_TH: Tensor,
-        w13_E2FH: ExpertMatrices,
-        w2_EHF: ExpertMatrices,
+        w13_E2FH: Matrices,
+        w2_EHF: Matrices,
         weights_TK: Tensor,
         ids_TK: Tensor,
         first_expert: int,
@@ -407,8 +415,8 @@ class _CpuOps:
     def exchanged_experts(
         self,
         x_TH: Tensor,
-        w13_E2FH: ExpertMatrices,
-        w2_EHF: ExpertMatrices,
+        w13_E2FH: Matrices,
+        w2_EHF: Matrices,
         weights_TK: Tensor,
         ids_TK: Tensor,
         num_active: int,

@@ -23,7 +23,7 @@ OTHER_TABLE = "or set rollout_ops='vllm.ops.reference:rollout_ops' (plain torch,
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared")
 _P, _L, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 SIGNATURES: dict[str, list[type]] = {  # in the order of RECORDABLE in kernels.cpp
-    "cpu_head_linear": [_L, _P, *[_L] * 4, _P, *[_L] * 5, _P],
+    "cpu_head_linear": [_L, _P, *[_L] * 4, _P, *[_L] * 3, _P, _L, _L, _P],
     "cpu_mla_attention": [_L, _P, _L, _L, _P, *[_L] * 4, _P, _P, _P, *[_L] * 4, _F, _P],
     "cpu_fused_experts": [_L, _P, _L, _L, _L, *[_P] * 4, *[_L] * 5, _P],
     "cpu_topk_router": [_P, _P, *[_L] * 6, _F, _L, _P, _P],

@@ -24,12 +24,12 @@ from vllm.model_executor.layers.linear import (
     empty_matrix,
     empty_parameter,
     local_slice,
+    operand,
 )
-from vllm.model_executor.layers.quantization.fp8 import dense
 from vllm.model_executor.model_loader.coded_target import CodedTarget
 from vllm.model_executor.model_loader.weight_target import WeightTarget
 from vllm.ops.coded import CodedMatrices, is_worth_coding
-from vllm.ops.contract import ExpertMatrices, RolloutOps
+from vllm.ops.contract import RolloutOps
 from vllm.transformers_utils.config import DeepseekV3Config
 
 
@@ -76,7 +76,7 @@ class FusedMoE(nn.Module):
             self.e_score_correction_bias = empty_parameter(hf.n_routed_experts, dtype=torch.float32)
         self.w13: nn.Parameter | CodedMatrices
         self.w2: nn.Parameter | CodedMatrices
-        if torch.get_default_dtype() in ops.coded_dtypes and is_worth_coding(width, hf.hidden_size):
+        if torch.get_default_dtype() in ops.coded_dtypes and is_worth_coding(width, hf.hidden_size, is_turned=True):
             self.w13 = CodedMatrices(self.num_local_experts, 2, width, hf.hidden_size)
             self.w2 = CodedMatrices(self.num_local_experts, 1, hf.hidden_size, width)
         else:
@@ -120,7 +120,7 @@ class FusedMoE(nn.Module):
         if context.routed_experts is not None:
             context.routed_experts.append(tp.all_gather(ids_SK).flatten(0, 1)[: len(x_TH)])
         out_SH = self.ops.exchanged_experts(
-            rows_SH, *self._matrices(), weights_SK, ids_SK, num_active, self.parallel.exchange
+            rows_SH, operand(self.w13), operand(self.w2), weights_SK, ids_SK, num_active, self.parallel.exchange
         )
         out_TH = torch.zeros_like(x_TH)
         out_TH[first : first + num_rows] = out_SH[:num_active]
@@ -132,13 +132,7 @@ class FusedMoE(nn.Module):
         weights_TK, ids_TK = self._route(x_TH)
         if context.routed_experts is not None:
             context.routed_experts.append(ids_TK[own])
-        return self.ops.fused_experts(x_TH, *self._matrices(), weights_TK, ids_TK, self.first_expert)
-
-    def _matrices(self) -> tuple[ExpertMatrices, ExpertMatrices]:
-        """Of the experts here, as the op table takes them."""
-        if isinstance(self.w13, CodedMatrices) or isinstance(self.w2, CodedMatrices):
-            return self.w13, self.w2
-        return dense(self.w13), dense(self.w2)
+        return self.ops.fused_experts(x_TH, operand(self.w13), operand(self.w2), weights_TK, ids_TK, self.first_expert)
 
     def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         hf = self.hf

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.layers.quantization.fp8 import dense
+from vllm.model_executor.model_loader.coded_target import CodedTarget
 from vllm.model_executor.model_loader.weight_target import WeightTarget
-from vllm.ops.contract import RolloutOps
+from vllm.ops.coded import CodedMatrices, is_worth_coding
+from vllm.ops.contract import Matrices, RolloutOps
 
 ALONE = GroupCoordinator(0, 1, None)
 
@@ -29,6 +31,20 @@ def empty_matrix(ops: RolloutOps, *shape: int) -> nn.Parameter:
     if torch.get_default_dtype() in ops.by_row_dtypes:
         return empty_parameter(*shape)
     return nn.Parameter(torch.empty(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2), requires_grad=False)
+
+
+def linear_weight(ops: RolloutOps, out_sizes: Sequence[int], in_size: int) -> nn.Parameter | CodedMatrices:
+    """Matrices of one input, one below the other: coded where the op table takes that and it pays."""
+    size = out_sizes[0]
+    is_coded = torch.get_default_dtype() in ops.coded_dtypes and all(other == size for other in out_sizes)
+    if is_coded and is_worth_coding(size, in_size):
+        return CodedMatrices(1, len(out_sizes), size, in_size)
+    return empty_matrix(ops, sum(out_sizes), in_size)
+
+
+def operand(weight: nn.Parameter | CodedMatrices) -> Matrices:
+    """A weight as products take it."""
+    return weight if isinstance(weight, CodedMatrices) else dense(weight)
 
 
 def local_slice(size: int, tp: GroupCoordinator) -> slice:
@@ -56,19 +72,22 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.ops = ops
         self.in_size, self.out_sizes, self.tp = in_size, list(out_sizes), tp
-        self.weight = empty_matrix(ops, sum(out_sizes) // tp.world_size, in_size)
+        self.weight = linear_weight(ops, [size // tp.world_size for size in out_sizes], in_size)
 
     def forward(self, x_TI: Tensor) -> Tensor:
         """[T, in] -> [T, sum(out) / TP], the matrices' outputs one after the other."""
-        return self.ops.linear(x_TI, dense(self.weight))
+        return self.ops.linear(x_TI, operand(self.weight))
 
     def targets(self, *names: str) -> dict[str, WeightTarget]:
         """Targets of the matrices, in the order of out_sizes."""
-        result, row = {}, 0
-        for name, size in zip(names, self.out_sizes, strict=True):
-            local = size // self.tp.world_size
-            source = (local_slice(size, self.tp),)
-            result[name] = WeightTarget((size, self.in_size), self.weight, (slice(row, row + local),), source)
+        result: dict[str, WeightTarget] = {}
+        row = 0
+        for part, (name, size) in enumerate(zip(names, self.out_sizes, strict=True)):
+            local, shape, source = size // self.tp.world_size, (size, self.in_size), (local_slice(size, self.tp),)
+            if isinstance(self.weight, CodedMatrices):
+                result[name] = CodedTarget(shape, self.weight.code, source=source, matrix=self.weight.matrix(0, part))
+            else:
+                result[name] = WeightTarget(shape, self.weight, (slice(row, row + local),), source)
             row += local
         return result
 
@@ -80,15 +99,18 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.ops = ops
         self.in_size, self.out_size, self.tp = in_size, out_size, tp
-        self.weight = empty_matrix(ops, out_size, in_size // tp.world_size)
+        self.weight = linear_weight(ops, [out_size], in_size // tp.world_size)
 
     def forward(self, x_TI: Tensor, reduce: bool = True) -> Tensor:
         """[T, in / TP] -> [T, out]."""
-        out = self.ops.linear(x_TI, dense(self.weight))
+        out = self.ops.linear(x_TI, operand(self.weight))
         return self.tp.all_reduce(out) if reduce else out
 
     def targets(self, name: str) -> dict[str, WeightTarget]:
         columns = (slice(None), local_slice(self.in_size, self.tp))
+        if isinstance(self.weight, CodedMatrices):
+            matrix = self.weight.matrix(0, 0)
+            return {name: CodedTarget((self.out_size, self.in_size), self.weight.code, source=columns, matrix=matrix)}
         return {name: WeightTarget((self.out_size, self.in_size), self.weight, (slice(None), slice(None)), columns)}
 
 

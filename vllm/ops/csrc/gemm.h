@@ -218,6 +218,12 @@ struct Weight {  // w(k, n) = data[k * k_stride + n * n_stride], one of the stri
   long k_stride, n_stride;
   const uint8_t* coded = nullptr;  // instead of the data: columns are the rows of coded.h
 
+  // A place is the address of a coded matrix, or with the lowest bit set of one as it is, by row.
+  static Weight at(int64_t place, long k) {
+    if (place & 1) return {(const T*)(place - 1), 1, k};
+    return {nullptr, 1, k, (const uint8_t*)place};
+  }
+
   // Where its columns lie, if that is one piece.
   Range columns(long first, long count, long k) const {
     if (coded) return {coded + first / CODED_ROWS * coded_bytes(k), count / CODED_ROWS * coded_bytes(k)};

@@ -28,9 +28,9 @@ int num_threads() { return omp_get_max_threads(); }
 int cpu_may_use_tiles() { return may_use_tiles(); }
 
 void cpu_head_linear(long mode, const void* x, long x_token, long x_head, long tokens, long heads, const void* w,
-                     long w_head, long w_k, long w_n, long k, long n, void* out) {
-  BY_MODE(mode, (head_linear<M>({(const M::T*)x, x_token, x_head}, tokens, heads, {(const M::T*)w, w_k, w_n}, w_head, k,
-                                n, {(M::T*)out, heads * n, n})));
+                     long w_head, long w_k, long w_n, const int64_t* places, long k, long n, void* out) {
+  BY_MODE(mode, (head_linear<M>({(const M::T*)x, x_token, x_head}, tokens, heads, {(const M::T*)w, w_k, w_n}, w_head,
+                                places, k, n, {(M::T*)out, heads * n, n})));
 }
 
 void cpu_mla_attention(long mode, const void* q_latent, long latent_token, long latent_head, const void* q_rope,

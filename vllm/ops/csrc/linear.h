@@ -62,14 +62,14 @@ static void dot_linear(const float* x, long x_token, long tokens, Weight<float> 
 constexpr long FEW_COLUMNS = 64;
 #endif
 
-// out[t, n, :] = x[t, n, :] w[n]
+// out[t, n, :] = x[t, n, :] w[n]; with places w[n] is at places[n], see Weight::at.
 template <class M>
 static void head_linear(Batch<const typename M::T> x, long tokens, long heads, Weight<typename M::T> w,
-                        long w_head_stride, long k, long n, Batch<typename M::T> out) {
+                        long w_head_stride, const int64_t* places, long k, long n, Batch<typename M::T> out) {
   typedef typename M::T T;
 #if HAS_TILES
   if constexpr (std::is_same_v<M, Tiles>)
-    if (w.k_stride != 1) return panel_linear(x, tokens, heads, w, w_head_stride, k, n, out);
+    if (!places && w.k_stride != 1) return panel_linear(x, tokens, heads, w, w_head_stride, k, n, out);
 #endif
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<M, Float32>)
@@ -95,7 +95,8 @@ static void head_linear(Batch<const typename M::T> x, long tokens, long heads, W
     for (long item = items * part / parts; item < end; item += taken) {
       const long group = item / panels, head = group / chunks, start = group % chunks * chunk;
       const long count = std::min(chunk, tokens - start), first = item % panels * PANEL;
-      const Weight<T> of_head = {w.data + head * w_head_stride, w.k_stride, w.n_stride};
+      Weight<T> of_head = {w.data + head * w_head_stride, w.k_stride, w.n_stride};
+      if (places) of_head = Weight<T>::at(places[head], k);
       if (packed_for != group) {
         rows.pack([&](long i) { return x.data + (start + i) * x.token_stride + head * x.head_stride; }, count, k,
                   of_head.columns(first, std::min(PANELS * PANEL, n - first), k));

@@ -14,23 +14,16 @@ struct Experts {
 
   template <class M>
   Weight<T> gate_or_up(long expert, bool is_up) const {
-    if (is_coded) return at(((const int64_t*)w13)[2 * expert + is_up], hidden);
+    if (is_coded) return Weight<T>::at(((const int64_t*)w13)[2 * expert + is_up], hidden);
     const T* data = (const T*)w13 + expert * 2 * width * hidden;
     return by_row<M> ? Weight<T>{data + is_up * width * hidden, 1, hidden} : Weight<T>{data + is_up * width, 2 * width, 1};
   }
 
   template <class M>
   Weight<T> down(long expert) const {
-    if (is_coded) return at(((const int64_t*)w2)[expert], width);
+    if (is_coded) return Weight<T>::at(((const int64_t*)w2)[expert], width);
     const T* data = (const T*)w2 + expert * hidden * width;
     return by_row<M> ? Weight<T>{data, 1, width} : Weight<T>{data, hidden, 1};
-  }
-
- private:
-  // A place is the address of a coded matrix (coded.h), or with the lowest bit set of one as it is, by row.
-  static Weight<T> at(int64_t place, long k) {
-    if (place & 1) return {(const T*)(place - 1), 1, k};
-    return {nullptr, 1, k, (const uint8_t*)place};
   }
 };
 
