@@ -90,7 +90,7 @@ class VllmEngine:
     ) -> dict[str, Any]:
         """Times ``n`` samples of exactly ``max_tokens`` tokens for each prompt, at temperature 1.
 
-        Without the model every step of ours has the hidden states of its first.
+        Without the model every step of ours has the states of its first.
         """
         if not has_model:
             self._leave_model_out()
@@ -110,8 +110,9 @@ class VllmEngine:
 
         def first(plan: Any, *args: Any) -> Any:
             if not kept or len(kept[0]) < len(plan.token_ids_T):
-                kept[:] = [run(plan, *args).clone()]
-            return kept[0][: len(plan.token_ids_T)]
+                states, logits_of = run(plan, *args)
+                kept[:] = [states.clone(), logits_of]
+            return kept[0][: len(plan.token_ids_T)], kept[1]
 
         runner._forward = first
         self.clock.watch_call(runner, "_forward")
