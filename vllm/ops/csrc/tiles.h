@@ -190,7 +190,6 @@ class TileRows {
   // [tile of columns][tile of rows], columns by rows
   const float* sums_of(const Weight<bf16>& w, long first, long columns, Ahead& ahead) {
     const long count = (columns + LANES - 1) / LANES;
-    ColumnTiles tiles[PANELS * PANEL / LANES];
     float* sums = sum_buffer_.get(count * tiles_ * TILE_WORDS);
     auto sums_at = [&](long c) { return sums + c * tiles_ * TILE_WORDS; };
     const bool is_few = tiles_ <= FEW_TILES;
@@ -207,20 +206,26 @@ class TileRows {
       for (long c = 2 * half; c < count; ++c) few_rows(CodedColumn(coded_at(c), k_), 0, steps_, sums_at(c), ahead);
       return sums;
     }
-    bf16* copies = copy_buffer_.get<bf16>(count * steps_ * 2 * TILE_WORDS);
-    for (long c = 0; c < count; ++c)
-      tiles[c] = tiles_of(w, first + c * LANES, std::min(LANES, columns - c * LANES), copies + c * steps_ * 2 * TILE_WORDS);
+    const long copy_size = steps_ * 2 * TILE_WORDS;
+    bf16* copies = copy_buffer_.get<bf16>((is_few ? count : 2) * copy_size);
+    auto tiles_at = [&](long c, bf16* copy) {
+      return tiles_of(w, first + c * LANES, std::min(LANES, columns - c * LANES), copy);
+    };
     if (is_few) {
+      ColumnTiles tiles[PANELS * PANEL / LANES];
+      for (long c = 0; c < count; ++c) tiles[c] = tiles_at(c, copies + c * copy_size);
       const long near = NEAR_TILES / tiles_;
       for (long s = 0; s < steps_; s += near)
         for (long c = 0; c < count; ++c)
           few_rows(PlainColumn(tiles[c], s), s, std::min(near, steps_ - s), sums_at(c), ahead);
-    } else {
-      for (long c = 0; c < count; c += 2)
-        for (long s = 0; s < steps_; s += NEAR_STEPS)
-          for (long t = 0; t < tiles_; t += 2)
-            many_rows(tiles[c], tiles[std::min(c + 1, count - 1)], t, s, std::min(NEAR_STEPS, steps_ - s),
-                      sums_at(c) + t * TILE_WORDS, c + 1 < count ? tiles_ * TILE_WORDS : 0, ahead);
+      return sums;
+    }
+    for (long c = 0; c < count; c += 2) {
+      const ColumnTiles low = tiles_at(c, copies), high = c + 1 < count ? tiles_at(c + 1, copies + copy_size) : low;
+      for (long s = 0; s < steps_; s += NEAR_STEPS)
+        for (long t = 0; t < tiles_; t += 2)
+          many_rows(low, high, t, s, std::min(NEAR_STEPS, steps_ - s), sums_at(c) + t * TILE_WORDS,
+                    c + 1 < count ? tiles_ * TILE_WORDS : 0, ahead);
     }
     return sums;
   }
