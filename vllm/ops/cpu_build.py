@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import torch
 
 SOURCES = Path(__file__).parent / "csrc"
 OTHER_TABLE = "or set rollout_ops='vllm.ops.reference:rollout_ops' (plain torch, several times slower)"
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 _P, _L, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 SIGNATURES: dict[str, list[type]] = {  # in the order of RECORDABLE in kernels.cpp
     "cpu_head_linear": [_L, _P, *[_L] * 4, _P, *[_L] * 3, _P, _L, _L, _P],
@@ -75,23 +76,31 @@ def _build() -> Path:
             f"the CPU kernels of the rollout engine need a C++ compiler with OpenMP, and {compiler!r} is not found: "
             f"install g++ 12 or newer, name another in CXX, {OTHER_TABLE}"
         )
-    command = [compiler, *_FLAGS, *_target_flags(), *_openmp_of_torch()]
-    target = _cache_dir() / f"kernels-{_fingerprint(command)}.so"
+    command, libraries = [compiler, *_FLAGS, *_target_flags()], _openmp_of_torch()
+    target = _cache_dir() / f"kernels-{_fingerprint([*command, *libraries])}.so"
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     # Built beside its place and moved there: processes that build at the same time never load half a file.
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        sources = sorted(SOURCES.glob("*.cpp"))
+        objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
+        with ThreadPoolExecutor() as pool:  # each waits for a compiler
+            made = zip(sources, objects, strict=True)
+            list(pool.map(lambda one: _run([*command, "-c", str(one[0]), "-o", one[1]], str(one[0])), made))
         built = Path(scratch) / "kernels.so"
-        source = str(SOURCES / "kernels.cpp")
-        result = subprocess.run([*command[:1], source, *command[1:], "-o", str(built)], capture_output=True, text=True)
-        if result.returncode != 0:
-            raise RuntimeError(
-                f"{compiler} cannot build the CPU kernels ({source}): use g++ 12 or newer, {OTHER_TABLE}. It said:\n"
-                f"{result.stderr[-2000:]}"
-            )
+        _run([*command, "-shared", *objects, *libraries, "-o", str(built)], str(SOURCES))
         os.replace(built, target)
     return target
+
+
+def _run(command: list[str], source: str) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise RuntimeError(
+            f"{command[0]} cannot build the CPU kernels ({source}): use g++ 12 or newer, {OTHER_TABLE}. It said:\n"
+            f"{result.stderr[-2000:]}"
+        )
 
 
 def _target_flags() -> list[str]:

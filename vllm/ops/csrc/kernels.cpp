@@ -1,20 +1,12 @@
-// The C entry points of vllm/ops/cpu.py. `mode`: 0 float32, 1 bfloat16 widened to float32, 2 bfloat16 instructions, 3 tiles.
-// Strides count elements; the last dimension of a tensor is contiguous unless a stride is given for it.
+// The entry points but those of products.cpp and attention.cpp, and what calls them all again.
 #include <type_traits>
 #include <utility>
 
-#include "attention.h"
 #include "copy_digest.h"
+#include "entries.h"
 #include "moe.h"
 #include "rows.h"
 
-#define BY_MODE(mode, call)                         \
-  switch (mode) {                                   \
-    case 0: { typedef Float32 M; call; } break;     \
-    case 1: { typedef Widened M; call; } break;     \
-    case 2: { typedef Dot M; call; } break;         \
-    default: { typedef Tiles M; call; } break;      \
-  }
 #define BY_TYPE(mode, call)                         \
   switch (mode) {                                   \
     case 0: { typedef float T; call; } break;       \
@@ -26,29 +18,6 @@ extern "C" {
 int num_threads() { return omp_get_max_threads(); }
 
 int cpu_may_use_tiles() { return may_use_tiles(); }
-
-void cpu_head_linear(long mode, const void* x, long x_token, long x_head, long tokens, long heads, const void* w,
-                     long w_head, long w_k, long w_n, const int64_t* places, long k, long n, void* out) {
-  BY_MODE(mode, (head_linear<M>({(const M::T*)x, x_token, x_head}, tokens, heads, {(const M::T*)w, w_k, w_n}, w_head,
-                                places, k, n, {(M::T*)out, heads * n, n})));
-}
-
-void cpu_mla_attention(long mode, const void* q_latent, long latent_token, long latent_head, const void* q_rope,
-                       long rope_token, long rope_head, long queries, long heads, const void* pages,
-                       const int32_t* tables, const int64_t* seq_lens, long table_width, long block_size, long latent,
-                       long rope, float scale, void* out) {
-  BY_MODE(mode, (mla_attention<M>({(const M::T*)q_latent, latent_token, latent_head},
-                                  {(const M::T*)q_rope, rope_token, rope_head}, queries, heads,
-                                  {(const M::T*)pages, tables, seq_lens, table_width, block_size, latent, rope}, scale,
-                                  {(M::T*)out, heads * latent, latent})));
-}
-
-void cpu_fused_experts(long mode, const void* x, long x_token, long tokens, long choices, const float* weights,
-                       const int64_t* ids, const void* w13, const void* w2, long is_coded, long experts, long hidden,
-                       long width, long first, void* out) {
-  BY_MODE(mode, (fused_experts<M>({(const M::T*)x, x_token, 0}, tokens, choices, weights, ids,
-                                  {w13, w2, is_coded != 0, experts, hidden, width, first}, (M::T*)out)));
-}
 
 void cpu_topk_router(const float* logits, const float* bias, long tokens, long experts, long top_k, long groups,
                      long kept_groups, long normalize, float scaling, long is_softmax, float* weights, int64_t* ids) {

@@ -2,7 +2,7 @@
 #pragma once
 #include <cmath>
 
-#include "gemm.h"
+#include "linear.h"
 
 template <class T>
 static float mean_square(const T* x, long size) {
