@@ -18,7 +18,7 @@ from tests.npu.op_parity import BF16, FP32, Call, Entry, Maker, assert_same, ass
 from tests.vllm.tiny import write_checkpoint
 from vllm.ops.contract import DecodeMetadata, KVCache, LogitEdits, PrefillMetadata, RolloutOps, SamplingBatch
 from vllm.ops.reference import rollout_ops as reference_rollout_ops
-from vllm.v1.sample.rng import row_keys, vocab_keys
+from vllm.v1.sample.rng import position_keys, splitmix64, vocab_keys
 from vllm_ascend.ops import rollout_ops
 from vllm_ascend.ops.kv_layout import read_tokens
 
@@ -119,7 +119,7 @@ def sample(
         banned[:, 7] = True
         settings = [
             torch.tensor([0.0, 0.7, 1.3] * rows)[:rows],
-            torch.from_numpy(row_keys(seeds, positions)),
+            torch.from_numpy(position_keys(splitmix64(seeds), positions)),
             torch.from_numpy(vocab_keys(size.vocabulary)),
             torch.tensor((top_k or [1]) * rows, dtype=torch.int32)[:rows],
             torch.tensor((top_p or [1.0]) * rows)[:rows],

@@ -22,7 +22,7 @@ from vllm.ops.cpu import Bfloat16Products, best_products, cpu_table
 from vllm.ops.reference import rollout_ops as reference_ops
 from vllm.platforms import resolve_platform
 from vllm.platforms.cpu import LARGE_PAGE_BYTES
-from vllm.v1.sample.rng import row_keys, vocab_keys
+from vllm.v1.sample.rng import position_keys, splitmix64, vocab_keys
 
 REFERENCE = reference_ops()
 WIDENED, DOT = cpu_table(Bfloat16Products.WIDENED), cpu_table(Bfloat16Products.DOT)
@@ -206,7 +206,7 @@ def test_sequences_with_common_blocks_attend_as_alone(
 def sampled(ops: RolloutOps, vocabulary: int, temperatures: list[float]) -> tuple[Tensor, Tensor]:
     rows = len(temperatures)
     logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(2)) * 3
-    keys = torch.from_numpy(row_keys(np.arange(rows).astype(np.uint64), np.arange(rows)))
+    keys = torch.from_numpy(position_keys(splitmix64(np.arange(rows).astype(np.uint64)), np.arange(rows)))
     batch = SamplingBatch(
         temperature_B=torch.tensor(temperatures),
         keys_B2=keys,

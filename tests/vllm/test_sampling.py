@@ -16,7 +16,7 @@ from tests.vllm.tiny import TINY, write_checkpoint
 from vllm import LLM, SamplingParams
 from vllm.ops.contract import LogitEdits, SampledTokens, SamplingBatch
 from vllm.ops.reference_sample import sample
-from vllm.v1.sample.rng import derive_seed, exponential_noise, row_keys, vocab_keys
+from vllm.v1.sample.rng import derive_seed, exponential_noise, position_keys, splitmix64, vocab_keys
 
 DRAWS = 40_000
 
@@ -25,7 +25,7 @@ def sampling_batch(seeds: np.ndarray, positions: np.ndarray, vocab_size: int, **
     """Rows with these noise keys; all random at temperature 1 and without limits but for `settings`."""
     plain = {
         "temperature_B": torch.ones(len(seeds)),
-        "keys_B2": torch.from_numpy(row_keys(seeds, positions)),
+        "keys_B2": torch.from_numpy(position_keys(splitmix64(seeds), positions)),
         "vocab_keys_W": torch.from_numpy(vocab_keys(vocab_size)),
         "top_k_B": None,
         "top_p_B": None,
@@ -155,14 +155,14 @@ def test_rare_tokens_are_drawn_as_often_as_they_should() -> None:
     """A tail of 30,000 tokens that weigh 1e-2 together, where coarse noise would show."""
     tail = 30_000
     probs = torch.cat((torch.tensor([0.99]), torch.full((tail,), 0.01 / tail)))
-    keys = torch.from_numpy(row_keys(np.arange(2000, dtype=np.uint64), np.zeros(2000, dtype=np.int64)))
+    keys = torch.from_numpy(position_keys(splitmix64(np.arange(2000, dtype=np.uint64)), np.zeros(2000, dtype=np.int64)))
     table = torch.from_numpy(vocab_keys(tail + 1))
     hits = sum(int((probs / exponential_noise(part, table)).argmax(-1).gt(0).sum()) for part in keys.split(100))
     assert 4 <= hits <= 40  # Poisson of mean 20
 
 
 def test_noise_is_exponential_and_uncorrelated() -> None:
-    keys = torch.from_numpy(row_keys(np.arange(500, dtype=np.uint64), np.arange(500)))
+    keys = torch.from_numpy(position_keys(splitmix64(np.arange(500, dtype=np.uint64)), np.arange(500)))
     noise = exponential_noise(keys, torch.from_numpy(vocab_keys(512))).double()
     assert float(noise.min()) > 0 and abs(float(noise.mean()) - 1) < 0.01 and abs(float(noise.var()) - 1) < 0.03
     assert float(torch.corrcoef(noise).fill_diagonal_(0).abs().max()) < 0.25

@@ -47,13 +47,10 @@ def _splitmix64_int(x: int) -> int:
     return z ^ (z >> 31)
 
 
-def row_keys(seeds_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
-    """int32 [B, 2] noise keys of rows with uint64 seeds that sample their `positions_B`-th output token."""
-    return position_keys(splitmix64(seeds_B), positions_B)
-
-
 def position_keys(mixed_seeds_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
-    """`row_keys` of seeds that `splitmix64` has mixed; of several positions each with `positions_B` [S, B], S * B."""
+    """int32 [B, 2] noise keys of rows that sample their `positions_B`-th output token; of several positions each with
+    `positions_B` [S, B], S * B. The seeds, uint64, are mixed: `splitmix64` of the rows' own.
+    """
     return splitmix64(mixed_seeds_B + positions_B.astype(np.uint64)).view(np.int32).reshape(-1, 2)
 
 
