@@ -163,11 +163,13 @@ def on_cores(count: int) -> Iterator[None]:
     threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
     if count > len(allowed):
         raise ValueError(f"--cores-per-worker: a run would take {count} cores of {len(allowed)}; give fewer --workers")
-    for thread in threads:
-        os.sched_setaffinity(thread, allowed[: count or None])
-    yield
-    for thread in threads:
-        os.sched_setaffinity(thread, allowed)
+    try:
+        for thread in threads:
+            os.sched_setaffinity(thread, allowed[: count or None])
+        yield
+    finally:
+        for thread in threads:
+            os.sched_setaffinity(thread, allowed)
 
 
 def start_seconds(num_workers: int) -> float:
