@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -75,12 +76,20 @@ def training_calls(config: PPOTrainerConfig) -> list[str]:
 
 
 def run_training(
-    worker: ActorRolloutRefWorker, rows: Rows, log: CollectiveLog, meter: MemoryMeter
+    worker: ActorRolloutRefWorker,
+    rows: Rows,
+    log: CollectiveLog,
+    meter: MemoryMeter,
+    before_call: Callable[[], None] = lambda: None,
 ) -> dict[str, TrainingPhase]:
-    """Makes the training calls of one step on ``worker``, planned or real, while ``log`` and ``meter`` are active."""
+    """Makes the training calls of one step on ``worker``, planned or real, while ``log`` and ``meter`` are active.
+
+    before_call: waits until real process groups have let go of what the call before it sent.
+    """
     batch = batch_of(rows, worker.run_config)
     done = {}
     for name in training_calls(worker.run_config):
+        before_call()
         before = meter.now_bytes
         meter.peak_bytes = before
         with log.phase(name):

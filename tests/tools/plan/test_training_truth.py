@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from verl.workers.megatron_workers import ActorRolloutRefWorker
 
 PROMPT, RESPONSE = 10, 8
 PEAK_TOLERANCE = 0.1
+GLOO_KEEPS_S = 0.05  # its threads hold the tensors of a collective for some milliseconds after it is done
 Outcome = tuple[dict[str, TrainingPhase], list[Any]]
 
 
@@ -57,7 +59,7 @@ def run(model_dir: str, overrides: list[str]) -> Outcome:
     worker._offload_for_rollout()
     log, meter = CollectiveLog(), MemoryMeter()
     with log, meter:
-        done = run_training(worker, _rows(config), log, meter)
+        done = run_training(worker, _rows(config), log, meter, before_call=lambda: time.sleep(GLOO_KEEPS_S))
     worker.kept_rows.close()
     return done, held
 
