@@ -181,6 +181,7 @@ def test_two_at_once_are_refused(root: Path) -> None:
 
 def test_a_git_command_at_work_stops_the_move_and_nothing_changes(root: Path) -> None:
     before = state(root)
+    os.utime(root / "README.md", (0, 0))  # git would have something to write down
     (root / ".git/index.lock").write_bytes(b"")
     shown = tool(root, *words(root, "v1.3"), code=1)
     (root / ".git/index.lock").unlink()
