@@ -160,8 +160,8 @@ class Launch:
 
     def _start_ray(self) -> None:
         self.console.rule(f"[bold]Ray[/bold] ({self._elapsed()})")
-        self.ray = cluster.RayNode(self.job, self.place, self.processes, self.environment, self.log_dir)
         try:
+            self.ray = cluster.RayNode(self.job, self.place, self.processes, self.environment, self.log_dir)
             self.ray.wait_until_up(self._check)
         except RuntimeError as error:
             raise RunFailed(str(error)) from error

@@ -23,6 +23,7 @@ from recipes.common.launcher.processes import OwnProcesses
 from recipes.common.launcher.rendezvous import Head, NodeHello, join_head
 from recipes.common.launcher.settings import Place, Settings, find_place, read_settings, variables
 from recipes.common.recipe import ROOT, load_recipe, recipe_names
+from verl.utils.net_utils import free_ports
 
 TOKEN = "0123456789abcdef"
 R1_ZERO = load_recipe("r1_zero")
@@ -119,6 +120,19 @@ def test_bad_inputs_are_all_in_one_message(
     assert status == launch.BAD_INPUT
     for expected in ("OUTPUT_DIR", "is not a directory", "RAY_PORT", "missing.json: no such file", "no config.json"):
         assert expected in message
+
+
+def test_a_port_taken_while_weights_were_prepared_is_named(tmp_path: Path) -> None:
+    """Ray is not started on it: it would end a moment later, and who listens there would be taken for it."""
+    port = free_ports(1)[0]
+    job = job_of(tmp_path, {"RAY_PORT": str(port)})
+    log_dir = tmp_path / "out" / "logs" / "attempt_1"
+    with (
+        socket.create_server(("127.0.0.1", port)),
+        pytest.raises(RuntimeError, match=f"RAY_PORT {port}.*pid {os.getpid()}"),
+    ):
+        cluster.RayNode(job, find_place(job.settings, 1), OwnProcesses(), dict(os.environ), log_dir)
+    assert not log_dir.exists()
 
 
 def test_read_only_disk_is_refused() -> None:
@@ -297,12 +311,8 @@ def test_another_training_is_set_aside_and_the_same_one_is_not(tmp_path: Path) -
     assert training_identity(2, [rows], model) != training_identity(1, [rows], model)
 
 
-def free_port() -> int:
-    return network.free_ports(1)[0]
-
-
 def test_nodes_meet_and_the_last_word_arrives() -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     head = Head("127.0.0.1", port, TOKEN, "d", lost_timeout_s=5.0)
     try:
         channels = [
@@ -324,7 +334,7 @@ def test_nodes_meet_and_the_last_word_arrives() -> None:
 
 
 def test_a_silent_node_is_lost() -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     head = Head("127.0.0.1", port, TOKEN, "d", lost_timeout_s=1.5)
     listener = threading.Event()
     try:
@@ -340,7 +350,7 @@ def test_a_silent_node_is_lost() -> None:
 
 
 def test_strangers_and_other_configs_are_kept_out() -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     head = Head("127.0.0.1", port, TOKEN, "d", lost_timeout_s=5.0)
     try:
         with socket.create_connection(("127.0.0.1", port)) as stranger:
@@ -359,7 +369,7 @@ def test_strangers_and_other_configs_are_kept_out() -> None:
 def test_a_head_that_never_answers_is_named() -> None:
     begun = time.monotonic()
     with pytest.raises(ValueError, match=r"the head 127\.0\.0\.1:\d+ could not be reached"):
-        join_head("127.0.0.1", free_port(), TOKEN, NodeHello("10.0.0.2", 1, "d"), 1.0, 5.0)
+        join_head("127.0.0.1", free_ports(1)[0], TOKEN, NodeHello("10.0.0.2", 1, "d"), 1.0, 5.0)
     assert time.monotonic() - begun < 5.0
 
 

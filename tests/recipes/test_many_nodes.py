@@ -12,6 +12,7 @@ import pytest
 from recipes.common import launch
 from recipes.common.launcher import hosts, network
 from recipes.common.recipe import ROOT, load_recipe
+from verl.utils.net_utils import free_ports
 
 RECIPE = load_recipe("r1_dynamic_sampling")
 
@@ -131,7 +132,7 @@ def test_a_node_that_cannot_be_reached_is_told(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(f"{own} slots=1\n192.0.2.11 slots=1\n")
     (tmp_path / "ssh").write_text("#!/usr/bin/env bash\necho no route to host >&2\nexit 255\n")
     (tmp_path / "ssh").chmod(0o755)
-    ray_port, control_port = network.free_ports(2)
+    ray_port, control_port = free_ports(2)
     environment = os.environ | {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "HOSTFILE": str(tmp_path / "hosts"),

@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 
 from recipes.common.launcher import child
-from recipes.common.launcher.network import free_ports
 from recipes.common.launcher.settings import variables
 from recipes.common.recipe import ROOT, load_recipe, recipe_names
+from verl.utils.net_utils import free_ports
 
 TAG_NAME = "R1_ZERO_TEST_COMMAND"
 # Machines that run tests may be busy, so only what an issue promises has a tight limit; this one is a safety net.

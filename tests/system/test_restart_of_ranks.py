@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import ray
 
-from recipes.common.launcher.network import free_ports
 from tests.system.command import read_metrics, without_measurements
 from tests.system.in_process import in_process_config
 from tests.system.jobs import Prepared
@@ -25,6 +24,7 @@ from verl.single_controller.base import Worker
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.recovery import fit_with_restarts
+from verl.utils.net_utils import free_ports
 from verl.utils.timeline import Timeline
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.megatron_workers import ActorRolloutRefWorker

@@ -19,6 +19,7 @@ from recipes.common.launcher.job import Job, RayPorts, ray_command
 from recipes.common.launcher.processes import OwnProcesses, how_it_ended
 from recipes.common.launcher.settings import Place
 from recipes.common.recipe import ROOT
+from verl.utils.net_utils import free_ports
 
 START_TIMEOUT_S = 90.0
 LOG_TAIL_LINES = 15
@@ -26,12 +27,18 @@ TEMP_PREFIX = "rl_"
 
 
 class RayNode:
-    """This node's ``ray start --block``: head or worker; what it says goes to ``log_dir``, this attempt's folder."""
+    """This node's ``ray start --block``: head or worker; what it says goes to ``log_dir``, this attempt's folder.
+
+    Raises:
+        RuntimeError: somebody has taken the head's port since the checks: Ray would die of it, and they would answer.
+    """
 
     def __init__(
         self, job: Job, place: Place, processes: OwnProcesses, environment: Mapping[str, str], log_dir: Path
     ) -> None:
         self._place, self._port = place, job.settings.ray_port
+        if place.is_head and (problem := network.port_problem("RAY_PORT", self._port)):
+            raise RuntimeError(problem)
         run_logs.keep_earlier_sessions(log_dir.parent, place.own_addr)
         # Ray's sockets lie below it and may be 107 characters long, so it cannot be in OUTPUT_DIR.
         _remove_leftovers(Path(tempfile.gettempdir()))
@@ -39,7 +46,7 @@ class RayNode:
         self._kept_logs = log_dir / f"ray_{place.own_addr}"
         run_logs.show_session(self._temp_dir / "session_latest" / "logs", self._kept_logs)
         self.log_path = log_dir / f"ray_start_{place.own_addr}.log"
-        client, dashboard, agent = network.free_ports(3, avoid=(job.settings.ray_port, job.settings.control_port))
+        client, dashboard, agent = free_ports(3, avoid=(job.settings.ray_port, job.settings.control_port))
         command = ray_command(job, place, str(self._temp_dir), RayPorts(client, dashboard, agent))
         with self.log_path.open("wb") as log:
             self._process: subprocess.Popen[bytes] = processes.start(command, environment, log, ROOT)

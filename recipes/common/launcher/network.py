@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
 
 import psutil
 
@@ -73,25 +72,6 @@ def _holder(port: int) -> str:
             except psutil.NoSuchProcess:
                 return ""
     return ""
-
-
-def free_ports(count: int, avoid: Iterable[int] = ()) -> list[int]:
-    """``count`` ports that nobody listens on at this moment."""
-    taken = set(avoid)
-    held: list[socket.socket] = []
-    found: list[int] = []
-    try:
-        while len(found) < count:
-            probe = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            held.append(probe)
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-            if port not in taken:
-                found.append(port)
-    finally:
-        for probe in held:
-            probe.close()
-    return found
 
 
 def accepts_connections(address: str, port: int, timeout_s: float = 1.0) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import traceback
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import ray
 import ray.cloudpickle
 
+from verl.utils.net_utils import free_ports
 from verl.utils.rank_log import open_rank_log
 
 
@@ -47,10 +47,7 @@ class WorkerProcess:
 
     def address(self) -> ProcessAddress:
         """Where this process is; also the question that a dead process does not answer."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        return ProcessAddress(ray.util.get_node_ip_address(), os.getpid(), port)
+        return ProcessAddress(ray.util.get_node_ip_address(), os.getpid(), free_ports(1)[0])
 
     def start(self, env: dict[str, str], pickled_worker: bytes) -> CallFailure | None:
         """Sets what is known only once all processes run, then builds the worker from (cls, args, kwargs)."""

@@ -1,0 +1,56 @@
+"""Ports for servers that are started a moment after their port is chosen."""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+_FIRST, _LAST = 20000, 32767  # above the ports that Ray and services have by default, below Linux's ephemeral ones
+_LEAST = 1000
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def free_ports(count: int, avoid: Iterable[int] = ()) -> list[int]:
+    """``count`` TCP ports, none of ``avoid``, that nobody listens on at this moment, on any address of this machine.
+
+    They are drawn at random from where the system takes no port from by itself: one of its ephemeral ports may belong
+    to somebody's connection or to a worker of Ray by the time that its server starts.
+
+    Raises:
+        OSError: fewer are free.
+    """
+    left = sorted(set(_candidates()) - set(avoid))
+    order = random.SystemRandom().sample(left, len(left))  # not the seeded generator of a run
+    found: list[int] = []
+    for port in order:
+        if len(found) == count:
+            break
+        if _is_free(port):
+            found.append(port)
+    if len(found) < count:
+        raise OSError(errno.EADDRINUSE, f"{len(found)} of the {len(left)} ports tried are free; expected {count}")
+    return found
+
+
+def _candidates() -> list[int]:
+    """Ports that servers may be given: all of the range where next to none of it lies outside the ephemeral ports."""
+    everything = list(range(_FIRST, _LAST + 1))
+    if not _EPHEMERAL.exists():
+        return everything
+    lowest, highest = map(int, _EPHEMERAL.read_text(encoding="ascii").split())
+    outside = [port for port in everything if not lowest <= port <= highest]
+    return outside if len(outside) >= _LEAST else everything
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return False
+    return True
