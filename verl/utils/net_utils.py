@@ -22,10 +22,10 @@ def free_ports(count: int, avoid: Iterable[int] = ()) -> list[int]:
     Raises:
         OSError: fewer are free.
     """
-    left = sorted(set(_candidates()) - set(avoid))
-    order = random.SystemRandom().sample(left, len(left))  # not the seeded generator of a run
+    left = list(set(_candidates()) - set(avoid))
+    random.Random().shuffle(left)  # not the seeded generator of a run
     found: list[int] = []
-    for port in order:
+    for port in left:
         if len(found) == count:
             break
         if _is_free(port):
