@@ -1,39 +1,31 @@
-"""Who holds the memory of one rank: every persistent byte of a training engine, and every activation of a forward."""
+"""Lists every persistent byte that a training engine holds on one rank, by owner."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.offload import HostTensor, OffloadableTensor
 from megatron.core.distributed.param_and_grad_buffer import Range
-from megatron.core.models.gpt.model_chunks import make_gpt_model
-from megatron.core.ops import reference_ops
-from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.parallel_layout import ParallelLayout
-from megatron.core.parallel_state import GROUP_AXES, ProcessGroups
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.optimizer import DistributedOptimizer
 
 ON_DEVICE, ON_HOST = "device", "host"
 
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """Bytes that one owner holds in one place.
+    """The bytes that one owner holds in one kind of memory.
 
-    owner: name of a parameter, buffer or module, or of the flat buffer whose padding this is · what: parameter,
-    gradient, buffer, master, exp_avg, exp_avg_sq, slots (through which CPU Adam copies) or activation; "... copy" for
-    what an offload keeps on the host · device: "device" or "host".
+    Attributes:
+        owner: the name of a parameter or buffer, or of the flat buffer whose padding this is.
+        what: parameter, gradient, buffer, master, exp_avg, exp_avg_sq, or slots (through which CPU Adam copies);
+            "... copy" is what an offload keeps on the host.
+        device: "device" or "host".
+        num_bytes: the size.
     """
 
     owner: str
@@ -43,9 +35,9 @@ class LedgerEntry:
 
 
 def ledger(model: nn.Module, optimizer: DistributedOptimizer | None = None) -> list[LedgerEntry]:
-    """All memory that ``model`` (wrapped or not) and ``optimizer`` hold between steps, as it is now.
+    """Return all memory that ``model`` (wrapped or not) and ``optimizer`` hold between steps, as it is now.
 
-    What is offloaded is on the host; what is shared (tied weights) is told once, by its first name.
+    Offloaded tensors count on the host. Tied weights count once, under their first name.
     """
     entries: list[LedgerEntry] = []
     module, seen = model, set()
@@ -74,7 +66,7 @@ def ledger(model: nn.Module, optimizer: DistributedOptimizer | None = None) -> l
 
 
 def total_bytes(entries: Sequence[LedgerEntry], device: str | None = None, what: str | None = None) -> int:
-    """Sum over the entries in one place (None: all) of one kind (None: all)."""
+    """Return the sum over the entries of one device (None: all) and one kind (None: all)."""
     return sum(
         entry.num_bytes
         for entry in entries
@@ -83,7 +75,7 @@ def total_bytes(entries: Sequence[LedgerEntry], device: str | None = None, what:
 
 
 def table(entries: Sequence[LedgerEntry], depth: int = 3) -> str:
-    """Lines "bytes device what owner", largest first; owners are cut after ``depth`` parts of their name."""
+    """Return lines of "bytes device what owner", largest first; owner names are cut after ``depth`` parts."""
     sums: dict[tuple[str, str, str], int] = {}
     for entry in entries:
         key = (entry.device, entry.what, ".".join(entry.owner.split(".")[:depth]))
@@ -95,7 +87,7 @@ def table(entries: Sequence[LedgerEntry], depth: int = 3) -> str:
 def _flat_entries(
     item: OffloadableTensor, what: str, name: str, ranges: Mapping[str, Range], first: int = 0
 ) -> Iterator[LedgerEntry]:
-    """A flat tensor by parameter; it holds the elements of ``ranges`` from ``first`` on, and the rest is padding."""
+    """Yield the entries of a flat tensor by parameter: it holds ``ranges`` from element ``first`` on, then padding."""
     on_host = what if isinstance(item, HostTensor) else f"{what} copy"
     places = ((ON_DEVICE, what, item.device_bytes), (ON_HOST, on_host, item.host_bytes))
     itemsize, numel = item.tensor.element_size(), item.tensor.numel()
@@ -111,95 +103,6 @@ def _flat_entries(
             yield LedgerEntry(f"{name} (padding)", kind, place, num_bytes)
 
 
-def predict_ledger(
-    config: TransformerConfig,
-    layout: ParallelLayout,
-    rank: int,
-    ddp_config: DistributedDataParallelConfig | None = None,
-    optimizer_config: OptimizerConfig | None = None,
-) -> list[LedgerEntry]:
-    """The ledger that ``rank`` of ``layout`` will have, without its memory, its processes or its device.
-
-    The same constructors run on the meta device, so nothing is guessed. None: a plain model, without gradients, and
-    without an optimizer. Takes about a second for a stage of 671B parameters.
-    """
-    groups = planned_groups(layout, rank)
-    with torch.device("meta"):
-        model = make_gpt_model(config, groups, reference_ops())
-        if ddp_config is None:
-            return ledger(model)
-        ddp = DistributedDataParallel(config, ddp_config, model, groups)
-        if optimizer_config is None:
-            return ledger(ddp)
-        return ledger(ddp, get_megatron_optimizer(optimizer_config, ddp, groups, reference_ops()))
-
-
-def planned_groups(layout: ParallelLayout, rank: int) -> ProcessGroups:
-    """Groups that know their size and this rank's place in them, and can do nothing else."""
-    axes = {name: layout.members(rank, *of) for name, of in GROUP_AXES.items()}
-    groups = {name: _planned_group(members.index(rank), len(members)) for name, members in axes.items()}
-    world = _planned_group(rank, layout.world_size)
-    return ProcessGroups(layout=layout, rank=rank, coords=layout.coords(rank), world=world, **groups)
-
-
-def _planned_group(rank: int, size: int) -> dist.ProcessGroup:
-    return dist.ProcessGroup(rank, size)  # type: ignore[call-arg]  # the constructor without a store is not in the stubs
-
-
-def activation_ledger(model: nn.Module, forward: Callable[[], Any]) -> tuple[Any, list[LedgerEntry]]:
-    """Result of ``forward()``, and all memory that it made and that is still held, by the module that made it.
-
-    That is what autograd keeps for the backward, what recomputation keeps to run again, and the result itself.
-    """
-    path = [""]
-    with _names_of_running_modules(model, path), _Allocations(path) as allocations:
-        result = forward()
-    return result, [
-        LedgerEntry(owner, "activation", ON_DEVICE, num_bytes) for owner, num_bytes in allocations.held() if num_bytes
-    ]
-
-
-class _Allocations(TorchDispatchMode):
-    """Remembers, without keeping it alive, every storage that an operation returns, and which module was running."""
-
-    def __init__(self, path: Sequence[str]) -> None:
-        super().__init__()
-        self._path = path
-        self._made: dict[int, tuple[StorageWeakRef, str]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        outputs = func(*args, **(kwargs or {}))
-        for x in tree_leaves(outputs):
-            if isinstance(x, torch.Tensor) and _storage(x) not in inputs:
-                self._made[_storage(x)] = (StorageWeakRef(x.untyped_storage()), self._path[-1])
-        return outputs
-
-    def held(self) -> Iterator[tuple[str, int]]:
-        """Owner and present size of each storage that somebody still holds."""
-        for reference, owner in self._made.values():
-            if not reference.expired():
-                yield owner, torch.UntypedStorage._new_with_weak_ptr(reference.cdata).nbytes()  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _names_of_running_modules(model: nn.Module, path: list[str]) -> Iterator[None]:
-    """Inside, the last element of ``path`` is the name of the innermost module whose forward is running."""
-    handles = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(lambda *_, name=name: path.append(name)))
-        handles.append(module.register_forward_hook(lambda *_: _drop(path), always_call=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _drop(path: list[str]) -> None:
-    path.pop()
-
-
 def _storage(tensor: torch.Tensor) -> int:
-    """Names the storage that ``tensor`` lies in, also when that has no memory (offloaded, meta)."""
+    """Return a key for the storage of ``tensor``; a storage without memory (offloaded, meta) has one too."""
     return int(tensor.untyped_storage()._cdata)

@@ -175,6 +175,8 @@ def destroy_model_parallel() -> None:
         return
     for name in GROUP_AXES:
         dist.destroy_process_group(getattr(_GROUPS, name))
+    if _GROUPS.world is not dist.group.WORLD:
+        dist.destroy_process_group(_GROUPS.world)
     _GROUPS = None
 
 
@@ -190,63 +192,10 @@ def model_parallel_is_initialized() -> bool:
     return _GROUPS is not None
 
 
-is_initialized = model_parallel_is_initialized
-
-
-def get_tensor_model_parallel_group() -> dist.ProcessGroup:
-    """Ranks that share one dense weight."""
-    return get_process_groups().tp
-
-
-def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
-    """Stages of one replica, first stage first."""
-    return get_process_groups().pp
-
-
 def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:
     """Replicas of a dense weight: those with other sequences, or with the flag all of them."""
     groups = get_process_groups()
     return groups.dp_cp if with_context_parallel else groups.dp
-
-
-def get_context_parallel_group() -> dist.ProcessGroup:
-    """Ranks that share the sequences of one micro-batch."""
-    return get_process_groups().cp
-
-
-def get_tensor_and_context_parallel_group() -> dist.ProcessGroup:
-    """Ranks that share the tokens of one micro-batch."""
-    return get_process_groups().tp_cp
-
-
-def get_expert_tensor_parallel_group() -> dist.ProcessGroup:
-    """Ranks that share one expert's weights."""
-    return get_process_groups().etp
-
-
-def get_expert_tensor_and_model_parallel_group() -> dist.ProcessGroup:
-    """Ranks that share all experts of a layer."""
-    return get_process_groups().etp_ep
-
-
-def get_expert_model_parallel_group() -> dist.ProcessGroup:
-    """Ranks that share the experts of a layer."""
-    return get_process_groups().ep
-
-
-def get_expert_data_parallel_group() -> dist.ProcessGroup:
-    """Replicas of an expert."""
-    return get_process_groups().edp
-
-
-def get_model_parallel_group() -> dist.ProcessGroup:
-    """All ranks of one dense replica, TP x PP."""
-    return get_process_groups().mp
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    """TP size."""
-    return get_process_groups().layout.tensor_model_parallel_size
 
 
 def get_tensor_model_parallel_rank() -> int:
@@ -254,19 +203,9 @@ def get_tensor_model_parallel_rank() -> int:
     return get_process_groups().coords.tp
 
 
-def get_pipeline_model_parallel_world_size() -> int:
-    """PP size."""
-    return get_process_groups().layout.pipeline_model_parallel_size
-
-
 def get_pipeline_model_parallel_rank() -> int:
     """Stage of this rank."""
     return get_process_groups().coords.pp
-
-
-def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
-    """DP size, or with the flag DP x CP."""
-    return get_data_parallel_group(with_context_parallel).size()
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
@@ -274,54 +213,14 @@ def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
     return get_data_parallel_group(with_context_parallel).rank()
 
 
-def get_context_parallel_world_size() -> int:
-    """CP size."""
-    return get_process_groups().layout.context_parallel_size
-
-
-def get_context_parallel_rank() -> int:
-    """CP coordinate of this rank."""
-    return get_process_groups().coords.cp
-
-
-def get_expert_model_parallel_world_size() -> int:
-    """EP size."""
-    return get_process_groups().layout.expert_model_parallel_size
-
-
 def get_expert_model_parallel_rank() -> int:
     """EP coordinate of this rank."""
     return get_process_groups().coords.ep
 
 
-def get_expert_tensor_parallel_world_size() -> int:
-    """ETP size."""
-    return get_process_groups().layout.expert_tensor_parallel_size
-
-
-def get_expert_tensor_parallel_rank() -> int:
-    """ETP coordinate of this rank."""
-    return get_process_groups().coords.etp
-
-
-def get_expert_data_parallel_world_size() -> int:
-    """EDP size."""
-    return get_process_groups().layout.expert_data_parallel_size
-
-
 def get_expert_data_parallel_rank() -> int:
     """EDP coordinate of this rank."""
     return get_process_groups().coords.edp
-
-
-def is_pipeline_first_stage(ignore_virtual: bool = True) -> bool:
-    """Whether this rank is on the first stage."""
-    return get_process_groups().is_first_stage
-
-
-def is_pipeline_last_stage(ignore_virtual: bool = True) -> bool:
-    """Whether this rank is on the last stage."""
-    return get_process_groups().is_last_stage
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
@@ -334,8 +233,3 @@ def get_pipeline_model_parallel_prev_rank() -> int:
     """Global rank of the previous stage (wraps around)."""
     groups = get_process_groups()
     return dist.get_global_rank(groups.pp, (groups.coords.pp - 1) % groups.layout.pipeline_model_parallel_size)
-
-
-def get_tensor_model_parallel_src_rank() -> int:
-    """Global rank of the first member of the TP group."""
-    return dist.get_global_rank(get_process_groups().tp, 0)

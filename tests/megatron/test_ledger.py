@@ -10,15 +10,7 @@ import pytest
 import torch
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.memory_ledger import (
-    LedgerEntry,
-    activation_ledger,
-    ledger,
-    planned_groups,
-    predict_ledger,
-    table,
-    total_bytes,
-)
+from megatron.core.memory_ledger import LedgerEntry, ledger, table, total_bytes
 from megatron.core.models.gpt.model_chunks import make_gpt_model
 from megatron.core.ops import reference_ops
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -26,6 +18,7 @@ from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from tests.megatron.allocator_bytes import net_allocated
+from tests.megatron.ledger_oracles import activation_ledger, planned_groups, predict_ledger
 from tests.megatron.model_helpers import packed_batch
 from tests.parallel.layout_table import CASES, MODELS, Case
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.memory_ledger import activation_ledger, total_bytes
+from megatron.core.memory_ledger import total_bytes
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel.checkpoint import CheckpointWithoutOutput
 from megatron.core.transformer.transformer_config import RECOMPUTE_MODULES, MLATransformerConfig, TransformerConfig
+from tests.megatron.ledger_oracles import activation_ledger
 from tests.megatron.model_helpers import make_model, one_process_groups, packed_batch, tiny_config
 from tests.parallel.launcher import run_ranks
 

@@ -45,6 +45,20 @@ def test_groups_of_tp2_pp2_ep2() -> None:
     assert all(m["mp"] == m["world"] == [0, 1, 2, 3] for m in members)
 
 
+def _groups_left() -> int:
+    before = len(dist.distributed_c10d._world.pg_names)
+    if dist.get_rank() < 2:
+        layout = ParallelLayout(2, 2)
+        groups = parallel_state.initialize_from_layout(layout, num_other_ranks=1)
+        assert dist.get_process_group_ranks(groups.world) == [0, 1]
+        parallel_state.destroy_model_parallel()
+    return len(dist.distributed_c10d._world.pg_names) - before
+
+
+def test_no_group_is_left_where_some_ranks_do_not_train() -> None:
+    assert run_ranks(_groups_left, 3) == [0, 0, 0]
+
+
 def test_group_ranks_cover_256_dies_once_per_axis() -> None:
     layout = ParallelLayout(256, 4, 8, 1, 8)
     for axis, size in {"tp": 4, "pp": 8, "dp": 8, "ep": 8, "edp": 4, "mp": 32, "tp_dp_cp": 32}.items():

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.memory_ledger import LedgerEntry, ledger, predict_ledger, total_bytes
+from megatron.core.memory_ledger import LedgerEntry, ledger, total_bytes
 from megatron.core.models.gpt import make_gpt_model
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups
 from mindspeed.core.optimizer.swap_optimizer import get_swap_optimizer
 from mindspeed.ops import train_ops
+from tests.megatron.ledger_oracles import predict_ledger
 from tests.megatron.model_helpers import tiny_config
 
 DEVICE = torch.device("npu:0")
