@@ -17,14 +17,14 @@ from tests.vllm.test_update_weights import digests
 from tests.vllm.tiny import TINY, random_weights, write_checkpoint
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.model_loader.digest import differences
-from vllm.ops.coded import CodedMatrices, is_worth_coding
-from vllm.ops.cpu import Bfloat16Products, best_products, cpu_table
+from vllm.ops.cpu.compressed import CodedMatrices, is_worth_coding
+from vllm.ops.cpu.table import Bfloat16Products, best_products, cpu_table
 
 HAS_TILES = best_products() is Bfloat16Products.TILES
 needs_tiles = pytest.mark.skipif(not HAS_TILES, reason="only products by tiles (AMX) take coded matrices")
 
 CODED: dict[str, Any] = {"hidden_size": 512, "moe_intermediate_size": 1024, "num_hidden_layers": 2}
-UNCODED_OPS = "vllm.ops.cpu:uncoded_ops"
+UNCODED_OPS = "vllm.ops.cpu:uncompressed_ops"
 WIDE_NAME = "model.layers.1.mlp.experts.3.down_proj.weight"
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from vllm.ops.cpu_memory import StepMemory
+from vllm.ops.cpu.memory import StepMemory
 
 MIB = 2**20
 

@@ -18,7 +18,7 @@ from tests.npu.rollout_op_cases import CASES, SMALL
 from tests.vllm.tiny import write_checkpoint
 from vllm import LLM, SamplingParams
 from vllm.ops.contract import DecodeMetadata, PrefillMetadata, RolloutOps, SamplingBatch, resolve
-from vllm.ops.cpu import Bfloat16Products, best_products, cpu_table
+from vllm.ops.cpu.table import Bfloat16Products, best_products, cpu_table
 from vllm.ops.reference import rollout_ops as reference_ops
 from vllm.platforms import resolve_platform
 from vllm.platforms.cpu import LARGE_PAGE_BYTES
@@ -281,7 +281,7 @@ def test_weights_lie_in_large_pages_where_the_system_has_them() -> None:
 
 
 def test_without_a_compiler_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.ops.cpu_build import kernels
+    from vllm.ops.cpu.build import kernels
 
     build: Callable[[], object] = kernels.__wrapped__
     monkeypatch.setenv("CXX", "no-such-compiler")

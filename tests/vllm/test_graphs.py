@@ -18,7 +18,7 @@ from tests.vllm.test_parity import as_inputs, make_prompts
 from tests.vllm.tiny import TINY, random_weights, write_checkpoint
 from vllm import LLM, SamplingParams
 from vllm.config import default_capture_sizes
-from vllm.ops.cpu_graph import CpuGraphPool
+from vllm.ops.cpu.graph import CpuGraphPool
 
 GRAPHS = {"enforce_eager": False, "device": DEVICE}
 NUM_TOKENS = 10

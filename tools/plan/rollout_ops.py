@@ -24,8 +24,8 @@ from verl.workers.config import RolloutConfig
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.ops import reference
 from vllm.ops.contract import KVCache, RolloutOps, SampledTokens, SamplingBatch
-from vllm.ops.cpu import best_products, cpu_table
-from vllm.ops.cpu_build import has_compiler
+from vllm.ops.cpu.build import has_compiler
+from vllm.ops.cpu.table import best_products, cpu_table
 from vllm.ops.reference_exchange import FusedExperts, all_to_all_experts
 from vllm_ascend.ops.exchanged_experts import has_kernel
 

@@ -18,14 +18,13 @@ from torch import Tensor
 
 from vllm.config import LOGPROBS_MODES
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.ops.coded import CodedMatrices
 
 KVCache: TypeAlias = tuple[Tensor, ...]
 """One layer's paged cache in the layout of the op table that made it: each tensor is [num_blocks, ...]."""
 
 
-Matrices: TypeAlias = Tensor | CodedMatrices
-"""A weight, or of each expert one or two one below the other; coded only where the op table says so."""
+Matrices: TypeAlias = Any
+"""A weight, or of each expert one or two one below the other: a tensor, or what the op table holds in place of one."""
 
 
 @dataclass

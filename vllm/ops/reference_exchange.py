@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.ops.coded import CodedMatrices
 from vllm.ops.reference_moe import fused_experts
 
 FusedExperts = Callable[[Tensor, Any, Any, Tensor, Tensor, int], Tensor]
@@ -32,8 +31,8 @@ def exchanged_experts(
 
 def all_to_all_experts(
     x_TH: Tensor,
-    w13_E2FH: Tensor | CodedMatrices,
-    w2_EHF: Tensor | CodedMatrices,
+    w13_E2FH: Any,
+    w2_EHF: Any,
     weights_TK: Tensor,
     ids_TK: Tensor,
     num_active: int,

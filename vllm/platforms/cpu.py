@@ -60,7 +60,7 @@ class CpuPlatform(Platform):
         return int(self.memory(device).total_bytes * KV_CACHE_FRACTION_OF_HOST * utilization)
 
     def graph_pool(self) -> GraphPool:
-        from vllm.ops.cpu_graph import CpuGraphPool
+        from vllm.ops.cpu.graph import CpuGraphPool
 
         return CpuGraphPool()
 

@@ -28,8 +28,8 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.model_loader.coded_target import CodedTarget
 from vllm.model_executor.model_loader.weight_target import WeightTarget
-from vllm.ops.coded import CodedMatrices, is_worth_coding
 from vllm.ops.contract import RolloutOps
+from vllm.ops.cpu.compressed import CodedMatrices, is_worth_coding
 from vllm.transformers_utils.config import DeepseekV3Config
 
 

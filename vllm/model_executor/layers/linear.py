@@ -15,8 +15,8 @@ from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.layers.quantization.fp8 import dense
 from vllm.model_executor.model_loader.coded_target import CodedTarget
 from vllm.model_executor.model_loader.weight_target import WeightTarget
-from vllm.ops.coded import CodedMatrices, is_worth_coding
 from vllm.ops.contract import Matrices, RolloutOps
+from vllm.ops.cpu.compressed import CodedMatrices, is_worth_coding
 
 ALONE = GroupCoordinator(0, 1, None)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vllm.model_executor.layers.quantization.fp8 import Fp8Weight, dequantize
 from vllm.model_executor.model_loader.weight_target import StoredSlice, Weight, WeightTarget
-from vllm.ops.coded import CodedMatrix
+from vllm.ops.cpu.compressed import CodedMatrix
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.ops.cpu_build import has_compiler, kernels
+from vllm.ops.cpu.build import has_compiler, kernels
 
 _CHUNK_BYTES = 1 << 20  # of a slice, widened at a time
 _MAX_INNER_BYTES = 1 << 16  # whose products fit in 32 bits

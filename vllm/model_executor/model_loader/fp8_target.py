@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.fp8 import (
     touched,
 )
 from vllm.model_executor.model_loader.weight_target import StoredSlice, Weight, WeightTarget
-from vllm.ops.coded import CodedMatrices
+from vllm.ops.cpu.compressed import CodedMatrices
 
 MAX_UNPAIRED_BYTES = 4 << 30
 

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.quantization.fp8 import FP8_DTYPE
 from vllm.model_executor.model_loader.collect_digests import named_digests
 from vllm.model_executor.model_loader.digest import WeightDigest, copy_with_digests
 from vllm.model_executor.model_loader.weight_target import StoredSlice, WeightTarget
-from vllm.ops.coded import CodedMatrix
+from vllm.ops.cpu.compressed import CodedMatrix
 
 _SHOWN = 20
 _Ranges = tuple[tuple[int, int], ...]

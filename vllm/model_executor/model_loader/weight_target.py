@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vllm.model_executor.layers.quantization.fp8 import Fp8Weight, Sliceable, check_scales, dequantize
 from vllm.model_executor.model_loader.digest import slice_digest
-from vllm.ops.coded import CodedMatrix
+from vllm.ops.cpu.compressed import CodedMatrix
 
 _DERIVED_NAME = re.compile(r".*\.rotary_emb\.inv_freq$")
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm.ops.cpu_build import SIGNATURES, kernels
+from vllm.ops.cpu.build import SIGNATURES, kernels
 from vllm.platforms.interface import GraphPool, RecordedGraph
 
 _SLOTS = 20  # words of one recorded call, of kernels.cpp
@@ -53,7 +53,7 @@ def is_recording() -> bool:
 
 
 class CpuGraphPool(GraphPool):
-    """Records what the kernels of ``vllm/ops/cpu.py`` and torch do."""
+    """Records what the kernels of ``vllm/ops/cpu`` and torch do."""
 
     def capture(self, run: Callable[[], Tensor]) -> RecordedGraph:
         """See ``GraphPool.capture``; the output holds what the recorded run computed.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vllm.ops.cpu_build import kernels
+from vllm.ops.cpu.build import kernels
 
 CODED_DTYPE = torch.bfloat16
 _LEAST_VALUES = 1 << 19  # of a matrix: smaller ones stay in the caches, where widening costs more than reading

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.ops import reference
-from vllm.ops.coded import CODED_DTYPE, CodedMatrices
 from vllm.ops.contract import (
     DecodeMetadata,
     KVCache,
@@ -29,9 +28,10 @@ from vllm.ops.contract import (
     SampledTokens,
     SamplingBatch,
 )
-from vllm.ops.cpu_build import has_compiler, kernels
-from vllm.ops.cpu_graph import is_recording, launch
-from vllm.ops.cpu_memory import LEAST_BYTES, StepMemory
+from vllm.ops.cpu.build import has_compiler, kernels
+from vllm.ops.cpu.compressed import CODED_DTYPE, CodedMatrices
+from vllm.ops.cpu.graph import is_recording, launch
+from vllm.ops.cpu.memory import LEAST_BYTES, StepMemory
 from vllm.ops.reference_exchange import all_to_all_experts
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def default_ops() -> RolloutOps:
     return reference.rollout_ops()
 
 
-def uncoded_ops() -> RolloutOps:
+def uncompressed_ops() -> RolloutOps:
     """`default_ops` with weights as they are in memory: a third more bytes to read, the same results."""
     return replace(default_ops(), coded_dtypes=())
 

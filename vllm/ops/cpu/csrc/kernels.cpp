@@ -98,7 +98,7 @@ static void call(void (*kernel)(A...), const Slot* slots) {
 template <auto KERNEL>
 static void recorded(const Slot* slots) { call(KERNEL, slots); }
 
-static void (*const RECORDABLE[])(const Slot*) = {  // in the order of SIGNATURES in cpu_build.py
+static void (*const RECORDABLE[])(const Slot*) = {  // in the order of SIGNATURES in ../build.py
     recorded<cpu_head_linear>, recorded<cpu_mla_attention>, recorded<cpu_fused_experts>, recorded<cpu_topk_router>,
     recorded<cpu_rms_norm>,    recorded<cpu_add_rms_norm>,  recorded<cpu_silu_and_mul>,  recorded<cpu_rotary>,
     recorded<cpu_write_kv>,    recorded<cpu_sample>,        recorded<cpu_add>,           recorded<cpu_widen>,

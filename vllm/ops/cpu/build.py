@@ -1,7 +1,7 @@
-"""Builds and loads the CPU kernels (vllm/ops/csrc): compiled for this processor at first use, kept in the user's cache.
+"""Build and load the CPU kernels in csrc: compiled for this processor at first use, then kept in the user's cache.
 
-`CXX` names another compiler, `XDG_CACHE_HOME` another place. The library shares torch's threads: their number is
-torch.set_num_threads'.
+`CXX` names another compiler, `XDG_CACHE_HOME` another cache folder. The library shares torch's threads:
+torch.set_num_threads sets their number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// The C entry points of vllm/ops/cpu.py whose kernels there are for every way to multiply, in files of their own: compilers
+// The C entry points of vllm/ops/cpu whose kernels there are for every way to multiply, in files of their own: compilers
 // take as long for each as for all others. `mode`: 0 float32, 1 bfloat16 widened to float32, 2 bfloat16 instructions,
 // 3 tiles. Strides count elements; the last dimension of a tensor is contiguous unless a stride is given for it.
 #pragma once
