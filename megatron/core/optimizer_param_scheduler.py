@@ -9,7 +9,7 @@ DECAY_STYLES = ("constant", "linear", "cosine")
 
 
 class HasParamGroups(Protocol):
-    """What the scheduler needs of an optimizer."""
+    """The part of an optimizer that the scheduler needs."""
 
     param_groups: list[dict[str, float]]
 

@@ -15,18 +15,20 @@ if TYPE_CHECKING:
 class PackedSeqParams:
     """B sequences packed one after another into T tokens; under context parallelism T counts all its ranks' tokens.
 
-    cu_seqlens: int32 [B+1], first 0, last T, on the host: an attention kernel that takes the lengths as host integers
-    would wait for the device in every layer. max_seqlen: length of the longest sequence. With CP ranks every sequence
-    is padded to a multiple of 2 CP (``context_parallel.padded_length``).
-    is_padding_T: bool, of the tokens that this rank is given (all T, or its part of them under context parallelism),
-    before the sequence-parallel split: True for those that only fill up, which routers neither count nor balance, so
-    that nothing depends on how sequences were packed. None: no token is padding.
-    routing: the experts of these tokens, to be recorded or replayed. None: each router chooses and nobody remembers.
+    cu_seqlens: int32 [B+1], first 0, last T. It is on the host: an attention kernel that takes the lengths as host
+    integers would otherwise wait for the device in every layer. max_seqlen: length of the longest sequence. With CP
+    ranks every sequence is padded to a multiple of 2 CP (``context_parallel.padded_length``).
+    is_padding_T: bool, for the tokens that this rank is given (all T, or its part of them under context parallelism),
+    before the sequence-parallel split. It is True for padding tokens, which routers neither count nor balance, so that
+    nothing depends on how sequences were packed. None: no token is padding.
+    routing: the experts of these tokens, to be traced or replayed. None: each router chooses, and the choice is not
+    kept.
     """
 
     cu_seqlens: torch.Tensor
     max_seqlen: int
     is_padding_T: torch.Tensor | None = None
     routing: MicroBatchRouting | None = None
-    # What every layer needs and one of them has to compute, such as index tensors on the device; by its maker's key.
+    # Values that one layer computes and every layer needs, such as index tensors on the device; each has its maker's
+    # key.
     derived: dict[object, object] = field(default_factory=dict, init=False, repr=False, compare=False)

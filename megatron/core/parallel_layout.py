@@ -1,4 +1,4 @@
-"""Where every rank and layer stands: the arithmetic of TP x CP x DP x PP and ETP x EP x EDP x PP, without torch."""
+"""The arithmetic of parallel layouts: coordinates of ranks in TP x CP x DP x PP and ETP x EP x EDP x PP, and layers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ParallelLayout:
         num_attention_heads: int | None = None,
         vocab_size: int | None = None,
     ) -> list[str]:
-        """Everything that does not divide, one sentence each; empty when the layout can be built."""
+        """Return one sentence for each size that does not divide; empty when the layout can be built."""
         tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         cp, ep, etp = self.context_parallel_size, self.expert_model_parallel_size, self.expert_tensor_parallel_size
         found = [
@@ -164,7 +164,8 @@ class ParallelLayout:
         return counts
 
     def chunk_slots(self, pp_rank: int, vp_stage: int, num_layers: int) -> tuple[int | None, ...]:
-        """What the slots of chunk ``vp_stage`` of stage ``pp_rank`` hold: a global layer id, or None for a no-op layer.
+        """Return what each slot of chunk ``vp_stage`` of stage ``pp_rank`` holds: a global layer id, or None for a
+        no-op layer.
 
         Layer ids count real layers only, as Hugging Face names do; ``num_layers`` is their number.
         """
@@ -214,7 +215,7 @@ class ParallelLayout:
         return []
 
     def _stage_problems(self) -> list[str]:
-        """What is wrong with the description of the stages, whatever the model."""
+        """Return what is wrong with the description of the stages, independent of the model."""
         found = []
         pp = self.pipeline_model_parallel_size
         ends = (self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage)
@@ -264,7 +265,7 @@ class ParallelLayout:
         return found
 
     def _counts(self, num_layers: int) -> tuple[int, ...] | None:
-        """Slots of each stage, None when the remaining ones do not divide over the stages that nobody gave a size."""
+        """Return the slots of each stage; None when the rest does not divide over the stages without a given size."""
         if self.num_layer_list is not None:
             return tuple(self.num_layer_list)
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage

@@ -1,4 +1,4 @@
-"""The process groups of one job: built once by every rank, in the same order, and handed on as one object."""
+"""The process groups of one job: every rank builds them once, in the same order, and passes them on as one object."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ProcessGroups:
     micro-batch · tp_dp_cp: ranks of one stage, which share all tokens.
     Experts. ep: ranks that share the experts of a layer · etp: ranks that share one expert's weights · etp_ep: both ·
     edp: replicas of an expert.
-    world: everybody that trains.
+    world: all ranks that train.
     """
 
     layout: ParallelLayout
@@ -132,8 +132,8 @@ def initialize_from_layout(
     mine: dict[str, dist.ProcessGroup] = {}
     for name in GROUP_AXES:
         for ranks in group_ranks(layout, name):
-            # Collective over the world: also the ranks outside a group must reach the call, in this order. Where others
-            # do not train it is collective over the members alone.
+            # new_group is collective over the world: ranks outside of a group must reach the call too, in this order.
+            # Where some ranks do not train, it is collective over the members alone.
             if not num_other_ranks or rank in ranks:
                 group = dist.new_group(
                     ranks, timeout=timeout, group_desc=name, use_local_synchronization=num_other_ranks > 0

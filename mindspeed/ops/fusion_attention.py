@@ -13,7 +13,7 @@ import torch.nn.functional as F
 # The kernel reads causality from one fixed triangle of this size, whatever the sequence lengths are.
 MASK_SIZE = 2048
 NO_MASK, CAUSAL_FROM_THE_END = 0, 3  # sparse_mode
-STATISTICS_WIDTH = 8  # the kernel wants every row's statistics eight times
+STATISTICS_WIDTH = 8  # the kernel takes every row's statistics eight times
 
 
 class FusionAttention:
@@ -95,7 +95,7 @@ class FusionAttention:
         scale: float,
         causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """-> the output, and of every row of scores its maximum and the sum of its weights, [Tq, N, 8] each."""
+        """Return the output, and the maximum and sum of weights of every row of scores, [Tq, N, 8] each."""
         import torch_npu
 
         value_size = v.shape[-1]
@@ -116,7 +116,7 @@ class FusionAttention:
     def _causal_mask(self, device: torch.device) -> torch.Tensor:
         if device not in self._masks:
             full = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device)
-            self._masks[device] = full.triu(diagonal=1)  # True = out of sight
+            self._masks[device] = full.triu(diagonal=1)  # True = masked
         return self._masks[device]
 
 

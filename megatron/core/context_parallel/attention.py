@@ -19,7 +19,7 @@ COMM_TYPES = ("p2p", "all_gather", "a2a")
 class ContextParallelAttention:
     """Causal attention of this rank's tokens to those of all ranks of ``groups.cp``; what every attention layer calls.
 
-    ``cp_comm_type`` says what travels: "p2p" (default) keys and values from rank to rank, beside the computation;
+    ``cp_comm_type`` selects what is sent: "p2p" (default) keys and values from rank to rank, beside the computation;
     "all_gather" keys and values to everybody at once; "a2a" queries, keys, values and outputs, so that a rank has all
     tokens of N/CP heads and calls the same kernel as one process. With a CP size of 1 it is ``ops.core_attention``.
     """
@@ -34,7 +34,7 @@ class ContextParallelAttention:
 
     @property
     def keeps_only_inputs(self) -> bool:
-        """Whether backward keeps q, k, v, the output and its statistics: to attend again would free nothing."""
+        """Whether backward keeps only q, k, v, the output and its statistics, so that recompute would free nothing."""
         return self.group.size() > 1 and self.cp_comm_type != "a2a"
 
     def __call__(
@@ -70,9 +70,9 @@ class ContextParallelAttention:
     ) -> torch.Tensor:
         """q [t, N, D+R], latent [t, C], shared_k [t, 1, R], weight [N * (D+Dv), C] -> [t, N, Dv], for CP > 1.
 
-        Latent attention (MLA) in which latents travel, not the keys and values that each head makes of them: a
-        fraction of the bytes, but with "p2p" and "all_gather" the rank with the queries makes keys and values anew
-        (also in backward). ``weight`` holds each head's rows for keys, then for values.
+        Latent attention (MLA) that sends latents instead of the keys and values that each head computes from them. This
+        is a fraction of the bytes, but with "p2p" and "all_gather" the rank with the queries computes keys and values
+        again (also in backward). ``weight`` holds each head's rows for keys, then for values.
         """
         shard = self._shard(q, params)
         key_size = weight.shape[0] // q.shape[1] - value_size

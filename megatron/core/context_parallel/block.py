@@ -1,4 +1,4 @@
-"""Attention of a rank's queries to one block of keys and values, and its gradient; blocks are what travels."""
+"""Attention of a rank's queries to one block of keys and values, and its gradient; ranks send one another blocks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from megatron.core.ops import TrainOps
 
-# Heads: keys [k, M, D], values [k, M, Dv], and where all heads share a part of their key that part [k, 1, R].
-# Latents: what keys and values are made of [k, C], and the shared part [k, 1, R].
+# A block of heads: keys [k, M, D], values [k, M, Dv] and, where all heads share a part of their key, that part [k, 1,
+# R]. Latents: what keys and values are made of [k, C], and the shared part [k, 1, R].
 Block = tuple[torch.Tensor, ...]
 Bounds = tuple[torch.Tensor, torch.Tensor]  # of the queries, of the keys
 
@@ -28,7 +28,7 @@ def take_rows(block: Block, rows: torch.Tensor) -> Block:
 
 
 def widen(x: torch.Tensor) -> torch.Tensor:
-    """What sums of several terms are kept in."""
+    """Return x in the dtype in which sums of several terms are accumulated."""
     return x if x.dtype == torch.float64 else x.float()
 
 

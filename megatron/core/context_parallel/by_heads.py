@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_seque
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """What the exchange between the ranks of one micro-batch needs."""
+    """The group and bounds for the exchange between the ranks of one micro-batch."""
 
     ops: TrainOps
     scale: float
@@ -28,8 +28,8 @@ class HeadExchange:
     def attend(self, q: torch.Tensor, block: Block) -> torch.Tensor:
         """q [t, N, Dq] and this rank's own block -> [t, N, Dv]; N is a multiple of CP, collective over ``group``.
 
-        Where fewer heads of keys than ranks are shared by the queries, they are repeated before they travel. What all
-        heads share of their keys goes to every rank once.
+        If there are fewer key heads than ranks, they are repeated before they are sent. The part of the keys that all
+        heads share is sent to every rank once.
         """
         by_head = [q, *(_at_least(x, self.group.size()) for x in block[:2])]
         q_TND, k_TMD, v_TMD = self._all_tokens(by_head)
@@ -52,7 +52,7 @@ class HeadExchange:
         return self.ops.core_attention(q_TND, keys_of(block), block[1], *bounds, self.scale, True)
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Values of all tokens; their gradient is the sum over what every rank does with them."""
+        """Return the values of all tokens; their gradient is summed over the ranks."""
         return gather_from_sequence_parallel_region(x, self.group).index_select(0, self.shard.gathered_rows)
 
     def _all_tokens(self, by_head: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -77,5 +77,5 @@ class HeadExchange:
 
 
 def _at_least(x: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Neighbouring copies of every head, if there are less than ``num_heads``."""
+    """Repeat every head, copies side by side, up to ``num_heads`` heads."""
     return x if x.shape[1] % num_heads == 0 else x.repeat_interleave(num_heads // x.shape[1], dim=1)

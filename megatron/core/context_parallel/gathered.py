@@ -1,7 +1,7 @@
 """Attention with all keys and values gathered on every rank (``cp_comm_type`` "all_gather").
 
-Only local keys and values are kept between forward and backward, which gathers them again: the memory for those of all
-ranks is needed in one layer at a time.
+Only local keys and values are kept between forward and backward, and backward gathers them again: the memory for the
+keys and values of all ranks is needed in one layer at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention with keys and values travelling from rank to rank (``cp_comm_type`` "p2p"; arXiv 2310.01889).
+"""Ring attention: keys and values are passed from rank to rank (``cp_comm_type`` "p2p"; arXiv 2310.01889).
 
 In step s rank r has the block of rank j = r+s. Of a later rank's block (j > r) only r's second chunks see anything, and
 they see all of it; of an earlier one's (j < r) all queries see the first chunks, and nothing else. So blocks go to the
@@ -35,7 +35,7 @@ def ring_attention(
 
 @dataclass
 class _Arriving:
-    """Transfers under way: ``blocks`` are good after ``wait``; what is sent is kept until then."""
+    """Transfers in flight: ``blocks`` are valid after ``wait``; the sent tensors are kept alive until then."""
 
     blocks: list[Block]
     sent: list[Block]
@@ -90,7 +90,7 @@ class _Ring:
         return tuple(x.new_empty(rows, *x.shape[1:]) for x in like)
 
     def _exchange(self, leaving: Sequence[tuple[Block, int]], arriving: Sequence[tuple[Block, int]]) -> _Arriving:
-        """Post all transfers at once: between two ranks they are matched in order, the same on both sides."""
+        """Post all transfers at once; two ranks post the transfers between them in the same order."""
         leaving = [(tuple(x.contiguous() for x in block), peer) for block, peer in leaving]
         transfers: list[dist.P2POp] = []
         for operation, blocks in ((dist.isend, leaving), (dist.irecv, arriving)):
@@ -112,7 +112,7 @@ class _RingAttention(torch.autograd.Function):
         *block: torch.Tensor,
     ) -> Any:
         shard, second = ring.shard, ring.shard.second_rows
-        arriving = ring.pass_on(block, 0)  # beside the attention to the own block
+        arriving = ring.pass_on(block, 0)  # overlaps with the attention to this rank's own block
         first_out, lse = attention.forward(q, block, weight, (shard.local, shard.local), causal=True)
         out, q_second = widen(first_out), q.index_select(0, second)
         for step in range(1, ring.size):

@@ -21,7 +21,7 @@ def padded_length(length: int, cp_size: int) -> int:
 
 
 def zigzag_indices(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Places int64 [t] in the packed order of all tokens of those that ``cp_rank`` holds, in its own order.
+    """Return int64 [t]: the indices, in the packed order of all tokens, of the tokens that ``cp_rank`` holds.
 
     cu_seqlens: int32 [B+1], bounds of the whole sequences. Raises ``ValueError`` for lengths that cannot be cut.
     """
@@ -39,7 +39,7 @@ def zigzag_indices(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torc
 
 
 def gathered_rows(cu_seqlens: torch.Tensor, cp_size: int) -> torch.Tensor:
-    """For every token int64 [T] of the packed order its row in ``torch.cat`` of all ranks' tokens, in rank order.
+    """Return int64 [T]: for every token of the packed order its row in ``torch.cat`` of all ranks' tokens.
 
     ``torch.cat(parts)[gathered_rows(...)]`` puts per-token values of the ranks back together.
     """
@@ -112,7 +112,7 @@ class ContextShard:
 
     @cached_property
     def keys_of_first(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the first chunk of every sequence sees: rows in the concatenation of all ranks' tokens, their bounds."""
+        """The keys that every sequence's first chunk sees: rows in the ranks' concatenated tokens, and their bounds."""
         return self._prefixes(self.cp_rank + 1)
 
     @cached_property

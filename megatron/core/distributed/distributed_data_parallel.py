@@ -39,7 +39,8 @@ class DistributedDataParallel(nn.Module):
         self.ddp_config = ddp_config
         self.module = module
         self.groups = groups
-        # Experts too: their replicas may be TP and CP ranks, which saw parts of the same tokens, not more tokens.
+        # This holds for experts too: their replicas may be TP and CP ranks, which saw parts of the same tokens, not
+        # more tokens.
         self.grad_scale = 1.0 if config.calculate_per_token_loss else 1.0 / groups.layout.data_parallel_size
         self.grads_are_final = False
         named = list(module.named_parameters())
@@ -67,7 +68,7 @@ class DistributedDataParallel(nn.Module):
         self.module.set_input_tensor(input_tensor)  # type: ignore[operator]
 
     def zero_grad_buffer(self) -> None:
-        """Start a new step: all gradients become zero."""
+        """Start a new step and set all gradients to zero."""
         self.grads_are_final = False
         self._grad_sync.reset()
         self._finite_check.reset()
@@ -76,7 +77,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around every backward of a step but the last: with ``overlap_grad_reduce`` the last one starts reductions."""
+        """A context for every backward of a step but the last, which starts reductions with ``overlap_grad_reduce``."""
         self._is_last_backward = False
         try:
             yield
@@ -85,9 +86,9 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def backward_of(self, micro_batch: int, is_last: bool) -> Iterator[None]:
-        """Around the backward of one micro-batch; ``is_last``: no other backward of this step comes after it.
+        """A context for the backward of one micro-batch; ``is_last``: it is the last backward of this step.
 
-        Does what ``no_sync`` does, and with ``check_for_nan_in_grad`` looks at the gradients when it is over.
+        It does what ``no_sync`` does; with ``check_for_nan_in_grad`` it also checks the gradients afterwards.
         """
         self._micro_batch, self._is_last_backward = micro_batch, is_last
         try:
@@ -113,8 +114,8 @@ class DistributedDataParallel(nn.Module):
     def start_param_sync(self) -> None:
         """Make all parameters current after every rank has updated its shards; collective over dp and edp.
 
-        With ``overlap_param_gather`` this only starts it. The module's forward and its state dicts wait by
-        themselves; whoever reads parameters in another way calls ``finish_param_sync`` first.
+        With ``overlap_param_gather`` this only starts the gather. The module's forward and its state dicts wait by
+        themselves; code that reads parameters in another way must call ``finish_param_sync`` first.
         """
         for buffer in sorted(self.param_and_grad_buffers, key=lambda buffer: buffer.first_param):
             buffer.start_param_gather()
@@ -213,10 +214,10 @@ def _kind_name(is_expert: bool, dtype: torch.dtype) -> str:
 def _buckets(
     name: str, params: Sequence[tuple[str, nn.Parameter]], bucket_size: int
 ) -> list[tuple[str, list[tuple[str, nn.Parameter]]]]:
-    """Neighbours together, each bucket closed by the parameter that makes it ``bucket_size`` elements or more.
+    """Group neighbouring parameters into buckets; a bucket ends when it has ``bucket_size`` elements or more.
 
-    An embedding that two stages share is alone in its bucket: its shards then lie alike on both, so that both stages'
-    shards of its gradient can be summed.
+    An embedding that two stages share has a bucket of its own: its shards then have the same bounds on both stages, so
+    that the two stages' shards of its gradient can be summed.
     """
     shared = [item for item in params if getattr(item[1], "shared_embedding", False)]
     buckets: list[list[tuple[str, nn.Parameter]]] = [[]]

@@ -1,4 +1,4 @@
-"""What must happen between the last backward of a step and the optimizer: gradients reduced, router biases moved."""
+"""The work between the last backward of a step and the optimizer: gradients are reduced and router biases updated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core.parallel_state import ProcessGroups
 
 
 def finalize_model_grads(model: DistributedDataParallel, groups: ProcessGroups) -> None:
-    """Reduce over replicas, sum partial gradients over TP, move the expert biases; collective over tp_dp_cp and edp."""
+    """Reduce over replicas, sum partial gradients over TP, update expert biases; collective over tp_dp_cp and edp."""
     model.finish_grad_sync()
     _sum_partial_grads_over_tp(model, groups)
     _sum_shared_embedding_grads(model, groups)
@@ -20,10 +20,10 @@ def finalize_model_grads(model: DistributedDataParallel, groups: ProcessGroups) 
 
 
 def _sum_partial_grads_over_tp(model: DistributedDataParallel, groups: ProcessGroups) -> None:
-    """Weights that every TP rank applied to its own part of the sequence: their gradients are terms of one sum.
+    """Sum over TP the gradients of weights that every TP rank applied to its own part of the sequence.
 
-    After the reduction over replicas, which a backward pass may have begun; the TP ranks of one replica own the same
-    shards, and only those are meaningful now.
+    This comes after the reduction over replicas, which a backward pass may have started. The TP ranks of one replica
+    own the same shards, and only the shards are meaningful now.
     """
     if groups.layout.tensor_model_parallel_size == 1:
         return
@@ -34,10 +34,10 @@ def _sum_partial_grads_over_tp(model: DistributedDataParallel, groups: ProcessGr
 
 
 def _sum_shared_embedding_grads(model: DistributedDataParallel, groups: ProcessGroups) -> None:
-    """The first stage embeds with it, the last one has a copy (tied output layer, multi-token prediction).
+    """Sum the gradients of the embedding on the first stage and of its copy on the last (tied output layer, MTP).
 
-    Both hold the same shards. They exchange theirs and add: the two sums are equal to the last bit, and so the copies
-    stay equal.
+    Both stages hold the same shards. They exchange and add them: the two sums are equal to the last bit, and so the
+    copies stay equal.
     """
     stages = dist.get_process_group_ranks(groups.pp)
     for buffer in model.param_and_grad_buffers:

@@ -1,4 +1,4 @@
-"""Which parameter's gradient stopped being finite, and in which micro-batch."""
+"""Finds the parameter whose gradient stopped being finite, and the micro-batch in which it did."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 
-# A backward pass spreads one bad value over everything before it, so only the first parameters it met are named.
+# A backward pass spreads one bad value over all earlier layers, so only the first parameters that it reached are named.
 MAX_NAMES = 4
 
 
 class NonFiniteGradientError(FloatingPointError):
-    """A gradient is NaN or infinite and the run was told to stop; the text says where on which rank."""
+    """Raised when a gradient is NaN or infinite and the config asks to stop; the text names the place and the rank."""
 
 
 @dataclass(frozen=True)
 class NonFiniteGrads:
-    """What one rank found: ``names`` in the order in which a backward pass meets them.
+    """The non-finite gradients of one rank; ``names`` are in the order of the backward pass.
 
     micro_batch: index of the first one that gave such values, None when it is not known · names: all parameters with
     such values · num_values: how many the first of them has.
@@ -38,9 +38,9 @@ class NonFiniteGrads:
 
 
 class FiniteCheck:
-    """Looks at the accumulated gradients after each micro-batch: one sum over the flat buffers, one wait of the host.
+    """Checks the accumulated gradients after each micro-batch: one sum over the flat buffers, one wait of the host.
 
-    Values that are not finite stay so when more is added, so nothing is looked at after the first find of a step.
+    Values that are not finite stay so when more is added, so nothing is checked after the first find of a step.
     """
 
     def __init__(self, buffers: Sequence[ParamAndGradBuffer], places: Mapping[str, int], rank: int) -> None:
@@ -50,7 +50,7 @@ class FiniteCheck:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new step."""
+        """Start a new step."""
         self.found: NonFiniteGrads | None = None
         self._written = {buffer.name: True for buffer in self._buffers}
 
@@ -59,7 +59,7 @@ class FiniteCheck:
         self._written[buffer.name] = True
 
     def look(self, buffers: Iterable[ParamAndGradBuffer], micro_batch: int | None) -> None:
-        """Look at those of ``buffers`` that may have been written since; ``micro_batch`` is the one that wrote them."""
+        """Check those of ``buffers`` that were written since the last check; ``micro_batch`` wrote them."""
         written = [buffer for buffer in buffers if self._written[buffer.name]]
         for buffer in written:
             self._written[buffer.name] = False
@@ -78,9 +78,9 @@ def find_non_finite(
     rank: int,
     micro_batch: int | None = None,
 ) -> NonFiniteGrads | None:
-    """Search flat gradients, each given with its buffer and the buffer's element at which it starts.
+    """Search flat gradients; each is given with its buffer and the buffer's element at which it starts.
 
-    A sum is not finite when any of its terms is not; it may also overflow, which the search then finds out.
+    A sum is not finite when any of its terms is not. It may also overflow; the search then finds nothing.
     ``places`` are the parameters' positions in the model, by name.
     """
     if not grads or bool(

@@ -1,4 +1,4 @@
-"""Parameters that do not learn: one flat tensor without gradients, which is offloaded with the others."""
+"""Frozen parameters: one flat tensor without gradients, which is offloaded with the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat tensors whose device storage can be given back and got again while all views of it stay valid."""
+"""Flat tensors whose device storage can be freed and allocated again while all views of it stay valid."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OffloadableTensor:
 
     @property
     def current(self) -> torch.Tensor:
-        """The values wherever they are: the device tensor, or its host copy while offloaded."""
+        """The tensor that holds the values: the device tensor, or its host copy while offloaded."""
         if self.is_resident:
             return self.tensor
         assert self._host is not None, "the values were dropped, not copied"
@@ -29,21 +29,21 @@ class OffloadableTensor:
 
     @property
     def device_bytes(self) -> int:
-        """What it holds on the device now."""
+        """The bytes that it holds on the device now."""
         return self.tensor.untyped_storage().nbytes()
 
     @property
     def host_bytes(self) -> int:
-        """What it holds on the host now, for an offload or kept from one."""
+        """The bytes that it holds on the host now, for an offload or cached after one."""
         return 0 if self._host is None else self._host.nbytes
 
     def offload(self, keep_values: bool = True) -> None:
-        """Free the storage, after copying the values to the host unless they are not needed any more."""
+        """Copy the values to the host, if they are still needed, and free the storage."""
         if not self.is_resident:
             return
         if keep_values:
             if self._host is None:
-                # Pinned memory makes the copies fast; it is slow to get, so it is kept for the next time.
+                # Pinned memory makes the copies fast, but it is slow to allocate, so it is kept for the next offload.
                 on_accelerator = self.tensor.device.type != "cpu"
                 self._host = torch.empty_like(self.tensor, device="cpu", pin_memory=on_accelerator)
             self._host.copy_(self.tensor)
@@ -51,7 +51,7 @@ class OffloadableTensor:
         self.is_resident = False
 
     def onload(self, keep_values: bool = True) -> None:
-        """Allocate the storage again and restore the values; zeros when they are not wanted."""
+        """Allocate the storage again and restore the values, or fill it with zeros."""
         if self.is_resident:
             return
         self.tensor.untyped_storage().resize_(self._num_bytes)
@@ -77,7 +77,7 @@ class HostTensor(OffloadableTensor):
         numel: int, device: torch.device, dtype: torch.dtype = torch.float32, is_pinned: bool = True
     ) -> HostTensor:
         """[numel] on the host of ``device``, pinned unless that is the host itself."""
-        if device.type == "meta":  # memory that is only planned
+        if device.type == "meta":  # the meta device: memory is only planned
             return HostTensor(torch.zeros(numel, dtype=dtype, device=device))
         return HostTensor(torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=is_pinned and device.type != "cpu"))
 
@@ -92,7 +92,7 @@ class HostTensor(OffloadableTensor):
         return self.tensor.nbytes
 
     def offload(self, keep_values: bool = True) -> None:
-        """Nothing to do: no device storage."""
+        """Do nothing: there is no device storage."""
 
     def onload(self, keep_values: bool = True) -> None:
-        """Nothing to do: an update brings in what it needs."""
+        """Do nothing: an update copies in what it needs."""

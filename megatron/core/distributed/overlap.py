@@ -1,4 +1,4 @@
-"""Collectives of data parallelism beside computing: buckets reduced during backward, gathered during forward."""
+"""Overlaps the collectives of data parallelism: buckets are reduced during backward and gathered during forward."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 class GradSync:
     """Starts the reduction of each bucket when the last backward of a step has filled it.
 
-    Buckets are started strictly in the order in which a backward pass fills them (the reverse of the parameters'), a
-    full one waiting for those before it: the ranks' collectives meet in the same order, whatever order their gradients
-    come in, and also when a parameter takes no part on one of them.
+    Buckets start strictly in the order in which a backward pass fills them (the reverse of the parameters'), and a full
+    one waits for those before it. So all ranks launch their collectives in the same order, whatever the order of their
+    gradients, and also when a parameter gets no gradient on one of them.
     """
 
     def __init__(self, buffers: Sequence[ParamAndGradBuffer], start: Callable[[ParamAndGradBuffer], None]) -> None:
@@ -24,7 +24,7 @@ class GradSync:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a new step: no bucket is full, and none of a step that was given up is still on its way."""
+        """Start a new step: no bucket is full, and no reduction of an aborted step is in flight."""
         for buffer in self._order:
             buffer.wait_for_grads()
         self._missing = {buffer.name: set(buffer.param_ranges) for buffer in self._order}
@@ -37,7 +37,7 @@ class GradSync:
             self._start(self._waiting.pop(0))
 
     def finish(self) -> None:
-        """Start what no gradient has started and wait for all."""
+        """Start the reductions that no gradient has started, and wait for all."""
         while self._waiting:
             self._start(self._waiting.pop(0))
         for buffer in self._order:
@@ -49,10 +49,10 @@ class GradSync:
 
 
 def wait_before_use(module: nn.Module, buffers: Sequence[ParamAndGradBuffer]) -> None:
-    """Make every part of ``module``, before its forward, wait for the buckets that hold its own parameters.
+    """Make every submodule of ``module`` wait, before its forward, for the buckets that hold its own parameters.
 
-    A part that reads a parameter of a part inside it says so in ``parameters_read_here`` (their names within it).
-    Reading or loading a state dict waits for all buckets. Frozen parameters are in no bucket.
+    A module that reads a parameter of one of its submodules names it in ``parameters_read_here``. Reading or loading a
+    state dict waits for all buckets. Frozen parameters are in no bucket.
     """
     buffer_of = {name: buffer for buffer in buffers for name in buffer.param_ranges}
     for prefix, part in module.named_modules():

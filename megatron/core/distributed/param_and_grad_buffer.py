@@ -20,13 +20,13 @@ Range = tuple[int, int]  # [start, end) in elements
 class ParamAndGradBuffer:
     """Makes ``params`` views of one flat buffer and gives each a ``main_grad`` view of another.
 
-    What a step does differs between parameters in three ways: weight decay, whether all TP ranks hold the same
-    weight, and whether its gradient is partial over TP. Parameters are laid out so that each of these is one range of
-    the buffer and no step needs a loop over parameters:
+    A step treats parameters differently in three ways: weight decay, whether all TP ranks hold the same weight, and
+    whether its gradient is partial over TP. Parameters are laid out so that each of these is one range of the buffer
+    and no step needs a loop over parameters:
 
         | decay, TP-sharded | decay, replicated | decay, partial | no decay, partial | no decay, replicated | ... |
 
-    Gaps and padding (the size is a multiple of the group's) hold zeros in parameters and gradients for ever.
+    Gaps and padding (the size is a multiple of the group's) always hold zeros in parameters and gradients.
 
     param_ranges, param_shapes: where each parameter lies, by name, and its local shape ·
     first_param: place of the first parameter among all of the model's, the one whose gradient comes last ·
@@ -149,7 +149,7 @@ def _layout_class(name: str, param: nn.Parameter, is_expert: bool) -> int:
 
 
 def assign_ranges(params: Sequence[tuple[str, nn.Parameter]]) -> tuple[dict[str, Range], int]:
-    """Aligned places of ``params`` one after another by name, and where the last one ends."""
+    """Return the aligned range of each of ``params``, one after another, by name, and the end of the last one."""
     ranges, end = {}, 0
     for name, param in params:
         start = -(-end // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,4 @@
-"""The table of a CPU: the reference, but for the ops where a CPU wants another way to the same result."""
+"""The op table of a CPU: the reference, except for the ops that a CPU computes faster in another way."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron.core.ops.fused_adamw import adamw_step
 from megatron.core.ops.reference import reference_ops
 from megatron.core.ops.reference_moe import GroupedMatmulFunction
 
-# What torch calls the instructions that multiply bfloat16; without one of them it multiplies several times slower than
-# in float32, so there the products are made from float32 copies and rounded once.
+# torch's names of the instructions that multiply bfloat16. Without one of them torch multiplies bfloat16 several times
+# slower than float32, so the products are made from float32 copies and rounded once.
 _BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
-# Widened rows and their products are made in parts of about so many elements (64 MiB), of no fewer rows than these:
-# logits of a large vocabulary would take more memory than all the layers.
+# float32 copies and their products are made in chunks of about this many elements (64 MiB) and at least this many rows:
+# the logits of a large vocabulary would otherwise take more memory than all the layers.
 _WIDE_ELEMENTS, _MIN_WIDE_ROWS = 1 << 24, 256
 _NATIVE = ("matmul", "grouped_matmul", "core_attention", "adamw_step")
 
@@ -69,15 +69,15 @@ def core_attention(
 ) -> torch.Tensor:
     """See ``contract.CoreAttention``.
 
-    Only neighbours of one length go together, so that nothing is padded or gathered. Kept for backward: the inputs and
-    the output in their dtype, and the logarithm of each row's sum.
+    Only neighbouring sequences of one length share a kernel call, so that nothing is padded or gathered. Backward keeps
+    the inputs and the output in their dtype, and the log-sum-exp of each row.
     """
     out: torch.Tensor = _Attention.apply(q, k, v, cu_seqlens.tolist(), scale, causal)
     return out
 
 
 class _Attention(torch.autograd.Function):
-    """torch's fused kernel for CPUs, on views of the packed tokens; it wants values and keys of one head size."""
+    """torch's fused CPU kernel on views of the packed tokens; it needs keys and values of one head size."""
 
     @staticmethod
     def forward(
@@ -116,7 +116,7 @@ class _Attention(torch.autograd.Function):
             )
             for whole, part in zip(grads, parts, strict=True):
                 target = run.rectangle(whole)
-                heads = target.shape[1]  # query heads of one key head: their gradients are one sum
+                heads = target.shape[1]  # the gradients of all query heads of one key head are added up
                 part = part[..., : target.shape[-1]]
                 target.copy_(part if part.shape[1] == heads else part.unflatten(1, (heads, -1)).sum(2))
         return *grads, None, None, None
@@ -147,7 +147,7 @@ def _runs(bounds: list[int]) -> list[_Run]:
 
 
 def _wide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As the kernel takes them: a key and value head for each query head, all of one head size."""
+    """Return q, k and v in the kernel's form: a key and value head for each query head, all of one head size."""
     repeats, size = q.shape[1] // k.shape[1], max(q.shape[-1], v.shape[-1])
     k, v = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (k, v))
     return _padded(q, size), _padded(k, size), _padded(v, size)

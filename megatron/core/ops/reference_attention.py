@@ -19,7 +19,7 @@ def core_attention(
 ) -> torch.Tensor:
     """See ``contract.CoreAttention``.
 
-    Padding sits after each sequence, so a causal mask alone keeps it out of sight. v is padded to q's head size,
+    Padding comes after each sequence, so the causal mask alone hides it. v is padded to q's head size,
     because torch's fused kernels want equal sizes; shared heads are repeated, because few of them take less.
     """
     if k.shape[1] != q.shape[1]:
@@ -44,7 +44,7 @@ def core_attention(
     return out.transpose(1, 2).flatten(0, 1).index_select(0, rows)[..., :value_size]
 
 
-# Most scores that are in memory at one time, in elements of float32.
+# The largest number of float32 scores in memory at one time.
 MAX_SCORES = 2**25
 
 
@@ -99,7 +99,7 @@ def attention_block_grad(
 def _pieces(
     q: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, causal: bool
 ) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-    """Some queries of one sequence, its keys, and which keys [queries, keys] each query must not see (None: none)."""
+    """Yield some queries of one sequence, its keys, and the mask [queries, keys] of hidden keys (None: no key)."""
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     bounds = zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False)
     for start_q, end_q, start_k, end_k in bounds:

@@ -1,4 +1,4 @@
-"""Before a step moves anything: do the ranks that will wait for one another agree on its micro-batches?"""
+"""Checks, before a step sends anything, that ranks which wait for one another agree on its micro-batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def microbatch_shapes(
     groups: ProcessGroups,
     forward_only: bool,
 ) -> Sequence[Shape]:
-    """The shape of what travels for every micro-batch, ``given`` or the default; collective over the world.
+    """Return the shape that stages exchange for every micro-batch, ``given`` or the default; collective over the world.
 
     Raises ``ValueError`` on every rank, with the ranks and both numbers, when ranks that communicate within the step
     have different numbers or shapes of micro-batches: otherwise they would wait for one another for ever.
@@ -55,7 +55,7 @@ def microbatch_shapes(
 
 
 def disagreements(layout: ParallelLayout, table: torch.Tensor, is_mean: bool) -> list[str]:
-    """What the ranks must agree on and do not, at most ``MAX_SHOWN`` pairs of ranks.
+    """Return the differences between ranks that must agree, for at most ``MAX_SHOWN`` pairs of ranks.
 
     ``table`` [world, 3] int64: number of micro-batches, forward only or not, digest of their shapes. Ranks of one
     replica (TP, CP, PP) need the same of everything, ranks that exchange experts' tokens the same number, and with
@@ -72,7 +72,7 @@ def disagreements(layout: ParallelLayout, table: torch.Tensor, is_mean: bool) ->
         (2, replica, "shapes with digest {}"),
     ):
         if found and column == 2:
-            break  # other numbers have other shapes
+            break  # with different numbers of micro-batches the shapes differ too
         values = table[:, column]
         for rank in (values != values[leaders]).nonzero().flatten().tolist():
             leader = int(leaders[rank])
@@ -101,7 +101,7 @@ def _with_shapes(groups: ProcessGroups, shapes: Sequence[Shape], table: torch.Te
 
 
 def _exchange(groups: ProcessGroups, device: torch.device, own: tuple[int, ...], is_mean: bool) -> torch.Tensor | None:
-    """Everybody's numbers [world, 3] on the host; None where no two ranks communicate within a step."""
+    """Return the numbers of all ranks [world, 3] on the host; None where no two ranks communicate within a step."""
     layout = groups.layout
     axes = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
     if groups.world.size() == 1 or not (is_mean or any(getattr(layout, f"{a}_parallel_size") > 1 for a in axes)):
@@ -117,7 +117,7 @@ def _digest(shapes: Sequence[Shape]) -> int:
 
 @lru_cache(maxsize=4)
 def _leaders(layout: ParallelLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [world] each: of every rank, the first rank of its replica, and of the ranks it shares experts with."""
+    """Return two int64 [world]: every rank's first rank of its replica, and of the ranks it shares experts with."""
     ranks = range(layout.world_size)
     replica = [layout.members(rank, ("tp", "cp", "pp"))[0] for rank in ranks]
     experts = [layout.members(rank, ("tp", "ep"), is_expert=True)[0] for rank in ranks]

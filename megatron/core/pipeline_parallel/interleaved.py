@@ -1,8 +1,8 @@
-"""Interleaved 1F1B: every stage has several chunks of the model, and the pipeline's bubble is as many times smaller.
+"""Interleaved 1F1B: every stage has V chunks of the model, and the pipeline's bubble is V times smaller.
 
-Narayanan et al. 2021 (arXiv 2104.04473, section 2.2), with upstream's tables of tasks. Where we differ: any number of
-micro-batches works (upstream refuses a rest of fewer than stages); every transfer is posted at once and waited for when
-it is used, so that it runs beside computing (upstream's ``overlap_p2p_comm``).
+Narayanan et al. 2021 (arXiv 2104.04473, section 2.2), with upstream's tables of tasks. We differ in two points: any
+number of micro-batches works (upstream refuses a last group smaller than the number of stages), and every transfer is
+posted at once and waited for when it is used, so that it overlaps with computing (upstream's ``overlap_p2p_comm``).
 """
 
 from __future__ import annotations

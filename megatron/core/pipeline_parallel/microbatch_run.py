@@ -1,4 +1,4 @@
-"""Forward and backward of single micro-batches on one stage: what every schedule has in common."""
+"""Forward and backward of single micro-batches on one stage: the part that all schedules share."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class MicroBatchRun:
         self._in_flight: list[deque[_InFlight]] = [deque() for _ in self.chunks]
 
     def forward(self, input_tensor: torch.Tensor | None, chunk: int = 0) -> torch.Tensor:
-        """What ``chunk`` sends onwards for its next micro-batch; of the model's last chunk its output or loss."""
+        """Return what ``chunk`` sends on for its next micro-batch; the last chunk returns its output or loss."""
         part = self.chunks[chunk]
         part.set_input_tensor(input_tensor)  # type: ignore[operator]
         microbatch = self._num_forwards[chunk]
@@ -74,7 +74,7 @@ class MicroBatchRun:
         if self.has_loss and chunk == len(self.chunks) - 1:
             output = self._finish(output, loss_func)
         elif tuple(output.shape) != tuple(self.shapes[microbatch]):
-            # The receiver has allocated what was announced; anything else would be misread, or hang.
+            # The receiver has allocated the announced shape; another shape would be misread, or hang.
             raise ValueError(
                 f"micro-batch {microbatch}: the output of chunk {chunk} of this stage is {tuple(output.shape)}; "
                 f"tensor_shapes announced {tuple(self.shapes[microbatch])}"
@@ -88,7 +88,7 @@ class MicroBatchRun:
         microbatch = self._num_backwards[chunk]
         self._num_backwards[chunk] += 1
         backward_of = getattr(self.model, "backward_of", None)
-        # The last one of this chunk completes the gradients of its parameters, whatever the other chunks still do.
+        # The last micro-batch of this chunk completes the gradients of its parameters, independent of the other chunks.
         is_last = microbatch == self.num_microbatches - 1
         with backward_of(microbatch, is_last) if backward_of else nullcontext():
             return self._in_flight[chunk].popleft().backward(output_grad)
@@ -107,7 +107,7 @@ class MicroBatchRun:
 class _InFlight:
     """A micro-batch between its forward and its backward.
 
-    It keeps the graph and not the output: the next stage has a copy of that, and here nothing reads it again
+    It keeps the graph and not the output: the next stage has a copy of the output, and nothing here reads it again
     (upstream: ``deallocate_pipeline_outputs``).
     """
 
@@ -144,12 +144,12 @@ class _Root(torch.autograd.Function):
 
 
 def model_config(model: nn.Module) -> Any:
-    """The config of the model, from whatever wraps it."""
+    """Return the config of the model inside its wrappers."""
     return model.config
 
 
 def _callable_chunks(model: nn.Module) -> Sequence[nn.Module]:
-    """The chunks, or the model as it was given: its wrapper's forward is part of it."""
+    """Return the chunks, or the model with its wrapper, whose forward must run."""
     chunks = model_chunks(model)
     return chunks if len(chunks) > 1 else [model]
 

@@ -1,7 +1,7 @@
 """Sends activations to the next pipeline stage and their gradients back; shapes are known to both sides beforehand.
 
-Two ways: functions that return when everything has arrived (1F1B), and ``RingTransfers``, which run beside computing
-and also join the last stage to the first (interleaved).
+There are two ways: functions that return when everything has arrived (1F1B), and ``RingTransfers``, which overlap with
+computing and also connect the last stage to the first (interleaved).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PipelineLink:
 
     @staticmethod
     def of(groups: ProcessGroups, dtype: torch.dtype, device: torch.device) -> PipelineLink:
-        """The link of this rank's stage."""
+        """Return the link of this rank's stage."""
         stage = groups.coords.pp
         prev_rank = None if groups.is_first_stage else dist.get_global_rank(groups.pp, stage - 1)
         next_rank = None if groups.is_last_stage else dist.get_global_rank(groups.pp, stage + 1)
@@ -101,14 +101,14 @@ def _exchange(
 
 @dataclass(frozen=True)
 class Receiving:
-    """Transfers that are on their way; ``waits_for`` says what they are to whoever finds a rank waiting here."""
+    """Transfers in flight; ``waits_for`` names them in a hang report."""
 
     requests: Sequence[dist.Work]
     waits_for: str
     tensor: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor | None:
-        """The received tensor, when it is here; unblocked by the peer, which posts its side of the transfer."""
+        """Return the received tensor; blocks until the peer has posted its side of the transfer."""
         for request in self.requests:
             request.wait()
         return self.tensor
@@ -117,8 +117,8 @@ class Receiving:
 class RingTransfers:
     """Transfers between the stages as a ring: forwards go to the next stage and from the last to the first.
 
-    Every call posts its transfers and returns; a rank may have one send of each direction under way. All ranks make
-    the calls that concern them in one common order (``schedule_table.timetable``), so none waits for ever.
+    Every call posts its transfers and returns; a rank may have one send of each direction in flight. All ranks make
+    their calls in one common order (``schedule_table.timetable``), so no rank waits for ever.
     """
 
     def __init__(self, groups: ProcessGroups, dtype: torch.dtype, device: torch.device) -> None:
@@ -151,7 +151,7 @@ class RingTransfers:
         if not ops:
             return None
         requests = dist.batch_isend_irecv(ops)
-        # One request for each transfer, or one for the batch, as the backend likes; the receive is the first.
+        # The backend returns one request for each transfer, or one for the batch; the receive is the first.
         if sent is not None:
             self._sent[is_backward] = Receiving(requests[-1:], f"rank {target} to take what was sent to it", sent)
         what = "gradient of the output" if is_backward else "input"

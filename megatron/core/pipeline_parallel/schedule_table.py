@@ -1,4 +1,4 @@
-"""In which order the stages run the micro-batches of a step, and what travels when: pure functions of a few numbers.
+"""The order in which stages run the micro-batches of a step, and which transfers each beat has: pure functions.
 
 A stage with V chunks runs every micro-batch V times. The unit of work is a ``Task``, the forward or the backward of one
 micro-batch through one chunk; it needs the output of the same micro-batch's task one (virtual) stage before it.
@@ -21,7 +21,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank does in one half of a beat; every field may be empty, but not all of them.
+    """The work of one rank in one half of a beat; every field may be empty, but not all of them.
 
     is_backward: which half · task: what it computes · sends: whether the result goes to a neighbour · receives: the
     task of this rank whose input (backward: output gradient) a neighbour has computed in the same half and sends now.
@@ -38,9 +38,9 @@ def group_sizes(
 ) -> tuple[int, ...]:
     """Micro-batches that run through chunk 0 before the first of them runs through chunk 1, group after group.
 
-    All groups have the given size and the last one what is left. Upstream refuses a rest of fewer micro-batches than
-    stages: the first one would come back from the last stage too late and the stages would wait for one another in a
-    circle. Here such a rest is spread over the other groups.
+    All groups have the given size, and the last one has the remainder. Upstream refuses a remainder of fewer
+    micro-batches than stages: its first micro-batch would come back from the last stage too late, and the stages would
+    deadlock. Here such a remainder is spread over the other groups.
     """
     num_full, rest = divmod(num_microbatches, microbatch_group_size_per_vp_stage)
     if num_full == 0:
@@ -54,8 +54,11 @@ def group_sizes(
 def get_schedule_table(
     num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int, pipeline_size: int = 1
 ) -> list[Task]:
-    """The forward tasks of a rank in their order; the k-th backward is that of the k-th entry, chunks counted from the
-    end. ``pipeline_size``: see ``group_sizes``; with 1, upstream's default, the last group is what is left."""
+    """Return the forward tasks of a rank in order; the k-th backward belongs to the k-th entry.
+
+    The chunks of backwards count from the end. ``pipeline_size``: see ``group_sizes``; with 1, upstream's default, the
+    last group has the remainder.
+    """
     table, first = [], 0
     for size in group_sizes(num_microbatches, microbatch_group_size_per_vp_stage, pipeline_size):
         table += [Task(first + i, chunk) for chunk in range(num_model_chunks) for i in range(size)]
@@ -111,12 +114,12 @@ def timetable(
     microbatch_group_size_per_vp_stage: int,
     forward_only: bool,
 ) -> tuple[tuple[Step, ...], ...]:
-    """The steps of every rank in one common order, so that what one sends the other receives, and nobody waits in vain.
+    """Return the steps of every rank in one common order, in which every send meets its receive.
 
-    Time goes in beats, each with a forward half and a backward half. In each half a rank computes at most one task, in
-    the order of its schedule and when its input has arrived in an earlier half. All that was computed in a half is
-    sent at its end, and sender and receiver both know it. So any number of micro-batches works that the order of the
-    tasks allows, and the transfers between two ranks have the same order on both.
+    Time is divided into beats, each with a forward half and a backward half. In each half a rank computes at most one
+    task, in the order of its schedule, once its input has arrived in an earlier half. All results of a half are sent at
+    its end, and sender and receiver both know this. So every number of micro-batches works that the order of the tasks
+    allows, and two ranks have the transfers between them in the same order.
     """
     sizes = group_sizes(num_microbatches, microbatch_group_size_per_vp_stage, pipeline_size)
     table = get_schedule_table(num_microbatches, num_model_chunks, microbatch_group_size_per_vp_stage, pipeline_size)

@@ -1,4 +1,4 @@
-"""Activation recompute: keep a function's inputs only, and run it again when its gradient is due."""
+"""Activation recompute: keep only a function's inputs, and run it again when its gradient is needed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def checkpoint(
     *args: object,
     recompute_context: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> torch.Tensor:
-    """``function(*args)`` with nothing saved inside; the second run happens inside ``recompute_context()``.
+    """Return ``function(*args)`` without saved activations; the second run happens inside ``recompute_context()``.
 
-    The function must draw no random numbers (their state is not restored: the layers have no dropout), and may run
-    collectives, which every rank then meets again in its backward pass.
+    The function must draw no random numbers (their state is not restored: the layers have no dropout). It may run
+    collectives; every rank then runs them again in its backward pass.
     """
     output: torch.Tensor = torch_checkpoint(
         function,
@@ -33,7 +33,7 @@ def checkpoint(
 
 
 class CheckpointWithoutOutput:
-    """Keeps a function's inputs, neither what it saves nor its outputs, for one forward and its backward.
+    """Keeps only a function's inputs for one forward and its backward, neither its activations nor its outputs.
 
     ``checkpoint(function, *args)`` gives the outputs; when all operations that read them have run in forward,
     ``discard_output_and_register_recompute(hook_tensor)`` frees their storage. When the gradient of ``hook_tensor``
@@ -96,7 +96,7 @@ class CheckpointWithoutOutput:
         return slot.tensor
 
     def _recompute(self, grad: torch.Tensor | None = None) -> None:
-        """Fill the slots and the outputs; once, so that a graph that is kept can be used again."""
+        """Fill the slots and the outputs; this happens once, so that a retained graph can be used again."""
         if self._again is None:
             return
         again, self._again = self._again, None
@@ -117,7 +117,7 @@ class CheckpointWithoutOutput:
 
 
 class _Slot:
-    """Where the second run leaves a tensor that the first has not saved; gone with the node that wants it."""
+    """The place of a tensor that the first run did not save and the second run fills; freed with its autograd node."""
 
     tensor: torch.Tensor | None = None
 

@@ -1,4 +1,4 @@
-"""Collectives over dim 0 in the one form that gloo, nccl and hccl all have; without gradients.
+"""Collectives over dim 0, without gradients, in the form that gloo, nccl and hccl have in common.
 
 torch renamed two of them (2.13 warns about the old names, 2.5 has only those), so they are looked up here and nowhere
 else.

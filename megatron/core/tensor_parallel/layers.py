@@ -32,7 +32,7 @@ def set_tensor_model_parallel_attributes(
     allreduce: bool = True,
     sequence_parallel: bool = False,
 ) -> None:
-    """Tell the optimizer and the gradient reduction what a parameter is.
+    """Set the attributes of a parameter that the optimizer and the gradient reduction read.
 
     tensor_model_parallel: split over TP along ``partition_dim``, where ``partition_stride`` tensors follow one another,
     each of them split (2: gate and up). allreduce: its gradient is summed over dp_cp (False: an expert, summed over
@@ -54,7 +54,8 @@ class ColumnParallelLinear(nn.Module):
 
     With ``sequence_parallel`` x is [T/TP, in] and is gathered here, and again for the weight gradient, so that only the
     shard is kept; otherwise x is [T, in], the same on all ranks. y is [T, out/TP]. W may stack ``stride`` tensors, of
-    which every rank holds a part. Without ``has_weight`` W is somebody else's, given to ``forward``.
+    which every rank holds a shard. Without ``has_weight`` the layer has no weight of its own, and ``forward`` is given
+    one.
     """
 
     weight: nn.Parameter  # None without has_weight
@@ -94,7 +95,7 @@ class ColumnParallelLinear(nn.Module):
         self.copy_rows(init.normal(name, self.weight.shape[0] * self.group.size(), self.weight.shape[1]))
 
     def copy_rows(self, *full: torch.Tensor) -> None:
-        """Fill the weight from whole tensors stacked along their rows, each of them split over the ranks."""
+        """Fill the weight from full tensors that are stacked along their rows; each is split over the ranks."""
         parts = [rank_slice(tensor, 0, self.group.rank(), self.group.size()) for tensor in full]
         with torch.no_grad():
             self.weight.copy_(torch.cat(parts))

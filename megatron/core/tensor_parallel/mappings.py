@@ -1,7 +1,8 @@
 """Collectives with gradients: how activations enter and leave tensor- and sequence-parallel regions.
 
-Every mapping is a pair of operations that are each other's transpose, one for the way forward, one for the gradient. A
-group of one rank makes all of them the identity. Sequence-parallel regions split dim 0 (the packed tokens).
+Every mapping is a pair of operations that are each other's transpose, one for the forward pass and one for the
+gradient. In a group of one rank all of them are the identity. Sequence-parallel regions split dim 0 (the packed
+tokens).
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ def reduce_scatter_to_sequence_parallel_region(x: torch.Tensor, group: dist.Proc
 
 @dataclass
 class Exchange:
-    """Rows of x [n, ...] on their way between all ranks of a group, and the same way back for their gradient.
+    """An all-to-all of the rows of x [n, ...] in two halves, and the reverse exchange for their gradient.
 
-    ``output_split_sizes``, ``input_split_sizes``: rows from and to each rank. What is computed between ``start`` and
-    ``finish`` runs beside the transfer, and its backward runs beside the gradient's transfer: autograd goes through
-    the operations in the reverse of the order in which forward made them. Each method once per exchange.
+    ``output_split_sizes``, ``input_split_sizes``: rows from and to each rank. Work between ``start`` and ``finish``
+    overlaps with the transfer, and its backward overlaps with the gradient's transfer: autograd runs the operations in
+    the reverse of forward's order. Call each method once per exchange.
     """
 
     group: dist.ProcessGroup
@@ -74,12 +75,12 @@ class Exchange:
     work: dist.Work | None = None
 
     def start(self, x: torch.Tensor) -> torch.Tensor:
-        """Send x; what comes back is good for ``finish`` only."""
+        """Send x; the returned tensor may only be passed to ``finish``."""
         rows: torch.Tensor = x if self.group.size() == 1 else _StartExchange.apply(x, self)
         return rows
 
     def finish(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows that ``start`` promised."""
+        """Return the received rows."""
         received: torch.Tensor = rows if self.group.size() == 1 else _FinishExchange.apply(rows, self)
         return received
 

@@ -9,11 +9,11 @@ from megatron.core.tensor_parallel.mappings import all_to_all_hp2sp
 
 
 class SequenceToSequenceLinear(ColumnParallelLinear):
-    """``y = x W^T`` from [T/TP, in] to [T/TP, out]: a rank makes its outputs of all tokens, which then change places.
+    """``y = x W^T`` from [T/TP, in] to [T/TP, out]: a rank computes its outputs of all tokens; an all-to-all follows.
 
-    Beside a weight that every rank holds whole (``ReplicatedLinear``): 1/TP of the memory for weight, gradient and
-    optimizer state, and no sum of gradients over TP, so copies cannot drift apart; x is gathered for it, once more in
-    backward, and the outputs travel once each way.
+    Compared to ``ReplicatedLinear``, weight, gradient and optimizer state take 1/TP of the memory, and no gradients are
+    summed over TP, so copies cannot drift apart. In return x is gathered, once more in backward, and the outputs are
+    exchanged once in each direction.
     """
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:

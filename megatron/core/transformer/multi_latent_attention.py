@@ -99,7 +99,7 @@ class MLASelfAttention(nn.Module):
         return y_TH
 
     def _attend(self, packed_seq_params: PackedSeqParams, *projected: torch.Tensor) -> torch.Tensor:
-        """[T, N, Dv] from what ``up_project`` gave."""
+        """Return [T, N, Dv] from the results of ``up_project``."""
         if self.sends_latents:
             q_TND, latent_TC, k_rope = projected
             weight, size = self.linear_kv_up_proj.weight, self.config.v_head_dim
@@ -108,7 +108,7 @@ class MLASelfAttention(nn.Module):
         return self.core_attention(q_TND, k_TND, v_TND, packed_seq_params, *rest_of_k)
 
     def down_project(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What queries are made of (their latents, or x itself), latents of keys and values [T/TP, C], rotary keys."""
+        """Return the queries' input (their latents, or x), latents of keys and values [T/TP, C], and rotary keys."""
         query_input = x_TH if self.config.q_lora_rank is None else self.linear_q_down_proj(x_TH)
         sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         latent_TC, k_rope = self.linear_kv_down_proj(x_TH).split(sizes, dim=-1)

@@ -110,7 +110,7 @@ class MultiTokenPredictionBlock(nn.Module):
         embed: Callable[[torch.Tensor], torch.Tensor],
         token_losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """hidden_TH [T/TP, H] as it is, with the loss attached.
+        """Return hidden_TH [T/TP, H] unchanged, with the loss attached.
 
         labels_T: what the main model predicts at each token (None: the next token of its sequence) and loss_mask_T the
         weight of that prediction (None: 1). embed: ids [T] -> [T/TP, H]; token_losses: ([T/TP, H], labels [T]) ->
@@ -185,7 +185,7 @@ def collect_mtp_losses(model: nn.Module, config: TransformerConfig, groups: Proc
 
 
 class _TokensAhead:
-    """Per-token values [T] of tokens further on in the same sequence, whichever context-parallel rank holds them."""
+    """Per-token values [T] of later tokens in the same sequence, whichever context-parallel rank holds them."""
 
     def __init__(self, params: PackedSeqParams, groups: ProcessGroups, device: torch.device) -> None:
         self.group: dist.ProcessGroup = groups.cp
@@ -199,7 +199,7 @@ class _TokensAhead:
         self.is_padding = None if params.is_padding_T is None else self._gather(params.is_padding_T.to(device))
 
     def ahead(self, values_T: torch.Tensor, distance: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """values_T ``distance`` tokens on (0 where there is none), and bool [T] where there is a token, not padding."""
+        """Return values_T ``distance`` tokens ahead (0 without one), and bool [T]: there is a token, not padding."""
         target_T = self.places_T + distance
         exists_T = (target_T < self.ends_T).to(self.device)
         index_T = torch.minimum(target_T, self.ends_T - 1).to(self.device)

@@ -1,4 +1,4 @@
-"""What a forward that runs again in backward must not do a second time."""
+"""Turns off the side effects of a forward while it runs again in backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 @contextmanager
 def without_counting(module: nn.Module) -> Iterator[None]:
-    """Routers inside ``module`` route the same tokens again: they must not be counted twice."""
+    """Routers inside ``module`` do not count the tokens that they route again."""
     routers = [part for part in module.modules() if isinstance(part, TopKRouter)]
     for router in routers:
         router.is_counting = False

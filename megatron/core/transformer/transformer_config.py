@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-# What selective recompute can run again in backward: the outputs of the up-projections of latent attention (and the
-# rotary positions), of the expert's activation function and of the norms are not kept at all; attention, the dense
-# feed-forward block and the MoE layer keep their input and output, and nothing between.
+# The modules that selective recompute can run again in backward. The outputs of MLA's up-projections (and rotary
+# positions), of the experts' activation function and of the norms are not kept at all; attention, the dense
+# feed-forward block and the MoE layer keep only their input and output.
 RECOMPUTE_MODULES = ("mla_up_proj", "core_attn", "moe_act", "layernorm", "mlp", "moe")
 
 
@@ -139,7 +139,7 @@ class TransformerConfig(ModelParallelConfig):
     def _attention_problems(self) -> list[str]:
         heads = self.num_attention_heads
         if heads < 1:
-            return []  # said already
+            return []  # already reported
         found = []
         if self.query_groups < 1 or heads % self.query_groups:
             found.append(f"num_query_groups is {self.query_groups}; it must divide num_attention_heads {heads}")

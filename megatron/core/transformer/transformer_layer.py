@@ -22,8 +22,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 class TransformerLayer(nn.Module):
     """[T/TP, H] -> [T/TP, H]. ``global_layer`` is the 0-based number in the whole model; it says dense or MoE.
 
-    Of ``recompute_modules`` the layer sees to layernorm (their outputs are not kept), mlp and moe (only their input is
-    kept); the attention and the experts see to the others.
+    The layer handles the ``recompute_modules`` layernorm (the outputs are not kept), mlp and moe (only their input is
+    kept); the attention and the experts handle the others.
     """
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroups, ops: TrainOps, global_layer: int) -> None:

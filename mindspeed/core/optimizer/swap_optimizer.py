@@ -17,7 +17,7 @@ from megatron.core.optimizer.lanes import COMPUTE, TO_DEVICE, TO_HOST, Lanes, la
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ProcessGroups
 
-# One chunk arrives while a second is updated and a third leaves, so both directions of the link are always busy.
+# One chunk is copied in while a second is updated and a third is copied out, so both directions of the link are busy.
 NUM_SLOTS = 3
 
 
@@ -62,7 +62,7 @@ class SwapOptimizer(DistributedOptimizer):
         return [state]
 
     def _update_shards(self) -> None:
-        """Chunk i travels through slot i % NUM_SLOTS, which it may enter when chunk i - NUM_SLOTS has left it."""
+        """Chunk i uses slot i % NUM_SLOTS, which is free when chunk i - NUM_SLOTS has been copied out."""
         lanes = self._make_lanes(self.device)
         slots = torch.empty(NUM_SLOTS, 3, self.chunk_size, dtype=torch.float32, device=self.device)
         ready = lanes.submit(COMPUTE, _nothing)  # the slots' memory, and the gradients, come from this lane
@@ -106,4 +106,4 @@ def _copy(sources: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) 
 
 
 def _nothing() -> None:
-    """What is submitted only to be waited for."""
+    """A no-op that is submitted only to be waited for."""

@@ -139,11 +139,11 @@ class GPTModel(nn.Module):
         return vocab_parallel_cross_entropy(self._logits(hidden_TH), labels_T, self.groups.tp)
 
     def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
-        """Hidden state [T/TP, H] of the previous stage for the next ``forward``; the first stage ignores it."""
+        """Set the hidden state [T/TP, H] of the previous stage for the next ``forward``; the first stage ignores it."""
         self._input_tensor = None if self.pre_process else input_tensor
 
     def init_weights(self, seed: int) -> None:
-        """Matrices from normal(0, ``init_method_std``), norms one, biases zero; the same model in every layout."""
+        """Draw matrices from normal(0, ``init_method_std``), norms one, biases zero; equal in every layout."""
         init = WeightInit(seed, self.config.init_method_std)
         if self.pre_process or self.mtp is not None:
             self.embedding.word_embeddings.init_weights(init, "embedding.word_embeddings")
@@ -176,7 +176,7 @@ def _check(config: TransformerConfig, groups: ProcessGroups, vp_stage: int | Non
 
 
 def layout_problems(config: TransformerConfig, layout: ParallelLayout) -> list[str]:
-    """Every reason why this model cannot be laid out so, one sentence each; needs no process group."""
+    """Return one sentence for each reason why the model does not fit the layout; needs no process group."""
     problems = layout.problems(config.num_layers, config.num_moe_experts, config.num_attention_heads, config.vocab_size)
     tp_size = layout.tensor_model_parallel_size
     if tp_size > 1 and not config.sequence_parallel:
@@ -200,7 +200,7 @@ def layout_problems(config: TransformerConfig, layout: ParallelLayout) -> list[s
 
 
 def _down_projection_problems(config: TransformerConfig, tp_size: int) -> list[str]:
-    """What keeps the outputs of latent attention's down-projections from dividing over TP."""
+    """Return the reasons why the outputs of MLA's down-projections do not divide over TP."""
     if not isinstance(config, MLATransformerConfig):
         return ["mla_down_proj_column_parallel is True; only latent attention has down-projections"]
     widths = {"kv_lora_rank + qk_pos_emb_head_dim": config.kv_lora_rank + config.qk_pos_emb_head_dim}
@@ -215,7 +215,7 @@ def _down_projection_problems(config: TransformerConfig, tp_size: int) -> list[s
 
 
 def _head_problems(config: TransformerConfig, tp_size: int, cp_size: int) -> list[str]:
-    """With ``cp_comm_type`` "a2a" a rank has some of the heads that its tensor-parallel rank has."""
+    """Return the reasons why heads do not divide over TP and, with ``cp_comm_type`` "a2a", over CP."""
     if cp_size == 1 or config.cp_comm_type != "a2a":
         return []
     found = []

@@ -26,7 +26,7 @@ class ModelChunks(nn.Module):
         self.config: Any = self.chunks[0].config
 
     def init_weights(self, seed: int) -> None:
-        """Fill every chunk; the same model in every layout."""
+        """Initialise every chunk; every layout gives the same model."""
         for chunk in self.chunks:
             chunk.init_weights(seed)  # type: ignore[operator]
 
@@ -45,7 +45,7 @@ def make_gpt_model(
 
 
 def model_chunks(module: nn.Module) -> Sequence[nn.Module]:
-    """What the schedules call in ``module``: its chunks, or itself where there are none; wrappers are looked into."""
+    """Return the modules that the schedules call: the chunks inside ``module`` and its wrappers, or ``module``."""
     inner = module
     while not isinstance(inner, ModelChunks) and isinstance(getattr(inner, "module", None), nn.Module):
         inner = inner.module  # type: ignore[assignment]

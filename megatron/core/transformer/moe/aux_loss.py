@@ -1,4 +1,4 @@
-"""Losses beside the main one: how they enter the gradient, what keeps experts evenly used, and values for the log.
+"""Auxiliary losses that balance the experts: how they enter the gradient, and their values for the log.
 
 Letters: B sequences, T tokens of this rank's sequence shard, E experts, K experts of a token.
 """
@@ -32,7 +32,7 @@ class AuxLossScaler:
         self.scale: float | torch.Tensor = 1.0
 
     def attach(self, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        """x as it is; whoever differentiates it differentiates ``scale * loss`` (a scalar) too."""
+        """Return x unchanged; its backward also differentiates ``scale * loss`` (a scalar)."""
         attached: torch.Tensor = _Attach.apply(x, loss, self)
         return attached
 
@@ -107,7 +107,7 @@ class MoEAuxLosses:
         return self.scaler.attach(probs_TK, torch.stack(losses).sum())
 
     def _counts(self, indices_TK: torch.Tensor, rows: TokenRows) -> torch.Tensor:
-        """How often the tokens of each sequence, on all ranks that hold some, chose each expert; float32 [B, E]."""
+        """Return how often the tokens of each sequence, on all ranks, chose each expert; float32 [B, E]."""
         flat_TK = rows.sequence_T.unsqueeze(1) * self.num_experts + indices_TK
         counts = rows.is_real_T.new_zeros(rows.num_sequences * self.num_experts)
         counts.scatter_add_(0, flat_TK.flatten(), rows.is_real_T.repeat_interleave(indices_TK.shape[1]))
@@ -131,7 +131,7 @@ class MoEAuxLosses:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """What a router must know of its rows: sequence int64 [T] (all 0 unless asked for), is_real float32 [T]."""
+    """The sequence int64 [T] (all 0 unless asked for) and is_real float32 [T] (0: padding) of a router's rows."""
 
     sequence_T: torch.Tensor
     num_sequences: int
@@ -142,7 +142,7 @@ class TokenRows:
     def of(
         x_TH: torch.Tensor, packed_seq_params: PackedSeqParams | None, groups: ProcessGroups, by_sequence: bool
     ) -> TokenRows:
-        """Of this rank's rows ``x_TH``; made once per micro-batch. Without parameters: one sequence, no padding."""
+        """Return those of ``x_TH``; computed once per micro-batch. Without parameters: one sequence, no padding."""
         num_tokens, device = x_TH.shape[0], x_TH.device
         if packed_seq_params is None:
             zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""How unevenly tokens reach the ranks that share the experts: what a step waits for, and what memory must hold."""
+"""How unevenly tokens reach the ranks that share the experts, which sets a step's time and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.core.parallel_state import ProcessGroups
 
 
 class ExpertLoad:
-    """Of one layer's dispatches: the rows of the fullest expert-parallel rank over the mean of all; 1 is balanced.
+    """The load of one layer's dispatches: rows of the fullest expert-parallel rank over the mean of all; 1 is balanced.
 
     Attributes:
         num: dispatches · total: sum of their loads · most: the largest.
@@ -20,7 +20,7 @@ class ExpertLoad:
         self.num, self.total, self.most = 0, 0.0, 0.0
 
     def add(self, rows_E: torch.Tensor, num_ranks: int) -> None:
-        """rows_E: int64, rows of every expert in one dispatch, on the host; rank r has the r-th of equal parts."""
+        """Add one dispatch; rows_E: int64 on the host, the rows of every expert; rank r has the r-th of equal parts."""
         rows = rows_E.view(num_ranks, -1).sum(1)
         mean = int(rows.sum()) / num_ranks
         if mean:
@@ -29,7 +29,7 @@ class ExpertLoad:
 
 
 def collect_expert_loads(model: nn.Module, groups: ProcessGroups) -> tuple[float, float] | None:
-    """(mean over layers of their mean, the largest) since the last call; None when nothing was dispatched.
+    """Return (mean over layers of their mean, the largest) since the last call; None when nothing was dispatched.
 
     The same on all ranks. Collective over ``groups.world``; every rank calls it.
     """

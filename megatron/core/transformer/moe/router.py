@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and how much each of them counts."""
+"""The router: chooses the experts of each token and their weights."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TopKRouter(nn.Module):
         )
 
     def _replayed(self, logits_TE: torch.Tensor, packed_seq_params: PackedSeqParams | None) -> torch.Tensor | None:
-        """Experts that the micro-batch brings along, int64 [T/TP, K]; None when nobody records or replays."""
+        """Return the experts that the micro-batch replays, int64 [T/TP, K]; None without tracing or replay."""
         if packed_seq_params is None or packed_seq_params.routing is None:
             return None
         own_logits_TE = logits_TE.detach()
@@ -124,4 +124,4 @@ def _balanced_logits(logits_TE: torch.Tensor, topk: int) -> torch.Tensor:
     first_T = torch.arange(num_tokens, device=logits_TE.device) * topk
     chosen_TK = (first_T[:, None] + torch.arange(topk, device=logits_TE.device)) % num_experts
     far_apart = torch.full_like(logits_TE, -15.0).scatter(1, chosen_TK, 15.0)
-    return far_apart + 0.0 * logits_TE  # the gate still gets a gradient, as it would have
+    return far_apart + 0.0 * logits_TE  # the gate still gets a gradient

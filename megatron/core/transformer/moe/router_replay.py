@@ -1,4 +1,4 @@
-"""The experts that tokens go to as data: recorded in one pass, replayed in another.
+"""Router replay: the experts of each token are traced in one pass and replayed in another.
 
 Policy updates on a mixture of experts are steadier when the update routes a token as the pass did that made its
 log-probabilities: the rollout (R3, arXiv 2510.11370) or the old log-prob pass (R2, arXiv 2507.18071 "routing replay").
@@ -19,7 +19,7 @@ class MicroBatchRouting:
     """The choices of one micro-batch in every MoE layer of this rank; travels in ``PackedSeqParams.routing``.
 
     A layer that runs again for the same micro-batch (recompute) gets the choice of its first run, whatever its gate
-    says then. Use one object for one micro-batch and one forward pass. Made by ``RouterReplay``.
+    computes then. Use one object for one micro-batch and one forward pass. Made by ``RouterReplay``.
     """
 
     def __init__(

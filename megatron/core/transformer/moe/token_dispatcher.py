@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.uneven_rows import gather_rows, reduce_scatte
 
 
 class Dispatch(Protocol):
-    """One layer's tokens under way. Each method once, in this order; what is computed in between runs beside them."""
+    """One layer's tokens in flight. Call each method once, in this order; work in between overlaps with them."""
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
         """-> (rows [n, H] for this rank's experts, sorted by local expert; int64 [L] rows of each)."""
@@ -32,7 +32,7 @@ class Dispatch(Protocol):
 
 
 class MoETokenDispatcher(Protocol):
-    """Way of travelling of one layer; ``start_dispatch`` sends every token to its experts' ranks.
+    """Exchanges the tokens of one layer; ``start_dispatch`` sends every token to its experts' ranks.
 
     load: of the dispatches, where more than one rank has experts.
     """
@@ -56,7 +56,7 @@ class MoEAlltoAllTokenDispatcher:
         self.ep, self.etp = groups.ep, groups.etp
         self.num_local_experts = num_experts // groups.ep.size()
         self.ops = ops
-        # Not the larger group where the smaller will do: each has buffers of its own on a device.
+        # The smaller group is used where it suffices: each group has buffers of its own on a device.
         self.counting = groups.ep if groups.etp.size() == 1 else groups.etp_ep
         self.members_TS = _members_by_place(groups)
         self.load = ExpertLoad()
@@ -64,7 +64,7 @@ class MoEAlltoAllTokenDispatcher:
     def start_dispatch(
         self, x_TH: torch.Tensor, probs_TK: torch.Tensor, indices_TK: torch.Tensor, counts_E: torch.Tensor
     ) -> Dispatch:
-        """The exchange of the counts runs beside the sorting, that of the rows until ``finish``."""
+        """Start: the exchange of counts overlaps with sorting, the exchange of rows runs until ``finish``."""
         if self.counting.size() == 1:
             rows, row_map = self.ops.token_permute(x_TH, indices_TK)
             return _AlltoAllDispatch(self, rows, row_map, probs_TK, counts_E[None, None], None)
@@ -145,7 +145,7 @@ class _AlltoAllDispatch:
 class MoEAllGatherTokenDispatcher:
     """Gather all tokens over ``groups.etp_ep``, take those of the local experts; add, weighted, and scatter the sums.
 
-    Moves every token to every rank of the group whatever it chose: good for few ranks and many choices.
+    It moves every token to every rank of the group: good for few ranks and many experts per token.
     """
 
     def __init__(self, num_experts: int, groups: ProcessGroups) -> None:
@@ -158,7 +158,7 @@ class MoEAllGatherTokenDispatcher:
     def start_dispatch(
         self, x_TH: torch.Tensor, probs_TK: torch.Tensor, indices_TK: torch.Tensor, counts_E: torch.Tensor
     ) -> Dispatch:
-        """Nothing runs beside these collectives. Ranks may hold different numbers of tokens."""
+        """Start the dispatch. Nothing overlaps with these collectives; ranks may hold different numbers of tokens."""
         num_tokens = torch.tensor([x_TH.shape[0]], device=x_TH.device)
         sizes = collectives.all_gather(num_tokens, self.group)[0].tolist()
         x_GH, probs_GK, indices_GK = (gather_rows(part, self.group, sizes) for part in (x_TH, probs_TK, indices_TK))

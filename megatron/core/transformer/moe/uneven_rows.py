@@ -50,7 +50,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def _gather(x: torch.Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> torch.Tensor:
-    """The collective takes the same number of rows from everybody: shorter parts travel padded."""
+    """The collective takes the same number of rows from every rank: shorter inputs are padded."""
     most = max(sizes)
     assert x.shape[0] == sizes[group.rank()], f"{x.shape[0]} rows where {sizes[group.rank()]} were announced"
     if most == 0:
