@@ -1,10 +1,11 @@
-"""EngineArgs: what a caller may say, turned into a checked configuration."""
+"""EngineArgs: the arguments of an engine, and the checked configuration that follows from them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.config import (
     LOGPROBS_MODES,
@@ -20,45 +21,52 @@ from vllm.transformers_utils.config import load_config
 from vllm.transformers_utils.quantization import resolve_quantization
 
 
+def option(default: Any, text: str) -> Any:
+    """Return a dataclass field with a default and a help text for the command line."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True)
 class EngineArgs:
-    """Arguments of an engine under vLLM's names. None means: derived from the model, the environment or the device."""
+    """Arguments of an engine under vLLM's names; the help texts are those of the server's command line."""
 
     model: str
-    tokenizer: str | None = None
-    skip_tokenizer_init: bool = False
-    dtype: str = "auto"
-    seed: int = 0
-    tensor_parallel_size: int = 1
-    data_parallel_size: int | None = None  # None: environment VLLM_DP_SIZE, else 1
-    enable_expert_parallel: bool = False
-    rebalance_interval: int = 0  # steps between two rounds of moving requests between DP replicas; 0: never
-    distributed_executor_backend: str = "external_launcher"
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    gpu_memory_utilization: float = 0.9
-    num_gpu_blocks_override: int | None = None
-    block_size: int = 16
-    enable_chunked_prefill: bool = True
-    enable_prefix_caching: bool = True
-    kv_cache_layout: str = "nd"
-    enable_return_routed_experts: bool = False  # CompletionOutput.routed_experts, for replay in training
-    expert_exchange: str = "all_gather"
-    force_load_balancing: bool = False  # every expert gets as many tokens, whatever the router says; for benchmarks
-    enable_sleep_mode: bool = True
-    enforce_eager: bool = True
-    cudagraph_capture_sizes: Sequence[int] | None = None  # None: powers of two up to max_num_seqs
-    load_format: str = "auto"
-    quantization: str | None = None  # fp8, dequantize; None: as the checkpoint stores its weights
-    rollout_ops: str | None = None  # None: the table of the platform
-    device: str | None = None
-    logprobs_mode: str = LOGPROBS_MODES[0]
+    tokenizer: str | None = option(None, "tokenizer directory; default: the model's")
+    skip_tokenizer_init: bool = option(False, "do not load a tokenizer: prompts and outputs are token ids")
+    dtype: str = option("auto", "float32, bfloat16 or float16; auto: the checkpoint's")
+    seed: int = option(0, "seed of requests that bring none")
+    tensor_parallel_size: int = option(1, "ranks that share one replica's weights")
+    data_parallel_size: int | None = option(None, "replicas; default: VLLM_DP_SIZE of the environment, else 1")
+    enable_expert_parallel: bool = option(False, "share the experts among all ranks of all replicas")
+    rebalance_interval: int = option(0, "steps between two rounds of moving requests between replicas; 0: never")
+    distributed_executor_backend: str = option("external_launcher", "the only one: the caller starts the processes")
+    max_model_len: int | None = option(None, "tokens of a sequence, prompt and output; default: the model's maximum")
+    max_num_seqs: int = option(256, "sequences of a step")
+    max_num_batched_tokens: int | None = option(None, "tokens of a step; default: 2048, or more where needed")
+    gpu_memory_utilization: float = option(0.9, "fraction of the device's memory that the engine may use")
+    num_gpu_blocks_override: int | None = option(None, "KV blocks; default: as many as fit")
+    block_size: int = option(16, "tokens of a KV block")
+    enable_chunked_prefill: bool = option(True, "split long prompts over steps")
+    enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prompt prefixes")
+    kv_cache_layout: str = option("nd", "memory layout of a KV block: nd or nz")
+    enable_return_routed_experts: bool = option(False, "return CompletionOutput.routed_experts, for replay in training")
+    expert_exchange: str = option("all_gather", "how tokens reach experts of other ranks: all_gather or dispatch")
+    force_load_balancing: bool = option(False, "benchmarks: every expert gets as many tokens, whatever the router says")
+    enable_sleep_mode: bool = option(True, "allow LLM.sleep and wake_up")
+    enforce_eager: bool = option(True, "do not capture decode steps as graphs")
+    cudagraph_capture_sizes: Sequence[int] | None = option(None, "batch sizes; default: powers of two to max_num_seqs")
+    load_format: str = option("auto", "auto, safetensors, or dummy (no weights are read)")
+    quantization: str | None = option(None, "fp8 or dequantize; default: as the checkpoint stores its weights")
+    rollout_ops: str | None = option(None, "provider of the op table, module:function; default: the platform's")
+    device: str | None = option(None, "cpu, cuda or npu; default: what this machine has")
+    logprobs_mode: str = option(
+        LOGPROBS_MODES[0], "the distribution of reported log-probs: " + ", ".join(LOGPROBS_MODES)
+    )
 
     def create_engine_config(self, rank: int, world_size: int, first_rank: int = 0) -> VllmConfig:
-        """The configuration of one process; ValueError listing every problem.
+        """Return the configuration of one process; ValueError lists every problem.
 
-        `rank` and `world_size` are those of the engine, whose ranks are torch.distributed's from `first_rank` on.
+        `rank` and `world_size` count the engine's ranks, which are torch.distributed's ranks from `first_rank` on.
         """
         hf = load_config(self.model)
         max_model_len = hf.max_position_embeddings if self.max_model_len is None else self.max_model_len
@@ -122,7 +130,7 @@ class EngineArgs:
         return tuple(sorted(set(self.cudagraph_capture_sizes)))
 
     def _data_parallel_size(self) -> tuple[list[str], int]:
-        """(problems, size), from the argument or else the environment."""
+        """Return (problems, size), from the argument or else from the environment."""
         if self.data_parallel_size is not None:
             return [], self.data_parallel_size
         text = os.environ.get("VLLM_DP_SIZE", "1")

@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,82 +33,35 @@ logger = logging.getLogger(__name__)
 
 
 class LLM:
-    """Generates for a Hugging Face model directory; arguments are those of `EngineArgs`, and a platform or an op table
-    may be given itself in place of its name.
+    """An engine for a Hugging Face model directory.
 
-    With several processes, torch.distributed is initialised by the caller and every process builds an LLM with the same
+    With several processes the caller initialises torch.distributed, and every process builds an LLM with the same
     arguments: rank = tp + TP * (dp + DP * instance). The TP ranks of a replica call `generate` with the same prompts,
-    replicas with different ones; replicas that share experts (enable_expert_parallel) or move requests between them
-    (rebalance_interval) all call it, with an empty list if they have none. Ranks before `first_rank` have no engine;
-    the layout counts from it.
+    replicas with different ones. Replicas that share experts (enable_expert_parallel) or move requests between them
+    (rebalance_interval) must all call it, with an empty list if they have no prompts.
+
+    Args:
+        model: the directory.
+        rollout_ops: an op table, or its provider "module:function"; None: the platform's.
+        device: a platform or its name; None: what this machine has.
+        first_rank: the first torch.distributed rank that has an engine; the layout counts from it.
+        engine_args: the other fields of `EngineArgs`.
     """
 
     def __init__(
         self,
         model: str,
         *,
-        tokenizer: str | None = None,
-        skip_tokenizer_init: bool = False,
-        dtype: str = "auto",
-        seed: int = 0,
-        tensor_parallel_size: int = 1,
-        data_parallel_size: int | None = None,
-        enable_expert_parallel: bool = False,
-        rebalance_interval: int = 0,
-        distributed_executor_backend: str = "external_launcher",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        num_gpu_blocks_override: int | None = None,
-        block_size: int = 16,
-        enable_chunked_prefill: bool = True,
-        enable_prefix_caching: bool = True,
-        kv_cache_layout: str = "nd",
-        enable_return_routed_experts: bool = False,
-        expert_exchange: str = "all_gather",
-        force_load_balancing: bool = False,
-        enable_sleep_mode: bool = True,
-        enforce_eager: bool = True,
-        cudagraph_capture_sizes: Sequence[int] | None = None,
-        load_format: str = "auto",
-        quantization: str | None = None,
         rollout_ops: str | RolloutOps | None = None,
         device: str | Platform | None = None,
-        logprobs_mode: str = "scaled_logprobs",
         first_rank: int = 0,
+        **engine_args: Any,
     ) -> None:
         args = EngineArgs(
-            model=model,
-            tokenizer=tokenizer,
-            skip_tokenizer_init=skip_tokenizer_init,
-            dtype=dtype,
-            seed=seed,
-            tensor_parallel_size=tensor_parallel_size,
-            data_parallel_size=data_parallel_size,
-            enable_expert_parallel=enable_expert_parallel,
-            rebalance_interval=rebalance_interval,
-            distributed_executor_backend=distributed_executor_backend,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            gpu_memory_utilization=gpu_memory_utilization,
-            num_gpu_blocks_override=num_gpu_blocks_override,
-            block_size=block_size,
-            enable_chunked_prefill=enable_chunked_prefill,
-            enable_prefix_caching=enable_prefix_caching,
-            kv_cache_layout=kv_cache_layout,
-            enable_return_routed_experts=enable_return_routed_experts,
-            expert_exchange=expert_exchange,
-            force_load_balancing=force_load_balancing,
-            enable_sleep_mode=enable_sleep_mode,
-            enforce_eager=enforce_eager,
-            cudagraph_capture_sizes=cudagraph_capture_sizes,
-            load_format=load_format,
-            quantization=quantization,
+            model,
             rollout_ops=rollout_ops if isinstance(rollout_ops, str) else None,
             device=device.name if isinstance(device, Platform) else device,
-            logprobs_mode=logprobs_mode,
+            **engine_args,
         )
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.config = args.create_engine_config(rank - first_rank, world_size - first_rank, first_rank)

@@ -6,35 +6,29 @@ import argparse
 import dataclasses
 import types
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from vllm.engine.arg_utils import EngineArgs
-
-
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+from vllm.engine.arg_utils import EngineArgs, option
 
 
 @dataclass(frozen=True)
 class ServerArgs:
-    """What the server itself is told."""
+    """The arguments of the server itself."""
 
-    host: str = _option(
-        "127.0.0.1", "address to listen on; others than this machine reach it only when you change this"
-    )
-    port: int = _option(8000, "port to listen on; 0 takes a free one and logs it")
-    served_model_name: str | None = _option(None, "the model's name in requests and answers; default: --model")
-    chat_template: str | None = _option(None, "file of a Jinja chat template, instead of the tokenizer's own")
-    api_key: str | None = _option(None, "clients must send it as a bearer token; default: anyone may ask")
-    max_queue_size: int = _option(1024, "unfinished samples at once, running and waiting; more are answered 429")
-    max_connections: int = _option(1024, "open connections at once; more are answered 503")
-    max_body_bytes: int = _option(4 * 2**20, "larger request bodies are answered 413")
-    max_logprobs: int = _option(20, "most log-probs of a position that a request may ask for")
-    request_timeout: float = _option(30.0, "seconds to send a request's head, to send its body, and to read an answer")
-    shutdown_timeout: float = _option(5.0, "seconds that running requests get to finish after SIGTERM or SIGINT")
-    log_level: str = _option("info", "debug, info, warning or error")
+    host: str = option("127.0.0.1", "address to listen on; others than this machine reach it only when you change this")
+    port: int = option(8000, "port to listen on; 0 takes a free one and logs it")
+    served_model_name: str | None = option(None, "the model's name in requests and responses; default: --model")
+    chat_template: str | None = option(None, "file of a Jinja chat template, instead of the tokenizer's own")
+    api_key: str | None = option(None, "clients must send it as a bearer token; default: no key is needed")
+    max_queue_size: int = option(1024, "unfinished samples at once, running and waiting; more are answered 429")
+    max_connections: int = option(1024, "open connections at once; more are answered 503")
+    max_body_bytes: int = option(4 * 2**20, "larger request bodies are answered 413")
+    max_logprobs: int = option(20, "most log-probs of a position that a request may ask for")
+    request_timeout: float = option(30.0, "seconds to send a request's head, to send its body, and to read a response")
+    shutdown_timeout: float = option(5.0, "seconds that running requests get to finish after SIGTERM or SIGINT")
+    log_level: str = option("info", "debug, info, warning or error")
 
     def problems(self) -> list[str]:
         """Every problem, empty when the server can start."""
@@ -66,7 +60,7 @@ def make_arg_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[ServerArgs, EngineArgs]:
-    """Exits with a message that lists what is wrong with the server's arguments."""
+    """Parse the command line; exits with a message that lists every problem of the server's arguments."""
     parser = make_arg_parser()
     given = vars(parser.parse_args(argv))
     server = ServerArgs(**{one.name: given[one.name] for one in dataclasses.fields(ServerArgs)})
@@ -84,7 +78,8 @@ def _add_fields(group: argparse._ArgumentGroup, owner: type[ServerArgs] | type[E
     for one in dataclasses.fields(owner):
         is_required = one.default is MISSING
         options: dict[str, Any] = {"required": True} if is_required else {"default": one.default}
-        options["help"] = one.metadata.get("help", "" if is_required else "default: %(default)s")
+        text = one.metadata.get("help", "")
+        options["help"] = text if is_required or one.default is None else f"{text} (default: %(default)s)"
         group.add_argument("--" + one.name.replace("_", "-"), **options, **_form(hints[one.name]))
 
 
