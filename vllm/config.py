@@ -1,4 +1,4 @@
-"""The engine's configuration: typed, checked as a whole, never changed afterwards. Imports no torch."""
+"""The engine's configuration: typed, checked as a whole, immutable. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 KV_CACHE_LAYOUTS = ("nd", "nz")
 EXPERT_EXCHANGES = ("all_gather", "dispatch")
 LOGPROBS_MODES = ("scaled_logprobs", "raw_logprobs", "processed_logprobs")
-"""Of which distribution log-probs are: log_softmax(logits / temperature) of the model; log_softmax(logits) of the
-model; the one that tokens are drawn from, after edits, temperature and limits."""
+"""The distribution of reported log-probs: log_softmax(logits / temperature) of the model; log_softmax(logits) of the
+model; or the distribution that tokens are drawn from, after edits, temperature and limits."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class CacheConfig:
     gpu_memory_utilization: float
     num_gpu_blocks_override: int | None
     enable_prefix_caching: bool
-    kv_cache_layout: str = "nd"  # one of KV_CACHE_LAYOUTS: how a page lies in memory; prefill and decode share it
-    enable_return_routed_experts: bool = False  # keep the experts of every token beside its latent
+    kv_cache_layout: str = "nd"  # one of KV_CACHE_LAYOUTS: the memory layout of a block, shared by prefill and decode
+    enable_return_routed_experts: bool = False  # store the experts of every token beside its KV entry
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """What a step may hold."""
+    """The limits of a step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -52,7 +52,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class CompilationConfig:
-    """Decode steps as recorded graphs."""
+    """Decode steps as captured graphs."""
 
     enforce_eager: bool  # no graphs
     cudagraph_capture_sizes: tuple[int, ...]  # sequences of a step, ascending; larger steps run eagerly
@@ -74,10 +74,10 @@ class ParallelConfig:
     world_size: int
     rebalance_interval: int = 0  # steps between two rounds of moving requests between DP replicas; 0 = never
     # How tokens reach experts on other ranks: every rank gets all tokens and one all-reduce sums the results
-    # ("all_gather"), or tokens travel to their experts and back ("dispatch").
+    # ("all_gather"), or tokens are sent to the ranks of their experts and back ("dispatch").
     expert_exchange: str = "all_gather"
-    force_load_balancing: bool = False  # benchmarks with random weights: the router decides nothing
-    first_rank: int = 0  # of torch.distributed: those before it do something else; `rank` counts from it
+    force_load_balancing: bool = False  # for benchmarks: every expert gets as many tokens
+    first_rank: int = 0  # the first torch.distributed rank that has an engine; `rank` counts from it
 
     @property
     def dp_rank(self) -> int:
@@ -85,7 +85,7 @@ class ParallelConfig:
 
     @property
     def replica(self) -> int:
-        """Which of the world's sets of TP ranks this one belongs to: replicas get different prompts."""
+        """The index of this rank's replica (its set of TP ranks) in the world; replicas get different prompts."""
         return self.rank // self.tensor_parallel_size
 
     @property
@@ -98,12 +98,12 @@ class ParallelConfig:
 
     @property
     def rebalance_steps(self) -> int:
-        """Steps between two rounds of moving requests, 0 when there are none: an only replica has none to give to."""
+        """Steps between two rounds of moving requests; 0 with a single replica."""
         return self.rebalance_interval if self.data_parallel_size > 1 else 0
 
     @property
     def steps_in_lockstep(self) -> bool:
-        """Whether DP replicas share experts, so that each must take part in every step of the others."""
+        """Whether DP replicas share experts, so that every replica must take part in every step."""
         return self.enable_expert_parallel and self.data_parallel_size > 1
 
 
@@ -177,7 +177,7 @@ def _cache_problems(cache: CacheConfig, max_model_len: int) -> list[str]:
 
 
 def _kept_problems(cache: CacheConfig, hf: HFConfig) -> list[str]:
-    """What this model's tokens cannot leave in the cache."""
+    """Return the problems of cache settings that this model cannot have."""
     problems = []
     if cache.kv_cache_layout != "nd" and isinstance(hf, Qwen3Config):
         problems.append(

@@ -1,4 +1,4 @@
-"""What every layer of a model needs to know of the step being run."""
+"""The facts about the current step that every layer of a model reads."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ForwardContext:
     decode: DecodeMetadata | None  # None when there are no decode tokens
     prefill: PrefillMetadata | None
     dp_token_counts: list[int]  # T of every DP replica that shares experts with this one; [T] without
-    # int64 [B], the tokens whose results are asked for: of the others the layer writes the cache alone. Metadata and
-    # token counts are then those of these tokens. None: all.
+    # int64 [B], the tokens whose results are needed: for the other tokens the layer only writes the cache. Metadata and
+    # token counts are then those of these tokens. None: all tokens.
     kept_B: Tensor | None = None
     last_layer: ForwardContext | None = None  # what the last layer gets in place of this; None: this
-    # int64 [T, K], the experts of this replica's tokens in each MoE layer that has run, where they are kept.
+    # int64 [T, K], the experts of this replica's tokens in each MoE layer that has run, if they are traced.
     routed_experts: list[Tensor] | None = None

@@ -32,7 +32,7 @@ class CompletionOutput:
     finish_reason: str | None  # "stop", "length", "abort" when cut before its end, None while it runs
     stop_reason: int | str | None = None  # the stop string or the one of stop_token_ids that ended it, None for EOS
     top_logprobs: list[dict[int, Logprob]] | None = None  # per position: the most likely tokens and the sampled one
-    policy_versions: list[int] = field(default_factory=list)  # per token: of the weights that it was drawn from
+    policy_versions: list[int] = field(default_factory=list)  # per token: the policy version that it was drawn from
     # [tokens, MoE layers, K], uint8 or int16, with EngineArgs.enable_return_routed_experts: the experts that each token
     # of prompt and output went to but the last, which was never an input; None before the sample has ended. A token
     # that was computed again, after a preemption or a cut, has the experts of the last time.
@@ -46,7 +46,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """All samples of one prompt; of a running one, those that the last step brought a token."""
+    """All samples of one prompt; while it runs, those that got a token in the last step."""
 
     request_id: str
     prompt: str | None
@@ -56,5 +56,5 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens of all samples that were not computed again thanks to prefix caching
     # With SamplingParams.prompt_logprobs, per prompt token: log_softmax(logits) of the model; None for the first token.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    # Of a generation that was cut before its end: its samples, for LLM.generate to go on with. It may be pickled.
+    # The samples of a generation that was cut before its end; LLM.generate can continue them. It may be pickled.
     resumable: PromptGroup | None = None

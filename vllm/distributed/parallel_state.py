@@ -21,14 +21,14 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 
 @dataclass(frozen=True)
 class GroupCoordinator:
-    """A group of ranks and this rank's place in it; `group` is None when the group has one rank and nothing is sent."""
+    """A group of ranks and this rank's index in it; `group` is None for a group of one rank, which sends nothing."""
 
     rank_in_group: int
     world_size: int
     group: dist.ProcessGroup | None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over the group, in place."""
+        """Sum x over the group in place."""
         if self.group is not None and x.numel() > 0:
             dist.all_reduce(x, group=self.group)
         return x
@@ -62,7 +62,7 @@ class GroupCoordinator:
 
 @dataclass(frozen=True)
 class StepExchange:
-    """What the DP replicas that share experts tell each other before a step; one replica's own values without."""
+    """What DP replicas that share experts exchange before a step; without shared experts, this replica's own values."""
 
     token_counts: list[int]  # of every replica
     is_anyone_busy: bool  # whether any has work left
@@ -71,7 +71,7 @@ class StepExchange:
 
 @dataclass(frozen=True)
 class ParallelState:
-    """TP: ranks that share every request. DP: ranks of the same place in the replicas of an instance.
+    """TP: ranks that share every request. DP: ranks with the same TP index in the replicas of an instance.
 
     EP: ranks that share experts.
     """
@@ -87,7 +87,7 @@ class ParallelState:
     def exchange_step(
         self, num_tokens: int, has_unfinished: bool, is_decode_only: bool, device: torch.device
     ) -> StepExchange:
-        """Tell the other replicas about this one's next step and hear of theirs; one small all-gather."""
+        """Exchange the facts about the next step with the other replicas; one small all-gather."""
         if not self.config.steps_in_lockstep:
             return StepExchange([num_tokens], has_unfinished, is_decode_only)
         mine = torch.tensor([num_tokens, has_unfinished, is_decode_only], dtype=torch.int64, device=device)
@@ -95,8 +95,8 @@ class ParallelState:
         return StepExchange(counts, any(unfinished), all(decode_only))
 
     def is_any(self, flag: bool, device: torch.device) -> bool:
-        """Whether any rank says so that generates together with this one: TP ranks, and replicas that share experts or
-        requests. All of them call it.
+        """Whether the flag is set on any rank that generates together with this one: TP ranks, and replicas that share
+        experts or requests. All of them must call it.
         """
         flags = self.tp.all_gather(torch.tensor([flag], dtype=torch.int64, device=device))
         if self.config.steps_in_lockstep or self.config.rebalance_steps:
@@ -104,7 +104,7 @@ class ParallelState:
         return bool(flags.any())
 
     def destroy(self) -> None:
-        """Give the groups back; every rank calls it."""
+        """Destroy the groups; every rank calls it."""
         for coordinator in (self.tp, self.dp, self.ep, self.exchange):
             coordinator.destroy()
 
@@ -112,14 +112,14 @@ class ParallelState:
 def init_model_parallel(config: ParallelConfig) -> ParallelState:
     """Build this engine's groups; collective over the engine's ranks, all of which make every group in the same order.
 
-    Where these are not all ranks of torch.distributed, only the members of a group make it.
+    If the engine does not have all ranks of torch.distributed, only the members of a group create it.
     """
     if config.world_size == 1:
         alone = GroupCoordinator(0, 1, None)
         return ParallelState(config, alone, alone, alone, alone)
     tp_size, dp_size, span = config.tensor_parallel_size, config.data_parallel_size, config.ranks_per_instance
     starts = range(0, config.world_size, span)
-    dp: list[list[int]] = []  # replicas that know nothing of each other, as the launcher starts them
+    dp: list[list[int]] = []  # independent replicas, in the launcher's order
     # NPU-ADAPTATION(dp-groups-from-world): DP groups come from the launcher's own world, not from a second rendezvous
     # with ports of its own (VLLM_DP_MASTER_PORT), which hosts with several network cards get wrong; drop when DP
     # engines outlive their launcher.
@@ -132,7 +132,7 @@ def init_model_parallel(config: ParallelConfig) -> ParallelState:
 
 
 def _coordinator(groups: list[list[int]], config: ParallelConfig) -> GroupCoordinator:
-    """Make all `groups`; return this rank's."""
+    """Create all `groups` and return this rank's."""
     mine = GroupCoordinator(0, 1, None)
     rank, first, is_alone = config.rank, config.first_rank, config.first_rank == 0
     for ranks in groups:

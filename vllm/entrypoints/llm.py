@@ -91,16 +91,16 @@ class LLM:
         max_seconds: float | None = None,
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        """One RequestOutput per prompt, in order; every sample runs to its end, or to a cut.
+        """Return one RequestOutput per prompt, in order; every sample runs to its end or to a limit.
 
-        Waiting prompts with the lower `priority` go first. After `max_steps` engine steps or `max_seconds` what has not
-        ended is returned as it is, with finish_reason "abort" and RequestOutput.finished False. Given as a prompt to a
-        later call, here or in another engine of the model, such an output goes on where it was, with its own sampling
-        parameters and the weights of that call. `on_output` gets each prompt's output
-        as soon as its samples have ended. Ranks that step together are given the same limits.
+        Waiting prompts with a lower `priority` run first. After `max_steps` engine steps or `max_seconds` unfinished
+        samples are returned as they are, with finish_reason "abort" and RequestOutput.finished False. Such an output
+        can be passed as a prompt to a later call, here or in another engine of the model: it then continues with its
+        own sampling parameters and the weights of that call. `on_output` is called with each prompt's output as soon as
+        its samples have finished. Ranks that step together must be given the same limits.
 
         ValueError lists all prompts that cannot be run (index, length, limit); RuntimeError while the engine sleeps.
-        use_tqdm is accepted for vLLM's callers; progress is the caller's business.
+        use_tqdm is accepted for vLLM's callers and has no effect.
         """
         prompt_list = [prompts] if isinstance(prompts, (str, dict, RequestOutput)) else list(prompts)
         count = len(prompt_list)
@@ -118,9 +118,9 @@ class LLM:
         return [group.output(self.engine.processor.decoder(group.params)) for group in groups]
 
     def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None:
-        """Free "weights" and "kv_cache", or what `tags` names of them. Level 1 keeps the weights on the host.
+        """Free "weights" and "kv_cache", or those of them in `tags`. Level 1 keeps the weights on the host.
 
-        Level 2 drops them, new ones must be loaded.
+        Level 2 drops the weights: new ones must be loaded.
         """
         if not self.config.enable_sleep_mode:
             raise RuntimeError("sleep: the engine was built with enable_sleep_mode=False")
@@ -133,18 +133,18 @@ class LLM:
         self.core.wake_up(_known_tags("wake_up", tags))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take (hf_name, full tensor) pairs, all of the model or a part, in any order; returns the names taken.
+        """Load (hf_name, full tensor) pairs, all of the model or a part, in any order; returns the loaded names.
 
-        ValueError for an unknown name or a wrong shape; multi-token-prediction layers are skipped. Cached prefixes are
-        forgotten.
+        ValueError for an unknown name or a wrong shape; multi-token-prediction layers are skipped. The prefix cache is
+        reset.
         """
         return self.core.load_weights(weights)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int | None = None) -> None:
         """Replace all weights by the (hf_name, full tensor) pairs of a policy version (None: the next one).
 
-        Each tensor is copied to its place as it comes, so the stream may reuse its buffers. ValueError for a name that
-        is unknown, comes twice or is missing, or a wrong shape; until a whole update has come, `generate` refuses.
+        Each tensor is copied as it arrives, so the stream may reuse its buffers. ValueError for a name that is unknown,
+        repeated or missing, or a wrong shape; until an update is complete, `generate` raises RuntimeError.
         """
         self.core.update_weights(weights, version)
 
@@ -165,7 +165,7 @@ class LLM:
 
     @property
     def policy_version(self) -> int:
-        """Of the weights, as the last `update_weights` said; 0 for those the engine started with."""
+        """The version of the weights, as given to the last `update_weights`; 0 for the initial weights."""
         return self.core.policy_version
 
     def weights_digest(self) -> dict[str, WeightDigest]:
@@ -189,8 +189,8 @@ class LLM:
         self.core.worker.check_weights_loaded()
 
     def get_memory_report(self) -> dict[str, int]:
-        """Bytes held by weights, host copies and KV cache, the number of KV blocks, and the device's free and total
-        bytes.
+        """Return the bytes of weights, host copies and KV cache, the number of KV blocks, and the device's free and
+        total bytes.
         """
         return self.core.worker.memory_report()
 
@@ -201,7 +201,7 @@ class LLM:
         return self._tokenizer.load()
 
     def shutdown(self) -> None:
-        """Give memory and process groups back; every rank calls it, and nothing else afterwards."""
+        """Free memory and process groups; every rank calls it, and nothing else afterwards."""
         self.core.sleep(level=2)
         self.parallel.destroy()
 

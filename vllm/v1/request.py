@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class RequestStatus(Enum):
-    """Where a request is in its life."""
+    """The state of a request."""
 
     WAITING = "waiting"
     RUNNING = "running"
-    PREEMPTED = "preempted"  # waiting again, its blocks given up, to be computed again
+    PREEMPTED = "preempted"  # waiting again; its blocks are freed and must be computed again
     FINISHED = "finished"
 
 
@@ -119,7 +119,7 @@ class Request:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Whether some are still to be computed, so that the prompt must not come from the prefix cache."""
+        """Whether prompt log-probs are missing, so that the prompt must not come from the prefix cache."""
         return self.num_prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     def note_policy(self, version: int) -> None:

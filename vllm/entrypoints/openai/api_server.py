@@ -1,7 +1,7 @@
 """An engine behind OpenAI's HTTP interface: python -m vllm.entrypoints.openai.api_server --model DIR.
 
-One process, whose threads end with it: the event loop that talks to clients, the engine's thread that steps, and one
-for the tokenizer. Also `serve_in_background`, for an engine that lives in another program.
+One process with three threads: the event loop that serves clients, the engine's thread, and one for the tokenizer.
+`serve_in_background` serves the engine of another program.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class BackgroundServer:
         return self.server.url
 
     def paused(self, drain_s: float = 30.0) -> AbstractContextManager[None]:
-        """AsyncLLM.paused: the engine for the caller alone, while clients wait."""
+        """Return AsyncLLM.paused: exclusive use of the engine, while clients wait."""
         return self.server.engine.paused(drain_s)
 
 
@@ -164,12 +164,12 @@ def serve_in_background(llm: LLM, args: ServerArgs) -> Iterator[BackgroundServer
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that nobody can connect to yet; OSError at once when the address is not to be had."""
+    """Return a bound socket that does not listen yet; OSError when the address cannot be bound."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else a restart waits for old connections
-        # Connections inherit it: how much of an answer that its client does not read one holds. Linux takes MiBs.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
+        # Connections inherit this bound of unread response bytes; Linux's default is MiBs.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind(address)
     except OSError as error:
@@ -200,18 +200,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     with bind(server_args.host, server_args.port) as listener:
         llm = LLM(**{field.name: getattr(engine_args, field.name) for field in dataclasses.fields(EngineArgs)})
         server = ApiServer(llm, server_args, listener)
-        listener.listen()  # from here on who connects waits for the app to start, and is not refused
+        listener.listen()  # from here on clients that connect wait for the app to start instead of being refused
         logger.info("serving %s on %s", engine_args.model, server.url)
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, _go_on)
         server.run()
-    if not (server.engine.is_running or server.has_failed):  # else its step hangs or broke: it ends with the process
+    if not (server.engine.is_running or server.has_failed):  # otherwise its thread ends with the process
         llm.shutdown()
     return int(server.has_failed)
 
 
 def _go_on(signum: int, frame: FrameType | None) -> None:
-    """uvicorn takes signals while it runs and raises them again when it is done: what is left to do is to end well."""
+    """Ignore a signal that uvicorn has handled and raises again at its end."""
 
 
 if __name__ == "__main__":

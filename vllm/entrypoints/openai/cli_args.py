@@ -84,7 +84,7 @@ def _add_fields(group: argparse._ArgumentGroup, owner: type[ServerArgs] | type[E
 
 
 def _form(hint: Any) -> dict[str, Any]:
-    """How argparse reads a value of this type."""
+    """Return the argparse options for a value of this type."""
     if get_origin(hint) in (Union, types.UnionType):
         hint = next(part for part in get_args(hint) if part is not type(None))
     if hint is bool:

@@ -15,20 +15,20 @@ MAX_MESSAGE = 2000
 
 
 class ApiError(Exception):
-    """A request that gets an error for an answer."""
+    """An error that is the response to a request."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> str:
-        """The JSON of the answer, or of a stream's last event."""
+        """Return the JSON of the response, or of a stream's last event."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         if self.status == 429:
             kind = "rate_limit_error"
         message = str(self)
         message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + " ..."
-        message = message.encode(errors="replace").decode()  # what it quotes may not be valid Unicode
+        message = message.encode(errors="replace").decode()  # the quoted text may not be valid Unicode
         info = ErrorInfo(message=message, type=kind, param=self.param, code=self.code)
         return ErrorResponse(error=info).model_dump_json()
 
@@ -36,20 +36,20 @@ class ApiError(Exception):
         headers = {}
         if self.status in (429, 503):
             headers["Retry-After"] = "1"
-        if self.status in (408, 413):  # what is left of the body is not waited for
+        if self.status in (408, 413):  # the rest of the body is not waited for
             headers["Connection"] = "close"
         return Response(self.body(), self.status, headers, media_type="application/json")
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """What the engine raised, as an answer: a client's mistake is a 400, a full queue 429, the engine's state 503."""
+    """Map an engine's exception to a response: a client's mistake is 400, a full queue 429, the engine's state 503."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full")
     if isinstance(error, ValueError):
         return ApiError(400, str(error))
-    if isinstance(error, RuntimeError):  # asleep, taken for something else, dead
+    if isinstance(error, RuntimeError):  # asleep, paused or dead
         return ApiError(503, str(error), code="engine_unavailable")
     return ApiError(500, f"{type(error).__name__}: {error}")
 

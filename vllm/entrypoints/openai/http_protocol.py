@@ -1,4 +1,4 @@
-"""uvicorn's HTTP connection with limits on how long a client may take to send a head and to take an answer."""
+"""uvicorn's HTTP connection with limits on the time to send a request's head and to read a response."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 def http_protocol(timeout_s: float) -> type[H11Protocol]:
     """The protocol class of all connections of a server.
 
-    uvicorn bounds the silence between two requests of a connection, and the app the time of a body. What is left:
-    a connection that sends no head, or a head byte by byte, is closed after `timeout_s`, with a 408 if a head had
-    begun; one whose client takes no byte of an answer for that long is cut, which tells the app that the client left.
+    uvicorn bounds the idle time between two requests of a connection, and the app bounds the time of a body. This class
+    adds two limits: a connection that sends no complete head is closed after `timeout_s`, with a 408 if a head had
+    started; a connection whose client reads no byte of a response for that long is closed, which the app sees as a
+    disconnect.
     """
 
     class TimedProtocol(H11Protocol):
@@ -43,7 +44,7 @@ def http_protocol(timeout_s: float) -> type[H11Protocol]:
             super().resume_writing()
 
         def _watch_head(self) -> None:
-            """Keep the timer running from the first moment a head is due until it is there."""
+            """Keep the timer running from the moment a head is due until it is complete."""
             is_due = self.conn.their_state is h11.IDLE and (self.cycle is None or bool(self.conn.trailing_data[0]))
             if not is_due:
                 self._stop_watching()

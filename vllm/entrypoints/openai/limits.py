@@ -1,4 +1,4 @@
-"""What a client may cost with a request: the size of its body, and the time to send it."""
+"""Limits on a request: the size of its body, and the time to send it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.metrics import ServerMetrics
 
-# A client that still writes its body does not read the answer, and a connection closed meanwhile may take the answer
-# with it. So an oversized body is read to its end and thrown away, within these bounds.
+# A client that is still writing its body does not read the response, and closing the connection may lose the response.
+# So an oversized body is read to its end and discarded, within these bounds.
 DRAIN_TIMES_LIMIT = 16
 DRAIN_S = 5.0
 
@@ -91,7 +91,7 @@ class RequestLimits:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route = scope.get("route")
-                path = getattr(route, "path", "other")  # of our routes only: a client must not invent labels
+                path = getattr(route, "path", "other")  # our routes only: a client must not be able to create labels
                 self.metrics.http[path, message["status"]] += 1
             await send(message)
 

@@ -27,7 +27,7 @@ class Histogram:
 
 @dataclass
 class ServerMetrics:
-    """What the server counts; touched on the event loop only."""
+    """The server's counters; used on the event loop only."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -37,7 +37,7 @@ class ServerMetrics:
     request_latency: Histogram = field(default_factory=Histogram)
 
     def text(self, model_name: str, gauges: Mapping[str, float], counters: Mapping[str, float]) -> str:
-        """The page; `gauges` and `counters` are the engine's, named without their prefix."""
+        """Return the metrics page; `gauges` and `counters` are the engine's, named without their prefix."""
         model = {"model_name": model_name}
         pages = [_metric(name, "gauge", [("", model, value)]) for name, value in gauges.items()]
         pages += [_metric(name, "counter", [("", model, value)]) for name, value in counters.items()]

@@ -1,7 +1,7 @@
-"""What goes over the wire: OpenAI's request and response bodies, with vLLM's extra sampling fields.
+"""OpenAI's request and response bodies, with vLLM's extra sampling fields.
 
 Source: OpenAI's public API reference and vLLM's documentation of its extra parameters. A field that this server does
-not know is an error, not ignored: an answer never silently lacks what was asked for.
+not know is an error: a response never silently lacks what was asked for.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ MAX_STOPS = 16
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Float32 = Annotated[float, Field(ge=-3e38, le=3e38)]
 TokenIds = list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]]
-# Of OpenAI's fields, those that say who asks and why: taken, and without effect on the answer.
+# OpenAI's fields that describe the caller: accepted, without effect on the response.
 NO_EFFECT = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 
 
 class StreamOptions(BaseModel):
-    """`include_usage`: one more chunk at the end, without choices, says the tokens used."""
+    """`include_usage`: one more chunk at the end, without choices, has the numbers of tokens."""
 
     model_config = ConfigDict(extra="forbid")
     include_usage: bool = False
 
 
 class GenerationRequest(BaseModel):
-    """What both kinds of completion take; None means the default of the engine's SamplingParams."""
+    """The fields of both kinds of completion; None means the default of the engine's SamplingParams."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 

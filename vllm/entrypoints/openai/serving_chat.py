@@ -77,7 +77,7 @@ class OpenAIServingChat(OpenAIServing):
                 tokenize=False,
                 **extra,
             )
-        except Exception as error:  # whatever a template raises about messages that it does not take
+        except Exception as error:  # whatever a template raises about messages that it refuses
             raise ApiError(400, f"the chat template does not take these messages: {error}", "messages") from error
         # The template writes the special tokens itself.
         return self.encode(str(text), bool(body.add_special_tokens))

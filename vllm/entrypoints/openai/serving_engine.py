@@ -1,4 +1,4 @@
-"""What both kinds of completion need of the engine: prompts as tokens, sampling parameters, outputs, token texts."""
+"""What both kinds of completion share: prompts as tokens, sampling parameters, outputs, token texts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OpenAIServing:
 
     def __init__(self, engine: AsyncLLM, model_name: str, max_logprobs: int, metrics: ServerMetrics) -> None:
         self.engine, self.model_name, self.max_logprobs, self.metrics = engine, model_name, max_logprobs, metrics
-        # The engine's thread decodes with its own copy: a tokenizer is not made for two threads.
+        # The engine's thread decodes with its own copy: a tokenizer is not thread-safe.
         self.tokenizer: PreTrainedTokenizerBase = copy.deepcopy(engine.llm.get_tokenizer())
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._token_texts: dict[int, str] = {}
@@ -56,7 +56,7 @@ class OpenAIServing:
             )
 
     def sampling_params(self, body: GenerationRequest, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """ApiError for what the engine cannot do or a value it refuses."""
+        """Return the sampling parameters of a request; ApiError for a value that the engine refuses."""
         if logprobs is not None and logprobs > self.max_logprobs:
             raise ApiError(400, f"logprobs={logprobs} exceeds the server's limit of {self.max_logprobs}", "logprobs")
         given: dict[str, Any] = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
@@ -113,7 +113,7 @@ class OpenAIServing:
         """Runs on the tokenizer's thread."""
         try:
             return self.tokenizer.encode(text, add_special_tokens=with_special_tokens)
-        except Exception as error:  # such as half of a surrogate pair, which JSON can say and UTF-8 cannot
+        except Exception as error:  # such as half of a surrogate pair, which is valid JSON and not valid UTF-8
             raise ApiError(400, f"the prompt cannot be tokenized: {error}", "prompt") from error
 
     def token_text(self, token: int) -> str:
@@ -144,7 +144,7 @@ class UsageCount:
             self.cached_tokens += output.num_cached_tokens
 
     def info(self) -> UsageInfo:
-        # Samples after the first always find their prompt in the cache: what earlier requests left is seen with n=1.
+        # Samples after the first always find their prompt in the cache; only the first shows hits on earlier requests.
         details = PromptTokensDetails(cached_tokens=self.cached_tokens) if self.num_samples == 1 else None
         total = self.prompt_tokens + self.completion_tokens
         return UsageInfo(

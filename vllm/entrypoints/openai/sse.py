@@ -14,7 +14,7 @@ DONE = "data: [DONE]\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Sends what `events` yields; calls `on_end` however the sending ends: done, failed, the client gone."""
+    """Sends what `events` yields; calls `on_end` at the end, after an error and after a disconnect alike."""
 
     def __init__(self, events: AsyncIterator[str], on_end: Callable[[], None]) -> None:
         super().__init__(
@@ -37,7 +37,7 @@ async def _closed_with_done(events: AsyncIterator[str]) -> AsyncIterator[str]:
     try:
         async for text in events:
             yield text
-    except ApiError as error:  # the status is out: what is left is an event that clients raise on
+    except ApiError as error:  # the status has been sent: the error can only be an event
         yield f"data: {error.body()}\n\n"
     else:
         yield DONE

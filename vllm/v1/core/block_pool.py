@@ -9,12 +9,13 @@ BlockHash = int
 
 
 class BlockPool:
-    """Blocks 0..num_blocks-1. A block is free when nobody refers to it; a free block keeps its content until it is
+    """Blocks 0..num_blocks-1. A block is free when no sequence holds it; a free block keeps its content until it is
     reused.
 
     Free blocks are handed out least recently freed first. A full block can be registered under the hash of its tokens
     and of all tokens before it; `find` then gives it to a sequence with the same prefix. A block that begins with the
-    last, too few tokens of a prompt can be registered for these, as a tail: another sequence may copy them.
+    last tokens of a prompt, too few for a full block, can be registered for these tokens as a tail: another sequence
+    may copy them.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -81,7 +82,7 @@ class BlockPool:
             self._blocks_of_tail.setdefault(tail_hash, {})[block] = None
 
     def forget_contents(self) -> None:
-        """Nothing is findable any more: weights or cache have changed."""
+        """Unregister all contents: weights or cache have changed."""
         self._block_of.clear()
         self._blocks_of_tail.clear()
         self._tail_of = [None] * self.num_blocks

@@ -1,4 +1,4 @@
-"""Which blocks hold which tokens of which request."""
+"""Assigns KV blocks to the tokens of requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class KVCacheManager:
     """Gives requests blocks for their tokens and takes them back; knows shared prefixes when prefix caching is on.
 
     A prompt of P tokens is computed once for all sequences that begin with it: they share its full blocks, and each
-    copies what the block of its P-1st token holds before that one. The last token is computed by each, to sample from.
+    copies the entries of the last, partly filled block up to its token P-1. The last token is computed by each, to
+    sample from.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
@@ -27,10 +28,10 @@ class KVCacheManager:
         self._tail_sources: dict[str, int] = {}  # by request, from take_cached_prefix to allocate_slots
 
     def take_cached_prefix(self, request: Request) -> bool:
-        """Give a request without blocks those that already hold its leading full blocks, and find a block to copy the
-        rest of its prompt from. At least one token stays to be computed.
+        """Assign to a request the cached blocks of its leading full blocks, and find a block to copy the rest of its
+        prompt from. At least one token is left to compute.
 
-        False, and nothing given, when this very step computes what it would copy: the next step has it.
+        Returns False, and assigns nothing, when the current step computes what it would copy: the next step has it.
         """
         assert not request.block_ids and request.num_computed_tokens == 0, request.request_id
         if not self.enable_prefix_caching or request.needs_prompt_logprobs:
@@ -105,7 +106,7 @@ class KVCacheManager:
         return copies
 
     def finish_step(self) -> None:
-        """What the last step wrote can be read."""
+        """Make what the last step wrote readable for other sequences."""
         self._fresh_tails.clear()
 
     def free(self, request: Request) -> None:
@@ -117,7 +118,7 @@ class KVCacheManager:
         request.num_computed_tokens = 0
 
     def set_apart(self, request: Request) -> None:
-        """The request keeps its blocks while the weights change: what it writes from then on is for nobody else."""
+        """Let the request keep its blocks while the weights change; its later entries are not shared."""
         request.num_registered_blocks = sys.maxsize
 
     def reset_prefix_cache(self) -> None:

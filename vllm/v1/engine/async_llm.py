@@ -24,15 +24,15 @@ class QueueFullError(RuntimeError):
 
 
 class EngineDeadError(RuntimeError):
-    """The engine's thread has ended: nothing runs any more."""
+    """The engine's thread has ended, and no request can run."""
 
 
 class RequestCutError(RuntimeError):
-    """The engine was wanted for something else before the request was done."""
+    """The engine was paused before the request was done."""
 
 
 class RequestOutputCollector:
-    """What the requests of one caller have put out and nobody has taken yet. Lives on the event loop.
+    """The pending outputs of one caller's requests. It is used on the event loop only.
 
     Iterating gives lists of outputs, all since the last one, until every request is finished; it raises what ended one
     of them early.
@@ -72,7 +72,7 @@ class RequestOutputCollector:
         self._changed.set()
 
     def fail(self, error: Exception) -> None:
-        """`error` is the last thing to come."""
+        """End the iteration with `error`."""
         if not self.is_admitted.done():
             self.is_admitted.set_exception(error)
         self._error = error
@@ -89,7 +89,7 @@ class _Addition:
 
 @dataclass
 class _Inbox:
-    """What the event loop and a pausing caller want of the thread; guarded by `changed`."""
+    """The requests of the event loop and of a pausing caller to the thread; guarded by `changed`."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     to_add: dict[str, _Addition] = field(default_factory=dict)
@@ -103,8 +103,8 @@ class _Inbox:
 class AsyncLLM:
     """Requests of an event loop, run by `llm` in a background thread.
 
-    From `start` to `shutdown` nothing else touches the engine, but within `paused`. At most `max_queue_size` samples
-    are unfinished at any time. `on_death` is called on the event loop when a step fails, which no request survives.
+    From `start` to `shutdown` nothing else may use the engine, except within `paused`. At most `max_queue_size` samples
+    are unfinished at any time. `on_death` is called on the event loop when a step fails, which ends all requests.
     """
 
     def __init__(self, llm: LLM, max_queue_size: int, on_death: Callable[[], None] | None = None) -> None:
@@ -145,8 +145,8 @@ class AsyncLLM:
     ) -> RequestOutputCollector:
         """Hand the requests "`request_id`-0", "-1" ... to the engine, all or none.
 
-        The caller ends with `abort`, which does nothing to what is finished. ValueError for a prompt that cannot be
-        run, QueueFullError, RuntimeError while the engine sleeps or is dead.
+        The caller must call `abort` at the end, which does nothing to finished requests. ValueError for a prompt that
+        cannot be run, QueueFullError, RuntimeError while the engine sleeps or is dead.
         """
         if not self.is_running:
             raise EngineDeadError("the engine does not run")
@@ -171,7 +171,7 @@ class AsyncLLM:
         return collector
 
     def abort(self, collector: RequestOutputCollector) -> None:
-        """Drop what nobody waits for any more."""
+        """Drop the requests."""
         unfinished = [name for name in collector.request_ids if self._collectors.pop(name, None) is not None]
         self.num_aborted += len(unfinished)
         if unfinished:
@@ -181,7 +181,7 @@ class AsyncLLM:
 
     @contextmanager
     def paused(self, drain_s: float = 30.0) -> Iterator[None]:
-        """The engine for the caller alone: in here another thread may generate, sleep, wake up and load weights.
+        """Give the caller exclusive use of the engine: another thread may generate, sleep, wake up and load weights.
 
         Waits until the running requests are done; those that are not after `drain_s` end with RequestCutError. New ones
         wait until the end of the block.
@@ -206,7 +206,7 @@ class AsyncLLM:
         return self._inbox.is_paused or self._inbox.is_closing or not self.is_running
 
     def _run(self) -> None:
-        """The thread: take requests in, step, hand outputs out, until the shutdown or a step's failure."""
+        """The thread's loop: add requests, step, deliver outputs, until the shutdown or a failed step."""
         engine, running = self.llm.engine, set[str]()
         error: Exception = EngineDeadError("the server is shutting down")
         try:
@@ -229,7 +229,7 @@ class AsyncLLM:
             self._on_loop(self._fail_all, error)
 
     def _take_in(self, running: set[str]) -> None:
-        """Add and abort what the loop asks for.
+        """Add and abort the requests that the event loop asks for.
 
         Waits while there is nothing to run: for a request, an abort, a pause or its end, the shutdown.
         """

@@ -1,4 +1,4 @@
-"""The engine's step: schedule, run, take the samples in."""
+"""The engine's step: schedule, run the model, append the samples."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ class EngineCore:
 
     @property
     def policy_version(self) -> int:
-        """Of the weights; every token is drawn by the one of its step."""
+        """The version of the weights; a token has that of its step."""
         return self.scheduler.policy_version
 
     def step(self) -> tuple[list[Request], bool]:
-        """(requests that finished, whether any replica sharing experts with this one has work left or had before this
-        step).
+        """Run one step; returns (finished requests, whether any replica that shares experts with this one has, or had
+        before this step, work left).
 
-        In lock-step every replica calls it until the flag is False everywhere: one without work lends its experts.
+        In lock-step every replica calls it until the flag is False everywhere: a replica without work still computes
+        its experts.
         """
         step = self.scheduler.schedule()
         exchange = self.parallel.exchange_step(

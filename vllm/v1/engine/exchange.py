@@ -1,4 +1,4 @@
-"""Uneven all-to-all between the DP replicas of an instance: words of requests, and blocks of the KV cache."""
+"""Uneven all-to-all between the DP replicas of an instance: encoded requests and blocks of the KV cache."""
 
 from __future__ import annotations
 

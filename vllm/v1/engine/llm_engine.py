@@ -20,7 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 
 @dataclass(frozen=True)
 class Cut:
-    """When a generation is cut short: at the end of the first step that reaches one of these."""
+    """The limits of a generation: it is cut at the end of the first step that reaches one of them."""
 
     max_steps: int | None = None
     max_seconds: float | None = None
@@ -35,7 +35,8 @@ NO_CUT = Cut()
 
 
 class LLMEngine:
-    """Driven by `step`, for requests that come one by one, or by `generate`, for all at once; never both at a time.
+    """Runs requests: call `step` for requests that come one by one, or `generate` for all at once; never both at a
+    time.
 
     The TP ranks of a replica, and replicas that share experts, make the same calls in the same order.
     """
@@ -58,7 +59,7 @@ class LLMEngine:
         self._is_anyone_busy = False
 
     def add_request(self, request_id: str, prompt: PromptType, params: SamplingParams, *, priority: int = 0) -> None:
-        """Queue the n samples of a prompt; of waiting ones those with the lower `priority` go first.
+        """Queue the n samples of a prompt; waiting requests with a lower `priority` run first.
 
         ValueError for a prompt that cannot be run or an id that is in use, RuntimeError while the engine sleeps.
         """
@@ -72,7 +73,7 @@ class LLMEngine:
         self._add([group], [priority], params.output_kind)
 
     def abort_request(self, request_ids: Iterable[str]) -> None:
-        """Drop requests, between two steps; nothing more comes of them. Ids that have ended are left alone."""
+        """Drop requests between two steps; they have no further output. Ids of finished requests are ignored."""
         for request_id in request_ids:
             stream = self._streams.pop(request_id, None)
             if stream is None:
@@ -82,7 +83,7 @@ class LLMEngine:
                     self.core.scheduler.abort(request)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; what it brought to those who asked for it by `SamplingParams.output_kind`.
+        """Run one step and return its outputs, as `SamplingParams.output_kind` asks.
 
         Where replicas share experts, each calls it, with or without requests, while `has_unfinished_requests` of any.
         A step that fails drops all requests.
@@ -95,12 +96,13 @@ class LLMEngine:
         return self._outputs_of(finished)
 
     def run(self, max_steps: int) -> list[RequestOutput]:
-        """What up to `max_steps` steps brought; fewer when no replica that steps with this one has work left.
+        """Run up to `max_steps` steps and return their outputs; stops when no replica that steps with this one has work
+        left.
 
         Replicas that share experts all call it, with or without requests, with the same number.
         """
         outputs: list[RequestOutput] = []
-        self._is_anyone_busy = True  # what others were given is heard of in the first step
+        self._is_anyone_busy = True  # the first step tells whether other replicas have work
         for _ in range(max_steps):
             if not self.has_unfinished_requests():
                 break
@@ -108,10 +110,10 @@ class LLMEngine:
         return outputs
 
     def withdraw(self, keeps_cache: bool = False) -> list[PromptGroup]:
-        """Take all unfinished requests out, for new weights or another engine; `resume` goes on with them.
+        """Take all unfinished requests out, for new weights or another engine; `resume` continues them.
 
-        Their blocks are free, and what these held is computed again. With `keeps_cache` those whose prompts are
-        computed keep theirs until `free_cache`, and go on in this engine, whatever weights it has by then.
+        Their blocks are freed and will be computed again. With `keeps_cache` requests whose prompts are computed keep
+        their blocks until `free_cache` and continue in this engine, whatever weights it has by then.
         """
         self.core.scheduler.withdraw_all(keeps_cache)
         groups = [stream.group for stream in self._streams.values()]
@@ -119,17 +121,17 @@ class LLMEngine:
         return groups
 
     def free_cache(self, groups: Sequence[PromptGroup]) -> None:
-        """What `withdraw` gave has no blocks any more."""
+        """Free the blocks of requests that `withdraw` returned."""
         for group in groups:
             for request in group.samples:
                 self.core.scheduler.kv.free(request)
 
     def resume(self, groups: Sequence[PromptGroup]) -> None:
-        """Queue what `withdraw` gave, in this order and with the priorities of then; ValueError as `add_request`."""
+        """Queue what `withdraw` returned, in this order, with its priorities; ValueError as in `add_request`."""
         for group in groups:
             if group.request_id in self._streams:
                 raise ValueError(f"request id {group.request_id!r} belongs to an unfinished request")
-        self._add(groups, [0] * len(groups), RequestOutputKind.FINAL_ONLY)  # samples that are there have theirs
+        self._add(groups, [0] * len(groups), RequestOutputKind.FINAL_ONLY)  # existing samples keep their priorities
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has something to do: here or, when replicas share experts, as of the last step elsewhere."""
@@ -146,10 +148,11 @@ class LLMEngine:
         cut: Cut = NO_CUT,
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> None:
-        """Run every group's samples to their end or to the cut; `groups` then hold what became of them.
+        """Run every group's samples to their end or to the limits; `groups` then hold the results.
 
         A group without samples gets new ones. ValueError, before anything runs, lists every bad prompt. `on_output` is
-        told of each prompt as soon as its samples have ended, of one that ended on another replica at the end.
+        called with each prompt as soon as its samples have finished; for a prompt that finished on another replica, at
+        the end.
         """
         if self._streams:
             raise RuntimeError(f"generate while {len(self._streams)} requests of add_request run: step until they end")
@@ -168,10 +171,11 @@ class LLMEngine:
         self._forget_streams()
 
     def _run(self, cut: Cut, tell: Callable[[RequestOutput], None]) -> None:
-        """Step until no request is left, of this replica or of all that it steps or rebalances with; or to the cut.
+        """Step until no request is left, here and in all replicas that step or rebalance with this one, or to the
+        limits.
 
-        In lock-step a replica consumes its own requests, then empty steps; it leaves with all others at the first
-        exchange in which nobody has work. Else one that rebalances and has no work waits for the others' next round.
+        In lock-step a replica runs its own requests, then empty steps; all replicas leave at the first exchange in
+        which none has work. Otherwise a replica that rebalances and has no work waits for the others' next round.
         """
         core, scheduler, parallel = self.core, self.core.scheduler, self.config.parallel
         interval, num_steps, is_anyone_busy = self.rebalancer.config.interval, 0, True
@@ -198,7 +202,7 @@ class LLMEngine:
                 return
 
     def _is_due(self, cut: Cut, num_steps: int, started: float) -> bool:
-        """Whether to cut now; where clocks or step counts may differ, the ranks that step together agree."""
+        """Whether to stop now; ranks that step together agree where clocks or step counts may differ."""
         is_due = cut.max_steps is not None and num_steps >= cut.max_steps
         is_due |= cut.max_seconds is not None and time.monotonic() - started >= cut.max_seconds
         if cut.max_seconds is not None or self.rebalancer.config.interval:
@@ -225,12 +229,12 @@ class LLMEngine:
                 self.core.scheduler.add_request(request)
 
     def _outputs_of(self, finished: Iterable[Request]) -> list[RequestOutput]:
-        """What the last step, in which these requests finished, brought to those who asked for it."""
+        """Return the outputs of the last step, in which these requests finished, for the streams that want them."""
         outputs = []
         for request in finished:
             stream = self._stream_of.pop(request.request_id, None)
             if stream is None:
-                continue  # a guest of another replica
+                continue  # a request of another replica
             stream.num_unfinished -= 1
             if stream.num_unfinished == 0:
                 outputs.append(stream.next())

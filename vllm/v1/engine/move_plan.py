@@ -1,11 +1,11 @@
-"""Which replica gives how many requests to which: pure functions of what the replicas hold."""
+"""Plans the moves of requests between replicas: pure functions of the replicas' loads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Below this part of the largest load a smaller one is not worth the moves: each costs a prefill of its request.
+# A target above this fraction of the largest load is not worth the moves: each costs a prefill of its request.
 WORTH = 0.1
 
 
@@ -42,7 +42,7 @@ def target_load(counts: Sequence[int], sizes: Sequence[int] = ()) -> int:
 
 
 def plan_moves(loads: Sequence[Load], sizes: Sequence[int] = ()) -> list[Move]:
-    """The fewest moves that bring every replica to the target load, as far as the receivers have KV blocks for them.
+    """Return the fewest moves that bring every replica to the target load, as far as the receivers have KV blocks.
 
     The fullest replica gives first, the emptiest receives first, ties go to the lower rank: every rank that knows the
     loads makes the same plan.

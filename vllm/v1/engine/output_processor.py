@@ -1,4 +1,4 @@
-"""Requests of the core, put together as the caller's RequestOutput: at their end, or after every step."""
+"""Builds the caller's RequestOutput from the core's requests, at their end or after every step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PromptGroup:
         return f"{self.request_id}_{index}"
 
     def output(self, decode: Decode | None) -> RequestOutput:
-        """All samples as they are; `decode` None leaves the text empty. What has not ended can be gone on with."""
+        """Return all samples as they are; `decode` None leaves the text empty. Unfinished samples can be continued."""
         completions = []
         for index, request in enumerate(self.samples):
             completions.append(self.completion(index, request, self._text(request, decode), decode=decode))
@@ -104,7 +104,7 @@ class PromptGroup:
 
 
 class OutputStream:
-    """What a caller sees of a group while it runs: by `kind` after every step, or at its end."""
+    """The outputs of a group for its caller: by `kind` after every step, or at its end."""
 
     def __init__(self, group: PromptGroup, kind: RequestOutputKind, decode: Decode | None, num_unfinished: int) -> None:
         self.group, self.kind, self.decode, self.num_unfinished = group, kind, decode, num_unfinished
@@ -116,7 +116,7 @@ class OutputStream:
             self._detokenizers = [request.detokenizer or IncrementalDetokenizer(decode) for request in group.samples]
 
     def next(self) -> RequestOutput | None:
-        """The output of the last step: of the samples that it brought a token; None when there is nothing to show."""
+        """Return the output of the last step for the samples that got a token; None when there is nothing to show."""
         if self.kind is RequestOutputKind.FINAL_ONLY:
             return self.group.output(self.decode) if self.num_unfinished == 0 else None
         completions = [

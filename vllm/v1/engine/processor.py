@@ -1,4 +1,4 @@
-"""A caller's prompt and parameters as the requests of its samples, checked before anything is queued."""
+"""Turns a caller's prompt and parameters into requests, and checks them before anything is queued."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from vllm.v1.sample.rng import derive_seed
 
 
 class Processor:
-    """Knows the tokenizer and the limits of the engine."""
+    """Makes requests with the engine's tokenizer and limits."""
 
     def __init__(self, config: VllmConfig, tokenizer: LazyTokenizer | None) -> None:
         self.config, self.tokenizer = config, tokenizer
         self._num_prompts = 0  # over the engine's life: seeds those without a seed
 
     def group(self, name: str, request_id: str, prompt: PromptType, params: SamplingParams) -> PromptGroup:
-        """The prompt with no samples yet; ValueError, saying `name`, when it is no prompt."""
+        """Return the prompt's group, without samples yet; ValueError, with `name`, when it is not a prompt."""
         fields: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
         text: str | None = fields.get("prompt")
         if "prompt_token_ids" in fields:
@@ -38,9 +38,9 @@ class Processor:
         return PromptGroup(name, request_id, text, tokens, params, self.config.model.hf.eos_token_ids)
 
     def problems(self, group: PromptGroup) -> list[str]:
-        """Why the group cannot be run; empty when it can.
+        """Return the reasons why the group cannot be run; empty when it can.
 
-        ValueError when it wants text and the tokenizer, which is loaded for it, cannot be read.
+        ValueError when it needs text and the tokenizer, which is loaded for it, cannot be read.
         """
         self.decoder(group.params)
         name, tokens, limit = group.name, group.prompt_token_ids, self.config.model.max_model_len - 1
@@ -94,7 +94,7 @@ class Processor:
             )
 
     def watch_stop_strings(self, request: Request) -> None:
-        """Before a request is queued here: decode its output from now on if it has stop strings."""
+        """Prepare a request before it is queued here: with stop strings its output is decoded from now on."""
         extras = request.extras
         if extras is None or not extras.stop:
             return
@@ -108,7 +108,7 @@ class Processor:
         request.detokenizer.catch_up(request.output_token_ids)
 
     def decoder(self, params: SamplingParams) -> Callable[[list[int]], str] | None:
-        """Token ids to text as the parameters ask; None without a tokenizer or when no text is wanted."""
+        """Return the function from token ids to text; None without a tokenizer or when no text is wanted."""
         return self._decoder(params.skip_special_tokens) if params.detokenize else None
 
     def _decoder(self, skip_special_tokens: bool) -> Callable[[list[int]], str] | None:

@@ -1,7 +1,7 @@
 """Moves requests between the DP replicas of an instance during a long generation, and brings them home at its end.
 
 A step is as slow as the fullest replica: with shared experts all replicas step together, and graphs are padded to one
-batch size. When most answers of one replica have ended and those of another have not, moving some evens them out.
+batch size. When most samples of one replica have finished and those of another have not, moving some balances them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.v1.engine.move_plan import Load, Move, plan_moves, target_load
 from vllm.v1.engine.request_codec import decode, encode
 from vllm.v1.request import Request
 
-# What changes of a request while it runs, but for its tokens and its place in the cache.
+# The fields of a request that change while it runs, except for its tokens and its KV blocks.
 PROGRESS = (
     "output_logprobs",
     "output_top",
@@ -38,7 +38,7 @@ PROGRESS = (
 
 @dataclass(frozen=True)
 class RebalanceConfig:
-    """When and for what."""
+    """When requests move, and the batch sizes that steps are padded to."""
 
     interval: int  # steps between two rounds, by which the requests grow; 0 = never
     padded_sizes: tuple[int, ...] = ()  # batch sizes that steps are padded to, ascending
@@ -47,10 +47,10 @@ class RebalanceConfig:
 class Rebalancer:
     """One rank's part. `balance` and `bring_home` are collective over the DP groups and TP groups of the instance.
 
-    A request belongs to the replica that was asked for it, its home. There its `Request` object waits while a copy, a
-    guest, runs elsewhere; a guest may move on. Draws depend on seed and position alone, so a moved request gets the
-    tokens it would have got at home. The cache of a running request travels with it if the receiver will run it at
-    once; else its tokens are computed again.
+    The home of a request is the replica that was asked for it. Its `Request` object waits there while a copy, the
+    guest, runs elsewhere; a guest may move again. Draws depend on seed and position alone, so a moved request gets the
+    same tokens as at home. The cache of a running request moves with it if the receiver will run it at once; otherwise
+    its tokens are computed again.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Rebalancer:
         kv_caches: Callable[[], Sequence[tuple[Tensor, ...]]],
         prepare: Callable[[Request], None] = lambda request: None,
     ) -> None:
-        """`prepare` is told of each request that came from another replica before it is queued here."""
+        """`prepare` is called with each request from another replica before it is queued here."""
         self.config, self.scheduler, self.device = config, scheduler, device
         self._kv_caches, self._prepare = kv_caches, prepare
         self.dp, self.tp = parallel.dp, parallel.tp
@@ -74,7 +74,7 @@ class Rebalancer:
         self._has_moved = False  # any replica's request since all were at home; the same on every rank
 
     def balance(self) -> bool:
-        """Move the surplus of full replicas to empty ones if it is worth it; whether any replica has work left."""
+        """Move the surplus of full replicas to empty ones if it pays; returns whether any replica has work left."""
         unfinished = [*self.scheduler.running, *self.scheduler.waiting]
         free = self.scheduler.kv.pool.num_blocks - sum(map(self._blocks_needed, unfinished))
         counts, free_blocks = self._gather([len(unfinished), free]).T.tolist()
@@ -95,7 +95,7 @@ class Rebalancer:
         return sum(counts) > 0
 
     def bring_home(self) -> None:
-        """Return every guest to its home, finished as it is; afterwards no request of this home is away."""
+        """Return every guest to its home; afterwards no request of this replica is elsewhere."""
         if not self._has_moved:
             return
         parts: list[list[np.ndarray]] = [[] for _ in range(self.num_replicas)]
@@ -161,7 +161,7 @@ class Rebalancer:
         return list(request.block_ids)
 
     def _restore(self, returned: Request) -> Request:
-        """Write what a request has become elsewhere into the object that the caller holds; returns that."""
+        """Write the state of a returned request into the object that the caller holds, and return that object."""
         assert returned.home is not None
         request = self._away.pop(returned.home[1])
         request.token_ids[:] = returned.token_ids
@@ -182,7 +182,7 @@ class Rebalancer:
         return blocks
 
     def _cheapest(self, unfinished: list[Request], count: int) -> list[Request]:
-        """The `count` requests that lose least by a move: with the fewest tokens in the cache, the youngest first."""
+        """Return the `count` requests that are cheapest to move: fewest tokens in the cache, youngest first."""
         youngest_first = unfinished[::-1]
         return sorted(youngest_first, key=lambda request: request.num_computed_tokens)[:count]
 

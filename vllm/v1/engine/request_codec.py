@@ -1,4 +1,4 @@
-"""A request as one int64 array and back, complete, so that another replica can go on with it."""
+"""Encodes a complete request as one int64 array and decodes it, so that another replica can continue it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def decode(words: np.ndarray) -> list[Request]:
 
 
 def split(words: np.ndarray) -> list[np.ndarray]:
-    """Arrays that `encode` made, laid one after the other, one by one again."""
+    """Split concatenated arrays of `encode` into single ones."""
     parts = []
     start = 0
     while start < len(words):
@@ -113,7 +113,7 @@ def split(words: np.ndarray) -> list[np.ndarray]:
 
 
 def home(words: np.ndarray) -> tuple[int, int]:
-    """Of the request of an array that `encode` made."""
+    """Return the home of an encoded request."""
     return int(words[HEADER.index("home_rank")]), int(words[HEADER.index("home_key")])
 
 

@@ -1,4 +1,4 @@
-"""What SamplingParams asks beyond the everyday, checked against the model and turned into tokens."""
+"""The rarely used SamplingParams, checked against the model and turned into tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.v1.sample.extras import NO_EXTRAS, SamplingExtras
 
 
 def sampling_extras(params: SamplingParams, tokenizer: LazyTokenizer | None) -> SamplingExtras | None:
-    """The extras of a request; None, as for most, when it has none."""
+    """Return the extras of a request; None when it has none, as most."""
     extras = SamplingExtras(
         min_p=params.min_p if params.temperature > 0 else 0.0,
         presence_penalty=params.presence_penalty,
@@ -32,7 +32,7 @@ def sampling_problems(
     vocab_size: int,
     tokenizer: LazyTokenizer | None,
 ) -> list[str]:
-    """Why this model cannot sample so; empty when it can."""
+    """Return the reasons why this model cannot sample so; empty when it can."""
     problems = [
         f"{name} holds {token}, outside of the vocabulary of {vocab_size}"
         for name, tokens in (

@@ -1,4 +1,4 @@
-"""What few requests ask of sampling, kept apart so that the many others pay nothing for it. Pure Python."""
+"""Rarely used sampling settings, kept apart so that other requests pay nothing for them. Pure Python."""
 
 from __future__ import annotations
 

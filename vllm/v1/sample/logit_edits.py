@@ -50,7 +50,7 @@ class TokenCounts:
 
 
 class RowEdits:
-    """What one request's row changes of its next logits."""
+    """The changes of one request to its next logits."""
 
     def __init__(self, request: Request) -> None:
         self.extras: SamplingExtras = request.extras or NO_EXTRAS
@@ -77,7 +77,7 @@ class RowEdits:
             self.seen.add(token)
 
     def banned_ids(self) -> list[int]:
-        """Stop tokens before min_tokens, and what would complete a bad word."""
+        """Return stop tokens before min_tokens, and tokens that would complete a bad word."""
         output = self._output
         banned = list(self._early_bans) if len(output) < self._min_tokens else []
         for word in self.extras.bad_words:

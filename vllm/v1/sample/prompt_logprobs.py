@@ -16,7 +16,7 @@ MAX_ROWS = 256  # of logits at a time: 132 MB in fp32 at DeepSeek-V3's vocabular
 
 @dataclass
 class PromptScores:
-    """What a step adds to a request's prompt log-probs."""
+    """The prompt log-probs that a step adds to a request."""
 
     request: Request
     logprobs: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""From the batch's sampling settings to sampled tokens."""
+"""Samples the tokens of a batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SamplerOutput:
 
 
 class _RowSettings:
-    """What stays from step to step while a batch's rows do: each of them then gets a token in every step."""
+    """Cached settings of a batch, valid as long as its rows stay the same; each row then gets a token in every step."""
 
     def __init__(self, batch: InputBatch, rows_B: np.ndarray, settings: SamplingBatch) -> None:
         self.num_added, self.rows_B, self.settings = batch.num_added, rows_B, settings
@@ -39,7 +39,7 @@ class _RowSettings:
         self._keys: list[Tensor] = []  # of the positions before that, the last one first
 
     def next_keys(self, send: Callable[[np.ndarray], Tensor]) -> Tensor:
-        """int32 [B, 2] of the next position of every row; made for several at once, which takes hardly longer."""
+        """Return int32 [B, 2], the keys of every row's next position; computed for several positions at once."""
         if not self._keys:
             positions_SB = self._next_B + np.arange(STEPS_OF_KEYS)[::-1, None]
             keys = position_keys(self._mixed_seeds_B, positions_SB)

@@ -1,4 +1,4 @@
-"""What the scheduler tells the model runner to do in one step."""
+"""The scheduler's output: what the model runner computes in one step."""
 
 from __future__ import annotations
 

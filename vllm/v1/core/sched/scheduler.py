@@ -15,12 +15,12 @@ class Scheduler:
 
     Running requests go first, then waiting ones are admitted. Prefill and decode are the same thing: a request computes
     the tokens it has but the cache has not, at most the budget (a chunk). When a running request gets no block, the
-    least urgent one gives all of its blocks back and waits to be recomputed with the tokens it has.
+    least urgent one is preempted: its blocks are freed, and it waits to be recomputed with the tokens it has.
 
     Fairness: every running request computes a token in every step, a long prompt takes what is left of the budget.
-    Nobody is admitted before a more urgent one that waits for blocks, however few it needs itself; only while the
-    prompt of a waiting request is being computed for another one do those behind it go ahead, for that step. Who has
-    run before, here or elsewhere, is more urgent than who has not.
+    No request is admitted before a more urgent one that waits for blocks, however few blocks it needs. There is one
+    exception: while the prompt of a waiting request is being computed for another request, those behind it go ahead for
+    that step. A request that has run before, here or elsewhere, is more urgent than one that has not.
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
@@ -50,8 +50,8 @@ class Scheduler:
             request.note_policy(version)
 
     def withdraw(self, request: Request, keeps_cache: bool = False) -> None:
-        """Take an unfinished request out, between two steps, to go on with it later; it gives its blocks back, unless
-        it ``keeps_cache`` and its prompt is computed.
+        """Take an unfinished request out between two steps; it can be continued later. Its blocks are freed, unless it
+        ``keeps_cache`` and its prompt is computed.
         """
         if keeps_cache and request.num_computed_tokens >= request.num_prompt_tokens:
             self.kv.set_apart(request)
@@ -79,7 +79,7 @@ class Scheduler:
         step = SchedulerOutput([], [], [], [], 0)
         preempted_before = self.num_preemptions
         budget = self._schedule_running(step, self.config.max_num_batched_tokens)
-        if self.num_preemptions == preempted_before:  # a preempted request at once readmitted would only preempt again
+        if self.num_preemptions == preempted_before:  # a preempted request would only preempt again
             self._admit_waiting(step, budget)
         step.total_num_tokens = sum(step.num_tokens)
         step.block_copies = self.kv.take_block_copies()
@@ -87,7 +87,7 @@ class Scheduler:
         return step
 
     def _schedule_running(self, step: SchedulerOutput, budget: int) -> int:
-        """Add all running requests but those it has to preempt; the budget that is left."""
+        """Schedule the running requests, preempting some if needed; returns the remaining budget."""
         allocate = self.kv.allocate_slots
         step.new_block_ids += self.kv.allocate_decoding(self.running)
         index = len(step.new_block_ids)
@@ -177,8 +177,7 @@ class Scheduler:
         return bool(holders)
 
     def update_from_output(self, step: SchedulerOutput, token_ids: list[int], logprobs: list[float]) -> list[Request]:
-        """Count the step as computed and hand out its samples; returns the requests that finished, their blocks given
-        back.
+        """Count the step as computed and append its samples; returns the finished requests, whose blocks are freed.
 
         token_ids and logprobs (floats, natural log) hold one entry for each request of the step that has no uncomputed
         token left, in the step's order.
@@ -200,7 +199,7 @@ class Scheduler:
         return finished
 
     def abort_all(self) -> None:
-        """Drop every request and free its blocks; what a failed step wrote to the cache is forgotten."""
+        """Drop every request and free its blocks; entries of a failed step are unregistered."""
         for request in self.running:
             self._finish(request)
         for request in self.waiting:
