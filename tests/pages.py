@@ -1,20 +1,28 @@
-"""What pages say, as tests read it: the functions that they name, the metrics of docs/metrics.md."""
+"""What tests read in the pages (functions, the metrics of docs/metrics.md), and a user's environment for commands."""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# tests/run.sh and tests/conftest.py set these; a user who follows a page has none of them.
+SET_BY_CI = ("OMP_NUM_THREADS", "TORCH_DEVICE_BACKEND_AUTOLOAD", "RAY_enable_worker_prestart", "PYTHONPATH")
 REFERENCE = re.compile(r"`([\w.-]+/[\w/.-]+\.py):([A-Za-z_][\w.]*)`")
+
+
+def users_environment() -> dict[str, str]:
+    """Return the environment of a user who runs a page's command: this process's without the variables of CI."""
+    return {name: value for name, value in os.environ.items() if name not in SET_BY_CI}
 
 
 @cache
 def functions_of(path: str) -> dict[str, str]:
-    """Qualified name -> source of every function and class of a file, relative to the root."""
+    """Map the qualified name of every function and class of a file (a path relative to the root) to its source."""
     text = (ROOT / path).read_text(encoding="utf-8")
     found: dict[str, str] = {}
 
@@ -29,20 +37,20 @@ def functions_of(path: str) -> dict[str, str]:
 
 
 def missing_references(page: Path) -> list[str]:
-    """Every ``file.py:function`` of a page that is not in the tree."""
+    """List each ``file.py:function`` of a page that the tree does not have."""
     named = REFERENCE.findall(page.read_text(encoding="utf-8"))
     return [f"{path}:{name}" for path, name in named if not (ROOT / path).is_file() or name not in functions_of(path)]
 
 
 @cache
 def metric_rows() -> tuple[tuple[str, str], ...]:
-    """(name as docs/metrics.md writes it, the function that computes it) of every row."""
+    """Return (name as docs/metrics.md writes it, function that computes it) for every row."""
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     return tuple(re.findall(r"^\| `([^`]+)` \| [^|]*\| .+ \| `([^`]+)` \|$", page, flags=re.MULTILINE))
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """The metrics among ``names`` that docs/metrics.md does not have."""
+    """List the metrics among ``names`` that docs/metrics.md does not have."""
     forms = [_form(name) for name, _ in metric_rows()]
     return sorted(name for name in set(names) - {"step"} if not any(form.fullmatch(name) for form in forms))
 

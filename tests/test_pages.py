@@ -1,4 +1,4 @@
-"""Every function, file and link that the pages name is there."""
+"""Every function, file and link that a page names exists."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import REFERENCE, ROOT, functions_of, missing_references
+from tests.pages import ROOT, functions_of, missing_references
 
 PAGES = sorted([ROOT / "README.md", ROOT / "README.zh.md", *(ROOT / "docs").glob("*.md")])
 
@@ -23,22 +23,18 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
 
 
-def test_the_life_of_a_step_names_many_places() -> None:
-    text = (ROOT / "docs" / "life_of_a_step.md").read_text(encoding="utf-8")
-    assert len(REFERENCE.findall(text)) > 50
-
-
-def _said(path: str, name: str) -> str:
-    """The source of a function, or of a file, with the parts of its texts joined."""
+def _source_of(path: str, name: str) -> str:
+    """Return the source of a function, or of a file, with adjacent string literals joined."""
     source = functions_of(path)[name] if name else (ROOT / path).read_text(encoding="utf-8")
     return re.sub(r'"\s*f?"', "", source)
 
 
-def test_messages_of_the_debugging_guide_are_those_of_the_code() -> None:
-    text = (ROOT / "docs" / "debugging.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_quoted_messages_are_those_of_the_code(page: Path) -> None:
+    """A page that quotes what a function prints (``- prints `...` (`file.py:function`)``) quotes it correctly."""
+    text = page.read_text(encoding="utf-8")
     messages = re.findall(r"^- prints `([^`]+)` \(`([\w/.-]+\.py)(?::([\w.]+))?`\)", text, flags=re.MULTILINE)
-    assert len(messages) == text.count("\n- prints ") > 15
     for message, path, name in messages:
-        said = _said(path, name)
+        source = _source_of(path, name)
         parts = [part for part in message.split("...") if part]
-        assert parts and all(part in said for part in parts), f"{message} is not said by {path}:{name}"
+        assert parts and all(part in source for part in parts), f"{path}:{name} does not print {message}"

@@ -19,6 +19,7 @@ import psutil
 from recipes.common.launcher import child
 from recipes.common.launcher.settings import variables
 from recipes.common.recipe import ROOT, load_recipe, recipe_names
+from tests.pages import users_environment
 from verl.utils.net_utils import free_ports
 
 TAG_NAME = "R1_ZERO_TEST_COMMAND"
@@ -36,7 +37,8 @@ class Command:
         arguments: Hydra overrides.
         prefix: a command to run it under, such as ``ip netns exec NAME``.
         recipe: whose script.
-        script: another of its scripts than the one that it names.
+        script: a script of the recipe other than its main one.
+        as_user: whether to run it without the variables that CI sets (one thread per process).
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Command:
         prefix: Sequence[str] = (),
         recipe: str = "r1_zero",
         script: str | None = None,
+        as_user: bool = False,
     ) -> None:
         self.output = output
         self.tag = uuid.uuid4().hex
@@ -56,7 +59,7 @@ class Command:
             self._process = subprocess.Popen(
                 # child.py: a pytest that is killed takes the command with it
                 [sys.executable, child.__file__, str(os.getpid()), *prefix, "bash", path, *arguments],
-                env=_clean_environment()
+                env=_clean_environment(as_user)
                 | {name: str(value) for name, value in environment.items()}
                 | {TAG_NAME: self.tag},
                 stdin=subprocess.DEVNULL,
@@ -155,8 +158,8 @@ class Command:
             time.sleep(0.05)
 
 
-def _clean_environment() -> dict[str, str]:
-    """This process's variables without settings of runs and proxies, and with its own Python for the command."""
+def _clean_environment(as_user: bool) -> dict[str, str]:
+    """Return this process's variables without settings of runs and proxies, and with its own Python for the command."""
     dropped = {
         *(name for recipe in recipe_names() for name in variables(load_recipe(recipe))),
         "RAY_ADDRESS",
@@ -166,15 +169,14 @@ def _clean_environment() -> dict[str, str]:
         "ALL_PROXY",
         "MASTER_PORT",
     }
-    kept = {name: value for name, value in os.environ.items() if name.upper() not in dropped}
+    inherited = users_environment() if as_user else {**os.environ, "OMP_NUM_THREADS": "1"}
+    passed_on = {name: value for name, value in inherited.items() if name.upper() not in dropped}
     ray_port, control_port = free_ports(2)
-    return kept | {
+    return passed_on | {
         "SETUP": "no",
         "VENV_DIR": sys.prefix,
         "RAY_PORT": str(ray_port),
         "CONTROL_PORT": str(control_port),
-        "RAY_enable_worker_prestart": "0",
-        "OMP_NUM_THREADS": "1",
         "COLUMNS": "120",
     }
 

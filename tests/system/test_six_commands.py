@@ -29,7 +29,8 @@ def test_a_new_user_gets_from_nothing_to_an_answer(prepared: Prepared, tmp_path:
     assert install[:2] == ["bash", "tools/setup_env.sh"]  # tests/tools/test_setup_env.py
     output = tmp_path / "run"
     assert run == script
-    with Command(tmp_path / "first.log", prepared.environment(output, STEPS=1), SMALL) as command:
+    environment = prepared.environment(output, STEPS=1)
+    with Command(tmp_path / "first.log", environment, SMALL, as_user=True) as command:
         assert command.wait() == 0, command.tail()
     assert look[:4] == ["python", "-m", "tools.report", "--run-dir"]
     (output / "report.html").unlink()
@@ -37,7 +38,8 @@ def test_a_new_user_gets_from_nothing_to_an_answer(prepared: Prepared, tmp_path:
     before = (output / "export_hf" / "model-00001-of-00001.safetensors").read_bytes()
 
     assert change[0].startswith("STEPS=") and change[1:3] == script
-    with Command(tmp_path / "second.log", prepared.environment(output, STEPS=2), [*SMALL, *change[3:]]) as command:
+    environment = prepared.environment(output, STEPS=2)
+    with Command(tmp_path / "second.log", environment, [*SMALL, *change[3:]], as_user=True) as command:
         assert command.wait() == 0, command.tail()
         assert "resumed after step 1" in command.text()
     steps = read_metrics(output)

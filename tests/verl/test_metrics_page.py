@@ -22,7 +22,7 @@ GROUPS = (
 
 
 def test_every_place_that_is_named_is_there() -> None:
-    assert len(metric_rows()) > 60
+    assert metric_rows()
     assert missing_references(ROOT / "docs" / "metrics.md") == []
 
 

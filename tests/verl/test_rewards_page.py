@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from tests.pages import users_environment
 from tools.regrade import EXIT_DIFFERENT, main
 from verl.trainer.config import load_config, validate_config
 from verl.trainer.ppo.reward_ledger import RewardLedger
@@ -79,5 +80,7 @@ def test_the_tests_of_a_program_have_the_form_that_is_shown() -> None:
 
 def test_the_sandbox_says_what_it_has() -> None:
     [command] = _commands("python -c")
-    shown = subprocess.run([sys.executable, *command[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    shown = subprocess.run(
+        [sys.executable, *command[1:]], cwd=ROOT, env=users_environment(), capture_output=True, text=True, timeout=60
+    )
     assert "seccomp" in shown.stdout, shown.stderr
