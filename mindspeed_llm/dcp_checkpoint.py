@@ -11,15 +11,16 @@ from types import TracebackType
 
 import torch
 
+from hf_formats.file_region import FileReader, FileRegion
+from hf_formats.problems import raise_problems, shown_names
 from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.stored_tensors import METADATA, StoredChunk, StoredTensor, stored_tensors
 from megatron.core.dist_checkpointing.writing import COMMON
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.file_slices import FileSlices, Region
 from mindspeed_llm.hf_config import HFModelConfig
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.saved_tensor import saved_region
-from mindspeed_llm.sources import assemble, intersection, raise_problems, relative, shown_names
+from mindspeed_llm.sources import assemble, intersection, relative
 from mindspeed_llm.weight_plan import Fragment, LocalTensor, Piece, Slice, fragments, local_plan, slice_shape
 
 PREFIX = "model."  # of the keys of weights, beside ``optimizer.`` and ``rng.``
@@ -53,8 +54,8 @@ class DCPCheckpoint:
         stored = stored_tensors(self.path)
         self._tensors = {key: stored[key] for key in global_tensors(hf) if key in stored}
         self._check()
-        self._slices = FileSlices()
-        self._regions: dict[tuple[str, tuple[int, ...]], Region] = {}
+        self._slices = FileReader()
+        self._regions: dict[tuple[str, tuple[int, ...]], FileRegion] = {}
 
     def __reduce__(self) -> tuple[type[DCPCheckpoint], tuple[object, ...]]:
         return DCPCheckpoint, (self.path, self.hf)
@@ -153,7 +154,7 @@ class DCPCheckpoint:
         if num_read != math.prod(slice_shape(extent)):
             raise ValueError(f"{self.path}: the chunks of {key} hold {num_read} of the elements {extent}")
 
-    def _region(self, key: str, chunk: StoredChunk, dtype: torch.dtype) -> Region:
+    def _region(self, key: str, chunk: StoredChunk, dtype: torch.dtype) -> FileRegion:
         found = self._regions.get((key, chunk.offsets))
         if found is None:
             span = (chunk.start, chunk.start + chunk.num_bytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -11,33 +10,19 @@ from typing import Any
 
 import torch
 
+from hf_formats.config import read_config_dict
+from hf_formats.file_region import FileReader
+from hf_formats.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, num_blocks, quantization_problems
+from hf_formats.problems import raise_problems
+from hf_formats.safetensors import INDEX_NAME, read_directory
 from mindspeed_llm.cli_io import atomic_directory, copy_companions, write_json
-from mindspeed_llm.file_slices import FileSlices, Region
-from mindspeed_llm.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX
-from mindspeed_llm.hf_config import HFModelConfig, read_config_dict, without_quantisation_and_mtp
+from mindspeed_llm.hf_config import HFModelConfig, without_quantisation_and_mtp
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.mapped import read_region
-from mindspeed_llm.sources import raise_problems, shown_names
 from mindspeed_llm.streamed_safetensors import StreamedSafetensors
 from mindspeed_llm.weight_plan import Slice
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 DEFAULT_SHARD_BYTES = 5_000_000_000
-DTYPES = {  # as safetensors names them
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-}
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
 
 class HFCheckpoint:
@@ -50,8 +35,8 @@ class HFCheckpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._entries = _read_entries(self.path)
-        self._slices = FileSlices()
+        self._entries = read_directory(self.path)
+        self._slices = FileReader()
         self._mapped_bytes = 0
 
     def __enter__(self) -> HFCheckpoint:
@@ -164,7 +149,7 @@ class ShardedWriter:
             self._cut(shard)
             shard = None
         if shard is None:
-            shard = self._open = StreamedSafetensors(self._temporary(len(self._shards)), _DTYPE_NAMES)
+            shard = self._open = StreamedSafetensors(self._temporary(len(self._shards)))
         shard.add(name, tensor)
         self._total_bytes += tensor.nbytes
         self.dtypes[tensor.dtype] = self.dtypes.get(tensor.dtype, 0) + tensor.nbytes
@@ -234,17 +219,14 @@ def write_hf_files(
 
 def _check_scales(source: HFCheckpoint, hf: HFModelConfig, config: Mapping[str, Any]) -> None:
     """ValueError listing every FP8 weight without its scales of 128 x 128 blocks; ``config`` is config.json as read."""
-    problems = []
-    block_size = (config.get("quantization_config") or {}).get("weight_block_size")
-    if block_size not in (None, [BLOCK, BLOCK]):
-        problems.append(f"weight_block_size is {block_size}; only [{BLOCK}, {BLOCK}] is supported")
+    problems = quantization_problems(config)
     for name, (shape, _) in hf_tensors(hf).items():
         dtype, scale = source.dtype(name), name + SCALE_SUFFIX
         if dtype != FP8_DTYPE:
             if dtype.itemsize == 1:
                 problems.append(f"{name} has dtype {dtype}; quantised weights must be {FP8_DTYPE}")
             continue
-        expected = tuple(-(-size // BLOCK) for size in shape)
+        expected = tuple(map(num_blocks, shape))
         if scale not in source.names():
             problems.append(f"{name} is FP8 and has no {scale}")
         elif source.shape(scale) != expected:
@@ -252,68 +234,3 @@ def _check_scales(source: HFCheckpoint, hf: HFModelConfig, config: Mapping[str, 
                 f"{scale} has shape {source.shape(scale)}; {shape} in {BLOCK} x {BLOCK} blocks is {expected}"
             )
     raise_problems(f"FP8 checkpoint {source.path}", problems, "Fetch the checkpoint again, index included.")
-
-
-def _read_entries(path: Path) -> dict[str, Region]:
-    weight_map = _read_weight_map(path)
-    of_file: dict[str, list[str]] = {}
-    for name, file_name in weight_map.items():
-        of_file.setdefault(file_name, []).append(name)
-    problems: list[str] = []
-    entries: dict[str, Region] = {}
-    for file_name, names in sorted(of_file.items()):
-        try:
-            found = dict(_read_header(path / file_name))
-        except ValueError as error:
-            problems.append(f"{error}; the index places {len(names)} tensors in it: {shown_names(names)}")
-            continue
-        problems.extend(
-            f"{file_name} does not hold {name}, which the index places there" for name in names if name not in found
-        )
-        entries.update((name, found[name]) for name in names if name in found)
-    raise_problems(f"checkpoint {path}", problems, "Fetch or make the named files again.")
-    return entries
-
-
-def _read_weight_map(path: Path) -> dict[str, str]:
-    """Tensor -> file from the index, or from the only file when there is no index."""
-    index = path / INDEX_NAME
-    if index.exists():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{index} is no safetensors index (JSON with a weight_map): {error!r}") from error
-        return dict(weight_map)
-    if (path / SINGLE_NAME).exists():
-        return {name: SINGLE_NAME for name, _ in _read_header(path / SINGLE_NAME)}
-    raise ValueError(f"{path} holds neither {INDEX_NAME} nor {SINGLE_NAME}; give a directory in Hugging Face form")
-
-
-def _read_header(file: Path) -> list[tuple[str, Region]]:
-    """Tensors of one safetensors file; ValueError when the file is missing, cut short or not safetensors at all."""
-    if not file.is_file():
-        raise ValueError(f"{file.name} is missing")
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        if size < 8 or header_bytes > min(size - 8, _MAX_HEADER_BYTES):
-            raise ValueError(f"{file.name} is truncated or not safetensors: {size} bytes do not hold its header")
-        try:
-            header = json.loads(stream.read(header_bytes))
-            tensors = {name: spec for name, spec in header.items() if name != "__metadata__"}
-            begin = 8 + header_bytes
-            end = begin + max((spec["data_offsets"][1] for spec in tensors.values()), default=0)
-            entries = [
-                (name, Region(file, begin + spec["data_offsets"][0], tuple(spec["shape"]), DTYPES[spec["dtype"]]))
-                for name, spec in tensors.items()
-            ]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file.name} has an unreadable safetensors header: {error!r}") from error
-    if size != end:
-        state = "truncated" if size < end else "longer than it should be"
-        raise ValueError(f"{file.name} is {state}: {size} bytes on disk, its header calls for {end}")
-    for (name, entry), spec in zip(entries, tensors.values(), strict=True):
-        start, stop = spec["data_offsets"]
-        if stop - start != entry.num_bytes:
-            raise ValueError(f"{file.name}: {name} takes {stop - start} bytes, its shape {entry.shape} does not")
-    return entries

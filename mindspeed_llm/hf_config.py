@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_formats.config import read_config_dict
 from mindspeed_llm.hf_config_checks import (
     DECODER_SIZES,
     EXPERT_SIZES,
@@ -122,22 +122,6 @@ class HFModelConfig:
 def load_hf_config(path: str | Path) -> HFModelConfig:
     """Read ``path`` (a config.json or the directory that holds one); every problem in one ValueError."""
     return parse_hf_config(read_config_dict(path), source=str(path))
-
-
-def read_config_dict(path: str | Path) -> dict[str, Any]:
-    """The raw config.json at ``path`` (file or directory)."""
-    file = Path(path)
-    if file.is_dir():
-        file = file / "config.json"
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{file} does not exist; give a directory in Hugging Face form (config.json inside)") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{file} holds a JSON {type(raw).__name__}; expected an object of model dimensions")
-    return raw
 
 
 def parse_hf_config(raw: Mapping[str, Any], source: str = "config") -> HFModelConfig:

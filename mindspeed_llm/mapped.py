@@ -7,13 +7,13 @@ import mmap
 
 import torch
 
-from mindspeed_llm.file_slices import Region
+from hf_formats.file_region import FileRegion
 from mindspeed_llm.weight_plan import Slice
 
 _WILL_NEED_BYTES = 1 << 20  # below this the system's own read-ahead is as good
 
 
-def read_region(region: Region, extent: Slice | None = None) -> torch.Tensor:
+def read_region(region: FileRegion, extent: Slice | None = None) -> torch.Tensor:
     """The slice (default: all) of a tensor as a view of its file: nothing is read until it is used.
 
     Only the rows (dim 0) that ``extent`` touches are mapped, privately: a write would never reach the file.

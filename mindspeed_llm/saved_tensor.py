@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from mindspeed_llm.file_slices import FileSlices, Region
+from hf_formats.file_region import FileReader, FileRegion
 
 _LOCAL_HEADER_BYTES = 30
 _REBUILDERS = {"_rebuild_tensor_v2", "_rebuild_tensor_v3"}
 
 
 def saved_region(
-    slices: FileSlices, name: str, file: Path, span: tuple[int, int], shape: tuple[int, ...], dtype: torch.dtype
-) -> Region:
+    slices: FileReader, name: str, file: Path, span: tuple[int, int], shape: tuple[int, ...], dtype: torch.dtype
+) -> FileRegion:
     """The elements of the tensor that ``torch.save`` wrote to bytes ``span`` [start, stop) of ``file``.
 
     ValueError when that is no tensor of this shape, contiguous and uncompressed.
@@ -44,7 +44,7 @@ def saved_region(
         )
     header = slices.read_bytes(name, file, start + entry.header_offset, _LOCAL_HEADER_BYTES)
     skipped = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    return Region(file, start + entry.header_offset + _LOCAL_HEADER_BYTES + skipped, shape, dtype)
+    return FileRegion(file, start + entry.header_offset + _LOCAL_HEADER_BYTES + skipped, shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class _TensorUnpickler(pickle.Unpickler):
 class _Window(io.RawIOBase):
     """Bytes [start, stop) of a file as a file."""
 
-    def __init__(self, slices: FileSlices, name: str, file: Path, start: int, stop: int) -> None:
+    def __init__(self, slices: FileReader, name: str, file: Path, start: int, stop: int) -> None:
         super().__init__()
         self._slices, self._name, self._file = slices, name, file
         self._start, self._size, self._at = start, stop - start, 0

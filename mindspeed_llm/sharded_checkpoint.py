@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
+from hf_formats.file_region import FileRegion
+from hf_formats.problems import raise_problems, shown_names
 from megatron.core.parallel_layout import ParallelLayout, RankCoords
 from mindspeed_llm.cli_io import write_json
 from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
 from mindspeed_llm.hf_shapes import hf_tensors
-from mindspeed_llm.mapped import Region, read_region
-from mindspeed_llm.sources import assemble, hf_view, raise_problems, relative, shown_names
+from mindspeed_llm.mapped import read_region
+from mindspeed_llm.sources import assemble, hf_view, relative
 from mindspeed_llm.weight_plan import (
     NAMINGS,
     Fragment,
@@ -97,7 +99,7 @@ class ShardedCheckpoint:
         self.hf, self.layout, self.naming = hf, layout, naming
         self._check_files(manifest["files"] if manifest is not None else {})
         self._fragments = fragments(hf, layout, naming)
-        self._opened: dict[int, dict[str, Region]] = {}
+        self._opened: dict[int, dict[str, FileRegion]] = {}
 
     def __reduce__(self) -> tuple[type[ShardedCheckpoint], tuple[object, ...]]:
         return ShardedCheckpoint, (self.path, self.hf, self.layout, self.naming)
@@ -133,12 +135,12 @@ class ShardedCheckpoint:
         manifest = self.path / LAYOUT_NAME
         return [self.path / name for name in names] + ([manifest] if manifest.exists() else [])
 
-    def _local(self, fragment: Fragment) -> Region:
+    def _local(self, fragment: Fragment) -> FileRegion:
         if fragment.owner not in self._opened:
             self._opened[fragment.owner] = self._open(fragment.owner)
         return self._opened[fragment.owner][fragment.local_name]
 
-    def _open(self, rank: int) -> dict[str, Region]:
+    def _open(self, rank: int) -> dict[str, FileRegion]:
         """Tensors of one file in the shapes of the plan, which must be what the file holds."""
         coords = self.layout.coords(rank)
         file = self.path / rank_file(self.layout, coords)
@@ -178,7 +180,7 @@ class ShardedCheckpoint:
         return shown_names([tensor.name for tensor in plan])
 
 
-def torch_file_regions(file: Path) -> dict[tuple[str, str], Region]:
+def torch_file_regions(file: Path) -> dict[tuple[str, str], FileRegion]:
     """(model, name) -> where the tensor lies, for every tensor of a file of ``torch.save``; reads no data."""
     try:
         stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -203,7 +205,7 @@ def torch_file_regions(file: Path) -> dict[tuple[str, str], Region]:
         if addresses[key] - base not in starts or not tensor.is_contiguous():
             raise ValueError(f"{file}: {key[1]} is not stored as plain rows; save it with torch.save as contiguous")
     return {
-        key: Region(
+        key: FileRegion(
             file,
             addresses[key] - base + int(tensor.storage_offset()) * tensor.element_size(),
             tuple(tensor.shape),
@@ -265,7 +267,7 @@ def place_in_file(tensor: LocalTensor) -> tuple[str, str]:
     return (f"model{match[1]}", match[2]) if match else ("model", tensor.name)
 
 
-def _read_part(region: Region, piece: Piece, wanted: Slice) -> torch.Tensor:
+def _read_part(region: FileRegion, piece: Piece, wanted: Slice) -> torch.Tensor:
     """``wanted``, a part of ``piece.hf_slice``, out of the local tensor at ``region``; maps no rows beside it."""
     rows, *others = piece.local_slice
     if len(piece.local_slice) == len(piece.hf_slice):

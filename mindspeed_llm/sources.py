@@ -7,10 +7,9 @@ from typing import Protocol
 
 import torch
 
-from mindspeed_llm.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, dequantize_into
+from hf_formats.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, Fp8Blocks, check_scale_values, dequantize_into, touched
 from mindspeed_llm.weight_plan import Fragment, LocalTensor, Piece, Slice, slice_shape
 
-_SHOWN_PROBLEMS = 12
 _SHOWN_NAMES = 4
 
 
@@ -62,7 +61,7 @@ def place(target: torch.Tensor, fragment: torch.Tensor, scale_inv: torch.Tensor 
     if scale_inv is None:
         target.copy_(fragment)
     else:
-        dequantize_into(target, fragment, scale_inv, origin)
+        dequantize_into(target, Fp8Blocks(fragment, scale_inv, (origin[0] % BLOCK, origin[1] % BLOCK)))
 
 
 def fill(local: torch.Tensor, tensor: LocalTensor, source: WeightSource, place: Place = place) -> None:
@@ -78,13 +77,10 @@ def fill(local: torch.Tensor, tensor: LocalTensor, source: WeightSource, place: 
             continue
         if piece.hf_name + SCALE_SUFFIX not in source.names():
             raise ValueError(f"{piece.hf_name} is FP8 and has no {SCALE_SUFFIX}; fetch the checkpoint again")
-        blocks = tuple((start // BLOCK, -(-stop // BLOCK)) for start, stop in piece.hf_slice)
+        (row, row_end), (column, column_end) = piece.hf_slice
+        blocks = (touched(row, row_end), touched(column, column_end))
         scales = source.read(piece.hf_name + SCALE_SUFFIX, blocks)
-        if not bool(torch.isfinite(scales).all()):
-            raise ValueError(
-                f"{piece.hf_name}{SCALE_SUFFIX} is damaged, it holds inf or nan; fetch the checkpoint again"
-            )
-        (row, _), (column, _) = piece.hf_slice
+        check_scale_values(piece.hf_name, scales, (blocks[0][0], blocks[1][0]))
         place(target, fragment, scales, (row, column))
 
 
@@ -124,19 +120,3 @@ def intersection(left: Slice, right: Slice) -> Slice | None:
 def relative(inner: Slice, outer: Slice) -> tuple[slice, ...]:
     """The index of ``inner`` in a tensor that holds ``outer``."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True))
-
-
-def raise_problems(subject: str, problems: list[str], advice: str) -> None:
-    """ValueError with every problem on a line of its own (the first dozen, then a count); nothing if there is none."""
-    if not problems:
-        return
-    shown = [f"  - {line}" for line in problems[:_SHOWN_PROBLEMS]]
-    if len(problems) > _SHOWN_PROBLEMS:
-        shown.append(f"  - ... and {len(problems) - _SHOWN_PROBLEMS} more")
-    raise ValueError("\n".join([f"{subject} has {len(problems)} problem(s):", *shown, advice]))
-
-
-def shown_names(names: Sequence[str]) -> str:
-    """``3 tensors: a, b, c``, the first few by name."""
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    return f"{len(names)} tensors: {', '.join(names[:_SHOWN_NAMES])}{more}" if names else "no tensor"

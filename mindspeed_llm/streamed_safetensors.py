@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
+from hf_formats.safetensors import DTYPE_NAMES
 from mindspeed_llm.conversion.synced_file import SyncedFile
 
 HEADER_BYTES = (256 << 10) - 8  # kept free before the data and filled up with blanks, which the format allows
@@ -16,14 +16,9 @@ _ENDING = len("}")
 
 
 class StreamedSafetensors:
-    """Opened for one file; ``add`` while ``has_room``, then ``close``.
+    """Opened for one file; ``add`` while ``has_room``, then ``close``."""
 
-    Args:
-        dtype_names: as the format has them.
-    """
-
-    def __init__(self, path: Path, dtype_names: Mapping[torch.dtype, str]) -> None:
-        self._dtype_names = dtype_names
+    def __init__(self, path: Path) -> None:
         self._file = SyncedFile(path).__enter__()
         self._entries = ['{"__metadata__":{"format":"pt"}']
         self._header_bytes = len(self._entries[0]) + _ENDING
@@ -61,5 +56,5 @@ class StreamedSafetensors:
     def _entry(self, name: str, tensor: torch.Tensor) -> str:
         """The header's part of a tensor that comes next; ASCII, so as many bytes as characters."""
         offsets = [self.num_bytes, self.num_bytes + tensor.nbytes]
-        spec = {"dtype": self._dtype_names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        spec = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         return f"{json.dumps(name)}:{json.dumps(spec, separators=(',', ':'))}"

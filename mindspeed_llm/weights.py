@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from hf_formats.problems import raise_problems
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.conversion.kernels import choose_kernels, place_native
 from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
@@ -19,7 +20,7 @@ from mindspeed_llm.hf_checkpoint import HFCheckpoint, open_hf, save_hf_checkpoin
 from mindspeed_llm.hf_config import HFModelConfig
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint
-from mindspeed_llm.sources import Origin, Place, WeightSource, fill, place, raise_problems
+from mindspeed_llm.sources import Origin, Place, WeightSource, fill, place
 from mindspeed_llm.weight_plan import LocalTensor
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ step "ruff"
 
 step "mypy"
 packages=()
-for package in megatron mindspeed mindspeed_llm recipes third_party tools verl vllm vllm_ascend; do
+for package in hf_formats megatron mindspeed mindspeed_llm recipes third_party tools verl vllm vllm_ascend; do
     [ -d "$package" ] && packages+=("$package")
 done
 "$PY" -m mypy "${packages[@]}"

@@ -12,15 +12,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 EVERYTHING = {
     "recipes", "verl", "vllm", "vllm_ascend", "megatron", "mindspeed", "mindspeed_llm", "third_party", "tools", "tests",
+    "hf_formats",
 }  # fmt: skip
 MAY_IMPORT = {
     "recipes": EVERYTHING - {"tests"},
-    "verl": {"megatron", "vllm", "mindspeed_llm"},
-    "vllm": set(),
-    "vllm_ascend": {"vllm"},
-    "megatron": set(),
+    "verl": {"megatron", "vllm", "mindspeed_llm", "hf_formats"},
+    "vllm": {"hf_formats"},
+    "vllm_ascend": {"vllm", "hf_formats"},
+    "megatron": {"hf_formats"},
     "mindspeed": {"megatron"},
-    "mindspeed_llm": {"megatron"},
+    "mindspeed_llm": {"megatron", "hf_formats"},
+    "hf_formats": set(),
     "third_party": set(),
     "tools": EVERYTHING,
     "tests": EVERYTHING,

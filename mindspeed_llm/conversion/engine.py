@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hf_formats.problems import raise_problems
 from mindspeed_llm.cli_io import create_parent, digest_file, progress, replace_directory, sync_path
 from mindspeed_llm.conversion.journal import Journal, open_journal
 from mindspeed_llm.conversion.kernels import KernelsName, load_kernels
@@ -27,7 +28,7 @@ from mindspeed_llm.conversion.pool import run_tasks
 from mindspeed_llm.conversion.slabs import ByteSlabs, SlabReader
 from mindspeed_llm.conversion.synced_file import SyncedFile
 from mindspeed_llm.conversion.writer import FileRecord, StoredTensor, TensorRecord, Writer
-from mindspeed_llm.sources import WeightSource, raise_problems
+from mindspeed_llm.sources import WeightSource
 
 
 @dataclass(frozen=True)

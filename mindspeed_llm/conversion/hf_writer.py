@@ -11,11 +11,11 @@ from typing import Any, BinaryIO
 
 import torch
 
+from hf_formats.fp8 import FP8_DTYPE, QUANTIZATION_CONFIG, SCALE_SUFFIX, is_quantized, num_blocks
+from hf_formats.safetensors import INDEX_NAME
 from mindspeed_llm.cli_io import copy_companions, write_json
 from mindspeed_llm.conversion.safetensors_file import safetensors_bytes, write_safetensors
 from mindspeed_llm.conversion.writer import FileRecord, Form, Slabs, StoredTensor
-from mindspeed_llm.fp8 import BLOCK, FP8_DTYPE, QUANTIZATION_CONFIG, SCALE_SUFFIX, is_quantised
-from mindspeed_llm.hf_checkpoint import INDEX_NAME
 from mindspeed_llm.hf_config import HFModelConfig, without_quantisation_and_mtp
 from mindspeed_llm.hf_shapes import always_fp32
 from mindspeed_llm.weight_plan import LocalTensor, Piece
@@ -42,7 +42,7 @@ class HFTensor:
         weight = StoredTensor(self.name, self.shape, self.dtype, content, form)
         if form == "plain":
             return [weight]
-        blocks = tuple(-(-size // BLOCK) for size in self.shape)
+        blocks = tuple(map(num_blocks, self.shape))
         return [weight, StoredTensor(self.name + SCALE_SUFFIX, blocks, torch.float32, content, "fp8_scale")]
 
 
@@ -87,7 +87,7 @@ class HFWriter:
 
 def published(hf_name: str, shape: tuple[int, ...]) -> HFTensor:
     """A tensor as DeepSeek publishes it: FP8 or BF16, the router's correction bias in FP32."""
-    if is_quantised(hf_name):
+    if is_quantized(hf_name):
         return HFTensor(hf_name, shape, FP8_DTYPE)
     return HFTensor(hf_name, shape, torch.float32 if always_fp32(hf_name) else torch.bfloat16)
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from hf_formats.config import read_config_dict
+from hf_formats.fp8 import FP8_DTYPE, is_quantized
 from mindspeed_llm.cli_io import hf_files
 from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
-from mindspeed_llm.fp8 import FP8_DTYPE, is_quantised
 from mindspeed_llm.hf_checkpoint import open_hf
-from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config, read_config_dict
+from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import LAYOUT_NAME, ShardedCheckpoint, read_layout
 from mindspeed_llm.sources import WeightSource
@@ -42,7 +43,7 @@ class PlannedWeights:
 
     def dtype(self, hf_name: str) -> torch.dtype:
         """Dtype as published."""
-        if self.hf.quant_method == "fp8" and is_quantised(hf_name):
+        if self.hf.quant_method == "fp8" and is_quantized(hf_name):
             return FP8_DTYPE
         found: torch.dtype = getattr(torch, hf_tensors(self.hf)[hf_name][1])
         return found

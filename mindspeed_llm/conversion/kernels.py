@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from mindspeed_llm.fp8 import BLOCK, row_scales
+from hf_formats.fp8 import BLOCK, Fp8Blocks, row_scales
 from mindspeed_llm.sources import Origin, Place, place
 
 KernelsName = Literal["native", "torch"]
@@ -83,7 +83,7 @@ def _dequantize(
 ) -> None:
     rows, columns = weight_OI.shape
     buffer = torch.empty((min(rows, BLOCK), columns), dtype=torch.bfloat16) if is_turned else target
-    for start, stop, scales_I in row_scales(weight_OI, scale_inv, origin):
+    for start, stop, scales_I in row_scales(Fp8Blocks(weight_OI, scale_inv, (origin[0] % BLOCK, origin[1] % BLOCK))):
         part, to = weight_OI[start:stop], buffer[: stop - start] if is_turned else target[start:stop]
         _library().dequantize_rows(
             part.data_ptr(), part.stride(0), scales_I.data_ptr(), stop - start, columns, to.data_ptr(), to.stride(0)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from hf_formats.problems import shown_names
 from megatron.core.dist_checkpointing.manifest import write_bytes
 from mindspeed_llm.cli_io import MANIFEST_NAME
 from mindspeed_llm.conversion.writer import FileRecord, TensorRecord
-from mindspeed_llm.sources import shown_names
 
 JOURNAL_NAME = "journal.jsonl"
 _FORMAT = "weights-1"

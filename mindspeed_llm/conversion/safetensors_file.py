@@ -6,10 +6,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO
 
+from hf_formats.safetensors import DTYPE_NAMES
 from mindspeed_llm.conversion.writer import Slabs, StoredTensor
-from mindspeed_llm.hf_checkpoint import DTYPES
 
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 
 
@@ -21,7 +20,7 @@ def safetensors_layout(tensors: Sequence[StoredTensor]) -> tuple[bytes, dict[str
         starts[tensor.name] = end
         end += tensor.num_bytes
         offsets = [starts[tensor.name], end]
-        header[tensor.name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
+        header[tensor.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     prefix = len(text).to_bytes(8, "little") + text

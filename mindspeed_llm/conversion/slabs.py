@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_formats.fp8 import BLOCK, FP8_DTYPE, quantize
 from mindspeed_llm.conversion.kernels import Kernels
 from mindspeed_llm.conversion.writer import StoredTensor
-from mindspeed_llm.fp8 import BLOCK, FP8_DTYPE, quantize_fp8_blockwise
 from mindspeed_llm.sources import WeightSource, fill, plain_dtype
 from mindspeed_llm.weight_plan import LocalTensor, rows_of, slice_shape
 
@@ -50,7 +50,7 @@ class SlabReader:
             part = rows_of(tensor.content, start, min(start + step, rows))
             if tensor.form == "fp8" and not is_kept:
                 dtype = plain_dtype(self._source, part.pieces[0].hf_name)
-                quantised, scales = quantize_fp8_blockwise(self._assemble(part, dtype))
+                quantised, scales, _ = quantize(self._assemble(part, dtype))
                 self._scales.append(scales)
                 yield quantised
             else:

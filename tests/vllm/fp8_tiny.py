@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mindspeed_llm.fp8 import QUANTIZATION_CONFIG, SCALE_SUFFIX, dequantize, is_quantised, quantize_fp8_blockwise
+from hf_formats.fp8 import QUANTIZATION_CONFIG, SCALE_SUFFIX, Fp8Blocks, dequantize, is_quantized, quantize
 from tests.vllm.tiny import TINY, random_weights
 
 WIDE: dict[str, Any] = TINY | {
@@ -27,8 +27,8 @@ def fp8_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of the FP8 checkpoint of `weights`, by the converter's arithmetic."""
     stored = {}
     for name, weight in weights.items():
-        if is_quantised(name):
-            stored[name], stored[name + SCALE_SUFFIX] = quantize_fp8_blockwise(weight)
+        if is_quantized(name):
+            stored[name], stored[name + SCALE_SUFFIX], _ = quantize(weight)
         else:
             stored[name] = weight
     return stored
@@ -36,11 +36,10 @@ def fp8_tensors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def dequantized(stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """The plain tensors, fp32, that an FP8 checkpoint stands for."""
-    return {
-        name: dequantize(weight, stored[name + SCALE_SUFFIX], torch.float32) if is_quantised(name) else weight
-        for name, weight in stored.items()
-        if not name.endswith(SCALE_SUFFIX)
-    }
+    plain = {name: weight for name, weight in stored.items() if not name.endswith(SCALE_SUFFIX)}
+    for name in filter(is_quantized, list(plain)):
+        plain[name] = dequantize(Fp8Blocks(plain[name], stored[name + SCALE_SUFFIX]), torch.float32)
+    return plain
 
 
 def write_directory(

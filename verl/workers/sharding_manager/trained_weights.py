@@ -8,10 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_llm.sources import hf_view, raise_problems, relative
-from mindspeed_llm.weight_plan import Fragment, Slice
-from verl.workers.sharding_manager.transfer_plan import TransferPlan
-from vllm.model_executor.layers.quantization.fp8 import (
+from hf_formats.fp8 import (
     BLOCK,
     FP8_DTYPE,
     FP8_MAX,
@@ -20,6 +17,10 @@ from vllm.model_executor.layers.quantization.fp8 import (
     scales_of_peaks,
     touched,
 )
+from hf_formats.problems import raise_problems
+from mindspeed_llm.sources import hf_view, relative
+from mindspeed_llm.weight_plan import Fragment, Slice
+from verl.workers.sharding_manager.transfer_plan import TransferPlan
 
 _Key = tuple[str, Slice]
 

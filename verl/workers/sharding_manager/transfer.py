@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_formats.fp8 import FP8_DTYPE
 from mindspeed_llm.weight_plan import slice_shape
 from verl.workers.sharding_manager.trained_weights import TrainedWeights
 from verl.workers.sharding_manager.transfer_flows import Flow
 from verl.workers.sharding_manager.transfer_plan import Route, TransferPlan, aligned
-from vllm.model_executor.layers.quantization.fp8 import FP8_DTYPE
 from vllm.model_executor.model_loader.digest import add_digest, copy_with_digests, inner_dim
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
 

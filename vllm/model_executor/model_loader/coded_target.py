@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from vllm.model_executor.layers.quantization.fp8 import Fp8Weight, dequantize
+from hf_formats.fp8 import Fp8Weight, dequantize
 from vllm.model_executor.model_loader.weight_target import StoredSlice, Weight, WeightTarget
 from vllm.ops.cpu.compressed import CodedMatrix
 

@@ -9,17 +9,17 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from vllm.model_executor.layers.quantization.fp8 import (
+from hf_formats.fp8 import (
     BLOCK,
     FP8_DTYPE,
     SCALE_SUFFIX,
-    BlockScales,
     Fp8Weight,
     is_quantized,
     num_blocks,
     quantize,
     touched,
 )
+from vllm.model_executor.layers.quantization.fp8 import BlockScales
 from vllm.model_executor.model_loader.weight_target import StoredSlice, Weight, WeightTarget
 from vllm.ops.cpu.compressed import CodedMatrices
 
@@ -45,7 +45,7 @@ class Fp8WeightTarget(WeightTarget):
             try:
                 blocks = quantize(weight[br0 * BLOCK : br1 * BLOCK, bc0 * BLOCK : bc1 * BLOCK])
             except ValueError as error:
-                raise ValueError(f"weight {name} of shape {self.hf_shape}: {error}") from error
+                raise ValueError(f"weight {name}: {error}") from error
             first_row, first_column = r0 - br0 * BLOCK, c0 - bc0 * BLOCK
             values = blocks.weight_OI[first_row : first_row + r1 - r0, first_column : first_column + c1 - c0]
             scales = blocks.scale_inv

@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 import torch
 
+from hf_formats.fp8 import FP8_DTYPE, SCALE_SUFFIX, is_quantized, num_blocks, touched
 from vllm.config import ParallelConfig, VllmConfig
-from vllm.model_executor.layers.quantization.fp8 import FP8_DTYPE, SCALE_SUFFIX, is_quantized, num_blocks, touched
 from vllm.transformers_utils.config import DeepseekV3Config, HFConfig, Qwen3Config
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm.model_executor.layers.quantization.fp8 import FP8_DTYPE
+from hf_formats.fp8 import FP8_DTYPE
 from vllm.model_executor.model_loader.collect_digests import named_digests
 from vllm.model_executor.model_loader.digest import WeightDigest, copy_with_digests
 from vllm.model_executor.model_loader.weight_target import StoredSlice, WeightTarget

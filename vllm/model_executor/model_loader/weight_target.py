@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from vllm.model_executor.layers.quantization.fp8 import Fp8Weight, Sliceable, check_scales, dequantize
+from hf_formats.fp8 import Fp8Weight, Sliceable, check_scale_shape, dequantize
 from vllm.model_executor.model_loader.digest import slice_digest
 from vllm.ops.cpu.compressed import CodedMatrix
 
@@ -55,7 +55,7 @@ class WeightTarget:
                 f"weight {name} has shape {tuple(values.shape)}, the model config asks for {self.hf_shape}"
             )
         if isinstance(weight, Fp8Weight):
-            check_scales(name, weight)
+            check_scale_shape(name, values.shape, weight.scale_inv.shape)
         elif not values.dtype.is_floating_point or values.dtype.itemsize < 2:
             raise ValueError(
                 f"weight {name} is {values.dtype}; expected a floating dtype of 16 bits or more, or float8_e4m3fn with "

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_formats.fp8 import SCALE_SUFFIX
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import ParallelState, StepExchange
-from vllm.model_executor.layers.quantization.fp8 import SCALE_SUFFIX
 from vllm.model_executor.layers.routed_experts import bytes_per_token, new_choices_cache, read_choices
 from vllm.model_executor.model_loader.checkpoint_reader import CheckpointReader
 from vllm.model_executor.model_loader.collect_digests import collect_digests, held_digests
