@@ -31,8 +31,9 @@ _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 def read_directory(path: Path) -> dict[str, FileRegion]:
     """Return tensor name -> region for a Hugging Face directory, file by file, as the index places them.
 
-    Without an index, ``model.safetensors`` counts, or all ``*.safetensors`` when there is none. One ValueError lists every file that is missing, truncated or
-    longer than its header says, and every tensor that the index places in a file which does not hold it.
+    Without an index, ``model.safetensors`` counts, or all ``*.safetensors`` when there is none. One ValueError lists
+    every file that is missing, truncated or longer than its header says, and every tensor that the index places in a
+    file which does not hold it.
     """
     regions: dict[str, FileRegion] = {}
     problems: list[str] = []

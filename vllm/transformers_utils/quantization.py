@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hf_formats.config import read_config_dict
-
 from hf_formats.fp8 import quantization_problems
 
 FP8, DEQUANTIZE = "fp8", "dequantize"
