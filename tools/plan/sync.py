@@ -105,7 +105,7 @@ def shared_plan(
     bucket_bytes: int,
     ranks_per_node: int,
 ) -> TransferPlan:
-    """`build_plan`, called once for all ranks that are planned in this process: the plan is the same on all of them, and
+    """`build_plan`, called once for all ranks that this process plans: the plan is the same on all of them, and it
     takes longer than everything else of a rank.
     """
     ends = tuple(_slices_of(holdings[rank]) for rank in (min(holdings), max(holdings)))
