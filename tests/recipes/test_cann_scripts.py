@@ -21,7 +21,7 @@ from tests.recipes.seed_table import check_table, table_after
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 
 RECIPE = load_recipe("r1_zero")
-README = (RECIPE.folder / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "upstream" / "cann_recipes.md").read_text(encoding="utf-8")
 # Upstream's names and values, as its scripts and the files that they start set them.
 CANN_TRUE_WEIGHT = {
     "train_batch_size": "512",
@@ -151,12 +151,12 @@ def config_of(name: str, *overrides: str) -> PPOTrainerConfig:
 @pytest.mark.parametrize(
     ("name", "heading", "seed"),
     [
-        ("cann_true_weight_671b_256die", "`cann_true_weight_671b_256die` beside", CANN_TRUE_WEIGHT),
-        ("cann_random_init_671b_256die", "`cann_random_init_671b_256die` on", CANN_RANDOM_INIT),
+        ("cann_true_weight_671b_256die", "## `cann_true_weight_671b_256die`", CANN_TRUE_WEIGHT),
+        ("cann_random_init_671b_256die", "## `cann_random_init_671b_256die`", CANN_RANDOM_INIT),
     ],
 )
 def test_configs_equal_the_scripts_line_by_line(name: str, heading: str, seed: dict[str, str]) -> None:
-    check_table(table_after(README, heading), seed, partial(config_of, name))
+    check_table(table_after(PAGE, heading), seed, partial(config_of, name))
 
 
 @pytest.mark.parametrize(

@@ -434,5 +434,7 @@ def test_every_recipe_has_its_parts_and_says_all_variables(name: str) -> None:
     assert launch.main([name, "--help"]) == 0
     readme = (recipe.folder / "README.md").read_text(encoding="utf-8")
     assert recipe.start_command in readme
+    pages = readme + (ROOT / "docs" / "launcher.md").read_text(encoding="utf-8")
     for variable, (default, meaning) in variables(recipe).items():
-        assert f"| `{variable}` | {default} | {meaning} |" in readme
+        default = default.replace(f"outputs/{name}", "outputs/RECIPE") if variable != "CONFIG_NAME" else default
+        assert f"| `{variable}` | {default} | {meaning} |" in pages

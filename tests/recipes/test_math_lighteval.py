@@ -30,7 +30,7 @@ from verl.utils.dataset.parquet import schema_problems
 from verl.workers.engine_setup import engine_problems
 
 RECIPE = load_recipe("math_lighteval")
-README = (RECIPE.folder / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "upstream" / "pai_math_lighteval.md").read_text(encoding="utf-8")
 V3 = {**HF_CONFIG, **DEEPSEEK_V3, "num_key_value_heads": 128}
 MOONLIGHT = {
     **HF_CONFIG,
@@ -182,7 +182,7 @@ def config_of(name: str, *overrides: str) -> PPOTrainerConfig:
 
 def table_after(heading: str) -> list[tuple[str, str, str]]:
     """Rows of the first table after ``heading``: key (with a star perhaps), upstream's value, ours."""
-    rest = README[README.index(heading) :]
+    rest = PAGE[PAGE.index(heading) :]
     lines = re.search(r"(?:^\|.*\n)+", rest, re.MULTILINE)
     assert lines is not None
     rows = [tuple(cell.strip() for cell in line.strip("| ").split(" | ")) for line in lines[0].splitlines()[2:]]
@@ -192,8 +192,8 @@ def table_after(heading: str) -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize(
     ("name", "heading", "least"),
     [
-        ("deepseek_v3_671b_128gpu", "`deepseek_v3_671b_128gpu` beside", 55),
-        ("moonlight_16b_8gpu", "`moonlight_16b_8gpu` on", 8),
+        ("deepseek_v3_671b_128gpu", "## `deepseek_v3_671b_128gpu`", 55),
+        ("moonlight_16b_8gpu", "## `moonlight_16b_8gpu`", 8),
     ],
 )
 def test_configs_equal_upstreams_table_line_by_line(name: str, heading: str, least: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recipes.common.recipe import load_recipe
+from recipes.common.recipe import ROOT, load_recipe
 from tests.recipes.seed_table import check_table, table_after
 from verl.trainer.config import PPOTrainerConfig, load_config
 
@@ -76,5 +76,5 @@ def config_of(*overrides: str) -> PPOTrainerConfig:
 
 
 def test_the_config_equals_the_recipe_line_by_line() -> None:
-    readme = (RECIPE.folder / "README.md").read_text(encoding="utf-8")
-    check_table(table_after(readme, "`r1_ascend_671b_256die` beside"), R1_ASCEND, config_of)
+    page = (ROOT / "docs" / "upstream" / "r1_ascend.md").read_text(encoding="utf-8")
+    check_table(table_after(page, "## `r1_ascend_671b_256die`"), R1_ASCEND, config_of)

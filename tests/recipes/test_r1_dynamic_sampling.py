@@ -15,7 +15,7 @@ from mindspeed_llm.weight_plan import plan_problems
 from recipes.common import launch
 from recipes.common.base_model import HF_CONFIG
 from recipes.common.launcher.settings import read_settings
-from recipes.common.recipe import load_recipe
+from recipes.common.recipe import ROOT, load_recipe
 from recipes.r1_dynamic_sampling.arithmetic import write_set
 from recipes.r1_dynamic_sampling.prompt_data import convert, main
 from recipes.r1_dynamic_sampling.recipe import CORPUS
@@ -28,7 +28,7 @@ from verl.utils.dataset.parquet import schema_problems
 from verl.workers.engine_setup import engine_problems
 
 RECIPE = load_recipe("r1_dynamic_sampling")
-README = (RECIPE.folder / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "upstream" / "slime.md").read_text(encoding="utf-8")
 V3 = {**HF_CONFIG, **DEEPSEEK_V3, "num_key_value_heads": 128}
 LINE = {"prompt": [{"role": "user", "content": "What is 1 + 1?"}], "label": "2"}
 # Upstream's parameters and values: its document, its model's arguments, its optimizer's.
@@ -192,7 +192,7 @@ def test_the_tiny_corpus_solves_the_generated_problems(tmp_path: Path) -> None:
 
 
 def test_the_full_config_equals_upstreams_table_line_by_line() -> None:
-    check_table(table_after(README, "## Parameters"), SLIME, partial(config_of, "deepseek_r1_671b_128gpu"))
+    check_table(table_after(PAGE, "## `deepseek_r1_671b_128gpu`"), SLIME, partial(config_of, "deepseek_r1_671b_128gpu"))
 
 
 def test_the_full_config_validates_and_fits_its_model() -> None:

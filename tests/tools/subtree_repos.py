@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tools import marks
+from tools import adaptations
 from tools.subtree.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "# " + marks.WORD  # assembled, so that this file carries no mark of its own
+MARK = "# " + adaptations.WORD  # assembled, so that this file carries no mark of its own
 LICENCE = ("--licence", "MIT")
 
 

@@ -1,4 +1,4 @@
-"""Every config line of the README's table of algorithms, and of the benchmark's, is one that can be used."""
+"""Every config line of the page's table of algorithms, and of the benchmark's, is one that can be used."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ RECIPE_CONFIGS = ROOT / "recipes" / "r1_zero" / "config"
 
 
 def _lines() -> dict[str, list[str]]:
-    """Row of the table -> its overrides, with the prefix that the README leaves out."""
-    section = (ROOT / "verl" / "README.md").read_text().split("\n## Algorithms\n")[1].split("\n## ")[0]
+    """Row of the table -> its overrides, with the prefix that the page leaves out."""
+    section = (ROOT / "docs" / "algorithms.md").read_text().split("\n## Table\n")[1].split("\n## ")[0]
     found = {}
     for row in re.findall(r"^\| (?!algorithm|-{3})(.+) \|$", section, re.MULTILINE):
         name, *_, config = row.split(" | ")

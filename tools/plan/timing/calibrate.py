@@ -1,6 +1,6 @@
 """Fit the cost model to the published steps and show how well it predicts a step that it has not seen.
 
-python -m tools.plan.timing.calibrate            the tables of README.md
+python -m tools.plan.timing.calibrate            the tables of docs/time_model.md
 python -m tools.plan.timing.calibrate --write    and put the fitted values and the errors into constants.toml
 """
 
