@@ -1,7 +1,7 @@
 """Runs one function on N processes (gloo, or hccl on the simulator), and ends them all whatever happens.
 
-The processes are forked from one server that has torch imported: importing it anew takes each of them seconds. The
-server starts with the first call and ends with the process that made it.
+The processes are forked from one server that has torch and both engines imported: importing them takes a process five
+seconds. The server starts with the first call and ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Imported once, in the server. All of it is without side effects, threads and process groups included.
-PRELOADED = ["torch", "torch.distributed", "torch.distributed.checkpoint", "megatron.core.models.gpt.gpt_model"]
+# The server imports these once: what the ranks of most tests need. None of them has side effects (threads, groups).
+PRELOADED = [
+    "pytest",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "megatron.core.models.gpt.gpt_model",
+    "vllm.entrypoints.llm",
+    "verl.workers.megatron_workers",
+]
 
 
 def run_ranks(
