@@ -6,13 +6,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.cli_io import run_cli
 from mindspeed_llm.conversion.command import Request, add_run_flags, positive, run_request
 from mindspeed_llm.conversion.engine import Conversion
 from mindspeed_llm.conversion.inputs import input_config, open_input
 from mindspeed_llm.conversion.rank_writer import RankWriter
-from mindspeed_llm.hf_config import HFModelConfig
 from mindspeed_llm.sharded_checkpoint import shard_layout
 from mindspeed_llm.weight_plan import Naming, plan_problems
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hf_formats.config import read_config_dict
+from hf_formats.config import load_hf_config, read_config_dict
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.cli_io import companion_files, run_cli
 from mindspeed_llm.conversion.command import Request, add_run_flags, positive, run_request
@@ -21,7 +21,6 @@ from mindspeed_llm.conversion.hf_writer import (
 from mindspeed_llm.convert_ckpt_deepseek3 import add_layout_flags, expert_naming, num_chunks
 from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
 from mindspeed_llm.hf_checkpoint import DEFAULT_SHARD_BYTES
-from mindspeed_llm.hf_config import load_hf_config
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint, read_layout, shard_layout
 from mindspeed_llm.weight_plan import Naming

@@ -11,13 +11,13 @@ from types import TracebackType
 
 import torch
 
+from hf_formats.config import HFModelConfig
 from hf_formats.file_region import FileReader, FileRegion
 from hf_formats.problems import raise_problems, shown_names
 from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.stored_tensors import METADATA, StoredChunk, StoredTensor, stored_tensors
 from megatron.core.dist_checkpointing.writing import COMMON
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.hf_config import HFModelConfig
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.saved_tensor import saved_region
 from mindspeed_llm.sources import assemble, intersection, relative

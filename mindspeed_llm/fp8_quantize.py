@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
+from hf_formats.config import HFModelConfig
 from hf_formats.fp8 import FP8_DTYPE
 from mindspeed_llm.cli_io import run_cli
 from mindspeed_llm.conversion.command import Request, add_run_flags, run_request
 from mindspeed_llm.conversion.engine import Conversion, RunOptions, convert
 from mindspeed_llm.conversion.hf_writer import HFWriter, published, published_config, shards_by_count
 from mindspeed_llm.conversion.inputs import open_input
-from mindspeed_llm.hf_config import HFModelConfig
 from mindspeed_llm.hf_shapes import hf_tensors, mtp_tensors
 from mindspeed_llm.sources import WeightSource
 from mindspeed_llm.weight_plan import Slice, slice_shape

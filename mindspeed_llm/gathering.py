@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from mindspeed_llm.hf_config import HFModelConfig
+from hf_formats.config import HFModelConfig
 from mindspeed_llm.hf_shapes import always_fp32, hf_tensors
 from mindspeed_llm.sources import hf_view
 from mindspeed_llm.weight_plan import Fragment, fragments, slice_shape

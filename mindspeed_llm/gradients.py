@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from hf_formats.config import HFModelConfig
 from mindspeed_llm.gathering import DEFAULT_BUCKET_BYTES, gather_hf_tensors
-from mindspeed_llm.hf_config import HFModelConfig
 from mindspeed_llm.weight_plan import fragments
 
 if TYPE_CHECKING:

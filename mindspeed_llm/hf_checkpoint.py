@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from hf_formats.config import read_config_dict
+from hf_formats.config import HFModelConfig, read_config_dict, without_quantisation_and_mtp
 from hf_formats.file_region import FileReader
 from hf_formats.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, num_blocks, quantization_problems
 from hf_formats.problems import raise_problems
 from hf_formats.safetensors import INDEX_NAME, read_directory
 from mindspeed_llm.cli_io import atomic_directory, copy_companions, write_json
-from mindspeed_llm.hf_config import HFModelConfig, without_quantisation_and_mtp
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.mapped import read_region
 from mindspeed_llm.streamed_safetensors import StreamedSafetensors

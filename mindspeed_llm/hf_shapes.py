@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
 
-from mindspeed_llm.hf_config import HFModelConfig
+from hf_formats.config import HFModelConfig
 
 TensorSpec = tuple[tuple[int, ...], str]  # shape, dtype name
 Shapes = dict[str, tuple[int, ...]]

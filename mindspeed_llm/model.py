@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mindspeed_llm.hf_config import HFModelConfig, to_transformer_config
+from hf_formats.config import HFModelConfig
+from mindspeed_llm.transformer_config import to_transformer_config
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel, ModelChunks

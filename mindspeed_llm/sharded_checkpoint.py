@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from hf_formats.config import HFModelConfig, parse_hf_config
 from hf_formats.file_region import FileRegion
 from hf_formats.problems import raise_problems, shown_names
 from megatron.core.parallel_layout import ParallelLayout, RankCoords
 from mindspeed_llm.cli_io import write_json
-from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.mapped import read_region
 from mindspeed_llm.sources import assemble, hf_view, relative

@@ -12,8 +12,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal
 
+from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout, RankCoords
-from mindspeed_llm.hf_config import HFModelConfig
 from mindspeed_llm.hf_shapes import DTYPE_BYTES, hf_tensors, shared_copies
 
 Slice = tuple[tuple[int, int], ...]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from hf_formats.config import HFModelConfig
 from hf_formats.problems import raise_problems
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.conversion.kernels import choose_kernels, place_native
@@ -17,7 +18,6 @@ from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
 from mindspeed_llm.gathering import DEFAULT_BUCKET_BYTES, gather_hf_tensors
 from mindspeed_llm.gradients import hf_gradients
 from mindspeed_llm.hf_checkpoint import HFCheckpoint, open_hf, save_hf_checkpoint
-from mindspeed_llm.hf_config import HFModelConfig
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint
 from mindspeed_llm.sources import Origin, Place, WeightSource, fill, place

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_formats.config import HFModelConfig
 from mindspeed_llm.cli_io import say
 from mindspeed_llm.conversion.engine import Conversion, RunOptions, convert, verify
 from mindspeed_llm.conversion.forecast import forecast
 from mindspeed_llm.conversion.kernels import choose_kernels
-from mindspeed_llm.hf_config import HFModelConfig
 
 _MIB = 2**20
 

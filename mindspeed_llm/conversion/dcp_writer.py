@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from hf_formats.config import HFModelConfig, parse_hf_config
 from hf_formats.fp8 import BLOCK
 from megatron.core.dist_checkpointing.manifest import write_bytes
 from megatron.core.dist_checkpointing.stored_tensors import METADATA
@@ -27,7 +28,6 @@ from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.conversion.torch_file import TensorRef, TorchFile, torch_file_layout
 from mindspeed_llm.conversion.writer import FileRecord, Slabs, StoredTensor
 from mindspeed_llm.dcp_checkpoint import global_tensors
-from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
 from mindspeed_llm.sharded_checkpoint import write_layout
 from mindspeed_llm.sources import WeightSource, stored_dtype
 from mindspeed_llm.weight_plan import LocalTensor, rows_of

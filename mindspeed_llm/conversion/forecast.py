@@ -9,10 +9,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_formats.config import HFModelConfig
 from mindspeed_llm.conversion.engine import Conversion, RunOptions, partial_directory
 from mindspeed_llm.conversion.slabs import in_flight_bytes
 from mindspeed_llm.conversion.synced_file import WAITING_BYTES
-from mindspeed_llm.hf_config import HFModelConfig
 from mindspeed_llm.hf_shapes import hf_tensors, shared_copies
 
 _RECORD_BYTES = 200  # of the journal's record of a tensor, in memory until the manifest is written

@@ -11,12 +11,12 @@ from typing import Any, BinaryIO
 
 import torch
 
+from hf_formats.config import HFModelConfig, without_quantisation_and_mtp
 from hf_formats.fp8 import FP8_DTYPE, QUANTIZATION_CONFIG, SCALE_SUFFIX, is_quantized, num_blocks
 from hf_formats.safetensors import INDEX_NAME
 from mindspeed_llm.cli_io import copy_companions, write_json
 from mindspeed_llm.conversion.safetensors_file import safetensors_bytes, write_safetensors
 from mindspeed_llm.conversion.writer import FileRecord, Form, Slabs, StoredTensor
-from mindspeed_llm.hf_config import HFModelConfig, without_quantisation_and_mtp
 from mindspeed_llm.hf_shapes import always_fp32
 from mindspeed_llm.weight_plan import LocalTensor, Piece
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from hf_formats.config import read_config_dict
+from hf_formats.config import HFModelConfig, parse_hf_config, read_config_dict
 from hf_formats.fp8 import FP8_DTYPE, is_quantized
 from mindspeed_llm.cli_io import hf_files
 from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
 from mindspeed_llm.hf_checkpoint import open_hf
-from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import LAYOUT_NAME, ShardedCheckpoint, read_layout
 from mindspeed_llm.sources import WeightSource

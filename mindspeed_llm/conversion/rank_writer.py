@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from hf_formats.config import HFModelConfig, parse_hf_config
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.conversion.torch_file import TensorRef, TorchFile, torch_file_layout
 from mindspeed_llm.conversion.writer import FileRecord, Slabs, StoredTensor
-from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
 from mindspeed_llm.sharded_checkpoint import ITERATION, LATEST_NAME, place_in_file, rank_file, write_layout
 from mindspeed_llm.sources import WeightSource, stored_dtype
 from mindspeed_llm.weight_plan import LocalTensor, Naming, local_plan

@@ -78,6 +78,7 @@ def _run_rank(rank: int, warmup: Warmup, rendezvous: str) -> None:
 
 def train(warmup: Warmup) -> None:
     """The warm-up on this rank of an initialised process group: pure data parallelism, fp32."""
+    from hf_formats.config import load_hf_config
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -89,7 +90,6 @@ def train(warmup: Warmup) -> None:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
     from mindspeed_llm.hf_checkpoint import save_hf_checkpoint
-    from mindspeed_llm.hf_config import load_hf_config
     from mindspeed_llm.model import build_model
     from mindspeed_llm.weights import export_weights
 

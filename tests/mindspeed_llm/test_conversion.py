@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from hf_formats.config import load_hf_config
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm import convert_ckpt_deepseek3, convert_ckpt_deepseek3_mcore2hf
 from mindspeed_llm.hf_checkpoint import HFCheckpoint
-from mindspeed_llm.hf_config import load_hf_config
 from mindspeed_llm.sharded_checkpoint import LAYOUT_NAME, ShardedCheckpoint
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from hf_formats.config import load_hf_config, parse_hf_config
 from megatron.core.dist_checkpointing import CheckpointSaver
 from megatron.core.dist_checkpointing.stored_tensors import METADATA, read_metadata
 from megatron.core.ops.reference import reference_ops
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import destroy_model_parallel, initialize_model_parallel
 from mindspeed_llm.dcp_checkpoint import DCPCheckpoint
-from mindspeed_llm.hf_config import load_hf_config, parse_hf_config
 from mindspeed_llm.model import build_model
 from mindspeed_llm.sources import fill
 from mindspeed_llm.weight_plan import local_plan

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hf_formats.config import load_hf_config
 from hf_formats.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX
 from megatron.core.ops.reference import reference_ops
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import destroy_model_parallel, initialize_model_parallel
 from mindspeed_llm import fp8_cast_bf16
 from mindspeed_llm.fp8_quantize import quantize_checkpoint
-from mindspeed_llm.hf_config import load_hf_config
 from mindspeed_llm.model import build_model
 from mindspeed_llm.sources import fill
 from mindspeed_llm.weight_plan import Piece, local_plan

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from hf_formats.config import load_hf_config, parse_hf_config
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.ops.reference import reference_ops
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import destroy_model_parallel, initialize_from_layout, initialize_model_parallel
 from mindspeed_llm import convert_ckpt_deepseek3
-from mindspeed_llm.hf_config import load_hf_config, parse_hf_config
 from mindspeed_llm.hf_shapes import always_fp32, hf_tensors
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan

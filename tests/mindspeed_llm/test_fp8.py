@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3ForCausalLM
 
+from hf_formats.config import load_hf_config
 from mindspeed_llm import fp8_cast_bf16, fp8_quantize
 from mindspeed_llm.hf_checkpoint import HFCheckpoint
-from mindspeed_llm.hf_config import load_hf_config
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 
 

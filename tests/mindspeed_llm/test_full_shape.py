@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_formats.config import parse_hf_config
 from mindspeed_llm.conversion.hf_writer import published, published_config
-from mindspeed_llm.hf_config import parse_hf_config
 from mindspeed_llm.hf_shapes import hf_tensors
 from tools.bench.published_checkpoint import NUM_FILES, deepseek_v3_config, write_published_checkpoint
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_formats.config import parse_hf_config
 from mindspeed_llm.cli_io import atomic_directory
 from mindspeed_llm.hf_checkpoint import HFCheckpoint, check_against_config, save_hf_checkpoint
-from mindspeed_llm.hf_config import parse_hf_config
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 
 

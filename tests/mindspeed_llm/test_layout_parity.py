@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hf_formats.config import load_hf_config
 from megatron.core.context_parallel import zigzag_indices
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import model_chunks
@@ -17,7 +18,6 @@ from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_from_layout
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from mindspeed_llm.hf_config import load_hf_config
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weights import HFCheckpoint, hf_gradients, load_weights

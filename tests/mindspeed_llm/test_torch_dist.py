@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from hf_formats.config import load_hf_config
 from megatron.core.dist_checkpointing.stored_tensors import stored_tensors
 from megatron.core.ops.reference import reference_ops
 from megatron.core.parallel_state import destroy_model_parallel, initialize_model_parallel
@@ -19,7 +20,6 @@ from mindspeed_llm.conversion.engine import Conversion, RunOptions, convert
 from mindspeed_llm.conversion.inputs import open_input
 from mindspeed_llm.fp8_quantize import quantize_checkpoint
 from mindspeed_llm.hf_checkpoint import HFCheckpoint
-from mindspeed_llm.hf_config import load_hf_config
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weights import load_weights, open_shards

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from hf_formats.config import load_hf_config
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.ops import reference_ops
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.transformer.moe.router import TopKRouter
-from mindspeed_llm.hf_config import load_hf_config
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weights import HFCheckpoint, export_weights, hf_gradients, load_weights

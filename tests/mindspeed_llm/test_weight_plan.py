@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from hf_formats.config import HFModelConfig, parse_hf_config
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import rank_file, shard_layout
 from mindspeed_llm.weight_plan import (

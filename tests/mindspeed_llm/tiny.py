@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from mindspeed_llm.hf_config import parse_hf_config
+from hf_formats.config import parse_hf_config
 from mindspeed_llm.hf_shapes import hf_tensors, shared_copies
 
 

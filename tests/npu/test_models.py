@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from hf_formats.config import load_hf_config
 from megatron.core.ops import TrainOps, reference_ops
 from megatron.core.parallel_state import ProcessGroups
 from mindspeed.ops import train_ops
-from mindspeed_llm.hf_config import load_hf_config
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weights import HFCheckpoint, load_weights

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from mindspeed_llm.hf_config import parse_hf_config
+from hf_formats.config import parse_hf_config
 from mindspeed_llm.weight_plan import local_plan, plan_problems
 from recipes.common import arithmetic, launch
 from recipes.common.base_model import HF_CONFIG

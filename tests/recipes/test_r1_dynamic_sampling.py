@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from mindspeed_llm.hf_config import parse_hf_config
+from hf_formats.config import parse_hf_config
 from mindspeed_llm.weight_plan import plan_problems
 from recipes.common import launch
 from recipes.common.base_model import HF_CONFIG

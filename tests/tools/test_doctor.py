@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_llm.hf_config import parse_hf_config
+from hf_formats.config import parse_hf_config
 from recipes.common.recipe import load_recipe
 from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3
 from tests.mindspeed_llm.tiny import tiny_hf_config

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_formats.config import load_hf_config
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ops import exact_math as training_math
 from megatron.core.ops import resolve
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups
-from mindspeed_llm.hf_config import load_hf_config
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weights import HFCheckpoint, export_weights, load_weights

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hf_formats.config import load_hf_config
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import initialize_from_layout
-from mindspeed_llm.hf_config import load_hf_config
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
 from tests.verl.test_weight_sync import params_of

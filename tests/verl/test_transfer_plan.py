@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from hf_formats.config import parse_hf_config
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.hf_config import parse_hf_config
 from mindspeed_llm.sharded_checkpoint import shard_layout
 from mindspeed_llm.weight_plan import holders
 from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3, LAYOUTS

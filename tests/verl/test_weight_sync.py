@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_formats.config import load_hf_config
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.hf_config import load_hf_config
 from mindspeed_llm.sources import fill
 from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weights import HFCheckpoint

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_formats.config import HFModelConfig, parse_hf_config
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.model_chunks import model_chunks
 from megatron.core.ops import TrainOps, reference_ops
@@ -15,7 +16,6 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_from_layout
 from mindspeed_llm.gradients import hf_gradients
-from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
 from mindspeed_llm.model import build_model
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from verl.protocol import DataProto

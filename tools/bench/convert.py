@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from hf_formats.config import without_quantisation_and_mtp
 from hf_formats.fp8 import FP8_DTYPE, SCALE_SUFFIX
 from mindspeed_llm.cli_io import run_cli, sync_path
 from mindspeed_llm.conversion.engine import RunOptions, convert
@@ -40,7 +41,6 @@ from mindspeed_llm.conversion.pool import run_tasks
 from mindspeed_llm.conversion.synced_file import SyncedFile
 from mindspeed_llm.convert_ckpt_deepseek3 import plan_shards
 from mindspeed_llm.fp8_cast_bf16 import plan_cast
-from mindspeed_llm.hf_config import without_quantisation_and_mtp
 from mindspeed_llm.sharded_checkpoint import shard_layout
 from tools.bench.published_checkpoint import deepseek_v3_config, write_published_checkpoint
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from hf_formats.config import HFModelConfig, parse_hf_config
 from hf_formats.fp8 import FP8_DTYPE
 from mindspeed_llm.cli_io import run_cli, say, write_json
 from mindspeed_llm.conversion.engine import Conversion, RunOptions, convert
 from mindspeed_llm.conversion.hf_writer import HFTensor, HFWriter, published, published_config, shards_by_count
-from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.weight_plan import Slice, slice_shape
 

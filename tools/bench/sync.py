@@ -26,10 +26,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from hf_formats.config import load_hf_config, parse_hf_config
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import destroy_model_parallel, initialize_from_layout
 from mindspeed_llm.gathering import gather_hf_tensors
-from mindspeed_llm.hf_config import load_hf_config, parse_hf_config
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sources import hf_view
 from mindspeed_llm.weight_plan import local_plan

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
+from hf_formats.config import HFModelConfig, parse_hf_config
 
 
 def hf_config_dict(hidden_size: int, num_layers: int, num_experts: int, vocab_size: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mindspeed_llm.hf_config import HFModelConfig
+from hf_formats.config import HFModelConfig
 from mindspeed_llm.hf_shapes import hf_bytes, hf_tensors
 from mindspeed_llm.weight_plan import local_plan
 from verl.trainer.config import PPOTrainerConfig

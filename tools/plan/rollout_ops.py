@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_llm.hf_config import HFModelConfig
+from hf_formats.config import HFModelConfig
 from tools.plan.collectives import Collective, CollectiveLog
 from tools.plan.ops import Routing
 from tools.plan.rollout_npu import kernel_exchanged_experts, npu_ops

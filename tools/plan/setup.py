@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mindspeed_llm.hf_config import HFModelConfig, load_hf_config
+from hf_formats.config import HFModelConfig, load_hf_config
 from recipes.common.recipe import RECIPES
 from tools.plan.devices import DeviceProfile
 from verl.trainer.config import PPOTrainerConfig, load_config

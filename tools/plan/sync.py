@@ -11,8 +11,8 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
+from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.hf_config import HFModelConfig
 from tools.plan.collectives import Collective
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.sharding_manager.transfer import WeightTransfer

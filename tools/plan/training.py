@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mindspeed_llm.hf_config import load_hf_config
+from hf_formats.config import load_hf_config
 from tools.plan.collectives import CollectiveLog, Phase
 from tools.plan.device import MemoryMeter
 from verl.protocol import DataProto

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
+from hf_formats.config import HFModelConfig, load_hf_config
 from megatron.core.memory_ledger import ON_HOST, ledger
 from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps
-from mindspeed_llm.hf_config import HFModelConfig, load_hf_config
 from mindspeed_llm.model import build_model
 from tools.plan.device import DEVICE
 from tools.plan.ops import Routing, train_ops

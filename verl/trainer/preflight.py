@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mindspeed_llm.hf_config import load_hf_config
+from hf_formats.config import load_hf_config
 from mindspeed_llm.weights import open_hf, open_shards
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list

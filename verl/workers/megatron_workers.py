@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_formats.config import HFModelConfig, load_hf_config
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.memory_ledger import ledger, table
 from megatron.core.models.gpt import GPTModel, ModelChunks
@@ -17,7 +18,6 @@ from megatron.core.ops import TrainOps, resolve
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups, initialize_from_layout
 from megatron.core.watchdog import HangWatchdog
-from mindspeed_llm.hf_config import HFModelConfig, load_hf_config
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weights import Checkpoint, load_weights, open_hf, open_shards

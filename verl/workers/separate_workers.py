@@ -6,8 +6,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hf_formats.config import load_hf_config
 from megatron.core.watchdog import HangWatchdog
-from mindspeed_llm.hf_config import load_hf_config
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register

@@ -81,7 +81,7 @@ class EngineArgs:
                 model=self.model,
                 tokenizer=self.tokenizer or self.model,
                 skip_tokenizer_init=self.skip_tokenizer_init,
-                dtype=hf.dtype if self.dtype == "auto" else self.dtype,
+                dtype=hf.torch_dtype if self.dtype == "auto" else self.dtype,
                 seed=self.seed,
                 max_model_len=max_model_len,
                 hf=hf,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from mindspeed_llm.hf_config import load_hf_config
+from hf_formats.config import load_hf_config
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
 from tools.plan.devices import load_device

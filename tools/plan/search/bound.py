@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.hf_config import HFModelConfig
 from tools.plan.devices import DeviceProfile
 from tools.plan.rank_plan import StepSize
 from tools.plan.search.weights import rollout_rank, training_stage

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.hf_config import HFModelConfig
 from tools.plan.devices import DeviceProfile
 from tools.plan.rank_plan import KINDS
 from tools.plan.search.bound import RolloutKnobs

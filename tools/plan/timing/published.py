@@ -9,9 +9,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from hf_formats.config import HFModelConfig, parse_hf_config
+from hf_formats.families import FAMILIES
+from hf_formats.rope import RopeConfig
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.hf_config import HFModelConfig, parse_hf_config
-from mindspeed_llm.hf_config_checks import SUPPORTED_MODEL_TYPES
 from tools.plan.devices import DeviceProfile, load_device
 from tools.plan.timing.run_shape import Lengths, MicroBatches, RolloutShape, RunShape, TrainShape
 from tools.plan.timing.work import model_work, train_flops_per_token
@@ -51,10 +52,10 @@ def published_runs(path: Path = TABLE) -> list[PublishedRun]:
 def published_model(name: str) -> HFModelConfig:
     """The figures of a model of ``models/``; of one that this repository does not train, those that cost time."""
     raw = json.loads((MODELS / f"{name}.json").read_text(encoding="utf-8"))
-    if raw["model_type"] in SUPPORTED_MODEL_TYPES:
+    if raw["model_type"] in FAMILIES:
         return parse_hf_config(raw, source=name)
-    nothing: dict[str, Any] = {field.name: 0 for field in fields(HFModelConfig)}
-    return HFModelConfig(**{**nothing, "q_lora_rank": None, "rope_scaling": None, "quant_method": None, **raw})
+    absent: dict[str, Any] = {field.name: 0 for field in fields(HFModelConfig)}
+    return HFModelConfig(**{**absent, "q_lora_rank": None, "rope": RopeConfig(), "quant_method": None, **raw})
 
 
 def _run(row: dict[str, Any]) -> PublishedRun:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.hf_config import HFModelConfig
 from tools.plan.timing.lengths import DEFAULT_SPREAD, LengthDistribution, length_distribution
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.schedule import SCHEDULES

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
+from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.hf_config import HFModelConfig
 from tools.plan.devices import DeviceProfile
 from tools.plan.timing.constants import Rates
 from tools.plan.timing.links import Links, layout_group

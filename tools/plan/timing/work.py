@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import log, sqrt
 
-from mindspeed_llm.hf_config import HFModelConfig
+from hf_formats.config import HFModelConfig
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hf_formats.config import HFModelConfig
 from megatron.core.dist_checkpointing import CheckpointSaver, load_checkpoint, verify_checkpoint
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups
-from mindspeed_llm.hf_config import HFModelConfig
 from mindspeed_llm.weights import export_weights, save_hf_checkpoint
 from verl.workers.config import CheckpointConfig
 

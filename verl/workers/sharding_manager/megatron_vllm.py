@@ -8,9 +8,9 @@ from types import ModuleType, TracebackType
 
 import torch
 
+from hf_formats.config import HFModelConfig
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.parallel_state import ProcessGroups
-from mindspeed_llm.hf_config import HFModelConfig
 from verl.utils.timeline import Timeline, now_s
 from verl.workers.phases import release_cached_memory
 from verl.workers.rollout.base import BaseRollout

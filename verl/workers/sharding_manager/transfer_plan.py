@@ -15,10 +15,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from hf_formats.config import HFModelConfig
 from hf_formats.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, num_blocks
 from hf_formats.problems import raise_problems
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.hf_config import HFModelConfig
 from mindspeed_llm.hf_shapes import always_fp32
 from mindspeed_llm.sources import intersection
 from mindspeed_llm.weight_plan import Fragment, Slice, fragments, holders, slice_shape

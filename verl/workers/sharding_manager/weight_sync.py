@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.hf_config import HFModelConfig
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.sharding_manager.trained_weights import TrainedWeights
 from verl.workers.sharding_manager.transfer import WeightTransfer

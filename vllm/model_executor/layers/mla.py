@@ -19,7 +19,6 @@ from vllm.model_executor.layers.linear import (
     local_slice,
 )
 from vllm.model_executor.layers.quantization.fp8 import dense
-from vllm.model_executor.layers.rotary_embedding import softmax_scale
 from vllm.model_executor.model_loader.weight_target import WeightTarget
 from vllm.ops.contract import KVCache, RolloutOps
 from vllm.transformers_utils.config import DeepseekV3Config
@@ -36,7 +35,7 @@ class MultiHeadLatentAttention(nn.Module):
     def __init__(self, hf: DeepseekV3Config, parallel: ParallelState, ops: RolloutOps) -> None:
         super().__init__()
         self.hf, self.ops, self.tp = hf, ops, parallel.tp
-        self.scale = softmax_scale(hf.rope, hf.qk_nope_head_dim + hf.qk_rope_head_dim)
+        self.scale = hf.rope.softmax_scale(hf.qk_head_dim)
         self.num_heads = hf.num_attention_heads // parallel.tp.world_size
         query_rows = hf.num_attention_heads * (hf.qk_nope_head_dim + hf.qk_rope_head_dim)
         kv_a_rows = hf.kv_lora_rank + hf.qk_rope_head_dim

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.weight_init import WeightInit
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
-from megatron.core.transformer.rotary import make_rotary_embedding
+from megatron.core.transformer.rotary import RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -76,7 +76,7 @@ class GPTModel(nn.Module):
         has_mtp = self.post_process and config.mtp_num_layers is not None
         if self.pre_process or has_mtp:
             self.embedding = LanguageModelEmbedding(config, groups)
-        self.rotary_pos_emb = make_rotary_embedding(config)
+        self.rotary_pos_emb = RotaryEmbedding(config)
         self.decoder = TransformerBlock(config, groups, ops, post_layer_norm=self.post_process, vp_stage=self.vp_stage)
         self.is_output_tied = self.post_process and config.share_embeddings_and_output_weights
         if self.post_process:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hf_formats.config import HFModelConfig, load_hf_config, parse_hf_config, without_quantisation_and_mtp
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.hf_config import load_hf_config, parse_hf_config, to_transformer_config, without_quantisation_and_mtp
 from mindspeed_llm.hf_shapes import hf_tensors
+from mindspeed_llm.transformer_config import to_transformer_config
 from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_qwen3_config
+from vllm.transformers_utils.config import load_config
 
 
 def test_reads_a_directory(tmp_path: Path) -> None:
@@ -21,8 +24,7 @@ def test_reads_a_directory(tmp_path: Path) -> None:
     hf = load_hf_config(tmp_path)
     assert hf.qk_head_dim == 24
     assert [hf.is_moe_layer(layer) for layer in range(3)] == [False, True, True]
-    assert hf.rope_scaling is not None
-    assert hf.rope_scaling.factor == 4
+    assert (hf.rope.rope_type, hf.rope.factor) == ("yarn", 4)
     assert hf.has_expert_bias
 
 
@@ -38,13 +40,42 @@ def test_every_problem_is_listed() -> None:
 
 
 def test_unknown_architecture_and_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="model_type is 'llama'"):
+    with pytest.raises(ValueError, match="'llama' is not supported; supported: deepseek_v3, deepseek_v2, qwen3"):
         parse_hf_config(tiny_hf_config(model_type="llama"))
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         load_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not valid JSON"):
         load_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize("load", [load_hf_config, load_config], ids=["training", "rollout"])
+def test_an_unknown_family_is_refused_with_those_that_exist(
+    load: Callable[[str], HFModelConfig], tmp_path: Path
+) -> None:
+    llama, supported = "model_type 'llama'", "is not supported; supported: deepseek_v3, deepseek_v2, qwen3"
+    for family, message in (
+        (
+            {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+            f"config.json: {llama} {supported}",
+        ),
+        ({"architectures": ["LlamaForCausalLM"]}, f"architecture 'LlamaForCausalLM' without a model_type {supported}"),
+        ({}, f"architecture None without a model_type {supported}"),
+        (
+            {"model_type": "qwen3", "architectures": ["Qwen2ForCausalLM"]},
+            "architecture 'Qwen2ForCausalLM' is not supported; model_type 'qwen3' is supported as Qwen3ForCausalLM",
+        ),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64} | family))
+        with pytest.raises(ValueError) as error:
+            load(str(tmp_path))
+        assert message in str(error.value) and "missing" not in str(error.value)
+
+
+def test_a_family_may_be_given_by_its_architecture_alone() -> None:
+    raw = tiny_hf_config()
+    del raw["model_type"]
+    assert parse_hf_config(raw) == parse_hf_config(tiny_hf_config())
 
 
 def test_config_as_transformers_5_saves_it() -> None:
@@ -57,7 +88,7 @@ def test_config_as_transformers_5_saves_it() -> None:
 
 def test_v2_like_config_has_softmax_router_without_bias() -> None:
     raw = tiny_hf_config(model_type="deepseek_v2", q_lora_rank=None, n_group=1, topk_group=1, norm_topk_prob=False)
-    del raw["topk_method"], raw["scoring_func"]
+    del raw["topk_method"], raw["scoring_func"], raw["architectures"]
     hf = parse_hf_config(raw)
     assert (hf.scoring_func, hf.topk_method, hf.has_expert_bias) == ("softmax", "greedy", False)
     config = to_transformer_config(hf, params_dtype=torch.float32, layout=ParallelLayout())

@@ -1,11 +1,12 @@
-"""What is wrong with a config.json, every problem of it, before a model is made of it."""
+"""Every problem of a config.json, found before a model is made from it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-SUPPORTED_MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "qwen3")
+from hf_formats.rope import rope_problems, rope_scaling
+
 SUPPORTED_DTYPES = ("bfloat16", "float16", "float32")
 
 DECODER_SIZES = (
@@ -21,9 +22,9 @@ EXPERT_SIZES = ("moe_intermediate_size", "n_routed_experts", "num_experts_per_to
 GROUPED_QUERY_SIZES = ("num_key_value_heads",)
 
 
-def config_problems(raw: Mapping[str, Any]) -> list[str]:
-    """One sentence per problem of a config.json of a supported model type; empty when a model can be made of it."""
-    is_qwen = raw["model_type"] == "qwen3"
+def config_problems(raw: Mapping[str, Any], model_type: str) -> list[str]:
+    """Return one sentence per problem of a config.json of a supported model type."""
+    is_qwen = model_type == "qwen3"
     found = _size_problems(raw, DECODER_SIZES + (GROUPED_QUERY_SIZES if is_qwen else LATENT_SIZES + EXPERT_SIZES))
     if raw.get("attention_bias"):
         found.append("attention_bias is true; only bias-free attention is supported")
@@ -31,20 +32,12 @@ def config_problems(raw: Mapping[str, Any]) -> list[str]:
         found.append(f"hidden_act is {raw.get('hidden_act')!r}; only silu is supported")
     if dtype_name(raw) not in SUPPORTED_DTYPES:
         found.append(f"torch_dtype is {dtype_name(raw)!r}; one of {', '.join(SUPPORTED_DTYPES)} is needed")
-    return found + (_qwen_problems(raw) if is_qwen else _deepseek_problems(raw))
-
-
-def rope_scaling(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The description of stretched rotary positions; None when they are plain."""
-    scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
-    if scaling is None or (scaling.get("rope_type") == "default" and "type" not in scaling):
-        return None
-    return dict(scaling)
+    return found + (_qwen_problems(raw) if is_qwen else _deepseek_problems(raw, is_v3=model_type == "deepseek_v3"))
 
 
 def dtype_name(raw: Mapping[str, Any]) -> str:
-    """Dtype of the weights under torch's name."""
-    return str(raw.get("torch_dtype") or raw.get("dtype") or "bfloat16").removeprefix("torch.")
+    """Return torch's name of the weights' dtype; float32, as in transformers, when config.json does not give it."""
+    return str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
 def _size_problems(raw: Mapping[str, Any], keys: tuple[str, ...]) -> list[str]:
@@ -59,7 +52,7 @@ def _size_problems(raw: Mapping[str, Any], keys: tuple[str, ...]) -> list[str]:
 def _qwen_problems(raw: Mapping[str, Any]) -> list[str]:
     keys = ("num_attention_heads", "num_key_value_heads", "hidden_size")
     if not all(_is_int(raw.get(key)) and raw[key] > 0 for key in keys):
-        return []  # said above already
+        return []  # reported with the sizes
     found = []
     heads, groups, hidden = (int(raw[key]) for key in keys)
     if heads % groups:
@@ -77,14 +70,16 @@ def _qwen_problems(raw: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _deepseek_problems(raw: Mapping[str, Any]) -> list[str]:
+def _deepseek_problems(raw: Mapping[str, Any], is_v3: bool) -> list[str]:
     found = []
+    required = ("first_k_dense_replace", *(("routed_scaling_factor",) if is_v3 else ()))
+    found += [f"{key} is missing" for key in required if raw.get(key) is None]
     for key in ("q_lora_rank", "n_shared_experts", "n_group", "topk_group", "num_nextn_predict_layers"):
         value = raw.get(key)
         if value is not None and (not _is_int(value) or value < 0):
             found.append(f"{key} is {value!r}; an integer or null is needed")
     for key, lowest in (("first_k_dense_replace", 0), ("moe_layer_freq", 1)):
-        value = raw.get(key, lowest)
+        value = lowest if raw.get(key) is None else raw[key]
         if not isinstance(value, int) or value < lowest:
             found.append(f"{key} is {value!r}; an integer of at least {lowest} is needed")
     if raw.get("tie_word_embeddings"):
@@ -92,15 +87,15 @@ def _deepseek_problems(raw: Mapping[str, Any]) -> list[str]:
     if raw.get("scoring_func") not in (None, "sigmoid", "softmax"):
         found.append(f"scoring_func is {raw.get('scoring_func')!r}; sigmoid or softmax is needed")
     if raw.get("rope_interleave", True) is not True:
-        found.append(f"rope_interleave is {raw['rope_interleave']!r}; the training engine rotates neighbours (true)")
-    return found + _router_problems(raw) + _rope_problems(raw)
+        found.append(f"rope_interleave is {raw['rope_interleave']!r}; only neighbours are rotated (true)")
+    return found + _router_problems(raw) + rope_problems(raw)
 
 
 def _router_problems(raw: Mapping[str, Any]) -> list[str]:
     keys = ("n_routed_experts", "n_group", "num_experts_per_tok", "topk_group")
     values = [raw.get(key) or (1 if "group" in key else None) for key in keys]
     if not all(_is_int(value) for value in values):
-        return []  # said above already
+        return []  # reported with the sizes
     experts, groups, topk, topk_group = (int(value or 0) for value in values)
     if experts % groups:
         return [f"n_routed_experts {experts} does not divide into n_group {groups}"]
@@ -114,17 +109,6 @@ def _router_problems(raw: Mapping[str, Any]) -> list[str]:
             f"num_experts_per_tok {topk} exceeds the {experts // groups * topk_group} experts of {topk_group} groups"
         )
     return found
-
-
-def _rope_problems(raw: Mapping[str, Any]) -> list[str]:
-    scaling = rope_scaling(raw)
-    if scaling is None:
-        return []
-    kind = scaling.get("type") or scaling.get("rope_type")
-    if kind != "yarn":
-        return [f"rope_scaling type is {kind!r}; yarn or null is needed"]
-    missing = [key for key in ("factor", "original_max_position_embeddings") if not scaling.get(key)]
-    return [f"rope_scaling.{key} is missing" for key in missing]
 
 
 def _is_int(value: object) -> bool:
