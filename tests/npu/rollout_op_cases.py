@@ -246,14 +246,14 @@ def experts_without_tokens(new: Maker, size: Sizes) -> Call:
 
 def as_cache(ops: RolloutOps, latent: Tensor, rope: Tensor, layout: str) -> KVCache:
     """Pages as the table keeps them: together (reference) or apart, in the layout asked for (Ascend)."""
-    if ops.names["new_kv_cache"] == "reference":
+    if ops.implementations["new_kv_cache"] == "reference":
         return (torch.cat((latent, rope), -1),)
     return (pack(latent), pack(rope)) if layout == "nz" else (latent, rope)
 
 
 def as_gqa_cache(ops: RolloutOps, keys: Tensor, values: Tensor) -> KVCache:
     """Pages [num_blocks, block_size, 2, D] as the table keeps them: in one (reference) or two (Ascend) tensors."""
-    if ops.names["new_gqa_cache"] == "reference":
+    if ops.implementations["new_gqa_cache"] == "reference":
         return (torch.stack((keys, values), dim=2),)
     return keys.flatten(2), values.flatten(2)
 

@@ -82,9 +82,11 @@ def run_on(device: str, prepared: Prepared, folder: Path) -> str:
 
 def assert_native(said: str, kernels: Path) -> None:
     """The tables in use are Ascend's, printed once, and their kernels are what ran in every worker."""
-    for table, reference in ((train_ops(), reference_ops()), (rollout_ops(), reference_rollout_ops())):
-        assert set(table.names) == set(reference.names)
-        for name, kind in table.names.items():
+    training = (train_ops().names, reference_ops().names)
+    rollout = (rollout_ops().implementations, reference_rollout_ops().implementations)
+    for implementations, reference in (training, rollout):
+        assert set(implementations) == set(reference)
+        for name, kind in implementations.items():
             assert f"{name}={kind}" in said or f"{name} {kind}" in " ".join(said.split()), f"{name} is not in the log"
     workers = [set(path.read_text(encoding="utf-8").split()) for path in kernels.iterdir()]
     trained = [ran for ran in workers if "aten::_fused_adamw_" in ran]

@@ -178,7 +178,7 @@ def test_shapes_at_the_sizes_of_deepseek_v3(entry: str, case: str) -> None:
 @pytest.mark.parametrize("entry", list(CASES))
 def test_native_entries_run_their_npu_ops(entry: str) -> None:
     how = CASES[entry]
-    assert NATIVE.names[entry].split()[0] == "native"
+    assert NATIVE.implementations[entry].split()[0] == "native"
     npusim.reset_calls()
     for case in how.cases.values():
         outcome(NATIVE, case(Maker(how.dtypes[-1]), TINY), "npu")

@@ -57,7 +57,9 @@ def test_sizes_outside_of_a_kernels_limits_are_noticed(entry: str, case: str) ->
 @pytest.mark.parametrize("entry", list(CASES))
 def test_native_entries_run_their_npu_ops(entry: str) -> None:
     how = CASES[entry]
-    assert NATIVE.names[entry].split()[0] == "native", f"{entry} is not native: say why here, and what it runs"
+    assert NATIVE.implementations[entry].split()[0] == "native", (
+        f"{entry} is not native: say why here, and what it runs"
+    )
     npusim.reset_calls()
     for case in how.cases.values():
         for size in TINY.values():

@@ -18,7 +18,8 @@ from tests.npu.rollout_op_cases import CASES, SMALL
 from tests.vllm.tiny import write_checkpoint
 from vllm import LLM, SamplingParams
 from vllm.ops.contract import DecodeMetadata, PrefillMetadata, RolloutOps, SamplingBatch, resolve
-from vllm.ops.cpu.table import Bfloat16Products, best_products, cpu_table
+from vllm.ops.cpu.calls import Bfloat16Products
+from vllm.ops.cpu.table import best_products, cpu_table
 from vllm.ops.reference import rollout_ops as reference_ops
 from vllm.platforms import resolve_platform
 from vllm.platforms.cpu import LARGE_PAGE_BYTES
@@ -257,8 +258,8 @@ def test_a_request_is_the_same_bit_by_bit_whatever_runs_beside_it(dtype: str, tm
 
 def test_the_cpu_platform_uses_this_table() -> None:
     table = resolve(resolve_platform("cpu").rollout_ops)
-    assert table.names["linear"] == "native"
-    assert table.names["mla_decode"] == "native"
+    assert table.implementations["linear"] == "native"
+    assert table.implementations["mla_decode"] == "native"
     known = torch.cpu.get_capabilities()
     assert (best_products() is Bfloat16Products.WIDENED) != known.get("avx512_bf16", False)
 
@@ -294,5 +295,5 @@ def test_without_a_compiler_the_default_is_the_reference_and_says_so(
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     table = resolve(resolve_platform("cpu").rollout_ops)
-    assert set(table.names.values()) == {"reference"}
+    assert set(table.implementations.values()) == {"reference"}
     assert "no C++ compiler" in caplog.text

@@ -198,7 +198,7 @@ def test_cache_holds_normed_and_turned_keys_beside_values() -> None:
 
 
 def test_a_table_must_name_its_entries() -> None:
-    with pytest.raises(ValueError, match="names of an op table"):
-        replace(OPS, names={"rms_norm": "native"})
+    with pytest.raises(ValueError, match="implementations of an op table"):
+        replace(OPS, implementations={"rms_norm": "native"})
     with pytest.raises(ValueError, match="module:function"):
         resolve("vllm.ops.reference")

@@ -48,7 +48,7 @@ def npu_ops() -> RolloutOps:
         exchanged_experts=_not_alone,
         silu_and_mul=silu_and_mul,
         sample=sample,
-        names=dict(ascend_ops().names),
+        implementations=dict(ascend_ops().implementations),
     )
 
 

@@ -148,7 +148,7 @@ class _Given:
         first_expert: int,
     ) -> Tensor:
         weights = (w13_E2FH, w2_EHF)
-        if self.table.names["fused_experts"] != "reference":
+        if self.table.implementations["fused_experts"] != "reference":
             return self.table.fused_experts(x_TH, *weights, weights_TK, ids_TK, first_expert)
         is_here = (ids_TK >= first_expert) & (ids_TK < first_expert + len(w13_E2FH))
         return _sorted_experts(x_TH, *weights, ids_TK, int(is_here.sum()))
@@ -177,7 +177,7 @@ class _Given:
 
     def _experts_of_all(self) -> FusedExperts:
         """Of rows that have all come for an expert that is here."""
-        if self.table.names["fused_experts"] != "reference":
+        if self.table.implementations["fused_experts"] != "reference":
             return self.table.fused_experts
         return lambda x, w13, w2, weights, ids, first: _sorted_experts(x, w13, w2, ids, len(x))
 

@@ -74,7 +74,7 @@ class ActorRolloutRefWorker(Worker):
         self.groups = self._init_groups()
         self.watchdog = make_watchdog(self.run_config, self.groups)
         self._build_models(ops)
-        return {"training": ops.names, "rollout": load_provider(self.rollout_ops_provider)().names}
+        return {"training": ops.names, "rollout": load_provider(self.rollout_ops_provider)().implementations}
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_ROLLOUT))
     @watched

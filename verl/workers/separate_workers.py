@@ -69,7 +69,7 @@ class RolloutWorker(Worker):
         join_world(self, self.device_type, self.config.nccl_timeout)
         self.watchdog = make_watchdog(self.run_config, None)
         self._build_engine()
-        return {"rollout": load_provider(self.rollout_ops_provider)().names}
+        return {"rollout": load_provider(self.rollout_ops_provider)().implementations}
 
     @watched
     def _build_engine(self) -> None:

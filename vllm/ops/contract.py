@@ -1,8 +1,9 @@
-"""The device ops the rollout engine calls: one table of callables whose plain-torch reference is the specification.
+"""The device ops that the rollout engine calls: a table of callables. The plain-torch reference specifies each of them.
 
-Letters: T tokens, B sequences, H hidden, N heads of this rank, P / R channels of a query head without / with position,
-L KV latent, D = L + R cached channels, V value channels of a head, E experts of this rank, K experts per token, F
-expert width, W vocabulary. In the gqa entries G are the heads of keys and values and D the channels of a head.
+Letters: T tokens, B sequences, H hidden size, N heads of this rank, P / R channels of a query head without / with
+position, L KV latent, D = L + R cached channels, V value channels of a head, E experts of this rank, K experts per
+token, F expert width, W vocabulary, I inputs and O outputs of a product. In the gqa entries G is the number of key and
+value heads and D the number of channels of a head.
 """
 
 from __future__ import annotations
@@ -18,37 +19,32 @@ from torch import Tensor
 
 from vllm.config import LOGPROBS_MODES
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.ops.weights import NewWeight, new_plain_weight
 
 KVCache: TypeAlias = tuple[Tensor, ...]
 """One layer's paged cache in the layout of the op table that made it: each tensor is [num_blocks, ...]."""
 
 
-Matrices: TypeAlias = Any
-"""A weight, or of each expert one or two one below the other: a tensor, or what the op table holds in place of one."""
-
-
 @dataclass
 class DecodeMetadata:
-    """The sequences of a step that bring exactly one new token; they come first among the step's tokens."""
+    """The sequences of a step that have exactly one new token; they come first among the step's tokens."""
 
     seq_lens_host: np.ndarray  # int64 [B], tokens in the cache, the new one included
     seq_lens: Tensor  # int32 [B], the same on the device
     block_tables: Tensor  # int32 [B, max_blocks], entries past a sequence's last block hold any valid block id
     block_size: int
-    scratch: dict[str, Any] = field(
-        default_factory=dict
-    )  # an op may keep what it derives from this for the other layers
-    # A list while the step is recorded as a graph, else None. The same metadata then serves every replay with new
-    # contents: an op whose recorded work holds a host value appends a call that renews it from seq_lens_host, and all
-    # of them are called before each replay.
+    scratch: dict[str, Any] = field(default_factory=dict)  # what an op derives from the metadata, for the other layers
+    # A list while the step is captured as a graph, else None. Every replay uses the same metadata with new contents. An
+    # op whose captured work holds a host value appends a function that updates this value from seq_lens_host; the
+    # engine calls all of them before each replay.
     before_replay: list[Callable[[], None]] | None = None
 
     def as_prefill(self) -> PrefillMetadata:
-        """The same sequences as a prefill of one token each; made once for all layers."""
-        made: PrefillMetadata | None = self.scratch.get("as_prefill")
-        if made is None:
+        """The same sequences as a prefill of one token each; built once for all layers."""
+        prefill: PrefillMetadata | None = self.scratch.get("as_prefill")
+        if prefill is None:
             cu_query_lens = torch.arange(len(self.seq_lens_host) + 1, dtype=torch.int32, device=self.seq_lens.device)
-            made = self.scratch["as_prefill"] = PrefillMetadata(
+            prefill = self.scratch["as_prefill"] = PrefillMetadata(
                 np.ones_like(self.seq_lens_host),
                 self.seq_lens_host,
                 cu_query_lens,
@@ -56,12 +52,12 @@ class DecodeMetadata:
                 self.block_tables,
                 self.block_size,
             )
-        return made
+        return prefill
 
 
 @dataclass
 class PrefillMetadata:
-    """The sequences of a step that bring several new tokens (a prompt, or the next chunk of one)."""
+    """The sequences of a step that have several new tokens (a prompt, or the next chunk of one)."""
 
     query_lens_host: np.ndarray  # int64 [B], new tokens of each sequence
     seq_lens_host: np.ndarray  # int64 [B], tokens in the cache, the new ones included
@@ -74,21 +70,21 @@ class PrefillMetadata:
 
 @dataclass
 class LogitEdits:
-    """Changes of single logits before the temperature, of the rows that ask: first the bias, then the penalties.
+    """Changes of single logits before the temperature: first the bias, then the penalties.
 
-    A place is row * W + token, int64; no place twice in one list.
+    M logits get a bias, S logits penalties. An index is row * W + token, int64; a list names no index twice.
     """
 
     bias_at_M: Tensor | None = None
     bias_M: Tensor | None = None  # fp32, added
-    seen_at_S: Tensor | None = None  # tokens of the row's prompt and output
-    repetition_S: Tensor | None = None  # fp32, a positive logit is divided by it, another multiplied
+    seen_at_S: Tensor | None = None  # the tokens of each row's prompt and output
+    repetition_S: Tensor | None = None  # fp32, divides a positive logit and multiplies any other
     penalty_S: Tensor | None = None  # fp32, then subtracted: frequency_penalty * count in the output + presence_penalty
 
 
 @dataclass
 class SamplingBatch:
-    """What sampling needs to know of each of B rows."""
+    """The sampling settings of each of B rows."""
 
     temperature_B: Tensor  # fp32, 0 = greedy
     keys_B2: Tensor  # int32, noise keys of (request seed, token position); see vllm/v1/sample/rng.py
@@ -102,11 +98,11 @@ class SamplingBatch:
     num_top_logprobs: int = 0  # how many of the most likely tokens to report besides the sampled one
     min_p_B: Tensor | None = None  # fp32 in [0, 1], None when no row limits it
     edits: LogitEdits | None = None  # None when no row has any
-    logprobs_mode: str = LOGPROBS_MODES[0]  # see there
+    logprobs_mode: str = LOGPROBS_MODES[0]
 
     @property
     def is_plain(self) -> bool:
-        """Whether tokens are drawn from softmax(logits / temperature) itself, and their log-probs are of that."""
+        """Whether tokens are drawn from softmax(logits / temperature) and log-probs are those of this distribution."""
         limits = (self.top_k_B, self.top_p_B, self.min_p_B, self.banned_BW, self.edits)
         return all(limit is None for limit in limits) and self.logprobs_mode == LOGPROBS_MODES[0]
 
@@ -116,97 +112,102 @@ class SampledTokens:
     """Result of `RolloutOps.sample` for B rows."""
 
     token_ids_B: Tensor  # int64
-    logprobs_B: Tensor  # fp32, of the token by the batch's logprobs_mode; a greedy row counts as temperature 1
+    logprobs_B: Tensor  # fp32, the token's, by the batch's logprobs_mode; a greedy row counts as temperature 1
     ranks_B: Tensor | None = None  # int64, 1 = the most likely; only with num_top_logprobs > 0
     top_ids_BK: Tensor | None = None  # int64
-    top_logprobs_BK: Tensor | None = None  # fp32, -inf for tokens that processed_logprobs leaves out
+    top_logprobs_BK: Tensor | None = None  # fp32, -inf for tokens that processed_logprobs excludes
+
+
+def add_layer_at_once(x_TH: Tensor, layer: Callable[[Tensor], Tensor], given_TH: Tensor) -> Tensor:
+    """The `RolloutOps.add_layer` that runs all rows at once."""
+    return layer(given_TH).add_(x_TH)
 
 
 @dataclass(frozen=True)
 class RolloutOps:
-    """A complete op table. Unless said, outputs have the dtype of the first tensor; tolerance is against the reference.
+    """A complete op table. Outputs have the dtype of the first tensor unless stated; tolerances are to the reference.
+
+    A weight is what the table's `new_weight` made, a `PackedWeight` or a tensor, or any other tensor.
 
     new_kv_cache(num_blocks, block_size, L, R, dtype, device, layout) -> KVCache
         One layer's cache, finite everywhere (masked positions are multiplied by zero, so garbage must not be NaN).
-        layout: "nd", or another that the platform names in supported_kv_layouts; the other ops see it by the shapes.
+        layout: "nd", or another of the platform's supported_kv_layouts; the other ops recognise it by the shapes.
         Reference: one tensor [num_blocks, block_size, L+R], latent then rope channels.
     linear(x_TI, weight_OI) -> [T, O]
-        x weight^T. x may be a slice of columns; the weight's memory is [O, I] or [I, O], both of one dtype. Of
-        coded_dtypes it may be CodedMatrices of one expert, whose parts are one below the other. T may be 0.
-        1e-5 (fp32), 1e-2 (bf16).
+        x weight^T, in the dtype of the weight: x of another one is converted first. x may be a slice of columns; a
+        tensor's memory is [O, I] or [I, O]; the parts of a packed weight are stacked along O. T may be 0. 1e-5 (fp32),
+        1e-2 (bf16).
     head_linear(x_TNI, weight_NIO) -> [T, N, O]
-        out[t, n] = x[t, n] weight[n], a matrix of its own for each head. x may be a slice of channels; the memory of
-        each weight[n] is [I, O] or [O, I]. Tolerance of linear.
+        out[t, n] = x[t, n] weight[n], with one matrix per head. x may be a slice of channels; the memory of each
+        weight[n] is [I, O] or [O, I]. Tolerance of linear.
     rms_norm(x_TH, weight_H, eps) -> [T, H]
         x / sqrt(mean(x^2) + eps) * weight, the mean in fp32. x may be a strided slice of columns. 1e-6 (fp32), 1e-2
         (bf16).
     add_rms_norm(x_TH, residual_TH, weight_H, eps) -> (normed [T, H], sum [T, H])
         sum = x + residual, normed = rms_norm(sum, weight, eps). x may be overwritten. 1e-6 (fp32), 1e-2 (bf16).
     rotary_interleaved(x_TNR, cos_TR, sin_TR) -> [T, N, R]
-        Pairs (x[2i], x[2i+1]) turned by angle i; the output holds all first members, then all second members:
+        Rotates the pairs (x[2i], x[2i+1]) by angle i; the output holds all first members, then all second members:
         out[i] = x[2i] cos[i] - x[2i+1] sin[i]; out[R/2+i] = x[2i+1] cos[i] + x[2i] sin[i]. cos and sin (fp32) repeat
         their first half in the second. x may be strided. 1e-6 (fp32).
     norm_rope_write_kv(cache, kv_TD, weight_L, eps, cos_TR, sin_TR, slots_T) -> None
-        Token t of the cache, at slot slots_T[t] = block * block_size + offset (int64, no slot twice), becomes
-        rms_norm(kv[t, :L], weight, eps), then rotary_interleaved of kv[t, L:]; in place. kv may be a strided slice of
-        columns. Tolerances of the two.
+        Writes rms_norm(kv[t, :L], weight, eps), then rotary_interleaved of kv[t, L:], to the cache's slot slots_T[t] =
+        block * block_size + offset (int64, no slot twice). kv may be a strided slice of columns. Tolerances of the two.
     mla_decode(q_latent_BNL, q_rope_BNR, cache, meta: DecodeMetadata, scale) -> out_BNL
-        Absorbed form: softmax(scale * (q_latent . latent_s + q_rope . rope_s)) weighted sum of latent_s over the
-        sequence. 1e-5 (fp32).
+        Absorbed form: the sum of latent_s over the sequence, weighted by softmax(scale * (q_latent . latent_s +
+        q_rope . rope_s)). 1e-5 (fp32). None: a decode step uses mla_prefill.
     mla_prefill(q_nope_TNP, q_rope_TNR, kv_b_NCL, cache, meta: PrefillMetadata, scale) -> out_TNV
-        Causal attention of packed new tokens over each sequence's whole cached context (the new tokens have been
-        written before). kv_b_NCL, C = P + V, expands a latent into the keys (first P) and values of each head. 1e-5
+        Causal attention of packed new tokens over each sequence's whole cached context, in which the new tokens are
+        already written. kv_b_NCL, C = P + V, expands a latent into the keys (first P) and values of each head. 1e-5
         (fp32).
     new_gqa_cache(num_blocks, block_size, G, D, dtype, device) -> KVCache
         One layer's cache of keys and values, finite everywhere. Reference: [num_blocks, block_size, 2, G, D].
     norm_rope_write_gqa(cache, qkv_TC, q_weight_D, k_weight_D, eps, cos_TD, sin_TD, slots_T) -> q_TND
-        qkv holds N heads of queries, then G of keys, then G of values, D channels each. Queries and keys become
-        rms_norm of each head, then channels (i, i + D/2) are turned by angle i:
-        out[i] = x[i] cos[i] - x[i+D/2] sin[i]; out[i+D/2] = x[i+D/2] cos[i] + x[i] sin[i]. Keys and values go to the
-        tokens' slots, as norm_rope_write_kv says; the queries are returned. 1e-6 (fp32), 1e-2 (bf16).
+        qkv holds N heads of queries, then G of keys, then G of values, D channels each. rms_norm is applied to each
+        head of queries and keys, then channels (i, i + D/2) are rotated by angle i:
+        out[i] = x[i] cos[i] - x[i+D/2] sin[i]; out[i+D/2] = x[i+D/2] cos[i] + x[i] sin[i]. Keys and values are written
+        to the tokens' slots as in norm_rope_write_kv; the queries are returned. 1e-6 (fp32), 1e-2 (bf16).
     gqa_decode(q_BND, cache, meta: DecodeMetadata, scale) -> [B, N, D]
-        softmax(scale * q . k_s) weighted sum of v_s over the sequence; query head n reads head n // (N / G). 1e-5
-        (fp32).
+        The sum of v_s over the sequence, weighted by softmax(scale * q . k_s); query head n reads head n // (N / G).
+        1e-5 (fp32).
     gqa_prefill(q_TND, cache, meta: PrefillMetadata, scale) -> [T, N, D]
         The same, causal, of packed new tokens over each sequence's whole cached context. 1e-5 (fp32).
     topk_router(logits_TE fp32, bias_E fp32 | None, top_k, num_groups, topk_groups, normalize, scaling, scoring) ->
     (weights_TK fp32, ids_TK int64)
         scoring "sigmoid" (DeepSeek-V3, arXiv:2412.19437 eq. 12-16): scores = sigmoid(logits); scores + bias only
-        select: the groups with the largest sum of their two best, then the top_k experts of those groups. "softmax"
-        (DeepSeek-V2, arXiv:2405.04434 sec. 2.1.2): scores = softmax(logits), a group counts as its best expert.
-        weights = scores of the chosen, divided by their sum (+1e-20) if normalize, times scaling. bias None is 0. The
-        order of the K choices is free.
+        select: the groups with the largest sum of their two best experts, then the top_k experts of those groups.
+        "softmax" (DeepSeek-V2, arXiv:2405.04434 sec. 2.1.2): scores = softmax(logits), a group is ranked by its best
+        expert. weights = scores of the chosen experts, divided by their sum (+1e-20) if normalize, times scaling. bias
+        None is 0. The order of the K choices is free.
     fused_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, first_expert) -> [T, H]
         sum_k weights[t,k] * w2[e] silu_and_mul(w13[e] x[t]) over the chosen experts that this rank holds,
-        e = ids[t,k] - first_expert in [0, E). w13 holds gate rows then up rows. Unless by row (by_row_dtypes) both are
-        transposed views: the memory of w13 is [E, H, 2F], that of w2 [E, F, H], as grouped products want it. Of
-        coded_dtypes both may be CodedMatrices, w13 in two parts. The other ranks' experts add nothing. T may be 0.
+        e = ids[t,k] - first_expert in [0, E); the other ranks' experts add nothing. w13 holds gate rows, then up rows:
+        a packed one has two parts. T may be 0.
     exchanged_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group) -> [T, H]
-        fused_experts over the experts of all ranks of the group: each token goes to the ranks that hold its chosen
-        experts and its results come back. Rank r of the group holds experts [r E, (r + 1) E). Collective: every rank
-        calls it with the same T >= 1 and its own num_active in [0, T]; rows from num_active on are padding, are sent
-        nowhere and come back as anything finite. The group is used by this entry alone. Tolerance of fused_experts;
-        any layout equals one process.
+        fused_experts over the experts of all ranks of the group: each token is sent to the ranks that hold its chosen
+        experts and its results are sent back. Rank r of the group holds experts [r E, (r + 1) E). Collective: every
+        rank calls it with the same T >= 1 and its own num_active in [0, T]; rows from num_active on are padding, which
+        is not sent and whose results may be anything finite. Only this entry uses the group. Tolerance of
+        fused_experts; any layout equals one process.
     silu_and_mul(x_T2F) -> [T, F]
         silu(x[:, :F]) * x[:, F:].
     sample(logits_BW fp32, batch: SamplingBatch) -> SampledTokens
-        Edits first, in the order of LogitEdits; banned tokens weigh nothing. Greedy rows: argmax. Others: a draw from
-        softmax(logits / temperature) after min-p (tokens less likely than min_p times the best go), then top-k (tokens
-        as likely as the k-th stay), then top-p (the smallest set of most likely tokens that reaches top_p; among equals
-        the last of the vocabulary first), each renormalised, by the exponential race of vllm/v1/sample/rng.py, so a
-        row's draw depends on its logits and keys alone. logits are not changed.
-    names: native, reference or exact, for each entry, or which part is which; logged once at start.
+        Edits first, in the order of LogitEdits; banned tokens have weight 0. Greedy rows: argmax. Others: a draw from
+        softmax(logits / temperature) after min-p (drops tokens less likely than min_p times the best one), then top-k
+        (keeps tokens as likely as the k-th), then top-p (keeps the smallest set of most likely tokens that reaches
+        top_p; among equals the last of the vocabulary first), each renormalised. The draw is the exponential race of
+        vllm/v1/sample/rng.py, so a row's token depends only on its logits and keys. logits are not changed.
+    implementations: native, reference or exact for each entry, or which part is which; logged once at start.
     """
 
     new_kv_cache: Callable[[int, int, int, int, torch.dtype, torch.device, str], KVCache]
-    # Matrices where Any stands; of a table without coded_dtypes tensors.
+    # `Weight` stands as Any: an implementation takes the weights of its own table.
     linear: Callable[[Tensor, Any], Tensor]
     head_linear: Callable[[Tensor, Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     rotary_interleaved: Callable[[Tensor, Tensor, Tensor], Tensor]
     norm_rope_write_kv: Callable[[KVCache, Tensor, Tensor, float, Tensor, Tensor, Tensor], None]
-    mla_decode: Callable[[Tensor, Tensor, KVCache, DecodeMetadata, float], Tensor]
+    mla_decode: Callable[[Tensor, Tensor, KVCache, DecodeMetadata, float], Tensor] | None
     mla_prefill: Callable[[Tensor, Tensor, Tensor, KVCache, PrefillMetadata, float], Tensor]
     new_gqa_cache: Callable[[int, int, int, int, torch.dtype, torch.device], KVCache]
     norm_rope_write_gqa: Callable[[KVCache, Tensor, Tensor, Tensor, float, Tensor, Tensor, Tensor], Tensor]
@@ -217,43 +218,33 @@ class RolloutOps:
     exchanged_experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int, GroupCoordinator], Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
     sample: Callable[[Tensor, SamplingBatch], SampledTokens]
-    names: dict[str, str]
-    # Entries of a decode step's model that read the device or shape their work by host values: a step with them cannot
-    # be recorded as a device graph.
-    not_recordable: tuple[str, ...] = ()
-    # Of these types layers keep matrices as [..., out, in] in memory, as checkpoints do; of others, [..., in, out].
-    by_row_dtypes: tuple[torch.dtype, ...] = ()
-    # Of these types linear and the experts' entries take coded matrices too, with the same results bit for bit.
-    coded_dtypes: tuple[torch.dtype, ...] = ()
-    # Decode steps of latent attention go through mla_prefill, by the keys and values of each head, as training does.
-    expands_decode: bool = False
-    # Tokens that a dense MLP is given at a time, which bounds what lies between its products, several times as wide as
-    # hidden states; 0: all of a step. Every part reads the weights again.
-    mlp_tokens: int = 0
-    # In latent attention a prompt's tokens go through the same sums as decoded ones, bit for bit: one may pass as the
-    # other.
-    has_one_attention: bool = False
-    # A tensor in float32, itself where it is that.
-    widened: Callable[[Tensor], Tensor] = torch.Tensor.float
-    # Gives back what the entries keep from step to step and can do without, when the engine goes to sleep.
-    release_memory: Callable[[], None] = lambda: None
+    implementations: dict[str, str]
+    # Entries of a decode step that read the device or whose work depends on host values: a step with them cannot be
+    # captured as a device graph.
+    not_capturable: tuple[str, ...] = ()
+    # Whether mla_prefill gives a token the same bits as head_linear, mla_decode and head_linear do: the engine may then
+    # compute the last token of a prompt as a decode step.
+    prefill_equals_decode: bool = False
+    new_weight: NewWeight = new_plain_weight
+    # add_layer(x, layer, given) -> x + layer(given), for a layer that treats each row alone; x may be overwritten.
+    add_layer: Callable[[Tensor, Callable[[Tensor], Tensor], Tensor], Tensor] = add_layer_at_once
 
     def __post_init__(self) -> None:
-        if set(self.names) != self.entries():
+        if set(self.implementations) != self.entries():
             raise ValueError(
-                f"names of an op table must say native or reference for each of {sorted(self.entries())}, "
-                f"got {self.names}"
+                f"implementations of an op table must be native or reference for each of {sorted(self.entries())}, "
+                f"got {self.implementations}"
             )
 
     @classmethod
     def entries(cls) -> set[str]:
-        """Names of the ops: the fields before `names`."""
-        found = [f.name for f in fields(cls)]
-        return set(found[: found.index("names")])
+        """Names of the ops: the fields before `implementations`."""
+        names = [field.name for field in fields(cls)]
+        return set(names[: names.index("implementations")])
 
 
 def resolve(provider: str) -> RolloutOps:
-    """The op table made by `provider`, a dotted "module:function" (e.g. "vllm_ascend.ops:rollout_ops")."""
+    """Return the op table that `provider` makes, a dotted "module:function" (e.g. "vllm_ascend.ops:rollout_ops")."""
     module_name, _, function_name = provider.partition(":")
     if not module_name or not function_name:
         raise ValueError(f"rollout_ops={provider!r}: expected 'module:function', e.g. 'vllm.ops.reference:rollout_ops'")

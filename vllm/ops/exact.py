@@ -42,8 +42,8 @@ def rollout_ops() -> RolloutOps:
         "silu_and_mul": exact_math.swiglu,
         "sample": sample,
     }
-    names = table.names | dict.fromkeys(entries, "exact")
-    return replace(table, **entries, expands_decode=True, has_one_attention=False, names=names)  # type: ignore[arg-type]
+    names = table.implementations | dict.fromkeys(entries, "exact")
+    return replace(table, **entries, mla_decode=None, implementations=names)  # type: ignore[arg-type]
 
 
 def new_kv_cache(
@@ -74,7 +74,7 @@ def _require_cpu(device: torch.device) -> None:
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    return exact_math.matmul(x_TI, weight_OI.t())
+    return exact_math.matmul(x_TI.to(weight_OI.dtype), weight_OI.t())
 
 
 def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:

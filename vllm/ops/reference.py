@@ -29,19 +29,23 @@ def new_kv_cache(
     return (torch.zeros(num_blocks, block_size, latent + rope, dtype=dtype, device=device),)
 
 
+def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    return F.linear(x_TI.to(weight_OI.dtype), weight_OI)
+
+
 def head_linear(x_TNI: Tensor, weight_NIO: Tensor) -> Tensor:
     return torch.bmm(x_TNI.transpose(0, 1), weight_NIO).transpose(0, 1)
 
 
 def rotary_interleaved(x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    # A pair is a complex number and the turn a product: one pass over the data instead of six.
+    # A pair is a complex number and its rotation a product: one pass over the data instead of six.
     half = x_TNR.shape[-1] // 2
     x_fp32 = x_TNR.float()
     if x_fp32.storage_offset() % 2 or any(stride % 2 for stride in x_fp32.stride()[:-1]):
         x_fp32 = x_fp32.clone(memory_format=torch.contiguous_format)  # complex views need even offsets
-    turned_TNR2 = torch.view_as_complex(x_fp32.unflatten(-1, (half, 2)))
-    turned_TNR2 = turned_TNR2 * torch.complex(cos_TR[:, None, :half], sin_TR[:, None, :half])
-    return torch.cat((turned_TNR2.real, turned_TNR2.imag), dim=-1).to(x_TNR.dtype)
+    rotated_TNh = torch.view_as_complex(x_fp32.unflatten(-1, (half, 2)))
+    rotated_TNh = rotated_TNh * torch.complex(cos_TR[:, None, :half], sin_TR[:, None, :half])
+    return torch.cat((rotated_TNh.real, rotated_TNh.imag), dim=-1).to(x_TNR.dtype)
 
 
 def norm_rope_write_kv(
@@ -59,7 +63,7 @@ def norm_rope_write_kv(
 
 
 def write_kv(cache: KVCache, latent_TL: Tensor, rope_TR: Tensor, slots_T: Tensor) -> None:
-    """Finished channels to their slots."""
+    """Write finished channels to their slots."""
     (pages,) = cache
     pages.view(-1, pages.shape[-1]).index_copy_(0, slots_T, torch.cat((latent_TL, rope_TR), dim=-1))
 
@@ -68,7 +72,7 @@ def rollout_ops() -> RolloutOps:
     """The reference table."""
     return RolloutOps(
         new_kv_cache=new_kv_cache,
-        linear=F.linear,
+        linear=linear,
         head_linear=head_linear,
         rms_norm=rms_norm,
         add_rms_norm=add_rms_norm,
@@ -85,6 +89,6 @@ def rollout_ops() -> RolloutOps:
         exchanged_experts=exchanged_experts,
         silu_and_mul=silu_and_mul,
         sample=sample,
-        not_recordable=("mla_decode", "fused_experts", "exchanged_experts", "gqa_decode"),
-        names=dict.fromkeys(RolloutOps.entries(), "reference"),
+        not_capturable=("mla_decode", "fused_experts", "exchanged_experts", "gqa_decode"),
+        implementations=dict.fromkeys(RolloutOps.entries(), "reference"),
     )

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from vllm.ops.cpu import memory
+from vllm.ops.cpu.graph import CpuGraphPool
 from vllm.platforms.interface import DeviceMemory, GraphPool, Platform
 from vllm.transformers_utils.config import DeepseekV3Config
 
@@ -38,7 +40,8 @@ class CpuPlatform(Platform):
         return DeviceMemory(os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page)
 
     def empty_cache(self) -> None:
-        """Hand free memory back to the host: allocators keep what they think they will need again."""
+        """Return free memory to the host, which allocators keep for later."""
+        memory.release_all()
         libc = ctypes.CDLL(None)
         if hasattr(libc, "malloc_trim"):  # glibc; others have nothing of the kind
             libc.malloc_trim(0)
@@ -60,14 +63,12 @@ class CpuPlatform(Platform):
         return int(self.memory(device).total_bytes * KV_CACHE_FRACTION_OF_HOST * utilization)
 
     def graph_pool(self) -> GraphPool:
-        from vllm.ops.cpu.graph import CpuGraphPool
-
         return CpuGraphPool()
 
     def graph_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
         parallel = config.parallel
         reasons = []
-        if "mla_decode" in ops.not_recordable:
+        if "mla_decode" in ops.not_capturable:
             reasons.append("the op table is not that of the CPU kernels (vllm.ops.cpu), which a C++ compiler builds")
         if not isinstance(config.model.hf, DeepseekV3Config):
             reasons.append("of grouped-query attention there is no recordable kernel")

@@ -123,9 +123,9 @@ class Platform(ABC):
 
 def table_problems(ops: RolloutOps) -> list[str]:
     """`Platform.graph_problems` of a device that records graphs: what of the op table cannot be recorded."""
-    if not ops.not_recordable:
+    if not ops.not_capturable:
         return []
     return [
-        f"enforce_eager=False: {', '.join(ops.not_recordable)} of the op table cannot be recorded as a graph; set "
+        f"enforce_eager=False: {', '.join(ops.not_capturable)} of the op table cannot be recorded as a graph; set "
         "enforce_eager=True, or rollout_ops to a table written for the device"
     ]

@@ -18,7 +18,7 @@ from vllm_ascend.ops.sample import sample
 from vllm_ascend.ops.silu_and_mul import silu_and_mul
 from vllm_ascend.ops.topk_router import topk_router
 
-NAMES = {
+IMPLEMENTATIONS = {
     "new_kv_cache": "native",
     "linear": "native",
     "head_linear": "native",
@@ -61,7 +61,7 @@ def rollout_ops() -> RolloutOps:
         exchanged_experts=exchanged_experts,
         silu_and_mul=silu_and_mul,
         sample=sample,
-        names=dict(NAMES),
+        implementations=dict(IMPLEMENTATIONS),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     """See ``RolloutOps.linear``."""
-    return F.linear(x_TI, weight_OI)
+    return F.linear(x_TI.to(weight_OI.dtype), weight_OI)
 
 
 def head_linear(x_TNI: Tensor, weight_NIO: Tensor) -> Tensor:

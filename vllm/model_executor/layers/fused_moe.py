@@ -21,15 +21,13 @@ from vllm.model_executor.layers.linear import (
     ALONE,
     ColumnParallelLinear,
     RowParallelLinear,
-    empty_matrix,
     empty_parameter,
     local_slice,
-    operand,
 )
-from vllm.model_executor.model_loader.coded_target import CodedTarget
+from vllm.model_executor.layers.quantization.fp8 import dense
+from vllm.model_executor.model_loader.packed_target import target_of
 from vllm.model_executor.model_loader.weight_target import WeightTarget
 from vllm.ops.contract import RolloutOps
-from vllm.ops.cpu.compressed import CodedMatrices, is_worth_coding
 from vllm.transformers_utils.config import DeepseekV3Config
 
 
@@ -69,19 +67,13 @@ class FusedMoE(nn.Module):
         self.num_local_experts = hf.n_routed_experts // parallel.ep.world_size
         self.first_expert = parallel.ep.rank_in_group * self.num_local_experts
         width = hf.moe_intermediate_size // self.width_group.world_size
-        # The router is computed in fp32; its weight is kept so, because every step needs it.
+        # The router is computed in fp32 in every step, so its weight is held in fp32.
         self.gate = empty_parameter(hf.n_routed_experts, hf.hidden_size, dtype=torch.float32)
         self.e_score_correction_bias: nn.Parameter | None = None
         if hf.scoring_func == "sigmoid":
             self.e_score_correction_bias = empty_parameter(hf.n_routed_experts, dtype=torch.float32)
-        self.w13: nn.Parameter | CodedMatrices
-        self.w2: nn.Parameter | CodedMatrices
-        if torch.get_default_dtype() in ops.coded_dtypes and is_worth_coding(width, hf.hidden_size, is_turned=True):
-            self.w13 = CodedMatrices(self.num_local_experts, 2, width, hf.hidden_size)
-            self.w2 = CodedMatrices(self.num_local_experts, 1, hf.hidden_size, width)
-        else:
-            self.w13 = empty_matrix(ops, self.num_local_experts, 2 * width, hf.hidden_size)
-            self.w2 = empty_matrix(ops, self.num_local_experts, hf.hidden_size, width)
+        self.w13 = ops.new_weight([width, width], hf.hidden_size, self.num_local_experts)
+        self.w2 = ops.new_weight([hf.hidden_size], width, self.num_local_experts)
         self.shared_experts = None
         if hf.n_shared_experts:
             shared_width = hf.moe_intermediate_size * hf.n_shared_experts
@@ -120,7 +112,7 @@ class FusedMoE(nn.Module):
         if context.routed_experts is not None:
             context.routed_experts.append(tp.all_gather(ids_SK).flatten(0, 1)[: len(x_TH)])
         out_SH = self.ops.exchanged_experts(
-            rows_SH, operand(self.w13), operand(self.w2), weights_SK, ids_SK, num_active, self.parallel.exchange
+            rows_SH, dense(self.w13), dense(self.w2), weights_SK, ids_SK, num_active, self.parallel.exchange
         )
         out_TH = torch.zeros_like(x_TH)
         out_TH[first : first + num_rows] = out_SH[:num_active]
@@ -132,11 +124,11 @@ class FusedMoE(nn.Module):
         weights_TK, ids_TK = self._route(x_TH)
         if context.routed_experts is not None:
             context.routed_experts.append(ids_TK[own])
-        return self.ops.fused_experts(x_TH, operand(self.w13), operand(self.w2), weights_TK, ids_TK, self.first_expert)
+        return self.ops.fused_experts(x_TH, dense(self.w13), dense(self.w2), weights_TK, ids_TK, self.first_expert)
 
     def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         hf = self.hf
-        logits_TE = self.ops.linear(self.ops.widened(x_TH), self.gate)
+        logits_TE = self.ops.linear(x_TH, self.gate)
         if self.parallel.config.force_load_balancing:
             first_token = self.parallel.exchange.rank_in_group * len(x_TH)  # dispatch: each rank routes other tokens
             logits_TE = balanced_logits(logits_TE, hf.num_experts_per_tok, first_token)
@@ -177,19 +169,11 @@ class FusedMoE(nn.Module):
         if not 0 <= local < self.num_local_experts:
             shapes = (up_shape, up_shape, down_shape)
             return {name: WeightTarget(shape) for name, shape in zip(names, shapes, strict=True)}
-        part = local_slice(full_width, self.width_group)
-        if isinstance(self.w13, CodedMatrices):
-            assert isinstance(self.w2, CodedMatrices)
-            gate, up, down = self.w13.matrix(local, 0), self.w13.matrix(local, 1), self.w2.matrix(local, 0)
-            return {
-                names[0]: CodedTarget(up_shape, self.w13.code, source=(part,), matrix=gate),
-                names[1]: CodedTarget(up_shape, self.w13.code, source=(part,), matrix=up),
-                names[2]: CodedTarget(down_shape, self.w2.code, source=(slice(None), part), matrix=down),
-            }
-        assert not isinstance(self.w2, CodedMatrices)
-        width = self.w2.shape[2]
+        share = local_slice(full_width, self.width_group)
+        width = share.stop - share.start
+        gate, up = slice(0, width), slice(width, 2 * width)
         return {
-            names[0]: WeightTarget(up_shape, self.w13, (local, slice(0, width)), (part,)),
-            names[1]: WeightTarget(up_shape, self.w13, (local, slice(width, 2 * width)), (part,)),
-            names[2]: WeightTarget(down_shape, self.w2, (local,), (slice(None), part)),
+            names[0]: target_of(self.w13, up_shape, (share,), 0, gate, local),
+            names[1]: target_of(self.w13, up_shape, (share,), 1, up, local),
+            names[2]: target_of(self.w2, down_shape, (slice(None), share), 0, slice(0, hidden), local),
         }

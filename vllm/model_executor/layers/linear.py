@@ -1,11 +1,12 @@
-"""Linear layers and embeddings that hold this rank's slice and say which slice it is.
+"""Linear layers and embeddings that hold this rank's shard and know which shard it is.
 
-Weights are [out, in] as in checkpoints; in memory those of products lie as the op table wants them (`empty_matrix`).
+Weights are [out, in] as in checkpoints; the op table decides how those of products lie in memory (`new_weight`).
+Letters: T tokens, B rows, H hidden size, I inputs of a product, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +14,9 @@ from torch import Tensor, nn
 
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.layers.quantization.fp8 import dense
-from vllm.model_executor.model_loader.coded_target import CodedTarget
+from vllm.model_executor.model_loader.packed_target import target_of
 from vllm.model_executor.model_loader.weight_target import WeightTarget
-from vllm.ops.contract import Matrices, RolloutOps
-from vllm.ops.cpu.compressed import CodedMatrices, is_worth_coding
+from vllm.ops.contract import RolloutOps
 
 ALONE = GroupCoordinator(0, 1, None)
 
@@ -26,44 +26,14 @@ def empty_parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Paramet
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
-def empty_matrix(ops: RolloutOps, *shape: int) -> nn.Parameter:
-    """A parameter [..., out, in] in the memory order that products of ``ops`` want: [..., in, out] unless by row."""
-    if torch.get_default_dtype() in ops.by_row_dtypes:
-        return empty_parameter(*shape)
-    return nn.Parameter(torch.empty(*shape[:-2], shape[-1], shape[-2]).transpose(-1, -2), requires_grad=False)
-
-
-def linear_weight(ops: RolloutOps, out_sizes: Sequence[int], in_size: int) -> nn.Parameter | CodedMatrices:
-    """Matrices of one input, one below the other: coded where the op table takes that and it pays."""
-    size = out_sizes[0]
-    is_coded = torch.get_default_dtype() in ops.coded_dtypes and all(other == size for other in out_sizes)
-    if is_coded and is_worth_coding(size, in_size):
-        return CodedMatrices(1, len(out_sizes), size, in_size)
-    return empty_matrix(ops, sum(out_sizes), in_size)
-
-
-def operand(weight: nn.Parameter | CodedMatrices) -> Matrices:
-    """A weight as products take it."""
-    return weight if isinstance(weight, CodedMatrices) else dense(weight)
-
-
 def local_slice(size: int, tp: GroupCoordinator) -> slice:
-    """This rank's part of a dimension of `size`."""
-    part = size // tp.world_size
-    return slice(tp.rank_in_group * part, (tp.rank_in_group + 1) * part)
-
-
-def add_in_parts(x_TH: Tensor, of_TH: Tensor, layer: Callable[[Tensor], Tensor], num_tokens: int) -> Tensor:
-    """x + layer(of), of at most `num_tokens` tokens (0: of all) at a time; x may be overwritten."""
-    if num_tokens == 0 or len(x_TH) <= num_tokens:
-        return layer(of_TH).add_(x_TH)
-    for part_tH, of_tH in zip(x_TH.split(num_tokens), of_TH.split(num_tokens), strict=True):
-        part_tH += layer(of_tH)
-    return x_TH
+    """This rank's share of a dimension of `size`."""
+    share = size // tp.world_size
+    return slice(tp.rank_in_group * share, (tp.rank_in_group + 1) * share)
 
 
 class ColumnParallelLinear(nn.Module):
-    """Output rows split over TP (over nobody with tp=ALONE).
+    """Output rows split over TP (not split with tp=ALONE).
 
     Several matrices of the same input may share one product.
     """
@@ -72,23 +42,20 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.ops = ops
         self.in_size, self.out_sizes, self.tp = in_size, list(out_sizes), tp
-        self.weight = linear_weight(ops, [size // tp.world_size for size in out_sizes], in_size)
+        self.weight = ops.new_weight([size // tp.world_size for size in out_sizes], in_size)
 
     def forward(self, x_TI: Tensor) -> Tensor:
         """[T, in] -> [T, sum(out) / TP], the matrices' outputs one after the other."""
-        return self.ops.linear(x_TI, operand(self.weight))
+        return self.ops.linear(x_TI, dense(self.weight))
 
     def targets(self, *names: str) -> dict[str, WeightTarget]:
         """Targets of the matrices, in the order of out_sizes."""
         result: dict[str, WeightTarget] = {}
         row = 0
         for part, (name, size) in enumerate(zip(names, self.out_sizes, strict=True)):
-            local, shape, source = size // self.tp.world_size, (size, self.in_size), (local_slice(size, self.tp),)
-            if isinstance(self.weight, CodedMatrices):
-                result[name] = CodedTarget(shape, self.weight.code, source=source, matrix=self.weight.matrix(0, part))
-            else:
-                result[name] = WeightTarget(shape, self.weight, (slice(row, row + local),), source)
-            row += local
+            rows, source = slice(row, row + size // self.tp.world_size), (local_slice(size, self.tp),)
+            result[name] = target_of(self.weight, (size, self.in_size), source, part, rows)
+            row = rows.stop
         return result
 
 
@@ -99,19 +66,16 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.ops = ops
         self.in_size, self.out_size, self.tp = in_size, out_size, tp
-        self.weight = linear_weight(ops, [out_size], in_size // tp.world_size)
+        self.weight = ops.new_weight([out_size], in_size // tp.world_size)
 
     def forward(self, x_TI: Tensor, reduce: bool = True) -> Tensor:
         """[T, in / TP] -> [T, out]."""
-        out = self.ops.linear(x_TI, operand(self.weight))
+        out = self.ops.linear(x_TI, dense(self.weight))
         return self.tp.all_reduce(out) if reduce else out
 
     def targets(self, name: str) -> dict[str, WeightTarget]:
         columns = (slice(None), local_slice(self.in_size, self.tp))
-        if isinstance(self.weight, CodedMatrices):
-            matrix = self.weight.matrix(0, 0)
-            return {name: CodedTarget((self.out_size, self.in_size), self.weight.code, source=columns, matrix=matrix)}
-        return {name: WeightTarget((self.out_size, self.in_size), self.weight, (slice(None), slice(None)), columns)}
+        return {name: target_of(self.weight, (self.out_size, self.in_size), columns, 0, slice(0, self.out_size))}
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -63,10 +63,10 @@ class MultiHeadLatentAttention(nn.Module):
         q_rope_TNR = ops.rotary_interleaved(q_TNC[..., hf.qk_nope_head_dim :], cos_TR, sin_TR)
         kv_b_NCL = dense(self.kv_b).view(self.num_heads, -1, hf.kv_lora_rank)
         split, parts = context.num_decode_tokens, []
-        if context.decode is not None and ops.expands_decode:
+        if context.decode is not None and ops.mla_decode is None:
             decode = (q_nope_TNP[:split], q_rope_TNR[:split], kv_b_NCL, cache, context.decode.as_prefill(), self.scale)
             parts.append(ops.mla_prefill(*decode))
-        elif context.decode is not None:
+        elif context.decode is not None and ops.mla_decode is not None:
             w_uk_NPL = kv_b_NCL[:, : hf.qk_nope_head_dim]
             w_uv_NLV = kv_b_NCL[:, hf.qk_nope_head_dim :].transpose(1, 2)
             q_latent_BNL = ops.head_linear(q_nope_TNP[:split], w_uk_NPL)

@@ -21,7 +21,7 @@ from hf_formats.fp8 import (
 )
 from vllm.model_executor.layers.quantization.fp8 import BlockScales
 from vllm.model_executor.model_loader.weight_target import StoredSlice, Weight, WeightTarget
-from vllm.ops.cpu.compressed import CodedMatrices
+from vllm.ops.weights import PackedWeight
 
 MAX_UNPAIRED_BYTES = 4 << 30
 
@@ -158,8 +158,8 @@ def weight_storage(model: nn.Module) -> list[Tensor]:
     """Every tensor that holds weights of the model, scales included."""
     parameters = list(model.parameters())
     scales = (getattr(parameter, "block_scales", None) for parameter in parameters)
-    uncoded = (module.uncoded.values() for module in model.modules() if isinstance(module, CodedMatrices))
-    return list(chain((p.data for p in parameters), (s.scale_inv for s in scales if s is not None), *uncoded))
+    loose = (module.loose_tensors for module in model.modules() if isinstance(module, PackedWeight))
+    return list(chain((p.data for p in parameters), (s.scale_inv for s in scales if s is not None), *loose))
 
 
 def _rows(target: WeightTarget) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from hf_formats.fp8 import FP8_DTYPE
 from vllm.model_executor.model_loader.collect_digests import named_digests
 from vllm.model_executor.model_loader.digest import WeightDigest, copy_with_digests
 from vllm.model_executor.model_loader.weight_target import StoredSlice, WeightTarget
-from vllm.ops.cpu.compressed import CodedMatrix
+from vllm.ops.weights import PackedMatrix
 
 _SHOWN = 20
 _Ranges = tuple[tuple[int, int], ...]
@@ -33,15 +33,15 @@ class WeightSlice(NamedTuple):
 class SliceIntake:
     """Copies slices to their places; what has come of each tensor is remembered until `finish`.
 
-    Digests are taken from the places right after each copy, while a processor has them in its cache. A matrix that is
-    held coded is put together first, and coded when all of it is there: its code gives back what was summed up.
+    Digests are taken from the places right after each copy, while a processor has them in its cache. A matrix of a
+    packed weight is assembled first, and packed when it is complete: packing changes no value that was summed up.
     """
 
     def __init__(self, targets: dict[str, WeightTarget]) -> None:
         held = (stored for name, target in targets.items() for stored in target.held(name))
         self._held: dict[str, StoredSlice] = {stored.hf_name: stored for stored in held}
         self._came: dict[str, list[_Ranges]] = {name: [] for name in self._held}
-        self._open: dict[str, Tensor] = {}  # coded matrices of which some elements came
+        self._open: dict[str, Tensor] = {}  # packed matrices of which some elements came
         device = next((stored.part.device for stored in self._held.values() if stored.part is not None), None)
         self._digests_N = torch.zeros(len(self._held), dtype=torch.int64, device=device)
         self._totals: dict[str, Tensor] = dict(zip(self._held, self._digests_N.unbind(), strict=True))
@@ -70,7 +70,7 @@ class SliceIntake:
     def _place(self, stored: StoredSlice, slice_: WeightSlice) -> None:
         name, matrix = stored.hf_name, stored.part
         came, total = self._came[name], self._totals[name]
-        if not isinstance(matrix, CodedMatrix):
+        if not isinstance(matrix, PackedMatrix):
             assert matrix is not None, name
             _place(stored, matrix, slice_, came, total)
             return
@@ -78,7 +78,7 @@ class SliceIntake:
             self._open[name] = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
         _place(stored, self._open[name], slice_, came, total)
         if self._num_came(name) == matrix.numel():
-            matrix.store(self._open.pop(name))
+            matrix.write(self._open.pop(name))
 
     def _num_came(self, name: str) -> int:
         return sum(_num_elements(ranges) for ranges in self._came[name])

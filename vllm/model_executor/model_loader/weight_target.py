@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_formats.fp8 import Fp8Weight, Sliceable, check_scale_shape, dequantize
 from vllm.model_executor.model_loader.digest import slice_digest
-from vllm.ops.cpu.compressed import CodedMatrix
+from vllm.ops.weights import PackedMatrix
 
 _DERIVED_NAME = re.compile(r".*\.rotary_emb\.inv_freq$")
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
@@ -28,13 +28,13 @@ class StoredSlice:
     hf_name: str
     hf_shape: tuple[int, ...]
     dtype: torch.dtype
-    part: Tensor | CodedMatrix | None  # None: nothing
+    part: Tensor | PackedMatrix | None  # None: nothing
     starts: tuple[int, ...] = ()  # where the part begins in the tensor
 
     def digest(self) -> Tensor:
         """int64 scalar, see `slice_digest`."""
         assert self.part is not None, self.hf_name
-        values = self.part.values() if isinstance(self.part, CodedMatrix) else self.part
+        values = self.part.read() if isinstance(self.part, PackedMatrix) else self.part
         return slice_digest(self.hf_name, values, self.starts)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vllm.distributed.parallel_state import ParallelState
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.fused_moe import DeepseekMLP, FusedMoE
-from vllm.model_executor.layers.linear import Norm, add_in_parts
+from vllm.model_executor.layers.linear import Norm
 from vllm.model_executor.layers.mla import MultiHeadLatentAttention
 from vllm.model_executor.model_loader.weight_target import WeightTarget
 from vllm.model_executor.models.causal_lm import CausalLM
@@ -45,7 +45,7 @@ class DeepseekV2DecoderLayer(nn.Module):
         normed_TH, x_TH = self.ops.add_rms_norm(attended_TH, x_TH, self.post_attention_layernorm.weight, self.eps)
         if isinstance(self.mlp, FusedMoE):
             return self.mlp(normed_TH, context).add_(x_TH)
-        return add_in_parts(x_TH, normed_TH, self.mlp, self.ops.mlp_tokens)
+        return self.ops.add_layer(x_TH, self.mlp, normed_TH)
 
     def targets(self, prefix: str) -> dict[str, WeightTarget]:
         return {
@@ -63,7 +63,7 @@ class DeepseekV2ForCausalLM(CausalLM):
 
     @property
     def keeps_few(self) -> bool:
-        return self.ops.has_one_attention
+        return self.ops.prefill_equals_decode
 
     def make_layer(self, layer: int, parallel: ParallelState) -> DeepseekV2DecoderLayer:
         return DeepseekV2DecoderLayer(self.hf, layer, parallel, self.ops)

@@ -9,7 +9,7 @@ from vllm.distributed.parallel_state import ParallelState
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.attention import GroupedQueryAttention
 from vllm.model_executor.layers.fused_moe import DeepseekMLP
-from vllm.model_executor.layers.linear import Norm, add_in_parts
+from vllm.model_executor.layers.linear import Norm
 from vllm.model_executor.model_loader.weight_target import WeightTarget
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import KVCache, RolloutOps
@@ -33,7 +33,7 @@ class Qwen3DecoderLayer(nn.Module):
         normed_TH = self.ops.rms_norm(x_TH, self.input_layernorm.weight, self.eps)
         attended_TH = self.self_attn(normed_TH, cos_TD, sin_TD, cache, context)
         normed_TH, x_TH = self.ops.add_rms_norm(attended_TH, x_TH, self.post_attention_layernorm.weight, self.eps)
-        return add_in_parts(x_TH, normed_TH, self.mlp, self.ops.mlp_tokens)
+        return self.ops.add_layer(x_TH, self.mlp, normed_TH)
 
     def targets(self, prefix: str) -> dict[str, WeightTarget]:
         return {

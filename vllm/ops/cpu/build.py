@@ -23,7 +23,7 @@ SOURCES = Path(__file__).parent / "csrc"
 OTHER_TABLE = "or set rollout_ops='vllm.ops.reference:rollout_ops' (plain torch, several times slower)"
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
 _P, _L, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-SIGNATURES: dict[str, list[type]] = {  # in the order of RECORDABLE in kernels.cpp
+SIGNATURES: dict[str, list[type]] = {  # in the order of CAPTURABLE in csrc/kernels.cpp
     "cpu_head_linear": [_L, _P, *[_L] * 4, _P, *[_L] * 3, _P, _L, _L, _P],
     "cpu_mla_attention": [_L, _P, _L, _L, _P, *[_L] * 4, _P, _P, _P, *[_L] * 4, _F, _P],
     "cpu_fused_experts": [_L, _P, _L, _L, _L, *[_P] * 4, *[_L] * 5, _P],
@@ -53,9 +53,9 @@ def kernels() -> ctypes.CDLL:
         function.argtypes, function.restype = arguments, None
     library.cpu_replay.argtypes, library.cpu_replay.restype = [_L, _P, _P], None
     library.cpu_digest.argtypes, library.cpu_digest.restype = [_P, _P, *[_L] * 5, _P, _P], None
-    library.cpu_coded_bytes.argtypes, library.cpu_coded_bytes.restype = [_L, _L], _L
-    library.cpu_encode.argtypes, library.cpu_encode.restype = [_P, _L, _L, _L, _P], ctypes.c_int
-    library.cpu_decode.argtypes, library.cpu_decode.restype = [_P, _L, _L, _P], None
+    library.cpu_compressed_bytes.argtypes, library.cpu_compressed_bytes.restype = [_L, _L], _L
+    library.cpu_compress.argtypes, library.cpu_compress.restype = [_P, _L, _L, _L, _P], ctypes.c_int
+    library.cpu_decompress.argtypes, library.cpu_decompress.restype = [_P, _L, _L, _P], None
     library.cpu_copy_digest.argtypes, library.cpu_copy_digest.restype = [*[_P] * 4, *[_L] * 6, _P, _P], None
     return library
 

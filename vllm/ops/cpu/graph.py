@@ -47,7 +47,7 @@ def launch(name: str, *arguments: int | float | None) -> None:
         _ACTIVE.recording.add_kernel(name, arguments)
 
 
-def is_recording() -> bool:
+def is_capturing() -> bool:
     """Whether this thread records: what it allocates is then the recording's."""
     return _ACTIVE.recording is not None
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -138,7 +139,6 @@ class Worker:
         """Free what `tags` names; level 1 keeps a copy of the weights on the host, level 2 does not."""
         if self.graphs is not None:
             self.graphs.drop()
-        self.ops.release_memory()
         if "weights" in tags and self.are_weights_awake:
             self._free_weights(level)
         if "kv_cache" in tags:
@@ -209,8 +209,9 @@ class Worker:
             raise RuntimeError(f'{action} while the weights sleep: call wake_up(tags=["weights"]) first')
 
     def _build_model(self, parallel: ParallelState) -> CausalLM:
-        # FP8 is smaller than any code of what it stands for.
-        ops = replace(self.ops, coded_dtypes=()) if self.config.model.quantization == "fp8" else self.ops
+        ops = self.ops
+        if self.config.model.quantization == "fp8":  # FP8 blocks replace the tensors of the weights
+            ops = replace(ops, new_weight=partial(ops.new_weight, may_pack=False))
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:

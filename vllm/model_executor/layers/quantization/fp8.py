@@ -6,11 +6,13 @@ Activations stay in the model's dtype: a product takes the weight's blocks multi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_formats.fp8 import BLOCK
+from vllm.ops.weights import PackedWeight
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,12 @@ class BlockScales:
     dtype: torch.dtype  # of products
 
 
-def dense(weight: Tensor) -> Tensor:
-    """A parameter as products take it: itself, or multiplied out in its product dtype and memory order when it is held
-    in FP8.
-    """
+def dense(weight: Tensor | PackedWeight) -> Any:
+    """Return a weight as products take it: itself, or dequantised, in its memory order, when it is held in FP8."""
     scales: BlockScales | None = getattr(weight, "block_scales", None)
     if scales is None:
         return weight
+    assert isinstance(weight, Tensor)
     out = weight.to(scales.dtype)  # exact
     rows = scales.scale_inv.index_select(-2, scales.row_blocks_R)
     if scales.column_blocks_C is None:

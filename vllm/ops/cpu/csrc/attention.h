@@ -150,29 +150,29 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
   constexpr long QUERIES = Span<M>::QUERIES, TILES = Span<M>::TILES;
   const long size = cache.latent + cache.rope, groups = (heads + QUERIES - 1) / QUERIES;
   const long per_tile = TILES > 1 ? std::max(1L, QUERIES / heads) : 1;
-  enum { ROWS, RUNS, PARTIALS, FACTORS, SHARES };
-  Run* runs = own<Buffer, RUNS>().template get<Run>(queries + 1);
+  enum { ROWS, RUNS, PARTIALS, FACTORS, QUEUE };
+  Run* runs = thread_local_object<Buffer, RUNS>().template get<Run>(queries + 1);
   const long num_runs = find_runs(cache, queries, per_tile * TILES, groups, runs);
   const long items = runs[num_runs].item;
   const bool has_partials = std::any_of(runs, runs + num_runs, [](const Run& run) { return run.spans > 1; });
   // Of each query, span and head the unnormalised sums, then the peak of the scores and the total of their weights.
   const long partial_size = cache.latent + LANES;
-  float* partials = has_partials ? own<Buffer, PARTIALS>().get(runs[num_runs].partial * heads * partial_size) : nullptr;
+  float* partials = has_partials ? thread_local_object<Buffer, PARTIALS>().get(runs[num_runs].partial * heads * partial_size) : nullptr;
   auto partial_of = [&](const Run& run, long query, long span, long head) {
     return partials + ((run.partial + query * run.spans + span) * heads + head) * partial_size;
   };
-  Shares shares(items, own<Buffer, SHARES>());
+  WorkQueue queue(items, thread_local_object<Buffer, QUEUE>());
 #pragma omp parallel
   {
     Scope<M> scope;
-    Span<M>& span = own<Span<M>>();
+    Span<M>& span = thread_local_object<Span<M>>();
     constexpr long MOST_ROWS = SPAN * (1 + MOST_SEQUENCES);
-    const T** rows = own<Buffer, ROWS>().template get<const T*>(2 * MOST_ROWS);
+    const T** rows = thread_local_object<Buffer, ROWS>().template get<const T*>(2 * MOST_ROWS);
     SpanOf<T> now, following;
     const Run* run = runs;
     auto take = [&](const T** to) -> SpanOf<T> {
-      const long item = shares.take();
-      if (item == Shares::NONE) return {};
+      const long item = queue.take();
+      if (item == WorkQueue::EMPTY) return {};
       if (item < run->item) run = runs;
       while (run[1].item <= item) ++run;
       return span_of(cache, *run, item, groups, to);
@@ -182,8 +182,8 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
       const Run& of = *now.run;
       const long head = now.group * QUERIES, num_heads = std::min(QUERIES, heads - head);
       const long tiles = (now.queries + per_tile - 1) / per_tile;
-      typename Span<M>::Fetched ahead;  // of a run of the same sequence it is there
-      if (following.run && following.rows[0] != now.rows[0]) ahead = {following.rows, following.num_rows, size};
+      typename Span<M>::Fetched prefetcher;  // of a run of the same sequence it is there
+      if (following.run && following.rows[0] != now.rows[0]) prefetcher = {following.rows, following.num_rows, size};
       T* to[TILES][QUERIES];  // null of a context of several spans
       float* partial[TILES][QUERIES];
       long lanes[TILES];
@@ -208,12 +208,12 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
         span.take_queries(tile, [&](long i) { return latents[i]; }, [&](long i) { return ropes[i]; }, lanes[tile],
                           cache.latent, cache.rope);
         vf peak, total;
-        span.score(tile, {now.rows, now.count, now.num_rows, owns, num_owns}, visible, scale, peak, total, ahead);
+        span.score(tile, {now.rows, now.count, now.num_rows, owns, num_owns}, visible, scale, peak, total, prefetcher);
         factor[tile] = 1.0f / total;
         for (i = 0; i < lanes[tile]; ++i)
           if (partial[tile][i]) partial[tile][i][cache.latent] = peak[i], partial[tile][i][cache.latent + 1] = total[i];
       }
-      span.weigh(tiles, cache.latent, ahead, [&](long tile, long first, long columns, const vf(*sums)[2]) {
+      span.weigh(tiles, cache.latent, prefetcher, [&](long tile, long first, long columns, const vf(*sums)[2]) {
         for (long i = 0; i < lanes[tile]; ++i) {
           if (to[tile][i] && columns == PANEL) {
             store_two(to[tile][i] + first, sums[i][0] * factor[tile][i], sums[i][1] * factor[tile][i]);
@@ -242,7 +242,7 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
           const long peaks = cache.latent, totals = peaks + 1;
           float peak = -INFINITY, total = 0;
           for (long s = 0; s < spans; ++s) peak = std::max(peak, part(s)[peaks]);
-          float* factors = own<Buffer, FACTORS>().get(spans);
+          float* factors = thread_local_object<Buffer, FACTORS>().get(spans);
           for (long s = 0; s < spans; ++s) factors[s] = std::exp(part(s)[peaks] - peak);
           for (long s = 0; s < spans; ++s) total += part(s)[totals] * factors[s];
           for (long s = 0; s < spans; ++s) factors[s] /= total;

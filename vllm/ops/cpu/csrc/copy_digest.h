@@ -5,7 +5,7 @@
 #include "digest.h"
 
 constexpr long COPIED_BYTES = 1024;  // before their sums: these wait for no memory that the copy does not
-constexpr long AHEAD_BYTES = 2048;   // of what is fetched: sums take the room in which a processor looks ahead
+constexpr long COPY_PREFETCH = 2048;   // of what is fetched: sums take the room in which a processor looks ahead
 constexpr long TURNED_ROWS = 128;    // p, of a block of SQUARE q
 
 struct CopiedSlice {
@@ -49,7 +49,7 @@ static CopiedSums copy_along(const CopiedSlice& s, Factors f) {
       const long stop = std::min(size, first + DIGEST_BYTES);
       for (long i = first; i < stop; i += COPIED_BYTES) {
         const long n = std::min(stop - i, COPIED_BYTES);
-        for (long ahead = AHEAD_BYTES; ahead < AHEAD_BYTES + n; ahead += 64) __builtin_prefetch(from + i + ahead);
+        for (long ahead = COPY_PREFETCH; ahead < COPY_PREFETCH + n; ahead += 64) __builtin_prefetch(from + i + ahead);
         if (is_dotted) from_sum = dot<true>(from_sum, from + i, f.c + i, n, to + i);
         else copy_bytes(to + i, from + i, n);
         if (s.is_to_summed) to_sum = dot<false>(to_sum, to + i, f.c + i, n, nullptr);
@@ -66,7 +66,7 @@ struct Vector16 {
   typedef U type __attribute__((vector_size(16 * sizeof(U))));
 };
 
-// Of two rows of a square the elements whose places differ in one bit.
+// Of two rows of a square the elements whose addresses differ in one bit.
 template <int BIT, class V, size_t... J>
 static inline void swap_halves(V& a, V& b, std::index_sequence<J...>) {
   const V first = __builtin_shufflevector(a, b, (J & BIT ? 16 + J - BIT : J)...);

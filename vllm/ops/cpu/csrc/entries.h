@@ -15,7 +15,7 @@
 extern "C" {
 
 void cpu_head_linear(long mode, const void* x, long x_token, long x_head, long tokens, long heads, const void* w,
-                     long w_head, long w_k, long w_n, const int64_t* places, long k, long n, void* out);
+                     long w_head, long w_k, long w_n, const int64_t* addresses, long k, long n, void* out);
 
 void cpu_mla_attention(long mode, const void* q_latent, long latent_token, long latent_head, const void* q_rope,
                        long rope_token, long rope_head, long queries, long heads, const void* pages,
@@ -23,6 +23,6 @@ void cpu_mla_attention(long mode, const void* q_latent, long latent_token, long 
                        long rope, float scale, void* out);
 
 void cpu_fused_experts(long mode, const void* x, long x_token, long tokens, long choices, const float* weights,
-                       const int64_t* ids, const void* w13, const void* w2, long is_coded, long experts, long hidden,
+                       const int64_t* ids, const void* w13, const void* w2, long is_compressed, long experts, long hidden,
                        long width, long first, void* out);
 }

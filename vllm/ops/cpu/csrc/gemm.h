@@ -12,7 +12,7 @@
 #include <cstdlib>
 #include <new>
 
-#include "coded.h"
+#include "compressed.h"
 
 constexpr long TILE = 14;    // rows of x in one packed tile
 constexpr long PANEL = 32;   // columns of the weight at a time
@@ -63,54 +63,55 @@ class Buffer {  // grows, never shrinks; of one thread
   size_t bytes_ = 0;
 };
 
-// A thread's own object, that it keeps. Looked up once: of a pointer that it knows the compiler looks up every use.
+// Returns an object that this thread keeps from call to call. A caller looks it up once: the compiler would look up a
+// thread-local variable that it sees again at every use.
 template <class T, int WHICH = 0>
-static T& own() {
+static T& thread_local_object() {
   static thread_local T object;
   T* found = &object;
   asm("" : "+r"(found));
   return *found;
 }
 
-// Items divided among the threads of a parallel region: to each those that lie together, the same ones for as many items,
-// so that what a thread has made is near it. Who has none left takes the last of another's.
-class Shares {
+// Items divided among the threads of a parallel region. Each thread first takes its own contiguous range, which is the
+// same for the same number of items, so that what a thread has written is near it; then it takes the last items of others.
+class WorkQueue {
  public:
-  static constexpr long NONE = -1;
+  static constexpr long EMPTY = -1;
 
-  Shares(long items, Buffer& memory) : count_(omp_get_max_threads()), shares_(memory.get<Share>(count_)) { divide(items); }
+  WorkQueue(long items, Buffer& memory) : count_(omp_get_max_threads()), ranges_(memory.get<Range>(count_)) { divide(items); }
 
-  // Anew, while nobody takes any.
+  // Divides again; no thread may take an item meanwhile.
   void divide(long items) {
-    for (long t = 0; t < count_; ++t) (new (shares_ + t) Share)->range = range_of(items * t / count_, items * (t + 1) / count_);
+    for (long t = 0; t < count_; ++t) (new (ranges_ + t) Range)->bounds = bounds_of(items * t / count_, items * (t + 1) / count_);
   }
 
   long take() {
-    const long own = omp_get_thread_num();
+    const long thread = omp_get_thread_num();
     for (long i = 0; i < count_; ++i) {
-      std::atomic<uint64_t>& range = shares_[(own + i) % count_].range;
-      uint64_t now = range.load(std::memory_order_relaxed);
+      std::atomic<uint64_t>& bounds = ranges_[(thread + i) % count_].bounds;
+      uint64_t now = bounds.load(std::memory_order_relaxed);
       while (now >> 32 < (uint32_t)now) {
         const long begin = now >> 32, end = (uint32_t)now;
-        if (range.compare_exchange_weak(now, i == 0 ? range_of(begin + 1, end) : range_of(begin, end - 1)))
+        if (bounds.compare_exchange_weak(now, i == 0 ? bounds_of(begin + 1, end) : bounds_of(begin, end - 1)))
           return i == 0 ? begin : end - 1;
       }
     }
-    return NONE;
+    return EMPTY;
   }
 
  private:
-  struct alignas(64) Share {
-    std::atomic<uint64_t> range;  // begin, then end, of 32 bits
+  struct alignas(64) Range {
+    std::atomic<uint64_t> bounds;  // begin and end, 32 bits each
   };
-  static uint64_t range_of(uint64_t begin, uint64_t end) { return begin << 32 | end; }
+  static uint64_t bounds_of(uint64_t begin, uint64_t end) { return begin << 32 | end; }
 
   long count_;
-  Share* shares_;
+  Range* ranges_;
 };
 
 // Memory that will be read soon.
-struct Range {
+struct MemoryRange {
   const void* begin = nullptr;
   long bytes = 0;
 };
@@ -216,17 +217,17 @@ template <class T>
 struct Weight {  // w(k, n) = data[k * k_stride + n * n_stride], one of the strides is 1
   const T* data;
   long k_stride, n_stride;
-  const uint8_t* coded = nullptr;  // instead of the data: columns are the rows of coded.h
+  const uint8_t* compressed = nullptr;  // instead of the data: columns are the rows of compressed.h
 
-  // A place is the address of a coded matrix, or with the lowest bit set of one as it is, by row.
+  // A place is the address of a compressed matrix, or with the lowest bit set of one as it is, by row.
   static Weight at(int64_t place, long k) {
     if (place & 1) return {(const T*)(place - 1), 1, k};
     return {nullptr, 1, k, (const uint8_t*)place};
   }
 
   // Where its columns lie, if that is one piece.
-  Range columns(long first, long count, long k) const {
-    if (coded) return {coded + first / CODED_ROWS * coded_bytes(k), count / CODED_ROWS * coded_bytes(k)};
+  MemoryRange columns(long first, long count, long k) const {
+    if (compressed) return {compressed + first / COMPRESSED_ROWS * compressed_bytes(k), count / COMPRESSED_ROWS * compressed_bytes(k)};
     if (k_stride != 1 || n_stride != k) return {};
     return {data + first * n_stride, count * k * (long)sizeof(T)};
   }
@@ -361,13 +362,13 @@ static void run_kernel(long rows, const float* x, const float* packed, const typ
 template <class M>
 class PackedRows {
  public:
-  static constexpr long ALIKE = 4;        // rows are divided in multiples of it
-  static constexpr long AT_ONCE = CHUNK;  // rows that are packed at a time, whole tiles
-  static constexpr long SUMS = AT_ONCE * PANEL * PANELS;  // that `multiply` makes at most
+  static constexpr long ROW_MULTIPLE = 4;        // rows are divided in multiples of it
+  static constexpr long CHUNK_ROWS = CHUNK;  // rows that are packed at a time, whole tiles
+  static constexpr long SUMS = CHUNK_ROWS * PANEL * PANELS;  // that `multiply` makes at most
   long rows_apart() const { return rows_; }  // of one panel of the sums
 
   template <class X = M, class Row>
-  void pack(Row row, long rows, long k, Range) {
+  void pack(Row row, long rows, long k, MemoryRange) {
     rows_ = rows, k_ = k;
     tiles_ = (rows + TILE - 1) / TILE;
     base_ = tiles_ ? rows / tiles_ : 0, longer_ = tiles_ ? rows % tiles_ : 0;
@@ -382,7 +383,7 @@ class PackedRows {
   long panels_at_once(const Weight<typename M::T>& w) const { return w.n_stride == 1 && tiles_ <= 2 ? PANELS : 1; }
 
   // out[panel][rows][32] = x times columns [first, first + columns) of w
-  void multiply(const Weight<typename M::T>& w, long first, long columns, float* out, Range) {
+  void multiply(const Weight<typename M::T>& w, long first, long columns, float* out, MemoryRange) {
     const long panels = (columns + PANEL - 1) / PANEL, direct = panels_at_once(w) > 1 ? columns / PANEL : 0;
     for (long start = 0; direct && start < k_; start += DEPTH)
       for (long p = 0; p < direct; ++p)

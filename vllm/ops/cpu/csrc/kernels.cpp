@@ -72,7 +72,7 @@ void cpu_sample(const float* logits, long rows, long size, const float* temperat
 }
 }
 
-// Recorded calls: every argument is a word, a float a double.
+// Captured calls: every argument is a word, a float a double.
 union Slot {
   int64_t word;
   double number;
@@ -96,13 +96,13 @@ static void call(void (*kernel)(A...), const Slot* slots) {
   call(kernel, slots, std::index_sequence_for<A...>{});
 }
 template <auto KERNEL>
-static void recorded(const Slot* slots) { call(KERNEL, slots); }
+static void captured(const Slot* slots) { call(KERNEL, slots); }
 
-static void (*const RECORDABLE[])(const Slot*) = {  // in the order of SIGNATURES in ../build.py
-    recorded<cpu_head_linear>, recorded<cpu_mla_attention>, recorded<cpu_fused_experts>, recorded<cpu_topk_router>,
-    recorded<cpu_rms_norm>,    recorded<cpu_add_rms_norm>,  recorded<cpu_silu_and_mul>,  recorded<cpu_rotary>,
-    recorded<cpu_write_kv>,    recorded<cpu_sample>,        recorded<cpu_add>,           recorded<cpu_widen>,
-    recorded<cpu_take_rows>,
+static void (*const CAPTURABLE[])(const Slot*) = {  // in the order of SIGNATURES in ../build.py
+    captured<cpu_head_linear>, captured<cpu_mla_attention>, captured<cpu_fused_experts>, captured<cpu_topk_router>,
+    captured<cpu_rms_norm>,    captured<cpu_add_rms_norm>,  captured<cpu_silu_and_mul>,  captured<cpu_rotary>,
+    captured<cpu_write_kv>,    captured<cpu_sample>,        captured<cpu_add>,           captured<cpu_widen>,
+    captured<cpu_take_rows>,
 };
 
 #define BY_SIZE(size, call)                         \
@@ -132,18 +132,18 @@ extern "C" void cpu_copy_digest(uint64_t* from_total, uint64_t* to_total, const 
 }
 
 // Of rows x k bfloat16 values; -1 where they are not whole tiles.
-extern "C" long cpu_coded_bytes(long rows, long k) {
-  return rows % CODED_ROWS == 0 && k % CODED_K == 0 ? rows / CODED_ROWS * coded_bytes(k) : -1;
+extern "C" long cpu_compressed_bytes(long rows, long k) {
+  return rows % COMPRESSED_ROWS == 0 && k % COMPRESSED_K == 0 ? rows / COMPRESSED_ROWS * compressed_bytes(k) : -1;
 }
 
-extern "C" int cpu_encode(const void* values, long stride, long rows, long k, void* coded) {
-  return encode((const bf16*)values, stride, rows, k, (uint8_t*)coded);
+extern "C" int cpu_compress(const void* values, long stride, long rows, long k, void* compressed) {
+  return compress((const bf16*)values, stride, rows, k, (uint8_t*)compressed);
 }
 
-extern "C" void cpu_decode(const void* coded, long rows, long k, void* values) {
-  decode((const uint8_t*)coded, rows, k, (bf16*)values);
+extern "C" void cpu_decompress(const void* compressed, long rows, long k, void* values) {
+  decompress((const uint8_t*)compressed, rows, k, (bf16*)values);
 }
 
 extern "C" void cpu_replay(long calls, const int64_t* kernels, const Slot* slots) {
-  for (long i = 0; i < calls; ++i) RECORDABLE[kernels[i]](slots + i * SLOTS);
+  for (long i = 0; i < calls; ++i) CAPTURABLE[kernels[i]](slots + i * SLOTS);
 }

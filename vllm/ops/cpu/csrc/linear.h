@@ -12,7 +12,7 @@ struct Batch {  // x[t, n] = data + t * token_stride + n * head_stride
 // head_linear of a weight whose columns lie side by side.
 static void panel_linear(Batch<const bf16> x, long tokens, long heads, Weight<bf16> w, long w_head_stride, long k, long n,
                          Batch<bf16> out) {
-  const long chunk = TilePanels::AT_ONCE, chunks = (tokens + chunk - 1) / chunk;
+  const long chunk = TilePanels::CHUNK_ROWS, chunks = (tokens + chunk - 1) / chunk;
   const int threads = tokens * heads * k * n < SMALL_PRODUCT ? 1 : omp_get_max_threads();
   long panels = PANELS;
   while (panels > 1 && heads * chunks * ((n + panels * PANEL - 1) / (panels * PANEL)) < 2 * threads) panels /= 2;
@@ -20,7 +20,7 @@ static void panel_linear(Batch<const bf16> x, long tokens, long heads, Weight<bf
 #pragma omp parallel num_threads(threads)
   {
     Scope<Tiles> scope;
-    TilePanels& rows = own<TilePanels>();
+    TilePanels& rows = thread_local_object<TilePanels>();
     const long thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
     long copied_for = -1;
     for (long item = items * thread / num_threads; item < items * (thread + 1) / num_threads; ++item) {
@@ -62,14 +62,14 @@ static void dot_linear(const float* x, long x_token, long tokens, Weight<float> 
 constexpr long FEW_COLUMNS = 64;
 #endif
 
-// out[t, n, :] = x[t, n, :] w[n]; with places w[n] is at places[n], see Weight::at.
+// out[t, n, :] = x[t, n, :] w[n]; with addresses w[n] is at addresses[n], see Weight::at.
 template <class M>
 static void head_linear(Batch<const typename M::T> x, long tokens, long heads, Weight<typename M::T> w,
-                        long w_head_stride, const int64_t* places, long k, long n, Batch<typename M::T> out) {
+                        long w_head_stride, const int64_t* addresses, long k, long n, Batch<typename M::T> out) {
   typedef typename M::T T;
 #if HAS_TILES
   if constexpr (std::is_same_v<M, Tiles>)
-    if (!places && w.k_stride != 1) return panel_linear(x, tokens, heads, w, w_head_stride, k, n, out);
+    if (!addresses && w.k_stride != 1) return panel_linear(x, tokens, heads, w, w_head_stride, k, n, out);
 #endif
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<M, Float32>)
@@ -79,24 +79,24 @@ static void head_linear(Batch<const typename M::T> x, long tokens, long heads, W
   const long panels = (n + PANEL - 1) / PANEL;
   const int threads = tokens * heads * k * n < SMALL_PRODUCT ? 1 : omp_get_max_threads();
   // Rows are divided where columns alone leave threads without work, or with little.
-  constexpr long alike = Rows<M>::ALIKE;
-  long chunk = Rows<M>::AT_ONCE;
+  constexpr long multiple = Rows<M>::ROW_MULTIPLE;
+  long chunk = Rows<M>::CHUNK_ROWS;
   auto is_uneven = [&](long items) { return items < threads || (items < 2 * threads && items % threads != 0); };
-  for (long parts = 1; chunk > alike && is_uneven((tokens + chunk - 1) / chunk * heads * panels);)
-    chunk = std::min(chunk, ((tokens + ++parts - 1) / parts + alike - 1) / alike * alike);
+  for (long parts = 1; chunk > multiple && is_uneven((tokens + chunk - 1) / chunk * heads * panels);)
+    chunk = std::min(chunk, ((tokens + ++parts - 1) / parts + multiple - 1) / multiple * multiple);
   const long chunks = (tokens + chunk - 1) / chunk, items = heads * chunks * panels;
 #pragma omp parallel num_threads(threads)
   {
     Scope<M> scope;
-    Rows<M>& rows = own<Rows<M>>();
-    float* sums = by_row<M> ? nullptr : own<Buffer>().get(Rows<M>::SUMS);
+    Rows<M>& rows = thread_local_object<Rows<M>>();
+    float* sums = by_row<M> ? nullptr : thread_local_object<Buffer>().get(Rows<M>::SUMS);
     const long part = omp_get_thread_num(), parts = omp_get_num_threads(), end = items * (part + 1) / parts;
     long packed_for = -1, taken;
     for (long item = items * part / parts; item < end; item += taken) {
       const long group = item / panels, head = group / chunks, start = group % chunks * chunk;
       const long count = std::min(chunk, tokens - start), first = item % panels * PANEL;
       Weight<T> of_head = {w.data + head * w_head_stride, w.k_stride, w.n_stride};
-      if (places) of_head = Weight<T>::at(places[head], k);
+      if (addresses) of_head = Weight<T>::at(addresses[head], k);
       if (packed_for != group) {
         rows.pack([&](long i) { return x.data + (start + i) * x.token_stride + head * x.head_stride; }, count, k,
                   of_head.columns(first, std::min(PANELS * PANEL, n - first), k));
@@ -105,7 +105,7 @@ static void head_linear(Batch<const typename M::T> x, long tokens, long heads, W
       taken = std::min({rows.panels_at_once(of_head), end - item, panels - item % panels});
       const long columns = std::min(taken * PANEL, n - first);
       const long following = std::min({taken, end - item - taken, panels - item % panels - taken}) * PANEL;
-      const Range next = of_head.columns(first + columns, std::min(following, n - first - columns), k);
+      const MemoryRange next = of_head.columns(first + columns, std::min(following, n - first - columns), k);
       auto row_of = [&](long i) { return out.data + (start + i) * out.token_stride + head * out.head_stride + first; };
       if constexpr (by_row<M>) {
         rows.multiply_to(of_head, first, columns, row_of, next);

@@ -9,25 +9,25 @@ template <class T>
 struct Experts {
   const void* w13;  // T [experts, hidden, 2 * width] in memory, by row [experts, 2 * width, hidden]
   const void* w2;   // T [experts, width, hidden], by row [experts, hidden, width]
-  bool is_coded;    // then both are places: int64 [experts][2] of gates and ups, [experts] of downs
+  bool is_compressed;    // then both are addresses: int64 [experts][2] of gates and ups, [experts] of downs
   long count, hidden, width, first;
 
   template <class M>
   Weight<T> gate_or_up(long expert, bool is_up) const {
-    if (is_coded) return Weight<T>::at(((const int64_t*)w13)[2 * expert + is_up], hidden);
+    if (is_compressed) return Weight<T>::at(((const int64_t*)w13)[2 * expert + is_up], hidden);
     const T* data = (const T*)w13 + expert * 2 * width * hidden;
     return by_row<M> ? Weight<T>{data + is_up * width * hidden, 1, hidden} : Weight<T>{data + is_up * width, 2 * width, 1};
   }
 
   template <class M>
   Weight<T> down(long expert) const {
-    if (is_coded) return Weight<T>::at(((const int64_t*)w2)[expert], width);
+    if (is_compressed) return Weight<T>::at(((const int64_t*)w2)[expert], width);
     const T* data = (const T*)w2 + expert * hidden * width;
     return by_row<M> ? Weight<T>{data, 1, width} : Weight<T>{data, hidden, 1};
   }
 };
 
-// At most Rows<M>::AT_ONCE rows of one expert.
+// At most Rows<M>::CHUNK_ROWS rows of one expert.
 struct Segment {
   long expert, start, rows;
 };
@@ -40,18 +40,18 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
   typedef typename M::T T;
   typedef std::conditional_t<M::is_dot, bf16, float> Act;  // activations between the products
   typedef std::conditional_t<M::is_dot, M, Float32> Second;
-  constexpr long chunk = Rows<M>::AT_ONCE;
+  constexpr long chunk = Rows<M>::CHUNK_ROWS;
   const long hidden = experts.hidden, width = experts.width, total = tokens * choices;
   enum { ITEM_SUMS, ORDER, PLACE, SEGMENTS, ENDS, ACT, RESULTS, UP, DOWN };
-  long* order = own<Buffer, ORDER>().template get<long>(total);
-  long* place = own<Buffer, PLACE>().template get<long>(total);
-  long* ends = own<Buffer, ENDS>().template get<long>(experts.count + 1);
+  long* order = thread_local_object<Buffer, ORDER>().template get<long>(total);
+  long* place = thread_local_object<Buffer, PLACE>().template get<long>(total);
+  long* ends = thread_local_object<Buffer, ENDS>().template get<long>(experts.count + 1);
   std::fill(ends, ends + experts.count + 1, 0L);
   for (long s = 0; s < total; ++s) {
     const long e = ids[s] - experts.first;
     if (e >= 0 && e < experts.count) ++ends[e + 1];
   }
-  Segment* segments = own<Buffer, SEGMENTS>().template get<Segment>(experts.count + total / chunk + 1);
+  Segment* segments = thread_local_object<Buffer, SEGMENTS>().template get<Segment>(experts.count + total / chunk + 1);
   long num_segments = 0;
   for (long e = 0; e < experts.count; ++e) {
     const long start = ends[e], rows = ends[e + 1];
@@ -66,25 +66,25 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
       order[place[s]] = s;
     }
   }
-  Act* act = own<Buffer, ACT>().template get<Act>(total * width);
+  Act* act = thread_local_object<Buffer, ACT>().template get<Act>(total * width);
   constexpr long item_columns = PANEL * PANELS;
   const long up_items = (width + item_columns - 1) / item_columns;
   const long down_items = (hidden + item_columns - 1) / item_columns;
   // Results, which keep the order of the sums, are made and put together some columns after the others.
   const long most_items = std::clamp(RESULT_BYTES / (total * item_columns * (long)sizeof(float)), 1L, down_items);
   const long row_size = most_items * item_columns;
-  float* results = own<Buffer, RESULTS>().get(total * row_size);
-  Shares up_shares(num_segments * up_items, own<Buffer, UP>());
-  Shares down_shares(num_segments * most_items, own<Buffer, DOWN>());
+  float* results = thread_local_object<Buffer, RESULTS>().get(total * row_size);
+  WorkQueue up_queue(num_segments * up_items, thread_local_object<Buffer, UP>());
+  WorkQueue down_queue(num_segments * most_items, thread_local_object<Buffer, DOWN>());
 #pragma omp parallel
   {
     Scope<M> scope;
-    Rows<M>& rows = own<Rows<M>, 0>();
-    Rows<M>& act_rows = own<Rows<M>, 1>();
-    float* gate = own<Buffer, ITEM_SUMS>().get(2 * Rows<M>::SUMS);
+    Rows<M>& rows = thread_local_object<Rows<M>, 0>();
+    Rows<M>& act_rows = thread_local_object<Rows<M>, 1>();
+    float* gate = thread_local_object<Buffer, ITEM_SUMS>().get(2 * Rows<M>::SUMS);
     float* up = gate + Rows<M>::SUMS;
     long packed_for = -1;
-    for (long item; (item = up_shares.take()) != Shares::NONE;) {
+    for (long item; (item = up_queue.take()) != WorkQueue::EMPTY;) {
       const Segment segment = segments[item / up_items];
       const Weight<T> w1 = experts.template gate_or_up<M>(segment.expert, false);
       const Weight<T> w3 = experts.template gate_or_up<M>(segment.expert, true);
@@ -122,10 +122,10 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
       const long origin = first_item * item_columns, past = std::min(hidden, origin + items * item_columns);
       if (first_item > 0) {
 #pragma omp single
-        down_shares.divide(num_segments * items);
+        down_queue.divide(num_segments * items);
       }
       packed_for = -1;
-      for (long item; (item = down_shares.take()) != Shares::NONE;) {
+      for (long item; (item = down_queue.take()) != WorkQueue::EMPTY;) {
         const Segment segment = segments[item / items];
         const Weight<T> w = experts.template down<M>(segment.expert);
         const long begin = origin + item % items * item_columns, end = std::min(past, begin + item_columns);

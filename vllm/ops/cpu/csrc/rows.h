@@ -146,7 +146,7 @@ static int64_t sample_row(const float* logits, long size, float temperature, con
   const float peak = largest(peaks);
   vf total = {}, best = splat(-1.0f);
   float to_beat = 0;  // a little less than the best so far: of most vectors no lane can, and their noise is not finished
-  vi places = {}, lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  vi addresses = {}, lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (i = 0; i < size; i += LANES) {
     vf p = exp(scaled(i) - peak);
     total += p;
@@ -158,12 +158,12 @@ static int64_t sample_row(const float* logits, long size, float temperature, con
     vi is_better = p > best;
     best = select(is_better, p, best);
     to_beat = largest(best) * 0.9999f;
-    places = (is_better & (lanes + (int)i)) | (~is_better & places);
+    addresses = (is_better & (lanes + (int)i)) | (~is_better & addresses);
   }
   int winner = 0;
   for (int lane = 1; lane < LANES; ++lane)
-    if (best[lane] > best[winner] || (best[lane] == best[winner] && places[lane] < places[winner])) winner = lane;
-  const int64_t token = places[winner];
+    if (best[lane] > best[winner] || (best[lane] == best[winner] && addresses[lane] < addresses[winner])) winner = lane;
+  const int64_t token = addresses[winner];
   *logprob = logits[token] / factor - (std::log(sum(total)) + peak);
   return token;
 }

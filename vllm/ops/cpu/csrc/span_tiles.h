@@ -7,11 +7,11 @@
 #include "tiles.h"
 
 #if HAS_TILES
-// Rows of a span that is attended to next, fetched into the second-level cache as `Ahead` does a range.
-class RowsAhead {
+// Rows of a span that is attended to next, fetched into the second-level cache as `Prefetcher` does a range.
+class RowPrefetcher {
  public:
-  RowsAhead() = default;
-  RowsAhead(const bf16* const* rows, long count, long size) : rows_(rows), end_of_rows_(rows + count), size_(size) {}
+  RowPrefetcher() = default;
+  RowPrefetcher(const bf16* const* rows, long count, long size) : rows_(rows), end_of_rows_(rows + count), size_(size) {}
   void fetch(long times) {
     for (; times > 0; --times) {
       if (at_ >= end_ && !next_run()) return;
@@ -41,7 +41,7 @@ class RowsAhead {
 class TileSpan {
  public:
   static constexpr long QUERIES = LANES, TILES = 4;
-  typedef RowsAhead Fetched;
+  typedef RowPrefetcher Fetched;
 
   // Elements [latent, then rope] of each query of a tile.
   template <class Latent, class Rope>
@@ -64,7 +64,7 @@ class TileSpan {
 
   // Unnormalised weights of all tokens that the tile sees; of the `count` that all its sequences see each query sees the first
   // `visible`. Lanes of peak and total are queries. Rows behind the tokens, in whole steps, may be anything finite.
-  void score(long tile, const Seen<bf16>& seen, vi visible, float scale, vf& peak, vf& total, RowsAhead& ahead) {
+  void score(long tile, const Seen<bf16>& seen, vi visible, float scale, vf& peak, vf& total, RowPrefetcher& prefetcher) {
     rows_ = seen.rows, num_rows_ = seen.num_rows;
     const float* queries = query_buffer_.get(TILES * steps_ * TILE_WORDS) + tile * steps_ * TILE_WORDS;
     Steps& steps = tile_steps_[tile];
@@ -73,7 +73,7 @@ class TileSpan {
     long padded = 0;  // tokens in the order of scores, in whole steps
     peak = splat(-INFINITY), total = vf{};
     auto add = [&](const Own& own, vi visible) {
-      score_rows(queries, own.at, own.count, scores + padded * QUERIES, ahead);
+      score_rows(queries, own.at, own.count, scores + padded * QUERIES, prefetcher);
       for (long i = 0; i < own.count; ++i) {
         float* to = scores + (padded + i) * QUERIES;
         const vf score = select(visible > (int)i, load(to) * scale, splat(-INFINITY));
@@ -86,7 +86,7 @@ class TileSpan {
       for (long i = 0; i < own.count; ++i) {
         const vf weight = exp(load(scores + i * QUERIES) - peak);
         total += weight;
-        if (i % 4 == 0) ahead.fetch(1);
+        if (i % 4 == 0) prefetcher.fetch(1);
         store(scores + i * QUERIES, weight);
       }
       const long whole = (own.count + TILE_K - 1) / TILE_K * TILE_K;
@@ -118,7 +118,7 @@ class TileSpan {
   // take(tile, first, columns, sums) for every 32 columns of the rows and every tile: sums[query] = weights times columns
   // [first, first + columns)
   template <class Take>
-  void weigh(long tiles, long latent, RowsAhead& ahead, Take take) {
+  void weigh(long tiles, long latent, RowPrefetcher& prefetcher, Take take) {
     const long size = num_rows_ / TILE_K * TILE_WORDS * 2;
     float* paired = pair_buffer_.get(2 * size);
     for (long s = 0; s < num_rows_; s += TILE_K) pair_tokens(s, 0, std::min(PANEL, latent), paired + s * PANEL / 2);
@@ -135,7 +135,7 @@ class TileSpan {
         _tile_zero(1);
         for (long i = 0; i < steps.count; ++i, weights += TILE_K * QUERIES) {
           const float* tokens = now + steps.row[i] * PANEL / 2;
-          ahead.fetch(2);
+          prefetcher.fetch(2);
           if (to_pair <= steps.row[i]) pair_tokens(to_pair, next, left, to + to_pair * PANEL / 2), to_pair += TILE_K;
           _tile_loadd(4, weights, TILE_BYTES);
           _tile_loadd(5, tokens, PANEL * sizeof(float));
@@ -161,14 +161,14 @@ class TileSpan {
   bf16* weights_of(long tile) { return weight_buffer_.get<bf16>(TILES * num_rows_ * QUERIES) + tile * num_rows_ * QUERIES; }
 
   // scores[token][query] of rows [first, first + count)
-  void score_rows(const float* queries, long first, long count, float* scores, RowsAhead& ahead) {
+  void score_rows(const float* queries, long first, long count, float* scores, RowPrefetcher& prefetcher) {
     const long end = first + count;
     long s = first;
-    for (; s + 3 * LANES < end; s += 4 * LANES, scores += 4 * TILE_WORDS) score_tiles<4>(queries, s, end, scores, ahead);
+    for (; s + 3 * LANES < end; s += 4 * LANES, scores += 4 * TILE_WORDS) score_tiles<4>(queries, s, end, scores, prefetcher);
     const long left = (end - s + LANES - 1) / LANES;
-    if (left == 3) score_tiles<3>(queries, s, end, scores, ahead);
-    if (left == 2) score_tiles<2>(queries, s, end, scores, ahead);
-    if (left == 1) score_tiles<1>(queries, s, end, scores, ahead);
+    if (left == 3) score_tiles<3>(queries, s, end, scores, prefetcher);
+    if (left == 2) score_tiles<2>(queries, s, end, scores, prefetcher);
+    if (left == 1) score_tiles<1>(queries, s, end, scores, prefetcher);
   }
 
   // Rows of sixteen tokens, `stride` elements apart: as they lie in a page, or copied where they are not together or whole.
@@ -186,7 +186,7 @@ class TileSpan {
 
   // The same of COUNT tiles of tokens from row s on
   template <int COUNT>
-  void score_tiles(const float* queries, long s, long end, float* scores, RowsAhead& ahead) {
+  void score_tiles(const float* queries, long s, long end, float* scores, RowPrefetcher& prefetcher) {
     const bf16* tokens[COUNT];
     long strides[COUNT];
     for (int i = 0; i < COUNT; ++i) {
@@ -198,7 +198,7 @@ class TileSpan {
     _tile_zero(2);
     _tile_zero(3);
     for (long step = 0; step < steps_; ++step) {
-      ahead.fetch(1);
+      prefetcher.fetch(1);
       _tile_loadd(4, queries + step * TILE_WORDS, TILE_BYTES);
       _tile_loadd(5, tokens[0] + step * TILE_K, strides[0]);
       _tile_dpbf16ps(0, 5, 4);

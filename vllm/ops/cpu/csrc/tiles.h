@@ -72,26 +72,26 @@ class PlainColumn {
   long step_, stride_;
 };
 
-// Or decoded.
-class CodedColumn {
+// Or decompressed.
+class CompressedColumn {
  public:
-  CodedColumn(const uint8_t* coded, long k) : tiles_(coded, k) {}
-  long stride() const { return CODED_K * sizeof(bf16); }
+  CompressedColumn(const uint8_t* compressed, long k) : tiles_(compressed, k) {}
+  long stride() const { return COMPRESSED_K * sizeof(bf16); }
   const bf16* next() {
-    tiles_.decode(tile_);
+    tiles_.decompress(tile_);
     return tile_;
   }
 
  private:
-  CodedTiles tiles_;
-  alignas(64) bf16 tile_[CODED_TILE];
+  CompressedTiles tiles_;
+  alignas(64) bf16 tile_[COMPRESSED_TILE];
 };
 
 // Fetches a range into the second-level cache a little at a time while other work goes on. Where tiles are read one column
 // after the other the processor sees too many short streams to fetch them itself, and stops at every gap.
-class Ahead {
+class Prefetcher {
  public:
-  explicit Ahead(Range range) : at_((const char*)range.begin), end_(at_ + range.bytes) {}
+  explicit Prefetcher(MemoryRange range) : at_((const char*)range.begin), end_(at_ + range.bytes) {}
   template <int LINES>
   void fetch() {
     if (at_ >= end_) return;
@@ -107,35 +107,35 @@ class Ahead {
 // Rows of x, packed once and multiplied with many panels of weights with columns along k; of one thread, inside a TileScope.
 class TileRows {
  public:
-  static constexpr long ALIKE = LANES;
-  static constexpr long AT_ONCE = 16 * LANES;
-  static constexpr long SUMS = AT_ONCE * PANEL * PANELS;
+  static constexpr long ROW_MULTIPLE = LANES;
+  static constexpr long CHUNK_ROWS = 16 * LANES;
+  static constexpr long SUMS = CHUNK_ROWS * PANEL * PANELS;
   long rows_apart() const { return tiles_ * LANES; }
 
   template <class X = Tiles, class Row>
-  void pack(Row row, long rows, long k, Range next) {
-    Ahead ahead(next);
+  void pack(Row row, long rows, long k, MemoryRange next) {
+    Prefetcher prefetcher(next);
     rows_ = rows, k_ = k, tiles_ = (rows + LANES - 1) / LANES, steps_ = (k + TILE_K - 1) / TILE_K;
     data_ = buffer_.get<float>(tiles_ * steps_ * TILE_WORDS);
     const long known = words<Dot>(k) * LANES;
     for (long t = 0; t < tiles_; ++t) {
       float* to = data_ + t * steps_ * TILE_WORDS;
       pack_rows<Dot>([&](long i) { return row(t * LANES + i); }, std::min(LANES, rows - t * LANES), k, to, LANES,
-                     [&] { ahead.fetch<16>(); });
+                     [&] { prefetcher.fetch<16>(); });
       std::fill(to + known, to + steps_ * TILE_WORDS, 0.0f);
     }
   }
 
   // With what is fetched ahead few: it comes early enough, and of the first ones little is waited for.
   long panels_at_once(const Weight<bf16>&) const {
-    return fetches_ahead() ? std::clamp(AHEAD_BYTES / (PANEL * 2 * k_), 1L, PANELS) : PANELS;
+    return uses_prefetch() ? std::clamp(PREFETCH_BYTES / (PANEL * 2 * k_), 1L, PANELS) : PANELS;
   }
 
   // out[panel][rows_apart()][32] = x times columns [first, first + columns) of w, at most PANELS panels; `next` is
   // what will be read then.
-  void multiply(const Weight<bf16>& w, long first, long columns, float* out, Range next) {
-    Ahead ahead(fetches_ahead() ? next : Range{});
-    const float* sums = sums_of(w, first, columns, ahead);
+  void multiply(const Weight<bf16>& w, long first, long columns, float* out, MemoryRange next) {
+    Prefetcher prefetcher(uses_prefetch() ? next : MemoryRange{});
+    const float* sums = sums_of(w, first, columns, prefetcher);
     for (long c = 0; c * LANES < columns; ++c)
       for (long t = 0; t < tiles_; ++t)
         store_rows(sums + (c * tiles_ + t) * TILE_WORDS, out + (c / 2 * rows_apart() + t * LANES) * PANEL + c % 2 * LANES);
@@ -143,18 +143,18 @@ class TileRows {
 
   // The same rounded, to to(row)[column].
   template <class To>
-  void multiply_to(const Weight<bf16>& w, long first, long columns, To to, Range next) {
-    Ahead ahead(fetches_ahead() ? next : Range{});
+  void multiply_to(const Weight<bf16>& w, long first, long columns, To to, MemoryRange next) {
+    Prefetcher prefetcher(uses_prefetch() ? next : MemoryRange{});
     // Where nothing is read twice for it, a panel at a time: its sums then are in the nearest cache, too.
     const long at_once = tiles_ <= FEW_TILES && steps_ <= NEAR_TILES / tiles_ ? PANEL : columns;
     for (long start = 0; start < columns; start += at_once) {
       const long count = std::min(at_once, columns - start);
-      round_to(sums_of(w, first + start, count, ahead), count, [&](long i) { return to(i) + start; });
+      round_to(sums_of(w, first + start, count, prefetcher), count, [&](long i) { return to(i) + start; });
     }
   }
 
  private:
-  static constexpr long AHEAD_BYTES = 1 << 16;
+  static constexpr long PREFETCH_BYTES = 1 << 16;
 
   // Sums of `columns`, rounded, to to(row)[column].
   template <class To>
@@ -181,29 +181,29 @@ class TileRows {
   }
 
   // Longer columns the processor fetches as well alone, and better where few rows leave it the time.
-  bool fetches_ahead() const { return k_ <= (tiles_ > 1 ? 1024 : 256); }
+  bool uses_prefetch() const { return k_ <= (tiles_ > 1 ? 1024 : 256); }
 
   static constexpr long FEW_TILES = 4;  // of rows: sums of a tile of columns stay in registers, the weight is read once
   static constexpr long NEAR_TILES = 32;  // of those rows: they stay in the nearest cache
   static constexpr long NEAR_STEPS = 16;  // along k of two tiles of columns: so do they
 
   // [tile of columns][tile of rows], columns by rows
-  const float* sums_of(const Weight<bf16>& w, long first, long columns, Ahead& ahead) {
+  const float* sums_of(const Weight<bf16>& w, long first, long columns, Prefetcher& prefetcher) {
     const long count = (columns + LANES - 1) / LANES;
     float* sums = sum_buffer_.get(count * tiles_ * TILE_WORDS);
     auto sums_at = [&](long c) { return sums + c * tiles_ * TILE_WORDS; };
     const bool is_few = tiles_ <= FEW_TILES;
-    if (is_few && w.coded) {
-      auto coded_at = [&](long c) { return w.coded + (first / LANES + c) * coded_bytes(k_); };
+    if (is_few && w.compressed) {
+      auto compressed_at = [&](long c) { return w.compressed + (first / LANES + c) * compressed_bytes(k_); };
       const long half = tiles_ <= 2 ? count / 2 : 0;
       for (long c = 0; c < half; ++c) {
-        CodedColumn one(coded_at(c), k_), other(coded_at(half + c), k_);
+        CompressedColumn one(compressed_at(c), k_), other(compressed_at(half + c), k_);
         if (tiles_ == 1)
           two_columns<1>(one, other, sums_at(c), sums_at(half + c));
         else
           two_columns<2>(one, other, sums_at(c), sums_at(half + c));
       }
-      for (long c = 2 * half; c < count; ++c) few_rows(CodedColumn(coded_at(c), k_), 0, steps_, sums_at(c), ahead);
+      for (long c = 2 * half; c < count; ++c) few_rows(CompressedColumn(compressed_at(c), k_), 0, steps_, sums_at(c), prefetcher);
       return sums;
     }
     const long copy_size = steps_ * 2 * TILE_WORDS;
@@ -217,7 +217,7 @@ class TileRows {
       const long near = NEAR_TILES / tiles_;
       for (long s = 0; s < steps_; s += near)
         for (long c = 0; c < count; ++c)
-          few_rows(PlainColumn(tiles[c], s), s, std::min(near, steps_ - s), sums_at(c), ahead);
+          few_rows(PlainColumn(tiles[c], s), s, std::min(near, steps_ - s), sums_at(c), prefetcher);
       return sums;
     }
     for (long c = 0; c < count; c += 2) {
@@ -225,7 +225,7 @@ class TileRows {
       for (long s = 0; s < steps_; s += NEAR_STEPS)
         for (long t = 0; t < tiles_; t += 2)
           many_rows(low, high, t, s, std::min(NEAR_STEPS, steps_ - s), sums_at(c) + t * TILE_WORDS,
-                    c + 1 < count ? tiles_ * TILE_WORDS : 0, ahead);
+                    c + 1 < count ? tiles_ * TILE_WORDS : 0, prefetcher);
     }
     return sums;
   }
@@ -237,12 +237,12 @@ class TileRows {
                                        25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
   }
 
-  // As they lie, decoded, or where tiles would not be whole, copied with zeros behind.
+  // As they lie, decompressed, or where tiles would not be whole, copied with zeros behind.
   ColumnTiles tiles_of(const Weight<bf16>& w, long first, long columns, bf16* copy) const {
-    if (w.coded) {
-      CodedTiles decoded(w.coded + first / LANES * coded_bytes(k_), k_);
-      for (long s = 0; s < steps_; ++s) decoded.decode(copy + s * CODED_TILE);
-      return {copy, CODED_TILE, CODED_K};
+    if (w.compressed) {
+      CompressedTiles decompressed(w.compressed + first / LANES * compressed_bytes(k_), k_);
+      for (long s = 0; s < steps_; ++s) decompressed.decompress(copy + s * COMPRESSED_TILE);
+      return {copy, COMPRESSED_TILE, COMPRESSED_K};
     }
     const bf16* from = w.data + first * w.n_stride;
     if (columns == LANES && k_ % TILE_K == 0) return {from, TILE_K, w.n_stride};
@@ -255,17 +255,17 @@ class TileRows {
 
   // Sixteen columns with up to four tiles of rows, `steps` along k.
   template <class Column>
-  void few_rows(Column w, long start, long steps, float* sums, Ahead& ahead) const {
+  void few_rows(Column w, long start, long steps, float* sums, Prefetcher& prefetcher) const {
     switch (tiles_) {
-      case 1: return one_column<1>(w, start, steps, sums, ahead);
-      case 2: return one_column<2>(w, start, steps, sums, ahead);
-      case 3: return one_column<3>(w, start, steps, sums, ahead);
-      default: return one_column<4>(w, start, steps, sums, ahead);
+      case 1: return one_column<1>(w, start, steps, sums, prefetcher);
+      case 2: return one_column<2>(w, start, steps, sums, prefetcher);
+      case 3: return one_column<3>(w, start, steps, sums, prefetcher);
+      default: return one_column<4>(w, start, steps, sums, prefetcher);
     }
   }
 
   template <int ROWS, class Column>
-  void one_column(Column& w, long start, long steps, float* sums, Ahead& ahead) const {
+  void one_column(Column& w, long start, long steps, float* sums, Prefetcher& prefetcher) const {
     const float* x = data_ + start * TILE_WORDS;
     const long next = steps_ * TILE_WORDS, stride = w.stride();
     if (start == 0) {
@@ -280,7 +280,7 @@ class TileRows {
       if constexpr (ROWS > 3) _tile_loadd(3, sums + 3 * TILE_WORDS, TILE_BYTES);
     }
     for (long s = 0; s < steps; ++s, x += TILE_WORDS) {
-      ahead.fetch<16>();
+      prefetcher.fetch<16>();
       _tile_loadd(4, w.next(), stride);
       _tile_loadd(5, x, TILE_BYTES);
       _tile_dpbf16ps(0, 4, 5);
@@ -303,9 +303,9 @@ class TileRows {
     if constexpr (ROWS > 3) _tile_stored(3, sums + 3 * TILE_WORDS, TILE_BYTES);
   }
 
-  // Twice sixteen columns with ROWS tiles of rows: memory is read the quicker at two places.
+  // Twice sixteen columns with ROWS tiles of rows: memory is read the quicker at two addresses.
   template <int ROWS>
-  void two_columns(CodedColumn& low, CodedColumn& high, float* low_sums, float* high_sums) const {
+  void two_columns(CompressedColumn& low, CompressedColumn& high, float* low_sums, float* high_sums) const {
     const float* x = data_;
     const long next = steps_ * TILE_WORDS;
     _tile_zero(0);
@@ -332,7 +332,7 @@ class TileRows {
 
   // Sixteen columns or twice sixteen (`apart` between their sums) with one or two tiles of rows.
   void many_rows(const ColumnTiles& low, const ColumnTiles& high, long tile, long start, long steps, float* sums,
-                 long apart, Ahead& ahead) const {
+                 long apart, Prefetcher& prefetcher) const {
     const long next = tile + 1 < tiles_ ? TILE_WORDS : 0;
     const float* x = data_ + (tile * steps_ + start) * TILE_WORDS;
     const float* second = next ? x + steps_ * TILE_WORDS : x;
@@ -349,7 +349,7 @@ class TileRows {
       _tile_loadd(3, sums + apart + next, TILE_BYTES);
     }
     for (long s = start; s < start + steps; ++s, x += TILE_WORDS, second += TILE_WORDS) {
-      ahead.fetch<4>();
+      prefetcher.fetch<4>();
       _tile_loadd(4, low.data + s * low.step, low_stride);
       _tile_loadd(5, x, TILE_BYTES);
       _tile_dpbf16ps(0, 4, 5);
@@ -382,7 +382,7 @@ class TileRows {
 // The same with weights whose columns lie side by side: these are paired along k, and the rows go into tiles as they lie.
 class TilePanels {
  public:
-  static constexpr long AT_ONCE = 16 * LANES;  // rows
+  static constexpr long CHUNK_ROWS = 16 * LANES;  // rows
 
   template <class Row>
   void copy(Row row, long rows, long k) {

@@ -1,0 +1,126 @@
+"""Absorbed latent attention on a CPU. A prompt's tokens go through the same sums as decoded ones, bit for bit.
+
+Letters: see vllm/ops/contract.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata
+from vllm.ops.cpu.calls import KernelCalls, last_contiguous
+from vllm.ops.cpu.linear import LinearOps
+
+_PREFILL_TOKENS = 256  # attended to at a time: queries in latent space are wider than the model's own
+
+
+class LatentAttentionOps:
+    """See ``RolloutOps.norm_rope_write_kv``, ``mla_decode`` and ``mla_prefill``."""
+
+    def __init__(self, calls: KernelCalls, linear: LinearOps) -> None:
+        self._calls, self._linear = calls, linear
+
+    def norm_rope_write_kv(
+        self,
+        cache: KVCache,
+        kv_TD: Tensor,
+        weight_L: Tensor,
+        eps: float,
+        cos_TR: Tensor,
+        sin_TR: Tensor,
+        slots_T: Tensor,
+    ) -> None:
+        (pages,) = cache
+        kv_TD = last_contiguous(kv_TD)
+        latent = len(weight_L)
+        self._calls.run(
+            "cpu_write_kv",
+            self._calls.mode(kv_TD, weight_L, pages),
+            pages.data_ptr(),
+            kv_TD.data_ptr(),
+            kv_TD.stride(0),
+            len(kv_TD),
+            latent,
+            kv_TD.shape[1] - latent,
+            weight_L.data_ptr(),
+            eps,
+            cos_TR.contiguous().data_ptr(),
+            sin_TR.contiguous().data_ptr(),
+            slots_T.data_ptr(),
+        )
+
+    def mla_decode(
+        self, q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float
+    ) -> Tensor:
+        return self._attend(q_latent_BNL, q_rope_BNR, cache, meta.block_tables, meta.seq_lens_host, scale)
+
+    def mla_prefill(
+        self,
+        q_nope_TNP: Tensor,
+        q_rope_TNR: Tensor,
+        kv_b_NCL: Tensor,
+        cache: KVCache,
+        meta: PrefillMetadata,
+        scale: float,
+    ) -> Tensor:
+        """Attend in latent space as a decode step does: each token is a query that sees the tokens before it."""
+        if "queries" not in meta.scratch:
+            meta.scratch["queries"] = _queries_of(meta)
+        tables_TW, visible_T = meta.scratch["queries"]
+        nope = q_nope_TNP.shape[2]
+        w_uk_NPL, w_uv_NLV = kv_b_NCL[:, :nope], kv_b_NCL[:, nope:].transpose(1, 2)
+        out_TNV = self._calls.empty(q_nope_TNP, *q_nope_TNP.shape[:2], w_uv_NLV.shape[2])
+        for start in range(0, len(q_nope_TNP), _PREFILL_TOKENS):
+            part = slice(start, start + _PREFILL_TOKENS)
+            q_latent = self._linear.head_linear(q_nope_TNP[part], w_uk_NPL)
+            attended = self._attend(q_latent, q_rope_TNR[part], cache, tables_TW[part], visible_T[part], scale)
+            self._linear.write_head_linear(attended, w_uv_NLV, out_TNV[part])
+        return out_TNV
+
+    def _attend(
+        self,
+        q_latent_BNL: Tensor,
+        q_rope_BNR: Tensor,
+        cache: KVCache,
+        tables_BW: Tensor,
+        seq_lens_B: np.ndarray,
+        scale: float,
+    ) -> Tensor:
+        (pages,) = cache
+        q_latent_BNL, q_rope_BNR = last_contiguous(q_latent_BNL), last_contiguous(q_rope_BNR)
+        queries, heads, latent = q_latent_BNL.shape
+        out_BNL = self._calls.empty(q_latent_BNL, queries, heads, latent)
+        self._calls.run(
+            "cpu_mla_attention",
+            self._calls.mode(q_latent_BNL, q_rope_BNR, pages),
+            q_latent_BNL.data_ptr(),
+            q_latent_BNL.stride(0),
+            q_latent_BNL.stride(1),
+            q_rope_BNR.data_ptr(),
+            q_rope_BNR.stride(0),
+            q_rope_BNR.stride(1),
+            queries,
+            heads,
+            pages.data_ptr(),
+            tables_BW.data_ptr(),
+            seq_lens_B.ctypes.data,
+            tables_BW.stride(0),
+            pages.shape[1],
+            latent,
+            q_rope_BNR.shape[2],
+            scale,
+            out_BNL.data_ptr(),
+        )
+        return out_BNL
+
+
+def _queries_of(meta: PrefillMetadata) -> tuple[Tensor, np.ndarray]:
+    """Return the block table of each new token, int32 [T, max_blocks], and the number of tokens it sees, int64 [T]."""
+    lens = meta.query_lens_host
+    starts = np.repeat(np.cumsum(lens) - lens, lens)
+    before = np.repeat(meta.seq_lens_host - lens, lens)
+    visible_T = np.ascontiguousarray(before + np.arange(len(starts)) - starts + 1, dtype=np.int64)
+    rows_T = torch.from_numpy(np.repeat(np.arange(len(lens)), lens))
+    return meta.block_tables.index_select(0, rows_T), visible_T

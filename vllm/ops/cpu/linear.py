@@ -1,0 +1,95 @@
+"""Products of linear layers and of heads on a CPU, and the weights that they take.
+
+Letters: T tokens, N heads, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from vllm.ops.cpu.calls import KernelCalls, last_contiguous
+from vllm.ops.cpu.compressed import CompressedWeight, is_worth_compressing
+from vllm.ops.weights import Weight, new_plain_weight
+
+
+class LinearOps:
+    """See ``RolloutOps.linear``, ``head_linear`` and ``new_weight``."""
+
+    def __init__(self, calls: KernelCalls) -> None:
+        self._calls = calls
+
+    def new_weight(
+        self, out_sizes: Sequence[int], in_size: int, num_experts: int | None = None, *, may_pack: bool = True
+    ) -> Weight:
+        """Weights for tiles are compressed where it pays. Both of an expert's weights must be, or neither."""
+        if not self._calls.takes_rows(torch.get_default_dtype()):
+            return new_plain_weight(out_sizes, in_size, num_experts)
+        size, both_ways = out_sizes[0], num_experts is not None
+        are_equal = all(other == size for other in out_sizes)
+        if may_pack and are_equal and is_worth_compressing(size, in_size, both_ways=both_ways):
+            return CompressedWeight(1 if num_experts is None else num_experts, len(out_sizes), size, in_size)
+        shape = (sum(out_sizes), in_size) if num_experts is None else (num_experts, sum(out_sizes), in_size)
+        return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+    def linear(self, x_TI: Tensor, weight_OI: Weight) -> Tensor:
+        calls = self._calls
+        x_TI = calls.converted(last_contiguous(x_TI), weight_OI.dtype)
+        rows = x_TI.shape[0]
+        if isinstance(weight_OI, CompressedWeight):
+            assert calls.takes_rows(x_TI.dtype) and weight_OI.num_experts == 1
+            parts, size_out, size_in = weight_OI.num_parts, weight_OI.rows, weight_OI.columns
+            mode, address, strides = calls.mode(x_TI), None, (0, 0)
+            compressed = weight_OI.addresses().ctypes.data
+        else:
+            assert isinstance(weight_OI, Tensor)
+            parts, (size_out, size_in), (n_stride, k_stride) = 1, weight_OI.shape, weight_OI.stride()
+            mode, address, strides = calls.mode(x_TI, weight_OI), weight_OI.data_ptr(), (k_stride, n_stride)
+            compressed = None
+        out_TO = calls.empty(x_TI, rows, parts * size_out)
+        calls.run(
+            "cpu_head_linear",
+            mode,
+            x_TI.data_ptr(),
+            x_TI.stride(0),
+            0,
+            rows,
+            parts,
+            address,
+            0,
+            *strides,
+            compressed,
+            size_in,
+            size_out,
+            out_TO.data_ptr(),
+        )
+        return out_TO
+
+    def head_linear(self, x_TNI: Tensor, weight_NIO: Tensor) -> Tensor:
+        out_TNO = self._calls.empty(x_TNI, *x_TNI.shape[:2], weight_NIO.shape[2])
+        self.write_head_linear(x_TNI, weight_NIO, out_TNO)
+        return out_TNO
+
+    def write_head_linear(self, x_TNI: Tensor, weight_NIO: Tensor, out_TNO: Tensor) -> None:
+        """Write the result of `head_linear` to `out_TNO`."""
+        rows, heads, size_in = x_TNI.shape
+        size_out = weight_NIO.shape[2]
+        assert out_TNO.is_contiguous() and out_TNO.dtype is x_TNI.dtype, (out_TNO.stride(), out_TNO.dtype)
+        x_TNI = last_contiguous(x_TNI)
+        self._calls.run(
+            "cpu_head_linear",
+            self._calls.mode(x_TNI, weight_NIO),
+            x_TNI.data_ptr(),
+            x_TNI.stride(0),
+            x_TNI.stride(1),
+            rows,
+            heads,
+            weight_NIO.data_ptr(),
+            *weight_NIO.stride(),
+            None,
+            size_in,
+            size_out,
+            out_TNO.data_ptr(),
+        )

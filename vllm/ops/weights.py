@@ -1,0 +1,97 @@
+"""How an op table holds the weights of its products: as tensors, or in a form that only its own ops read.
+
+Linear and expert layers ask the table for memory (`RolloutOps.new_weight`) and hand it back to the table's ops without
+looking inside. Letters: E experts, O outputs, I inputs, R rows and C columns of one matrix.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+
+class PackedWeight(nn.Module, ABC):
+    """Matrices [R, C] of one layer in a form of the op table's own: `num_parts` of each of `num_experts` experts.
+
+    Loaders write and read whole matrices. `memory` and `loose_tensors` are all that it holds.
+    """
+
+    memory: nn.Parameter
+
+    def __init__(self, num_experts: int, num_parts: int, rows: int, columns: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_experts, self.num_parts, self.rows, self.columns = num_experts, num_parts, rows, columns
+        self.dtype = dtype
+
+    def __len__(self) -> int:
+        return self.num_experts
+
+    @property
+    def loose_tensors(self) -> Sequence[Tensor]:
+        """Tensors beside `memory` that hold values now."""
+        return ()
+
+    @abstractmethod
+    def write(self, index: int, values_RC: Tensor) -> None:
+        """Replace matrix `index` = expert * num_parts + part by values of `dtype`; their memory is not kept."""
+
+    @abstractmethod
+    def read(self, index: int) -> Tensor:
+        """Return a copy of matrix `index`, [R, C] of `dtype`."""
+
+    def matrix(self, expert: int, part: int) -> PackedMatrix:
+        """Return one of the matrices."""
+        return PackedMatrix(self, expert * self.num_parts + part)
+
+
+class PackedMatrix:
+    """One matrix of a `PackedWeight`, with a tensor's properties."""
+
+    def __init__(self, weight: PackedWeight, index: int) -> None:
+        self._weight, self._index = weight, index
+        self.shape, self.dtype = torch.Size((weight.rows, weight.columns)), weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._weight.memory.device
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def write(self, values_RC: Tensor) -> None:
+        """See `PackedWeight.write`."""
+        self._weight.write(self._index, values_RC)
+
+    def read(self) -> Tensor:
+        """See `PackedWeight.read`."""
+        return self._weight.read(self._index)
+
+
+Weight: TypeAlias = nn.Parameter | PackedWeight
+
+
+class NewWeight(Protocol):
+    """Makes the weight of one layer, uninitialised, in torch's default dtype and on its default device."""
+
+    def __call__(
+        self, out_sizes: Sequence[int], in_size: int, num_experts: int | None = None, *, may_pack: bool = True
+    ) -> Weight:
+        """Return [sum(out_sizes), in_size], matrices of one input one below the other, or that of each expert.
+
+        may_pack: whether it may be a `PackedWeight`, with one part for each of `out_sizes`.
+        """
+
+
+def new_plain_weight(
+    out_sizes: Sequence[int], in_size: int, num_experts: int | None = None, *, may_pack: bool = True
+) -> Weight:
+    """Return a parameter [(E,) O, I] whose memory is [(E,) I, O], as grouped products want it."""
+    shape = (in_size, sum(out_sizes)) if num_experts is None else (num_experts, in_size, sum(out_sizes))
+    return nn.Parameter(torch.empty(shape).transpose(-1, -2), requires_grad=False)
