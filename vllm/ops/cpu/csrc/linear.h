@@ -1,6 +1,6 @@
 // Rows of all heads times each head's weight, on all threads.
 #pragma once
-#include "tiles.h"
+#include "tile_panels.h"
 
 template <class T>
 struct Batch {  // x[t, n] = data + t * token_stride + n * head_stride
@@ -82,8 +82,8 @@ static void head_linear(Batch<const typename M::T> x, long tokens, long heads, W
   constexpr long multiple = Rows<M>::ROW_MULTIPLE;
   long chunk = Rows<M>::CHUNK_ROWS;
   auto is_uneven = [&](long items) { return items < threads || (items < 2 * threads && items % threads != 0); };
-  for (long parts = 1; chunk > multiple && is_uneven((tokens + chunk - 1) / chunk * heads * panels);)
-    chunk = std::min(chunk, ((tokens + ++parts - 1) / parts + multiple - 1) / multiple * multiple);
+  for (long parts = 2; chunk > multiple && is_uneven((tokens + chunk - 1) / chunk * heads * panels); ++parts)
+    chunk = std::min(chunk, ((tokens + parts - 1) / parts + multiple - 1) / multiple * multiple);
   const long chunks = (tokens + chunk - 1) / chunk, items = heads * chunks * panels;
 #pragma omp parallel num_threads(threads)
   {

@@ -131,21 +131,19 @@ class TileSpan {
       for (long tile = 0; tile < tiles; ++tile) {
         const bf16* weights = weights_of(tile);
         const Steps& steps = tile_steps_[tile];
-        _tile_zero(0);
-        _tile_zero(1);
+        zero_tiles<2>();
         for (long i = 0; i < steps.count; ++i, weights += TILE_K * QUERIES) {
           const float* tokens = now + steps.row[i] * PANEL / 2;
           prefetcher.fetch(2);
           if (to_pair <= steps.row[i]) pair_tokens(to_pair, next, left, to + to_pair * PANEL / 2), to_pair += TILE_K;
-          _tile_loadd(4, weights, TILE_BYTES);
-          _tile_loadd(5, tokens, PANEL * sizeof(float));
-          _tile_dpbf16ps(0, 4, 5);
-          _tile_loadd(6, tokens + LANES, PANEL * sizeof(float));
-          _tile_dpbf16ps(1, 4, 6);
+          load_tile<4>(weights, TILE_BYTES);
+          unroll<2>([&](auto half) {
+            load_tile<5 + half>(tokens + half * LANES, PANEL * sizeof(float));
+            multiply_tiles<half, 4, 5 + half>();
+          });
         }
         vf sums[QUERIES][2];
-        _tile_stored(0, sums, sizeof(sums[0]));
-        _tile_stored(1, &sums[0][1], sizeof(sums[0]));
+        unroll<2>([&](auto half) { store_tile<half>(&sums[0][half], sizeof(sums[0])); });
         for (long q = 0; q < num_queries_[tile]; ++q) columns_in_order(sums[q][0], sums[q][1]);
         take(tile, first, std::min(PANEL, latent - first), sums);
       }
@@ -193,32 +191,17 @@ class TileSpan {
       tokens[i] = tokens_at(s + i * LANES, end, copies_[i], strides[i]);
       strides[i] *= sizeof(bf16);
     }
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_tiles<4>();
     for (long step = 0; step < steps_; ++step) {
       prefetcher.fetch(1);
-      _tile_loadd(4, queries + step * TILE_WORDS, TILE_BYTES);
-      _tile_loadd(5, tokens[0] + step * TILE_K, strides[0]);
-      _tile_dpbf16ps(0, 5, 4);
-      if constexpr (COUNT > 1) {
-        _tile_loadd(6, tokens[1] + step * TILE_K, strides[1]);
-        _tile_dpbf16ps(1, 6, 4);
-      }
-      if constexpr (COUNT > 2) {
-        _tile_loadd(7, tokens[2] + step * TILE_K, strides[2]);
-        _tile_dpbf16ps(2, 7, 4);
-      }
-      if constexpr (COUNT > 3) {
-        _tile_loadd(5, tokens[3] + step * TILE_K, strides[3]);
-        _tile_dpbf16ps(3, 5, 4);
-      }
+      load_tile<4>(queries + step * TILE_WORDS, TILE_BYTES);
+      unroll<COUNT>([&](auto i) {
+        constexpr int operand = 5 + i % 3;
+        load_tile<operand>(tokens[i] + step * TILE_K, strides[i]);
+        multiply_tiles<i, operand, 4>();
+      });
     }
-    _tile_stored(0, scores, TILE_BYTES);
-    if constexpr (COUNT > 1) _tile_stored(1, scores + TILE_WORDS, TILE_BYTES);
-    if constexpr (COUNT > 2) _tile_stored(2, scores + 2 * TILE_WORDS, TILE_BYTES);
-    if constexpr (COUNT > 3) _tile_stored(3, scores + 3 * TILE_WORDS, TILE_BYTES);
+    unroll<COUNT>([&](auto i) { store_tile<i>(scores + i * TILE_WORDS, TILE_BYTES); });
   }
 
   // Columns of 32 tokens from token s on as words of pairs, [16][32 columns], in the order of `zip`.

@@ -16,37 +16,12 @@ struct NoScope {
 };
 
 #if defined(__AMX_BF16__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
+#include "tile_registers.h"
 #define HAS_TILES 1
 
 struct Tiles {  // bfloat16 tensors and tiles
   typedef bf16 T;
   static constexpr bool is_dot = true;
-};
-
-constexpr long TILE_K = 32;                       // elements along k of one instruction
-constexpr long TILE_WORDS = LANES * TILE_K / 2;  // of one tile, of operands as of sums
-constexpr long TILE_BYTES = 64;                   // of a row of a tile
-
-// Tile registers are the process's to ask for, once: the kernel then saves them with every thread.
-static inline bool may_use_tiles() {
-  constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
-}
-
-class TileScope {  // all eight registers as 16 rows of 64 bytes, for one thread
- public:
-  TileScope() {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    asm volatile("" : : "r"(&config) : "memory");  // g++ takes the instruction to read 8 bytes, and may not write the others
-    _tile_loadconfig(&config);
-  }
-  ~TileScope() { _tile_release(); }
 };
 
 // Sixteen columns of a weight: tile s begins at data + s * step, its rows (columns of the weight) are `stride` apart.
@@ -268,102 +243,66 @@ class TileRows {
   void one_column(Column& w, long start, long steps, float* sums, Prefetcher& prefetcher) const {
     const float* x = data_ + start * TILE_WORDS;
     const long next = steps_ * TILE_WORDS, stride = w.stride();
-    if (start == 0) {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-    } else {
-      _tile_loadd(0, sums, TILE_BYTES);
-      if constexpr (ROWS > 1) _tile_loadd(1, sums + TILE_WORDS, TILE_BYTES);
-      if constexpr (ROWS > 2) _tile_loadd(2, sums + 2 * TILE_WORDS, TILE_BYTES);
-      if constexpr (ROWS > 3) _tile_loadd(3, sums + 3 * TILE_WORDS, TILE_BYTES);
-    }
+    if (start == 0)
+      zero_tiles<4>();
+    else
+      unroll<ROWS>([&](auto row) { load_tile<row>(sums + row * TILE_WORDS, TILE_BYTES); });
     for (long s = 0; s < steps; ++s, x += TILE_WORDS) {
       prefetcher.fetch<16>();
-      _tile_loadd(4, w.next(), stride);
-      _tile_loadd(5, x, TILE_BYTES);
-      _tile_dpbf16ps(0, 4, 5);
-      if constexpr (ROWS > 1) {
-        _tile_loadd(6, x + next, TILE_BYTES);
-        _tile_dpbf16ps(1, 4, 6);
-      }
-      if constexpr (ROWS > 2) {
-        _tile_loadd(7, x + 2 * next, TILE_BYTES);
-        _tile_dpbf16ps(2, 4, 7);
-      }
-      if constexpr (ROWS > 3) {
-        _tile_loadd(5, x + 3 * next, TILE_BYTES);
-        _tile_dpbf16ps(3, 4, 5);
-      }
+      load_tile<4>(w.next(), stride);
+      unroll<ROWS>([&](auto row) {
+        constexpr int operand = 5 + row % 3;
+        load_tile<operand>(x + row * next, TILE_BYTES);
+        multiply_tiles<row, 4, operand>();
+      });
     }
-    _tile_stored(0, sums, TILE_BYTES);
-    if constexpr (ROWS > 1) _tile_stored(1, sums + TILE_WORDS, TILE_BYTES);
-    if constexpr (ROWS > 2) _tile_stored(2, sums + 2 * TILE_WORDS, TILE_BYTES);
-    if constexpr (ROWS > 3) _tile_stored(3, sums + 3 * TILE_WORDS, TILE_BYTES);
+    unroll<ROWS>([&](auto row) { store_tile<row>(sums + row * TILE_WORDS, TILE_BYTES); });
   }
 
-  // Twice sixteen columns with ROWS tiles of rows: memory is read the quicker at two addresses.
+  // Two columns of tiles with ROWS tiles of rows: reading memory at two places at once is faster.
   template <int ROWS>
   void two_columns(CompressedColumn& low, CompressedColumn& high, float* low_sums, float* high_sums) const {
     const float* x = data_;
     const long next = steps_ * TILE_WORDS;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_tiles<4>();
     for (long s = 0; s < steps_; ++s, x += TILE_WORDS) {
-      _tile_loadd(4, low.next(), low.stride());
-      _tile_loadd(5, x, TILE_BYTES);
-      _tile_dpbf16ps(0, 4, 5);
-      if constexpr (ROWS > 1) {
-        _tile_loadd(6, x + next, TILE_BYTES);
-        _tile_dpbf16ps(1, 4, 6);
-      }
-      _tile_loadd(7, high.next(), high.stride());
-      _tile_dpbf16ps(2, 7, 5);
-      if constexpr (ROWS > 1) _tile_dpbf16ps(3, 7, 6);
+      load_tile<4>(low.next(), low.stride());
+      unroll<ROWS>([&](auto row) {
+        load_tile<5 + row>(x + row * next, TILE_BYTES);
+        multiply_tiles<row, 4, 5 + row>();
+      });
+      load_tile<7>(high.next(), high.stride());
+      unroll<ROWS>([&](auto row) { multiply_tiles<2 + row, 7, 5 + row>(); });
     }
-    _tile_stored(0, low_sums, TILE_BYTES);
-    if constexpr (ROWS > 1) _tile_stored(1, low_sums + TILE_WORDS, TILE_BYTES);
-    _tile_stored(2, high_sums, TILE_BYTES);
-    if constexpr (ROWS > 1) _tile_stored(3, high_sums + TILE_WORDS, TILE_BYTES);
+    unroll<ROWS>([&](auto row) { store_tile<row>(low_sums + row * TILE_WORDS, TILE_BYTES); });
+    unroll<ROWS>([&](auto row) { store_tile<2 + row>(high_sums + row * TILE_WORDS, TILE_BYTES); });
   }
 
-  // Sixteen columns or twice sixteen (`apart` between their sums) with one or two tiles of rows.
+  // One or two columns of tiles (`apart` floats between their sums) with one or two tiles of rows. Where there is no
+  // second one, the first takes its place and the same sums are stored twice.
   void many_rows(const ColumnTiles& low, const ColumnTiles& high, long tile, long start, long steps, float* sums,
                  long apart, Prefetcher& prefetcher) const {
     const long next = tile + 1 < tiles_ ? TILE_WORDS : 0;
     const float* x = data_ + (tile * steps_ + start) * TILE_WORDS;
     const float* second = next ? x + steps_ * TILE_WORDS : x;
     const long low_stride = low.stride * sizeof(bf16), high_stride = high.stride * sizeof(bf16);
-    if (start == 0) {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-    } else {
-      _tile_loadd(0, sums, TILE_BYTES);
-      _tile_loadd(1, sums + apart, TILE_BYTES);
-      _tile_loadd(2, sums + next, TILE_BYTES);
-      _tile_loadd(3, sums + apart + next, TILE_BYTES);
-    }
+    auto sums_at = [&](int i) { return sums + i % 2 * apart + i / 2 * next; };
+    if (start == 0)
+      zero_tiles<4>();
+    else
+      unroll<4>([&](auto i) { load_tile<i>(sums_at(i), TILE_BYTES); });
     for (long s = start; s < start + steps; ++s, x += TILE_WORDS, second += TILE_WORDS) {
       prefetcher.fetch<4>();
-      _tile_loadd(4, low.data + s * low.step, low_stride);
-      _tile_loadd(5, x, TILE_BYTES);
-      _tile_dpbf16ps(0, 4, 5);
-      _tile_loadd(6, high.data + s * high.step, high_stride);
-      _tile_dpbf16ps(1, 6, 5);
-      _tile_loadd(7, second, TILE_BYTES);
-      _tile_dpbf16ps(2, 4, 7);
-      _tile_dpbf16ps(3, 6, 7);
+      load_tile<4>(low.data + s * low.step, low_stride);
+      load_tile<5>(x, TILE_BYTES);
+      multiply_tiles<0, 4, 5>();
+      load_tile<6>(high.data + s * high.step, high_stride);
+      multiply_tiles<1, 6, 5>();
+      load_tile<7>(second, TILE_BYTES);
+      multiply_tiles<2, 4, 7>();
+      multiply_tiles<3, 6, 7>();
     }
-    // Where there is no second one it is the first again.
-    _tile_stored(0, sums, TILE_BYTES);
-    _tile_stored(1, sums + apart, TILE_BYTES);
-    _tile_stored(2, sums + next, TILE_BYTES);
-    _tile_stored(3, sums + apart + next, TILE_BYTES);
+    unroll<4>([&](auto i) { store_tile<i>(sums_at(i), TILE_BYTES); });
   }
 
   // sums[column][row] to out[row][column]
@@ -377,92 +316,6 @@ class TileRows {
   Buffer buffer_, copy_buffer_, sum_buffer_;
   float* data_ = nullptr;  // [tile of rows][step][16 words][16 rows]
   long rows_ = 0, k_ = 0, tiles_ = 0, steps_ = 0;
-};
-
-// The same with weights whose columns lie side by side: these are paired along k, and the rows go into tiles as they lie.
-class TilePanels {
- public:
-  static constexpr long CHUNK_ROWS = 16 * LANES;  // rows
-
-  template <class Row>
-  void copy(Row row, long rows, long k) {
-    rows_ = rows, k_ = k, steps_ = (k + TILE_K - 1) / TILE_K;
-    data_ = row_buffer_.get<bf16>((rows + LANES) * steps_ * TILE_K);
-    for (long i = 0; i < rows; ++i) {
-      bf16* to = data_ + i * steps_ * TILE_K;
-      std::memcpy(to, row(i), k * sizeof(bf16));
-      std::fill(to + k, to + steps_ * TILE_K, bf16(0));
-    }
-  }
-
-  // to(row)[column] = x times columns [first, first + columns) of w, at most PANELS * PANEL; rows like these begin at
-  // `next` in what is read then.
-  template <class To>
-  void multiply(const Weight<bf16>& w, long first, long columns, const bf16* next, To to) {
-    const long panels = (columns + PANEL - 1) / PANEL, apart = steps_ * 2 * TILE_WORDS;
-    float* paired = pair_buffer_.get(panels * apart);
-    for (long i = 0; i < steps_ * TILE_K; i += 2) {
-      const bf16* row = w.data + i * w.k_stride + first;
-      for (long p = 0; p < panels; ++p, row += PANEL) {
-        const long left = std::min(PANEL, columns - p * PANEL);
-        vhh even = {}, odd = {};
-        if (left == PANEL && i + 1 < k_) {
-          even = load_bits<vhh>(row), odd = load_bits<vhh>(row + w.k_stride);
-        } else {
-          if (i < k_) std::memcpy(&even, row, left * sizeof(bf16));
-          if (i + 1 < k_) std::memcpy(&odd, row + w.k_stride, left * sizeof(bf16));
-        }
-        if (next) {
-          _mm_prefetch(next + i * w.k_stride + p * PANEL, _MM_HINT_T1);
-          _mm_prefetch(next + (i + 1) * w.k_stride + p * PANEL, _MM_HINT_T1);
-        }
-        vf low, high;
-        interleave(even, odd, low, high);
-        store(paired + p * apart + i / 2 * PANEL, low);
-        store(paired + p * apart + i / 2 * PANEL + LANES, high);
-      }
-    }
-    for (long row = 0; row < rows_; row += 2 * LANES)
-      for (long p = 0; p < panels; ++p) {
-        alignas(64) float sums[2 * LANES][PANEL];
-        const long count = std::min(2 * LANES, rows_ - row);
-        multiply_rows(row, count > LANES, paired + p * apart, sums);
-        const long left = columns - p * PANEL;
-        for (long i = 0; i < count; ++i)
-          if (left >= PANEL)
-            store_panel<Tiles>(to(row + i) + p * PANEL, sums[i]);
-          else
-            store_columns<Tiles>(to(row + i) + p * PANEL, sums[i], left);
-      }
-  }
-
- private:
-  void multiply_rows(long row, bool has_second, const float* paired, float (*sums)[PANEL]) {
-    const long stride = steps_ * TILE_K;
-    const bf16 *x = data_ + row * stride, *second = has_second ? x + LANES * stride : x;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (long s = 0; s < steps_; ++s, paired += 2 * TILE_WORDS) {
-      _tile_loadd(4, x + s * TILE_K, stride * sizeof(bf16));
-      _tile_loadd(5, paired, PANEL * sizeof(float));
-      _tile_dpbf16ps(0, 4, 5);
-      _tile_loadd(6, paired + LANES, PANEL * sizeof(float));
-      _tile_dpbf16ps(1, 4, 6);
-      _tile_loadd(7, second + s * TILE_K, stride * sizeof(bf16));
-      _tile_dpbf16ps(2, 7, 5);
-      _tile_dpbf16ps(3, 7, 6);
-    }
-    _tile_stored(0, sums[0], PANEL * sizeof(float));
-    _tile_stored(1, sums[0] + LANES, PANEL * sizeof(float));
-    _tile_stored(2, sums[LANES], PANEL * sizeof(float));
-    _tile_stored(3, sums[LANES] + LANES, PANEL * sizeof(float));
-  }
-
-  Buffer row_buffer_, pair_buffer_;
-  bf16* data_ = nullptr;  // [row][steps * 32]
-  long rows_ = 0, k_ = 0, steps_ = 0;
 };
 
 template <class M>

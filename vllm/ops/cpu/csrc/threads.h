@@ -1,0 +1,82 @@
+// What threads keep from call to call, and how a parallel region divides its work among them.
+#pragma once
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+
+class Buffer {  // grows, never shrinks; of one thread
+ public:
+  ~Buffer() { std::free(memory_); }
+  template <class T = float>
+  T* get(long count) {
+    size_t bytes = (count * sizeof(T) + 127) / 64 * 64;
+    if (bytes > bytes_) {
+      std::free(memory_);
+      memory_ = std::aligned_alloc(64, bytes);
+      if (!memory_) throw std::bad_alloc();
+      bytes_ = bytes;
+    }
+    return static_cast<T*>(memory_);
+  }
+
+ private:
+  void* memory_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// Returns an object that this thread keeps from call to call. A caller looks it up once: the compiler would look up a
+// thread-local variable that it sees again at every use.
+template <class T, int WHICH = 0>
+static T& thread_local_object() {
+  static thread_local T object;
+  T* found = &object;
+  asm("" : "+r"(found));
+  return *found;
+}
+
+// Items divided among the threads of a parallel region. Each thread first takes its own contiguous range, which is the
+// same for the same number of items, so that what a thread has written is near it; then it takes the last items of others.
+class WorkQueue {
+ public:
+  static constexpr long EMPTY = -1;
+
+  WorkQueue(long items, Buffer& memory) : count_(omp_get_max_threads()), ranges_(memory.get<Range>(count_)) { divide(items); }
+
+  // Divides again; no thread may take an item meanwhile.
+  void divide(long items) {
+    for (long t = 0; t < count_; ++t) (new (ranges_ + t) Range)->bounds = bounds_of(items * t / count_, items * (t + 1) / count_);
+  }
+
+  long take() {
+    const long thread = omp_get_thread_num();
+    for (long i = 0; i < count_; ++i) {
+      std::atomic<uint64_t>& bounds = ranges_[(thread + i) % count_].bounds;
+      uint64_t now = bounds.load(std::memory_order_relaxed);
+      while (now >> 32 < (uint32_t)now) {
+        const long begin = now >> 32, end = (uint32_t)now;
+        if (bounds.compare_exchange_weak(now, i == 0 ? bounds_of(begin + 1, end) : bounds_of(begin, end - 1)))
+          return i == 0 ? begin : end - 1;
+      }
+    }
+    return EMPTY;
+  }
+
+ private:
+  struct alignas(64) Range {
+    std::atomic<uint64_t> bounds;  // begin and end, 32 bits each
+  };
+  static uint64_t bounds_of(uint64_t begin, uint64_t end) { return begin << 32 | end; }
+
+  long count_;
+  Range* ranges_;
+};
+
+// Memory that will be read soon.
+struct MemoryRange {
+  const void* begin = nullptr;
+  long bytes = 0;
+};
