@@ -17,7 +17,6 @@ from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps, resolve
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups, initialize_from_layout
-from megatron.core.watchdog import HangWatchdog
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weights import Checkpoint, load_weights, open_hf, open_shards
@@ -27,6 +26,7 @@ from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_com
 from verl.trainer.config import PPOTrainerConfig
 from verl.utils.checkpoint import MegatronCheckpointManager
 from verl.utils.device import dist_backend, get_torch_device, ops_providers, resolve_device
+from verl.utils.hang_watchdog import HangWatchdog
 from verl.utils.import_utils import load_provider
 from verl.utils.megatron.frozen import HostResidentModel
 from verl.utils.timeline import now_s

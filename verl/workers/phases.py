@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.parallel_state import ProcessGroups
-from megatron.core.watchdog import HangWatchdog, group_list
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.load import to_yaml
+from verl.utils.hang_watchdog import HangWatchdog, group_list
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from hf_formats.config import load_hf_config
-from megatron.core.watchdog import HangWatchdog
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 from verl.trainer.config import PPOTrainerConfig
 from verl.utils.device import ops_providers, resolve_device
+from verl.utils.hang_watchdog import HangWatchdog
 from verl.utils.import_utils import load_provider
 from verl.utils.timeline import now_s
 from verl.workers.engine_setup import PARAMS_DTYPES

@@ -1,8 +1,8 @@
-"""Notices that a phase hangs and has all ranks say where they are, in one file.
+"""A watchdog that notices a hanging phase and collects where every rank is in one report file.
 
-Ranks meet in a directory that all of them see (where checkpoints are, say), not in collectives: those are what hangs.
-Each has a thread that every ``timeout_s / 20`` looks whether the thread in the phase still moves, answers when some
-rank has raised the alarm, and now and then writes a sign of life.
+Ranks communicate through a directory that all of them see (for example the one of the checkpoints), not through
+collectives, which are what hangs. Each rank has a thread that checks every ``timeout_s / 20`` whether the thread
+in the phase still moves, answers when a rank has raised the alarm, and regularly writes a sign of life.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.hang_report import Answer, launched, own_answer, report
+from verl.utils.hang_report import Answer, launched, own_answer, report
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +37,17 @@ class _Phase:
 
 
 class HangWatchdog:
-    """Watches one rank; ``with watchdog.phase("update_actor"): ...`` around what may not stand still.
+    """Watches one rank: ``with watchdog.phase("update_actor"): ...`` surrounds what must keep moving.
 
     A phase hangs when for ``timeout_s`` its thread has stayed in the same calls, no collective was launched and
-    ``progress`` was not called: a phase may take as long as it likes while something moves. Then one file
-    ``hang-<time>-rank<N>.txt`` appears in ``directory`` (``last_report``), the job goes on waiting, and the process
-    groups' own timeout ends it. Outside of phases nothing is watched.
+    ``progress`` was not called: a phase may take any time while something moves. The watchdog then writes one file
+    ``hang-<time>-rank<N>.txt`` to ``directory`` (``last_report``). The job keeps waiting until the process groups' own
+    timeout ends it. Nothing is watched outside of phases.
 
     Args:
         directory: shared by all ranks and used by no other run.
-        config: goes into the report as it is.
-        groups: process groups whose collectives are counted (``group_list``).
+        config: text that is copied into the report.
+        groups: the process groups whose collectives are counted (``group_list``).
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class HangWatchdog:
         self._seen: Any = None
         self._stuck_s, self._looked_at = 0.0, time.monotonic()
         self._answered: str | None = None
-        self._told = False
+        self._is_reported = False
         self._shown: tuple[str, float] | None = None
         self._closed = threading.Event()
         self._alive_dir.mkdir(parents=True, exist_ok=True)
@@ -92,15 +92,15 @@ class HangWatchdog:
             self._num_progress += 1
 
     def progress(self) -> None:
-        """Say that something has moved: for loops that stay in one call for long."""
+        """Report that something has moved; for loops that stay in one call for a long time."""
         self._num_progress += 1
 
     def note_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Remember the last metrics for the report."""
+        """Store the latest metrics for the report."""
         self._metrics = dict(metrics)
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._closed.set()
         self._thread.join(2 * MAX_INTERVAL_S)
 
@@ -113,7 +113,7 @@ class HangWatchdog:
         return self.directory / "alarm.json"
 
     def _watch(self) -> None:
-        """Consumes the time; ended by ``close``."""
+        """The thread's loop: checks once per interval until ``close``."""
         while not self._closed.wait(self._interval_s):
             try:
                 self._look()
@@ -127,12 +127,12 @@ class HangWatchdog:
         if alarm is not None:
             if alarm["id"] != self._answered:
                 self._answer(alarm["id"], stuck_s)
-        elif stuck_s > self.timeout_s and not self._told:
+        elif stuck_s > self.timeout_s and not self._is_reported:
             alarm_id = f"{time.time_ns()}-{self.rank}"
             try:
                 descriptor = os.open(self._alarm, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
             except FileExistsError:
-                return  # another rank was faster; its alarm is seen the next time
+                return  # another rank was faster; the next check sees its alarm
             with os.fdopen(descriptor, "w") as file:
                 json.dump({"id": alarm_id, "rank": self.rank}, file)
             self._answer(alarm_id, stuck_s)
@@ -145,7 +145,7 @@ class HangWatchdog:
             self._shown = sign
 
     def _measure(self) -> float:
-        """Seconds for which nothing has moved, 0 outside of a phase."""
+        """Return the seconds for which nothing has moved, 0 outside of a phase."""
         phase = self._phases[-1] if self._phases else None
         seen = None
         if phase is not None:
@@ -154,15 +154,15 @@ class HangWatchdog:
             while frame is not None:
                 calls.append((id(frame), frame.f_lasti))
                 frame = frame.f_back
-            # The same calls at the same places may be new ones; then collectives or progress have been counted.
+            # Frames at the same positions may belong to new calls; then the counts of collectives or progress differ.
             counts = [count for _, count in launched(self._groups)]
             seen = (phase.serial, self._num_progress, calls, counts)
         now = time.monotonic()
-        # A gap in which this thread did not run either (a stopped process, a crowded machine) hardly counts.
+        # Limit a gap in which this thread did not run either (a stopped process, an overloaded machine).
         self._stuck_s += min(now - self._looked_at, 4 * self._interval_s)
         self._looked_at = now
         if seen is None or seen != self._seen:
-            self._seen, self._stuck_s, self._told = seen, 0.0, False
+            self._seen, self._stuck_s, self._is_reported = seen, 0.0, False
         return self._stuck_s
 
     def _phase_name(self) -> str:
@@ -175,10 +175,10 @@ class HangWatchdog:
         folder = self.directory / f"answers-{alarm_id}"
         folder.mkdir(exist_ok=True)
         _write_json(folder / f"rank-{self.rank}.json", answer.to_json())
-        self._answered, self._told = alarm_id, True
+        self._answered, self._is_reported = alarm_id, True
 
     def _collect(self, alarm_id: str) -> None:
-        """Wait for the answers, at most a few rounds of the slowest rank, and write the report."""
+        """Wait for the other ranks' answers, for a few intervals at most, and write the report."""
         folder = self.directory / f"answers-{alarm_id}"
         deadline = time.monotonic() + max(2.0, 4 * self._interval_s)
         while len(list(folder.glob("rank-*.json"))) < self.world_size and time.monotonic() < deadline:
@@ -190,9 +190,9 @@ class HangWatchdog:
         path = self.directory / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-rank{self.rank}.txt"
         _write(path, text)
         self.last_report = path
-        logger.error("%s; all of it is in %s", text.splitlines()[0], path)
+        logger.error("%s; the full report is in %s", text.splitlines()[0], path)
         self._alarm.unlink()
-        shutil.rmtree(folder, ignore_errors=True)  # a late answer may be on its way into it
+        shutil.rmtree(folder, ignore_errors=True)  # a late answer may still be written into it
 
     def _last_seen(self) -> dict[int, str]:
         seen = {}
@@ -206,7 +206,7 @@ class HangWatchdog:
 
 
 def group_list(groups: object) -> list[dist.ProcessGroup]:
-    """The process groups among the fields of ``ProcessGroups``, those of one rank left out."""
+    """Return the process groups among the fields of ``ProcessGroups`` that have more than one rank."""
     found = [value for value in vars(groups).values() if isinstance(value, dist.ProcessGroup)]
     return [group for group in found if group.size() > 1]
 
@@ -216,14 +216,14 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """All or nothing; no fsync, because only processes that are alive read it soon."""
+    """Replace the file atomically, without fsync: only processes that are alive read it."""
     tmp = path.with_suffix(".tmp")
     tmp.write_text(text)
     os.replace(tmp, path)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """None when there is no file, or when its writer has not written it yet."""
+    """Return the content, or None when there is no file or its writer has not finished."""
     try:
         values: dict[str, Any] = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):

@@ -1,4 +1,4 @@
-"""What a process is doing right now, as plain text, and the one report that brings all ranks' answers together."""
+"""What a process is doing right now, as plain text, and the report that combines the answers of all ranks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,16 @@ _TENSOR_NAMES = ("tensor", "output_tensor", "output", "tensor_list", "input_tens
 
 @dataclass(frozen=True)
 class Answer:
-    """One rank when the alarm was raised.
+    """The state of one rank when the alarm was raised.
 
-    phase: what it was in, "" for none · stuck_s: since when nothing has moved · waits_for: the collective or transfer
-    it waits in, "" when it is elsewhere · at: the line it is on · collectives: group -> how many it has launched
-    there · stacks: thread -> its Python stack · metrics: the last that were noted.
+    Attributes:
+        phase: the phase that the rank was in, "" for none.
+        stuck_s: seconds for which nothing has moved.
+        waits_for: the collective or transfer that the rank waits for, "" when it waits for none.
+        at: the source line that is being executed.
+        collectives: group -> the number of collectives that the rank has launched there.
+        stacks: thread -> its Python stack.
+        metrics: the latest metrics that were stored.
     """
 
     rank: int
@@ -44,11 +49,11 @@ class Answer:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Answer:
-        """The answer whose ``asdict`` was written as JSON."""
+        """Return the answer that ``to_json`` was called on."""
         return Answer(**{field.name: values[field.name] for field in fields(Answer)})
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values only."""
+        """Return the answer as plain values."""
         return asdict(self)
 
 
@@ -60,21 +65,21 @@ def own_answer(
     groups: Iterable[dist.ProcessGroup],
     metrics: Mapping[str, float],
 ) -> Answer:
-    """The answer of this process; ``thread_id`` is the thread that is in the phase (None: the main thread)."""
+    """Return the answer of this process; ``thread_id`` is the thread in the phase (None: the main thread)."""
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    watched = frames.get(thread_id or threading.main_thread().ident or 0)
+    in_phase = frames.get(thread_id or threading.main_thread().ident or 0)
     return Answer(
         rank=rank,
         host=socket.gethostname(),
         pid=os.getpid(),
         phase=phase,
         stuck_s=round(stuck_s, 1),
-        waits_for="" if watched is None else waits_for(watched),
-        at="" if watched is None else _line_of(_outside_torch(watched)),
+        waits_for="" if in_phase is None else waits_for(in_phase),
+        at="" if in_phase is None else _line_of(_outside_torch(in_phase)),
         collectives={describe_group(group): count for group, count in launched(groups)},
         stacks={
-            f"{names.get(ident, 'not a Python thread')}{' (in the phase)' if frame is watched else ''}": "".join(
+            f"{names.get(ident, 'not a Python thread')}{' (in the phase)' if frame is in_phase else ''}": "".join(
                 traceback.format_stack(frame)
             )
             for ident, frame in frames.items()
@@ -85,16 +90,17 @@ def own_answer(
 
 
 def waits_for(frame: FrameType) -> str:
-    """The collective or transfer that the thread of ``frame`` (its innermost one) waits in, "" for none.
+    """Return the collective or transfer that the thread with innermost ``frame`` waits for, "" for none.
 
-    Known by: a function of torch.distributed; an object with a text ``waits_for`` (``p2p_communication.Receiving``);
-    a line that calls ``wait`` on a work, or reads from a device: collectives of a device end in its queue, not here.
+    It is recognised by a function of torch.distributed, by an object with a text ``waits_for``
+    (``p2p_communication.Receiving``), or by a line that calls ``wait`` on a work or reads from a device, because a
+    device's collectives end in its queue.
     """
     innermost, found = frame, ""
     at: FrameType | None = frame
     while at is not None:
         if at.f_code.co_filename.endswith(_C10D):
-            found = _describe_collective(at)  # the outermost one: all_gather_object rather than its all_gather
+            found = _describe_collective(at)  # the outermost call: all_gather_object rather than its all_gather
         elif not found:
             text = getattr(at.f_locals.get("self"), "waits_for", None)
             if isinstance(text, str):
@@ -109,10 +115,10 @@ def waits_for(frame: FrameType) -> str:
 
 
 def launched(groups: Iterable[dist.ProcessGroup]) -> list[tuple[dist.ProcessGroup, int]]:
-    """How many collectives this rank has launched in each group, as far as the backend counts them."""
+    """Return how many collectives this rank has launched in each group whose backend counts them."""
     counts = []
     for group in groups:
-        # torch has no public name for it; its own reports of desynchronised ranks are made from it.
+        # torch has no public name for it, but its own reports of desynchronised ranks use it.
         count = getattr(group, "_get_sequence_number_for_group", None)
         try:
             counts += [(group, int(count()))] if count is not None else []
@@ -122,7 +128,7 @@ def launched(groups: Iterable[dist.ProcessGroup]) -> list[tuple[dist.ProcessGrou
 
 
 def describe_group(group: dist.ProcessGroup | None) -> str:
-    """Name and members, such as ``tp [2, 3]``."""
+    """Return the name and members of a group, such as ``tp [2, 3]``."""
     group = dist.group.WORLD if group is None else group
     if group is None:
         return "no group"
@@ -133,7 +139,7 @@ def describe_group(group: dist.ProcessGroup | None) -> str:
 def report(
     answers: Sequence[Answer], world_size: int, last_seen: Mapping[int, str], raised_by: int, config: str, now: str
 ) -> str:
-    """The whole story, the most telling first; ``last_seen``: what is known of ranks, also of those without answer."""
+    """Return the report, most useful lines first; ``last_seen`` describes ranks, including those without an answer."""
     by_rank = {answer.rank: answer for answer in answers}
     raiser = by_rank[raised_by]
     missing = [rank for rank in range(world_size) if rank not in by_rank]
@@ -149,7 +155,7 @@ def report(
         *_grouped((f"at {a.at} (phase {a.phase or 'none'})", a.rank) for a in free),
         *(f"  rank {rank}: no answer, {last_seen.get(rank, 'never seen')}" for rank in missing),
         "Ranks behind in a group's collectives:",
-        *(_behind(answers) or ["  none that can be told"]),
+        *(_behind(answers) or ["  none that is visible"]),
         "",
         "Last metrics:",
         *_grouped((", ".join(f"{k} {v:g}" for k, v in a.metrics.items()) or "none", a.rank) for a in answers),
@@ -164,7 +170,7 @@ def report(
 
 
 def _grouped(items: Iterable[tuple[str, int]]) -> list[str]:
-    """One line for each text, with all ranks that it is true of."""
+    """Return one line for each text, with all ranks that gave it."""
     ranks_of: dict[str, list[int]] = {}
     for text, rank in items:
         ranks_of.setdefault(text, []).append(rank)
@@ -184,8 +190,8 @@ def _behind(answers: Sequence[Answer]) -> list[str]:
         most = max(of_rank.values())
         late = {rank: count for rank, count in of_rank.items() if count < most}
         if late:
-            told = ", ".join(f"rank {rank} has launched {count}" for rank, count in late.items())
-            found.append(f"  {group}: {told}, others {most}")
+            listed = ", ".join(f"rank {rank} has launched {count}" for rank, count in late.items())
+            found.append(f"  {group}: {listed}, others {most}")
     return found
 
 
@@ -205,7 +211,7 @@ def _describe_tensor(value: Any) -> str:
 
 
 def _outside_torch(frame: FrameType) -> FrameType:
-    """The innermost frame that is not torch's: the line of ours that is being executed."""
+    """Return the innermost frame outside of torch: our own line that is being executed."""
     at: FrameType | None = frame
     while at is not None and f"{os.sep}torch{os.sep}" in at.f_code.co_filename:
         at = at.f_back
@@ -219,7 +225,7 @@ def _line_of(frame: FrameType) -> str:
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    """[0, 1, 2, 3, 8] as ``[0-3, 8]``."""
+    """Return [0, 1, 2, 3, 8] as ``[0-3, 8]``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.hang_report import Answer, describe_group, report, waits_for
 from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.watchdog import HangWatchdog, group_list
 from tests.parallel.launcher import run_ranks
 from tests.parallel.toy import HIDDEN, toy_batches, toy_config, toy_forward_step, toy_stage
+from verl.utils.hang_report import Answer, describe_group, report, waits_for
+from verl.utils.hang_watchdog import HangWatchdog, group_list
 
 TIMEOUT_S = 1.0
 
@@ -47,7 +47,7 @@ def _one_rank_does_not_come(directory: str) -> None:
             if groups.rank == 2:
                 _wait_for_report(directory)
             dist.all_reduce(x, group=groups.dp)
-    time.sleep(3 * TIMEOUT_S / 2)  # outside of a phase nothing is watched, and a hang is told once
+    time.sleep(3 * TIMEOUT_S / 2)  # outside of a phase nothing is watched, and a hang is reported once
     watchdog.close()
 
 
