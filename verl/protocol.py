@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.protocol_storage import as_rows, from_plain, pack_tensor, to_plain, unpack_tensor
+from verl.protocol_union import tensors_of, union_dict, union_numpy_dict, union_tensor_dict
+from verl.row_refs import RowRefs
 
 __all__ = [
     "DataProto",
@@ -46,6 +47,7 @@ class DataProto:
         batch: tensors whose first dimension is B, or None when there are none.
         non_tensor_batch: arrays whose first dimension is B, usually of dtype object.
         meta_info: settings and reports of the whole batch; never split, shared by the parts of ``chunk``.
+        row_refs: the columns of the B rows that stay on workers; every choice of rows applies to them too.
 
     ``DataProto()`` has length 0. Pickling copies exactly the rows that are there, to host memory.
     """
@@ -53,6 +55,7 @@ class DataProto:
     batch: Any = None  # TensorDict | None, untyped so that readers need not exclude None
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
+    row_refs: RowRefs | None = None
 
     def __post_init__(self) -> None:
         self.check_consistency()
@@ -63,16 +66,17 @@ class DataProto:
         tensors: Mapping[str, Tensor] | None = None,
         non_tensors: Mapping[str, Sequence | np.ndarray] | None = None,
         meta_info: dict[str, Any] | None = None,
+        row_refs: RowRefs | None = None,
     ) -> DataProto:
         """Builds a batch; ValueError names the keys when the row counts differ."""
         tensors = dict(tensors or {})
         arrays = {key: as_rows(values) for key, values in (non_tensors or {}).items()}
-        _require_equal_lengths(tensors, arrays)
+        _require_equal_lengths(tensors, arrays, row_refs)
         batch = None
         if tensors:
             num_rows = next(iter(tensors.values())).shape[0]
             batch = TensorDict(tensors, batch_size=[num_rows])
-        return cls(batch=batch, non_tensor_batch=arrays, meta_info=dict(meta_info or {}))
+        return cls(batch=batch, non_tensor_batch=arrays, meta_info=dict(meta_info or {}), row_refs=row_refs)
 
     @classmethod
     def from_single_dict(
@@ -89,12 +93,14 @@ class DataProto:
     def __len__(self) -> int:
         if self.batch is not None:
             return int(self.batch.batch_size[0])
-        return next((len(array) for array in self.non_tensor_batch.values()), 0)
+        arrays = iter(self.non_tensor_batch.values())
+        return len(next(arrays, self.row_refs or ()))
 
     @property
     def num_tensor_bytes(self) -> int:
-        """Bytes of the rows of all tensors."""
-        return sum(tensor.nbytes for tensor in _tensors(self.batch).values())
+        """Bytes of the rows of all tensors and references."""
+        own = sum(tensor.nbytes for tensor in tensors_of(self.batch).values())
+        return own + (0 if self.row_refs is None else self.row_refs.num_bytes)
 
     def __getitem__(self, item: int | np.integer | slice | Sequence | np.ndarray | Tensor) -> Any:
         """An int gives a ``DataProtoItem``; a slice, indices or a boolean mask give a ``DataProto``."""
@@ -116,7 +122,7 @@ class DataProto:
                 raise ValueError(f"non_tensor_batch[{key!r}] is a {type(array).__name__}, expected numpy.ndarray")
         if self.batch is not None and len(self.batch.batch_size) != 1:
             raise ValueError(f"batch has batch_size {tuple(self.batch.batch_size)}, expected one dimension")
-        _require_equal_lengths(_tensors(self.batch), self.non_tensor_batch)
+        _require_equal_lengths(tensors_of(self.batch), self.non_tensor_batch, self.row_refs)
 
     def to(self, device: torch.device | str) -> DataProto:
         """Moves the tensors in place."""
@@ -132,8 +138,8 @@ class DataProto:
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> DataProto:
-        """The named columns (None: all of them), sharing memory; an unknown key is a ValueError."""
-        tensor_keys = list(_tensors(self.batch) if batch_keys is None else batch_keys)
+        """The named columns (None: all of them) and all remote ones, sharing memory; an unknown key is a ValueError."""
+        tensor_keys = list(tensors_of(self.batch) if batch_keys is None else batch_keys)
         array_keys = list(self.non_tensor_batch if non_tensor_batch_keys is None else non_tensor_batch_keys)
         meta_keys = list(self.meta_info if meta_info_keys is None else meta_info_keys)
         self._require_keys(tensor_keys, array_keys, meta_keys)
@@ -141,6 +147,7 @@ class DataProto:
             batch=self.batch.select(*tensor_keys) if self.batch is not None and tensor_keys else None,
             non_tensor_batch={key: self.non_tensor_batch[key] for key in array_keys},
             meta_info={key: self.meta_info[key] for key in meta_keys},
+            row_refs=self.row_refs,
         )
 
     def pop(
@@ -149,13 +156,14 @@ class DataProto:
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> DataProto:
-        """Moves the named columns (None: none) out of this batch into a new one."""
+        """Moves the named columns (None: none) out of this batch into a new one; remote columns stay."""
         tensor_keys, array_keys = list(batch_keys or ()), list(non_tensor_batch_keys or ())
         meta_keys = list(meta_info_keys or ())
         popped = self.select(tensor_keys, array_keys, meta_keys)
+        popped.row_refs = None
         if self.batch is not None and tensor_keys:
             remaining = self.batch.exclude(*tensor_keys)
-            self.batch = remaining if _tensors(remaining) else None
+            self.batch = remaining if tensors_of(remaining) else None
         for key in array_keys:
             del self.non_tensor_batch[key]
         for key in meta_keys:
@@ -169,7 +177,7 @@ class DataProto:
         if len(old) != len(new):
             raise ValueError(f"rename needs as many new keys as old ones, got {old} and {new}")
         self._require_keys(old, [], [])
-        columns = _tensors(self.batch)
+        columns = tensors_of(self.batch)
         renamed = {dict(zip(old, new, strict=True)).get(key, key): value for key, value in columns.items()}
         if len(renamed) != len(columns):
             raise ValueError(f"renaming {old} to {new} would overwrite a column of {sorted(columns)}")
@@ -183,7 +191,9 @@ class DataProto:
             raise ValueError(f"union of batches of {len(self)} and {len(other)} rows")
         batch = union_tensor_dict(self.batch, other.batch)
         arrays = union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch)
-        meta_info = _union(self.meta_info, other.meta_info, "meta_info")
+        meta_info = union_dict(self.meta_info, other.meta_info, "meta_info")
+        refs = [batch.row_refs for batch in (self, other) if batch.row_refs is not None]
+        self.row_refs = refs[0].union(refs[-1]) if refs else None
         self.batch, self.non_tensor_batch, self.meta_info = batch, arrays, meta_info
         return self
 
@@ -199,19 +209,19 @@ class DataProto:
                 raise ValueError(f"mask of shape {rows.shape} for a batch of {len(self)} rows")
             rows = np.flatnonzero(rows)
         index = torch.from_numpy(np.ascontiguousarray(rows))
-        return self._map_rows(lambda tensor: tensor[index.to(tensor.device)], lambda array: array[rows])
+        return self._choose_rows(lambda tensor: tensor[index.to(tensor.device)], rows)
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
         """Rows ``start:end:step`` as views."""
         rows = slice(start, end, step)
         if step is not None and step < 0:
             return self.select_idxs(np.arange(len(self))[rows])
-        return self._map_rows(lambda tensor: tensor[rows], lambda array: array[rows])
+        return self._choose_rows(lambda tensor: tensor[rows], rows)
 
     def reorder(self, indices: Sequence | np.ndarray | Tensor) -> None:
         """Permutes the rows in place."""
         ordered = self.select_idxs(indices)
-        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+        self.batch, self.non_tensor_batch, self.row_refs = ordered.batch, ordered.non_tensor_batch, ordered.row_refs
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Every row ``repeat_times`` times: a a b b when interleaved, a b a b otherwise."""
@@ -255,21 +265,23 @@ class DataProto:
                 raise ValueError(f"concat: part 0 has columns {first._columns()}, part {i} has {part._columns()}")
         batch = None
         if first.batch is not None:
-            tensors = [_tensors(part.batch) for part in parts]
+            tensors = [tensors_of(part.batch) for part in parts]
             columns = {key: torch.cat([columns[key] for columns in tensors]) for key in tensors[0]}
             batch = TensorDict(columns, batch_size=[sum(len(part) for part in parts)])
         arrays = {key: np.concatenate([part.non_tensor_batch[key] for part in parts]) for key in first.non_tensor_batch}
-        return DataProto(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
+        refs = [part.row_refs for part in parts if part.row_refs is not None]
+        return DataProto(batch, arrays, meta_info, RowRefs.concat(refs) if refs else None)
 
     # Leaving the process
 
     def __getstate__(self) -> dict[str, Any]:
         # A view pickles its whole storage; raw bytes of the rows also let Ray keep them out of band.
         return {
-            "tensors": {key: pack_tensor(tensor) for key, tensor in _tensors(self.batch).items()},
+            "tensors": {key: pack_tensor(tensor) for key, tensor in tensors_of(self.batch).items()},
             "num_rows": len(self),
             "non_tensor_batch": self.non_tensor_batch,
             "meta_info": self.meta_info,
+            "row_refs": self.row_refs,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -277,16 +289,19 @@ class DataProto:
         self.batch = TensorDict(tensors, batch_size=[state["num_rows"]]) if tensors else None
         arrays = state["non_tensor_batch"]  # Ray hands out read-only memory of its store
         self.non_tensor_batch = {key: array if array.flags.writeable else array.copy() for key, array in arrays.items()}
-        self.meta_info = state["meta_info"]
+        self.meta_info, self.row_refs = state["meta_info"], state["row_refs"]
 
     def save_to_disk(self, filepath: str) -> None:
         """Writes the batch atomically, in a form that ``torch.load(weights_only=True)`` reads.
 
         Raises:
-            ValueError: an object is no tensor, array, number, string, None, or list/tuple/dict of these.
+            ValueError: an object is no tensor, array, number, string, None, or list/tuple/dict of these; or columns of
+                the batch are remote.
         """
+        if self.row_refs is not None:
+            raise ValueError(f"columns {sorted(self.row_refs.columns)} are on workers; fetch them first")
         content = {
-            "batch": {key: tensor.clone() for key, tensor in _tensors(self.batch).items()},
+            "batch": {key: tensor.clone() for key, tensor in tensors_of(self.batch).items()},
             "non_tensor_batch": {key: to_plain(array, key) for key, array in self.non_tensor_batch.items()},
             "meta_info": {key: to_plain(value, key) for key, value in self.meta_info.items()},
         }
@@ -308,21 +323,21 @@ class DataProto:
         )
 
     def _columns(self) -> list[str]:
-        return sorted(_tensors(self.batch)) + sorted(self.non_tensor_batch)
+        remote = [] if self.row_refs is None else [f"remote {name}" for name in self.row_refs.columns]
+        return sorted(tensors_of(self.batch)) + sorted(self.non_tensor_batch) + sorted(remote)
 
     def _has_rows(self) -> bool:
-        return self.batch is not None or bool(self.non_tensor_batch)
+        return self.batch is not None or bool(self.non_tensor_batch) or self.row_refs is not None
 
-    def _map_rows(
-        self, of_tensor: Callable[[Tensor], Tensor], of_array: Callable[[np.ndarray], np.ndarray]
-    ) -> DataProto:
-        tensors = {key: of_tensor(tensor) for key, tensor in _tensors(self.batch).items()}
-        arrays = {key: of_array(array) for key, array in self.non_tensor_batch.items()}
-        return DataProto.from_dict(tensors, arrays, self.meta_info)
+    def _choose_rows(self, of_tensor: Callable[[Tensor], Tensor], rows: Any) -> DataProto:
+        tensors = {key: of_tensor(tensor) for key, tensor in tensors_of(self.batch).items()}
+        arrays = {key: array[rows] for key, array in self.non_tensor_batch.items()}
+        refs = None if self.row_refs is None else self.row_refs.rows(rows)
+        return DataProto.from_dict(tensors, arrays, self.meta_info, refs)
 
     def _require_keys(self, batch_keys: list[str], array_keys: list[str], meta_keys: list[str]) -> None:
         named = (
-            ("batch", batch_keys, list(_tensors(self.batch))),
+            ("batch", batch_keys, list(tensors_of(self.batch))),
             ("non_tensor_batch", array_keys, list(self.non_tensor_batch)),
             ("meta_info", meta_keys, list(self.meta_info)),
         )
@@ -333,19 +348,6 @@ class DataProto:
         ]
         if problems:
             raise ValueError("; ".join(problems))
-
-
-def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
-    """Columns of both; ValueError when a key has two different tensors."""
-    if tensor_dict1 is None or tensor_dict2 is None:
-        return tensor_dict2 if tensor_dict1 is None else tensor_dict1
-    columns = _union(_tensors(tensor_dict1), _tensors(tensor_dict2), "batch")
-    return TensorDict(columns, batch_size=tensor_dict1.batch_size)
-
-
-def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Columns of both; ValueError when a key has two different arrays."""
-    return _union(tensor_dict1, tensor_dict2, "non_tensor_batch")
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
@@ -366,7 +368,7 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 def collate_fn(x: list[DataProtoItem]) -> DataProto:
     """Stacks rows of one batch back into a batch, with the settings of the first."""
     first = x[0]
-    rows = [_tensors(item.batch) for item in x]
+    rows = [tensors_of(item.batch) for item in x]
     return DataProto.from_dict(
         tensors={key: torch.stack([row[key] for row in rows]) for key in rows[0]},
         non_tensors={key: [item.non_tensor_batch[key] for item in x] for key in first.non_tensor_batch},
@@ -374,43 +376,14 @@ def collate_fn(x: list[DataProtoItem]) -> DataProto:
     )
 
 
-def _tensors(batch: TensorDict | None) -> dict[str, Tensor]:
-    return {} if batch is None else {str(key): batch.get(key) for key in batch.keys()}  # noqa: SIM118
-
-
-def _require_equal_lengths(tensors: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray]) -> None:
-    columns: dict[str, Any] = {**tensors, **arrays}
+def _require_equal_lengths(
+    tensors: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray], row_refs: RowRefs | None
+) -> None:
+    remote = {} if row_refs is None else {f"remote {key}": places for key, places in row_refs.columns.items()}
+    columns: dict[str, Any] = {**tensors, **arrays, **remote}
     scalars = [key for key, column in columns.items() if not column.shape]
     if scalars:
         raise ValueError(f"columns without a batch dimension: {scalars}")
     lengths = {key: int(column.shape[0]) for key, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"columns of one batch have different numbers of rows: {lengths}")
-
-
-def _union(left: dict[str, Any], right: dict[str, Any], place: str) -> dict[str, Any]:
-    conflicts = [key for key in right if key in left and not _equal(left[key], right[key])]
-    if conflicts:
-        raise ValueError(f"union: {place} has different values for {conflicts}; pop or rename them first")
-    return {**left, **right}
-
-
-def _equal(left: Any, right: Any) -> bool:
-    """Deep equality in which NaN equals itself."""
-    if left is right:
-        return True
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        same_form = left.shape == right.shape and left.dtype == right.dtype and left.device == right.device
-        return same_form and bool(((left == right) | ((left != left) & (right != right))).all())
-    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
-        same_form = left.shape == right.shape and left.dtype == right.dtype
-        return same_form and all(_equal(a, b) for a, b in zip(left.flat, right.flat, strict=True))
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(_equal(a, b) for a, b in zip(left, right, strict=True))
-    if isinstance(left, float | np.floating) and math.isnan(left):
-        return math.isnan(right)
-    return bool(left == right)

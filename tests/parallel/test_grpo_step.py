@@ -25,9 +25,9 @@ from tests.mindspeed_llm.tiny import (
 from tests.parallel.launcher import run_ranks
 from verl.protocol import DataProto
 from verl.trainer.config import load_config, validate_config
-from verl.workers.kept_rows import references, worker_batch
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.row_server import RowsUnavailableError
+from verl.workers.row_store import worker_batch
 
 NUM_PROMPTS, NUM_SAMPLES, PROMPT_LENGTH, NUM_TRAINED = 8, 2, 10, 12
 VOCAB_SIZE = int(tiny_hf_config()["vocab_size"])
@@ -145,7 +145,7 @@ def grpo_step(model_dir: str, out_dir: str, overrides: list[str]) -> dict[str, A
     generated: list[Any] = [None] * world_size
     dist.all_gather_object(generated, worker.generate_sequences(mine))
     batch = DataProto.concat(generated[::rollout_tp])
-    assert references("input_ids") in batch.batch and "input_ids" not in batch.batch
+    assert batch.row_refs is not None and "input_ids" in batch.row_refs and "input_ids" not in batch.batch
     batch.meta_info |= {"temperature": 1.0, "rollout_n": NUM_SAMPLES, "global_step": 1}
     generator = torch.Generator().manual_seed(5)
     batch.batch["advantages"] = torch.randn(len(batch), 1, generator=generator) * batch.batch["response_mask"]
@@ -154,7 +154,7 @@ def grpo_step(model_dir: str, out_dir: str, overrides: list[str]) -> dict[str, A
 
     groups = worker.groups
     if world_size == 1:
-        batch = worker.kept_rows.fetch(worker_batch(batch, "advantages"), worker.actor.trained_columns)
+        batch = worker.row_store.fetch(worker_batch(batch, "advantages"), worker.actor.trained_columns)
     dp, num_parts = groups.coords.dp, groups.dp.size()
 
     def on_my_part(method: Callable[[DataProto], DataProto], *columns: str) -> DataProto:
@@ -168,10 +168,10 @@ def grpo_step(model_dir: str, out_dir: str, overrides: list[str]) -> dict[str, A
         parts = [outputs[is_collect.index((part, True))] for part in range(num_parts)]
         batch = batch.union(DataProto.concat(parts))
     metrics = on_my_part(worker.update_actor, "advantages").meta_info["metrics"]
-    worker.kept_rows.drop()
+    worker.row_store.drop()
     dist.barrier()
     if world_size > 1:
-        with pytest.raises((RowsUnavailableError, ValueError), match="of which nothing is kept"):
+        with pytest.raises((RowsUnavailableError, ValueError), match="of which nothing is stored"):
             on_my_part(worker.compute_log_prob)
     worker.export_hf(out_dir)
     is_collected = groups.coords.dp == 0 and worker._query_collect_info("train")

@@ -42,8 +42,8 @@ from verl.trainer.config.exact import exact_problems
 from verl.utils.device import EXACT_OPS, ops_providers
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import ActorConfig
-from verl.workers.kept_rows import worker_batch
 from verl.workers.megatron_workers import ActorRolloutRefWorker
+from verl.workers.row_store import worker_batch
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.ops import exact_math as rollout_math
 
@@ -183,7 +183,7 @@ def scored_worker(model_dir: str) -> tuple[float, float]:
     batch = worker.generate_sequences(worker_prompts().chunk(world_size)[rank])
     batch.meta_info |= {"temperature": 1.0, "rollout_n": 2, "global_step": 1}
     batch = batch.union(worker.compute_log_prob(worker_batch(batch)))
-    rows = worker.kept_rows.fetch(batch, ("old_log_probs", "rollout_log_probs", "response_mask")).batch
+    rows = worker.row_store.fetch(batch, ("old_log_probs", "rollout_log_probs", "response_mask")).batch
     gap = (rows["old_log_probs"] - rows["rollout_log_probs"]).abs() * rows["response_mask"]
     return float(gap.max()), float(batch.batch["response_mask"].sum())
 

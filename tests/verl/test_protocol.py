@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from verl.protocol import DataProto, collate_fn, pad_dataproto_to_divisor, unpad_dataproto
+from verl.row_refs import RowRefs
 
 
 def make_batch(num_rows: int = 4) -> DataProto:
@@ -120,6 +121,38 @@ def test_concat_skips_empty_parts_and_keeps_reports() -> None:
     assert DataProto.concat([reporting, DataProto()]).meta_info == {"metrics": {"loss": 1.0}}
     with pytest.raises(ValueError, match="part 1"):
         DataProto.concat([make_batch(), make_batch().select(batch_keys=["x"])])
+
+
+def test_references_to_remote_columns_follow_their_rows() -> None:
+    places = np.stack([np.full(4, 1), np.arange(4) % 2, np.arange(4) // 2], axis=1).astype(np.int32)
+    data = make_batch()
+    data.row_refs = RowRefs({"input_ids": places})
+
+    def slots_of(batch: DataProto) -> list[list[int]]:
+        assert batch.row_refs is not None and len(batch.row_refs) == len(batch)
+        return batch.row_refs.columns["input_ids"].tolist()
+
+    expected = places.tolist()
+    assert slots_of(data.select(batch_keys=["x"])) == slots_of(pickle.loads(pickle.dumps(data))) == expected
+    assert slots_of(data.select_idxs([3, 0])) == [expected[3], expected[0]]
+    assert slots_of(data.repeat(2, interleave=False)) == expected * 2
+    assert slots_of(DataProto.concat(data.chunk(2))) == slots_of(DataProto.concat([DataProto(), data])) == expected
+    assert data.pop(batch_keys=["x"]).row_refs is None and slots_of(data) == expected
+    scored = DataProto(row_refs=RowRefs({"old_log_probs": places + 1}))
+    assert len(scored) == 4 and len(scored[1:3]) == 2
+    joined = data.select().union(scored)
+    joined.reorder([2, 0, 3, 1])
+    assert slots_of(joined) == [expected[row] for row in (2, 0, 3, 1)]
+    assert joined.row_refs is not None and joined.row_refs.columns["old_log_probs"][0].tolist() == [2, 1, 2]
+    assert data.row_refs is not None and "old_log_probs" not in data.row_refs
+    with pytest.raises(ValueError, match="different references for \\['input_ids'\\]"):
+        data.union(DataProto(row_refs=RowRefs({"input_ids": places + 1})))
+    with pytest.raises(ValueError, match="different numbers of rows.*'remote input_ids': 3"):
+        DataProto.from_dict({"x": torch.zeros(4)}, row_refs=RowRefs({"input_ids": places[:3]}))
+    with pytest.raises(ValueError, match="part 1"):
+        DataProto.concat([data, make_batch()])
+    with pytest.raises(ValueError, match="are on workers; fetch them"):
+        data.save_to_disk("unwritten")
 
 
 def test_reorder() -> None:

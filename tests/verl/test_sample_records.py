@@ -19,8 +19,8 @@ from verl.trainer.config.validate import config_warnings
 from verl.trainer.ppo.sample_records import ROLLOUT, TRAINING, SampleRecords, chosen_rows, token_texts
 from verl.trainer.ppo.scores import REWARD_PARTS
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.kept_rows import worker_batch
 from verl.workers.megatron_workers import ActorRolloutRefWorker
+from verl.workers.row_store import worker_batch
 
 TEXT = "Füße 为什么 🦊!"
 
@@ -105,13 +105,13 @@ def _two_steps(model_dir: str, is_recorded: bool) -> tuple[list[dict[str, float]
     metrics = []
     for step in range(2):
         batch = worker.generate_sequences(prompts())
-        batch = DataProto(batch.batch, meta_info={"temperature": 1.0, "rollout_n": 2, "global_step": step + 1})
+        batch.meta_info = {"temperature": 1.0, "rollout_n": 2, "global_step": step + 1}
         batch = batch.union(worker.compute_ref_log_prob(worker_batch(batch)))
         noise = torch.randn(len(batch), 1, generator=torch.Generator().manual_seed(step))
         batch.batch["advantages"] = noise * batch.batch["response_mask"]
         if is_recorded:
             scored = worker.compute_log_prob(worker_batch(batch))
-            rows = DataProto(batch.batch, meta_info=batch.meta_info).union(scored).select_idxs([1, 0])
+            rows = batch.select().union(scored).select_idxs([1, 0])
             worker.fetch_columns(worker_batch(rows), (ROLLOUT, TRAINING))
         found = worker.update_actor(worker_batch(batch, "advantages")).meta_info["metrics"]
         metrics.append({name: value for name, value in found.items() if not name.startswith("perf/")})

@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
+from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_model_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from tests.parallel.launcher import run_ranks
 from tests.parallel.toy import HIDDEN, toy_batches, toy_config, toy_forward_step, toy_stage
@@ -146,6 +147,14 @@ def _moves_slowly(directory: str) -> None:
 def test_a_long_phase_in_which_something_moves_is_no_hang(tmp_path: Path) -> None:
     run_ranks(_moves_slowly, 2, str(tmp_path), timeout_s=60)
     assert not list(tmp_path.glob("hang-*"))
+
+
+@pytest.fixture
+def one_rank() -> Iterator[ProcessGroups]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield initialize_model_parallel()
+    destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 def test_waiting_for_work_that_was_started_before(one_rank: ProcessGroups) -> None:

@@ -19,10 +19,10 @@ from verl.trainer.config import PPOTrainerConfig, load_config
 from verl.trainer.ppo.sample_records import ROLLOUT, TRAINING
 from verl.utils.timeline import Span
 from verl.workers.actor import MegatronPPOActor
-from verl.workers.kept_rows import references, worker_batch
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.rollout import BaseRollout
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
+from verl.workers.row_store import worker_batch
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
 
@@ -86,10 +86,10 @@ def one_step(model_dir: str) -> dict[str, Any]:
     worker.begin_timeline()
     kept = worker.generate_sequences(prompts())
     timing = dict(kept.meta_info["timing"])
-    request = DataProto(kept.batch, meta_info={"temperature": 1.0})
+    request = DataProto(kept.batch, meta_info={"temperature": 1.0}, row_refs=kept.row_refs)
     scored = worker.compute_log_prob(request)
     worker.compute_ref_log_prob(request)
-    rows = DataProto(kept.batch, meta_info={}).union(scored).select_idxs([3, 0])
+    rows = DataProto(kept.batch, row_refs=kept.row_refs).union(scored).select_idxs([3, 0])
     return {
         "fetched": worker.fetch_columns(worker_batch(rows), (ROLLOUT, TRAINING)).batch,
         "is_response": rows.batch["response_mask"],
@@ -99,7 +99,8 @@ def one_step(model_dir: str) -> dict[str, Any]:
         "notes": rollout.notes,
         "validation": sorted(validation.batch.keys()),
         "training": sorted(kept.batch.keys()),
-        "returned_bytes": sum(t.nbytes for t in kept.batch.values()) / kept.batch["responses"].numel(),
+        "remote": list(kept.row_refs.columns),
+        "returned_bytes": kept.num_tensor_bytes / kept.batch["responses"].numel(),
     }
 
 
@@ -139,10 +140,10 @@ def test_a_step_of_one_worker(tmp_path: Path) -> None:
     assert sorted(fetched.keys()) == sorted([ROLLOUT, TRAINING]) and fetched[ROLLOUT].shape == seen["is_response"].shape
     is_response = seen["is_response"]
     assert torch.allclose(fetched[ROLLOUT][is_response], fetched[TRAINING][is_response], atol=1e-3)
-    kept = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs")
-    assert seen["validation"] == ["response_mask", "responses"]
-    assert seen["training"] == sorted([*map(references, kept), "responses", "response_mask"])
-    assert seen["returned_bytes"] == 5 + 12 * len(kept) / 8  # of each of 8 response tokens
+    remote = ["input_ids", "attention_mask", "response_mask", "rollout_log_probs"]
+    assert seen["validation"] == seen["training"] == ["response_mask", "responses"]
+    assert seen["remote"] == remote
+    assert seen["returned_bytes"] == 5 + 12 * len(remote) / 8  # of each of 8 response tokens
 
 
 class WatchedWorker(ActorRolloutRefWorker):

@@ -19,15 +19,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 
 from verl.protocol import DataProto
+from verl.row_refs import RowRefs
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.worker_group import PendingCall
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.workers.kept_rows import controller_batch, references, worker_batch
+from verl.workers.row_store import controller_batch, worker_batch
 
 BY_REFERENCE, THROUGH, EITHER = "by reference", "through the controller", "either"
 COLUMNS = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs")
@@ -69,9 +71,9 @@ class Rank(Worker):
         """A row for each of ``prompts``, of full length, as it would be sent in this way; made at the first call."""
         if not self._given:
             rows = generated(len(prompts), *lengths)
-            reference = torch.zeros(len(rows), 3, dtype=torch.int32)
+            places = np.zeros((len(rows), 3), dtype=np.int32)
             self._given = {
-                BY_REFERENCE: DataProto.from_dict({references(name): reference for name in COLUMNS}),
+                BY_REFERENCE: DataProto(row_refs=RowRefs(dict.fromkeys(COLUMNS, places))),
                 THROUGH: rows.select(batch_keys=COLUMNS),
                 EITHER: controller_batch(rows),
             }

@@ -1,17 +1,17 @@
-"""The rows of a planned rank: kept like those of a run, and asked for by nobody."""
+"""The rows of a planned rank: stored like those of a run, and fetched by nobody."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
-from verl.workers.kept_rows import KeptRows
+from verl.workers.row_store import RowStore
 
 
-class PlannedRows(KeptRows):
-    """Without the server: there is no other rank that could ask, or be asked."""
+class PlannedRowStore(RowStore):
+    """A row store without the server: there is no other rank."""
 
     def _open(self, group: dist.ProcessGroup) -> None:
         self._addresses = []
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Does nothing: there is no server."""

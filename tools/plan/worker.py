@@ -17,7 +17,7 @@ from tools.plan.ops import Routing, train_ops
 from tools.plan.phase_memory import MemoryTimeline
 from tools.plan.platform import PlannedPlatform
 from tools.plan.rollout_ops import ordinary_token, rollout_ops, rollout_spread
-from tools.plan.rows import PlannedRows
+from tools.plan.rows import PlannedRowStore
 from tools.plan.sync import RankSlices, move_largest_only, rank_slices, shared_plan
 from tools.plan.world import own_groups
 from verl.protocol import DataProto
@@ -25,10 +25,10 @@ from verl.trainer.config import PPOTrainerConfig
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import McoreEngineConfig
 from verl.workers.engine_setup import model_fields
-from verl.workers.kept_rows import KeptRows
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.rollout import BaseRollout
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
+from verl.workers.row_store import RowStore
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.slice_intake import WeightSlice
 
@@ -116,8 +116,8 @@ class PlannedWorker(ActorRolloutRefWorker):
         assert rollout_class is vLLMRollout, rollout_class
         return PlannedRollout(self.config.rollout, self.config.model.path, rollout_ops=ops, device=self.platform)
 
-    def _new_kept_rows(self) -> KeptRows:
-        return PlannedRows(self.groups.world, self.device, self.config.nccl_timeout)
+    def _new_row_store(self) -> RowStore:
+        return PlannedRowStore(self.groups.world, self.device, self.config.nccl_timeout)
 
     def _fetch(self, data: DataProto, actor: MegatronPPOActor, columns: tuple[str, ...]) -> DataProto:
         return data

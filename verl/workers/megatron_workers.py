@@ -33,9 +33,9 @@ from verl.utils.timeline import now_s
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import McoreEngineConfig
 from verl.workers.engine_setup import ddp_config, model_fields, optimizer_config, trained_model
-from verl.workers.kept_rows import KeptRows, controller_batch, has_references
 from verl.workers.phases import make_watchdog, training_phase, watched
 from verl.workers.rollout import BaseRollout, get_rollout_class
+from verl.workers.row_store import RowStore, controller_batch
 from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
 from verl.workers.sharding_manager.transfer_plan import build_plan
 
@@ -81,12 +81,12 @@ class ActorRolloutRefWorker(Worker):
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Syncs the weights, then one response per row; what the controller gets is ``controller_batch``.
 
-        In training all else stays here, and references go with it: see ``kept_rows``. Rows of the generation before
+        In training all else stays here, and references go with it: see ``row_store``. Rows of the generation before
         are freed, unless ``meta_info["keeps_rows"]``: a step that generates again trains on both.
         """
         keeps_earlier = bool(prompts.meta_info.get("keeps_rows", False))
         if not keeps_earlier:
-            self.kept_rows.drop()
+            self.row_store.drop()
         self._offload_for_rollout()
         with self.sharding_manager as manager:
             start_s = now_s()
@@ -97,7 +97,7 @@ class ActorRolloutRefWorker(Worker):
         if prompts.meta_info.get("validate", False):
             return controller_batch(output)
         replica_size = self.config.rollout.tensor_model_parallel_size
-        return self.kept_rows.keep_generated(output, replica_size, keeps_earlier=keeps_earlier)
+        return self.row_store.store_generated(output, replica_size, keeps_earlier=keeps_earlier)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
     @watched
@@ -163,7 +163,7 @@ class ActorRolloutRefWorker(Worker):
     @watched
     def fetch_columns(self, data: DataProto, columns: tuple[str, ...]) -> DataProto:
         """Those of ``columns`` that workers keep of ``data``'s rows, from wherever they are, for the controller."""
-        return self.kept_rows.fetch(data, columns).to("cpu")
+        return self.row_store.fetch(data, columns).to("cpu")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @watched
@@ -297,7 +297,7 @@ class ActorRolloutRefWorker(Worker):
         replica, place = divmod(self.rank, config.tensor_model_parallel_size)
         self._register_dispatch_collect_info(_ROLLOUT, replica, place == 0)
         self.rollout = self._new_rollout(get_rollout_class(config.name, config.mode))
-        self.kept_rows = self._new_kept_rows()
+        self.row_store = self._new_row_store()
         self.sharding_manager = MegatronVLLMShardingManager(
             self.actor_module,
             self.rollout,
@@ -317,23 +317,23 @@ class ActorRolloutRefWorker(Worker):
             self.config.rollout, self.config.model.path, rollout_ops=self.rollout_ops_provider, device=self.device
         )
 
-    def _new_kept_rows(self) -> KeptRows:
-        return KeptRows(self.groups.world, self.device, self.config.nccl_timeout)
+    def _new_row_store(self) -> RowStore:
+        return RowStore(self.groups.world, self.device, self.config.nccl_timeout)
 
     def _log_prob_output(self, data: DataProto, name: str, log_probs: Tensor | None) -> DataProto:
         """Log-probs of ``data``'s rows, or references to them, and both where the controller computes with them."""
         if log_probs is None or not self._query_collect_info(_TRAIN):
             return DataProto()
         output = DataProto.from_dict(tensors={name: log_probs.cpu()})
-        if not has_references(data):
+        if data.row_refs is None:
             return output
-        kept = self.kept_rows.keep(name, log_probs)
-        return kept.union(output) if self.controller_needs_log_probs else kept
+        stored = self.row_store.store(name, log_probs)
+        return stored.union(output) if self.controller_needs_log_probs else stored
 
     def _fetch(self, data: DataProto, actor: MegatronPPOActor, columns: tuple[str, ...]) -> DataProto:
         """The rows of ``data`` with ``columns``, and of a rollout's experts those of the layers that are here."""
         with self.timeline.span("fetch_rows"):
-            return self.kept_rows.fetch(data, columns, actor.moe_layers)
+            return self.row_store.fetch(data, columns, actor.moe_layers)
 
     def _offload_for_rollout(self) -> None:
         self.actor_module.offload_grads()

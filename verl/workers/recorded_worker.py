@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
-from verl.workers.kept_rows import KeptRows
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.phases import watched
+from verl.workers.row_store import RowStore
 
 _RECORDED = "recorded"
 
@@ -19,8 +19,8 @@ class RecordedRowsWorker(ActorRolloutRefWorker):
     def take_rows(self, rows: DataProto) -> DataProto:
         """Keeps a share of the next step's rows, and gives references back; those of the step before are freed."""
         self._offload_for_rollout()
-        return self.kept_rows.keep_generated(rows, replica_size=1)
+        return self.row_store.store_generated(rows, replica_size=1)
 
     def _build_rollout(self) -> None:
         self._register_dispatch_collect_info(_RECORDED, self.rank, True)
-        self.kept_rows = KeptRows(self.groups.world, self.device, self.config.nccl_timeout)
+        self.row_store = RowStore(self.groups.world, self.device, self.config.nccl_timeout)

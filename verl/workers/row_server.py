@@ -1,10 +1,11 @@
-"""Rows of arrays that other processes fetch from this one: the owner answers from a thread, whatever else it is doing.
+"""A server in each process from which other processes fetch rows of arrays; a thread answers at any time.
 
-One request is one connection: a frame (4 bytes of length, JSON) with a token and what is asked; the answer is a frame
-with types and shapes, or with an error, and then the bytes of the arrays. Nothing that arrives is unpickled.
+Each fetch is one connection. The client sends a frame (4 bytes of length, JSON) with a token and its requests. The
+server answers with a frame of types and shapes, or with an error, followed by the bytes of the arrays. Nothing is
+unpickled.
 
-Not torch's ``TCPStore``, which could hold the rows: it looks up the name of every peer that connects, which took 5 s
-each where the resolver did not answer, and has a limit of 8 MiB a value.
+torch's ``TCPStore`` is not used: it looks up the name of every peer that connects, which took 5 s each where the
+resolver did not answer, and it limits a value to 8 MiB.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ import numpy as np
 logger = logging.getLogger(__name__)
 
 _MAX_FRAME_BYTES = 64 << 20
-_MAX_CONNECTIONS = 128  # that one fetch has open at a time; more owners take turns
+_MAX_CONNECTIONS = 128  # of one fetch at a time; more owners take turns
 _BACKLOG = 4096
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens, and the secret that it wants to hear."""
+    """Where a server listens, and the secret that it expects."""
 
     host: str
     port: int
@@ -42,14 +43,14 @@ class Address:
 
 
 @dataclass(frozen=True)
-class RowsAsked:
-    """Rows of one column of one owner.
+class RowsRequest:
+    """A request for rows of one column of one owner.
 
     Attributes:
-        batch: number of the generated batch that the column belongs to.
-        slots: places of the rows in the owner's column.
-        layers: indices along the column's second dimension; None: all of it.
-        num_layers: what that dimension must be, when ``layers`` is given.
+        batch: the number of the generated batch that the column belongs to.
+        slots: the indices of the rows in the owner's column.
+        layers: indices along the column's second dimension; None means all of it.
+        num_layers: the expected size of that dimension when ``layers`` is given.
     """
 
     batch: int
@@ -63,10 +64,10 @@ class RowServer:
     """Listens on a free port of ``host`` until ``close``.
 
     Args:
-        rows_of: called in the server's thread; what it raises as ValueError is told to whoever asked.
+        rows_of: called in the server's thread; the message of its ValueError is sent to the client.
     """
 
-    def __init__(self, host: str, rows_of: Callable[[RowsAsked], np.ndarray]) -> None:
+    def __init__(self, host: str, rows_of: Callable[[RowsRequest], np.ndarray]) -> None:
         self._rows_of = rows_of
         self._listener = socket.create_server((host, 0), family=_family(host), backlog=_BACKLOG)
         self._listener.setblocking(False)
@@ -76,13 +77,13 @@ class RowServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread; who is being answered sees a closed connection."""
+        """Stops the thread; clients that wait for an answer see a closed connection."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 
     def _run(self) -> None:
-        accepting = self._loop.create_task(self._accept())  # the loop itself holds tasks weakly
+        accepting = self._loop.create_task(self._accept())  # the loop holds only weak references to tasks
         self._loop.run_forever()
         tasks = asyncio.all_tasks(self._loop) | {accepting}
         for task in tasks:
@@ -92,7 +93,7 @@ class RowServer:
         self._loop.close()
 
     async def _accept(self) -> None:
-        """Takes connections as they come; each is answered by a task, so that none waits for another's network."""
+        """Accept connections; a task answers each, so that no client waits for another one's network."""
         answers: set[asyncio.Task[None]] = set()
         while True:
             connection, _ = await self._loop.sock_accept(self._listener)
@@ -106,55 +107,55 @@ class RowServer:
                 request = json.loads(await _receive_frame(self._loop, connection))
                 if not hmac.compare_digest(str(request["token"]), self.address.token):
                     raise ValueError("wrong token")
-                asked = [RowsAsked(**fields) for fields in request["asked"]]
+                requests = [RowsRequest(**fields) for fields in request["requests"]]
             except (ValueError, KeyError, TypeError, EOFError, OSError) as error:
-                logger.warning("a connection to the rows of this process was not understood: %r", error)
+                logger.warning("a connection to the row server was not understood: %r", error)
                 return
             try:
-                header, arrays = _answer_to(asked, self._rows_of)
+                header, arrays = _answer_to(requests, self._rows_of)
                 await self._loop.sock_sendall(connection, _frame(header))
                 for array in arrays:
                     await self._loop.sock_sendall(connection, _as_bytes(array))
             except OSError as error:
-                logger.warning("whoever asked for rows of this process did not wait for them: %s", error)
+                logger.warning("a client of the row server did not wait for its rows: %s", error)
 
 
 class RowsUnavailableError(RuntimeError):
-    """An owner did not answer, or has other rows than those asked for."""
+    """An owner did not answer, or does not have the requested rows."""
 
 
 def fetch_rows(
-    asked: Mapping[int, tuple[Address, Sequence[RowsAsked]]], timeout_s: float
+    requests: Mapping[int, tuple[Address, Sequence[RowsRequest]]], timeout_s: float
 ) -> dict[int, list[np.ndarray]]:
-    """The rows of each owner, one array for each thing asked. All owners are asked at once.
+    """Return the rows of each owner, one array per request. All owners are asked concurrently.
 
     Args:
-        asked: rank of the owner -> its address and what is wanted of it.
-        timeout_s: an owner that sends nothing for so long is given up.
+        requests: rank of the owner -> its address and the requests to it.
+        timeout_s: an owner that sends nothing for so long raises RowsUnavailableError.
     """
-    return asyncio.run(_fetch_from_all(asked, timeout_s))
+    return asyncio.run(_fetch_from_all(requests, timeout_s))
 
 
 async def _fetch_from_all(
-    asked: Mapping[int, tuple[Address, Sequence[RowsAsked]]], timeout_s: float
+    requests: Mapping[int, tuple[Address, Sequence[RowsRequest]]], timeout_s: float
 ) -> dict[int, list[np.ndarray]]:
     turns = asyncio.Semaphore(_MAX_CONNECTIONS)
 
-    async def fetch(rank: int, address: Address, wanted: Sequence[RowsAsked]) -> list[np.ndarray]:
+    async def fetch(rank: int, address: Address, requests: Sequence[RowsRequest]) -> list[np.ndarray]:
         async with turns:
             try:
-                return await _fetch_from(address, wanted, timeout_s)
+                return await _fetch_from(address, requests, timeout_s)
             except TimeoutError as error:
-                why = f"nothing came for {timeout_s:g} s"
-                raise RowsUnavailableError(f"rows of rank {rank} ({address}): {why}") from error
+                problem = f"nothing came for {timeout_s:g} s"
+                raise RowsUnavailableError(f"rows of rank {rank} ({address}): {problem}") from error
             except (OSError, EOFError, ValueError) as error:
                 raise RowsUnavailableError(f"rows of rank {rank} ({address}): {error or repr(error)}") from error
 
-    answers = await asyncio.gather(*(fetch(rank, *request) for rank, request in asked.items()))
-    return dict(zip(asked, answers, strict=True))
+    answers = await asyncio.gather(*(fetch(rank, *request) for rank, request in requests.items()))
+    return dict(zip(requests, answers, strict=True))
 
 
-async def _fetch_from(address: Address, wanted: Sequence[RowsAsked], timeout_s: float) -> list[np.ndarray]:
+async def _fetch_from(address: Address, requests: Sequence[RowsRequest], timeout_s: float) -> list[np.ndarray]:
     loop = asyncio.get_running_loop()
     with socket.socket(_family(address.host), socket.SOCK_STREAM) as connection:
         connection.setblocking(False)
@@ -164,7 +165,7 @@ async def _fetch_from(address: Address, wanted: Sequence[RowsAsked], timeout_s: 
                 limit.reschedule(loop.time() + timeout_s)
 
             await loop.sock_connect(connection, (address.host, address.port))
-            request = {"token": address.token, "asked": [asdict(rows) for rows in wanted]}
+            request = {"token": address.token, "requests": [asdict(rows) for rows in requests]}
             await loop.sock_sendall(connection, _frame(request))
             header = json.loads(await _receive_frame(loop, connection))
             if "error" in header:
@@ -176,10 +177,10 @@ async def _fetch_from(address: Address, wanted: Sequence[RowsAsked], timeout_s: 
 
 
 def _answer_to(
-    asked: Sequence[RowsAsked], rows_of: Callable[[RowsAsked], np.ndarray]
+    requests: Sequence[RowsRequest], rows_of: Callable[[RowsRequest], np.ndarray]
 ) -> tuple[dict[str, Any], list[np.ndarray]]:
     try:
-        arrays = [np.ascontiguousarray(rows_of(rows)) for rows in asked]
+        arrays = [np.ascontiguousarray(rows_of(request)) for request in requests]
     except ValueError as error:
         return {"error": str(error)}, []
     return {"arrays": [(array.dtype.str, array.shape) for array in arrays]}, arrays
@@ -207,7 +208,7 @@ async def _receive_into(
     buffer: memoryview,
     moved: Callable[[], None] = lambda: None,
 ) -> None:
-    """Fills ``buffer``; EOFError when the other side closes before."""
+    """Fill ``buffer``; EOFError when the other side closes the connection first."""
     done = 0
     while done < len(buffer):
         received = await loop.sock_recv_into(connection, buffer[done:])

@@ -16,12 +16,12 @@ from verl.utils.hang_watchdog import HangWatchdog
 from verl.utils.import_utils import load_provider
 from verl.utils.timeline import now_s
 from verl.workers.engine_setup import PARAMS_DTYPES
-from verl.workers.kept_rows import KeptRows, controller_batch
 from verl.workers.megatron_workers import ActorRolloutRefWorker, init_device, join_world
 from verl.workers.phases import make_watchdog, watched
 from verl.workers.rollout.orders import RolloutAnswer, RolloutOrder
 from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import engine_holdings, vLLMRollout
+from verl.workers.row_store import RowStore, controller_batch
 from verl.workers.sharding_manager.weight_sync import WeightSync
 
 _ROLLOUT = "rollout"
@@ -40,7 +40,7 @@ class TrainingWorker(ActorRolloutRefWorker):
             self.sync.run(self.actor_module.module.state_dict(keep_vars=True), None, version)
 
     def _build_rollout(self) -> None:
-        self.kept_rows = KeptRows(_world(), self.device, self.config.nccl_timeout)
+        self.row_store = RowStore(_world(), self.device, self.config.nccl_timeout)
         self.sync = _weight_sync(self.run_config, self.device)
 
 
@@ -84,7 +84,7 @@ class RolloutWorker(Worker):
         self.rollout.resume(["weights"])
         self.rollout.resume(["kv_cache"])
         self.stream = SampleStream(self.rollout)
-        self.kept_rows = KeptRows(_world(), self.device, self.config.nccl_timeout, first_rank=first_rank)
+        self.row_store = RowStore(_world(), self.device, self.config.nccl_timeout, first_rank=first_rank)
         self.sync = _weight_sync(self.run_config, self.device)
         replica, place = divmod(self.rank - first_rank, self.replica_size)
         self._register_dispatch_collect_info(_ROLLOUT, replica, place == 0)
@@ -105,13 +105,13 @@ class RolloutWorker(Worker):
     def run(self, order: RolloutOrder) -> RolloutAnswer:
         """Begins the order's samples, runs its engine steps, and keeps and reports what has ended."""
         start_s = now_s()
-        self.kept_rows.drop(order.kept_from)
+        self.row_store.drop(order.kept_from)
         self.stream.begin(order.prompts)
         outputs = self.stream.run(order.max_steps)
         rows = DataProto()
         if outputs:
             ended = self.stream.rows(outputs, order.prompts.meta_info)
-            rows = self.kept_rows.keep_generated(ended, self.replica_size, keeps_earlier=True)
+            rows = self.row_store.store_generated(ended, self.replica_size, keeps_earlier=True)
         return RolloutAnswer(rows, now_s() - start_s)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_ROLLOUT))
@@ -128,7 +128,7 @@ class RolloutWorker(Worker):
     @watched
     def fetch_columns(self, data: DataProto, columns: tuple[str, ...]) -> DataProto:
         """As ``ActorRolloutRefWorker.fetch_columns``."""
-        return self.kept_rows.fetch(data, columns).to("cpu")
+        return self.row_store.fetch(data, columns).to("cpu")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @watched
@@ -143,7 +143,7 @@ class RolloutWorker(Worker):
         self.stream.restore(unfinished, meta_info)
         if not len(rows):
             return DataProto()
-        return self.kept_rows.keep_generated(rows, self.replica_size, keeps_earlier=True)
+        return self.row_store.store_generated(rows, self.replica_size, keeps_earlier=True)
 
 
 def _world() -> dist.ProcessGroup:

@@ -79,7 +79,7 @@ def step(model_dir: str, layout: list[str]) -> dict[str, float]:
     rows = Rows(8 * SAMPLES // data_parallel, PROMPT, RESPONSE)
     run_training(worker, rows, CollectiveLog(), MemoryMeter())
     metrics = getattr(worker, UPDATE)(batch_of(rows, config)).meta_info["metrics"]
-    worker.kept_rows.close()
+    worker.row_store.close()
     return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
 
 

@@ -60,7 +60,7 @@ def run(model_dir: str, overrides: list[str]) -> Outcome:
     log, meter = CollectiveLog(), MemoryMeter()
     with log, meter:
         done = run_training(worker, _rows(config), log, meter, before_call=lambda: time.sleep(GLOO_KEEPS_S))
-    worker.kept_rows.close()
+    worker.row_store.close()
     return done, held
 
 

@@ -108,7 +108,7 @@ def serve(address: tuple[str, int], overrides: list[str]) -> RankStep:
                 method, args, kwargs = call
                 _send(controller, getattr(worker, method)(*args, **kwargs))
         spans = [span.name for span in worker.take_timeline().spans]
-    worker.kept_rows.close()
+    worker.row_store.close()
     return RankStep([call for phase in log.phases for call in phase.calls], spans)
 
 

@@ -43,8 +43,8 @@ from verl.utils.device import resolve_device
 from verl.utils.op_tables import op_tables_text
 from verl.utils.seqlen_balancing import dealt_order
 from verl.utils.tracking import Tracking
-from verl.workers.kept_rows import has_references, references, worker_batch
 from verl.workers.reward_manager import NaiveRewardManager, Scores
+from verl.workers.row_store import worker_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -307,12 +307,12 @@ class RayPPOTrainer:
 
     def _record_samples(self, batch: DataProto) -> None:
         """Some rows with both log-probs, before the update; those of training are computed where the step has none."""
-        if not has_references(batch):
+        if batch.row_refs is None:
             self.sample_records.write(self.global_step, self.sample_records.chosen(batch))
             return
-        if references(TRAINING) not in batch.batch:  # into another batch: the update must not find them
+        if TRAINING not in batch.row_refs:  # into another batch: the update must not find them
             computed = self.workers.compute_log_prob(worker_batch(batch))
-            batch = DataProto(batch.batch, batch.non_tensor_batch, batch.meta_info).union(computed)
+            batch = batch.select().union(computed)
         rows = self.sample_records.chosen(batch)
         kept = self.workers.fetch_columns(worker_batch(rows), (ROLLOUT, TRAINING))
         rows.batch.update(kept.batch)

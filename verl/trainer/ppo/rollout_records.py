@@ -21,7 +21,7 @@ from verl.protocol_storage import as_rows
 from verl.trainer.ppo.checkpointing import write_bytes
 from verl.trainer.ppo.scores import REWARD_PARTS
 from verl.trainer.ppo.step_files import remove_steps, steps_of
-from verl.workers.kept_rows import GENERATED, KEPT_AS, has_references, references, worker_batch
+from verl.workers.row_store import GENERATED_COLUMNS, STORED_DTYPES, worker_batch
 
 FOLDER, FILES = "rollouts", "step_*.safetensors"
 _COLUMNS = ("uid", "data_source", "prompt_text", "finish_reason", REWARD_PARTS)
@@ -90,12 +90,12 @@ def recorded_rows(workers: Any, batch: DataProto, dealt_order: list[int]) -> Dat
     truths = [{"ground_truth": str(of["ground_truth"])} for of in batch.non_tensor_batch["reward_model"]]
     rows.non_tensor_batch["reward_model"] = as_rows(truths)
     generated = batch.batch
-    if has_references(batch):
-        kept = tuple(name for name in GENERATED if references(name) in batch.batch)
-        generated = workers.fetch_columns(worker_batch(batch), kept).batch
-    for name in GENERATED:
+    if batch.row_refs is not None:
+        remote = tuple(name for name in GENERATED_COLUMNS if name in batch.row_refs)
+        generated = workers.fetch_columns(worker_batch(batch), remote).batch
+    for name in GENERATED_COLUMNS:
         if name in generated:
-            rows.batch[name] = generated[name].to(KEPT_AS.get(name, generated[name].dtype))
+            rows.batch[name] = generated[name].to(STORED_DTYPES.get(name, generated[name].dtype))
     rows.reorder(np.argsort(dealt_order))
     return DataProto(rows.batch, rows.non_tensor_batch)
 
@@ -106,7 +106,7 @@ def _present(batch: DataProto) -> list[str]:
 
 def generated_columns(rows: DataProto) -> DataProto:
     """The columns that workers keep, and those that their answer has with them."""
-    names = [name for name in ("responses", *GENERATED) if name in rows.batch]
+    names = [name for name in ("responses", *GENERATED_COLUMNS) if name in rows.batch]
     return rows.select(batch_keys=names, non_tensor_batch_keys=[])
 
 

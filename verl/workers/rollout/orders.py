@@ -31,7 +31,7 @@ class RolloutAnswer:
     """Of one replica.
 
     Attributes:
-        rows: samples that have ended: what ``KeptRows.keep_generated`` gives, ``prompt_number``, ``sample_number`` and
+        rows: samples that have ended: what ``RowStore.store_generated`` gives, ``prompt_number``, ``sample_number`` and
             ``policy_versions``, a list of [version, tokens drawn from it] in order. It may have no rows.
         seconds: that the call took.
     """

@@ -21,6 +21,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.protocol_storage import as_rows
+from verl.row_refs import BATCH
 from verl.single_controller.base import get_together
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.metric_utils import marked_timer
@@ -28,8 +29,8 @@ from verl.trainer.ppo.schedules.generation import REQUEST_KEYS, Tokens, add_num_
 from verl.trainer.ppo.schedules.staleness import StalenessLedger
 from verl.trainer.ppo.seeds import sampling_seeds
 from verl.utils.dataset import ResumableLoader, collate_fn
-from verl.workers.kept_rows import kept_columns, references, worker_batch
 from verl.workers.rollout.orders import PROMPT, SAMPLE, VERSIONS, RolloutAnswer, RolloutOrder
+from verl.workers.row_store import worker_batch
 from vllm.v1.engine import request_codec
 
 _SENT = (*REQUEST_KEYS, PROMPT, SAMPLE)
@@ -161,8 +162,9 @@ class AsynchronousSource:
             rows = _gathered(ended)
             described = [rows.non_tensor_batch[name].tolist() for name in _DESCRIBED]
             values["schedule"]["ended"] = list(zip(*described, strict=True))
-            kept = self.rollout.fetch_columns(worker_batch(rows), tuple(kept_columns(rows)))
-            arrays |= {_COLUMN + name: kept.batch[name].numpy() for name in kept_columns(rows)}
+            assert rows.row_refs is not None
+            fetched = self.rollout.fetch_columns(worker_batch(rows), tuple(rows.row_refs.columns))
+            arrays |= {_COLUMN + name: fetched.batch[name].numpy() for name in rows.row_refs.columns}
         return values, arrays
 
     def load_state(self, state: dict[str, Any], arrays: dict[str, np.ndarray], step: int) -> None:
@@ -300,12 +302,12 @@ class AsynchronousSource:
             self._take_rows(replica, answer.rows)
 
     def _take_rows(self, replica: int, rows: DataProto) -> None:
-        kept_in = int(rows.batch[references(kept_columns(rows)[0])][0, 0]) if len(rows) else 0
+        kept_in = next(iter(rows.row_refs.columns.values()))[0, BATCH] if rows.row_refs is not None else 0
         for row in range(len(rows)):
             number, sample = int(rows.non_tensor_batch[PROMPT][row]), int(rows.non_tensor_batch[SAMPLE][row])
             prompt = self.begun[number]
             assert sample not in prompt.ended, f"sample {sample} of prompt {number} came twice"
-            prompt.ended[sample] = EndedSample(rows, row, replica, kept_in)
+            prompt.ended[sample] = EndedSample(rows, row, replica, int(kept_in))
 
     def _take(self, chosen: list[int]) -> tuple[DataProto, dict[str, float]]:
         """The rows of the chosen prompts, which are trained on now, and metrics of their age."""
