@@ -26,8 +26,9 @@ __all__ = [
     "unpad_dataproto",
 ]
 
-# What a worker reports about a call, as opposed to what the batch is: `concat` must not drop it with a part.
+# What workers report about a call, as opposed to what the batch is: `concat` must not drop it with a part.
 _REPORT_KEYS = ("metrics", "timing")
+BY_RANK = "by_rank"  # meta_info: rank -> figure -> value; `concat` merges those of all parts
 
 
 @dataclass(eq=False)
@@ -249,7 +250,7 @@ class DataProto:
         """Rows of all parts, in order; parts without rows are skipped, different columns are a ValueError.
 
         ``meta_info`` is that of the first part with rows; ``metrics`` and ``timing`` are the first non-empty ones
-        of any part.
+        of any part, ``by_rank`` is merged.
         """
         parts = [part for part in data if len(part)] or list(data[:1])
         if not parts:
@@ -259,6 +260,8 @@ class DataProto:
             report = next((part.meta_info[key] for part in data if part.meta_info.get(key)), None)
             if report is not None:
                 meta_info[key] = report
+        by_rank = {rank: figures for part in data for rank, figures in part.meta_info.get(BY_RANK, {}).items()}
+        meta_info |= {BY_RANK: by_rank} if by_rank else {}
         first = parts[0]
         for i, part in enumerate(parts):
             if part._columns() != first._columns():

@@ -4,7 +4,7 @@ Two answers are equal when they are the same text, the same rational number or, 
 expression. The parser computes what it reads (``9^{9^9}``, ``(10^6)!``), so it is asked only about answers that
 ``is_small`` has bounded beforehand; all others are equal to the same text alone. What passes takes milliseconds, but
 symbolic algebra has no proof of that: call this from processes that are ended at a wall-clock limit, as
-``verl.trainer.ppo.reward`` does, which counts such an answer as ungraded.
+``verl.utils.reward_score.scoring_pool`` does, which counts such an answer as ungraded.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ Differences from verl's ``recipe/r1_ascend/deepscaler.py``, each where that one 
 - Grading: by ``recipes.common.math_answers``, which has no ``eval``. Upstream's grader hands model text to
   ``sympy.parse_expr``, which is one.
 
-This module has no time limit of its own: call it in the reward pool's processes (``verl.trainer.ppo.reward``), which
-are ended at a wall-clock limit and count the answer as ungraded.
+This module has no time limit of its own: call it in the reward pool's processes
+(``verl.utils.reward_score.scoring_pool``), which are ended at a wall-clock limit and count the answer as ungraded.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.megatron.model_helpers import one_process_groups
-from verl.utils.seqlen_balancing import dealt_order, get_seqlen_balanced_partitions, partitions_within, split_to
+from verl.utils.seqlen_balancing import balanced_order, get_seqlen_balanced_partitions, partitions_within, split_to
 from verl.workers.actor.micro_batching import split_rows
 
 
@@ -22,7 +22,7 @@ def lengths_like_math_answers(count: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 def test_every_rank_gets_its_share_of_the_same_mini_batches(num_ranks: int) -> None:
     lengths = lengths_like_math_answers(64)
-    order = dealt_order(lengths, num_ranks, rows_per_mini_batch=32)
+    order = balanced_order(lengths, num_ranks, rows_per_mini_batch=32)
     assert sorted(order) == list(range(64))
     per_rank = [order[rank * 64 // num_ranks : (rank + 1) * 64 // num_ranks] for rank in range(num_ranks)]
     for mini_batch in range(2):
@@ -30,10 +30,12 @@ def test_every_rank_gets_its_share_of_the_same_mini_batches(num_ranks: int) -> N
         assert sorted(row for share in shares for row in share) == list(range(mini_batch * 32, mini_batch * 32 + 32))
         loads = [sum(lengths[row] for row in share) for share in shares]
         assert max(loads) <= 1.2 * sum(loads) / num_ranks
-    shuffled = dealt_order(lengths, num_ranks, rows_per_mini_batch=32, shuffle_seed=1)
+    shuffled = balanced_order(lengths, num_ranks, rows_per_mini_batch=32, shuffle_seed=1)
     firsts = [shuffled[rank * 64 // num_ranks :][: 32 // num_ranks] for rank in range(num_ranks)]
-    assert sorted(row for first in firsts for row in first) == sorted(dealt_order(lengths, 1, 32, shuffle_seed=1)[:32])
-    unbalanced = dealt_order(lengths, num_ranks, rows_per_mini_batch=32, balance=False)
+    assert sorted(row for first in firsts for row in first) == sorted(
+        balanced_order(lengths, 1, 32, shuffle_seed=1)[:32]
+    )
+    unbalanced = balanced_order(lengths, num_ranks, rows_per_mini_batch=32, balance=False)
     assert unbalanced[: 32 // num_ranks] == list(range(32 // num_ranks))
 
 
@@ -78,7 +80,7 @@ def test_sixteen_thousand_ranks_are_balanced_in_time() -> None:
     num_ranks, rows_each = 16_384, 8
     lengths = lengths_like_math_answers(num_ranks * rows_each)
     start = time.process_time()
-    order = dealt_order(lengths, num_ranks, rows_per_mini_batch=len(lengths))
+    order = balanced_order(lengths, num_ranks, rows_per_mini_batch=len(lengths))
     most = 0
     for rank in range(num_ranks):
         mine = [lengths[row] for row in order[rank * rows_each : (rank + 1) * rows_each]]

@@ -1,4 +1,4 @@
-"""A worker's phases are watched as the config says, and a hang is told in the run's directory."""
+"""A worker's phases are watched as the config says, and a hang is reported in the run's directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.parallel_state import ProcessGroups, initialize_model_paralle
 from tests.parallel.launcher import run_ranks
 from verl.trainer.config import load_config, validate_config
 from verl.utils.timeline import Timeline
-from verl.workers.phases import make_watchdog, watched
+from verl.workers.phases import make_watchdog, worker_phase
 
 
 class _Role:
@@ -24,7 +24,7 @@ class _Role:
         self.watchdog = make_watchdog(config, groups)
         self.timeline = Timeline()
 
-    @watched
+    @worker_phase
     def update_actor(self, late_s: float) -> str:
         deadline = time.monotonic() + late_s
         while self.groups.rank == 1 and time.monotonic() < deadline and not self.reports():
@@ -62,7 +62,7 @@ def test_every_call_of_the_trainer_is_a_phase() -> None:
     calls = ("generate_sequences", "compute_log_prob", "compute_ref_log_prob", "update_actor", "export_hf")
     calls += ("save_checkpoint", "load_checkpoint", "wait_for_checkpoint", "verify_checkpoint", "_build_models")
     for name in calls:
-        assert hasattr(getattr(ActorRolloutRefWorker, name), "__wrapped__"), f"{name} is not watched"
+        assert hasattr(getattr(ActorRolloutRefWorker, name), "__wrapped__"), f"{name} is no worker phase"
 
 
 def test_a_negative_timeout_is_a_problem() -> None:

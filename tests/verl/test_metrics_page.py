@@ -71,6 +71,7 @@ def test_metrics_of_a_batch_are_there() -> None:
     sources, lengths = np.array(["openai/gsm8k", "code"] * 2, dtype=object), mask.sum(-1)
     made = {
         **metric_utils.compute_data_metrics(batch),
+        **metric_utils.add_generation_times({0: 1.0, 2: 3.0}, timing),
         **metric_utils.compute_timing_metrics(batch, timing),
         **metric_utils.compute_throughout_metrics(batch, timing, 2),
         **metric_utils.compute_reward_metrics(parts, "reward"),

@@ -87,9 +87,9 @@ def test_the_trace_has_every_rank_and_its_phases_nest_and_last_as_long_as_the_me
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks(3, monkeypatch)
-    timeline = StepTimeline(str(tmp_path), freq=2)
+    timeline = StepTimeline(str(tmp_path), freq=2, groups=[ranks])
     for step in (1, 2, 3, 4):
-        timeline.begin(step, ranks)
+        timeline.before_step(step)
         timing = timeline.phase_seconds()
         with marked_timer("step", timing):
             for _ in range(2):
@@ -97,7 +97,7 @@ def test_the_trace_has_every_rank_and_its_phases_nest_and_last_as_long_as_the_me
                     for worker in ranks.workers:
                         with worker.timeline.span("generate_sequences"), worker.timeline.span("weight_sync"):
                             now_s()
-        timeline.end(ranks)
+        timeline.after_step(step)
         if step == 2:
             expected = timing
     assert sorted(path.name for path in (tmp_path / "timeline").iterdir()) == ["step_2.json", "step_4.json"]

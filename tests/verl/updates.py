@@ -20,7 +20,7 @@ from mindspeed_llm.model import build_model
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from verl.protocol import DataProto
 from verl.trainer.config import RolloutCorrectionConfig
-from verl.utils.seqlen_balancing import dealt_order
+from verl.utils.seqlen_balancing import balanced_order
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import ActorConfig
 
@@ -137,7 +137,7 @@ def _update(case: Update, groups: ProcessGroups, device: str, ops: TrainOps | No
     data, num_ranks = some_rows(case.num_rows), groups.dp.size()
     if config.takes_rollout_routing:
         data.batch["routed_experts"] = some_choices(data, hf)
-    order = torch.tensor(dealt_order(data.batch["attention_mask"].sum(-1).tolist(), num_ranks, case.num_rows))
+    order = torch.tensor(balanced_order(data.batch["attention_mask"].sum(-1).tolist(), num_ranks, case.num_rows))
     data.reorder(order)
     mine = data.chunk(num_ranks)[groups.coords.dp].to(device)
     log_probs = actor.compute_log_prob(

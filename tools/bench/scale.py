@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import GROUP_AXES, destroy_model_parallel, group_ranks, initialize_from_layout
-from verl.utils.seqlen_balancing import dealt_order, partitions_within
+from verl.utils.seqlen_balancing import balanced_order, partitions_within
 
 NUM_LAYERS, ROWS_PER_REPLICA, MAX_TOKENS = 61, 1024, 8192
 LAYOUTS = {
@@ -53,7 +53,7 @@ def _parts(layout: ParallelLayout) -> dict[str, Callable[[], object]]:
         "coordinates and layers of every rank": lambda: _maps(layout),
         "members of every group": lambda: [group_ranks(layout, name) for name in GROUP_AXES],
         "process groups of one rank (fake backend)": lambda: _make_groups(layout),
-        f"{len(lengths)} rows dealt to {num_replicas} replicas": lambda: dealt_order(
+        f"{len(lengths)} rows dealt to {num_replicas} replicas": lambda: balanced_order(
             lengths, num_replicas, len(lengths) // 4
         ),
         f"micro-batches of one replica ({ROWS_PER_REPLICA} rows)": lambda: partitions_within(

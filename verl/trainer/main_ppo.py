@@ -73,12 +73,12 @@ def run_ppo(config: PPOTrainerConfig) -> int:
 def worker_classes(config: PPOTrainerConfig) -> tuple[type, type | None]:
     """What runs in the processes that train, and in those that only generate, where there are such."""
     from verl.workers.megatron_workers import ActorRolloutRefWorker
-    from verl.workers.recorded_worker import RecordedRowsWorker
+    from verl.workers.saved_rollout_worker import SavedRolloutWorker
     from verl.workers.separate_workers import RolloutWorker, TrainingWorker
 
     if config.has_rollout_ranks:
         return TrainingWorker, RolloutWorker
-    return (ActorRolloutRefWorker if config.trainer.train_only is None else RecordedRowsWorker), None
+    return (ActorRolloutRefWorker if config.trainer.train_only is None else SavedRolloutWorker), None
 
 
 def _init_ray(config: PPOTrainerConfig) -> None:

@@ -13,7 +13,7 @@ from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
 from verl.trainer.ppo.checkpointing import checkpoints
 from verl.trainer.ppo.filter_groups import load_filter
-from verl.trainer.ppo.rollout_records import FILES
+from verl.trainer.ppo.saved_rollouts import FILES
 from verl.trainer.ppo.step_files import steps_of
 from verl.trainer.reward_preflight import reward_problems
 from verl.utils.dataset.parquet import schema_problems

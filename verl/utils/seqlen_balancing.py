@@ -37,7 +37,7 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
     return partitions if equal_size else _fill_empty(partitions, seqlen_list)
 
 
-def dealt_order(
+def balanced_order(
     seqlen_list: Sequence[int],
     num_ranks: int,
     rows_per_mini_batch: int,

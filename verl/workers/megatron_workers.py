@@ -20,7 +20,7 @@ from megatron.core.parallel_state import ProcessGroups, initialize_from_layout
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weights import Checkpoint, load_weights, open_hf, open_shards
-from verl.protocol import DataProto
+from verl.protocol import BY_RANK, DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 from verl.trainer.config import PPOTrainerConfig
@@ -33,7 +33,7 @@ from verl.utils.timeline import now_s
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import McoreEngineConfig
 from verl.workers.engine_setup import ddp_config, model_fields, optimizer_config, trained_model
-from verl.workers.phases import make_watchdog, training_phase, watched
+from verl.workers.phases import make_watchdog, training_phase, worker_phase
 from verl.workers.rollout import BaseRollout, get_rollout_class
 from verl.workers.row_store import RowStore, controller_batch
 from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
@@ -77,7 +77,7 @@ class ActorRolloutRefWorker(Worker):
         return {"training": ops.names, "rollout": load_provider(self.rollout_ops_provider)().implementations}
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_ROLLOUT))
-    @watched
+    @worker_phase
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Syncs the weights, then one response per row; what the controller gets is ``controller_batch``.
 
@@ -94,13 +94,14 @@ class ActorRolloutRefWorker(Worker):
             generate_s = now_s() - start_s
             self.timeline.add("generate", start_s, start_s + generate_s)
         output.meta_info["timing"] = {"update_weights": manager.sync_seconds, "generate_sequences": generate_s}
+        output.meta_info[BY_RANK] = {self.rank: {"generate_sequences": generate_s}}
         if prompts.meta_info.get("validate", False):
             return controller_batch(output)
         replica_size = self.config.rollout.tensor_model_parallel_size
         return self.row_store.store_generated(output, replica_size, keeps_earlier=keeps_earlier)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
-    @watched
+    @worker_phase
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """``old_log_probs`` fp32 [B, R] of the actor as it is now; rows that came as references get references."""
         with self.timeline.span("onload"):
@@ -115,7 +116,7 @@ class ActorRolloutRefWorker(Worker):
         return self._log_prob_output(data, "old_log_probs", log_probs)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
-    @watched
+    @worker_phase
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """``ref_log_prob`` fp32 [B, R] of the reference; the actor's weights leave the device meanwhile.
 
@@ -137,10 +138,10 @@ class ActorRolloutRefWorker(Worker):
             self.ref_weights.offload()
         return self._log_prob_output(data, "ref_log_prob", log_probs)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
-    @watched
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN, all_ranks_report=True))
+    @worker_phase
     def update_actor(self, data: DataProto) -> DataProto:
-        """One GRPO update; metrics are in ``meta_info["metrics"]``. Weights stay for the next sync."""
+        """One GRPO update; ``meta_info`` has its metrics and each rank's memory. Weights stay for the next sync."""
         megatron = self.config.actor.megatron
         self.checkpoint_manager.check()
         with self.timeline.span("onload"):
@@ -154,19 +155,19 @@ class ActorRolloutRefWorker(Worker):
                 self.actor_module.offload_grads()
             if megatron.optimizer_offload:
                 self.optimizer.offload()
-        metrics |= self._memory_metrics()
+        memory = self._memory_metrics()
         if self.watchdog is not None:
-            self.watchdog.note_metrics(metrics)
-        return DataProto(meta_info={"metrics": metrics})
+            self.watchdog.note_metrics(metrics | memory)
+        return DataProto(meta_info={"metrics": metrics, BY_RANK: {self.rank: memory}})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
-    @watched
+    @worker_phase
     def fetch_columns(self, data: DataProto, columns: tuple[str, ...]) -> DataProto:
         """Those of ``columns`` that workers keep of ``data``'s rows, from wherever they are, for the controller."""
         return self.row_store.fetch(data, columns).to("cpu")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @watched
+    @worker_phase
     def save_checkpoint(
         self,
         checkpoint_path: str,
@@ -185,26 +186,26 @@ class ActorRolloutRefWorker(Worker):
         self.checkpoint_manager.save_checkpoint(checkpoint_path, global_step, latest_path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @watched
+    @worker_phase
     def wait_for_checkpoint(self) -> None:
         """Collective; returns when a save in the background is complete, raises when it failed."""
         self.checkpoint_manager.wait()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @watched
+    @worker_phase
     def verify_checkpoint(self, checkpoint_path: str) -> list[str]:
         """Collective; every missing or damaged file of a checkpoint, the same list on all ranks."""
         return self.checkpoint_manager.problems_of(checkpoint_path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @watched
+    @worker_phase
     def load_checkpoint(self, checkpoint_path: str) -> int:
         """Collective; returns the global step of the checkpoint."""
         self._with_training_state()
         return self.checkpoint_manager.load_checkpoint(checkpoint_path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @watched
+    @worker_phase
     def export_hf(self, path: str) -> None:
         """Collective; writes the actor's weights under Hugging Face names."""
         self.actor_module.onload_params()
@@ -212,7 +213,7 @@ class ActorRolloutRefWorker(Worker):
 
     _transfer_plan = staticmethod(build_plan)  # of the weight sync
 
-    @watched
+    @worker_phase
     def _build_models(self, ops: TrainOps) -> None:
         self._build_actor(ops)
         # What is not needed meanwhile leaves: a device need not hold two models, and a rollout engine that sizes its

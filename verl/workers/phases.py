@@ -45,7 +45,7 @@ def make_watchdog(config: PPOTrainerConfig, groups: ProcessGroups | None) -> Han
     )
 
 
-def watched(method: Method) -> Method:
+def worker_phase(method: Method) -> Method:
     """Make a worker's method a phase of its ``watchdog``, where it has one, and a span of its ``timeline``."""
 
     @functools.wraps(method)

@@ -17,7 +17,7 @@ from verl.utils.import_utils import load_provider
 from verl.utils.timeline import now_s
 from verl.workers.engine_setup import PARAMS_DTYPES
 from verl.workers.megatron_workers import ActorRolloutRefWorker, init_device, join_world
-from verl.workers.phases import make_watchdog, watched
+from verl.workers.phases import make_watchdog, worker_phase
 from verl.workers.rollout.orders import RolloutAnswer, RolloutOrder
 from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import engine_holdings, vLLMRollout
@@ -31,7 +31,7 @@ class TrainingWorker(ActorRolloutRefWorker):
     """A rank that trains and does not generate: it sends weights to every ``RolloutWorker`` and fetches rows there."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @watched
+    @worker_phase
     def update_weights(self, version: int) -> None:
         """Collective with the rollout ranks' ``update_weights``."""
         with self.timeline.span("onload"):
@@ -71,7 +71,7 @@ class RolloutWorker(Worker):
         self._build_engine()
         return {"rollout": load_provider(self.rollout_ops_provider)().implementations}
 
-    @watched
+    @worker_phase
     def _build_engine(self) -> None:
         first_rank = self.run_config.trainer.world_size
         self.rollout = vLLMRollout(
@@ -90,7 +90,7 @@ class RolloutWorker(Worker):
         self._register_dispatch_collect_info(_ROLLOUT, replica, place == 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @watched
+    @worker_phase
     def update_weights(self, version: int) -> None:
         """Collective with the training ranks' ``update_weights``.
 
@@ -101,7 +101,7 @@ class RolloutWorker(Worker):
             self.sync.run({}, self.rollout, version)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    @watched
+    @worker_phase
     def run(self, order: RolloutOrder) -> RolloutAnswer:
         """Begins the order's samples, runs its engine steps, and keeps and reports what has ended."""
         start_s = now_s()
@@ -115,7 +115,7 @@ class RolloutWorker(Worker):
         return RolloutAnswer(rows, now_s() - start_s)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_ROLLOUT))
-    @watched
+    @worker_phase
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One response per row by the weights that are here, for validation; unfinished samples wait meanwhile."""
         start_s = now_s()
@@ -125,19 +125,19 @@ class RolloutWorker(Worker):
         return controller_batch(output)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
-    @watched
+    @worker_phase
     def fetch_columns(self, data: DataProto, columns: tuple[str, ...]) -> DataProto:
         """As ``ActorRolloutRefWorker.fetch_columns``."""
         return self.row_store.fetch(data, columns).to("cpu")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @watched
+    @worker_phase
     def take_unfinished(self) -> list[np.ndarray]:
         """What a checkpoint needs of this replica's unfinished samples (``SampleStream.state``)."""
         return self.stream.state()
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    @watched
+    @worker_phase
     def give_back(self, unfinished: list[np.ndarray], rows: DataProto, meta_info: dict[str, int]) -> DataProto:
         """Takes over unfinished samples, and whole ``rows`` that wait to be trained on; returns these as references."""
         self.stream.restore(unfinished, meta_info)

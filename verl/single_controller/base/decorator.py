@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl.protocol import DataProto
+from verl.protocol import BY_RANK, DataProto
 
 if TYPE_CHECKING:
     from verl.single_controller.base.worker import Worker
@@ -130,8 +130,12 @@ def collect_nd_compute_dataproto(dp_ranks: tuple[int, ...], is_collect: tuple[bo
     return DataProto.concat(collected) if all(isinstance(output, DataProto) for output in collected) else collected
 
 
-def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchFns:
-    """Splits over the data-parallel axis of a mesh that the workers registered under ``mesh_name``."""
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, *, all_ranks_report: bool = False) -> DispatchFns:
+    """Splits over the data-parallel axis of a mesh that the workers registered under ``mesh_name``.
+
+    With ``all_ranks_report`` the figures that each rank has in ``meta_info["by_rank"]`` are merged, also of the ranks
+    whose rows are not collected; these must return a DataProto without rows.
+    """
 
     def dispatch(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[RankCall]:
         mesh = group.mesh(mesh_name)
@@ -142,9 +146,16 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchFns:
 
     def collect(group: WorkerGroup, outputs: list[Any]) -> Any:
         mesh = group.mesh(mesh_name)
-        return collect_nd_compute_dataproto(mesh.dp_ranks, mesh.is_collect, outputs)
+        output = collect_nd_compute_dataproto(mesh.dp_ranks, mesh.is_collect, outputs)
+        if all_ranks_report:
+            reports = [DataProto(meta_info={BY_RANK: part.meta_info[BY_RANK]}) for part in outputs]
+            output.meta_info |= DataProto.concat(reports).meta_info
+        return output
 
-    return DispatchFns(dispatch, collect, kept=lambda group: list(group.mesh(mesh_name).is_collect))
+    def kept(group: WorkerGroup) -> list[bool]:
+        return _keep_all(group) if all_ranks_report else list(group.mesh(mesh_name).is_collect)
+
+    return DispatchFns(dispatch, collect, kept)
 
 
 def _dispatch_dp_compute_proto(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[RankCall]:

@@ -35,19 +35,7 @@ def marked_timer(name: str, timing: dict[str, float]) -> Iterator[None]:
 
 
 def compute_data_metrics(batch: DataProto) -> dict[str, float]:
-    """Rewards, advantages, returns (over response tokens), scores and lengths of a batch that has been trained on."""
-    tensors = batch.batch
-    mask = tensors["response_mask"].bool()
-    return {
-        **compute_sample_metrics(batch),
-        **_spread("critic/rewards", tensors["token_level_rewards"].sum(-1)),
-        **_spread("critic/advantages", tensors["advantages"][mask]),
-        **_spread("critic/returns", tensors["returns"][mask]),
-    }
-
-
-def compute_sample_metrics(batch: DataProto) -> dict[str, float]:
-    """Scores and lengths of a batch of responses."""
+    """Scores and lengths of a batch and, if it was trained on, rewards, advantages and returns of response tokens."""
     tensors = batch.batch
     response_lengths = tensors["response_mask"].bool().sum(-1).float()
     prompt_lengths = tensors["num_tokens"].float() - response_lengths
@@ -61,7 +49,38 @@ def compute_sample_metrics(batch: DataProto) -> dict[str, float]:
     is_cut = np.array([reason == "length" for reason in reasons]) if reasons is not None else None
     clipped = (response_lengths == limit).float().mean() if is_cut is None else is_cut.mean()
     metrics["response_length/clip_ratio"] = float(clipped)
+    if "advantages" in tensors:
+        mask = tensors["response_mask"].bool()
+        metrics |= _spread("critic/rewards", tensors["token_level_rewards"].sum(-1))
+        metrics |= _spread("critic/advantages", tensors["advantages"][mask])
+        metrics |= _spread("critic/returns", tensors["returns"][mask])
     return metrics
+
+
+def compute_rank_metrics(by_rank: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """The maximum over ranks of every figure, and the rank that uses the most memory of its device.
+
+    Args:
+        by_rank: rank -> metric -> value, as the ranks report them with their results.
+    """
+    names = {name for figures in by_rank.values() for name in figures}
+    metrics = {name: max(f[name] for f in by_rank.values() if name in f) for name in names}
+    peak = "perf/max_memory_allocated_gb"
+    if peak in metrics:
+        metrics["perf/max_memory_allocated_rank"] = float(max(by_rank, key=lambda rank: by_rank[rank].get(peak, 0.0)))
+    return metrics
+
+
+def add_generation_times(seconds: Mapping[int, float], timing: dict[str, float]) -> dict[str, float]:
+    """Adds the slowest and the fastest replica's seconds to ``timing``; returns the slowest one's rank as a metric.
+
+    Args:
+        seconds: first rank of each replica -> seconds that it generated in this step.
+    """
+    slowest = max(seconds, key=seconds.__getitem__)
+    timing["generate_sequences"] = timing["generation_timing/max"] = seconds[slowest]
+    timing["generation_timing/min"] = min(seconds.values())
+    return {"perf/generation_slowest_rank": float(slowest)}
 
 
 def compute_timing_metrics(batch: DataProto, timing: Mapping[str, float]) -> dict[str, float]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from verl.protocol import DataProto
@@ -16,42 +14,40 @@ from verl.single_controller.base import get_together
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list, val_sets
-from verl.trainer.ppo import checkpointing
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_kl_controller, kl_penalty
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
+    compute_rank_metrics,
     compute_reward_metrics,
-    compute_sample_metrics,
-    compute_set_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
     marked_timer,
-    process_validation_metrics,
 )
+from verl.trainer.ppo.observers import Step, StepObserver
 from verl.trainer.ppo.reward_ledger import RewardLedger
-from verl.trainer.ppo.rollout_records import FOLDER, RolloutRecord, RolloutRecords, recorded_rows
-from verl.trainer.ppo.sample_records import ROLLOUT, TRAINING, SampleRecords
+from verl.trainer.ppo.run_checkpoints import RunCheckpoints
+from verl.trainer.ppo.sample_records import SampleRecords
+from verl.trainer.ppo.saved_rollouts import FOLDER, GENERATED_ROW, RolloutSaver, SavedRollouts
 from verl.trainer.ppo.schedules.asynchronous import AsynchronousSource
 from verl.trainer.ppo.schedules.generation import Tokens
-from verl.trainer.ppo.schedules.recorded import RecordedSource
+from verl.trainer.ppo.schedules.saved import SavedSource
 from verl.trainer.ppo.schedules.synchronous import SynchronousSource
 from verl.trainer.ppo.scores import add_scores, reward_parts
-from verl.trainer.ppo.seeds import sampling_seeds
 from verl.trainer.ppo.step_timeline import StepTimeline
-from verl.utils.dataset import ResumableLoader, RLHFDataset, collate_fn
+from verl.trainer.ppo.validation import Validator
+from verl.utils.dataset import ResumableLoader, RLHFDataset
 from verl.utils.device import resolve_device
 from verl.utils.op_tables import op_tables_text
-from verl.utils.seqlen_balancing import dealt_order
+from verl.utils.seqlen_balancing import balanced_order
 from verl.utils.tracking import Tracking
-from verl.workers.reward_manager import NaiveRewardManager, Scores
+from verl.workers.reward_manager import NaiveRewardManager
+from verl.workers.reward_manager.naive import PendingScores
 from verl.workers.row_store import worker_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-_VALIDATION_STREAM = -1  # sampling stream of validation: the same noise at every step, so that scores compare
 
 
 def apply_kl_penalty(data: DataProto, kl_coef: float, kind: str) -> tuple[DataProto, float]:
@@ -81,10 +77,10 @@ class RayPPOTrainer:
     """Drives the workers through training.
 
     Args:
-        config: the whole tree; ``trainer.total_training_steps`` may be absent, then it follows from the epochs.
-        worker_class: what runs in every worker process that trains.
-        rollout_class: what runs in those that only generate, where ``trainer.schedule`` has such.
-        run_metrics: of the run around this trainer; logged with every step.
+        config: the whole tree; ``trainer.total_training_steps`` may be absent and then follows from the epochs.
+        worker_class: the class of the worker processes that train.
+        rollout_class: the class of those that only generate, where ``trainer.schedule`` has such.
+        run_metrics: metrics of the run around this trainer; they are logged with every step.
     """
 
     def __init__(
@@ -101,11 +97,6 @@ class RayPPOTrainer:
         self.worker_class, self.rollout_class = worker_class, rollout_class
         self.reward_fn = reward_fn
         self.run_metrics = dict(run_metrics or {})
-        self.reward_ledger = RewardLedger(config.trainer.report_dir, config.reward_model.ledger)
-        self.timeline = StepTimeline(config.trainer.report_dir, config.trainer.timeline_freq)
-        self.sample_records = SampleRecords(
-            config.trainer.report_dir, config.trainer.log_samples_freq, config.trainer.log_samples_rows, tokenizer
-        )
         data = config.data
         self.train_dataset = _dataset(config, tokenizer, file_list(data.train_files), data.train_max_samples)
         self.val_datasets = {
@@ -117,15 +108,12 @@ class RayPPOTrainer:
         )
         per_epochs = len(self.train_dataset) // data.train_batch_size * config.trainer.total_epochs
         self.total_training_steps = config.trainer.total_training_steps or per_epochs
-        folder = config.trainer.train_only or Path(config.trainer.report_dir) / FOLDER
-        self.rollout_records = RolloutRecords(Path(folder).expanduser())
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.global_step = 0
         self.workers: Any = None  # those that train
         self.rollout_workers: Any = None  # those that only generate
-        self.tracking: Any = None
-        self._carried_timing: dict[str, float] = {}
-        self._unpublished: checkpointing.Checkpoint | None = None
+        self.tracking: Tracking | None = None
+        self.reward_ledger = RewardLedger(config.trainer.report_dir, config.reward_model.ledger)
 
     def init_workers(self) -> None:
         """Starts one process per device and builds the models in it."""
@@ -142,6 +130,12 @@ class RayPPOTrainer:
         if tables:
             logger.info("on %s\n%s", resolve_device(trainer.device), op_tables_text(tables))
         self.source = self._make_source()
+        self.checkpoints = RunCheckpoints(trainer, self.workers, self.source, self.kl_ctrl)
+        self.validator = Validator(
+            self.config, self.val_datasets, self.source.generate, self.reward_fn, self.reward_ledger
+        )
+        self.timeline = StepTimeline(trainer.report_dir, trainer.timeline_freq, self._groups())
+        self.observers = self._make_observers()
 
     def _start(
         self, worker_class: type, role: str, num_nodes: int, per_node: int, joins: Any, num_later_ranks: int
@@ -157,44 +151,56 @@ class RayPPOTrainer:
             joins=joins,
         )
 
-    def _make_source(self) -> SynchronousSource | AsynchronousSource | RecordedSource:
-        """Where the samples of the steps come from, by ``trainer.schedule`` and ``trainer.train_only``."""
-        if self.config.trainer.train_only is not None:
-            return RecordedSource(self.config, self.train_loader, self.rollout_records, self.workers)
+    def _make_source(self) -> SynchronousSource | AsynchronousSource | SavedSource:
+        """The source of the steps' samples, by ``trainer.schedule`` and ``trainer.train_only``."""
+        saved = self.config.trainer.train_only
+        if saved is not None:
+            return SavedSource(self.config, self.train_loader, SavedRollouts(Path(saved).expanduser()), self.workers)
         tokens = Tokens(self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
         if self.config.has_rollout_ranks:
             return AsynchronousSource(self.config, self.train_loader, tokens, self.workers, self.rollout_workers)
 
         def score(batch: DataProto) -> None:
-            self._take_scores(batch, self.reward_fn.start(batch).result())
+            self._add_scores(batch, self.reward_fn.start(batch))
 
         return SynchronousSource(self.config, self.train_loader, tokens, self.workers, score)
 
+    def _make_observers(self) -> list[StepObserver]:
+        trainer = self.config.trainer
+        observers: list[StepObserver] = [self.reward_ledger]
+        if trainer.records_rollouts:
+            rollouts = SavedRollouts(Path(trainer.report_dir).expanduser() / FOLDER)
+            observers.append(RolloutSaver(rollouts, self.workers, self.source))
+        samples = SampleRecords(
+            trainer.report_dir, trainer.log_samples_freq, trainer.log_samples_rows, self.tokenizer, self.workers
+        )
+        return [*observers, samples, self.timeline]
+
     def fit(self) -> None:
         """Resumes, validates, trains to ``total_training_steps``, saving and validating on the way."""
-        self._load_checkpoint()
         trainer = self.config.trainer
-        self.tracking = Tracking(trainer.report_dir, trainer.logger, first_step=self._first_logged_step())
-        self.reward_ledger.cut_back(self._first_logged_step())
-        self.timeline.cut_back(self._first_logged_step())
-        self.sample_records.cut_back(self._first_logged_step())
-        if trainer.records_rollouts:
-            self.rollout_records.cut_back(self._first_logged_step())
+        self.global_step = self.checkpoints.load()
+        first_logged_step = self.global_step + 1 if self.global_step else 0
+        self.tracking = Tracking(trainer.report_dir, trainer.logger, first_step=first_logged_step)
+        for observer in self.observers:
+            observer.cut_back(first_logged_step)
         if self.global_step == 0 and trainer.tests_first:
-            self.tracking.log(self._validate(), step=0)
+            self.tracking.log(self.validator.run(0, self.timeline.phase_seconds()), step=0)
         while self.global_step < self.total_training_steps:
             self.global_step += 1
-            self.timeline.begin(self.global_step, *self._groups())
-            metrics = self._rollout_step() if trainer.rollout_only else self._train_step()
-            self._publish_checkpoint(is_needed=False)
+            for observer in self.observers:
+                observer.before_step(self.global_step)
+            metrics = self._train_step()
+            self.checkpoints.publish(waits=False)
             is_last = self.global_step == self.total_training_steps
             if trainer.tests_after(self.global_step, is_last=is_last):
-                metrics |= self._validate()
-            self.tracking.log(metrics | self.run_metrics | self._take_carried_timing(), step=self.global_step)
+                metrics |= self.validator.run(self.global_step, self.timeline.phase_seconds())
+            self.tracking.log(metrics | self.run_metrics | self.checkpoints.take_timing(), step=self.global_step)
             if trainer.saves_after(self.global_step, is_last=is_last):
-                self._save_checkpoint()
-            self.timeline.end(*self._groups())
-        self._publish_checkpoint(is_needed=True)
+                self.checkpoints.save(self.global_step, self.timeline.phase_seconds())
+            for observer in self.observers:
+                observer.after_step(self.global_step)
+        self.checkpoints.publish(waits=True)
         self.tracking.close()
         if trainer.export_hf and not trainer.rollout_only:
             path = str(Path(trainer.report_dir) / "export_hf")
@@ -213,88 +219,60 @@ class RayPPOTrainer:
         return [group for group in (self.workers, self.rollout_workers) if group is not None]
 
     def _train_step(self) -> dict[str, float]:
-        """One GRPO step: samples, their scores, log-probs, advantages, update."""
-        timing = self.timeline.phase_seconds()
-        metrics: dict[str, float] = {
-            "training/global_step": self.global_step,
-            "training/epoch": self.source.epoch,
-        }
+        """One GRPO step: samples, their scores, log-probs, advantages, update; only the scores in ``rollout_only``."""
+        config, workers, timing = self.config, self.workers, self.timeline.phase_seconds()
+        trains = not config.trainer.rollout_only
+        metrics: dict[str, float] = {"training/global_step": self.global_step, "training/epoch": self.source.epoch}
         with marked_timer("step", timing):
-            batch, of_source = self.source.next_batch(self.global_step, timing)
-            metrics |= of_source
-            order = self._dealt_order(batch)
-            batch.reorder(order)
-            batch.meta_info |= self._update_info()
-            # Runs in its own processes while log-probs are computed; filtered groups were chosen by their scores.
+            batch, sampling = self.source.next_batch(self.global_step, timing)
+            self._balance(batch)
+            # Graders run in processes of their own while log-probs are computed; filtered groups have been graded.
             scoring = None if "token_level_scores" in batch.batch else self.reward_fn.start(batch)
-            if self.config.needs_old_log_prob:
+            if trains and config.needs_old_log_prob:
                 with marked_timer("old_log_prob", timing):
-                    batch = batch.union(self.workers.compute_log_prob(worker_batch(batch)))
-            if self.config.use_reference_policy:
+                    batch = batch.union(workers.compute_log_prob(worker_batch(batch)))
+            if trains and config.use_reference_policy:
                 with marked_timer("ref", timing):
-                    batch = batch.union(self.workers.compute_ref_log_prob(worker_batch(batch)))
+                    batch = batch.union(workers.compute_ref_log_prob(worker_batch(batch)))
+            step = Step(self.global_step, batch, sampling, timing)
             with marked_timer("reward", timing):
-                if scoring is not None:
-                    self._take_scores(batch, scoring.result())
-                self.reward_ledger.write(self.global_step)
-                metrics |= compute_reward_metrics(reward_parts(batch), "reward")
-            if self.config.trainer.save_rollouts:
-                with marked_timer("save_rollouts", timing):
-                    self._record_rollouts(batch, order, of_source)
-            with marked_timer("adv", timing):
-                metrics |= self._apply_kl(batch)
-                batch = compute_advantage(batch, self.config)
-            if self.sample_records.wants(self.global_step):
-                with marked_timer("log_samples", timing):
-                    self._record_samples(batch)
-            with marked_timer("update_actor", timing):
-                metrics |= self.workers.update_actor(worker_batch(batch, "advantages")).meta_info["metrics"]
+                self._add_scores(batch, scoring)
+                metrics |= sampling | compute_reward_metrics(reward_parts(batch), "reward")
+            for observer in self.observers:
+                observer.after_rewards(step)
+            if trains:
+                with marked_timer("adv", timing):
+                    metrics |= self._apply_kl(batch)
+                    batch = compute_advantage(batch, config)
+                for observer in self.observers:
+                    observer.before_update(step)
+                with marked_timer("update_actor", timing):
+                    report = workers.update_actor(worker_batch(batch, "advantages")).meta_info
+                metrics |= report["metrics"] | compute_rank_metrics(report.get("by_rank", {}))
         metrics |= compute_data_metrics(batch) | compute_timing_metrics(batch, timing)
-        return metrics | compute_throughout_metrics(batch, timing, self.config.num_devices)
+        return metrics | compute_throughout_metrics(batch, timing, config.num_devices)
 
-    def _rollout_step(self) -> dict[str, float]:
-        """The first half of a step: samples and their scores, which are recorded and not trained on."""
-        timing = self.timeline.phase_seconds()
-        metrics: dict[str, float] = {
-            "training/global_step": self.global_step,
-            "training/epoch": self.source.epoch,
-        }
-        with marked_timer("step", timing):
-            batch, of_source = self.source.next_batch(self.global_step, timing)
-            with marked_timer("reward", timing):
-                if "token_level_scores" not in batch.batch:
-                    self._take_scores(batch, self.reward_fn.start(batch).result())
-                self.reward_ledger.write(self.global_step)
-                metrics |= of_source | compute_reward_metrics(reward_parts(batch), "reward")
-            with marked_timer("save_rollouts", timing):
-                self._record_rollouts(batch, list(range(len(batch))), of_source)
-        metrics |= compute_sample_metrics(batch) | compute_timing_metrics(batch, timing)
-        return metrics | compute_throughout_metrics(batch, timing, self.config.num_devices)
-
-    def _record_rollouts(self, batch: DataProto, dealt_order: list[int], metrics: dict[str, float]) -> None:
-        rows = recorded_rows(self.workers, batch, dealt_order)
-        state, _ = self.source.state()
-        self.rollout_records.write(self.global_step, RolloutRecord(rows, metrics, state["loader"]))
-
-    def _take_scores(self, batch: DataProto, scores: Scores) -> None:
-        """Scores into ``batch``, grades into the ledger."""
-        self.reward_ledger.add(scores.samples)
-        add_scores(batch, scores, self.config.reward_model.overlong_buffer)
-
-    def _dealt_order(self, batch: DataProto) -> list[int]:
-        """Rows so that every data-parallel rank gets its share, by length, of the rows of each mini-batch."""
-        models, num_ranks = self.config.actor_rollout_ref, self.config.training_layout.data_parallel_size
-        return dealt_order(
+    def _balance(self, batch: DataProto) -> None:
+        """Orders the rows so that every data-parallel rank gets its share, by length, of each mini-batch."""
+        config, models = self.config, self.config.actor_rollout_ref
+        batch.batch[GENERATED_ROW] = torch.arange(len(batch))
+        order = balanced_order(
             batch.batch["num_tokens"].tolist(),
-            num_ranks,
+            config.training_layout.data_parallel_size,
             models.actor.ppo_mini_batch_size * models.rollout.n,
-            balance=self.config.trainer.balance_batch,
+            balance=config.trainer.balance_batch,
             shuffle_seed=models.actor.shuffle_seed(self.global_step) if models.actor.shuffle else None,
         )
+        batch.reorder(order)
+        rollout = models.rollout
+        batch.meta_info |= {"temperature": rollout.temperature, "rollout_n": rollout.n, "global_step": self.global_step}
 
-    def _update_info(self) -> dict[str, Any]:
-        rollout = self.config.actor_rollout_ref.rollout
-        return {"temperature": rollout.temperature, "rollout_n": rollout.n, "global_step": self.global_step}
+    def _add_scores(self, batch: DataProto, scoring: PendingScores | None) -> None:
+        """Waits for the graders; adds scores to ``batch`` and grades to the ledger. None: this has been done."""
+        if scoring is not None:
+            scores = scoring.result()
+            self.reward_ledger.add(scores.samples)
+            add_scores(batch, scores, self.config.reward_model.overlong_buffer)
 
     def _apply_kl(self, batch: DataProto) -> dict[str, float]:
         if not self.config.algorithm.use_kl_in_reward:
@@ -304,166 +282,6 @@ class RayPPOTrainer:
         used = self.kl_ctrl.value
         self.kl_ctrl.update(kl, n_steps=len(batch))
         return {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": used}
-
-    def _record_samples(self, batch: DataProto) -> None:
-        """Some rows with both log-probs, before the update; those of training are computed where the step has none."""
-        if batch.row_refs is None:
-            self.sample_records.write(self.global_step, self.sample_records.chosen(batch))
-            return
-        if TRAINING not in batch.row_refs:  # into another batch: the update must not find them
-            computed = self.workers.compute_log_prob(worker_batch(batch))
-            batch = batch.select().union(computed)
-        rows = self.sample_records.chosen(batch)
-        kept = self.workers.fetch_columns(worker_batch(rows), (ROLLOUT, TRAINING))
-        rows.batch.update(kept.batch)
-        self.sample_records.write(self.global_step, rows)
-
-    def _validate(self) -> dict[str, float]:
-        """Mean scores over the validation problems of all sets and of each that has a name.
-
-        Transcripts go to ``val_generations/step_N.jsonl``.
-        """
-        timing = self.timeline.phase_seconds()
-        config = self.config
-        n = config.actor_rollout_ref.rollout.val_kwargs.n
-        outputs, pending = [], []
-        with marked_timer("testing", timing):
-            for name, dataset in self.val_datasets.items():
-                for batch in self._validation_batches(dataset, n):
-                    batch.non_tensor_batch["val_set"] = np.array([name] * len(batch), dtype=object)
-                    outputs.append(batch)
-                    pending.append(self.reward_fn.start(batch))
-            scores = [item.result() for item in pending]
-        parts = _joined_parts(scores)
-        for item in scores:
-            self.reward_ledger.add(item.samples)
-        self.reward_ledger.write(self.global_step, is_validation=True)
-        self._write_generations(outputs, [text for s in scores for text in s.responses], parts)
-        sources, sets = (
-            np.concatenate([batch.non_tensor_batch[key] for batch in outputs]) for key in ("data_source", "val_set")
-        )
-        lengths = torch.cat([batch.batch["response_mask"].sum(-1) for batch in outputs])
-        metrics = process_validation_metrics(sources, parts, lengths, n) | compute_set_metrics(sets, parts, lengths)
-        return metrics | {"timing_s/testing": timing["testing"]}
-
-    def _validation_batches(self, dataset: RLHFDataset, n: int) -> Iterator[DataProto]:
-        """Every problem of a set n times with its responses; a set's noise does not depend on the other sets."""
-        seed, size = self.config.actor_rollout_ref.rollout.seed, self.config.data.val_batch_size or len(dataset)
-        for first in range(0, len(dataset), size):
-            rows = range(first, min(first + size, len(dataset)))
-            prompts = DataProto.from_single_dict(collate_fn([dataset[i] for i in rows])).repeat(n, interleave=True)
-            seeds = sampling_seeds(seed, _VALIDATION_STREAM, first * n, len(prompts))
-            prompts.non_tensor_batch["sampling_seeds"] = seeds
-            yield prompts.union(self.source.generate(self.global_step, prompts))
-
-    def _write_generations(self, outputs: list[DataProto], responses: list[str], parts: dict[str, np.ndarray]) -> None:
-        limit = self.config.trainer.log_val_generations
-        if not limit:
-            return
-        prompts = [text for batch in outputs for text in batch.non_tensor_batch["prompt_text"]]
-        truths = [str(m["ground_truth"]) for batch in outputs for m in batch.non_tensor_batch["reward_model"]]
-        sets = [name for batch in outputs for name in batch.non_tensor_batch["val_set"]]
-        lines = []
-        for row in _first_of_each(sets, limit):
-            record = {
-                "step": self.global_step,
-                **({"set": sets[row]} if sets[row] else {}),
-                "prompt": prompts[row],
-                "response": responses[row],
-                "ground_truth": truths[row],
-                **{name: float(values[row]) for name, values in parts.items() if not np.isnan(values[row])},
-            }
-            lines.append(json.dumps(record, ensure_ascii=False))
-        directory = Path(self.config.trainer.report_dir) / "val_generations"
-        directory.mkdir(parents=True, exist_ok=True)
-        checkpointing.write_text(directory / f"step_{self.global_step}.jsonl", "\n".join(lines) + "\n")
-
-    def _save_checkpoint(self) -> None:
-        """Trainer state, then the workers' part, then ``latest``: what ``latest`` names is always whole.
-
-        With ``actor.checkpoint.async_save`` the workers return early, and ``latest`` follows when they are done.
-        """
-        timing = self.timeline.phase_seconds()
-        root = self.config.trainer.default_local_dir
-        checkpoint = checkpointing.checkpoint_at(root, self.global_step)
-        with marked_timer("save_checkpoint", timing):
-            self._publish_checkpoint(is_needed=True)
-            state, arrays = self.source.state()
-            checkpoint.write_state(state | {"kl_coef": self.kl_ctrl.value}, arrays)
-            latest_path = checkpointing.latest_path(root).absolute()
-            self.workers.save_checkpoint(
-                str(checkpoint.actor.absolute()), global_step=self.global_step, latest_path=str(latest_path)
-            )
-            self._unpublished = checkpoint
-            self._publish_checkpoint(is_needed=False)
-        self._carried_timing = {"timing_s/save_checkpoint": timing["save_checkpoint"]}
-
-    def _publish_checkpoint(self, is_needed: bool) -> None:
-        """When the last checkpoint is whole: ``latest`` names it, older ones go; until then waits if ``is_needed``."""
-        checkpoint = self._unpublished
-        if checkpoint is None:
-            return
-        if not checkpoint.is_complete:
-            if not is_needed:
-                return
-            self.workers.wait_for_checkpoint()
-        trainer = self.config.trainer
-        checkpointing.publish(
-            trainer.default_local_dir, checkpoint, trainer.max_actor_ckpt_to_keep, trainer.keep_every_steps
-        )
-        self._unpublished = None
-
-    def _load_checkpoint(self) -> None:
-        """Continues from the newest complete checkpoint, or the one asked for; says which, or that there is none."""
-        trainer = self.config.trainer
-        if trainer.resume_mode == "disable":
-            return
-        if trainer.resume_mode == "resume_path":
-            checkpoint = checkpointing.Checkpoint(Path(str(trainer.resume_from_path)))
-            problems = self._problems_of(checkpoint) if checkpoint.is_complete else ["it is not complete"]
-            if problems:
-                raise ValueError(f"trainer.resume_from_path: {checkpoint.directory}: {'; '.join(problems)}")
-        else:
-            found = checkpointing.find_latest_ckpt_path(trainer.default_local_dir, self._problems_of)
-            if found is None:
-                logger.info("no checkpoint in %s: starting from the model's weights", trainer.default_local_dir)
-                return
-            checkpoint = found
-        state, arrays = checkpoint.read_state()
-        self.source.load_state(state, arrays, checkpoint.step)
-        self.kl_ctrl.value = state["kl_coef"]
-        self.workers.load_checkpoint(str(checkpoint.actor.absolute()))
-        self.global_step = checkpoint.step
-        logger.info("resumed after step %d from %s", self.global_step, checkpoint.directory)
-
-    def _problems_of(self, checkpoint: checkpointing.Checkpoint) -> list[str]:
-        """What the workers find missing or damaged in it."""
-        found: list[str] = self.workers.verify_checkpoint(str(checkpoint.actor.absolute()))[0]
-        return found
-
-    def _first_logged_step(self) -> int:
-        return self.global_step + 1 if self.global_step else 0
-
-    def _take_carried_timing(self) -> dict[str, float]:
-        """Seconds of the last save, which happened after its own step had been logged."""
-        taken, self._carried_timing = self._carried_timing, {}
-        return taken
-
-
-def _first_of_each(names: list[str], limit: int) -> list[int]:
-    """Rows of the first ``limit`` of every name."""
-    return [
-        row for name in dict.fromkeys(names) for row in [i for i, other in enumerate(names) if other == name][:limit]
-    ]
-
-
-def _joined_parts(scores: list[Scores]) -> dict[str, np.ndarray]:
-    """Every part over all batches; NaN in a batch whose reward functions do not give it."""
-    names = sorted({name for item in scores for name in item.parts})
-    return {
-        name: np.concatenate([item.parts.get(name, np.full(len(item.samples), np.nan)) for item in scores])
-        for name in names
-    }
 
 
 def _dataset(

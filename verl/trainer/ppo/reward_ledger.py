@@ -1,7 +1,7 @@
-"""The record of every grade: what was asked, what came out, and which version of which grader said so.
+"""The ledger of all grades: the prompt, the response, its score, and the version of the grader that gave it.
 
-A file is ``step_N.jsonl``, or ``val_step_N.jsonl`` of a validation, with one line per response. Lines hold what a
-grader needs, so that ``python -m tools.regrade`` grades them again.
+A step has a file ``step_N.jsonl`` and a validation ``val_step_N.jsonl``, with one line per response. A line holds
+everything that a grader needs, so that ``python -m tools.regrade`` can grade it again.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from verl.trainer.ppo.checkpointing import write_text
+from verl.trainer.ppo.observers import Step, StepObserver
 from verl.trainer.ppo.step_files import remove_steps
 from verl.workers.reward_manager import GradedSample
 
 FOLDER = "reward_ledger"
 
 
-class RewardLedger:
-    """Writes a file per step, whole or not at all.
+class RewardLedger(StepObserver):
+    """Writes a file per step, atomically.
 
     Args:
         report_dir: where the run writes; the ledger is in ``reward_ledger/`` there.
@@ -37,12 +38,16 @@ class RewardLedger:
         remove_steps(self._directory, "*step_*.jsonl", first_step)
 
     def add(self, samples: Sequence[GradedSample]) -> None:
-        """Keeps what was graded for the step's file: a step may grade several batches."""
+        """Collects grades for the step's file; a step may grade several batches."""
         if self._contents != "off":
             self._samples += samples
 
+    def after_rewards(self, step: Step) -> None:
+        """See ``StepObserver``."""
+        self.write(step.number)
+
     def write(self, step: int, *, is_validation: bool = False) -> None:
-        """The file of one step, of all samples graded since the last one, if any; on disk when this returns."""
+        """Writes the file of one step with the grades since the last file, if any; it is on disk when this returns."""
         if self._contents == "off" or not self._samples:
             return
         self._directory.mkdir(parents=True, exist_ok=True)

@@ -19,9 +19,12 @@ import numpy as np
 
 from verl.protocol import DataProto
 from verl.trainer.ppo.checkpointing import write_text
+from verl.trainer.ppo.metric_utils import marked_timer
+from verl.trainer.ppo.observers import Step, StepObserver
 from verl.trainer.ppo.scores import REWARD_PARTS
 from verl.trainer.ppo.step_files import remove_steps
 from verl.workers.rollout.orders import VERSIONS
+from verl.workers.row_store import worker_batch
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
@@ -32,38 +35,57 @@ ROLLOUT, TRAINING = "rollout_log_probs", "old_log_probs"  # columns of the batch
 _DIGITS = 7  # of a log-prob behind the point: float32 has no more
 
 
-class SampleRecords:
+class SampleRecords(StepObserver):
     """Writes the steps that ``trainer.log_samples_freq`` divides.
 
     Args:
         report_dir: where the run writes.
         freq: a file every so many steps; -1 is none.
-        max_rows: of a file; whole groups as far as they fit.
+        max_rows: rows of a file at most; whole groups as far as they fit.
+        workers: compute and return the log-probs that the batch does not have.
     """
 
-    def __init__(self, report_dir: str, freq: int, max_rows: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, report_dir: str, freq: int, max_rows: int, tokenizer: PreTrainedTokenizerBase, workers: Any = None
+    ) -> None:
         self._directory = Path(report_dir) / FOLDER
         self._freq = freq
         self._max_rows = max_rows
         self._tokenizer = tokenizer
+        self._workers = workers
 
     def cut_back(self, first_step: int) -> None:
         """Removes the files of ``first_step`` and later: those steps will be run again."""
         remove_steps(self._directory, "step_*.jsonl", first_step)
 
     def wants(self, step: int) -> bool:
-        """Whether ``step`` is one of them."""
+        """Return whether ``step`` is one of them."""
         return self._freq > 0 and step % self._freq == 0
 
     def chosen(self, batch: DataProto) -> DataProto:
-        """The rows of ``batch`` that are recorded."""
+        """Return the rows of ``batch`` that are written."""
         return batch.select_idxs(chosen_rows(batch.non_tensor_batch["uid"], self._max_rows))
 
     def write(self, step: int, batch: DataProto) -> None:
-        """The file of ``step``, of all rows of ``batch``, which has the log-probs that there are as columns."""
+        """Writes the file of ``step`` with all rows of ``batch``, whose log-probs are columns where there are any."""
         self._directory.mkdir(parents=True, exist_ok=True)
         lines = (json.dumps(self._record(step, batch, row)) + "\n" for row in range(len(batch)))
         write_text(self._directory / f"step_{step}.jsonl", "".join(lines))
+
+    def before_update(self, step: Step) -> None:
+        """See ``StepObserver``; the log-probs of training are computed where the step has none."""
+        if not self.wants(step.number):
+            return
+        with marked_timer("log_samples", step.timing):
+            batch = step.batch
+            if batch.row_refs is not None and TRAINING not in batch.row_refs:
+                computed = self._workers.compute_log_prob(worker_batch(batch))
+                batch = batch.select().union(computed)  # a new batch: the update must not see them
+            rows = self.chosen(batch)
+            if rows.row_refs is not None:
+                fetched = self._workers.fetch_columns(worker_batch(rows), (ROLLOUT, TRAINING))
+                rows.batch.update(fetched.batch)
+            self.write(step.number, rows)
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

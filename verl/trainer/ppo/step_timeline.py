@@ -14,6 +14,7 @@ from typing import Any
 
 from verl.trainer.ppo.checkpointing import write_text
 from verl.trainer.ppo.metric_utils import PhaseSeconds
+from verl.trainer.ppo.observers import StepObserver
 from verl.trainer.ppo.step_files import remove_steps
 from verl.utils.timeline import ClockReading, Recording, Span, Timeline, now_s, read_clock
 
@@ -38,17 +39,18 @@ class ClockOffset:
     error_s: float
 
 
-class StepTimeline:
+class StepTimeline(StepObserver):
     """Records the steps that ``trainer.timeline_freq`` divides; others take a microsecond a phase.
 
     Args:
         report_dir: where the run writes.
         freq: a file every so many steps; -1 is none.
+        groups: the worker groups whose ranks are in the trace.
     """
 
-    def __init__(self, report_dir: str, freq: int) -> None:
+    def __init__(self, report_dir: str, freq: int, groups: Sequence[Any]) -> None:
         self._directory = Path(report_dir) / FOLDER
-        self._freq = freq
+        self._freq, self._groups = freq, groups
         self._controller = Timeline()
         self._step: int | None = None
         self._start_s = 0.0
@@ -62,26 +64,26 @@ class StepTimeline:
         """What ``marked_timer`` fills: its phases are the controller's spans."""
         return PhaseSeconds(self._controller)
 
-    def begin(self, step: int, *groups: Any) -> None:
-        """Starts the recording of ``step`` on all ranks of all groups, where it is one that is recorded."""
-        if self._freq < 1 or step % self._freq:
+    def before_step(self, number: int) -> None:
+        """Starts recording on all ranks of all groups, if the step is one that is recorded."""
+        if self._freq < 1 or number % self._freq:
             return
-        self._step, self._readings = step, []
+        self._step, self._readings = number, []
         self._start_s = now_s()
         self._controller.begin()
-        for group in groups:
+        for group in self._groups:
             self._note(self._start_s, group.begin_timeline())
 
-    def end(self, *groups: Any) -> None:
-        """Writes the step that was begun, if one was."""
+    def after_step(self, number: int) -> None:
+        """Writes the trace of the step, if it was recorded."""
         if self._step is None:
             return
         for _ in range(_EXTRA_READINGS):
             asked_s = now_s()
-            for group in groups:
+            for group in self._groups:
                 self._note(asked_s, group.read_clock())
         recordings: list[Recording] = []
-        for group in groups:
+        for group in self._groups:
             asked_s = now_s()
             recordings += (of_group := group.take_timeline())
             self._note(asked_s, [recording.reading for recording in of_group])

@@ -134,7 +134,7 @@ class AsynchronousSource:
         """Validation's responses by the weights of now; ``step`` steps have been trained."""
         self.training.while_waiting = None
         self._sync(step, {})
-        return generate(self.rollout, prompts, self.tokens, self.num_replicas, {}, validate=True)
+        return generate(self.rollout, prompts, self.tokens, self.num_replicas, {}, validate=True)[0]
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """What a checkpoint needs, as JSON and as arrays: the prompts that have been begun and all of their tokens.

@@ -11,7 +11,7 @@ import numpy as np
 from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.filter_groups import collect_groups, group_filter
-from verl.trainer.ppo.metric_utils import marked_timer
+from verl.trainer.ppo.metric_utils import add_generation_times, marked_timer
 from verl.trainer.ppo.schedules.generation import Tokens, generate, prompt_rows
 from verl.trainer.ppo.seeds import sampling_seeds
 from verl.utils.dataset import ResumableLoader
@@ -38,14 +38,22 @@ class SynchronousSource:
         self.config, self.loader, self.tokens, self.workers, self.score = config, loader, tokens, workers, score
         self.keeps_group = group_filter(config) if config.algorithm.filter_groups.enable else None
         self._batches: Iterator[dict[str, Any]] = iter(loader)
+        self._generation_s: dict[int, float] = {}  # first rank of a replica -> its seconds in this step
 
     @property
     def epoch(self) -> int:
-        """Of the prompts that come next."""
+        """The epoch of the next prompts."""
         return self.loader.epoch
 
     def next_batch(self, step: int, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
         """Samples for ``step`` and metrics of how they came about; with dynamic sampling they are scored."""
+        self._generation_s = {}
+        batch, metrics = self._collect(step, timing)
+        if self._generation_s:
+            metrics |= add_generation_times(self._generation_s, timing)
+        return batch, metrics
+
+    def _collect(self, step: int, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
         if self.keeps_group is None:
             return self._sample(step, 0, timing), {}
 
@@ -59,25 +67,27 @@ class SynchronousSource:
         return collect_groups(scored, self.keeps_group, self.config.data.train_batch_size, limit)
 
     def generate(self, step: int, prompts: DataProto) -> DataProto:
-        """Validation's responses by the weights of now; ``step`` steps have been trained."""
-        return generate(self.workers, prompts, self.tokens, self.config.rollout_replicas, {}, validate=True)
+        """Responses for validation, by the weights after ``step`` steps."""
+        return generate(self.workers, prompts, self.tokens, self.config.rollout_replicas, {}, validate=True)[0]
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """What a checkpoint needs to go on with the next prompts, as JSON and as arrays."""
+        """The state that a checkpoint needs to continue with the next prompts, as JSON and as arrays."""
         return {"loader": self.loader.state_dict()}, {}
 
     def load_state(self, state: dict[str, Any], arrays: dict[str, np.ndarray], step: int) -> None:
-        """Goes on where ``state`` was taken, after ``step``."""
+        """Continues where ``state`` was taken, after ``step``."""
         self.loader.load_state_dict(state["loader"])
         if arrays:
-            logger.warning("step %d: samples that an asynchronous run had begun are left out from here on", step)
+            logger.warning("step %d: the samples that an asynchronous run had in flight are dropped", step)
 
     def _sample(self, step: int, generation: int, timing: dict[str, float]) -> DataProto:
-        """The next prompts and their responses; a later generation of a step leaves the earlier ones' rows."""
+        """The next prompts and their responses; a later generation of a step keeps the rows of the earlier ones."""
         prompts = self.next_prompts(step, generation)
         with marked_timer("gen", timing):
             replicas = self.config.rollout_replicas
-            output = generate(self.workers, prompts, self.tokens, replicas, timing, keeps_rows=generation > 0)
+            output, seconds = generate(self.workers, prompts, self.tokens, replicas, timing, keeps_rows=generation > 0)
+            for rank, generation_s in seconds.items():
+                self._generation_s[rank] = self._generation_s.get(rank, 0.0) + generation_s
             return prompts.union(output)
 
     def next_prompts(self, step: int, generation: int) -> DataProto:

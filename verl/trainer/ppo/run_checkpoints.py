@@ -1,0 +1,92 @@
+"""When a run's checkpoints are saved, published and loaded; ``checkpointing`` has what they are on disk."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from verl.trainer.config import TrainerConfig
+from verl.trainer.ppo import checkpointing
+from verl.trainer.ppo.core_algos import AdaptiveKLController, FixedKLController
+from verl.trainer.ppo.metric_utils import marked_timer
+
+logger = logging.getLogger(__name__)
+
+
+class RunCheckpoints:
+    """The checkpoints of one run: the state of its workers, of its source of samples and of its KL controller."""
+
+    def __init__(
+        self, config: TrainerConfig, workers: Any, source: Any, kl_ctrl: AdaptiveKLController | FixedKLController
+    ) -> None:
+        self.config, self.workers, self.source, self.kl_ctrl = config, workers, source, kl_ctrl
+        self._unpublished: checkpointing.Checkpoint | None = None
+        self._last_save: dict[str, float] = {}
+
+    def save(self, step: int, timing: dict[str, float]) -> None:
+        """Writes the trainer's state, then the workers', then ``latest``: what ``latest`` names is always complete.
+
+        With ``actor.checkpoint.async_save`` the workers return early, and ``latest`` follows when they are done.
+        """
+        root = self.config.default_local_dir
+        checkpoint = checkpointing.checkpoint_at(root, step)
+        with marked_timer("save_checkpoint", timing):
+            self.publish(waits=True)
+            state, arrays = self.source.state()
+            checkpoint.write_state(state | {"kl_coef": self.kl_ctrl.value}, arrays)
+            latest_path = checkpointing.latest_path(root).absolute()
+            self.workers.save_checkpoint(
+                str(checkpoint.actor.absolute()), global_step=step, latest_path=str(latest_path)
+            )
+            self._unpublished = checkpoint
+            self.publish(waits=False)
+        self._last_save = {"timing_s/save_checkpoint": timing["save_checkpoint"]}
+
+    def publish(self, *, waits: bool) -> None:
+        """Points ``latest`` at the last checkpoint if it is complete, and removes older ones; may wait until it is."""
+        checkpoint = self._unpublished
+        if checkpoint is None:
+            return
+        if not checkpoint.is_complete:
+            if not waits:
+                return
+            self.workers.wait_for_checkpoint()
+        config = self.config
+        checkpointing.publish(
+            config.default_local_dir, checkpoint, config.max_actor_ckpt_to_keep, config.keep_every_steps
+        )
+        self._unpublished = None
+
+    def load(self) -> int:
+        """Loads the newest complete checkpoint, or the requested one, and returns its step; 0 when there is none."""
+        config = self.config
+        if config.resume_mode == "disable":
+            return 0
+        if config.resume_mode == "resume_path":
+            checkpoint = checkpointing.Checkpoint(Path(str(config.resume_from_path)))
+            problems = self._problems_of(checkpoint) if checkpoint.is_complete else ["it is not complete"]
+            if problems:
+                raise ValueError(f"trainer.resume_from_path: {checkpoint.directory}: {'; '.join(problems)}")
+        else:
+            found = checkpointing.find_latest_ckpt_path(config.default_local_dir, self._problems_of)
+            if found is None:
+                logger.info("no checkpoint in %s: starting from the model's weights", config.default_local_dir)
+                return 0
+            checkpoint = found
+        state, arrays = checkpoint.read_state()
+        self.source.load_state(state, arrays, checkpoint.step)
+        self.kl_ctrl.value = state["kl_coef"]
+        self.workers.load_checkpoint(str(checkpoint.actor.absolute()))
+        logger.info("resumed after step %d from %s", checkpoint.step, checkpoint.directory)
+        return checkpoint.step
+
+    def take_timing(self) -> dict[str, float]:
+        """Returns once the seconds of the last save, which came after its own step had been logged."""
+        taken, self._last_save = self._last_save, {}
+        return taken
+
+    def _problems_of(self, checkpoint: checkpointing.Checkpoint) -> list[str]:
+        """What the workers find missing or damaged in it."""
+        found: list[str] = self.workers.verify_checkpoint(str(checkpoint.actor.absolute()))[0]
+        return found

@@ -1,0 +1,116 @@
+"""Validation: responses to the problems of every evaluation set, their scores, and transcripts of some."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from verl.protocol import DataProto
+from verl.trainer.config import PPOTrainerConfig
+from verl.trainer.ppo.checkpointing import write_text
+from verl.trainer.ppo.metric_utils import compute_set_metrics, marked_timer, process_validation_metrics
+from verl.trainer.ppo.reward_ledger import RewardLedger
+from verl.trainer.ppo.seeds import sampling_seeds
+from verl.utils.dataset import RLHFDataset, collate_fn
+from verl.workers.reward_manager import NaiveRewardManager, Scores
+
+_STREAM = -1  # sampling stream of validation: the same noise at every step, so that scores compare
+
+
+class Validator:
+    """Validates the policy on all evaluation sets.
+
+    Args:
+        datasets: name of the set ("" for a set without a name) -> its problems.
+        generate: (step, prompts) -> responses by the weights after that step.
+    """
+
+    def __init__(
+        self,
+        config: PPOTrainerConfig,
+        datasets: Mapping[str, RLHFDataset],
+        generate: Callable[[int, DataProto], DataProto],
+        reward_fn: NaiveRewardManager,
+        ledger: RewardLedger,
+    ) -> None:
+        self.config, self.datasets, self.generate = config, datasets, generate
+        self.reward_fn, self.ledger = reward_fn, ledger
+
+    def run(self, step: int, timing: dict[str, float]) -> dict[str, float]:
+        """Mean scores over the problems of all sets and of each set that has a name.
+
+        Transcripts are written to ``val_generations/step_N.jsonl``.
+        """
+        n = self.config.actor_rollout_ref.rollout.val_kwargs.n
+        outputs, pending = [], []
+        with marked_timer("testing", timing):
+            for name, dataset in self.datasets.items():
+                for batch in self._batches(step, dataset, n):
+                    batch.non_tensor_batch["val_set"] = np.array([name] * len(batch), dtype=object)
+                    outputs.append(batch)
+                    pending.append(self.reward_fn.start(batch))
+            scores = [item.result() for item in pending]
+        for item in scores:
+            self.ledger.add(item.samples)
+        self.ledger.write(step, is_validation=True)
+        parts = _joined_parts(scores)
+        self._write_transcripts(step, outputs, [text for item in scores for text in item.responses], parts)
+        sources, sets = (
+            np.concatenate([batch.non_tensor_batch[key] for batch in outputs]) for key in ("data_source", "val_set")
+        )
+        lengths = torch.cat([batch.batch["response_mask"].sum(-1) for batch in outputs])
+        metrics = process_validation_metrics(sources, parts, lengths, n) | compute_set_metrics(sets, parts, lengths)
+        return metrics | {"timing_s/testing": timing["testing"]}
+
+    def _batches(self, step: int, dataset: RLHFDataset, n: int) -> Iterator[DataProto]:
+        """Every problem of a set n times with its responses; a set's noise does not depend on the other sets."""
+        seed, size = self.config.actor_rollout_ref.rollout.seed, self.config.data.val_batch_size or len(dataset)
+        for first in range(0, len(dataset), size):
+            rows = range(first, min(first + size, len(dataset)))
+            prompts = DataProto.from_single_dict(collate_fn([dataset[i] for i in rows])).repeat(n, interleave=True)
+            prompts.non_tensor_batch["sampling_seeds"] = sampling_seeds(seed, _STREAM, first * n, len(prompts))
+            yield prompts.union(self.generate(step, prompts))
+
+    def _write_transcripts(
+        self, step: int, outputs: list[DataProto], responses: list[str], parts: dict[str, np.ndarray]
+    ) -> None:
+        limit = self.config.trainer.log_val_generations
+        if not limit:
+            return
+        prompts = [text for batch in outputs for text in batch.non_tensor_batch["prompt_text"]]
+        truths = [str(m["ground_truth"]) for batch in outputs for m in batch.non_tensor_batch["reward_model"]]
+        sets = [name for batch in outputs for name in batch.non_tensor_batch["val_set"]]
+        lines = []
+        for row in _first_of_each(sets, limit):
+            record = {
+                "step": step,
+                **({"set": sets[row]} if sets[row] else {}),
+                "prompt": prompts[row],
+                "response": responses[row],
+                "ground_truth": truths[row],
+                **{name: float(values[row]) for name, values in parts.items() if not np.isnan(values[row])},
+            }
+            lines.append(json.dumps(record, ensure_ascii=False))
+        directory = Path(self.config.trainer.report_dir) / "val_generations"
+        directory.mkdir(parents=True, exist_ok=True)
+        write_text(directory / f"step_{step}.jsonl", "\n".join(lines) + "\n")
+
+
+def _first_of_each(names: list[str], limit: int) -> list[int]:
+    """Rows of the first ``limit`` of every name."""
+    return [
+        row for name in dict.fromkeys(names) for row in [i for i, other in enumerate(names) if other == name][:limit]
+    ]
+
+
+def _joined_parts(scores: list[Scores]) -> dict[str, np.ndarray]:
+    """Every part over all batches; NaN in a batch whose reward functions do not give it."""
+    names = sorted({name for item in scores for name in item.parts})
+    return {
+        name: np.concatenate([item.parts.get(name, np.full(len(item.samples), np.nan)) for item in scores])
+        for name in names
+    }
