@@ -128,7 +128,7 @@ def test_two_tensor_parallel_ranks_generate_as_one(local_ray: None, root: Path) 
 
 @pytest.mark.timeout(240)
 def test_a_training_rank_dies_and_no_sample_is_lost_or_trained_on_twice(local_ray: None, root: Path) -> None:
-    """In step 3, by a clock and not in a fixed order: the run restarts from step 2 with the prompts begun by then."""
+    """In step 3, by a clock and not in a fixed order: the run restarts from step 2 with the prompts started by then."""
     config = config_of(root, 4, *ASYNC, "algorithm.rollout_correction={rollout_is:token}")
     orders = root / "kills"
     orders.mkdir()

@@ -24,9 +24,9 @@ def test_a_schedule_with_its_ranks_is_fine(schedule: str) -> None:
 
 
 def test_one_step_off_is_a_pace_of_its_own() -> None:
-    pace = config(*SEPARATE, "trainer.schedule=one_step_off").pace
-    assert pace.max_staleness == 1 and pace.fixed_order and not pace.partial_rollout
-    assert config(*ASYNC, "async_training.staleness_threshold=1.2").pace.max_staleness == 2
+    schedule = config(*SEPARATE, "trainer.schedule=one_step_off").async_config
+    assert schedule.max_staleness == 1 and schedule.fixed_order and not schedule.partial_rollout
+    assert config(*ASYNC, "async_training.staleness_threshold=1.2").async_config.max_staleness == 2
 
 
 @pytest.mark.parametrize(

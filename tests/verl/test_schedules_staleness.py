@@ -27,12 +27,12 @@ def test_whatever_finishes_when_every_prompt_is_trained_on_once_and_in_time(
         if version:
             ledger.begin_version(version)
         for _ in range(k):
-            running += ledger.begin(data.draw(st.integers(0, ledger.num_allowed)) if trained else ledger.num_allowed)
+            running += ledger.start(data.draw(st.integers(0, ledger.num_allowed)) if trained else ledger.num_allowed)
             while (chosen := ledger.choice(finished)) is None:
-                running += ledger.begin(ledger.num_allowed)
+                running += ledger.start(ledger.num_allowed)
                 assert running, "a step waits and nothing runs"
                 finished.append(running.pop(data.draw(st.integers(0, len(running) - 1))))
-            before = dict(ledger.begun)
+            before = dict(ledger.in_flight)
             ages = ledger.take(chosen)
             assert ages == [version - before[number] for number in chosen]
             assert len(chosen) == b and max(ages) <= ledger.max_staleness
@@ -42,24 +42,24 @@ def test_whatever_finishes_when_every_prompt_is_trained_on_once_and_in_time(
     assert sorted([*trained, *finished, *running]) == list(range(ledger.next_prompt))
 
 
-def test_without_a_threshold_every_step_trains_on_what_it_began() -> None:
+def test_without_a_threshold_every_step_trains_on_what_it_started() -> None:
     ledger = StalenessLedger(3, 1, 0.0)
-    assert ledger.begin(ledger.num_allowed) == [0, 1, 2] and ledger.num_allowed == 0
+    assert ledger.start(ledger.num_allowed) == [0, 1, 2] and ledger.num_allowed == 0
     assert ledger.choice([0, 2]) is None
     assert ledger.choice([2, 0, 1]) == [0, 1, 2]
     assert ledger.take([0, 1, 2]) == [0, 0, 0]
     assert ledger.num_allowed == 0
     ledger.begin_version(1)
-    assert ledger.begin(3) == [3, 4, 5]
+    assert ledger.start(3) == [3, 4, 5]
 
 
 def test_a_younger_prompt_overtakes_only_while_the_older_ones_can_still_be_in_time() -> None:
     ledger = StalenessLedger(2, 1, 1.0)
-    assert ledger.begin(4) == [0, 1, 2, 3]
+    assert ledger.start(4) == [0, 1, 2, 3]
     assert ledger.choice([2, 3]) == [2, 3]  # 0 and 1 fit into the next step
     ledger.take([2, 3])
     ledger.begin_version(1)
-    ledger.begin(ledger.num_allowed)
+    ledger.start(ledger.num_allowed)
     assert ledger.choice([4, 5]) is None  # 0 and 1 are due
     assert ledger.choice([4, 5, 0]) is None
     assert ledger.choice([4, 0, 1]) == [0, 1]
@@ -67,15 +67,15 @@ def test_a_younger_prompt_overtakes_only_while_the_older_ones_can_still_be_in_ti
 
 def test_state_goes_through_json_and_back() -> None:
     ledger = StalenessLedger(2, 2, 1.0)
-    ledger.begin(5)
+    ledger.start(5)
     ledger.take([1, 3])
     other = StalenessLedger(2, 2, 1.0)
     other.load_state(ledger.state())
     assert other == ledger
 
 
-def test_more_than_allowed_is_not_begun() -> None:
+def test_more_than_allowed_is_not_started() -> None:
     ledger = StalenessLedger(2, 1, 0.5)
     assert ledger.num_allowed == 3
-    with pytest.raises(AssertionError, match="4 prompts begun where 3 are allowed"):
-        ledger.begin(4)
+    with pytest.raises(AssertionError, match="4 prompts started where 3 are allowed"):
+        ledger.start(4)

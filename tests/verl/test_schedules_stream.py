@@ -17,7 +17,7 @@ from tests.parallel.launcher import run_ranks
 from tests.verl.test_weight_sync import params_of
 from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
-from verl.workers.rollout.orders import PROMPT, SAMPLE, VERSIONS
+from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE, VERSIONS
 from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import engine_holdings, vLLMRollout
 from verl.workers.sharding_manager.weight_sync import WeightSync
@@ -36,7 +36,7 @@ CONFIG = RolloutConfig(
 )
 
 
-def orders(first: int, count: int) -> DataProto:
+def requests(first: int, count: int) -> DataProto:
     """Two samples of each of some prompts."""
     keys = [(prompt, sample) for prompt in range(first, first + count) for sample in range(2)]
     columns: dict[str, list[Any]] = {
@@ -63,7 +63,7 @@ def rows_of(parts: list[DataProto]) -> dict[tuple[int, int], Any]:
 
 
 def rank(path: str) -> Any:
-    """Of a rollout rank: what an undisturbed stream gives, and one that a second engine takes over between syncs."""
+    """The results of a rollout rank for an undisturbed stream, and for one that a second engine takes over at syncs."""
     hf, device, group = load_hf_config(path), torch.device("cpu"), dist.group.WORLD
     assert group is not None
     holdings = {NUM_TRAINING + r: held for r, held in engine_holdings(CONFIG, path, NUM_ROLLOUT).items()}
@@ -94,7 +94,7 @@ def rank(path: str) -> Any:
             else:
                 streams[place].withdraw()
                 syncs[place].run({}, rollouts[place], version)
-                streams[place].begin(orders(100 * dist.get_rank() + 3 * version, 3))
+                streams[place].start(requests(100 * dist.get_rank() + 3 * version, 3))
                 outputs = streams[place].run(7 if version < 2 else 1000)
                 parts.append(streams[place].rows(outputs, META) if outputs else DataProto())
             if is_moved:

@@ -1,4 +1,4 @@
-"""Workers of schedules in which some ranks train and others generate: the first ranks of the world train."""
+"""Workers of schedules in which the first ranks of the world train and the others generate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verl.utils.timeline import now_s
 from verl.workers.engine_setup import PARAMS_DTYPES
 from verl.workers.megatron_workers import ActorRolloutRefWorker, init_device, join_world
 from verl.workers.phases import make_watchdog, worker_phase
-from verl.workers.rollout.orders import RolloutAnswer, RolloutOrder
+from verl.workers.rollout.rollout_messages import RolloutRequest, RolloutResult
 from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import engine_holdings, vLLMRollout
 from verl.workers.row_store import RowStore, controller_batch
@@ -28,7 +28,7 @@ _ROLLOUT = "rollout"
 
 
 class TrainingWorker(ActorRolloutRefWorker):
-    """A rank that trains and does not generate: it sends weights to every ``RolloutWorker`` and fetches rows there."""
+    """A rank that trains and does not generate; it sends weights to the rollout ranks and fetches rows from them."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @worker_phase
@@ -64,7 +64,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> dict[str, dict[str, str]]:
-        """Joins the world of the training ranks and builds the engine, which has no weights yet."""
+        """Joins the world of the training ranks and builds the engine, still without weights."""
         self.device = init_device(self.device_type)
         join_world(self, self.device_type, self.config.nccl_timeout)
         self.watchdog = make_watchdog(self.run_config, None)
@@ -86,38 +86,39 @@ class RolloutWorker(Worker):
         self.stream = SampleStream(self.rollout)
         self.row_store = RowStore(_world(), self.device, self.config.nccl_timeout, first_rank=first_rank)
         self.sync = _weight_sync(self.run_config, self.device)
-        replica, place = divmod(self.rank - first_rank, self.replica_size)
-        self._register_dispatch_collect_info(_ROLLOUT, replica, place == 0)
+        replica, index = divmod(self.rank - first_rank, self.replica_size)
+        self._register_dispatch_collect_info(_ROLLOUT, replica, index == 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @worker_phase
     def update_weights(self, version: int) -> None:
         """Collective with the training ranks' ``update_weights``.
 
-        Unfinished samples go on with the new weights at the next ``run``, with ``keep_kv_cache`` over their old cache.
+        Unfinished samples continue with the new weights at the next ``run_steps``; with ``keep_kv_cache`` they keep the
+        cache that the old weights computed.
         """
-        self.stream.withdraw(keeps_cache=self.run_config.pace.keep_kv_cache)
+        self.stream.withdraw(keeps_cache=self.run_config.async_config.keep_kv_cache)
         with self.timeline.span("weight_sync"):
             self.sync.run({}, self.rollout, version)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     @worker_phase
-    def run(self, order: RolloutOrder) -> RolloutAnswer:
-        """Begins the order's samples, runs its engine steps, and keeps and reports what has ended."""
+    def run_steps(self, request: RolloutRequest) -> RolloutResult:
+        """Starts the request's samples, runs its engine steps, and stores and returns the finished samples."""
         start_s = now_s()
-        self.row_store.drop(order.kept_from)
-        self.stream.begin(order.prompts)
-        outputs = self.stream.run(order.max_steps)
+        self.row_store.drop(request.first_needed_batch)
+        self.stream.start(request.prompts)
+        outputs = self.stream.run(request.max_steps)
         rows = DataProto()
         if outputs:
-            ended = self.stream.rows(outputs, order.prompts.meta_info)
-            rows = self.row_store.store_generated(ended, self.replica_size, keeps_earlier=True)
-        return RolloutAnswer(rows, now_s() - start_s)
+            finished = self.stream.rows(outputs, request.prompts.meta_info)
+            rows = self.row_store.store_generated(finished, self.replica_size, keeps_earlier=True)
+        return RolloutResult(rows, now_s() - start_s)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_ROLLOUT))
     @worker_phase
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """One response per row by the weights that are here, for validation; unfinished samples wait meanwhile."""
+        """One response per row by the current weights, for validation; unfinished samples wait until it is done."""
         start_s = now_s()
         self.stream.withdraw()
         output = self.rollout.generate_sequences(prompts)
@@ -132,14 +133,14 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @worker_phase
-    def take_unfinished(self) -> list[np.ndarray]:
-        """What a checkpoint needs of this replica's unfinished samples (``SampleStream.state``)."""
+    def release_unfinished(self) -> list[np.ndarray]:
+        """The state of this replica's unfinished samples for a checkpoint (``SampleStream.state``)."""
         return self.stream.state()
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     @worker_phase
-    def give_back(self, unfinished: list[np.ndarray], rows: DataProto, meta_info: dict[str, int]) -> DataProto:
-        """Takes over unfinished samples, and whole ``rows`` that wait to be trained on; returns these as references."""
+    def restore_samples(self, unfinished: list[np.ndarray], rows: DataProto, meta_info: dict[str, int]) -> DataProto:
+        """Takes over unfinished samples, stores finished ``rows`` and returns the references to these."""
         self.stream.restore(unfinished, meta_info)
         if not len(rows):
             return DataProto()
@@ -153,7 +154,7 @@ def _world() -> dist.ProcessGroup:
 
 
 def _weight_sync(config: PPOTrainerConfig, device: torch.device) -> WeightSync:
-    """Of a world in which the first ranks train and the others generate; every rank makes the same plan."""
+    """The weight sync from the training ranks, which come first, to the others; all ranks make the same plan."""
     models, num_training = config.actor_rollout_ref, config.trainer.world_size
     holdings = engine_holdings(models.rollout, models.model.path, config.rollout_world_size)
     return WeightSync(

@@ -81,8 +81,8 @@ class PPOTrainerConfig:
         return self.rollout_world_size // self.actor_rollout_ref.rollout.tensor_model_parallel_size
 
     @property
-    def pace(self) -> AsyncTrainingConfig:
-        """How far generation runs ahead of training, where it has ranks of its own."""
+    def async_config(self) -> AsyncTrainingConfig:
+        """The asynchronous schedule's config, where generation has ranks of its own."""
         return ONE_STEP_OFF if self.trainer.schedule == "one_step_off" else self.async_training
 
     @property

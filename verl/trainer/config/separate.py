@@ -50,11 +50,11 @@ def schedule_problems(config: PPOTrainerConfig) -> list[str]:
 
 
 def _pace_problems(config: PPOTrainerConfig) -> list[str]:
-    pace, batch = config.async_training, config.data.train_batch_size
-    mini, every, found = config.actor_rollout_ref.actor.ppo_mini_batch_size, pace.trigger_parameter_sync_step, []
-    if pace.require_batches is not None and pace.require_batches * mini != batch:
+    schedule, batch = config.async_training, config.data.train_batch_size
+    mini, every, found = config.actor_rollout_ref.actor.ppo_mini_batch_size, schedule.trigger_parameter_sync_step, []
+    if schedule.require_batches is not None and schedule.require_batches * mini != batch:
         found.append(
-            f"async_training.require_batches {pace.require_batches} x ppo_mini_batch_size {mini} is not "
+            f"async_training.require_batches {schedule.require_batches} x ppo_mini_batch_size {mini} is not "
             f"data.train_batch_size {batch}, which a step trains on; leave it out"
         )
     for key in ("save_freq", "test_freq"):

@@ -67,8 +67,8 @@ def config_warnings(config: PPOTrainerConfig) -> list[str]:
     correction = config.algorithm.rollout_correction
     if config.has_rollout_ranks and not (correction.is_on or correction.bypass_mode):
         found.append(
-            f"trainer.schedule is {config.trainer.schedule}, so samples may be {config.pace.max_staleness} weight "
-            "syncs old, and nothing corrects for that: set algorithm.rollout_correction, as {rollout_is:token}"
+            f"trainer.schedule is {config.trainer.schedule}, so samples may be {config.async_config.max_staleness} "
+            "weight syncs old, and nothing corrects for that: set algorithm.rollout_correction, as {rollout_is:token}"
         )
     if config.trainer.log_samples_freq > 0 and not models.rollout.calculate_log_probs:
         found.append(

@@ -23,7 +23,7 @@ from verl.trainer.ppo.metric_utils import marked_timer
 from verl.trainer.ppo.observers import Step, StepObserver
 from verl.trainer.ppo.scores import REWARD_PARTS
 from verl.trainer.ppo.step_files import remove_steps
-from verl.workers.rollout.orders import VERSIONS
+from verl.workers.rollout.rollout_messages import VERSIONS
 from verl.workers.row_store import worker_batch
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 

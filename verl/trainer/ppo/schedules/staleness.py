@@ -1,11 +1,11 @@
-"""Which prompts may be begun, and which finished ones are trained on next, so that no sample gets too old.
+"""Which prompts may be started, and which finished ones are trained on next, so that no sample gets too old.
 
 Time is counted in weight versions: version v begins with the v-th sync. Between two syncs K steps train on b prompts
-each, so K b are trained on at every version. A prompt that was begun at version v must be trained on at version v + S
-at the latest. That is possible when, for every j >= 0, at most r + j K b of the prompts that are not trained on yet
-must be so by version v + j, where r is what can still be trained on at version v. Beginning no more prompts than
-r + threshold K b (threshold <= S) keeps this true, and so does taking the ones begun first; a younger one that has
-finished earlier may overtake as long as it stays true. No step ever waits for ever: what is due has been begun.
+each, so K b are trained on at every version. A prompt that was started at version v must be trained on at version v + S
+at the latest. That is possible when, for every j >= 0, at most r + j K b of the prompts in flight must be trained on by
+version v + j, where r is how many can still be trained on at version v. Starting no more prompts than r + threshold K b
+(threshold <= S) keeps this true, and so does taking the oldest ones first; a younger one that has finished earlier may
+overtake while it stays true. No step waits for ever, because every prompt that is due has been started.
 
 Pure counting, in Python: no clock and no tensor.
 """
@@ -20,16 +20,16 @@ from typing import Any
 
 @dataclass
 class StalenessLedger:
-    """The prompts that have been begun and not been trained on, by number, and what may happen to them next.
+    """The prompts in flight (started and not trained on) by number, and which may be started or trained on next.
 
     Attributes:
         prompts_per_step: b.
         steps_per_version: K.
-        threshold: prompts that may be begun ahead, in units of K b.
-        version: of the weights that are trained now.
-        steps_left: of this version that have not taken their prompts.
-        next_prompt: number of the prompt that is begun next; they are numbered in the order of the data.
-        begun: number -> version at which it was begun, of all that have not been taken.
+        threshold: prompts that may be started ahead, in units of K b.
+        version: the version of the weights that are trained now.
+        steps_left: steps of this version that have not taken their prompts.
+        next_prompt: the number of the prompt that is started next; prompts are numbered in the order of the data.
+        in_flight: number -> the version at which the prompt was started.
     """
 
     prompts_per_step: int
@@ -38,84 +38,85 @@ class StalenessLedger:
     version: int = 0
     steps_left: int = field(init=False)
     next_prompt: int = 0
-    begun: dict[int, int] = field(default_factory=dict)
+    in_flight: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.steps_left = self.steps_per_version
 
     @property
     def max_staleness(self) -> int:
-        """S: versions that may lie between the beginning of a prompt and its training."""
+        """S: the number of versions that may lie between the start of a prompt and its training."""
         return math.ceil(self.threshold)
 
     @property
     def num_allowed(self) -> int:
-        """Prompts that may be begun now."""
+        """How many prompts may be started now."""
         ahead = math.floor(self.threshold * self.steps_per_version * self.prompts_per_step)
-        return max(0, self.steps_left * self.prompts_per_step + ahead - len(self.begun))
+        return max(0, self.steps_left * self.prompts_per_step + ahead - len(self.in_flight))
 
-    def begin(self, count: int) -> list[int]:
-        """Numbers of the next ``count`` prompts, which are begun at this version."""
-        assert count <= self.num_allowed, f"{count} prompts begun where {self.num_allowed} are allowed"
+    def start(self, count: int) -> list[int]:
+        """Starts the next ``count`` prompts at this version and returns their numbers."""
+        assert count <= self.num_allowed, f"{count} prompts started where {self.num_allowed} are allowed"
         numbers = list(range(self.next_prompt, self.next_prompt + count))
         self.next_prompt += count
-        self.begun |= dict.fromkeys(numbers, self.version)
+        self.in_flight |= dict.fromkeys(numbers, self.version)
         return numbers
 
     def begin_version(self, version: int, steps_left: int | None = None) -> None:
-        """The weights of ``version`` are in the rollout engines; all of its steps, or ``steps_left``, are to come."""
+        """Starts ``version``, whose weights the engines have; all of its steps, or ``steps_left``, are to come."""
         assert version >= self.version, f"version {version} after {self.version}"
         self.version = version
         self.steps_left = self.steps_per_version if steps_left is None else steps_left
 
     def choice(self, finished: Iterable[int]) -> list[int] | None:
-        """Those of the ``finished`` prompts that the next step trains on; None when it must wait for more.
+        """Returns the ``finished`` prompts that the next step trains on; None when it must wait for more.
 
-        The ones begun first go first. Called behind the last step of a version, it is about the first of the next.
+        Those that were started first come first. After the last step of a version the next step is the first one of the
+        next version.
         """
         version, left = self.version, self.steps_left
         if left == 0:
             version, left = version + 1, self.steps_per_version
-        ordered = sorted(finished, key=lambda number: (self.begun[number], number))
+        ordered = sorted(finished, key=lambda number: (self.in_flight[number], number))
         chosen = ordered[: self.prompts_per_step]
         if len(chosen) < self.prompts_per_step:
             return None
-        rest = [since for number, since in self.begun.items() if number not in set(chosen)]
+        rest = [since for number, since in self.in_flight.items() if number not in set(chosen)]
         return sorted(chosen) if self._are_in_time(rest, version, left - 1) else None
 
-    def _are_in_time(self, begun: list[int], version: int, steps_left: int) -> bool:
-        """Whether prompts begun at these versions can all be trained on in time, with so many steps of ``version``."""
+    def _are_in_time(self, started: list[int], version: int, steps_left: int) -> bool:
+        """Whether prompts started at these versions can all be trained on in time from here on."""
         for later in range(self.max_staleness + 1):
-            due = sum(since + self.max_staleness <= version + later for since in begun)
+            due = sum(since + self.max_staleness <= version + later for since in started)
             if due > (steps_left + later * self.steps_per_version) * self.prompts_per_step:
                 return False
         return True
 
     def take(self, chosen: list[int]) -> list[int]:
-        """The next step trains on ``chosen``; the staleness of each in versions, never above ``max_staleness``."""
+        """Removes the prompts that the next step trains on; returns the staleness of each in versions."""
         assert self.steps_left > 0, f"all steps of version {self.version} have their prompts"
         self.steps_left -= 1
-        ages = [self.version - self.begun.pop(number) for number in chosen]
+        ages = [self.version - self.in_flight.pop(number) for number in chosen]
         assert max(ages) <= self.max_staleness, f"prompts {chosen} are {ages} versions old, over {self.max_staleness}"
         return ages
 
     def state(self) -> dict[str, Any]:
-        """For JSON; ``load_state`` of a ledger with the same numbers goes on with it."""
+        """The state as JSON values, for ``load_state``."""
         return {
             "version": self.version,
             "steps_left": self.steps_left,
             "next_prompt": self.next_prompt,
-            "begun": sorted(self.begun.items()),
+            "in_flight": sorted(self.in_flight.items()),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """ValueError when prompts and steps are fewer, or the bound is lower, than what was begun needs."""
-        begun = {int(number): int(since) for number, since in state["begun"]}
+        """Restores a state; ValueError when the prompts in flight cannot be in time with this ledger's numbers."""
+        in_flight = {int(number): int(since) for number, since in state["in_flight"]}
         self.version, self.steps_left = state["version"], min(state["steps_left"], self.steps_per_version)
-        self.next_prompt, self.begun = state["next_prompt"], begun
-        if not self._are_in_time(list(begun.values()), self.version, self.steps_left):
+        self.next_prompt, self.in_flight = state["next_prompt"], in_flight
+        if not self._are_in_time(list(in_flight.values()), self.version, self.steps_left):
             raise ValueError(
-                f"{len(begun)} prompts of the checkpoint, begun since version {min(begun.values())}, cannot all be "
-                f"trained on within {self.max_staleness} versions: resume with a higher async_training."
+                f"{len(in_flight)} prompts of the checkpoint, started since version {min(in_flight.values())}, cannot "
+                f"all be trained on within {self.max_staleness} versions: resume with a higher async_training."
                 "staleness_threshold, or with those that it had"
             )

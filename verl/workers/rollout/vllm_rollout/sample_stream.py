@@ -1,4 +1,4 @@
-"""Samples that are begun and end one by one, while weights change: what a replica generates beside training."""
+"""The samples that a rollout replica generates beside training: they start and finish one by one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from verl.protocol import DataProto
-from verl.workers.rollout.orders import PROMPT, SAMPLE, VERSIONS
+from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE, VERSIONS
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from vllm import RequestOutput, TokensPrompt
 from vllm.v1.engine.output_processor import PromptGroup
@@ -17,19 +17,19 @@ from vllm.v1.engine.request_codec import decode, encode
 
 
 class SampleStream:
-    """The unfinished samples of one replica, in its engine or, while weights change, beside it.
+    """The unfinished samples of one replica, in its engine or, while weights change, withdrawn from it.
 
-    Withdrawn samples are queued again in the order of (prompt, sample), whoever withdrew them and why, so that a run
-    that goes on from ``state`` computes what the other one does.
+    Withdrawn samples are always queued again in the order of (prompt, sample), so that a run that resumes from
+    ``state`` computes the same as the run that continues.
     """
 
     def __init__(self, rollout: vLLMRollout) -> None:
         self._rollout = rollout
         self._engine = rollout.inference_engine.engine
-        self._aside: list[PromptGroup] = []
+        self._withdrawn: list[PromptGroup] = []
 
-    def begin(self, prompts: DataProto) -> None:
-        """Queues the rows of a ``RolloutOrder``."""
+    def start(self, prompts: DataProto) -> None:
+        """Queues the rows of a ``RolloutRequest``."""
         if not len(prompts):
             return
         columns = prompts.non_tensor_batch
@@ -40,16 +40,16 @@ class SampleStream:
             self._engine.add_request(_request_id(prompt, sample), request, params, priority=int(prompt))
 
     def run(self, max_steps: int) -> list[RequestOutput]:
-        """Runs up to ``max_steps`` engine steps and gives the samples that ended, by (prompt, sample).
+        """Runs up to ``max_steps`` engine steps and returns the finished samples in the order of (prompt, sample).
 
-        Replicas that share experts run as many together.
+        Replicas that share experts run the same number of steps together.
         """
-        aside, self._aside = self._aside, []
-        self._engine.resume(aside)
+        withdrawn, self._withdrawn = self._withdrawn, []
+        self._engine.resume(withdrawn)
         return sorted(self._engine.run(max_steps), key=lambda output: _key(output.request_id))
 
     def rows(self, outputs: list[RequestOutput], meta_info: dict[str, Any]) -> DataProto:
-        """The columns that training reads of samples that ended, and who they are and which weights drew them."""
+        """The columns of finished samples that training reads, with their numbers and the versions of their tokens."""
         keys = [_key(output.request_id) for output in outputs]
         batch = self._rollout.to_batch(outputs, meta_info)
         columns: dict[str, list[Any]] = {
@@ -60,20 +60,20 @@ class SampleStream:
         return batch.union(DataProto.from_dict(non_tensors=columns))
 
     def withdraw(self, keeps_cache: bool = False) -> None:
-        """Takes all samples out of the engine, which may then get other weights; ``run`` puts them back.
+        """Takes all samples out of the engine, so that it can get new weights; ``run`` puts them back.
 
-        With ``keeps_cache`` they go on with what the weights of before have computed, else it is computed anew.
+        With ``keeps_cache`` they keep the cache that the old weights computed, otherwise it is computed again.
         """
         if not keeps_cache:
-            self._engine.free_cache(self._aside)
+            self._engine.free_cache(self._withdrawn)
         withdrawn = self._engine.withdraw(keeps_cache)
-        self._aside = sorted([*self._aside, *withdrawn], key=lambda group: _key(group.request_id))
+        self._withdrawn = sorted([*self._withdrawn, *withdrawn], key=lambda group: _key(group.request_id))
 
     def state(self) -> list[np.ndarray]:
-        """All unfinished samples, as ``request_codec`` has them, their home (prompt, sample); withdraws them."""
+        """Withdraws all unfinished samples and returns them as ``request_codec`` encodes them."""
         self.withdraw()
         words = []
-        for group in self._aside:
+        for group in self._withdrawn:
             (request,) = group.samples
             request.home = _key(group.request_id)
             words.append(encode(request))
@@ -81,7 +81,7 @@ class SampleStream:
         return words
 
     def restore(self, state: Sequence[np.ndarray], meta_info: dict[str, Any]) -> None:
-        """Takes over samples that ``state`` gave, here or elsewhere."""
+        """Takes over samples that ``state`` of any replica returned."""
         for words in state:
             (request,) = decode(words)
             assert request.home is not None, request.request_id
@@ -91,7 +91,7 @@ class SampleStream:
             group = self._engine.processor.group("a sample of the checkpoint", request_id, prompt, params)
             request.request_id = group.sample_id(0)
             group.samples = [request]
-            self._aside.append(group)
+            self._withdrawn.append(group)
         self.withdraw()
 
 

@@ -1,0 +1,99 @@
+"""What a checkpoint holds of a sample buffer: the prompts in flight with all of their tokens, as JSON and as arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.protocol import DataProto
+from verl.trainer.ppo.schedules.rollout_driver import RolloutDriver
+from verl.trainer.ppo.schedules.sample_buffer import gather_rows
+from verl.workers.config import RolloutConfig
+from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE, VERSIONS
+from verl.workers.row_store import worker_batch
+from vllm.v1.engine import request_codec
+
+_VERSION = 2
+_DESCRIBED = (PROMPT, SAMPLE, VERSIONS, "finish_reason")  # columns of a finished sample that are JSON
+_COLUMN = "column:"  # before the name of a column in the arrays
+_NO_WORDS = np.zeros(0, dtype=np.int64)
+
+
+def save_buffer(driver: RolloutDriver, rollout: RolloutConfig) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns the state of the driver's buffer and of the engines; no call may be under way.
+
+    The unfinished samples then start with an empty cache, as they do in a run that resumes from the checkpoint.
+    """
+    buffer = driver.buffer
+    unfinished: list[list[np.ndarray]] = driver.rollout.release_unfinished()[:: driver.replica_size]
+    arrays = {"unfinished": np.concatenate([_NO_WORDS, *(words for of in unfinished for words in of)])}
+    state: dict[str, Any] = {
+        "version": _VERSION,
+        "sizes": _sizes(rollout),
+        "ledger": buffer.ledger.state(),
+        "replicas": [[number, prompt.replica] for number, prompt in buffer.prompts.items()],
+        "finished": [],
+    }
+    finished = [sample for _, prompt in sorted(buffer.prompts.items()) for _, sample in sorted(prompt.finished.items())]
+    if finished:
+        rows = gather_rows(finished)
+        described = [rows.non_tensor_batch[name].tolist() for name in _DESCRIBED]
+        state["finished"] = list(zip(*described, strict=True))
+        assert rows.row_refs is not None
+        fetched = driver.rollout.fetch_columns(worker_batch(rows), tuple(rows.row_refs.columns))
+        arrays |= {_COLUMN + name: fetched.batch[name].numpy() for name in rows.row_refs.columns}
+    return state, arrays
+
+
+def load_buffer(
+    driver: RolloutDriver, rollout: RolloutConfig, state: dict[str, Any], arrays: dict[str, np.ndarray]
+) -> None:
+    """Restores what ``save_buffer`` returned, also with another number of replicas."""
+    if state.get("version") != _VERSION:
+        raise ValueError(
+            "the samples in flight of this checkpoint were saved by an earlier version of this code: resume with that "
+            "version, or with trainer.schedule=sync, which drops them"
+        )
+    for key, ours in _sizes(rollout).items():
+        if state["sizes"][key] != ours:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.{key} is {ours} and was {state['sizes'][key]} when the checkpoint's "
+                "samples were started; resume with the same"
+            )
+    buffer = driver.buffer
+    buffer.ledger.load_state(state["ledger"])
+    for number, replica in state["replicas"]:
+        buffer.restart(number, replica % buffer.num_replicas)
+    replicas = range(buffer.num_replicas)
+    unfinished: list[list[np.ndarray]] = [[] for _ in replicas]
+    for words in request_codec.split(arrays["unfinished"]):
+        unfinished[buffer.prompts[request_codec.home(words)[0]].replica].append(words)
+    rows = _finished_rows(state["finished"], arrays, rollout.prompt_length)
+    replica_of = np.array([buffer.prompts[number].replica for number, *_ in state["finished"]], dtype=np.int64)
+    parts = [rows.select_idxs(np.flatnonzero(replica_of == replica)) if len(rows) else rows for replica in replicas]
+    meta_info = [driver.tokens.meta_info() for _ in replicas]
+    per_rank = driver.per_rank
+    stored = driver.rollout.restore_samples(per_rank(unfinished), per_rank(parts), per_rank(meta_info))
+    for replica, stored_rows in enumerate(stored[:: driver.replica_size]):
+        buffer.add(replica, stored_rows)
+
+
+def _sizes(rollout: RolloutConfig) -> dict[str, int]:
+    """The sizes that must be the same for samples in flight to be continued."""
+    return {"n": rollout.n, "prompt_length": rollout.prompt_length, "response_length": rollout.response_length}
+
+
+def _finished_rows(described: list[list[Any]], arrays: dict[str, np.ndarray], prompt_length: int) -> DataProto:
+    """The rows of finished samples in the form in which a replica's engine returned them."""
+    columns = {
+        name.removeprefix(_COLUMN): torch.from_numpy(values)
+        for name, values in arrays.items()
+        if name.startswith(_COLUMN)
+    }
+    if not columns:
+        return DataProto()
+    columns["responses"] = columns["input_ids"][:, prompt_length:]
+    texts = dict(zip(_DESCRIBED, zip(*described, strict=True), strict=True))
+    return DataProto.from_dict(columns, {name: list(values) for name, values in texts.items()})

@@ -1,0 +1,40 @@
+"""The request and the result of one call of a rollout replica, in schedules with rollout ranks of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.protocol import DataProto
+
+PROMPT, SAMPLE, VERSIONS = "prompt_number", "sample_number", "policy_versions"  # columns of a row
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """What one replica is to do.
+
+    Attributes:
+        prompts: rows to start, one sample each: ``raw_prompt_ids``, ``sampling_seeds``, ``response_limit``,
+            ``prompt_number`` (lower numbers run first) and ``sample_number``; ``eos_token_id`` and ``pad_token_id`` in
+            ``meta_info``. It may have no rows.
+        max_steps: engine steps, the same for all replicas.
+        first_needed_batch: stored rows of generated batches with a lower number are no longer needed.
+    """
+
+    prompts: DataProto
+    max_steps: int
+    first_needed_batch: int = 0
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """What one replica has finished.
+
+    Attributes:
+        rows: the finished samples: the result of ``RowStore.store_generated`` with ``prompt_number``, ``sample_number``
+            and ``policy_versions``, a list of [version, tokens sampled with it] in order. It may have no rows.
+        seconds: the duration of the call.
+    """
+
+    rows: DataProto
+    seconds: float
