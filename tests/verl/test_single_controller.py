@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import torch
@@ -90,6 +92,24 @@ def worker_class() -> type[Worker]:
             return float(total)
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def new_listeners(self) -> list[tuple[str, int]]:
+            """Where this rank listens once it is in the world and has a row store, and did not before."""
+            import torch.distributed as dist
+
+            from verl.utils.distributed import join_world
+            from verl.workers.row_store import RowStore
+
+            def listening() -> set[tuple[str, int]]:
+                found = psutil.Process().net_connections("tcp")
+                return {tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN}
+
+            before = listening()
+            join_world("cpu", timeout_s=60)
+            dist.all_reduce(torch.ones(1))
+            self.row_store = RowStore(dist.group.WORLD, torch.device("cpu"), timeout_s=60)
+            return sorted(listening() - before)
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def sleep(self) -> None:
             time.sleep(300)
 
@@ -125,6 +145,18 @@ def is_running(pid: int) -> bool:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_on_one_node_a_stranger_finds_nothing_that_listens(local_ray: None) -> None:
+    with new_group(2) as group:
+        listeners = group.new_listeners()
+        assert group.master_address == "127.0.0.1" and [len(found) >= 2 for found in listeners] == [True, True]
+        assert ("127.0.0.1", int(group.master_port)) in listeners[0]
+        for host, port in [address for of_rank in listeners for address in of_rank]:
+            assert host == "127.0.0.1"
+            socket.create_connection((host, port), timeout=5).close()
+            with pytest.raises(ConnectionRefusedError):  # an address that only listeners on all addresses answer
+                socket.create_connection(("127.0.0.2", port), timeout=5)
 
 
 def test_two_groups_in_one_world_meet_work_beside_each_other_and_tell_who_died(local_ray: None) -> None:

@@ -60,3 +60,13 @@ def ops_providers(trainer: TrainerConfig, device: str) -> tuple[str, str]:
         trainer.train_ops or _TRAIN_OPS.get(device, "megatron.core.ops.reference:reference_ops"),
         trainer.rollout_ops or _ROLLOUT_OPS.get(device, "vllm.ops.reference:rollout_ops"),
     )
+
+
+def init_device(device_type: str) -> torch.device:
+    """Claims this process's device: the launcher shows each process all devices of its node, LOCAL_RANK picks one."""
+    accelerator = get_torch_device(device_type)
+    if accelerator is None:
+        return torch.device("cpu")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    accelerator.set_device(local_rank)
+    return torch.device(device_type, local_rank)

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
+LOOPBACK = "127.0.0.1"  # MASTER_ADDR of a job whose ranks are all on one host
 _FIRST, _LAST = 20000, 32767  # above the ports that Ray and services have by default, below Linux's ephemeral ones
 _LEAST = 1000
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import os
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hf_formats.config import HFModelConfig, load_hf_config
@@ -25,7 +22,8 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 from verl.trainer.config import PPOTrainerConfig
 from verl.utils.checkpoint import MegatronCheckpointManager
-from verl.utils.device import dist_backend, get_torch_device, ops_providers, resolve_device
+from verl.utils.device import get_torch_device, init_device, ops_providers, resolve_device
+from verl.utils.distributed import join_world
 from verl.utils.hang_watchdog import HangWatchdog
 from verl.utils.import_utils import load_provider
 from verl.utils.megatron.frozen import HostResidentModel
@@ -216,8 +214,8 @@ class ActorRolloutRefWorker(Worker):
     @worker_phase
     def _build_models(self, ops: TrainOps) -> None:
         self._build_actor(ops)
-        # What is not needed meanwhile leaves: a device need not hold two models, and a rollout engine that sizes its
-        # cache counts what lies there as taken for ever.
+        # Free the device: it need not hold two models, and a rollout engine that sizes its cache counts everything that
+        # is on the device as taken for ever.
         self._offload_for_rollout()
         if self.config.actor.megatron.param_offload:
             self.actor_module.offload_params()
@@ -225,7 +223,7 @@ class ActorRolloutRefWorker(Worker):
         self._build_rollout()
 
     def _init_groups(self) -> ProcessGroups:
-        join_world(self, self.device_type, self.config.nccl_timeout)
+        join_world(self.device_type, self.config.nccl_timeout)
         layout = self.run_config.training_layout
         num_other_ranks = self.world_size - layout.world_size  # that generate, where these do not
         groups = initialize_from_layout(layout, self.config.nccl_timeout / 60, num_other_ranks=num_other_ranks)
@@ -355,25 +353,6 @@ class ActorRolloutRefWorker(Worker):
             metrics["perf/max_memory_allocated_gb"] = accelerator.max_memory_allocated() / 2**30
             metrics["perf/max_memory_reserved_gb"] = accelerator.max_memory_reserved() / 2**30
         return metrics
-
-
-def join_world(worker: Worker, device_type: str, timeout_s: float) -> None:
-    """Joins all ranks of the job, unless this process has."""
-    if not dist.is_initialized():
-        timeout = datetime.timedelta(seconds=timeout_s)
-        dist.init_process_group(
-            dist_backend(device_type), rank=worker.rank, world_size=worker.world_size, timeout=timeout
-        )
-
-
-def init_device(device_type: str) -> torch.device:
-    """Claims this process's device: the launcher shows each process all devices of its node, LOCAL_RANK picks one."""
-    accelerator = get_torch_device(device_type)
-    if accelerator is None:
-        return torch.device("cpu")
-    local_rank = int(os.environ["LOCAL_RANK"])
-    accelerator.set_device(local_rank)
-    return torch.device(device_type, local_rank)
 
 
 def _resident_bytes() -> int:

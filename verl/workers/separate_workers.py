@@ -11,12 +11,13 @@ from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 from verl.trainer.config import PPOTrainerConfig
-from verl.utils.device import ops_providers, resolve_device
+from verl.utils.device import init_device, ops_providers, resolve_device
+from verl.utils.distributed import join_world
 from verl.utils.hang_watchdog import HangWatchdog
 from verl.utils.import_utils import load_provider
 from verl.utils.timeline import now_s
 from verl.workers.engine_setup import PARAMS_DTYPES
-from verl.workers.megatron_workers import ActorRolloutRefWorker, init_device, join_world
+from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.phases import make_watchdog, worker_phase
 from verl.workers.rollout.rollout_messages import RolloutRequest, RolloutResult
 from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream
@@ -66,7 +67,7 @@ class RolloutWorker(Worker):
     def init_model(self) -> dict[str, dict[str, str]]:
         """Joins the world of the training ranks and builds the engine, still without weights."""
         self.device = init_device(self.device_type)
-        join_world(self, self.device_type, self.config.nccl_timeout)
+        join_world(self.device_type, self.config.nccl_timeout)
         self.watchdog = make_watchdog(self.run_config, None)
         self._build_engine()
         return {"rollout": load_provider(self.rollout_ops_provider)().implementations}

@@ -31,8 +31,10 @@ from verl.single_controller.ray.resources import (
     Slot,
     actor_resources,
     in_world,
+    is_one_node,
     rank_environment,
 )
+from verl.utils.net_utils import LOOPBACK
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +103,7 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def master_address(self) -> str:
-        """Node of rank 0."""
+        """Address of rank 0's node; loopback when Ray has one node, so that nothing listens on the network."""
         return self._master_addr
 
     @property
@@ -166,7 +168,8 @@ class RayWorkerGroup(WorkerGroup):
         refs = {actor.address.remote(): rank for rank, actor in enumerate(self._actors)}
         self._addresses = list(self._wait("start of the process", refs, timeout_s))
         first: ProcessAddress = self._addresses[0]  # type: ignore[assignment]
-        self._master_addr = first.node_ip if joins is None else joins.master_address
+        own_addr = LOOPBACK if is_one_node() else first.node_ip
+        self._master_addr = own_addr if joins is None else joins.master_address
         own_port = os.environ.get("MASTER_PORT") or str(first.free_port)
         self._master_port = own_port if joins is None else joins.master_port
         env = {"MASTER_ADDR": self._master_addr, "MASTER_PORT": self._master_port}

@@ -133,6 +133,11 @@ def _missing(bundles: list[dict[str, float]]) -> str:
     return "missing: " + ", ".join(f"{amount:g} {name}" for name, amount in short.items())
 
 
+def is_one_node() -> bool:
+    """Whether Ray has a single node, so that all ranks of every group are on it."""
+    return _num_nodes() == 1
+
+
 def _num_nodes() -> int:
     return sum(bool(node["Alive"]) for node in ray.nodes())
 
