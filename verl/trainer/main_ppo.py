@@ -18,7 +18,7 @@ EXIT_WORKER_DIED = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Checks everything, then trains; 0 done, 2 bad input (nothing was started), 3 the workers failed for good."""
+    """Checks everything, then trains. Returns 0 when done, 2 for bad input (nothing started), 3 when workers failed."""
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format=FORMAT)
     try:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_ppo(config: PPOTrainerConfig) -> int:
-    """Joins or starts Ray, trains, starting dead workers anew, and ends every process whatever happens."""
+    """Joins or starts Ray, trains, restarts dead workers, and always ends every process."""
     import ray
 
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -71,7 +71,7 @@ def run_ppo(config: PPOTrainerConfig) -> int:
 
 
 def worker_classes(config: PPOTrainerConfig) -> tuple[type, type | None]:
-    """What runs in the processes that train, and in those that only generate, where there are such."""
+    """The classes of the processes that train, and of those that only generate, if there are any."""
     from verl.workers.megatron_workers import ActorRolloutRefWorker
     from verl.workers.saved_rollout_worker import SavedRolloutWorker
     from verl.workers.separate_workers import RolloutWorker, TrainingWorker

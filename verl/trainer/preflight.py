@@ -1,4 +1,4 @@
-"""What must be there before a run starts: weights, data, a reward function, a place to write."""
+"""Checks before a run starts: weights, data, reward functions and writable directories."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm.transformers_utils.config import load_config as load_rollout_config
 
 
 def preflight_problems(config: PPOTrainerConfig) -> list[str]:
-    """Everything on this machine's disks that would stop the run, one sentence each; starts nothing."""
+    """Returns every problem on this machine's disks that would stop the run, one sentence each; starts nothing."""
     return [
         *_weight_problems(config),
         *_data_problems(config),
@@ -59,7 +59,7 @@ def _weight_problems(config: PPOTrainerConfig) -> Iterator[str]:
 
 
 def _rollout_model_problems(path: Path) -> Iterator[str]:
-    """Models that can be trained and not generated with: the training engine knows more of them."""
+    """Models that the training engine supports and the rollout engine does not."""
     try:
         load_rollout_config(str(path))
     except ValueError as error:
@@ -93,7 +93,7 @@ def _filter_problems(config: PPOTrainerConfig) -> Iterator[str]:
         return
     try:
         load_filter(filters.filter_path)
-    except Exception as error:  # a process edge: the user's file runs here, and may raise anything
+    except Exception as error:  # a process boundary: the user's file runs here and may raise anything
         yield str(error) if isinstance(error, ValueError) else f"{filters.filter_path}: {type(error).__name__}: {error}"
 
 
@@ -112,9 +112,9 @@ def _output_problems(config: PPOTrainerConfig) -> Iterator[str]:
 
 
 def writable_problem(path: Path) -> str | None:
-    """Why files cannot be written under ``path`` (which is created later); None when they can."""
+    """Returns why files cannot be written under ``path``, which is created later; None when they can."""
     existing = path.absolute()
-    while not os.path.exists(existing):  # unlike Path.exists, False where looking is not permitted
+    while not os.path.exists(existing):  # unlike Path.exists, False where access is not permitted
         existing = existing.parent
     if not existing.is_dir():
         return f"{existing} is a file, so {path} cannot be a directory"

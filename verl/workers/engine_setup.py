@@ -1,4 +1,4 @@
-"""From the typed knobs to the training engine's own configs, which check themselves when they are made."""
+"""Builds the training engine's configs, which validate themselves, from the typed config."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def trained_model(hf: HFModelConfig, engine: McoreEngineConfig) -> HFModelConfig
 
 
 def model_fields(models: ActorRolloutRefConfig, engine: McoreEngineConfig) -> dict[str, Any]:
-    """Arguments of ``build_model`` beside the model itself: dtype, and fields of the engine's TransformerConfig."""
+    """The other arguments of ``build_model``: the dtype and fields of the engine's TransformerConfig."""
     fields = engine.transformer_fields(
         models.model.gradient_checkpointing_kwargs, models.model.enable_gradient_checkpointing
     )
@@ -35,13 +35,13 @@ def model_fields(models: ActorRolloutRefConfig, engine: McoreEngineConfig) -> di
 
 
 def ddp_config(engine: McoreEngineConfig) -> DistributedDataParallelConfig:
-    """How gradients are kept and reduced."""
+    """The config of gradient buffers and their reduction."""
     fields = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": engine.use_distributed_optimizer}
     return DistributedDataParallelConfig(**(fields | _given(engine.override_ddp_config)))
 
 
 def optimizer_config(optim: McoreOptimizerConfig, engine: McoreEngineConfig) -> OptimizerConfig:
-    """AdamW, where its state lives, and what happens to gradients that are not finite."""
+    """The config of AdamW, of the place of its state, and of gradients that are not finite."""
     overrides = _given(optim.override_optimizer_config)
     dtypes = {key: _STATE_DTYPES[value] for key, value in overrides.items() if key.endswith("_dtype")}
     return OptimizerConfig(
@@ -58,7 +58,7 @@ def optimizer_config(optim: McoreOptimizerConfig, engine: McoreEngineConfig) -> 
 
 
 def engine_problems(models: ActorRolloutRefConfig, world_size: int, hf: HFModelConfig) -> list[str]:
-    """What the engine would refuse in the workers, one sentence each; makes no group and no weight."""
+    """Returns what the engine would refuse in the workers, one sentence each; creates no group and no weight."""
     found = []
     actor = models.actor
     where = "actor_rollout_ref.actor"

@@ -1,4 +1,4 @@
-"""One process per device that holds actor, rollout and reference, and the calls the trainer makes on it."""
+"""The worker process of one device, which holds actor, rollout and reference, and the calls of the trainer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _HOST_ALLOCATOR_STATS = "third_party.jemalloc:memory_stats"  # None unless jemal
 
 
 class ActorRolloutRefWorker(Worker):
-    """The process of one device.
+    """The worker of one device.
 
     Args:
         config: the whole tree of the run.
@@ -77,10 +77,11 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_ROLLOUT))
     @worker_phase
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Syncs the weights, then one response per row; what the controller gets is ``controller_batch``.
+        """Syncs the weights and generates one response per row; returns ``controller_batch``.
 
-        In training all else stays here, and references go with it: see ``row_store``. Rows of the generation before
-        are freed, unless ``meta_info["keeps_rows"]``: a step that generates again trains on both.
+        In training all other columns stay here, and references to them are returned (``row_store``). The rows of the
+        previous generation are freed, except with ``meta_info["keeps_rows"]``: a step that generates several times
+        trains on all of them.
         """
         keeps_earlier = bool(prompts.meta_info.get("keeps_rows", False))
         if not keeps_earlier:
@@ -101,7 +102,7 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
     @worker_phase
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """``old_log_probs`` fp32 [B, R] of the actor as it is now; rows that came as references get references."""
+        """``old_log_probs`` fp32 [B, R] of the current actor, as references for rows that came as references."""
         with self.timeline.span("onload"):
             self.actor_module.onload_params()
         rollout = self.config.rollout
@@ -116,9 +117,9 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_TRAIN))
     @worker_phase
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """``ref_log_prob`` fp32 [B, R] of the reference; the actor's weights leave the device meanwhile.
+        """``ref_log_prob`` fp32 [B, R] of the reference, as references for rows that came as references.
 
-        Rows that came as references get references.
+        The actor's weights are offloaded while it runs.
         """
         assert self.ref is not None, f"role {self.role} has no reference policy"
         ref = self.config.ref
@@ -161,7 +162,7 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     @worker_phase
     def fetch_columns(self, data: DataProto, columns: tuple[str, ...]) -> DataProto:
-        """Those of ``columns`` that workers keep of ``data``'s rows, from wherever they are, for the controller."""
+        """Fetches those of ``columns`` that are remote for ``data``'s rows, for the controller."""
         return self.row_store.fetch(data, columns).to("cpu")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -174,9 +175,9 @@ class ActorRolloutRefWorker(Worker):
         max_ckpt_to_keep: int | None = None,
         latest_path: str | None = None,
     ) -> None:
-        """Collective; ``checkpoint_path`` exists only once it is complete, then ``latest_path`` gets the step's number.
+        """Collective; ``checkpoint_path`` exists only when it is complete, then ``latest_path`` gets the step's number.
 
-        With ``actor.checkpoint.async_save`` this returns before. Old ones are the trainer's to remove.
+        With ``actor.checkpoint.async_save`` this returns before that. The trainer removes old checkpoints.
         """
         if hdfs_path is not None:
             raise ValueError(f"hdfs_path={hdfs_path!r}: only file systems that are mounted are supported")
@@ -209,7 +210,7 @@ class ActorRolloutRefWorker(Worker):
         self.actor_module.onload_params()
         self.checkpoint_manager.export_hf(path)
 
-    _transfer_plan = staticmethod(build_plan)  # of the weight sync
+    _transfer_plan = staticmethod(build_plan)  # the plan of the weight sync
 
     @worker_phase
     def _build_models(self, ops: TrainOps) -> None:
@@ -225,7 +226,7 @@ class ActorRolloutRefWorker(Worker):
     def _init_groups(self) -> ProcessGroups:
         join_world(self.device_type, self.config.nccl_timeout)
         layout = self.run_config.training_layout
-        num_other_ranks = self.world_size - layout.world_size  # that generate, where these do not
+        num_other_ranks = self.world_size - layout.world_size  # ranks that only generate
         groups = initialize_from_layout(layout, self.config.nccl_timeout / 60, num_other_ranks=num_other_ranks)
         # All ranks of a replica take the same rows; context-parallel ones then keep their parts of the tokens.
         coords = groups.coords
@@ -293,8 +294,8 @@ class ActorRolloutRefWorker(Worker):
 
     def _build_rollout(self) -> None:
         config = self.config.rollout
-        replica, place = divmod(self.rank, config.tensor_model_parallel_size)
-        self._register_dispatch_collect_info(_ROLLOUT, replica, place == 0)
+        replica, index = divmod(self.rank, config.tensor_model_parallel_size)
+        self._register_dispatch_collect_info(_ROLLOUT, replica, index == 0)
         self.rollout = self._new_rollout(get_rollout_class(config.name, config.mode))
         self.row_store = self._new_row_store()
         self.sharding_manager = MegatronVLLMShardingManager(
@@ -320,7 +321,7 @@ class ActorRolloutRefWorker(Worker):
         return RowStore(self.groups.world, self.device, self.config.nccl_timeout)
 
     def _log_prob_output(self, data: DataProto, name: str, log_probs: Tensor | None) -> DataProto:
-        """Log-probs of ``data``'s rows, or references to them, and both where the controller computes with them."""
+        """Log-probs of ``data``'s rows, or references to them, or both where the controller computes with log-probs."""
         if log_probs is None or not self._query_collect_info(_TRAIN):
             return DataProto()
         output = DataProto.from_dict(tensors={name: log_probs.cpu()})
@@ -330,7 +331,7 @@ class ActorRolloutRefWorker(Worker):
         return stored.union(output) if self.controller_needs_log_probs else stored
 
     def _fetch(self, data: DataProto, actor: MegatronPPOActor, columns: tuple[str, ...]) -> DataProto:
-        """The rows of ``data`` with ``columns``, and of a rollout's experts those of the layers that are here."""
+        """The rows of ``data`` with ``columns``; of a rollout's experts only those of this rank's layers."""
         with self.timeline.span("fetch_rows"):
             return self.row_store.fetch(data, columns, actor.moe_layers)
 

@@ -1,4 +1,4 @@
-"""The phases of a worker: what changes on the device between generation and training, and who watches over them."""
+"""The phases of a worker: its watchdog, and what changes on the device between generation and training."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def make_watchdog(config: PPOTrainerConfig, groups: ProcessGroups | None) -> HangWatchdog | None:
-    """Watches this rank's phases as ``trainer.hang_timeout_s`` says; collective over all ranks of torch.distributed.
+    """Returns the watchdog of ``trainer.hang_timeout_s``; collective over all ranks of torch.distributed.
 
-    ``groups`` are those whose collectives are counted, None on a rank that does not train. Its files are in
-    ``hang/<time of the start>`` of ``trainer.report_dir``, which all hosts must see.
+    The collectives of ``groups`` are counted (None on a rank that does not train). The files are in
+    ``hang/<time of the start>`` under ``trainer.report_dir``, which all hosts must see.
     """
     timeout_s = config.trainer.hang_timeout_s
     if timeout_s is None:
@@ -46,7 +46,7 @@ def make_watchdog(config: PPOTrainerConfig, groups: ProcessGroups | None) -> Han
 
 
 def worker_phase(method: Method) -> Method:
-    """Make a worker's method a phase of its ``watchdog``, where it has one, and a span of its ``timeline``."""
+    """Makes a worker's method a phase of its ``watchdog``, if it has one, and a span of its ``timeline``."""
 
     @functools.wraps(method)
     def in_phase(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,9 +60,9 @@ def worker_phase(method: Method) -> Method:
 
 @contextmanager
 def training_phase() -> Iterator[None]:
-    """Everything inside runs eagerly; what was in force before comes back, also after an error."""
+    """Runs everything inside eagerly; the earlier setting is restored, also after an error."""
     with ExitStack() as phase:
-        # NPU-ADAPTATION(graphs-in-rollout-only): compiled and recorded graphs are for decoding, whose shapes repeat;
+        # NPU-ADAPTATION(graphs-in-rollout-only): compiled and captured graphs are for decoding, whose shapes repeat;
         # packed training batches change shape with every step, and each shape would be compiled anew;
         # drop when training is compiled for packed batches too.
         phase.enter_context(eager_stance())
@@ -71,14 +71,14 @@ def training_phase() -> Iterator[None]:
 
 
 def eager_stance() -> AbstractContextManager:
-    """Compiled functions run as they were written. torch < 2.6 has no such switch; nothing of ours compiles there."""
+    """Runs compiled functions eagerly; torch < 2.6 has no such switch, and we compile nothing there."""
     return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
 
 
 def release_cached_memory(accelerator: ModuleType | None) -> None:
-    """Takes the allocator's unused memory apart, so that the next phase need not fit into the holes of the last.
+    """Releases the allocator's unused memory, so that the next phase need not fit into the holes of the last one.
 
-    It waits for the device: only for the borders of a phase, between what one side has freed and the other allocates.
+    It waits for the device, so it is called only between phases, after one has freed and before the next allocates.
 
     Args:
         accelerator: ``torch.npu`` or ``torch.cuda``; None on the CPU.
@@ -96,5 +96,5 @@ def release_cached_memory(accelerator: ModuleType | None) -> None:
 
 
 def _has_expandable_segments() -> bool:
-    """torch_npu refuses ``empty_virt_addr_cache`` without them, and has no other way to ask."""
+    """Whether they are on; torch_npu refuses ``empty_virt_addr_cache`` without them, and has no function to ask."""
     return "expandable_segments:true" in os.environ.get("PYTORCH_NPU_ALLOC_CONF", "").lower()

@@ -1,4 +1,4 @@
-"""Where a run's checkpoints are, which one is the newest complete, and which may go."""
+"""A run's checkpoints on disk: where they are, which one is the newest complete one, and which are removed."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ class Checkpoint:
 
     @property
     def actor(self) -> Path:
-        """What the workers write; exists only when complete."""
+        """The workers' part; it exists only when it is complete."""
         return self.directory / "actor"
 
     @property
     def state_path(self) -> Path:
-        """What the trainer writes."""
+        """The trainer's part."""
         return self.directory / _TRAINER_STATE
 
     @property
     def is_complete(self) -> bool:
-        """True when both parts are whole."""
+        """True when both parts are complete."""
         return self.state_path.is_file() and is_complete(self.actor)
 
     def write_state(self, state: dict[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """The trainer's part, before the workers'; ``arrays`` go to a file of their own, which comes first."""
+        """Writes the trainer's part, before the workers'; ``arrays`` go to a separate file, which is written first."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if arrays:
             content = io.BytesIO()
@@ -66,7 +66,7 @@ class Checkpoint:
         write_text(self.state_path, json.dumps(state))
 
     def read_state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """What ``write_state`` wrote; ValueError when the arrays are others."""
+        """Reads what ``write_state`` wrote; ValueError when the arrays are missing or damaged."""
         state = json.loads(self.state_path.read_text())
         digest = state.pop(_ARRAYS_DIGEST, None)
         if digest is None:
@@ -74,7 +74,7 @@ class Checkpoint:
         path = self.directory / _TRAINER_ARRAYS
         content = path.read_bytes() if path.is_file() else b""
         if hashlib.sha256(content).hexdigest() != digest:
-            raise ValueError(f"{path} is missing or damaged: go on from another checkpoint (trainer.resume_mode)")
+            raise ValueError(f"{path} is missing or damaged: resume from another checkpoint (trainer.resume_mode)")
         with np.load(io.BytesIO(content), allow_pickle=False) as found:
             return state, dict(found)
 
@@ -91,7 +91,7 @@ def checkpoints(root: str) -> list[Checkpoint]:
 
 
 def complete_checkpoints(root: str) -> Iterator[Checkpoint]:
-    """Complete checkpoints, newest first; incomplete ones are named in the log and passed over."""
+    """Complete checkpoints, newest first; incomplete ones are logged and skipped."""
     for checkpoint in reversed(checkpoints(root)):
         if checkpoint.is_complete:
             yield checkpoint
@@ -100,7 +100,7 @@ def complete_checkpoints(root: str) -> Iterator[Checkpoint]:
 
 
 def find_latest_ckpt_path(root: str, problems_of: Callable[[Checkpoint], list[str]] | None = None) -> Checkpoint | None:
-    """The newest complete checkpoint in which ``problems_of`` (reads it all) finds nothing damaged."""
+    """The newest complete checkpoint in which ``problems_of``, which reads all of it, finds no damage."""
     for checkpoint in complete_checkpoints(root):
         problems = problems_of(checkpoint) if problems_of is not None else []
         if not problems:
@@ -115,10 +115,10 @@ def latest_path(root: str) -> Path:
 
 
 def publish(root: str, checkpoint: Checkpoint, max_to_keep: int | None, keep_every_steps: int = 0) -> None:
-    """Points ``latest`` at a complete checkpoint, then removes older ones that are broken or need not be kept.
+    """Points ``latest`` at a complete checkpoint, then removes older ones that are incomplete or need not be kept.
 
     Those of the ``max_to_keep`` newest (None: all) and of steps that ``keep_every_steps`` divides are kept. A kill
-    anywhere in here leaves nothing that looks whole and is not, and the next call removes what this one should have.
+    at any point leaves no incomplete checkpoint that looks complete, and the next call removes the rest.
     """
     write_text(latest_path(root), str(checkpoint.step))
     if max_to_keep is None:
@@ -134,18 +134,18 @@ def publish(root: str, checkpoint: Checkpoint, max_to_keep: int | None, keep_eve
 
 
 def _remove(checkpoint: Checkpoint) -> None:
-    """Its state file first: from then on it is incomplete, however far the rest gets."""
+    """Removes the state file first: the checkpoint is incomplete from then on, even if the rest is not removed."""
     checkpoint.state_path.unlink(missing_ok=True)
     shutil.rmtree(checkpoint.directory)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces ``path`` as a whole or not at all."""
+    """Replaces ``path`` atomically."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replaces ``path`` as a whole or not at all."""
+    """Replaces ``path`` atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as out:
         out.write(content)

@@ -1,8 +1,8 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): prompts whose samples all score the same teach nothing.
 
-A step generates for ``data.gen_batch_size`` prompts at a time until ``data.train_batch_size`` of them are kept. The
-first that many are trained on; what is kept beyond them is dropped, not carried over: the next step's policy is another
-one, so that every sample stays on-policy, and nothing is buffered that a checkpoint would have to hold.
+A step generates for ``data.gen_batch_size`` prompts at a time until ``data.train_batch_size`` of them are kept. It
+trains on the first that many and drops the rest. They are not carried over to the next step, whose policy is another
+one: every sample stays on-policy, and no buffer has to be part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class SampleGroup:
     """The scored samples of one prompt.
 
     Attributes:
-        uid: the prompt of this step.
-        rewards: of each sample, the sum over its tokens, float [n]; with the overlong penalty.
+        uid: the id of the prompt in this step.
+        rewards: the sum over the tokens of each sample with the overlong penalty, float [n].
         parts: the parts of the reward by name, as the reward function gave them, float [n].
-        lengths: response tokens, int [n].
+        lengths: response tokens of each sample, int [n].
     """
 
     uid: str
@@ -38,12 +38,12 @@ class SampleGroup:
     lengths: np.ndarray
 
 
-# What ``algorithm.filter_groups.filter_path`` names: whether a group is trained on.
+# The function of ``algorithm.filter_groups.filter_path``; it returns whether a group is trained on.
 GroupFilter = Callable[[PPOTrainerConfig, SampleGroup], bool]
 
 
 def check_reward_nonzero_std(config: PPOTrainerConfig, group: SampleGroup) -> bool:
-    """True when the rewards of a group differ, as slime's filter of this name."""
+    """True when the rewards of a group differ, like slime's filter of this name."""
     return varies(group.rewards)
 
 
@@ -113,11 +113,11 @@ def collect_groups(
     num_groups: int,
     max_num_gen_batches: int,
 ) -> tuple[DataProto, dict[str, float]]:
-    """Rows of the first ``num_groups`` groups that are kept, and how many generations that took.
+    """Returns the rows of the first ``num_groups`` groups that are kept, and metrics of the generations it took.
 
     Args:
-        generate: a scored batch of new prompts; gets the number of the generation in this step, from 0.
-        max_num_gen_batches: ValueError after so many that do not suffice; 0 = no limit.
+        generate: number of the generation in this step, from 0 -> a scored batch of new prompts.
+        max_num_gen_batches: ValueError when so many generations are not enough; 0 = no limit.
     """
     parts: list[DataProto] = []
     num_kept, num_seen, reward_sum, num_samples, generation = 0, 0, 0.0, 0, 0

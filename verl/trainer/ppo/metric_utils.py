@@ -14,7 +14,7 @@ from verl.utils.timeline import Timeline, now_s
 
 
 class PhaseSeconds(dict[str, float]):
-    """Seconds per phase; ``marked_timer`` makes each a span of ``timeline`` too."""
+    """Seconds per phase; ``marked_timer`` also makes each phase a span of ``timeline``."""
 
     def __init__(self, timeline: Timeline) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def add_generation_times(seconds: Mapping[int, float], timing: dict[str, float])
 
 
 def compute_timing_metrics(batch: DataProto, timing: Mapping[str, float]) -> dict[str, float]:
-    """``timing_s/*`` and, where a token count makes sense, ``timing_per_token_ms/*``."""
+    """``timing_s/*`` and, for phases that process tokens, ``timing_per_token_ms/*``."""
     num_response = float(batch.batch["response_mask"].sum())
     num_all = float(batch.batch["num_tokens"].sum())
     counts = {"gen": num_response, "old_log_prob": num_all, "ref": num_all, "adv": num_all, "update_actor": num_all}

@@ -1,4 +1,4 @@
-"""Observers of the training steps: what is written about a step stands beside the algorithm, not inside it."""
+"""Hooks for observers of the training steps, so that writing about a step is no part of the algorithm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from verl.protocol import DataProto
 
 @dataclass(frozen=True)
 class Step:
-    """A step that is being taken.
+    """The current step.
 
     Attributes:
         number: the global step.
@@ -37,7 +37,7 @@ class StepObserver:
         """Called when the batch has its scores, and its log-probs where the step needs some."""
 
     def before_update(self, step: Step) -> None:
-        """Called when the batch has its advantages; the weights are still those of the step's begin."""
+        """Called when the batch has its advantages; the weights have not been updated yet."""
 
     def after_step(self, number: int) -> None:
         """Called when the step has been logged, validated and saved."""

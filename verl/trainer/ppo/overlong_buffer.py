@@ -8,7 +8,7 @@ from verl.workers.config import OverlongBufferConfig
 
 
 def overlong_penalty(lengths_B: Tensor, max_response_length: int, buffer: OverlongBufferConfig) -> Tensor:
-    """What each response gains, at most 0, fp32 [B]: ``penalty_factor`` times
+    """Returns the penalty of each response, at most 0, fp32 [B]: ``penalty_factor`` times
 
     0 up to L_max - L_buffer tokens, then (L_max - L_buffer - length) / L_buffer, which is -1 at L_max. Longer ones,
     which the paper gives -1 as well, cannot be sampled.

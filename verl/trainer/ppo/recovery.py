@@ -1,13 +1,13 @@
-"""Training that survives its workers: when one dies, all are started anew and go on from the newest checkpoint.
+"""Restarts of training after the death of a worker: all workers are started again from the newest checkpoint.
 
-A restart is a resume without a new driver. The dead worker's peers are ended, Ray finds room for as many processes
-anew, on a spare node where the old one is gone, and a new trainer cuts back what the run has written of the steps that
-it takes again; Ray, the driver and the graders stay. What a restart leads back to is decided here:
+A restart is a resume without a new driver. The dead worker's peers are ended, Ray places as many new processes, on a
+spare node where the old one is gone, and a new trainer removes what the run has written about the steps that are run
+again. Ray, the driver and the graders keep running. The rules are:
 
-- a process that died, or did not answer within ``trainer.worker_timeout_s``, is a fault of a machine: restarted;
-- an exception that a worker raised is not: the same step from the same checkpoint raises it again, so it ends the run;
-- two deaths in the same step without a new checkpoint in between are no accident either, and end the run too;
-- before the first checkpoint, training begins again from the model's weights.
+- A process that died, or did not answer within ``trainer.worker_timeout_s``, is a fault of a machine: restart.
+- An exception in a worker is not: the same step from the same checkpoint raises it again, so the run ends.
+- Two deaths in the same step without a new checkpoint in between are no accident either, and end the run too.
+- Before the first checkpoint, training starts again from the model's weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RECORD = "restarts.jsonl"
 
 
 class TrainingStoppedError(RuntimeError):
-    """Training ended in ``step`` because of its workers; the text says why it does not go on by itself."""
+    """Training ended in ``step`` because of its workers; the text says why it is not restarted."""
 
     def __init__(self, step: int, why: str) -> None:
         super().__init__(why)
@@ -39,7 +39,7 @@ class TrainingStoppedError(RuntimeError):
 
 
 class Trainer(Protocol):
-    """What is started anew; ``global_step`` is the step that it is in, 0 before the first."""
+    """The trainer that is restarted; ``global_step`` is its current step, 0 before the first."""
 
     global_step: int
 
@@ -47,24 +47,24 @@ class Trainer(Protocol):
         """Starts every worker process."""
 
     def fit(self) -> None:
-        """Resumes as the config says, and trains to the end."""
+        """Resumes according to the config, and trains to the end."""
 
     def shutdown(self) -> None:
-        """Ends every worker process that is left, and closes files."""
+        """Ends the remaining worker processes and closes files."""
 
 
 NewTrainer = Callable[[PPOTrainerConfig, Mapping[str, float]], Trainer]
 
 
 def fit_with_restarts(config: PPOTrainerConfig, new_trainer: NewTrainer) -> None:
-    """Trains to the end, with as many trainers as it takes.
+    """Trains to the end, with as many trainers as necessary.
 
     Args:
-        new_trainer: makes one of the config that it is to resume by and of metrics for every step that it logs.
+        new_trainer: makes a trainer from the config to resume with and from metrics that it logs with every step.
 
     Raises:
-        TrainingStoppedError: a worker raised, or died in a way that another restart would not mend.
-        ValueError: what the user can fix; nothing was trained.
+        TrainingStoppedError: a worker raised, or died in a way that another restart would not repair.
+        ValueError: a problem that the user can fix; nothing was trained.
     """
     limit = RestartLimit(config.trainer.max_restarts)
     candidates = RestartPoints(config)
@@ -75,7 +75,7 @@ def fit_with_restarts(config: PPOTrainerConfig, new_trainer: NewTrainer) -> None
         try:
             trainer.init_workers()
             if num_restarts:
-                logger.info("workers are there again %.1f s after the failure", time.monotonic() - failed_at_s)
+                logger.info("workers are running again %.1f s after the failure", time.monotonic() - failed_at_s)
             trainer.fit()
             return
         except (WorkerDiedError, WorkerTimeoutError) as error:
@@ -101,7 +101,7 @@ def fit_with_restarts(config: PPOTrainerConfig, new_trainer: NewTrainer) -> None
 
 
 class RestartLimit:
-    """Tells accidents from a crash loop. A checkpoint that is newer than at the failure before clears the count.
+    """Distinguishes accidents from a crash loop; a checkpoint newer than at the previous failure clears the count.
 
     Args:
         max_restarts: ``trainer.max_restarts``.
@@ -110,13 +110,13 @@ class RestartLimit:
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
         self._checkpoint_step = 0
-        self._failed_steps: list[int] = []  # since that checkpoint
+        self._failed_steps: list[int] = []  # since the newest checkpoint
 
     def refusal(self, step: int, checkpoint_step: int) -> str | None:
-        """Why a failure in ``step`` ends the run, as the end of a sentence; None when it may be restarted.
+        """Returns why a failure in ``step`` ends the run, as the end of a message; None when it may be restarted.
 
         Args:
-            checkpoint_step: of the newest checkpoint, 0 where there is none.
+            checkpoint_step: the step of the newest checkpoint, 0 when there is none.
         """
         if self._max_restarts == 0:
             return ""
@@ -136,10 +136,10 @@ class RestartLimit:
 
 
 class RestartPoints:
-    """The checkpoints that a run may go back to.
+    """The checkpoints from which a run may restart.
 
-    A run that began at ``resume_from_path`` may have another training's later checkpoints beside it: of those only what
-    was written since the start counts. Without that the newest whole one does, as for a resume.
+    The folder of a run that started at ``resume_from_path`` may hold later checkpoints of another training, so only
+    those that were written since the start count. Otherwise the newest complete one is used, as for a resume.
     """
 
     def __init__(self, config: PPOTrainerConfig) -> None:
@@ -152,14 +152,14 @@ class RestartPoints:
             self._earlier = {found.directory: _written_ns(found) for found in checkpointing.checkpoints(self._root)}
 
     def newest(self) -> checkpointing.Checkpoint | None:
-        """The newest whole one, None before the first."""
+        """The newest complete one, None before the first."""
         for checkpoint in checkpointing.complete_checkpoints(self._root):
             if self._earlier.get(checkpoint.directory) != _written_ns(checkpoint):
                 return checkpoint
         return self._start
 
     def resuming(self, config: PPOTrainerConfig) -> PPOTrainerConfig:
-        """``config`` as the next trainer needs it: a damaged checkpoint is passed over unless a path was asked for."""
+        """``config`` for the next trainer; it skips damaged checkpoints unless a path was requested."""
         if self._start is None:
             return replace(config, trainer=replace(config.trainer, resume_mode="auto"))
         newest = self.newest()
@@ -168,10 +168,10 @@ class RestartPoints:
 
 
 class RestartRecord:
-    """``restarts.jsonl``: a line per restart of the run, whichever driver did it.
+    """``restarts.jsonl``: a line per restart of the run, by any of its drivers.
 
-    ``time`` is in seconds since 1970, ``step`` the one that failed, ``from_step`` the checkpoint's (0: the model's
-    weights), ``cause`` a sentence.
+    ``time`` is in seconds since 1970, ``step`` is the step that failed, ``from_step`` that of the checkpoint (0: the
+    model's weights), ``cause`` a sentence.
     """
 
     def __init__(self, report_dir: str) -> None:
@@ -180,11 +180,11 @@ class RestartRecord:
 
     @property
     def count(self) -> int:
-        """Restarts so far."""
+        """The number of restarts so far."""
         return len(self._text.splitlines())
 
     def add(self, step: int, from_step: int, cause: str) -> None:
-        """One more; on disk when this returns."""
+        """Adds a restart; it is on disk when this returns."""
         line = {"time": round(time.time(), 3), "step": step, "from_step": from_step, "cause": cause}
         self._text += json.dumps(line) + "\n"
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,6 +192,6 @@ class RestartRecord:
 
 
 def _written_ns(checkpoint: checkpointing.Checkpoint) -> int | None:
-    """When its trainer's part was written, which is replaced by each save; None where there is none."""
+    """The time of the trainer's file, which each save replaces; None when there is none."""
     path = checkpoint.state_path
     return path.stat().st_mtime_ns if path.is_file() else None

@@ -1,4 +1,4 @@
-"""A record per sample of chosen steps, with both log-probs of every token; ``python -m tools.viewer`` shows them.
+"""Records of the samples of some steps with both log-probs of every token; ``python -m tools.viewer`` shows them.
 
 A file is ``samples/step_N.jsonl``, one line per sample: ``step``, ``uid`` (of the prompt's group), ``data_source``,
 ``prompt``, ``ground_truth``, ``tokens`` (texts, which joined are the response), ``rollout_log_probs`` (the rollout
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 FOLDER = "samples"
 ROLLOUT, TRAINING = "rollout_log_probs", "old_log_probs"  # columns of the batch
-_DIGITS = 7  # of a log-prob behind the point: float32 has no more
+_DIGITS = 7  # decimals of a log-prob: float32 has no more
 
 
 class SampleRecords(StepObserver):
@@ -118,12 +118,12 @@ class SampleRecords(StepObserver):
 
 
 def chosen_rows(uids: np.ndarray, max_rows: int) -> list[int]:
-    """Rows of the first groups that fit into ``max_rows``, group by group; of the first at most ``max_rows``."""
+    """Rows of the first groups that fit into ``max_rows`` together; the first group is cut to ``max_rows``."""
     groups: dict[str, list[int]] = {}
     for row, uid in enumerate(uids):
         groups.setdefault(str(uid), []).append(row)
     chosen: list[int] = []
-    for uid in sorted(groups, key=lambda uid: (len(uid), uid)):  # "7-10" behind "7-9"
+    for uid in sorted(groups, key=lambda uid: (len(uid), uid)):  # "7-10" comes after "7-9"
         if chosen and len(chosen) + len(groups[uid]) > max_rows:
             break
         chosen += groups[uid]
@@ -131,7 +131,7 @@ def chosen_rows(uids: np.ndarray, max_rows: int) -> list[int]:
 
 
 def token_texts(decode: Callable[[list[int]], str], token_ids: list[int]) -> list[str]:
-    """What each token adds to the text; "" where a character waits for the next token's bytes."""
+    """Returns the text that each token adds; "" where a character waits for the next token's bytes."""
     growing = IncrementalDetokenizer(decode)
     pieces = [growing.append([token]) for token in token_ids]
     if pieces:
@@ -140,5 +140,5 @@ def token_texts(decode: Callable[[list[int]], str], token_ids: list[int]) -> lis
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no word for the others."""
+    """Rounds the value; None for NaN and infinities, which JSON does not have."""
     return round(value, _DIGITS) if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""What the graders found, as columns of the batch."""
+"""The graders' results as columns of the batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REWARD_PARTS = "reward_parts"
 def add_scores(batch: DataProto, scores: Scores, buffer: OverlongBufferConfig) -> None:
     """Adds ``token_level_scores`` [B, R] and, per row, the parts of the reward by name.
 
-    With an overlong buffer the penalty stands on the last token beside the score; ``score`` stays the grader's.
+    With an overlong buffer its penalty is added on the last token; the part ``score`` stays the grader's.
     """
     parts, token_scores = dict(scores.parts), scores.token_level_scores
     if buffer.enable:

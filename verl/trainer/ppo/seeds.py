@@ -1,4 +1,4 @@
-"""Sampling seeds that depend on what is sampled, not on where or when."""
+"""Sampling seeds that depend only on what is sampled, not on where or when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step of the whole run as a Chrome trace: the controller's phases, and those of every rank, by one clock.
+"""A step as a Chrome trace: the phases of the controller and of every rank on one clock.
 
 Files are ``timeline/step_N.json``, for chrome://tracing and https://ui.perfetto.dev. Format: "Trace Event Format"
 (JSON object, complete events ``X`` with ``ts`` and ``dur`` in microseconds, metadata events ``M``).
@@ -19,12 +19,12 @@ from verl.trainer.ppo.step_files import remove_steps
 from verl.utils.timeline import ClockReading, Recording, Span, Timeline, now_s, read_clock
 
 FOLDER = "timeline"
-_EXTRA_READINGS = 3  # each narrows the error of the other hosts' clocks down to its own way there and back
+_EXTRA_READINGS = 3  # each limits the error of the other hosts' clocks to its own round trip
 
 
 @dataclass(frozen=True)
 class BoundedReading:
-    """A rank's clock, read somewhere between two moments of the controller's."""
+    """A reading of a rank's clock, taken between two times of the controller's clock."""
 
     reading: ClockReading
     after_s: float
@@ -33,14 +33,14 @@ class BoundedReading:
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """What is added to a clock to have the controller's, and by how much that may be wrong."""
+    """The offset to add to a clock to get the controller's, and the largest error of that offset."""
 
     offset_s: float
     error_s: float
 
 
 class StepTimeline(StepObserver):
-    """Records the steps that ``trainer.timeline_freq`` divides; others take a microsecond a phase.
+    """Records the steps that ``trainer.timeline_freq`` divides; the others cost a microsecond a phase.
 
     Args:
         report_dir: where the run writes.
@@ -61,7 +61,7 @@ class StepTimeline(StepObserver):
         remove_steps(self._directory, "step_*.json", first_step)
 
     def phase_seconds(self) -> PhaseSeconds:
-        """What ``marked_timer`` fills: its phases are the controller's spans."""
+        """A dict for ``marked_timer``, whose phases are the controller's spans."""
         return PhaseSeconds(self._controller)
 
     def before_step(self, number: int) -> None:
@@ -100,9 +100,9 @@ class StepTimeline(StepObserver):
 
 
 def clock_offsets(readings: Sequence[BoundedReading]) -> dict[str, ClockOffset]:
-    """Of each clock, the middle of the offsets that all of its readings allow; 0 for the controller's own.
+    """Returns for each clock the middle of the offsets that its readings allow; 0 for the controller's own.
 
-    A clock that showed w between the controller's a and b is behind it by at least a - w and by at most b - w.
+    A clock that read w between the controller's times a and b is late by at least a - w and at most b - w.
     """
     own = read_clock().clock
     offsets = {own: ClockOffset(0.0, 0.0)}
@@ -121,7 +121,7 @@ def trace(
     ranks: Sequence[Recording],
     offsets: dict[str, ClockOffset],
 ) -> dict[str, Any]:
-    """The trace of one step: process 0 is the controller, process r + 1 is rank r; time 0 is the step's begin."""
+    """Returns the trace of one step: process 0 is the controller, process r + 1 is rank r; time 0 is its start."""
     events: list[dict[str, Any]] = []
     for process, recording in enumerate([controller, *ranks]):
         name = "controller" if process == 0 else f"rank {process - 1}"
@@ -147,7 +147,7 @@ def _outermost_first(span: Span) -> tuple[float, float]:
 
 
 def _event(span: Span, process: int, offset_s: float) -> dict[str, Any]:
-    # Both ends are rounded, and never their distance: what is inside a span stays inside.
+    # Round both ends and never the duration, so that a span stays inside the one around it.
     start_ns, end_ns = (round((moment_s + offset_s) * 1e9) for moment_s in (span.start_s, span.end_s))
     timing = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}
     return {"name": span.name, "ph": "X", "pid": process, "tid": 0, **timing}

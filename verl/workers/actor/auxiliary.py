@@ -1,4 +1,4 @@
-"""What the model counts itself: losses that it attaches (expert balance, z-loss, MTP), and how its experts are used."""
+"""Losses that the model attaches itself (expert balance, z-loss, MTP), and the load of its experts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def set_auxiliary_scales(model: nn.Module, num_tokens: float, num_response_tokens: float) -> None:
-    """The model sums over tokens; these are the tokens of the whole mini-batch, so that packing changes nothing.
+    """Scales the attached losses, which are sums over tokens, by the tokens of the whole mini-batch.
 
-    Routers see prompts and responses, multi-token prediction learns the responses.
+    So packing changes nothing. Routers see prompts and responses, multi-token prediction learns the responses.
     """
     set_aux_loss_scale(model, 1.0 / num_tokens)
     for module in model.modules():
@@ -23,10 +23,9 @@ def set_auxiliary_scales(model: nn.Module, num_tokens: float, num_response_token
 
 
 def model_metrics(model: nn.Module, config: TransformerConfig, groups: ProcessGroups) -> dict[str, float]:
-    """What the model itself counts; collective.
+    """Metrics of the attached losses and of the load of expert-parallel ranks; collective.
 
-    The losses that are on, without coefficients, experts' as the mean over layers; how unevenly expert-parallel ranks
-    are used, where there are several.
+    Losses are without coefficients; those of experts are means over layers.
     """
     found = {}
     if config.num_moe_experts is not None and groups.ep.size() > 1:

@@ -1,4 +1,4 @@
-"""What a policy must offer to the worker."""
+"""The interface of a policy for the worker."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class MegatronPPOActor(BasePPOActor):
         self._forward_backward = get_forward_backward_func(groups)
         is_replayed = config.replays_routing and actor_optimizer is not None and tf_config.num_moe_experts is not None
         self._replay = RouterReplay(tf_config.num_moe_experts or 0, groups) if is_replayed else None
-        self._routing: RoutingRows | None = None  # of the rows of the last compute_log_prob (R2)
+        self._routing: RoutingRows | None = None  # the routing of the last compute_log_prob (R2)
         self._all_moe_layers = [layer for layer in range(tf_config.num_layers) if tf_config.is_moe_layer(layer)]
 
     @property
@@ -78,13 +78,13 @@ class MegatronPPOActor(BasePPOActor):
 
     @property
     def trained_columns(self) -> tuple[str, ...]:
-        """The columns that ``update_policy`` reads on this stage, where the batch has them, beside the advantages."""
+        """The columns that ``update_policy`` reads on this stage if the batch has them, without the advantages."""
         of_loss = ("old_log_probs", "ref_log_prob", "rollout_log_probs") if self.is_last_stage else ()
         return (*self.scored_columns, *of_loss)
 
     @property
     def moe_layers(self) -> tuple[list[int], int]:
-        """The MoE layers of this stage, as places among those of the model, and how many the model has."""
+        """The MoE layers of this stage, as indices into those of the model, and how many the model has."""
         return [self._all_moe_layers.index(layer) for layer in self._moe_layers()], len(self._all_moe_layers)
 
     @torch.no_grad()
@@ -125,7 +125,7 @@ class MegatronPPOActor(BasePPOActor):
             routing=routing,
         )
         if replay is not None and self.config.records_routing:
-            self._routing = RoutingRows.recorded(replay, micro_batches, data, self.groups)
+            self._routing = RoutingRows.traced(replay, micro_batches, data, self.groups)
         if not self.is_last_stage:
             return None
         log_probs_BR = scatter_to_rows(
@@ -159,19 +159,19 @@ class MegatronPPOActor(BasePPOActor):
         return metrics.result() | corrections | counted if self.is_last_stage else {}
 
     def _rollout_routing(self, data: DataProto) -> tuple[RoutingRows, DataProto]:
-        """The rollout's choices in this stage's layers, and ``data`` with the numbers of their rows."""
+        """The rollout's experts in this stage's layers, and ``data`` with the row numbers to find them by."""
         return RoutingRows.from_rollout(data, self._moe_layers(), self._all_moe_layers), with_row_numbers(data)
 
     def _moe_layers(self) -> list[int]:
-        """Global numbers of the MoE layers of this stage, without those of MTP modules."""
+        """The global numbers of this stage's MoE layers, without those of MTP modules."""
         routers = (module for module in self.actor_module.modules() if isinstance(module, TopKRouter))
         return sorted(r.global_layer for r in routers if r.global_layer < self.tf_config.num_layers)
 
     def make_minibatch_iterator(self, data: DataProto) -> Iterator[DataProto]:
         """This rank's rows in mini-batches of ``ppo_mini_batch_size`` prompts (times n over data-parallel ranks).
 
-        Which rows a mini-batch has was decided where the rows were dealt out, for all ranks together; ``shuffle``
-        changes the order of the mini-batches in each epoch.
+        The trainer's balanced order decides, for all ranks together, which rows a mini-batch has. ``shuffle`` changes
+        the order of the mini-batches in each epoch.
         """
         rollout_n = int(data.meta_info["rollout_n"])
         rows = self.config.ppo_mini_batch_size * rollout_n // self.groups.dp.size()
@@ -181,8 +181,8 @@ class MegatronPPOActor(BasePPOActor):
             if self.config.shuffle:
                 seed = self.config.shuffle_seed(int(data.meta_info["global_step"]), epoch)
                 order = torch.randperm(len(starts), generator=torch.Generator().manual_seed(seed))
-            for place in order.tolist():
-                yield data.select_idxs(torch.arange(starts[place], min(starts[place] + rows, len(data))))
+            for index in order.tolist():
+                yield data.select_idxs(torch.arange(starts[index], min(starts[index] + rows, len(data))))
 
     def _update_minibatch(self, data: DataProto, metrics: UpdateMetrics) -> None:
         assert self.actor_optimizer is not None
@@ -199,10 +199,10 @@ class MegatronPPOActor(BasePPOActor):
                 entropy_T = vocab_parallel_entropy(logits_TV, self.groups.tp)
             return loss(log_probs_T[micro.positions_S], entropy_T[micro.positions_S], micro)
 
-        replay, recorded = self._replay, self._routing
+        replay, traced = self._replay, self._routing
         routing = None
-        if replay is not None and recorded is not None:
-            routing = functools.partial(recorded.replayed, replay, data=data)
+        if replay is not None and traced is not None:
+            routing = functools.partial(traced.replayed, replay, data=data)
         self.actor_optimizer.zero_grad()
         outputs, _ = self.forward_backward_batch(
             data,
@@ -229,7 +229,7 @@ class MegatronPPOActor(BasePPOActor):
     ) -> tuple[list[dict], list[PackedMicroBatch]]:
         """Runs all rows of ``data`` through the pipeline; gradients are the plain sum of the micro-batch losses.
 
-        ``routing`` makes what records the experts of a micro-batch, or gives them.
+        ``routing`` returns the tracing or replaying of the experts of a micro-batch.
 
         Returns:
             loss_func's dicts (last stage; empty elsewhere) and the micro-batches they belong to, in the same order.

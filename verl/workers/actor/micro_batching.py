@@ -1,4 +1,4 @@
-"""Which rows of a batch go into which micro-batch, the same number on every data-parallel rank."""
+"""Splits the rows of a batch into micro-batches, the same number on every data-parallel rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def split_rows(
     max_token_len: int | None,
     dp_group: dist.ProcessGroup,
 ) -> list[list[int]]:
-    """Row indices of each micro-batch, those with the most tokens first, so that the i-th of all ranks are alike.
+    """Row indices of each micro-batch, largest first, so that the i-th ones of all ranks have similar sizes.
 
     Args:
         lengths_B: packed tokens of every row, int64 [B].
         micro_batch_size: rows in a micro-batch when ``max_token_len`` is None.
         max_token_len: packed tokens a micro-batch may have; a longer row gets one of its own.
-        dp_group: every rank of it gets the same number of micro-batches, because expert exchanges cross it.
-            A rank with fewer rows ends with empty ones.
+        dp_group: every rank of it gets the same number of micro-batches, because experts are shared across it. A rank
+            with fewer rows gets empty ones at the end.
     """
     lengths = lengths_B.tolist()
     if max_token_len is not None:

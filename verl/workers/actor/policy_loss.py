@@ -34,19 +34,20 @@ _SUMS = (
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What the loss needs of one mini-batch, all fp32 [B, R] of this data-parallel rank's rows.
+    """The inputs of the loss for one mini-batch, all fp32 [B, R] of this data-parallel rank's rows.
 
     Attributes:
         weights: token weights such that sum(weights * loss) over every rank is the aggregated loss; 0 where a rollout
             correction rejected the token.
         advantages: one value per token.
-        old_log_probs: of the policy that acted; None when it is provably the one being updated.
-        ref_log_prob: of the reference policy; None without a KL loss, and on stages before the last.
-        rollout_log_probs: as the rollout engine reported them; None when it did not.
+        old_log_probs: log-probs of the policy that acted; None when it is provably the one being updated.
+        ref_log_prob: log-probs of the reference; None without a KL loss, and on stages before the last.
+        rollout_log_probs: log-probs of the rollout engine; None when it did not report them.
         response_lengths: response tokens of each row, [B].
         rollout_is_weights: factors of the policy loss from a rollout correction; None without one.
         anchors_on_rollout: ``bypass_mode``: the old log-probs are those of the rollout.
-        num_tokens, num_response_tokens: of the mini-batch over all ranks; numbers, the first with prompts.
+        num_tokens: tokens of the mini-batch on all ranks, with prompts.
+        num_response_tokens: response tokens of the mini-batch on all ranks.
     """
 
     weights: Tensor
@@ -113,7 +114,7 @@ class PolicyLoss:
         """The scalar loss and fp64 sums for ``UpdateMetrics``."""
         config, inputs, at = self.config, self.inputs, (micro.rows_S, micro.cols_S)
         weights_S = inputs.weights[at]
-        # On-policy, the ratio is exactly one: the same numbers in, so no rounding between two forward passes.
+        # On-policy the ratio is exactly one: the same numbers are used, so two forward passes cannot round differently.
         old_S = log_probs_S.detach() if inputs.old_log_probs is None else inputs.old_log_probs[at]
         policy = self.policy_loss(old_S, log_probs_S, inputs.advantages[at], config, self._sequence_mean(micro))
         weighted_S = weights_S * policy.loss
@@ -136,8 +137,8 @@ class PolicyLoss:
             loss = loss - config.entropy_coeff * (weights_S * entropy_S).sum()
         largest = torch.zeros((), dtype=torch.float64, device=log_probs_S.device)
         if inputs.rollout_log_probs is not None and log_probs_S.numel():
-            # Of the policy that acted: a later update of the batch has moved away from it on purpose. In bypass mode
-            # nobody scored that one.
+            # Compare the policy that acted: later updates of the batch move away from it on purpose. In bypass mode
+            # its log-probs were not computed.
             acted_S = log_probs_S.detach() if inputs.anchors_on_rollout else old_S
             ours, theirs = acted_S.double().exp(), inputs.rollout_log_probs[at].double().exp()
             difference = (ours - theirs).abs()
@@ -150,7 +151,7 @@ class PolicyLoss:
         return loss, {"sums": packed, "largest": largest, "has_rollout": inputs.rollout_log_probs is not None}
 
     def _sequence_mean(self, micro: PackedMicroBatch) -> SequenceMean:
-        """Of the rows of ``micro``: no row is cut by micro-batches, but context-parallel ranks share its tokens."""
+        """The mean over each row of ``micro``; context-parallel ranks share its tokens, micro-batches do not."""
         inputs, at = self.inputs, (micro.rows_S, micro.cols_S)
 
         def mean(values_S: Tensor) -> Tensor:

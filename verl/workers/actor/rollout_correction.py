@@ -1,4 +1,4 @@
-"""The rollout correction of one rank's rows, before they are cut into mini-batches."""
+"""The rollout correction of one rank's rows, before they are split into mini-batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verl.workers.actor.policy_loss import reduce_over
 def corrected(
     data: DataProto, config: RolloutCorrectionConfig, groups: ProcessGroups
 ) -> tuple[DataProto, dict[str, float]]:
-    """``data`` with ``rollout_is_weights`` (where asked for) and ``kept_mask`` [B, R], and metrics of the whole batch.
+    """``data`` with ``rollout_is_weights`` (where requested) and ``kept_mask`` [B, R], and metrics of the whole batch.
 
     Collective over the data-parallel ranks of the last stage. Rows are whole there, on every context-parallel rank, so
     that no level depends on how they are packed. Computed on the host: fp64 sums of a few numbers per token.

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.router_replay import MicroBatchRouting, Route
 from verl.protocol import DataProto
 from verl.utils.megatron.packed_batch import PackedMicroBatch
 
-ROW = "routing_row"  # column that update batches carry: the row of the recorded batch, int64 [B]
+ROW = "routing_row"  # column of update batches: the row of the traced batch, int64 [B]
 FROM_ROLLOUT = "routed_experts"  # column of a generated batch: [B, L, MoE layers, K], any integer type
 
 
@@ -39,15 +39,15 @@ class RoutingRows:
     is_known_BL: Tensor | None = None
 
     @staticmethod
-    def recorded(
+    def traced(
         replay: RouterReplay, micro_batches: Sequence[PackedMicroBatch], data: DataProto, groups: ProcessGroups
     ) -> RoutingRows:
-        """Collects what the micro-batches of ``data`` recorded; collective over tp and cp of each stage."""
+        """Collects the traces of the micro-batches of ``data``; collective over tp and cp of each stage."""
         choices_BLMK: Tensor | None = None
         layers: tuple[int, ...] = ()
         num_rows, num_cols = data.batch["input_ids"].shape
         for micro in micro_batches:
-            assert micro.packed_seq_params.routing is not None, "the pass was not recorded"
+            assert micro.packed_seq_params.routing is not None, "the pass was not traced"
             chosen = replay.choices(micro.packed_seq_params.routing)
             layers = tuple(chosen)
             if choices_BLMK is None:
@@ -55,8 +55,8 @@ class RoutingRows:
                 shape = (num_rows, num_cols, len(chosen), num_experts_of_token)
                 choices_BLMK = torch.zeros(shape, dtype=replay.dtype)
             rows, cols = micro.token_rows_N.cpu(), micro.token_cols_N.cpu()
-            for place, layer in enumerate(layers):
-                choices_BLMK[rows, cols, place] = chosen[layer][micro.token_positions_N].cpu()
+            for index, layer in enumerate(layers):
+                choices_BLMK[rows, cols, index] = chosen[layer][micro.token_positions_N].cpu()
         assert choices_BLMK is not None, "a pass has at least one micro-batch"
         _sum_over_context_parts(choices_BLMK, groups, data.batch["input_ids"].device)
         return RoutingRows(choices_BLMK, layers, _fingerprints(data))
@@ -86,11 +86,11 @@ class RoutingRows:
         return RoutingRows(choices_BLMK, tuple(layers), _fingerprints(data), is_real_BL & (columns_L < last_B1))
 
     def check(self, data: DataProto) -> None:
-        """``ValueError`` unless ``data`` has the rows that were recorded, in their order."""
+        """Raises ValueError unless ``data`` has the traced rows in their order."""
         prints_B = _fingerprints(data)
         if not torch.equal(prints_B, self.prints_B):
             raise ValueError(
-                f"router replay: the update has {len(prints_B)} rows, and the old log-prob pass recorded "
+                f"router replay: the update has {len(prints_B)} rows, and the old log-prob pass traced "
                 f"{len(self.prints_B)}; both must get the same rows in the same order"
             )
 
@@ -101,9 +101,9 @@ class RoutingRows:
         is_known_T = torch.zeros(micro.num_tokens, dtype=torch.bool)
         is_known_T[places] = True if self.is_known_BL is None else self.is_known_BL[rows, cols]
         choices = {}
-        for place, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):
             choices[layer] = self.choices_BLMK.new_zeros(micro.num_tokens, self.choices_BLMK.size(-1))
-            choices[layer][places] = self.choices_BLMK[rows, cols, place]
+            choices[layer][places] = self.choices_BLMK[rows, cols, index]
         return replay.replay(choices, is_known_T)
 
 
@@ -121,10 +121,10 @@ def _fingerprints(data: DataProto) -> Tensor:
 
 
 def _sum_over_context_parts(choices_BLMK: Tensor, groups: ProcessGroups, device: torch.device) -> None:
-    """Each token was recorded by one context-parallel rank and is zero on the others; layer by layer, in int32."""
+    """Sums over context-parallel ranks, layer by layer in int32: one rank traced a token, the others have zeros."""
     if groups.cp.size() == 1:
         return
-    for place in range(choices_BLMK.size(2)):
-        of_layer = choices_BLMK[:, :, place].to(device, torch.int32)
+    for index in range(choices_BLMK.size(2)):
+        of_layer = choices_BLMK[:, :, index].to(device, torch.int32)
         dist.all_reduce(of_layer, group=groups.cp)
-        choices_BLMK[:, :, place] = of_layer.to(choices_BLMK.dtype)
+        choices_BLMK[:, :, index] = of_layer.to(choices_BLMK.dtype)

@@ -1,1 +1,1 @@
-"""Where a step's samples come from: generated for it, or by rollout ranks that run beside training."""
+"""The sources of a step's samples: generated for the step, by rollout ranks beside training, or saved earlier."""

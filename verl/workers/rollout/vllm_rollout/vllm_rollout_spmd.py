@@ -143,7 +143,7 @@ class vLLMRollout(BaseRollout):
 
 
 def engine_holdings(config: RolloutConfig, model_path: str, num_ranks: int) -> dict[int, dict[str, HeldSlice]]:
-    """What each of the ``num_ranks`` ranks of an engine holds, told where there is no engine; ranks count from 0."""
+    """What each of the ``num_ranks`` ranks of an engine holds, computed without an engine; ranks count from 0."""
     arguments = _engine_arguments(config, model_path, num_ranks)
     engine = EngineArgs(**arguments).create_engine_config(0, num_ranks)
     return {rank: config_held_slices(engine, rank) for rank in range(num_ranks)}
