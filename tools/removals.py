@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from tools.adaptations import COMMENT, ROOT, Adaptation, collect, listed_files
+from tools.marks import COMMENT, ROOT, Adaptation, collect, listed_files
 
 REGISTRY = Path("tests/adaptations/removals.toml")
 SIMULATOR_ENV = Path("tests/npu/env.sh")

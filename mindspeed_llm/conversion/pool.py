@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Generic, TypeVar, cast
 
@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 
 def run_tasks(
     work: Work[Result], tasks: Sequence[str], num_workers: int, on_bytes: Callable[[int], None]
-) -> Iterator[tuple[str, Result]]:
+) -> Generator[tuple[str, Result], None, None]:
     """(task, ``work(task, report)``) in the order in which they end; ``report(num_bytes)`` reaches ``on_bytes``.
 
     With one worker everything runs in this process, otherwise in ``num_workers`` new ones, to which ``work`` is

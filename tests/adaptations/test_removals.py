@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tools import adaptations, removals
+from tools import adaptations, marks, removals
 
-ROOT = adaptations.ROOT
-FOUND, PROBLEMS = adaptations.collect(ROOT)
-MARK = "# " + adaptations.WORD  # assembled, so that this file carries no mark of its own
+ROOT = marks.ROOT
+FOUND, PROBLEMS = marks.collect(ROOT)
+MARK = "# " + marks.WORD  # assembled, so that this file carries no mark of its own
 
 
 def test_marks_registry_and_document_agree() -> None:
@@ -48,7 +48,7 @@ def verdicts(request: pytest.FixtureRequest) -> Iterator[dict[str, Callable[[], 
 
 @pytest.mark.timeout(3600)  # of a test alone: the queue before it counts too, and every proof has its own limit
 @pytest.mark.parametrize("mark", FOUND, ids=[mark.id for mark in FOUND])
-def test_fails_without(mark: adaptations.Adaptation, verdicts: dict[str, Callable[[], removals.Verdict]]) -> None:
+def test_fails_without(mark: marks.Adaptation, verdicts: dict[str, Callable[[], removals.Verdict]]) -> None:
     assert mark.id in verdicts, f"no entry in {removals.REGISTRY}"
     verdict = verdicts[mark.id]()
     if verdict.is_proven is None:
@@ -124,7 +124,7 @@ def test_without_a_simulator_the_proof_is_skipped_with_the_reason(tmp_path: Path
 )
 def test_the_block_is_what_the_mark_covers(name: str, source: str, left: str) -> None:
     lines = source.replace("@(", MARK + "(").replace("@ END", MARK + " END")
-    [mark], problems = adaptations.parse(name, lines.splitlines())
+    [mark], problems = marks.parse(name, lines.splitlines())
     assert not problems
     kept = [line for line in removals.without_block(lines, mark).splitlines(keepends=True) if "#" not in line]
     assert "".join(kept) == left
@@ -140,6 +140,6 @@ def test_registry_mistakes_are_named(tmp_path: Path) -> None:
         "odd" = { test = "tests/test_pad.py::test_width", env = "gpu" }
         """)
     )
-    problems = "\n".join(removals.registry_problems(tmp_path, adaptations.collect(tmp_path)[0]))
+    problems = "\n".join(removals.registry_problems(tmp_path, marks.collect(tmp_path)[0]))
     for expected in ("'pad' has no entry", '"gone" is not the id', "test_other, which is not there", '"odd" must be'):
         assert expected in problems

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tools import adaptations
+from tools import marks
 from tools.subtree.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "# " + adaptations.WORD  # assembled, so that this file carries no mark of its own
+MARK = "# " + marks.WORD  # assembled, so that this file carries no mark of its own
 LICENCE = ("--licence", "MIT")
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tools import adaptations, removals
+from tools import adaptations, marks, removals
 
-MARK = "# " + adaptations.WORD  # assembled, so that this file carries no mark of its own
+MARK = "# " + marks.WORD  # assembled, so that this file carries no mark of its own
 
 
 def plant(root: Path, name: str, text: str) -> None:

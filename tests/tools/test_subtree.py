@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.subtree_repos import ROOT, commit, export, git, repository, state, tool, upstream, write
-from tools import adaptations
+from tools import adaptations, marks
 from tools.subtree import api, compare, manifest, snapshot
 
 MINIMAL = 'name = "up"\nurl = "u"\nlicence = "MIT"\nsubtree = "ours"\nupstream_root = "pkg"\ntag = "v1"\n'
@@ -99,13 +99,13 @@ def test_every_recorded_api_is_of_the_pinned_version_and_in_order() -> None:
 
 def test_status_and_adaptations_agree_with_the_marks_in_the_sources() -> None:
     marked = subprocess.run(
-        ["git", "grep", "--untracked", "-hoE", r"^\s*# " + adaptations.WORD + r"\([a-z0-9-]+\)"],
+        ["git", "grep", "--untracked", "-hoE", r"^\s*# " + marks.WORD + r"\([a-z0-9-]+\)"],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     ids = sorted(line.split("(")[1].rstrip(")") for line in marked.stdout.splitlines())
-    assert ids == sorted(mark.id for mark in adaptations.collect(ROOT)[0])
+    assert ids == sorted(mark.id for mark in marks.collect(ROOT)[0])
     listed = (ROOT / adaptations.OUTPUT).read_text(encoding="utf-8")
     assert ids == sorted(re.findall(r"^\| `([a-z0-9-]+)` \|", listed, re.MULTILINE))
     shown = tool(ROOT, "status") + tool(ROOT, "adaptations", "--check")

@@ -24,11 +24,11 @@ from tools.plan.timing.run_shape import default_lengths
 from tools.plan.whole import WholePlan, plan_run
 from verl.trainer.config import PPOTrainerConfig, validate_config
 
-FITS, DOES_NOT_FIT, BAD_INPUT = 0, 1, 2
+FITS, DOES_NOT_FIT, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 the run fits, 1 it does not, 2 there is nothing to plan."""
+    """Exit status: 0 the run fits, 1 it does not, 2 there is nothing to plan, 130 interrupted."""
     options = _parser().parse_intermixed_args(argv)
     console = Console(width=max(Console().width, 150))
     try:
@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         return BAD_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
     if options.brief:
         print_brief(plan, step, console)
     else:

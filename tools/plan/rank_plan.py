@@ -95,15 +95,6 @@ def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: 
         )
 
 
-def prepare(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: StepSize) -> None:
-    """Makes what all ranks of a run share, by building ``rank``: for processes that then begin as copies of this one.
-
-    ValueError as ``plan_rank``.
-    """
-    with _worker(config, device, rank, size):
-        pass
-
-
 @contextmanager
 def _worker(
     config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: StepSize

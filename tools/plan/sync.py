@@ -105,8 +105,8 @@ def shared_plan(
     bucket_bytes: int,
     ranks_per_node: int,
 ) -> TransferPlan:
-    """`build_plan`, made once for all ranks that are planned in this process, and in those forked of it: it is the same
-    on all, and takes longer than all else of a rank.
+    """`build_plan`, called once for all ranks that this process plans: the plan is the same on all of them, and it
+    takes longer than everything else of a rank.
     """
     ends = tuple(_slices_of(holdings[rank]) for rank in (min(holdings), max(holdings)))
     return _built(_Asked(hf, layout, params_dtype, num_ranks, bucket_bytes, ranks_per_node, ends, holdings))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 from megatron.core.parallel_layout import ParallelLayout
+from mindspeed_llm.conversion.pool import run_tasks
 from tools.plan.collectives import Collective, Phase
 from tools.plan.devices import GIB, DeviceProfile
 from tools.plan.matching import problems as call_problems
-from tools.plan.rank_plan import RankPlan, StepSize, plan_rank, prepare
+from tools.plan.rank_plan import RankPlan, StepSize, plan_rank
 from tools.plan.repeated import RepeatedCalls
 from tools.plan.setup import PlannedRun
 from tools.plan.training import OLD, REF, UPDATE
@@ -142,25 +141,24 @@ def calls_of_all_ranks(config: PPOTrainerConfig, device: DeviceProfile, size: St
 
 
 def _plan_ranks(run: PlannedRun, size: StepSize, ranks: Sequence[int], processes: int) -> Iterator[RankPlan]:
-    """In processes that begin as copies of this one, in which what all share is made once.
+    """Plans of ``ranks`` from new worker processes, which end with this generator.
 
-    After the first comes the second, which often is the fullest, then the last.
+    The second rank, which often is the fullest, comes right after the first, then the last.
     """
-    if len(ranks) == 1:
-        yield plan_rank(run.config, run.device, ranks[0], size)
-        return
-    prepare(run.config, run.device, ranks[0], size)
-    order = [*ranks[:2], *ranks[:1:-1]]
-    context = multiprocessing.get_context("fork")
-    gc.freeze()  # what is there: the copies need not look through it, which would also make it their own memory
-    try:
-        with ProcessPoolExecutor(min(processes, len(order)), mp_context=context) as pool:
-            try:
-                yield from pool.map(partial(plan_rank, run.config, run.device, size=size), order)
-            finally:
-                pool.shutdown(cancel_futures=True)
-    finally:
-        gc.unfreeze()
+    order = [str(rank) for rank in (*ranks[:2], *ranks[:1:-1])]
+    work = partial(_plan_task, run.config, run.device, size)
+    done: dict[str, RankPlan] = {}
+    with closing(run_tasks(work, order, processes, on_bytes=lambda _: None)) as planned:
+        for rank in order:
+            while rank not in done:
+                done.update([next(planned)])
+            yield done[rank]
+
+
+def _plan_task(
+    config: PPOTrainerConfig, device: DeviceProfile, size: StepSize, rank: str, report: Callable[[int], None]
+) -> RankPlan:
+    return plan_rank(config, device, int(rank), size)
 
 
 def host_bytes_of_nodes(config: PPOTrainerConfig, stages: Sequence[RankPlan]) -> list[int]:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 
-from tools import adaptations
+from tools import marks
 from tools.subtree.api import statements
 
 Texts = Mapping[str, str]  # path -> content
@@ -31,7 +31,7 @@ def cut_blocks(ours: Texts, merged: Texts) -> list[str]:
     found = []
     for path, text in ours.items():
         lines = text.splitlines()
-        for mark in adaptations.parse(path, lines)[0]:
+        for mark in marks.parse(path, lines)[0]:
             block = lines[mark.line - 1 : mark.end_line or _end_of_statement(lines, mark.line)]
             if not any(_contains(other, block) for other in everything):
                 found.append(f"{path}:{mark.line}: the adaptation '{mark.id}' is not as we wrote it any more")

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tools import adaptations
+from tools import marks
 from tools.subtree import compare, fork, snapshot
 from tools.subtree.changes import Changes
 from tools.subtree.compare import ModuleDiff, SubtreeDiff
@@ -30,7 +30,7 @@ def listing(console: Console, manifests: list[Manifest]) -> None:
 def status(console: Console, manifests: list[Manifest], root: Path, names: bool) -> None:
     """Every subtree: its pin, its mirrored modules, its API beside the recorded one, its adaptations."""
     table = Table("upstream", "pin", "holds", "mirrored here", "not yet", *COLUMNS, "adaptations")
-    marks = [mark.path for mark in adaptations.collect(root)[0]]
+    marked_paths = [mark.path for mark in marks.collect(root)[0]]
     notes: list[str] = []
     details: list[tuple[str, ModuleDiff]] = []
     for item in manifests:
@@ -41,12 +41,12 @@ def status(console: Console, manifests: list[Manifest], root: Path, names: bool)
         found = _beside_recorded(item, root, present, notes)
         counts = [str(number) for number in found.counts()] if found else ["-"] * 4
         details += [(item.name, module) for module in found.shared] if found else []
-        num_marks = sum(path.startswith(item.subtree + "/") for path in marks)
+        num_marks = sum(path.startswith(item.subtree + "/") for path in marked_paths)
         here, missing = str(len(present)), "\n".join(absent) or "0"
         table.add_row(item.name, item.version, holds(item, root), here, missing, *counts, str(num_marks))
     console.print(table)
     folders = tuple(f"{item.subtree}/" for item in manifests if item.subtree)
-    num_elsewhere = sum(not path.startswith(folders) for path in marks)
+    num_elsewhere = sum(not path.startswith(folders) for path in marked_paths)
     say(console, *notes, *([f"{num_elsewhere} adaptation(s) outside of the subtrees"] if num_elsewhere else []))
     for name, module in details if names else ():
         module_names(console, module, f"{name}: ")
@@ -80,7 +80,7 @@ def holds(item: Manifest, root: Path) -> str:
 
 
 def adaptation_list(console: Console, root: Path, manifests: list[Manifest]) -> None:
-    found, _ = adaptations.collect(root)
+    found, _ = marks.collect(root)
     folders = [item.subtree for item in manifests if item.subtree]
     table = Table("subtree", "id", "where", "what the hardware needs", "drop when")
     for mark in sorted(found, key=lambda mark: (mark.path, mark.line)):

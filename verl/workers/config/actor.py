@@ -142,14 +142,9 @@ class ActorConfig:
 
         Router replay R2 needs the pass in any case: it is where routing is recorded.
         """
-        if self.records_routing:
+        if self.records_routing or self.recompute_old_log_prob.lower() == "true":
             return True
-        # NPU-ADAPTATION(on-policy-old-logprob): the extra forward pass takes 105 of a step's 1045 s on 256 dies;
-        # drop when updates make several steps on a batch.
-        if self.recompute_old_log_prob.lower() != "true":
-            return not (self.ppo_epochs == 1 and self.ppo_mini_batch_size == train_batch_size)
-        # NPU-ADAPTATION END
-        return True
+        return self.ppo_epochs != 1 or self.ppo_mini_batch_size != train_batch_size
 
     def problems(self, where: str) -> list[str]:
         """Every value that cannot work, one sentence each."""

@@ -192,12 +192,10 @@ class LLMEngine:
             for output in self._outputs_of(finished):
                 tell(output)
             num_steps, total_steps, is_round = num_steps + 1, total_steps + 1, not interval
-            # NPU-ADAPTATION(rollout-rebalance): a step takes as long as the fullest replica's, whose batch size the
-            # graphs and the expert exchange are padded to; drop when prompts are handed to replicas one by one as
-            # they become free.
+            # A step takes as long as the fullest replica's, to whose batch size the graphs and the expert exchange are
+            # padded.
             if interval and (num_steps >= interval or not (is_anyone_busy or parallel.steps_in_lockstep)):
                 is_anyone_busy, num_steps, is_round = self.rebalancer.balance(), 0, True
-            # NPU-ADAPTATION END
             if is_round and is_anyone_busy and cut is not NO_CUT and self._is_due(cut, total_steps, started):
                 return
 

@@ -54,7 +54,7 @@ class Worker:
         self._load_initial_weights()
         self.kv_caches: list[KVCache] = []
         self.is_kv_cache_awake = False
-        self.num_gpu_blocks = 0  # the scheduler's, found by the first wake_kv_cache
+        self.num_gpu_blocks = 0  # the scheduler's, counted by the first wake_kv_cache
         self.wake_kv_cache()
         self.graphs: DecodeGraphs | None = None
         if not config.compilation.enforce_eager:
@@ -179,7 +179,8 @@ class Worker:
         """Allocate the caches of all layers, always with the block count found at start."""
         if self.is_kv_cache_awake:
             return
-        self.num_gpu_blocks = self._decide_blocks()
+        if not self.num_gpu_blocks:  # counted once: the scheduler's blocks must exist whatever is free after a sleep
+            self.num_gpu_blocks = self._count_blocks()
         hf, cache = self.config.model.hf, self.config.cache
         num_blocks = self.num_gpu_blocks + num_scratch_blocks(self.config)
         self.kv_caches = [
@@ -257,15 +258,6 @@ class Worker:
             missing = sorted(self.names_to_load)
             shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
             raise ValueError(f"{len(missing)} weights were not loaded: {shown}")
-
-    def _decide_blocks(self) -> int:
-        # NPU-ADAPTATION(kv-blocks-fixed): the scheduler's block count is set once; sizing the cache anew after a sleep
-        # finds other free memory, and blocks the scheduler believes in would lie outside of it; drop when never: it is
-        # right on every device.
-        if self.num_gpu_blocks:
-            return self.num_gpu_blocks
-        # NPU-ADAPTATION END
-        return self._count_blocks()
 
     def _count_blocks(self) -> int:
         cache, model = self.config.cache, self.config.model

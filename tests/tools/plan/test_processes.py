@@ -1,0 +1,64 @@
+"""A plan in a plain shell: it ends without the variables that the tests' own run sets, and leaves no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from tests.mindspeed_llm.tiny import tiny_hf_config
+
+ROOT = Path(__file__).parents[3]
+OF_TEST_RUNS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_DEVICE_BACKEND_AUTOLOAD", "RAY_enable_worker_prestart")
+ENGINE = "actor_rollout_ref.actor.megatron"
+
+
+THREADED = """import sys, torch
+torch.ones(1 << 22).exp_()  # torch's threads exist before the planner starts its processes
+from tools.plan.__main__ import main
+sys.exit(main(sys.argv[1:]))"""
+
+
+def started(tmp_path: Path, *options: str) -> subprocess.Popen[str]:
+    """The planner on two stages, with so many tokens that torch works on them with all its threads."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_hf_config(num_hidden_layers=4)), encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if name not in OF_TEST_RUNS}
+    command = [
+        sys.executable, "-c", THREADED, "r1_zero_tiny", "--device", "cpu", "--model", str(tmp_path), *options,
+        "trainer.n_gpus_per_node=2", f"{ENGINE}.pipeline_model_parallel_size=2",
+        f"{ENGINE}.expert_model_parallel_size=1", "data.train_batch_size=8",
+        "data.max_prompt_length=1024", "data.max_response_length=1024",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=2",
+    ]  # fmt: skip
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, start_new_session=True, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def test_a_plan_ends_in_a_plain_shell(tmp_path: Path) -> None:
+    plan = started(tmp_path, "--output", str(tmp_path / "plan.json"))
+    output, _ = plan.communicate(timeout=150)
+    assert plan.returncode in (0, 1), output
+    assert [stage["stage"] for stage in json.loads((tmp_path / "plan.json").read_text())["stages"]] == [0, 1]
+
+
+def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
+    plan = started(tmp_path)
+    children: list[psutil.Process] = []
+    deadline = time.monotonic() + 100
+    while len([child for child in children if "spawn_main" in " ".join(child.cmdline())]) < 2:
+        assert plan.poll() is None and time.monotonic() < deadline, "no worker process was seen"
+        time.sleep(0.02)
+        children = psutil.Process(plan.pid).children(recursive=True)
+    os.killpg(plan.pid, signal.SIGINT)  # as a terminal does: the workers get it too
+    output, _ = plan.communicate(timeout=60)
+    assert plan.returncode == 130, output
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
