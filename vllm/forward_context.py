@@ -24,7 +24,7 @@ class ForwardContext:
     dp_token_counts: list[int]  # T of every DP replica that shares experts with this one; [T] without
     # int64 [B], the tokens whose results are needed: for the other tokens the layer only writes the cache. Metadata and
     # token counts are then those of these tokens. None: all tokens.
-    kept_B: Tensor | None = None
+    sampled_B: Tensor | None = None
     last_layer: ForwardContext | None = None  # what the last layer gets in place of this; None: this
     # int64 [T, K], the experts of this replica's tokens in each MoE layer that has run, if they are traced.
     routed_experts: list[Tensor] | None = None

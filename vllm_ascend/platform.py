@@ -88,7 +88,7 @@ class NPUPlatform(Platform):
         problems = table_problems(ops)
         for name, value in WRONG_FOR_GRAPHS.items():
             if os.environ.get(name) == value:
-                problems.append(f"enforce_eager=False: graphs cannot be recorded with {name}={value}; leave it out")
+                problems.append(f"enforce_eager=False: graphs cannot be captured with {name}={value}; leave it out")
         return problems
 
     def config_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:

@@ -155,10 +155,10 @@ def test_a_bfloat16_engine_runs_the_kernels(engines: list[tuple[Any, Any]]) -> N
             assert tokens[0] == other_tokens[0] and logprobs[0] == pytest.approx(other_logprobs[0], abs=0.05)
 
 
-def test_dispatch_in_recorded_steps_equals_eager_ones(engines: list[tuple[Any, Any]]) -> None:
-    for _, (_, (eager, _), (recorded, _)) in engines:
-        assert [tokens for tokens, _ in recorded] == [tokens for tokens, _ in eager]
-        for (_, logprobs), (_, eager_logprobs) in zip(recorded, eager, strict=True):
+def test_dispatch_in_captured_steps_equals_eager_ones(engines: list[tuple[Any, Any]]) -> None:
+    for _, (_, (eager, _), (captured, _)) in engines:
+        assert [tokens for tokens, _ in captured] == [tokens for tokens, _ in eager]
+        for (_, logprobs), (_, eager_logprobs) in zip(captured, eager, strict=True):
             assert logprobs == pytest.approx(eager_logprobs, abs=1e-2)  # another batch size, another rounding
 
 
@@ -181,7 +181,7 @@ def test_the_configuration_refuses_what_cannot_be_exchanged(tiny: str, monkeypat
     monkeypatch.delenv("TASK_QUEUE_ENABLE", raising=False)
     assert problems("float32", True) == []
     (problem,) = problems("float32", False)
-    assert "only the kernels for half precision and 1024 to 7168 can be recorded" in problem
+    assert "only the kernels for half precision and 1024 to 7168 can be captured" in problem
 
 
 def test_deepseek_v3_over_256_dies_fits_the_recipes_buffer(monkeypatch: pytest.MonkeyPatch) -> None:

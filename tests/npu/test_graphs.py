@@ -1,4 +1,4 @@
-"""Decode steps as ACL graphs on the simulator: recorded by the real torch_npu, with renewed host arguments."""
+"""Decode steps as ACL graphs on the simulator: captured by the real torch_npu, with renewed host arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.parallel.launcher import run_ranks
-from tests.vllm.test_graphs import build, recorded_sizes, results_of
+from tests.vllm.test_graphs import build, captured_sizes, results_of
 from tests.vllm.test_parallel import ALL, EXPERTS, SHARES, run_engines
 from tests.vllm.tiny import TINY, random_weights, write_checkpoint
 from vllm import LLM
@@ -49,16 +49,16 @@ def test_graphs_give_the_tokens_and_logprobs_of_eager_steps(path: str) -> None:
         (tokens, logprobs), (expected_tokens, expected_logprobs) = results_of(graphs, count), results_of(eager, count)
         assert tokens == expected_tokens
         torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=1e-5)
-    assert recorded_sizes(graphs) == [4, 8]
+    assert captured_sizes(graphs) == [4, 8]
 
 
 def test_graphs_hold_over_sleep_and_new_weights(path: str, tmp_path: Path) -> None:
     llm = build_npu(path, enforce_eager=False)
     expected, new = results_of(llm)[0], results_of(build_npu(write_checkpoint(tmp_path, seed=1)))[0]
     llm.load_weights(random_weights(TINY, seed=1).items())
-    assert recorded_sizes(llm) == [8] and results_of(llm)[0] == new
+    assert captured_sizes(llm) == [8] and results_of(llm)[0] == new
     llm.sleep(2)
-    assert recorded_sizes(llm) == []
+    assert captured_sizes(llm) == []
     llm.wake_up()
     llm.load_weights(random_weights(TINY).items())
     assert results_of(llm)[0] == expected
@@ -83,8 +83,8 @@ def test_layouts_with_graphs_equal_one_cpu_process(path: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_recorded_attention_follows_lengths_and_tables(dtype: torch.dtype) -> None:
-    """One layer's decode attention, recorded once; lengths change on the host, the rest in the buffers."""
+def test_captured_attention_follows_lengths_and_tables(dtype: torch.dtype) -> None:
+    """One layer's decode attention, captured once; lengths change on the host, the rest in the buffers."""
     torch.manual_seed(0)
     heads, block_size, scale = 4, 16, 0.05
     latent_pages = torch.randn(9, block_size, PAGED_LATENT).to(dtype)

@@ -1,4 +1,4 @@
-"""Decode steps as recorded graphs: padding, buffers, sizes, and their end before memory is freed."""
+"""Decode steps as captured graphs: padding, buffers, sizes, and their end before memory is freed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.parallel.launcher import run_ranks
-from tests.vllm.recording_platform import DEVICE, RecordingPlatform
+from tests.vllm.capturing_platform import DEVICE, CapturingPlatform
 from tests.vllm.test_parallel import ALL, EXPERTS, SHARES, run_engines
 from tests.vllm.test_parity import as_inputs, make_prompts
 from tests.vllm.tiny import TINY, random_weights, write_checkpoint
@@ -36,14 +36,14 @@ def results_of(llm: LLM, count: int = 6) -> tuple[list[list[int]], torch.Tensor]
     return [s.token_ids for s in samples], torch.tensor([s.sampled_logprobs for s in samples])
 
 
-def platform_of(llm: LLM) -> RecordingPlatform:
-    assert isinstance(llm.core.platform, RecordingPlatform)
+def platform_of(llm: LLM) -> CapturingPlatform:
+    assert isinstance(llm.core.platform, CapturingPlatform)
     return llm.core.platform
 
 
-def recorded_sizes(llm: LLM) -> list[int]:
+def captured_sizes(llm: LLM) -> list[int]:
     assert llm.core.worker.graphs is not None
-    return llm.core.worker.graphs.recorded_sizes
+    return llm.core.worker.graphs.captured_sizes
 
 
 @pytest.fixture(scope="module")
@@ -59,35 +59,35 @@ def test_graphs_give_the_tokens_and_logprobs_of_eager_steps(path: str) -> None:
         if count == 8:
             assert torch.equal(logprobs, expected_logprobs)
         torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=2e-6)
-    assert recorded_sizes(graphs) == [4, 8]
+    assert captured_sizes(graphs) == [4, 8]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_a_cpu_recorded_gives_the_bits_of_eager_steps(dtype: str, path: str) -> None:
+def test_what_a_cpu_captured_gives_the_bits_of_eager_steps(dtype: str, path: str) -> None:
     more = {"dtype": dtype, "enable_return_routed_experts": True}
-    eager, recorded = build(path, **more), build(path, enforce_eager=False, **more)
+    eager, captured = build(path, **more), build(path, enforce_eager=False, **more)
     for count in (8, 6, 3, 6):
-        (tokens, logprobs), (expected_tokens, expected_logprobs) = results_of(recorded, count), results_of(eager, count)
+        (tokens, logprobs), (expected_tokens, expected_logprobs) = results_of(captured, count), results_of(eager, count)
         assert tokens == expected_tokens
         assert torch.equal(logprobs, expected_logprobs)
-    assert recorded_sizes(recorded) == [4, 8]
-    for engine in (eager, recorded):
+    assert captured_sizes(captured) == [4, 8]
+    for engine in (eager, captured):
         engine.load_weights(random_weights(TINY, seed=1).items())
-    assert results_of(recorded)[0] == results_of(eager)[0]
-    caches = [weakref.ref(cache[0]) for cache in recorded.core.worker.kv_caches]
-    recorded.sleep(1)
-    assert all(cache() is None for cache in caches) and recorded_sizes(recorded) == []
-    recorded.wake_up()
-    assert results_of(recorded)[0] == results_of(eager)[0]
+    assert results_of(captured)[0] == results_of(eager)[0]
+    caches = [weakref.ref(cache[0]) for cache in captured.core.worker.kv_caches]
+    captured.sleep(1)
+    assert all(cache() is None for cache in caches) and captured_sizes(captured) == []
+    captured.wake_up()
+    assert results_of(captured)[0] == results_of(eager)[0]
 
 
-def test_what_depends_on_values_is_no_recording() -> None:
-    with pytest.raises(RuntimeError, match="nonzero.* cannot be recorded"):
+def test_what_depends_on_values_is_no_capture() -> None:
+    with pytest.raises(RuntimeError, match="nonzero.* cannot be captured"):
         CpuGraphPool().capture(lambda: torch.ones(3).nonzero())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_of_a_cpu_recording_share_memory_and_its_replays_follow_the_inputs(dtype: torch.dtype) -> None:
+def test_layers_of_a_cpu_capture_share_memory_and_its_replays_follow_the_inputs(dtype: torch.dtype) -> None:
     ids, table = torch.tensor([3, 0, 2]), torch.randn(5, 33).to(dtype)
     x, places = torch.randn(3, 33).to(dtype), []
 
@@ -100,15 +100,15 @@ def test_layers_of_a_cpu_recording_share_memory_and_its_replays_follow_the_input
         hidden += x
         return hidden
 
-    recorded = CpuGraphPool().capture(model)
+    captured = CpuGraphPool().capture(model)
     assert len(set(places)) <= 3
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
         table.copy_(torch.randn(5, 33, generator=generator))
         x.copy_(torch.randn(3, 33, generator=generator))
         ids.copy_(torch.randint(5, (3,), generator=generator))
-        recorded.replay()
-        assert torch.equal(recorded.output, model())
+        captured.replay()
+        assert torch.equal(captured.output, model())
 
 
 def test_padding_writes_into_its_own_blocks_only(path: str) -> None:
@@ -116,14 +116,14 @@ def test_padding_writes_into_its_own_blocks_only(path: str) -> None:
     results_of(eager, 5), results_of(graphs, 5)
     num_blocks = eager.core.worker.num_gpu_blocks
     assert graphs.core.worker.num_gpu_blocks == num_blocks
-    for (pages,), (recorded_pages,) in zip(eager.core.worker.kv_caches, graphs.core.worker.kv_caches, strict=True):
-        torch.testing.assert_close(recorded_pages[:num_blocks], pages, rtol=0, atol=1e-5)
-        scratch = recorded_pages[num_blocks:].flatten(0, 1)
+    for (pages,), (graph_pages,) in zip(eager.core.worker.kv_caches, graphs.core.worker.kv_caches, strict=True):
+        torch.testing.assert_close(graph_pages[:num_blocks], pages, rtol=0, atol=1e-5)
+        scratch = graph_pages[num_blocks:].flatten(0, 1)
         assert len(scratch) == 8  # a slot for each row of the largest graph
         assert scratch.any(-1).tolist() == [True] * 3 + [False] * 5  # 5 requests run as 8
 
 
-def test_a_size_is_recorded_once_and_replayed_from_its_second_step(path: str) -> None:
+def test_a_size_is_captured_once_and_replayed_from_its_second_step(path: str) -> None:
     llm = build(path, **GRAPHS)
     results_of(llm, 5)
     results_of(llm, 7)  # size 8 again
@@ -137,7 +137,7 @@ def test_steps_beyond_the_largest_size_run_eagerly(path: str) -> None:
     assert results_of(llm, 5)[0] == results_of(build(path), 5)[0]
     assert platform_of(llm).pools == []
     results_of(llm, 3)
-    assert recorded_sizes(llm) == [4]
+    assert captured_sizes(llm) == [4]
 
 
 @pytest.mark.parametrize(
@@ -154,13 +154,13 @@ def test_sleep_drops_the_graphs_and_all_they_hold(path: str) -> None:
         pool, caches = platform_of(llm).pools[-1], [weakref.ref(cache[0]) for cache in llm.core.worker.kv_caches]
         llm.sleep(level)
         gc.collect()
-        assert recorded_sizes(llm) == [] and pool.num_released == pool.num_captures == 1
+        assert captured_sizes(llm) == [] and pool.num_released == pool.num_captures == 1
         assert all(cache() is None for cache in caches)
         llm.wake_up()
         if level == 2:
             llm.load_weights(random_weights(TINY).items())
         assert results_of(llm)[0] == expected
-        assert recorded_sizes(llm) == [8] and platform_of(llm).pools[-1] is not pool
+        assert captured_sizes(llm) == [8] and platform_of(llm).pools[-1] is not pool
 
 
 def test_new_weights_need_no_new_graphs(path: str, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_replicas_in_lockstep_run_the_same_sizes(path: str) -> None:
                 assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
 
 
-def test_what_cannot_be_recorded_is_refused_before_anything_is_built(path: str) -> None:
+def test_what_cannot_be_captured_is_refused_before_anything_is_built(path: str) -> None:
     with pytest.raises(ValueError, match="not that of the CPU kernels"):
         build(path, enforce_eager=False, device="cpu", rollout_ops="vllm.ops.reference:rollout_ops")
     with pytest.raises(ValueError, match="held in FP8 would be kept"):
@@ -203,11 +203,11 @@ def test_every_problem_of_a_config_for_npu_comes_at_once(
     paged = write_checkpoint(tmp_path, kv_lora_rank=512, qk_rope_head_dim=64, num_attention_heads=6)
     with pytest.raises(ValueError, match=r"block_size=24[\s\S]*leaves 6 heads to a rank"):
         build(paged, block_size=24, dtype="bfloat16", **npu)
-    with pytest.raises(ValueError, match="of the op table cannot be recorded"):
+    with pytest.raises(ValueError, match="of the op table cannot be captured"):
         reference = "vllm.ops.reference:rollout_ops"
         build(path, block_size=16, device="npu", rollout_ops=reference, enforce_eager=False)
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
-    with pytest.raises(ValueError, match="graphs cannot be recorded with TASK_QUEUE_ENABLE=2"):
+    with pytest.raises(ValueError, match="graphs cannot be captured with TASK_QUEUE_ENABLE=2"):
         build(path, enforce_eager=False, **(npu | {"block_size": 16}))
 
 

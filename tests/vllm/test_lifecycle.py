@@ -50,7 +50,7 @@ def test_sleep_and_wake_cycles_keep_outputs_and_free_memory(tmp_path: Path) -> N
 
 
 def test_the_block_count_never_changes(tmp_path: Path) -> None:
-    llm = build(write_checkpoint(tmp_path), device="tests.vllm.recording_platform:ShrinkingPlatform", block_size=4)
+    llm = build(write_checkpoint(tmp_path), device="tests.vllm.capturing_platform:ShrinkingPlatform", block_size=4)
     expected, num_blocks = tokens_of(llm), llm.core.scheduler.kv.pool.num_blocks
     for _ in range(5):
         llm.sleep(1)

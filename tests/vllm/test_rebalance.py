@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.parallel.launcher import run_ranks
-from tests.vllm.recording_platform import DEVICE as RECORDING
+from tests.vllm.capturing_platform import DEVICE as CAPTURING
 from tests.vllm.test_scheduler import check_invariants, make_scheduler
 from tests.vllm.text_model import write_text_checkpoint
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -398,7 +398,7 @@ LAYOUTS: dict[str, tuple[int, list[dict[str, Any]]]] = {
         [
             {"data_parallel_size": 2},
             {"data_parallel_size": 2, "num_gpu_blocks_override": 32},  # some wait, some are preempted
-            {"data_parallel_size": 2, "enforce_eager": False, "device": RECORDING} | EXPERTS,
+            {"data_parallel_size": 2, "enforce_eager": False, "device": CAPTURING} | EXPERTS,
         ],
     ),
     "tensor": (4, [{"data_parallel_size": 2, "tensor_parallel_size": 2} | EXPERTS, {"data_parallel_size": 4}]),

@@ -11,7 +11,7 @@ import torch
 
 from tests.mindspeed_llm.tiny import tiny_qwen3_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
-from tests.vllm.recording_platform import DEVICE as RECORDING
+from tests.vllm.capturing_platform import DEVICE as CAPTURING
 from tests.vllm.test_parity import as_inputs, make_prompts
 from tests.vllm.tiny import TINY, hf_model, write_checkpoint
 from vllm import LLM, CompletionOutput, SamplingParams
@@ -26,7 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "prefix caching": {"block_size": 4, "enable_prefix_caching": True},
     "preempted, prefix caching": TIGHT | {"enable_prefix_caching": True},
     "chunks of 5": {"max_num_batched_tokens": 5},
-    "recorded": {"enforce_eager": False, "device": RECORDING},
+    "recorded": {"enforce_eager": False, "device": CAPTURING},
 }
 LAYOUTS: list[dict[str, Any]] = [
     {"tensor_parallel_size": 2},

@@ -28,7 +28,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.input_batch import InputBatch
-from vllm.v1.worker.step_plan import plan_step
+from vllm.v1.worker.step_inputs import prepare_step
 
 MAX_MODEL_LEN, END = 48, 9
 LOST = -1
@@ -110,7 +110,7 @@ class Traffic(RuleBasedStateMachine):
             pages = self.cache.reshape(-1, self.block_size)
             sources, targets = np.array(step.block_copies).T
             pages[targets] = pages[sources]
-        plan = plan_step(self.batch, rows, np.array(step.num_tokens))
+        plan = prepare_step(self.batch, rows, np.array(step.num_tokens))
         written: dict[int, int] = {}
         for slot, token in zip(plan.slots_T.tolist(), plan.token_ids_T.tolist(), strict=True):
             assert written.setdefault(slot, token) == token, "two sequences write to one place"

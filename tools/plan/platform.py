@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tools.plan.device import DEVICE, MemoryMeter, PlannedDevice
-from vllm.platforms import DeviceMemory, GraphPool, Platform, RecordedGraph
+from vllm.platforms import CapturedGraph, DeviceMemory, GraphPool, Platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.cuda import CudaPlatform
 from vllm_ascend.platform import NPUPlatform
@@ -18,13 +18,13 @@ class PlannedGraphPool(GraphPool):
     """Graphs that are run again instead of replayed; their memory, the most that one of them needs, is held."""
 
     def __init__(self, planned: PlannedDevice, keeps_all: bool) -> None:
-        """keeps_all: what is freed while a step is recorded stays, as on a CPU."""
+        """keeps_all: what is freed while a step is captured stays, as on a CPU."""
         self._planned, self._keeps_all = planned, keeps_all
         self._held: list[Tensor] = []
         self._held_bytes = 0
 
-    def capture(self, run: Callable[[], Tensor]) -> RecordedGraph:
-        """See ``GraphPool.capture``; recording notes no collectives, they happen in the replays."""
+    def capture(self, run: Callable[[], Tensor]) -> CapturedGraph:
+        """See ``GraphPool.capture``; capture notes no collectives, they happen in the replays."""
         with self._planned.log.paused(), self._planned.meter.paused(), MemoryMeter() as probe:
             output = run()
         needed = probe.total_bytes if self._keeps_all else max(0, probe.peak_bytes - self._held_bytes)
@@ -36,7 +36,7 @@ class PlannedGraphPool(GraphPool):
             with self._planned.meter.paused():
                 run()
 
-        return RecordedGraph(output, replay, _nothing)
+        return CapturedGraph(output, replay, _nothing)
 
 
 class PlannedPlatform(Platform):

@@ -6,7 +6,7 @@ import importlib
 
 import torch
 
-from vllm.platforms.interface import DeviceMemory, GraphPool, Platform, RecordedGraph
+from vllm.platforms.interface import CapturedGraph, DeviceMemory, GraphPool, Platform
 
 BUILTIN_PLATFORMS = {
     "cpu": "vllm.platforms.cpu:CpuPlatform",
@@ -35,4 +35,4 @@ def resolve_platform(device: str | None) -> Platform:
     return platform
 
 
-__all__ = ["BUILTIN_PLATFORMS", "DeviceMemory", "GraphPool", "Platform", "RecordedGraph", "resolve_platform"]
+__all__ = ["BUILTIN_PLATFORMS", "DeviceMemory", "GraphPool", "Platform", "CapturedGraph", "resolve_platform"]

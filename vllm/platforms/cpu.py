@@ -30,7 +30,7 @@ class CpuPlatform(Platform):
     name = "cpu"
     dist_backend = "gloo"
     rollout_ops = "vllm.ops.cpu:default_ops"
-    recorded_logits = 4 << 20  # the calls that a recording spares count beside small products alone
+    captured_logits_bytes = 4 << 20  # for larger products the calls that a graph saves make no difference
 
     def device(self, local_rank: int) -> torch.device:
         return torch.device("cpu")
@@ -43,13 +43,13 @@ class CpuPlatform(Platform):
         """Return free memory to the host, which allocators keep for later."""
         memory.release_all()
         libc = ctypes.CDLL(None)
-        if hasattr(libc, "malloc_trim"):  # glibc; others have nothing of the kind
+        if hasattr(libc, "malloc_trim"):  # glibc alone has it
             libc.malloc_trim(0)
         if hasattr(libc, "mallctl"):  # jemalloc in front of it
             libc.mallctl(PURGE_ALL_ARENAS, None, None, None, 0)
 
     def prefer_large_pages(self, tensor: Tensor) -> None:
-        """Advice: a system that has no transparent large pages says so, and nothing changes."""
+        """Advise the system; without transparent large pages nothing changes."""
         if not hasattr(mmap, "MADV_HUGEPAGE"):
             return
         storage = tensor.untyped_storage()
@@ -59,7 +59,7 @@ class CpuPlatform(Platform):
             ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
 
     def kv_cache_budget_bytes(self, device: torch.device, utilization: float) -> int:
-        """A fixed share of the host, so that every rank and every restart gets the same number of blocks."""
+        """Return a fixed share of the host, so that every rank and every restart gets the same number of blocks."""
         return int(self.memory(device).total_bytes * KV_CACHE_FRACTION_OF_HOST * utilization)
 
     def graph_pool(self) -> GraphPool:
@@ -71,9 +71,9 @@ class CpuPlatform(Platform):
         if "mla_decode" in ops.not_capturable:
             reasons.append("the op table is not that of the CPU kernels (vllm.ops.cpu), which a C++ compiler builds")
         if not isinstance(config.model.hf, DeepseekV3Config):
-            reasons.append("of grouped-query attention there is no recordable kernel")
+            reasons.append("grouped-query attention has no kernel that can be captured")
         if parallel.tensor_parallel_size > 1 or parallel.steps_in_lockstep:
-            reasons.append("calls between processes are not recorded")
+            reasons.append("calls between processes cannot be captured")
         if config.model.quantization == "fp8":
-            reasons.append("weights held in FP8 would be kept multiplied out")
+            reasons.append("weights held in FP8 would stay dequantised")
         return [f"enforce_eager=False on a CPU: {reason}; set enforce_eager=True" for reason in reasons]

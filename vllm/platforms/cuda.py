@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.contract import RolloutOps
-from vllm.platforms.interface import DeviceMemory, GraphPool, Platform, RecordedGraph, table_problems
+from vllm.platforms.interface import CapturedGraph, DeviceMemory, GraphPool, Platform, table_problems
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,11 +21,11 @@ class CudaGraphPool(GraphPool):
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, run: Callable[[], Tensor]) -> RecordedGraph:
+    def capture(self, run: Callable[[], Tensor]) -> CapturedGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             output = run()
-        return RecordedGraph(output, graph.replay, graph.reset)
+        return CapturedGraph(output, graph.replay, graph.reset)
 
 
 class CudaPlatform(Platform):

@@ -1,4 +1,4 @@
-"""What the engine must know of a kind of device; a vendor package plugs in by a dotted "module:Class" string."""
+"""What the engine needs to know about a kind of device; a vendor package plugs in by a dotted "module:Class"."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.ops.contract import RolloutOps
 
-ACTIVATION_FRACTION = 0.1  # of the allowed memory, left for activations, graphs and communication buffers
+ACTIVATION_FRACTION = 0.1  # share of the allowed memory that is left for activations, graphs and communication buffers
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of one device: what is free now and what there is."""
+    """The free and the total bytes of one device."""
 
     free_bytes: int
     total_bytes: int
 
 
 @dataclass(frozen=True)
-class RecordedGraph:
-    """Device work recorded once: every replay runs it again on the memory that it was recorded with."""
+class CapturedGraph:
+    """Device work that was captured once. A replay runs it again on the same memory."""
 
-    output: Tensor  # of the recorded call; a replay writes it anew
+    output: Tensor  # the captured call's result; a replay overwrites it
     replay: Callable[[], None]
     release: Callable[[], None]  # forget the work and give its memory back to the pool
 
 
 class GraphPool(ABC):
-    """Records device work. Its graphs share memory, so one ends before the next begins."""
+    """Captures device work. Its graphs share memory, so a replay ends before the next one starts."""
 
     @abstractmethod
-    def capture(self, run: Callable[[], Tensor]) -> RecordedGraph:
-        """Record the device work of `run`, which has run before (kernels, workspaces and communicators exist).
+    def capture(self, run: Callable[[], Tensor]) -> CapturedGraph:
+        """Capture the device work of `run`, which has run before (kernels, workspaces and communicators exist).
 
-        Recording does not run it: the output holds nothing before the first replay. `run` may neither read the device
-        nor make tensors that outlive the graph.
+        Capture does not run it: the output is uninitialised before the first replay. `run` may neither read the device
+        nor create tensors that outlive the graph.
         """
 
 
@@ -50,54 +50,52 @@ class Platform(ABC):
     """One kind of device. Constructing a platform touches no device; the methods do."""
 
     name: ClassVar[str]
-    dist_backend: ClassVar[str]  # of torch.distributed
+    dist_backend: ClassVar[str]  # torch.distributed's name for it
     rollout_ops: ClassVar[str]  # dotted provider of the op table written for this device
     supported_dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
     supported_kv_layouts: ClassVar[tuple[str, ...]] = ("nd",)
     holds_fp8: ClassVar[bool] = True  # whether tensors of float8_e4m3fn exist there
-    recorded_logits: ClassVar[int] = 0  # bytes of logits that a graph may make; more are made after it
-    holds_values: ClassVar[bool] = True  # False: tensors have shapes alone, and no weights are made or read for them
+    captured_logits_bytes: ClassVar[int] = 0  # the most logits that a graph computes; larger ones are computed after it
+    holds_values: ClassVar[bool] = True  # False: tensors have only shapes, and no weights are read or initialised
 
     @abstractmethod
     def device(self, local_rank: int) -> torch.device:
         """Make device `local_rank` of this host the current one and return it."""
 
     def num_devices(self) -> int:
-        """How many devices of this host the process may use."""
+        """Return how many devices of this host the process may use."""
         return 1
 
     @abstractmethod
     def memory(self, device: torch.device) -> DeviceMemory:
-        """What `device` has free, cached blocks of torch's allocator not counted as used."""
+        """Return the memory of `device`; cached blocks of torch's allocator count as free."""
 
     def kv_cache_budget_bytes(self, device: torch.device, utilization: float) -> int:
-        """Bytes the KV cache may take when the engine may use `utilization` of the device and the weights are already
-        on it.
-        """
+        """Return the bytes that the KV cache may use, once the weights are loaded, with `utilization` of the device."""
         memory = self.memory(device)
         allowed = int(memory.total_bytes * utilization)
         used = memory.total_bytes - memory.free_bytes
         return max(0, allowed - used - int(allowed * ACTIVATION_FRACTION))
 
     def exchange_device(self, device: torch.device) -> torch.device:
-        """Where lie the few values of the host that ranks tell each other: on `device`, as its collectives want it."""
+        """Return the device for the few host values that ranks exchange: where its collectives expect tensors."""
         return device
 
     def empty_cache(self) -> None:  # noqa: B027 - not every kind of device has an allocator cache
-        """Give the allocator's unused blocks back to the device."""
+        """Return the allocators' unused memory to the device."""
 
     def prefer_large_pages(self, tensor: Tensor) -> None:  # noqa: B027 - devices have large pages anyway
-        """Ask for large pages under memory that is read from one end to the other in every step."""
+        """Ask for large pages for memory that every step reads from end to end."""
 
     def synchronize(self) -> None:  # noqa: B027 - a host has no queue
         """Wait for the work queued on the current device."""
 
     def graph_pool(self) -> GraphPool | None:
-        """A new pool for graphs, None when this kind of device records none."""
+        """Return a new pool for graphs, or None when this kind of device captures none."""
         return None
 
     def config_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
-        """What of a configuration this device cannot do with this op table, one sentence each; touches no device."""
+        """Return what this device and op table cannot do of a configuration, a sentence each; touches no device."""
         problems = []
         if config.model.dtype not in self.supported_dtypes:
             problems.append(
@@ -117,15 +115,15 @@ class Platform(ABC):
         return problems
 
     def graph_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
-        """Why decode steps cannot be recorded as graphs here, one sentence each."""
-        return [f"enforce_eager=False: {self.name} records no graphs; set enforce_eager=True"]
+        """Return why decode steps cannot be captured as graphs here, one sentence each."""
+        return [f"enforce_eager=False: {self.name} captures no graphs; set enforce_eager=True"]
 
 
 def table_problems(ops: RolloutOps) -> list[str]:
-    """`Platform.graph_problems` of a device that records graphs: what of the op table cannot be recorded."""
+    """The `Platform.graph_problems` of a device that captures graphs: the entries that cannot be captured."""
     if not ops.not_capturable:
         return []
     return [
-        f"enforce_eager=False: {', '.join(ops.not_capturable)} of the op table cannot be recorded as a graph; set "
+        f"enforce_eager=False: {', '.join(ops.not_capturable)} of the op table cannot be captured as a graph; set "
         "enforce_eager=True, or rollout_ops to a table written for the device"
     ]

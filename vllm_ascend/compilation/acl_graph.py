@@ -1,4 +1,4 @@
-"""Decode steps as ACL graphs, and how an op's host arguments are renewed in a recorded graph."""
+"""Decode steps as ACL graphs, and how the host arguments of an op in a captured graph are updated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from vllm.platforms import GraphPool, RecordedGraph
+from vllm.platforms import CapturedGraph, GraphPool
 
 
 class AclGraphPool(GraphPool):
@@ -17,20 +17,20 @@ class AclGraphPool(GraphPool):
 
         self._pool = torch_npu.npu.graph_pool_handle()
 
-    def capture(self, run: Callable[[], Tensor]) -> RecordedGraph:
+    def capture(self, run: Callable[[], Tensor]) -> CapturedGraph:
         import torch_npu
 
         graph = torch_npu.npu.NPUGraph()
         with torch_npu.npu.graph(graph, pool=self._pool):
             output = run()
-        return RecordedGraph(output, graph.replay, graph.reset)
+        return CapturedGraph(output, graph.replay, graph.reset)
 
 
-def record_renewable(launch: Callable[[], None], before_replay: list[Callable[[], None]]) -> None:
-    """Record the tasks of `launch` and append to `before_replay` the call that launches it again into their place.
+def capture_updatable(launch: Callable[[], None], before_replay: list[Callable[[], None]]) -> None:
+    """Capture the tasks of `launch` and append to `before_replay` the function that replaces them by a new launch.
 
-    `launch` must issue the same tasks on the same tensors every time; only values on the host may differ. CANN renews
-    tasks in stream order, so those of a graph are up to date when it is replayed on the same stream afterwards
+    `launch` must issue the same tasks on the same tensors every time; only host values may differ. CANN updates tasks
+    in stream order, so those of a graph are up to date when it is replayed on the same stream afterwards
     (aclmdlRICaptureTaskUpdateBegin; driver 25.0.RC1 or newer).
     """
     import torch_npu
@@ -40,10 +40,10 @@ def record_renewable(launch: Callable[[], None], before_replay: list[Callable[[]
     launch()
     handle = torch_npu.npu.graph_task_group_end(stream)
 
-    def renew() -> None:
+    def update() -> None:
         stream = torch_npu.npu.current_stream()
         torch_npu.npu.graph_task_update_begin(stream, handle)
         launch()
         torch_npu.npu.graph_task_update_end(stream)
 
-    before_replay.append(renew)
+    before_replay.append(update)

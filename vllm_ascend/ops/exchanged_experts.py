@@ -6,7 +6,7 @@ tokens of a rank in one call; 2 to 384 ranks, a rank's experts x ranks up to 128
 buffer (environment HCCL_BUFFSIZE in MiB, default 200, the same on all ranks) bounds the tokens of one call: more come
 in several calls. A2 has other limits (16, 32 or 64 ranks, 256 tokens, no masked tokens in combine) and is not
 supported. float32 (for debugging) and hidden sizes outside of the kernels' go through uneven all-to-alls and the same
-grouped matmuls, as in the reference; that form waits for the device, so it cannot be recorded as a graph.
+grouped matmuls, as in the reference; that form waits for the device, so it cannot be captured as a graph.
 Tolerance: 1e-2 (bfloat16), 1e-5 (float32), relative.
 """
 
@@ -70,7 +70,7 @@ def exchange_problem(config: VllmConfig) -> str | None:
     elif not config.compilation.enforce_eager:
         return (
             f"enforce_eager=False with expert_exchange='dispatch', dtype={config.model.dtype} and hidden_size="
-            f"{hf.hidden_size}: only the kernels for half precision and {MIN_HIDDEN} to {MAX_HIDDEN} can be recorded; "
+            f"{hf.hidden_size}: only the kernels for half precision and {MIN_HIDDEN} to {MAX_HIDDEN} can be captured; "
             "set enforce_eager=True or expert_exchange='all_gather'"
         )
     return None

@@ -1,10 +1,10 @@
-"""The paged cache in the two parts that the attention kernel reads, and writing to it: norm of the latent, turn of the
-key's channels and write as one kernel.
+"""The paged cache in the two parts that the attention kernel reads, and writing to it: norm of the latent, rotation of
+the key's channels and write as one kernel.
 
-Source: npu_kv_rmsnorm_rope_cache, in both torch_npu versions; its turn is the contract's (pairs in, halves out). Limits
-of that kernel: float16 or bfloat16, the weight too; latent 512, rope 64; no slot twice. Any other size, and float32,
-runs the separate kernels of rms_norm, rotary and npu_scatter_nd_update_. Layouts: kv_layout.py. Tolerance: 1e-2
-(bfloat16; the norm's weight is applied before the one rounding), 1e-6 (float32), relative.
+Source: npu_kv_rmsnorm_rope_cache, in both torch_npu versions; it rotates as the contract does (pairs in, halves out).
+Limits of that kernel: float16 or bfloat16, the weight too; latent 512, rope 64; no slot twice. Any other size, and
+float32, runs the separate kernels of rms_norm, rotary and npu_scatter_nd_update_. Layouts: kv_layout.py. Tolerance:
+1e-2 (bfloat16; the norm's weight is applied before the one rounding), 1e-6 (float32), relative.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def norm_rope_write_kv(
 
 
 def write_kv(cache: KVCache, latent_TL: Tensor, rope_TR: Tensor, slots_T: Tensor) -> None:
-    """Finished channels to their slots."""
+    """Write finished channels to their slots."""
     import torch_npu
 
     for pages, new in zip(cache, (latent_TL, rope_TR), strict=True):

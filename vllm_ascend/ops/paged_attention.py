@@ -1,8 +1,8 @@
-"""What the decode ops share: attention of one new token per sequence over the pages of a cache, as one kernel or, where
-they gather the pages, under a mask.
+"""What the decode ops share: attention of one new token per sequence over the pages of a cache, as one kernel, or with
+a mask where they gather the pages.
 
-In a recorded step the kernel's sequence lengths, which it takes from the host, are renewed before each replay; the mask
-is made of those on the device.
+The kernel takes sequence lengths from the host, which are updated before each replay of a captured step; the mask is
+computed from those on the device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.contract import DecodeMetadata
-from vllm_ascend.compilation.acl_graph import record_renewable
+from vllm_ascend.compilation.acl_graph import capture_updatable
 
 
 def paged_attention(
@@ -29,7 +29,7 @@ def paged_attention(
 ) -> Tensor:
     """Outputs in the shape of `query`, which has one query of each sequence in `layout` (torch_npu's name for it).
 
-    query_rope and key_rope are the channels with position, where they are kept apart.
+    query_rope and key_rope are the channels with position, where they are tensors of their own.
     """
     import torch_npu
 
@@ -84,7 +84,7 @@ def paged_attention(
             out=[output, no_lse],
         )
 
-    record_renewable(launch, meta.before_replay)
+    capture_updatable(launch, meta.before_replay)
     return output
 
 

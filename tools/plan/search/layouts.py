@@ -130,7 +130,7 @@ def rollout_settings(
 
 
 def needs_eager(device: DeviceProfile) -> bool:
-    """Whether this device's op table cannot be recorded as graphs."""
+    """Whether this device's op table cannot be captured as graphs."""
     return KINDS[device.family] == "cuda" and bool(reference.rollout_ops().not_capturable)
 
 

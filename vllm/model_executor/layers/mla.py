@@ -56,8 +56,8 @@ class MultiHeadLatentAttention(nn.Module):
         q_T, kv_TD = self._project(x_TH)
         norm = (self.kv_a_layernorm.weight, hf.rms_norm_eps)
         ops.norm_rope_write_kv(cache, kv_TD, *norm, cos_TR, sin_TR, context.slots_T)
-        if context.kept_B is not None:
-            q_T, cos_TR, sin_TR = (rows.index_select(0, context.kept_B) for rows in (q_T, cos_TR, sin_TR))
+        if context.sampled_B is not None:
+            q_T, cos_TR, sin_TR = (rows.index_select(0, context.sampled_B) for rows in (q_T, cos_TR, sin_TR))
         q_TNC = self._queries(q_T).view(len(q_T), self.num_heads, -1)
         q_nope_TNP = q_TNC[..., : hf.qk_nope_head_dim]
         q_rope_TNR = ops.rotary_interleaved(q_TNC[..., hf.qk_nope_head_dim :], cos_TR, sin_TR)

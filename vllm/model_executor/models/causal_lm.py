@@ -52,8 +52,8 @@ class CausalLM(nn.Module, ABC):
         self.weight_targets = self._targets()
 
     @property
-    def keeps_few(self) -> bool:
-        """Whether the last layer heeds `ForwardContext.kept_B`, and a kept token's results are the same bits."""
+    def prunes_last_layer(self) -> bool:
+        """Whether the last layer heeds `ForwardContext.sampled_B`, and a kept token's results are the same bits."""
         return False
 
     @abstractmethod

@@ -40,8 +40,8 @@ class DeepseekV2DecoderLayer(nn.Module):
             return self.mlp(x_TH, context) if isinstance(self.mlp, FusedMoE) else x_TH
         normed_TH = self.ops.rms_norm(x_TH, self.input_layernorm.weight, self.eps)
         attended_TH = self.self_attn(normed_TH, cos_TR, sin_TR, cache, context)
-        if context.kept_B is not None:
-            x_TH = x_TH.index_select(0, context.kept_B)
+        if context.sampled_B is not None:
+            x_TH = x_TH.index_select(0, context.sampled_B)
         normed_TH, x_TH = self.ops.add_rms_norm(attended_TH, x_TH, self.post_attention_layernorm.weight, self.eps)
         if isinstance(self.mlp, FusedMoE):
             return self.mlp(normed_TH, context).add_(x_TH)
@@ -62,7 +62,7 @@ class DeepseekV2ForCausalLM(CausalLM):
     hf: DeepseekV3Config
 
     @property
-    def keeps_few(self) -> bool:
+    def prunes_last_layer(self) -> bool:
         return self.ops.prefill_equals_decode
 
     def make_layer(self, layer: int, parallel: ParallelState) -> DeepseekV2DecoderLayer:

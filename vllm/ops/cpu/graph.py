@@ -1,9 +1,9 @@
-"""Decode steps of a CPU as recordings: the kernels' calls with their addresses, and what torch does between them.
+"""Decode steps of a CPU as graphs: the kernels' calls with their addresses, and torch's ops between them.
 
-A replay makes the calls again on the memory they were recorded with: one call into the library for all kernels between
-two torch ops, no Python per layer. The few ops of torch in a layer have kernels too, for replays (`_kernel_of`). What
-is freed while a step is recorded serves later ops of it (`_Arena`), so that all layers work in the same few pages;
-nothing else gets it.
+A replay repeats the calls on the memory they were captured with: one call into the library for all kernels between two
+torch ops, and no Python per layer. The few torch ops of a layer have kernels for replays too (`_kernel_of`). Memory
+that is freed during capture is used again by later ops of the same step (`_Arena`) and by nothing else, so that all
+layers work in the same few pages.
 """
 
 from __future__ import annotations
@@ -21,70 +21,70 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm.ops.cpu.build import SIGNATURES, kernels
-from vllm.platforms.interface import GraphPool, RecordedGraph
+from vllm.platforms.interface import CapturedGraph, GraphPool
 
-_SLOTS = 20  # words of one recorded call, of kernels.cpp
+_SLOTS = 20  # words of one captured call, as in csrc/kernels.cpp
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
     torch.ops.aten.empty_strided.default,
     torch.ops.aten.new_empty.default,
 }
-_HOST_DECIDES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_NEEDS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class _Active(threading.local):
-    recording: Recording | None = None
+    capture: Capture | None = None
 
 
 _ACTIVE = _Active()
 
 
 def launch(name: str, *arguments: int | float | None) -> None:
-    """Run the kernel ``name``; while this thread records, also note the call."""
+    """Run the kernel ``name``; while this thread captures a graph, add the call to it."""
     getattr(kernels(), name)(*arguments)
-    if _ACTIVE.recording is not None:
-        _ACTIVE.recording.add_kernel(name, arguments)
+    if _ACTIVE.capture is not None:
+        _ACTIVE.capture.add_kernel(name, arguments)
 
 
 def is_capturing() -> bool:
-    """Whether this thread records: what it allocates is then the recording's."""
-    return _ACTIVE.recording is not None
+    """Whether this thread captures a graph, which then owns what the thread allocates."""
+    return _ACTIVE.capture is not None
 
 
 class CpuGraphPool(GraphPool):
-    """Records what the kernels of ``vllm/ops/cpu`` and torch do."""
+    """Captures the calls of this package's kernels and of torch's ops."""
 
-    def capture(self, run: Callable[[], Tensor]) -> RecordedGraph:
-        """See ``GraphPool.capture``; the output holds what the recorded run computed.
+    def capture(self, run: Callable[[], Tensor]) -> CapturedGraph:
+        """See ``GraphPool.capture``; the output holds the result of the captured run.
 
         Raises:
-            RuntimeError: an op's work or the shape of its result depends on values.
+            RuntimeError: the work of an op or the shape of its result depends on values.
         """
-        recording = Recording()
-        _ACTIVE.recording = recording
+        capture = Capture()
+        _ACTIVE.capture = capture
         try:
-            with recording:
+            with capture:
                 output = run()
         finally:
-            _ACTIVE.recording = None
-        recording.end_calls()
-        return RecordedGraph(output, recording.replay, recording.release)
+            _ACTIVE.capture = None
+        capture.end_calls()
+        return CapturedGraph(output, capture.replay, capture.release)
 
 
-class Recording(TorchDispatchMode):
-    """The work of one step in order; sees torch's ops while it is entered, and gets the kernels' calls."""
+class Capture(TorchDispatchMode):
+    """The work of one step in order: torch's ops while the mode is active, and the kernels' calls through `launch`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._work: list[Callable[[], object]] = []
-        self._calls: list[tuple[str, tuple[int | float | None, ...]]] = []  # since the last op of torch
+        self._calls: list[tuple[str, tuple[int | float | None, ...]]] = []  # since the last torch op
         self._arena = _Arena()
-        self._kept: list[object] = []  # results of torch's ops: the memory that the calls name
+        self._results: list[object] = []  # of torch's ops: calls hold addresses in their memory
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch would import its compiler, 80 MB in a second, to keep it away from modes that it compiles into."""
+        """Avoid an import of torch's compiler, 80 MB and a second, which a mode otherwise causes."""
         return False
 
     def add_kernel(self, name: str, arguments: tuple[int | float | None, ...]) -> None:
@@ -93,8 +93,8 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        if _HOST_DECIDES & set(func.tags):
-            raise RuntimeError(f"{func} cannot be recorded: what it does depends on values; set enforce_eager=True")
+        if _NEEDS_VALUES & set(func.tags):
+            raise RuntimeError(f"{func} cannot be captured: its work depends on values; set enforce_eager=True")
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func in _ALLOCATIONS:
@@ -106,7 +106,7 @@ class Recording(TorchDispatchMode):
                     self.add_kernel(*call)
                     return out
             self.end_calls()
-            self._kept.append(result)
+            self._results.append(result)
             self._work.append(_again(func, args, kwargs, result))
         return result
 
@@ -115,28 +115,28 @@ class Recording(TorchDispatchMode):
             work()
 
     def release(self) -> None:
-        self._work, self._kept, self._arena = [], [], _Arena()
+        self._work, self._results, self._arena = [], [], _Arena()
 
     def end_calls(self) -> None:
-        """What the kernels did so far is one piece of work."""
+        """Turn the kernels' calls so far into one piece of work."""
         if self._calls:
             self._work.append(_Kernels(self._calls))
             self._calls = []
 
 
 class _Lease(np.ndarray):
-    """A block while tensors use it: their storage holds the only reference."""
+    """A block in use: only the storage of its tensors refers to it."""
 
 
 class _Arena:
-    """Memory of one recording: replays keep its order, so what was free then is free again."""
+    """Memory of one graph. Replays keep the order of the capture, so what was free then is free again."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
-        self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)  # by bytes; last freed, first used
+        self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)  # by bytes; the last one is used first
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Uninitialised, with the shape and strides of ``tensor``."""
+        """Return uninitialised memory with the shape and strides of ``tensor``."""
         num_bytes = tensor.untyped_storage().nbytes()
         if num_bytes == 0:
             return tensor
@@ -151,20 +151,20 @@ class _Arena:
 
 
 class _Kernels:
-    """Consecutive calls of kernels as one."""
+    """Consecutive calls of kernels, replayed by one call."""
 
     def __init__(self, calls: list[tuple[str, tuple[int | float | None, ...]]]) -> None:
         order = list(SIGNATURES)
-        self._kernels_N = np.array([order.index(name) for name, _ in calls], dtype=np.int64)
-        self._slots_NS = np.zeros((len(calls), _SLOTS), dtype=np.int64)
-        for row_S, (name, arguments) in zip(self._slots_NS, calls, strict=True):
+        self._kernels_C = np.array([order.index(name) for name, _ in calls], dtype=np.int64)
+        self._slots_CS = np.zeros((len(calls), _SLOTS), dtype=np.int64)
+        for row_S, (name, arguments) in zip(self._slots_CS, calls, strict=True):
             for slot, (kind, value) in enumerate(zip(SIGNATURES[name], arguments, strict=True)):
                 if kind is ctypes.c_float:
                     row_S.view(np.float64)[slot] = value
                 else:
                     row_S[slot] = value or 0
         self._replay = kernels().cpu_replay
-        self._arguments = (len(calls), self._kernels_N.ctypes.data, self._slots_NS.ctypes.data)
+        self._arguments = (len(calls), self._kernels_C.ctypes.data, self._slots_CS.ctypes.data)
 
     def __call__(self) -> None:
         self._replay(*self._arguments)
@@ -181,9 +181,9 @@ _HAVE_KERNELS = {
 
 
 def _kernel_of(func: Any, args: tuple[Any, ...], out: Tensor) -> tuple[str, tuple[int | float | None, ...]] | None:
-    """The kernel, with its arguments, that writes an op's result to `out`; None where there is none.
+    """Return the kernel, with its arguments, that writes an op's result to `out`; None where there is none.
 
-    The bits are torch's, but for denormal sums of bfloat16, which kernels may make zero.
+    The bits are torch's, except that kernels may flush denormal sums of bfloat16 to zero.
     """
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if not all(tensor.is_contiguous() for tensor in (*tensors, out)):
@@ -208,7 +208,7 @@ def _kernel_of(func: Any, args: tuple[Any, ...], out: Tensor) -> tuple[str, tupl
 
 
 def _is_view(func: Any, args: tuple[Any, ...], result: object) -> bool:
-    """An op such as `to` or `reshape` may return its argument, a view of it, or a copy."""
+    """Whether the result is an argument or a view of one: ops such as `to` and `reshape` may also copy."""
     if not any(found.alias_info is not None and not found.alias_info.is_write for found in func._schema.returns):
         return False
     if not isinstance(result, Tensor):
@@ -218,9 +218,9 @@ def _is_view(func: Any, args: tuple[Any, ...], result: object) -> bool:
 
 
 def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> Callable[[], object]:
-    """Writes `result` anew."""
+    """Return the function that computes `result` again."""
     if func._schema.is_mutable:
         return lambda: func(*args, **kwargs)
     if not isinstance(result, Tensor):
-        raise RuntimeError(f"{func} cannot be recorded: it has several results; set enforce_eager=True")
+        raise RuntimeError(f"{func} cannot be captured: it has several results; set enforce_eager=True")
     return lambda: result.copy_(func(*args, **kwargs))

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor, int64
 
 from vllm.v1.request import Request
-from vllm.v1.worker.step_plan import StepPlan
+from vllm.v1.worker.step_inputs import StepInputs
 
 MAX_ROWS = 256  # of logits at a time: 132 MB in fp32 at DeepSeek-V3's vocabulary
 
@@ -24,15 +24,15 @@ class PromptScores:
 
 
 def score_prompts(
-    hidden_TH: Tensor, plan: StepPlan, wanted: dict[int, Request], compute_logits: Callable[[Tensor], Tensor]
+    hidden_TH: Tensor, inputs: StepInputs, wanted: dict[int, Request], compute_logits: Callable[[Tensor], Tensor]
 ) -> list[PromptScores]:
     """Scores of the step's rows in `wanted`, by log_softmax(logits) of the raw model; rows that are done leave it.
 
-    `compute_logits` may be collective over the TP ranks, which all see the same plan.
+    `compute_logits` may be collective over the TP ranks, which all see the same inputs.
     """
     all_scores = []
-    firsts = np.cumsum(plan.query_lens_B) - plan.query_lens_B
-    columns = (plan.rows_B.tolist(), firsts.tolist(), plan.query_lens_B.tolist(), plan.seq_lens_B.tolist())
+    firsts = np.cumsum(inputs.query_lens_B) - inputs.query_lens_B
+    columns = (inputs.rows_B.tolist(), firsts.tolist(), inputs.query_lens_B.tolist(), inputs.seq_lens_B.tolist())
     for row, first, num_new, seq_len in zip(*columns, strict=True):
         request = wanted.get(row)
         if request is None:

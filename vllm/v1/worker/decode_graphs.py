@@ -1,4 +1,4 @@
-"""Decode steps as recorded graphs: fixed input buffers, padded batch sizes, and what changes before a replay."""
+"""Decode steps as captured graphs: fixed input buffers, padded batch sizes, and updates before a replay."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import DecodeMetadata, KVCache
-from vllm.platforms import GraphPool, Platform, RecordedGraph
-from vllm.v1.worker.step_plan import StepPlan
+from vllm.platforms import CapturedGraph, GraphPool, Platform
+from vllm.v1.worker.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 
 
 def num_scratch_blocks(config: VllmConfig) -> int:
-    """KV blocks for the padding of the largest graph; 0 without graphs."""
+    """Return the number of KV blocks for the padding of the largest graph; 0 without graphs."""
     if config.compilation.enforce_eager:
         return 0
     return -(-config.compilation.cudagraph_capture_sizes[-1] // config.cache.block_size)
 
 
 class _Input:
-    """What steps are given, on the host and in a buffer of the device; one memory where the device is the host."""
+    """One input of the steps, on the host and in a device buffer; the same memory where the device is the host."""
 
     def __init__(self, host: np.ndarray, device: torch.device) -> None:
         self._host, shared = host, torch.from_numpy(host)
@@ -37,7 +37,7 @@ class _Input:
         self._is_shared = self.buffer is shared
 
     def fill(self, values: np.ndarray, padding: int | np.ndarray, size: int, width: int | None = None) -> None:
-        """Rows of `values`, then of `padding` up to `size`; of a table its first `width` columns."""
+        """Write rows of `values`, then of `padding` up to `size`; a table's first `width` columns only."""
         part = np.s_[:size] if width is None else np.s_[:size, :width]
         host, rows = self._host[part], len(values)
         host[:rows], host[rows:] = values, padding
@@ -47,24 +47,24 @@ class _Input:
 
 @dataclass(frozen=True)
 class _DecodeGraph:
-    """The graph of one size and the calls that renew the host values it holds."""
+    """The graph of one size and the functions that update the host values in it."""
 
-    graph: RecordedGraph
+    graph: CapturedGraph
     before_replay: list[Callable[[], None]]
 
 
 class DecodeGraphs:
     """One graph for each batch size, all over the same input buffers and in one memory pool.
 
-    A step of B rows runs the smallest graph of at least B. The rows past B are padding: token 0 at position 0 of a
+    A step of B rows runs the smallest graph of at least B. The rows after B are padding: token 0 at position 0 of a
     sequence of length 1 in the scratch blocks, which no request owns: they read finite values there, and each writes to
     a slot of its own. The cache has `num_scratch_blocks` of them behind the `num_blocks` of the scheduler.
 
-    The first step of a size runs eagerly on the buffers and is recorded afterwards: so kernels, workspaces and
-    communicators exist when recording begins, and a rank runs the same number of collectives whether or not it still
-    had to record.
+    The first step of a size runs eagerly on the buffers and is captured afterwards. So kernels, workspaces and
+    communicators exist when capture begins, and a rank runs the same number of collectives in either case.
 
-    A graph holds the addresses of weights and KV cache. `drop` before they are freed; the next steps record anew.
+    A graph holds the addresses of weights and KV cache. Call `drop` before they are freed; later steps capture again.
+    Letters: B rows of a step, S rows of the buffers, W blocks of a table, H hidden size, V vocabulary.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class DecodeGraphs:
         self.sizes = config.compilation.cudagraph_capture_sizes
         self._model, self._platform, self._device = model, platform, device
         self._num_replicas = config.parallel.data_parallel_size if config.parallel.steps_in_lockstep else 1
-        self._logits_rows = 0  # of the largest graph that makes logits
+        self._logits_rows = 0  # rows of the largest graph that computes logits
         if config.parallel.tensor_parallel_size == 1:
-            self._logits_rows = platform.recorded_logits // (4 * config.model.hf.vocab_size)
+            self._logits_rows = platform.captured_logits_bytes // (4 * config.model.hf.vocab_size)
         self._block_size = config.cache.block_size
         self._num_blocks = num_blocks
         self._pool: GraphPool | None = None
@@ -90,49 +90,49 @@ class DecodeGraphs:
         self._host_seq_lens_S = np.ones(largest, dtype=np.int64)
 
     @property
-    def recorded_sizes(self) -> list[int]:
-        """The sizes that have a graph now."""
+    def captured_sizes(self) -> list[int]:
+        """The sizes that have a graph."""
         return sorted(self._graphs)
 
     @property
     def input_buffers(self) -> list[Tensor]:
-        """What the steps are read from, on the device."""
+        """The device buffers that the steps read."""
         inputs = (self._ids_S, self._positions_S, self._slots_S, self._seq_lens_S, self._tables_SW)
         return [given.buffer for given in inputs]
 
     def size_for(self, num_rows: int) -> int | None:
-        """The size that a decode step of `num_rows` runs at; None for an empty step or one beyond all sizes."""
+        """Return the size at which a decode step of `num_rows` runs; None for an empty step or one beyond all sizes."""
         if not 0 < num_rows <= self.sizes[-1]:
             return None
         return self.sizes[bisect_left(self.sizes, num_rows)]
 
     def makes_logits(self, size: int) -> bool:
-        """Whether `run` of this size goes on to the logits: one graph then holds all that the model does."""
+        """Whether `run` of this size returns logits: one graph then holds the whole model."""
         return size <= self._logits_rows
 
-    def run(self, plan: StepPlan, tables_BW: np.ndarray, size: int, caches: list[KVCache]) -> Tensor:
-        """Hidden states [B, H], or logits [B, V], of a decode step of B <= `size` rows with block tables int32 [B, W];
-        they hold until the next call.
+    def run(self, inputs: StepInputs, tables_BW: np.ndarray, size: int, caches: list[KVCache]) -> Tensor:
+        """Return hidden states [B, H], or logits [B, V], of a decode step of B <= `size` rows with block tables int32
+        [B, W]; the next call overwrites them.
 
-        In lock-step every replica calls it with the same `size`, one without work with B = 0.
+        In lock-step every replica calls it with the same `size`, and one without work with B = 0.
         """
-        self._fill(plan, tables_BW, size)
-        recorded = self._graphs.get(size)
-        if recorded is None:
-            return self._run_and_record(size, caches)[: len(plan.token_ids_T)]
-        for renew in recorded.before_replay:
-            renew()
-        recorded.graph.replay()
-        return recorded.graph.output[: len(plan.token_ids_T)]
+        self._fill(inputs, tables_BW, size)
+        captured = self._graphs.get(size)
+        if captured is None:
+            return self._run_and_capture(size, caches)[: len(inputs.token_ids_T)]
+        for update in captured.before_replay:
+            update()
+        captured.graph.replay()
+        return captured.graph.output[: len(inputs.token_ids_T)]
 
     def drop(self) -> None:
-        """Forget all graphs, and with them every reference to weights, caches and pool memory."""
-        for recorded in self._graphs.values():
-            recorded.graph.release()
+        """Release all graphs, and with them every reference to weights, caches and pool memory."""
+        for captured in self._graphs.values():
+            captured.graph.release()
         self._graphs.clear()
         self._pool = None
 
-    def _run_and_record(self, size: int, caches: list[KVCache]) -> Tensor:
+    def _run_and_capture(self, size: int, caches: list[KVCache]) -> Tensor:
         decode = DecodeMetadata(
             self._host_seq_lens_S[:size],
             self._seq_lens_S.buffer[:size],
@@ -161,15 +161,15 @@ class DecodeGraphs:
             self._pool = self._platform.graph_pool()
             assert self._pool is not None, self._platform.name
         self._graphs[size] = _DecodeGraph(self._pool.capture(forward), before_replay)
-        logger.info("recorded a decode step of %d sequences", size)
+        logger.info("captured a decode step of %d sequences", size)
         return output
 
-    def _fill(self, plan: StepPlan, tables_BW: np.ndarray, size: int) -> None:
+    def _fill(self, inputs: StepInputs, tables_BW: np.ndarray, size: int) -> None:
         rows, width = tables_BW.shape
-        self._host_seq_lens_S[:rows], self._host_seq_lens_S[rows:size] = plan.seq_lens_B, 1
+        self._host_seq_lens_S[:rows], self._host_seq_lens_S[rows:size] = inputs.seq_lens_B, 1
         first_scratch_slot = self._num_blocks * self._block_size
-        self._ids_S.fill(plan.token_ids_T, 0, size)
-        self._positions_S.fill(plan.positions_T, 0, size)
-        self._slots_S.fill(plan.slots_T, first_scratch_slot + np.arange(size - rows), size)
-        self._seq_lens_S.fill(plan.seq_lens_B, 1, size)
+        self._ids_S.fill(inputs.token_ids_T, 0, size)
+        self._positions_S.fill(inputs.positions_T, 0, size)
+        self._slots_S.fill(inputs.slots_T, first_scratch_slot + np.arange(size - rows), size)
+        self._seq_lens_S.fill(inputs.seq_lens_B, 1, size)
         self._tables_SW.fill(tables_BW, self._num_blocks, size, width)

@@ -1,4 +1,4 @@
-"""The running requests as rows of host arrays, so that a step is prepared with a few vector operations."""
+"""The running requests as rows of host arrays: a few vector operations prepare a step."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class InputBatch:
         self.top_p = np.ones(max_num_seqs, dtype=np.float32)
         self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
         self.num_top_logprobs = np.zeros(max_num_seqs, dtype=np.int64)
-        self.min_p: dict[int, float] = {}  # of the rows that have one
-        self.edits: dict[int, RowEdits] = {}  # of the rows whose logits are changed or banned
-        self.prompts_to_score: dict[int, Request] = {}  # of the rows that still miss log-probs of their prompt
+        self.min_p: dict[int, float] = {}  # by row, where set
+        self.edits: dict[int, RowEdits] = {}  # by row, where logits are changed or banned
+        self.prompts_to_score: dict[int, Request] = {}  # by row, where log-probs of the prompt are missing
         self.row_of: dict[str, int] = {}
-        self.num_added = 0  # rows ever: the settings of the same rows are the same while it stays
-        self._last_requests: list[Request] = []  # of the last step
+        self.num_added = 0  # rows added so far: while it is the same, so are the settings of the rows
+        self._last_requests: list[Request] = []  # the last step's
         self._last_rows = np.empty(0, dtype=np.int64)
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def update(self, step: SchedulerOutput) -> np.ndarray:
-        """Bring the rows up to date with a scheduled step; returns int64 [requests of the step] their rows."""
+        """Update the rows for a scheduled step; return the rows of its requests, int64."""
         if step.requests == self._last_requests and not step.removed:  # in nearly every step of a decoding batch
             for index, new_blocks in enumerate(step.new_block_ids):
                 if new_blocks:
@@ -56,7 +56,7 @@ class InputBatch:
         return self._last_rows
 
     def append_tokens(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        """Record the tokens sampled for `rows`."""
+        """Append the tokens sampled for `rows`."""
         self.token_ids[rows, np.minimum(self.num_tokens[rows], self.token_ids.shape[1] - 1)] = token_ids
         self.num_tokens[rows] += 1
         if self.edits:
@@ -93,7 +93,7 @@ class InputBatch:
 
     def _remove(self, request: Request) -> None:
         row = self.row_of.pop(request.request_id, None)
-        if row is not None:  # None: dropped before it ever ran
+        if row is not None:  # None: the request was dropped before it ran
             for special in (self.min_p, self.edits, self.prompts_to_score):
                 special.pop(row, None)
             self._free_rows.append(row)

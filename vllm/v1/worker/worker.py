@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Builds the model, sizes the KV cache once, and frees or restores both on demand."""
+    """Builds the model, sizes the KV cache once, and frees and restores both on demand."""
 
     def __init__(
         self, config: VllmConfig, parallel: ParallelState, platform: Platform, ops: RolloutOps, device: torch.device
@@ -80,9 +80,9 @@ class Worker:
         return read_choices(self.kv_caches[-1], blocks, num_tokens)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take (hf_name, full tensor) pairs; RuntimeError while the weights sleep.
+        """Load (hf_name, full tensor) pairs; RuntimeError while the weights sleep.
 
-        When it raises half-way, all weights count as not loaded: some are new by then and some are not.
+        When it raises, all weights count as not loaded: some are new by then and some are not.
         """
         self._require_weights("load_weights")
         with self._all_or_nothing():
@@ -91,7 +91,7 @@ class Worker:
         return loaded
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take every weight anew, each once.
+        """Replace every weight, each once.
 
         ValueError for a name that is unknown, comes twice or is missing; the weights then count as not loaded.
         """
@@ -102,7 +102,7 @@ class Worker:
             self.check_weights_loaded()
 
     def update_weight_slices(self, slices: Iterable[WeightSlice]) -> dict[str, WeightDigest]:
-        """Take all that this rank holds anew, each element once; see `LLM.update_weight_slices`."""
+        """Replace every element that this rank holds, each once; see `LLM.update_weight_slices`."""
         self._require_weights("update_weight_slices")
         self._count_none_as_loaded()
         intake = SliceIntake(self.model.weight_targets)
@@ -136,7 +136,7 @@ class Worker:
         return held_digests(self.model.weight_targets)
 
     def sleep(self, level: int, tags: Collection[str]) -> None:
-        """Free what `tags` names; level 1 keeps a copy of the weights on the host, level 2 does not."""
+        """Free what `tags` name; level 1 keeps a copy of the weights on the host, level 2 does not."""
         if self.graphs is not None:
             self.graphs.drop()
         if "weights" in tags and self.are_weights_awake:
@@ -159,15 +159,15 @@ class Worker:
         self.are_weights_awake = False
 
     def wake_weights(self) -> None:
-        """Give the weights storage again: filled from the host after level 1, else to be filled by load_weights."""
+        """Allocate the weights again: restored from the host after level 1, else uninitialised until load_weights."""
         if self.are_weights_awake:
             return
-        kept = iter(self._host_weights or [])
+        host_weights = iter(self._host_weights or [])
         for tensor in weight_storage(self.model):
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
             self.platform.prefer_large_pages(tensor)
             if self._host_weights is not None:
-                tensor.copy_(next(kept))
+                tensor.copy_(next(host_weights))
         self._host_weights = None
         self.are_weights_awake = True
 
@@ -176,7 +176,7 @@ class Worker:
             self.platform.prefer_large_pages(tensor)
 
     def wake_kv_cache(self) -> None:
-        """Allocate the caches of all layers, always with the block count found at start."""
+        """Allocate the caches of all layers, always with the block count that was determined at start."""
         if self.is_kv_cache_awake:
             return
         if not self.num_gpu_blocks:  # counted once: the scheduler's blocks must exist whatever is free after a sleep
@@ -192,7 +192,7 @@ class Worker:
         self.is_kv_cache_awake = True
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes held by weights, offloaded weights and KV cache, and the block count."""
+        """Return the bytes of weights, offloaded weights and KV cache, and the block count."""
         weights = sum(tensor.untyped_storage().nbytes() for tensor in weight_storage(self.model))
         kv_cache = sum(t.untyped_storage().nbytes() for cache in self.kv_caches for t in cache)
         memory = self.platform.memory(self.device)
@@ -245,8 +245,8 @@ class Worker:
         logger.info("read %.3f GB of %s", reader.bytes_read / 1e9, self.config.model.model)
 
     def check_weights_loaded(self) -> None:
-        """ValueError naming the weights that nobody has loaded since the model was made, put to level-2 sleep, or began
-        to be updated.
+        """Raise ValueError for weights that were not loaded since the model was built, since a level-2 sleep, or since
+        the start of an update.
         """
         unpaired = sorted(self._fp8_pairs.unpaired)
         if unpaired:
@@ -282,7 +282,7 @@ class Worker:
         return blocks
 
     def _least_of_replica(self, count: int) -> int:
-        """Tensor-parallel ranks schedule alike only with equal caches; one device may have less free than another."""
+        """Return the smallest count of the replica: its ranks schedule alike only with equal caches."""
         mine = torch.tensor([count], dtype=torch.int64, device=self.platform.exchange_device(self.device))
         return int(self.parallel.tp.all_gather(mine).min())
 

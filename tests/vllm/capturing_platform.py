@@ -1,4 +1,4 @@
-"""The host as a device that records graphs: a graph is its call, replayed by calling it again."""
+"""The host as a device that captures graphs: a graph is its call, replayed by calling it again."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.ops.contract import RolloutOps
-from vllm.platforms import GraphPool, RecordedGraph
+from vllm.platforms import CapturedGraph, GraphPool
 from vllm.platforms.cpu import CpuPlatform
 
-DEVICE = "tests.vllm.recording_platform:RecordingPlatform"
+DEVICE = "tests.vllm.capturing_platform:CapturingPlatform"
 
 
-class RecordingPool(GraphPool):
+class CapturingPool(GraphPool):
     """As on a device, an output holds nothing until the first replay, and every replay writes the same memory."""
 
     def __init__(self) -> None:
         self.num_captures = self.num_replays = self.num_released = 0
 
-    def capture(self, run: Callable[[], Tensor]) -> RecordedGraph:
+    def capture(self, run: Callable[[], Tensor]) -> CapturedGraph:
         output = run().fill_(float("nan"))
         self.num_captures += 1
 
@@ -32,17 +32,17 @@ class RecordingPool(GraphPool):
         def release() -> None:
             self.num_released += 1
 
-        return RecordedGraph(output, replay, release)
+        return CapturedGraph(output, replay, release)
 
 
-class RecordingPlatform(CpuPlatform):
+class CapturingPlatform(CpuPlatform):
     """Keeps the pools that it made."""
 
     def __init__(self) -> None:
-        self.pools: list[RecordingPool] = []
+        self.pools: list[CapturingPool] = []
 
     def graph_pool(self) -> GraphPool:
-        self.pools.append(RecordingPool())
+        self.pools.append(CapturingPool())
         return self.pools[-1]
 
     def graph_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:

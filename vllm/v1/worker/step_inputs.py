@@ -1,4 +1,7 @@
-"""A scheduled step in host arrays: which tokens at which positions go where in the cache. No torch."""
+"""The inputs of a scheduled step as host arrays: tokens, positions and cache slots. No torch.
+
+Letters: T tokens of a step, B sequences.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from vllm.v1.worker.input_batch import InputBatch
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """T tokens of B sequences, reordered: the sequences with one new token first."""
+class StepInputs:
+    """T tokens of B sequences, reordered: the sequences with one new token come first."""
 
     token_ids_T: np.ndarray  # int64
     positions_T: np.ndarray  # int64
-    slots_T: np.ndarray  # int64, where each token's latent goes in the KV cache
+    slots_T: np.ndarray  # int64, the slot of each token in the KV cache
     rows_B: np.ndarray  # int64, the sequences' rows of the batch
     query_lens_B: np.ndarray  # int64, new tokens
     seq_lens_B: np.ndarray  # int64, tokens in the cache, the new ones included
@@ -24,15 +27,15 @@ class StepPlan:
     sampled_rows: np.ndarray  # int64, batch rows they belong to
 
 
-def plan_step(batch: InputBatch, rows: np.ndarray, num_new: np.ndarray) -> StepPlan:
-    """The step in which the batch's `rows` [B] compute their next `num_new` [B] tokens, counted there as computed."""
+def prepare_step(batch: InputBatch, rows: np.ndarray, num_new: np.ndarray) -> StepInputs:
+    """Return the step in which `rows` [B] compute their next `num_new` [B] tokens, and count these as computed."""
     computed = batch.num_computed[rows]
     seq_lens = computed + num_new
     is_sampled = seq_lens == batch.num_tokens[rows]
     batch.num_computed[rows] = seq_lens
     if len(rows) == 0 or int(num_new.max()) == 1:  # a decode step, the common one: one token per row, in order
         are_all_sampled = bool(is_sampled.all())
-        return StepPlan(
+        return StepInputs(
             token_ids_T=batch.token_ids[rows, computed],
             positions_T=computed,
             slots_T=_slots(batch, rows, computed),
@@ -49,7 +52,7 @@ def plan_step(batch: InputBatch, rows: np.ndarray, num_new: np.ndarray) -> StepP
     positions = np.arange(len(token_rows)) + np.repeat(computed[order] - starts, ordered_new)
     last_token = np.empty_like(starts)
     last_token[order] = starts + ordered_new - 1
-    return StepPlan(
+    return StepInputs(
         token_ids_T=batch.token_ids[token_rows, positions],
         positions_T=positions,
         slots_T=_slots(batch, token_rows, positions),
@@ -63,7 +66,7 @@ def plan_step(batch: InputBatch, rows: np.ndarray, num_new: np.ndarray) -> StepP
 
 
 def _slots(batch: InputBatch, rows_T: np.ndarray, positions_T: np.ndarray) -> np.ndarray:
-    """int64 [T], where each token's latent goes in the KV cache."""
+    """Return the slot of each token in the KV cache, int64 [T]."""
     blocks_T, offsets_T = np.divmod(positions_T, batch.block_size)
     slots_T: np.ndarray = batch.block_table[rows_T, blocks_T].astype(np.int64) * batch.block_size + offsets_T
     return slots_T
