@@ -75,5 +75,5 @@ class CpuPlatform(Platform):
         if parallel.tensor_parallel_size > 1 or parallel.steps_in_lockstep:
             reasons.append("calls between processes cannot be captured")
         if config.model.quantization == "fp8":
-            reasons.append("weights held in FP8 would stay dequantised")
+            reasons.append("weights held in FP8 would be kept dequantised")
         return [f"enforce_eager=False on a CPU: {reason}; set enforce_eager=True" for reason in reasons]
