@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from recipes.common.corpus import CorpusStyle
-    from recipes.common.launcher.job import Job, Stage
+    from recipes.common.launcher.job import Job
     from recipes.common.launcher.settings import Settings
+    from recipes.common.launcher.stages import Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"

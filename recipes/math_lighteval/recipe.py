@@ -7,7 +7,8 @@ from pathlib import Path
 
 from recipes.common import arithmetic
 from recipes.common.corpus import CorpusStyle
-from recipes.common.launcher.job import Job, Stage
+from recipes.common.launcher.job import Job
+from recipes.common.launcher.stages import Stage
 from recipes.common.recipe import Recipe
 from recipes.math_lighteval.math_lighteval import INSTRUCTION, input_files
 

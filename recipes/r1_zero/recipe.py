@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.corpus import CorpusStyle
-from recipes.common.launcher.job import Job, Stage
+from recipes.common.launcher.job import Job
+from recipes.common.launcher.stages import Stage
 from recipes.common.recipe import Recipe
 from recipes.r1_zero.deepscaler import TAGS
 from recipes.r1_zero.json_to_parquet import SYSTEM_TEMPLATE, read_rows

@@ -37,7 +37,7 @@ def job_of(tmp_path: Path, *overrides: str, accelerator: str = "cpu") -> Job:
     return Job(settings, resolve_config(settings))
 
 
-def test_a_run_that_fits_is_told_in_a_line(tmp_path: Path) -> None:
+def test_a_run_that_fits_is_summarised_in_a_line(tmp_path: Path) -> None:
     plan = first_plan(job_of(tmp_path, *SMALL), {"PATH": "/usr/bin:/bin"})
     assert plan.problems == ()
     assert plan.summary.startswith("plan: fits on 2 x CPU core")
@@ -56,22 +56,22 @@ def test_a_run_that_cannot_fit_is_refused(
     monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "out"))
     monkeypatch.setenv("CONFIG_NAME", "r1_zero_tiny")
     assert launch.main(["r1_zero", *SMALL]) == launch.BAD_INPUT
-    said = capsys.readouterr().out
-    assert "plan: does not work" in said
-    assert "the run cannot fit (--no-plan starts it all the same)" in said
-    assert "GiB" in said
-    assert "Nothing was started." in said
+    output = capsys.readouterr().out
+    assert "plan: does not work" in output
+    assert "the run cannot fit (--no-plan starts it all the same)" in output
+    assert "GiB" in output
+    assert "Nothing was started." in output
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
 
 
-def test_what_cannot_be_planned_goes_on(tmp_path: Path) -> None:
+def test_what_cannot_be_planned_is_not_refused(tmp_path: Path) -> None:
     job = job_of(tmp_path, *SMALL)
     unknown = first_plan(job, {PLAN_DEVICE: "abacus"})
     assert unknown.problems == ()
     assert unknown.summary.startswith("no plan: no device 'abacus'; known devices: ")
-    assert unknown.summary.endswith("; the run goes on without one")
+    assert unknown.summary.endswith("; the run starts without one")
     slow = first_plan(job, {}, timeout_s=0.1)
-    assert slow == FirstPlan("no plan: the planner took longer than 0.1 s; the run goes on without one")
+    assert slow == FirstPlan("no plan: the planner took longer than 0.1 s; the run starts without one")
 
 
 def test_the_command_is_that_of_the_run(tmp_path: Path) -> None:

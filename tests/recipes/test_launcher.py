@@ -1,4 +1,4 @@
-"""The launcher: settings, checks that refuse, plans for many nodes, meetings, processes that all end."""
+"""The launcher: settings, checks that refuse, plans for many nodes, Ray's command, processes that all end."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,16 +14,15 @@ import psutil
 import pytest
 
 from recipes.common import launch
-from recipes.common.launcher import checks, cluster, network
-from recipes.common.launcher.earlier import set_aside_other_training, training_identity
-from recipes.common.launcher.job import Job, RayPorts, driver_stage, ray_command, resolve_config, stages
+from recipes.common.launcher import checks, network, nodes, ray_node
+from recipes.common.launcher.job import Job, resolve_config
 from recipes.common.launcher.processes import OwnProcesses
-from recipes.common.launcher.rendezvous import Head, NodeHello, join_head
-from recipes.common.launcher.settings import Place, Settings, find_place, read_settings, variables
+from recipes.common.launcher.settings import NodeRole, Settings, find_role, read_settings, variables
+from recipes.common.launcher.stages import driver_stage, stages
+from recipes.common.launcher.training_identity import set_aside_other_training, training_identity
 from recipes.common.recipe import ROOT, load_recipe, recipe_names
 from verl.utils.net_utils import free_ports
 
-TOKEN = "0123456789abcdef"
 R1_ZERO = load_recipe("r1_zero")
 
 
@@ -48,6 +45,11 @@ def test_every_bad_variable_is_named_at_once() -> None:
         assert name in str(caught.value)
 
 
+def test_a_removed_variable_is_refused_with_what_replaces_it() -> None:
+    with pytest.raises(ValueError, match="CONTROL_PORT is not used any more: nodes meet at RAY_PORT"):
+        read_settings(R1_ZERO, [], {"CONTROL_PORT": "6767"})
+
+
 def test_the_config_follows_the_machine_and_overrides_win(tmp_path: Path) -> None:
     assert read_settings(R1_ZERO, [], {}).config_name == "r1_zero_tiny"
     assert read_settings(R1_ZERO, [], {}, "cuda").config_name == "r1_zero_tiny"
@@ -65,17 +67,20 @@ def test_a_path_with_syntax_characters_survives(tmp_path: Path) -> None:
     assert job.config.trainer.report_dir == str(folder / "out")
 
 
-def test_place_by_address_and_rank() -> None:
+def test_role_by_address_and_rank() -> None:
     own = network.address_towards(None, None)
-    assert find_place(Settings(R1_ZERO, "c", Path("/o")), 1).is_head
-    assert find_place(Settings(R1_ZERO, "c", Path("/o"), master_addr=own, node_rank=0), 2).is_head
+    assert find_role(Settings(R1_ZERO, "c", Path("/o")), 1) == NodeRole(True, "127.0.0.1", "127.0.0.1", "lo")
+    assert find_role(Settings(R1_ZERO, "c", Path("/o"), master_addr=own), 1).own_addr == "127.0.0.1"
+    with_name = find_role(Settings(R1_ZERO, "c", Path("/o"), socket_ifname=network.own_addresses()[own]), 1)
+    assert (with_name.own_addr, with_name.master_addr) == (own, own)
+    assert find_role(Settings(R1_ZERO, "c", Path("/o"), master_addr=own, node_rank=0), 2).is_head
     with pytest.raises(ValueError, match="MASTER_ADDR is not set"):
-        find_place(Settings(R1_ZERO, "c", Path("/o")), 2)
+        find_role(Settings(R1_ZERO, "c", Path("/o")), 2)
     with pytest.raises(ValueError, match="NODE_RANK is 1"):
-        find_place(Settings(R1_ZERO, "c", Path("/o"), master_addr=own, node_rank=1), 2)
+        find_role(Settings(R1_ZERO, "c", Path("/o"), master_addr=own, node_rank=1), 2)
     with pytest.raises(ValueError, match="SOCKET_IFNAME"):
-        find_place(Settings(R1_ZERO, "c", Path("/o"), socket_ifname="nothing0"), 1)
-    other = find_place(Settings(R1_ZERO, "c", Path("/o"), master_addr="192.0.2.77"), 2)
+        find_role(Settings(R1_ZERO, "c", Path("/o"), socket_ifname="nothing0"), 1)
+    other = find_role(Settings(R1_ZERO, "c", Path("/o"), master_addr="192.0.2.77"), 2)
     assert not other.is_head
 
 
@@ -131,7 +136,7 @@ def test_a_port_taken_while_weights_were_prepared_is_named(tmp_path: Path) -> No
         socket.create_server(("127.0.0.1", port)),
         pytest.raises(RuntimeError, match=f"RAY_PORT {port}.*pid {os.getpid()}"),
     ):
-        cluster.RayNode(job, find_place(job.settings, 1), OwnProcesses(), dict(os.environ), log_dir)
+        ray_node.RayNode(job, find_role(job.settings, 1), OwnProcesses(), dict(os.environ), log_dir, {})
     assert not log_dir.exists()
 
 
@@ -176,7 +181,7 @@ def test_nodes_that_only_generate_are_started_too(
     plan = capsys.readouterr().out
     assert "3 x 2 cpu devices" in plan and "one_step_off on 2 ranks of its own" in plan
     assert plan.count("-m ray.scripts.scripts start --block") == plan.count("NNODES=3 ") == 3
-    assert plan.count("--expect '192.0.2.77,<address of node 1>,<address of node 2>'") == 1
+    assert plan.count("launcher.nodes join --num-nodes 3") == plan.count("launcher.nodes watch --num-nodes 3") == 1
     assert "refuse" not in plan
 
 
@@ -194,8 +199,8 @@ def test_nnodes_counts_nodes_of_both_kinds(
     job = job_of(tmp_path, {"NNODES": nnodes}, *BESIDE, *overrides)
     assert (job.nnodes, job.config.trainer.nnodes, job.npus_per_node) == (int(nnodes), trains, devices)
     assert checks.host_problems(job) == []
-    told = [text for text in driver_stage(job).command if text.startswith("trainer.nnodes=")]
-    assert {f"trainer.nnodes={trains}", *told} == {f"trainer.nnodes={trains}"}
+    given = [text for text in driver_stage(job).command if text.startswith("trainer.nnodes=")]
+    assert {f"trainer.nnodes={trains}", *given} == {f"trainer.nnodes={trains}"}
     alone = job_of(tmp_path, {"NNODES": nnodes})
     assert (alone.nnodes, alone.config.trainer.nnodes) == (int(nnodes), int(nnodes))
 
@@ -236,7 +241,7 @@ def test_named_layouts_fit_deepseek_v3(tmp_path: Path, name: str, stage_layers: 
 
 
 def test_stages_say_why_they_are_left_out(tmp_path: Path) -> None:
-    names = [stage.name for stage in stages(job_of(tmp_path)) if stage.why_not is None]
+    names = [stage.name for stage in stages(job_of(tmp_path)) if stage.skip_reason is None]
     assert names == ["problems", "data", "base_model", "fp8_to_bf16", "sharding"]
     model = tmp_path / "model"
     model.mkdir()
@@ -245,7 +250,7 @@ def test_stages_say_why_they_are_left_out(tmp_path: Path) -> None:
     shards.mkdir(parents=True)
     environment = {"MODEL_PATH": str(model), "JSON_PATH": str(tmp_path / "x.json")}
     environment["DIST_CKPT_PATH"] = str(tmp_path / "shards")
-    left_out = {stage.name: stage.why_not for stage in stages(job_of(tmp_path, environment)) if stage.why_not}
+    left_out = {stage.name: stage.skip_reason for stage in stages(job_of(tmp_path, environment)) if stage.skip_reason}
     assert set(left_out) == {"base_model", "fp8_to_bf16", "sharding"}
 
 
@@ -268,20 +273,42 @@ def test_the_shards_are_cut_as_the_engine_reads_them(tmp_path: Path) -> None:
 
 def test_ray_is_ours_alone(tmp_path: Path) -> None:
     job = job_of(tmp_path)
-    head = ray_command(job, Place(True, "10.0.0.1", "10.0.0.1", "eth0"), "/tmp/x", RayPorts(1, 2, 3))
-    worker = ray_command(job, Place(False, "10.0.0.2", "10.0.0.1", "eth0"), "/tmp/x", RayPorts(1, 2, 3))
-    assert "--block" in head
-    assert head[head.index("--dashboard-host") + 1] == "127.0.0.1"
+    head = ray_node.ray_command(job, NodeRole(True, "10.0.0.1", "10.0.0.1", "eth0"), "/tmp/x", {})
+    worker = ray_node.ray_command(job, NodeRole(False, "10.0.0.2", "10.0.0.1", "eth0"), "/tmp/x", {"node_rank": "1"})
+    assert "--block" in head and "--labels" not in head
+    assert head[head.index("--include-dashboard") + 1] == "false"
     assert worker[worker.index("--address") + 1] == "10.0.0.1:6766"
+    assert worker[worker.index("--labels") + 1] == "node_rank=1"
     assert "--head" not in worker
 
 
+def test_a_lost_node_is_noticed_within_the_deadline(tmp_path: Path) -> None:
+    """Two checks without an answer, and the pauses between them, fit into LOST_TIMEOUT_S."""
+    variables_s = ray_node.loss_variables(20.0)
+    checks_s = (int(variables_s[f"RAY_health_check_{name}_ms"]) / 1000 for name in ("timeout", "period"))
+    assert sum(checks_s) * int(variables_s["RAY_health_check_failure_threshold"]) < 20.0
+    assert variables_s["RAY_gcs_rpc_server_reconnect_timeout_s"] == "20"
+
+
+def test_nodes_are_compared_by_their_labels() -> None:
+    own = nodes.node_labels("config", ROOT, 1)
+    assert all(len(value) <= 63 for value in own.values()), "Ray refuses longer ones"
+    assert {"configuration", "code", "python", "torch", "node_rank"} <= own.keys()
+    assert nodes.node_labels("config", ROOT, 2) == {**own, "node_rank": "2"}
+    assert nodes.different_labels(own, {**own, "node_rank": "2", "ray.io/node-id": "x"}) == ""
+    other = nodes.node_labels("another config", ROOT, 2)
+    assert "its configuration is not the head's: start the same script" in nodes.different_labels(own, other)
+    old = {**own, "torch": "2.5.1"}
+    assert nodes.different_labels(own, old) == f"torch is 2.5.1, the head has {own['torch']}"
+    assert "numpy is missing" in nodes.different_labels(own, {k: v for k, v in own.items() if k != "numpy"})
+
+
 def test_token_is_made_once_and_private(tmp_path: Path) -> None:
-    tokens = [cluster.shared_token(tmp_path, None) for _ in range(2)]
+    tokens = [ray_node.shared_token(tmp_path, None) for _ in range(2)]
     assert tokens[0] == tokens[1]
     assert len(tokens[0]) == 64
     assert (tmp_path / ".ray_auth_token").stat().st_mode & 0o077 == 0
-    assert cluster.shared_token(tmp_path, "given") == "given"
+    assert ray_node.shared_token(tmp_path, "given") == "given"
 
 
 def test_output_dir_belongs_to_one_run(tmp_path: Path) -> None:
@@ -309,68 +336,6 @@ def test_another_training_is_set_aside_and_the_same_one_is_not(tmp_path: Path) -
     assert (moved_to / "checkpoints" / "global_step_3").is_dir()
     assert not (out / "checkpoints").exists()
     assert training_identity(2, [rows], model) != training_identity(1, [rows], model)
-
-
-def test_nodes_meet_and_the_last_word_arrives() -> None:
-    port = free_ports(1)[0]
-    head = Head("127.0.0.1", port, TOKEN, "d", lost_timeout_s=5.0)
-    try:
-        channels = [
-            join_head("127.0.0.1", port, TOKEN, NodeHello(f"10.0.0.{rank}", rank, "d"), 5.0, 5.0) for rank in (1, 2)
-        ]
-        assert head.wait_for(2, 5.0)
-        assert [hello.node_rank for hello in head.nodes()] == [1, 2]
-        assert head.problem() is None
-        head.tell_all({"kind": "done", "status": 0})
-        assert [channel.receive(5.0) for channel in channels] == [{"kind": "done", "status": 0}] * 2
-        channels[1].close()
-        deadline = time.monotonic() + 5.0
-        while head.problem() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert "10.0.0.2 (node 2) went away" in str(head.problem())
-        channels[0].close()
-    finally:
-        head.close()
-
-
-def test_a_silent_node_is_lost() -> None:
-    port = free_ports(1)[0]
-    head = Head("127.0.0.1", port, TOKEN, "d", lost_timeout_s=1.5)
-    listener = threading.Event()
-    try:
-        channel = join_head("127.0.0.1", port, TOKEN, NodeHello("10.0.0.9", None, "d"), 5.0, 30.0)
-        channel._closed.set()  # as if its machine had stopped: the connection stays, nothing is sent
-        deadline = time.monotonic() + 8.0
-        while head.problem() is None and time.monotonic() < deadline:
-            listener.wait(0.05)
-        assert "no sign of life for 1.5 s" in str(head.problem())
-        channel.close()
-    finally:
-        head.close()
-
-
-def test_strangers_and_other_configs_are_kept_out() -> None:
-    port = free_ports(1)[0]
-    head = Head("127.0.0.1", port, TOKEN, "d", lost_timeout_s=5.0)
-    try:
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        with pytest.raises(ValueError, match="token is not the head's"):
-            join_head("127.0.0.1", port, "wrong", NodeHello("10.0.0.5", 1, "d"), 5.0, 5.0)
-        assert head.problem() is None  # somebody without the token cannot end the run
-        with pytest.raises(ValueError, match="configuration is not the head's"):
-            join_head("127.0.0.1", port, TOKEN, NodeHello("10.0.0.6", 2, "other"), 5.0, 5.0)
-        assert not head.wait_for(1, 2.0)
-        assert "10.0.0.6 (node 2) was refused" in str(head.problem())
-    finally:
-        head.close()
-
-
-def test_a_head_that_never_answers_is_named() -> None:
-    begun = time.monotonic()
-    with pytest.raises(ValueError, match=r"the head 127\.0\.0\.1:\d+ could not be reached"):
-        join_head("127.0.0.1", free_ports(1)[0], TOKEN, NodeHello("10.0.0.2", 1, "d"), 1.0, 5.0)
-    assert time.monotonic() - begun < 5.0
 
 
 def test_all_own_processes_end_and_no_other(tmp_path: Path) -> None:

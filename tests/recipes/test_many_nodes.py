@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipes.common import launch
-from recipes.common.launcher import hosts, network
+from recipes.common.launcher import hostfile, network
 from recipes.common.recipe import ROOT, load_recipe
 from verl.utils.net_utils import free_ports
 
@@ -41,28 +41,30 @@ def test_a_host_file_starts_every_other_node_over_ssh(
         sent = plan.partition(f"accept-new {address} bash -s <<'END'\n")[2].partition("\nEND")[0].splitlines()
         expected = {f"export NODE_RANK={rank}", "export NNODES=3", f"export MASTER_ADDR={own}", "export STEPS=3"}
         expected |= {"export NPUS_PER_NODE=2", f"export OUTPUT_DIR='{tmp_path / 'a folder'}'"}
-        assert expected | {f"export RAY_AUTH_TOKEN={hosts.HIDDEN}"} <= set(sent)
+        assert expected | {f"export RAY_AUTH_TOKEN={hostfile.HIDDEN}"} <= set(sent)
         assert not any("HOSTFILE" in line for line in sent), "it would start the others again"
         assert sent[-2:] == [f"cd {ROOT}", f"exec {RECIPE.start_command} trainer.save_freq=5 </dev/null"]
         assert f"Node {rank}: worker {address}" in plan
 
 
 def test_what_a_node_is_sent_reaches_it(tmp_path: Path) -> None:
-    """A shell in ssh's place: the script arrives on standard input, and its failure is told with its log."""
+    """A shell in ssh's place: the script arrives on standard input, and its failure names its log."""
     own = {"NNODES": "2", "MASTER_ADDR": "192.0.2.1", "NODE_RANK": "0"}
     given = {"OUTPUT_DIR": str(tmp_path / "a 'folder'")}
-    found = [hosts.Host("192.0.2.1", None), hosts.Host("192.0.2.2", None)]
-    (start,) = hosts.remote_starts(RECIPE, ["a=b c"], found, own, given)
+    found = [hostfile.Host("192.0.2.1", None), hostfile.Host("192.0.2.2", None)]
+    (start,) = hostfile.remote_starts(RECIPE, ["a=b c"], found, own, given)
     script = start.script.replace(f"exec {RECIPE.start_command}", 'printf "%s\\n" "$OUTPUT_DIR" "$NODE_RANK"')
-    nodes = hosts.RemoteNodes([hosts.RemoteStart(start.host, ("bash", "-s"), script + "exit 3\n")], tmp_path / "logs")
+    nodes = hostfile.RemoteNodes(
+        [hostfile.RemoteStart(start.host, ("bash", "-s"), script + "exit 3\n")], tmp_path / "logs"
+    )
     (problem,) = nodes.end(patience_s=60.0)
     assert "node 192.0.2.2: ssh ended with exit status 3" in problem
-    said = (tmp_path / "logs" / "node_192.0.2.2.log").read_text().splitlines()
-    assert said == [given["OUTPUT_DIR"], "1", "a=b c"]
+    output = (tmp_path / "logs" / "node_192.0.2.2.log").read_text().splitlines()
+    assert output == [given["OUTPUT_DIR"], "1", "a=b c"]
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("", "names no node"),
         ("10.0.0.1 slots=8\n10.0.0.1 slots=8", "names 10.0.0.1 twice"),
@@ -71,22 +73,22 @@ def test_what_a_node_is_sent_reaches_it(tmp_path: Path) -> None:
         ("-oProxyCommand=x", "line 1: '-oProxyCommand=x'"),
     ],
 )
-def test_a_bad_host_file_is_told(tmp_path: Path, text: str, told: str) -> None:
+def test_a_bad_host_file_is_refused(tmp_path: Path, text: str, expected: str) -> None:
     (tmp_path / "hosts").write_text(text)
     with pytest.raises(ValueError, match="HOSTFILE") as caught:
-        hosts.read_hosts(tmp_path / "hosts")
-    assert told in str(caught.value)
+        hostfile.read_hosts(tmp_path / "hosts")
+    assert expected in str(caught.value)
 
 
 def test_the_head_must_be_in_its_host_file() -> None:
-    found = [hosts.Host("192.0.2.1", 8), hosts.Host("192.0.2.2", 8)]
+    found = [hostfile.Host("192.0.2.1", 8), hostfile.Host("192.0.2.2", 8)]
     with pytest.raises(ValueError, match="names none of this machine's addresses"):
-        hosts.own_settings(found, {}, ["127.0.0.1"])
+        hostfile.own_settings(found, {}, ["127.0.0.1"])
     with pytest.raises(ValueError, match="MASTER_ADDR 192.0.2.3 is not in HOSTFILE"):
-        hosts.own_settings(found, {"MASTER_ADDR": "192.0.2.3"}, ["192.0.2.2"])
+        hostfile.own_settings(found, {"MASTER_ADDR": "192.0.2.3"}, ["192.0.2.2"])
     with pytest.raises(ValueError, match="NNODES is 3, and HOSTFILE says 2"):
-        hosts.own_settings(found, {"NNODES": "3"}, ["192.0.2.2"])
-    own = hosts.own_settings(found, {}, ["192.0.2.2"])
+        hostfile.own_settings(found, {"NNODES": "3"}, ["192.0.2.2"])
+    own = hostfile.own_settings(found, {}, ["192.0.2.2"])
     assert own == {"NNODES": "2", "MASTER_ADDR": "192.0.2.2", "NODE_RANK": "0", "NPUS_PER_NODE": "8"}
 
 
@@ -126,25 +128,23 @@ def test_slurm_starts_the_script_on_every_node(tmp_path: Path) -> None:
     assert "no recipe r1_one" in run("r1_one", **slurm).stderr
 
 
-def test_a_node_that_cannot_be_reached_is_told(tmp_path: Path) -> None:
+def test_a_node_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
     """An ``ssh`` that fails: the head says who is missing and where to look, and ends."""
     own = network.address_towards(None, None)
     (tmp_path / "hosts").write_text(f"{own} slots=1\n192.0.2.11 slots=1\n")
     (tmp_path / "ssh").write_text("#!/usr/bin/env bash\necho no route to host >&2\nexit 255\n")
     (tmp_path / "ssh").chmod(0o755)
-    ray_port, control_port = free_ports(2)
     environment = os.environ | {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "HOSTFILE": str(tmp_path / "hosts"),
         "OUTPUT_DIR": str(tmp_path / "out"),
         "JOIN_TIMEOUT_S": "1",
-        "RAY_PORT": str(ray_port),
-        "CONTROL_PORT": str(control_port),
+        "RAY_PORT": str(free_ports(1)[0]),
     }
     command = [sys.executable, "-m", "recipes.common.launch", RECIPE.name]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
     assert run.returncode == 1, run.stdout + run.stderr
     assert "1 of 2 nodes were there after 1 s" in run.stdout
     log = tmp_path / "out" / "logs" / "attempt_1" / "node_192.0.2.11.log"
-    assert f"node 192.0.2.11: ssh ended with exit status 255; what it said is in {log}" in run.stdout
+    assert f"node 192.0.2.11: ssh ended with exit status 255; its output is in {log}" in run.stdout
     assert log.read_text() == "no route to host\n"

@@ -6,8 +6,6 @@ import os
 import time
 from pathlib import Path
 
-import pytest
-
 from recipes.common.launcher import run_logs
 
 
@@ -33,17 +31,25 @@ def test_every_attempt_has_a_folder_and_latest_leads_to_the_newest(tmp_path: Pat
     (logs / "attempt_old").mkdir()
     (logs / "attempt_2").rmdir()
     assert run_logs.new_attempt(logs).name == "attempt_4"
-    assert run_logs.open_attempt(logs, "attempt_4") == logs / "attempt_4"  # another node, same disk
-    assert run_logs.open_attempt(tmp_path / "own_disk", "attempt_4").is_dir()
-    with pytest.raises(ValueError, match="'None' is no attempt's name"):
-        run_logs.open_attempt(logs, "None")
+
+
+def test_another_node_finds_the_attempt_of_the_head(tmp_path: Path) -> None:
+    """On a shared disk that is the head's newest; a node with a disk of its own has a folder for each attempt too."""
+    shared, own = tmp_path / "logs", tmp_path / "own_disk"
+    for number in (1, 2):
+        attempt = run_logs.new_attempt(shared)
+        assert run_logs.attempt_of_worker(shared, "10.0.0.2") == attempt
+        run_logs.start_log(attempt, "10.0.0.2").touch()
+        mine = run_logs.attempt_of_worker(own, "10.0.0.2")
+        assert mine == own / f"attempt_{number}"
+        run_logs.start_log(mine, "10.0.0.2").touch()
 
 
 def test_ray_files_are_there_while_it_runs_and_after(tmp_path: Path) -> None:
     attempt = run_logs.new_attempt(tmp_path / "logs")
     kept = attempt / "ray_10.0.0.1"
     run_logs.show_session(tmp_path / "ray" / "session_latest" / "logs", kept)
-    assert not kept.exists(), "Ray has not begun"
+    assert not kept.exists(), "Ray has not started"
     _session(tmp_path / "ray")
     assert (kept / "raylet.out").read_text() == "raylet"
     run_logs.keep_session(kept)

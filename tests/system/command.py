@@ -10,13 +10,15 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from ipaddress import ip_address
 from pathlib import Path
+from socket import SOCK_DGRAM
 from types import TracebackType
 from typing import Any
 
 import psutil
 
-from recipes.common.launcher import child
+from recipes.common.launcher import parent_death
 from recipes.common.launcher.settings import variables
 from recipes.common.recipe import ROOT, load_recipe, recipe_names
 from tests.pages import users_environment
@@ -57,8 +59,8 @@ class Command:
         path = str(ROOT / "recipes" / recipe / (script or load_recipe(recipe).script))
         with output.open("wb") as stream:
             self._process = subprocess.Popen(
-                # child.py: a pytest that is killed takes the command with it
-                [sys.executable, child.__file__, str(os.getpid()), *prefix, "bash", path, *arguments],
+                # parent_death.py: a pytest that is killed takes the command with it
+                [sys.executable, parent_death.__file__, str(os.getpid()), *prefix, "bash", path, *arguments],
                 env=_clean_environment(as_user)
                 | {name: str(value) for name, value in environment.items()}
                 | {TAG_NAME: self.tag},
@@ -111,6 +113,20 @@ class Command:
                 continue  # ended meanwhile, or somebody else's
         return found
 
+    def open_listeners(self) -> list[str]:
+        """Every socket of it that other machines could reach: command line and address; empty is good on one node."""
+        found = []
+        for process in self.processes():
+            try:
+                sockets, line = process.net_connections("inet"), " ".join(process.cmdline())[:100]
+            except psutil.NoSuchProcess:
+                continue
+            for socket in sockets:
+                is_server = socket.status == psutil.CONN_LISTEN or (socket.type == SOCK_DGRAM and not socket.raddr)
+                if is_server and not ip_address(socket.laddr.ip.removeprefix("::ffff:")).is_loopback:
+                    found.append(f"{line}: {socket.laddr.ip}:{socket.laddr.port}")
+        return found
+
     def find(self, name: str, variables: Mapping[str, str] | None = None) -> psutil.Process | None:
         """The process with ``name`` in its command line and ``variables`` in its environment; None if there is none."""
         for process in self.processes():
@@ -118,8 +134,8 @@ class Command:
                 line, environment = " ".join(process.cmdline()), process.environ()
             except psutil.NoSuchProcess:
                 continue
-            # child.py is on its way to become the command that follows it; bash is the script around the launcher
-            is_itself = "launcher/child.py" not in line and not line.startswith("bash ")
+            # parent_death.py will become the command that follows it; bash is the script around the launcher
+            is_itself = "launcher/parent_death.py" not in line and not line.startswith("bash ")
             wanted = (variables or {}).items()
             if name in line and is_itself and all(environment.get(key) == value for key, value in wanted):
                 return process
@@ -171,12 +187,10 @@ def _clean_environment(as_user: bool) -> dict[str, str]:
     }
     inherited = users_environment() if as_user else {**os.environ, "OMP_NUM_THREADS": "1"}
     passed_on = {name: value for name, value in inherited.items() if name.upper() not in dropped}
-    ray_port, control_port = free_ports(2)
     return passed_on | {
         "SETUP": "no",
         "VENV_DIR": sys.prefix,
-        "RAY_PORT": str(ray_port),
-        "CONTROL_PORT": str(control_port),
+        "RAY_PORT": str(free_ports(1)[0]),
         "COLUMNS": "120",
     }
 

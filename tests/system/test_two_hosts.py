@@ -41,7 +41,6 @@ class Hosts:
             MASTER_ADDR=HEAD,
             NODE_RANK=rank,
             RAY_PORT=6766,
-            CONTROL_PORT=6767,
             LOST_TIMEOUT_S=LOST_S,
         )
         prefix = ["ip", "netns", "exec", self.worker if rank else self.head]

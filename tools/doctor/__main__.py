@@ -23,7 +23,7 @@ def main() -> None:
     )
     parser.add_argument("--config", default=configs[0], choices=configs, help=f"the run (default: {configs[0]})")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "outputs", help="where a run would write")
-    parser.add_argument("--ports", type=int, nargs="*", default=[6766, 6767], help="ports that must be free")
+    parser.add_argument("--ports", type=int, nargs="*", default=[6766], help="ports that must be free")
     parser.add_argument(
         "--master-addr", default=os.environ.get("MASTER_ADDR"), help="the head node (default: MASTER_ADDR)"
     )

@@ -1,1 +1,1 @@
-"""The launcher of the recipe: settings, checks, stages, Ray, and the meeting of several nodes."""
+"""The launcher of the recipes: settings, checks, plan, Ray on every node, stages, logs."""

@@ -1,4 +1,4 @@
-"""Stage 0: everything that can be found wrong before anything starts, all of it in one message."""
+"""The checks before anything starts: every problem that they find goes into one message."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ import tempfile
 from pathlib import Path
 
 from recipes.common.launcher import network
-from recipes.common.launcher.job import Job, has_shards, is_fp8, model_dimensions, model_dir, stages
-from recipes.common.launcher.settings import Place, Settings
+from recipes.common.launcher.job import Job, has_shards, is_fp8, model_dimensions, model_dir
+from recipes.common.launcher.settings import NodeRole, Settings
+from recipes.common.launcher.stages import stages
 
 LEAST_FREE_BYTES = 2**30
 
 
-def problems(job: Job, place: Place) -> list[str]:
+def problems(job: Job, role: NodeRole) -> list[str]:
     """Every reason why this node cannot take part in the run, one text each; empty when it can."""
     from verl.trainer.config.validate import validate_config
 
     settings = job.settings
-    found = validate_config(job.config)
-    found += layout_problems(job)
-    found += host_problems(job)
-    found += device_problems(job)
-    found += writable_problems("OUTPUT_DIR", settings.output_dir)
+    problems = validate_config(job.config)
+    problems += layout_problems(job)
+    problems += host_problems(job)
+    problems += device_problems(job)
+    problems += writable_problems("OUTPUT_DIR", settings.output_dir)
     if settings.dist_ckpt_path is not None and not has_shards(settings.dist_ckpt_path):
-        found += writable_problems("DIST_CKPT_PATH", settings.dist_ckpt_path)
-    if place.is_head:
-        found += port_problems(settings, job.nnodes)
-        found += input_problems(job)
-    return found
+        problems += writable_problems("DIST_CKPT_PATH", settings.dist_ckpt_path)
+    if role.is_head:
+        problems += port_problems(settings)
+        problems += input_problems(job)
+    return problems
 
 
 def host_problems(job: Job) -> list[str]:
@@ -79,31 +80,26 @@ def writable_problems(name: str, path: Path) -> list[str]:
     return []
 
 
-def port_problems(settings: Settings, nnodes: int) -> list[str]:
-    """Ports of the head that somebody else uses, or that two of our own settings share."""
+def port_problems(settings: Settings) -> list[str]:
+    """Ports of the head that another process uses, or that two settings share."""
     ports = {"RAY_PORT": settings.ray_port}
-    if nnodes > 1:
-        ports["CONTROL_PORT"] = settings.control_port
     if settings.master_port is not None:
         ports["MASTER_PORT"] = settings.master_port
-    found = [problem for name, port in ports.items() if (problem := network.port_problem(name, port))]
-    names: dict[int, str] = {}
-    for name, port in ports.items():
-        if port in names:
-            found.append(f"{names[port]} and {name} are both {port}; give each a port of its own")
-        names.setdefault(port, name)
-    return found
+    problems = [problem for name, port in ports.items() if (problem := network.port_problem(name, port))]
+    if settings.master_port == settings.ray_port:
+        problems.append(f"RAY_PORT and MASTER_PORT are both {settings.ray_port}; give each a port of its own")
+    return problems
 
 
 def input_problems(job: Job) -> list[str]:
     """Faults of the recipe's input, MODEL_PATH and DIST_CKPT_PATH that are visible without loading weights."""
     settings = job.settings
-    found = []
+    problems = []
     if settings.input_path is not None:
-        found += settings.recipe.input_problems(settings.input_path)
+        problems += settings.recipe.input_problems(settings.input_path)
     if settings.model_path is not None:
-        found += model_problems(job, settings.model_path)
-    return found + parquet_problems(job)
+        problems += model_problems(job, settings.model_path)
+    return problems + parquet_problems(job)
 
 
 def parquet_problems(job: Job) -> list[str]:
@@ -111,7 +107,7 @@ def parquet_problems(job: Job) -> list[str]:
     from verl.trainer.config.data import file_list
 
     data, folder = job.config.data, job.settings.data_dir
-    is_made = any(stage.name == "data" and stage.why_not is None for stage in stages(job))
+    is_made = any(stage.name == "data" and stage.skip_reason is None for stage in stages(job))
     named = {"data.train_files": data.train_files, "data.val_files": data.val_files}
     given = [
         (key, path)
@@ -143,12 +139,12 @@ def layout_problems(job: Job) -> list[str]:
     except ValueError:
         return []  # the config's own check has said so
     with_model = layout.problems(num_layers, num_experts, num_heads, vocab_size)
-    found = [problem for problem in with_model if problem not in layout.problems()]
+    problems = [problem for problem in with_model if problem not in layout.problems()]
     over = models.rollout.experts_over(job.config.rollout_world_size)
     if models.rollout.enable_expert_parallel and num_experts and num_experts % over:
-        found.append(f"{num_experts} experts do not divide over {over} rollout ranks")
+        problems.append(f"{num_experts} experts do not divide over {over} rollout ranks")
     size = f"({num_layers} layers, {num_experts} experts)"
-    return [f"{where} {size}: {problem}; {advice} the layout" for problem in found]
+    return [f"{where} {size}: {problem}; {advice} the layout" for problem in problems]
 
 
 def model_problems(job: Job, path: Path) -> list[str]:

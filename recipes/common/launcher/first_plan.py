@@ -1,4 +1,4 @@
-"""The plan that a run makes before anything of it starts: whether it can fit; one that cannot is refused."""
+"""The plan that the launcher makes before anything starts: it refuses a run that cannot fit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 import psutil
 
-from recipes.common.launcher.job import Job, config_place, model_dimensions, run_overrides
+from recipes.common.launcher.job import Job, config_path, model_dimensions, run_overrides
 from recipes.common.launcher.processes import OwnProcesses
 from recipes.common.recipe import ROOT
 
 PLAN_DEVICE = "PLAN_DEVICE"
 TIMEOUT_S = 900.0  # 671B on 256 dies: a minute of one core
-# A word of what torch calls a GPU -> profile.
+# A word of torch's name of a GPU -> profile.
 CUDA_PROFILES = (("GB200", "gb200"), ("H200", "h200"), ("H100", "h100"), ("H20", "h20"))
 CPU_PROFILE = "cpu"
 FITS, DOES_NOT_FIT = 0, 1
@@ -27,31 +27,31 @@ FITS, DOES_NOT_FIT = 0, 1
 
 @dataclass(frozen=True)
 class FirstPlan:
-    """summary: a line for people · problems: why the run cannot fit; empty when it can, or when that is not known."""
+    """summary: a line for the user; problems: why the run cannot fit, empty when it can or when that is not known."""
 
     summary: str
     problems: tuple[str, ...] = ()
 
 
 def first_plan(job: Job, environment: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> FirstPlan:
-    """Plans the run in a process of its own. What cannot be planned is told in ``summary`` and refuses nothing."""
+    """Plan the run in a process of its own. A run that cannot be planned is not refused; ``summary`` says why."""
     with tempfile.TemporaryDirectory(prefix="first-plan-") as folder:
         scratch = Path(folder)
         try:
             command = plan_command(job, environment, scratch)
         except ValueError as error:
             return FirstPlan(f"no plan: {error}")
-        status, said = _run(command, environment, scratch / "said", timeout_s)
+        status, output = _run(command, environment, scratch / "output", timeout_s)
         result = scratch / "plan.json"
         if status not in (FITS, DOES_NOT_FIT) or not result.is_file():
-            return FirstPlan(f"no plan: {_reason(status, said, timeout_s)}; the run goes on without one")
-        found = json.loads(result.read_text(encoding="utf-8"))
-    return FirstPlan(said.splitlines()[0], tuple(found["problems"]))
+            return FirstPlan(f"no plan: {_reason(status, output, timeout_s)}; the run starts without one")
+        plan = json.loads(result.read_text(encoding="utf-8"))
+    return FirstPlan(output.splitlines()[0], tuple(plan["problems"]))
 
 
 def plan_command(job: Job, environment: Mapping[str, str], scratch: Path) -> list[str]:
-    """The planner's command line; ValueError when nobody says which device it is."""
-    directory, name = config_place(job.settings)
+    """The planner's command line; ValueError when the device is not known."""
+    directory, name = config_path(job.settings)
     model = scratch / "model"
     model.mkdir()
     dimensions = {key: value for key, value in model_dimensions(job.settings).items() if key != "quantization_config"}
@@ -69,7 +69,7 @@ def plan_command(job: Job, environment: Mapping[str, str], scratch: Path) -> lis
 
 
 def device_profile(job: Job, environment: Mapping[str, str], scratch: Path) -> str:
-    """PLAN_DEVICE, or the profile of the device that the run has; that of a CPU gets this machine's memory."""
+    """PLAN_DEVICE, or the profile of the run's device; a CPU's profile gets this machine's memory."""
     if environment.get(PLAN_DEVICE):
         return environment[PLAN_DEVICE]
     if job.device == "npu":
@@ -82,7 +82,7 @@ def device_profile(job: Job, environment: Mapping[str, str], scratch: Path) -> s
 
 
 def cuda_profile(gpu_name: str) -> str:
-    """The profile of the GPU that torch calls so; ValueError when there is none."""
+    """The profile of a GPU by torch's name for it; ValueError when there is none."""
     words = re.split(r"[^A-Z0-9]+", gpu_name.upper())
     for part, profile in CUDA_PROFILES:
         if part in words:
@@ -114,7 +114,7 @@ def _gpu_name() -> str:
 
 
 def _run(command: list[str], environment: Mapping[str, str], log: Path, timeout_s: float) -> tuple[int | None, str]:
-    """Exit status (None: it took too long) and what it said."""
+    """The planner's exit status (None: it took too long) and its output."""
     processes = OwnProcesses()
     path = os.pathsep.join([str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))])
     # The planner computes nothing: it needs no accelerator, and must not take one from the run.
@@ -125,7 +125,7 @@ def _run(command: list[str], environment: Mapping[str, str], log: Path, timeout_
         "OMP_NUM_THREADS": "1",
     }
     with log.open("wb") as output:
-        process = processes.start(command, {**environment, **quiet}, output.fileno(), ROOT)
+        process = processes.start(command, {**environment, **quiet}, output, ROOT)
         try:
             status: int | None = process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -135,8 +135,8 @@ def _run(command: list[str], environment: Mapping[str, str], log: Path, timeout_
     return status, log.read_text(encoding="utf-8", errors="replace").strip()
 
 
-def _reason(status: int | None, said: str, timeout_s: float) -> str:
+def _reason(status: int | None, output: str, timeout_s: float) -> str:
     if status is None:
         return f"the planner took longer than {timeout_s:g} s"
-    last = said.splitlines()[-1] if said else f"the planner ended with status {status} and said nothing"
+    last = output.splitlines()[-1] if output else f"the planner ended with status {status} and no output"
     return last.removeprefix("error: ")

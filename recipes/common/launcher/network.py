@@ -1,10 +1,12 @@
-"""Which addresses, interfaces and ports this machine has."""
+"""Addresses, interfaces and ports of this machine."""
 
 from __future__ import annotations
 
 import socket
 
 import psutil
+
+LOOPBACK = "127.0.0.1"
 
 
 def own_addresses() -> dict[str, str]:

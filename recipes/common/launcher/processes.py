@@ -6,23 +6,27 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 import psutil
+from rich.console import Console
 
-from recipes.common.launcher import child
+from recipes.common.launcher import parent_death
+from recipes.common.recipe import ROOT
 
 TAG_NAME = "RECIPE_LAUNCH"
+POLL_S = 0.2
 
 
 class OwnProcesses:
     """Starts processes and ends them and all that they started, however deep, and nobody else's.
 
-    Every process inherits ``RECIPE_LAUNCH=<tag of this launch>``; what carries it is ours, also when its parent has
-    died and somebody else adopted it.
+    Every process inherits ``RECIPE_LAUNCH=<tag of this launch>``, so it is found also when its parent has died.
     """
 
     def __init__(self) -> None:
@@ -42,7 +46,7 @@ class OwnProcesses:
         ``standard_input`` is what it reads there, at most what a pipe holds (64 KiB).
         """
         process = subprocess.Popen(
-            [sys.executable, str(Path(child.__file__)), str(os.getpid()), *command],
+            [sys.executable, parent_death.__file__, str(os.getpid()), *command],
             env={**environment, TAG_NAME: self.tag},
             stdin=subprocess.PIPE if standard_input else subprocess.DEVNULL,
             stdout=output,
@@ -56,20 +60,50 @@ class OwnProcesses:
         self._started.append(process)
         return process
 
-    def end_all(self, grace_s: float = 10.0) -> list[str]:
-        """End what is left: SIGTERM to what we started, then SIGKILL to all that carries our tag.
+    def run(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log_path: Path,
+        console: Console,
+        check: Callable[[], None],
+    ) -> tuple[int, int]:
+        """Run ``command`` to its end, its output on the console and in ``log_path``; returns pid and exit status.
 
-        Returns the command lines of processes that are still there after that (uninterruptible ones); empty is good.
+        ``check`` is called several times a second and raises to end the command: the caller then ends all processes.
+        """
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        process = self.start(command, environment, subprocess.PIPE, ROOT)
+        is_muted = threading.Event()
+        reader = threading.Thread(target=_copy_lines, args=(process, log_path, console, is_muted), daemon=True)
+        reader.start()
+        try:
+            while process.poll() is None:
+                check()
+                time.sleep(POLL_S)
+        except BaseException:
+            is_muted.set()  # output of a command that is being ended goes to the log alone: the reason stands last
+            raise
+        reader.join(timeout=5.0)  # a grandchild may hold the pipe open; its output is not worth waiting for
+        return process.pid, process.returncode
+
+    def end_all(self, grace_s: float = 10.0) -> list[str]:
+        """End all processes: SIGTERM to those started here, then SIGKILL to every one that carries our tag.
+
+        Returns the process ids that are still there after that (uninterruptible ones); empty is good.
         """
         for process in self._started:
             if process.poll() is None:
                 process.terminate()
         psutil.wait_procs(self._ours(), timeout=grace_s)
         for survivor in self._ours():
-            _kill(survivor)
+            try:
+                survivor.kill()  # psutil compares the creation time first, so a reused pid is safe
+            except psutil.NoSuchProcess:
+                continue
         _, alive = psutil.wait_procs(self._ours(), timeout=5.0)
         for process in self._started:
-            process.poll()  # collects the exit status of what was ended
+            process.poll()  # collects the exit status
         return [f"pid {process.pid}" for process in alive]
 
     def _ours(self) -> list[psutil.Process]:
@@ -80,15 +114,18 @@ class OwnProcesses:
                 if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                continue  # ended meanwhile, or somebody else's
+                continue  # it has ended, or it is another user's
         return found
 
 
-def _kill(process: psutil.Process) -> None:
-    try:
-        process.kill()  # psutil compares the creation time first, so a reused pid is safe
-    except psutil.NoSuchProcess:
-        return
+def _copy_lines(process: subprocess.Popen[bytes], log_path: Path, console: Console, is_muted: threading.Event) -> None:
+    assert process.stdout is not None
+    with log_path.open("ab") as log:
+        for line in process.stdout:
+            log.write(line)
+            log.flush()
+            if not is_muted.is_set():
+                console.print(line.decode(errors="replace").rstrip("\n"))
 
 
 def how_it_ended(returncode: int) -> str:

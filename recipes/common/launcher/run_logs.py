@@ -1,11 +1,11 @@
-"""A run's logs: a folder per attempt, ``latest`` in front of the newest, and Ray's files under the names of ranks.
+"""A run's logs: a folder per attempt, ``latest`` as a link to the newest, and Ray's files under the names of ranks.
 
 logs/latest -> attempt_3
-logs/attempt_3/<stage>.log, main_ppo.log      what each stage and the driver said
+logs/attempt_3/<stage>.log, main_ppo.log      output of each stage and of the driver
 logs/attempt_3/ray_start_<address>.log        ``ray start`` of a node
 logs/attempt_3/ray_<address>/                 Ray's own files of a node: a link while it runs, a copy afterwards
-logs/attempt_3/rank_<N>.log                   what the code of a rank logs
-logs/attempt_3/rank_<N>.{out,err}             all else that its process said: links into Ray's files
+logs/attempt_3/rank_<N>.log                   log of a rank's code
+logs/attempt_3/rank_<N>.{out,err}             all other output of its process: links into Ray's files
 """
 
 from __future__ import annotations
@@ -22,29 +22,35 @@ _HEAD_BYTES = 1000
 
 
 def new_attempt(logs: Path) -> Path:
-    """Makes the folder of the next attempt and points ``latest`` at it."""
+    """Make the folder of the next attempt and point ``latest`` at it."""
     numbers = [int(match[1]) for path in logs.glob("attempt_*") if (match := _ATTEMPT.fullmatch(path.name))]
-    return open_attempt(logs, f"attempt_{max(numbers, default=0) + 1}")
-
-
-def open_attempt(logs: Path, name: str) -> Path:
-    """The folder of an attempt that another node may have made, and ``latest`` at it."""
-    if not _ATTEMPT.fullmatch(name):
-        raise ValueError(f"{name!r} is no attempt's name; is the head of another version?")
-    folder = logs / name
+    folder = logs / f"attempt_{max(numbers, default=0) + 1}"
     folder.mkdir(parents=True, exist_ok=True)
-    _point(logs / LATEST, Path(name))
+    _point(logs / LATEST, Path(folder.name))
     return folder
 
 
+def attempt_of_worker(logs: Path, address: str) -> Path:
+    """The attempt that the head has begun on the shared disk; a new one where this node has a disk of its own."""
+    latest = logs / LATEST
+    if latest.is_dir() and not start_log(latest, address).exists():
+        return logs / os.readlink(latest)
+    return new_attempt(logs)
+
+
+def start_log(attempt: Path, address: str) -> Path:
+    """The file of what ``ray start`` prints on a node; an attempt has it once that node takes part."""
+    return attempt / f"ray_start_{address}.log"
+
+
 def show_session(session_logs: Path, kept: Path) -> None:
-    """While Ray runs, ``kept`` leads to its files."""
+    """Make ``kept`` a link to Ray's files, for as long as Ray runs."""
     kept.parent.mkdir(parents=True, exist_ok=True)
     _point(kept, session_logs)
 
 
 def keep_session(kept: Path) -> None:
-    """Turns a link that ``show_session`` made into a copy, once Ray has ended, and names the files of ranks."""
+    """Turn a link that ``show_session`` made into a copy, once Ray has ended, and name the files of ranks."""
     if not kept.is_symlink():
         return
     source = kept.resolve()
@@ -60,13 +66,13 @@ def keep_session(kept: Path) -> None:
 
 
 def keep_earlier_sessions(logs: Path, address: str) -> None:
-    """Keeps what Ray wrote on this node in attempts whose launcher was killed; before their folders are removed."""
+    """Copy what Ray wrote on this node in attempts whose launcher was killed, before Ray's folders are removed."""
     for attempt in logs.glob("attempt_*"):
         keep_session(attempt / f"ray_{address}")
 
 
 def _point(link: Path, target: Path) -> None:
-    """A symbolic link that is replaced as a whole."""
+    """Make or replace a symbolic link in one step."""
     temporary = link.with_name(f".{link.name}.tmp{os.getpid()}")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)

@@ -1,7 +1,7 @@
 """HOSTFILE: one node starts the recipe's script on every other one over ssh, and takes part itself as the head.
 
-What a node is told travels on ssh's standard input, not on its command line, where every user of the machine could
-read it. A remote node ends with the head: the launchers watch each other (``rendezvous``).
+A node's settings travel on ssh's standard input, not on its command line, which every user of the machine can read. A
+remote node ends when the head ends the run or is lost, like any node (``node_run``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LINE = re.compile(r"(?P<address>[\w.:-]+)(?:\s+(?:slots?\s*=\s*)(?P<slots>\d+))
 
 @dataclass(frozen=True)
 class Host:
-    """A line of the file: where to log in, and how many devices the node has, None when the line does not say."""
+    """A line of the file: the address for ssh, and the number of devices, None when the line has none."""
 
     address: str
     slots: int | None
@@ -37,7 +37,7 @@ class Host:
 
 @dataclass(frozen=True)
 class RemoteStart:
-    """How one other node is started: the command here, and the script that it is sent."""
+    """How one other node is started: the command here, and the script on its standard input."""
 
     host: Host
     command: tuple[str, ...]
@@ -49,7 +49,7 @@ class RemoteStart:
 
 
 def read_hosts(path: Path) -> list[Host]:
-    """The nodes of an mpi host file; ValueError that names every line that is none."""
+    """The nodes of an mpi host file; ValueError that names every line that cannot be read."""
     if not path.is_file():
         raise ValueError(f"{HOSTFILE} {path}: no such file; expected a line per node: address slots=8")
     hosts, problems = [], []
@@ -108,10 +108,10 @@ def remote_starts(
     environment: Mapping[str, str],
 ) -> list[RemoteStart]:
     """How every node but this one is started: the same script and settings, with its own rank."""
-    kept = {name: environment[name] for name in variables(recipe) if name != HOSTFILE and environment.get(name)}
+    given = {name: environment[name] for name in variables(recipe) if name != HOSTFILE and environment.get(name)}
     others = [host for host in hosts if host.address != own["MASTER_ADDR"]]
     return [
-        _remote_start(recipe, arguments, host, {**kept, **own, "NODE_RANK": str(rank)})
+        _remote_start(recipe, arguments, host, {**given, **own, "NODE_RANK": str(rank)})
         for rank, host in enumerate(others, start=1)
     ]
 
@@ -126,7 +126,7 @@ def _remote_start(recipe: Recipe, arguments: Sequence[str], host: Host, given: M
 
 
 def without_secrets(start: RemoteStart, environment: Mapping[str, str]) -> RemoteStart:
-    """The same, fit to be shown."""
+    """The same with hidden secrets, fit to be printed."""
     script = start.script
     for name in SECRETS:
         if environment.get(name):
@@ -135,7 +135,7 @@ def without_secrets(start: RemoteStart, environment: Mapping[str, str]) -> Remot
 
 
 class RemoteNodes:
-    """The other nodes' ssh connections, each with a log of what its node says."""
+    """The other nodes' ssh connections, each with a log of its node's output."""
 
     def __init__(self, starts: Sequence[RemoteStart], log_dir: Path) -> None:
         self._processes = OwnProcesses()
@@ -150,16 +150,16 @@ class RemoteNodes:
             self._nodes.append((start.host, log, process))
 
     def end(self, patience_s: float) -> list[str]:
-        """Give the nodes that long to end by themselves, then cut the connections; a sentence for each that failed."""
-        found = []
+        """Wait so long for the nodes to end, then cut the connections; a sentence for each node that failed."""
+        problems = []
         deadline = time.monotonic() + patience_s
         for host, log, process in self._nodes:
             try:
                 status = process.wait(timeout=max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                found.append(f"node {host.address} had not ended after {patience_s:g} s; what it said is in {log}")
+                problems.append(f"node {host.address} had not ended after {patience_s:g} s; its output is in {log}")
                 continue
             if status != 0:
-                found.append(f"node {host.address}: ssh {how_it_ended(status)}; what it said is in {log}")
+                problems.append(f"node {host.address}: ssh {how_it_ended(status)}; its output is in {log}")
         self._processes.end_all()
-        return found
+        return problems

@@ -1,4 +1,4 @@
-"""Keeps two trainings apart that share an OUTPUT_DIR: another seed, data set or base model is another training."""
+"""The identity of a training (seed, data, base model): results of another one in OUTPUT_DIR are moved aside."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ OUTPUTS = (
 
 
 def training_identity(seed: int, train_files: Iterable[Path], model_dir: Path) -> str:
-    """Stands for what a training starts from; paths do not count, and neither do knobs that one may turn on resuming.
+    """A digest of what a training starts from; paths and settings that may change on a resume do not count.
 
-    Of the weights only the sizes are read (hundreds of GB); a model that the recipe made itself has a stamp that says
-    from what.
+    Only the sizes of the weights are read (hundreds of GB); a model that the recipe made itself has a stamp of its
+    sources.
     """
     shards = {path.name: path.stat().st_size for path in sorted(model_dir.glob("*.safetensors"))}
     made_from = model_dir.parent / "base_model_fp8" / ".stamp.json"

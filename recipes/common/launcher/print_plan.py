@@ -8,20 +8,12 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from recipes.common.launcher.hosts import RemoteStart, without_secrets
-from recipes.common.launcher.job import (
-    Job,
-    RayPorts,
-    closing_stages,
-    driver_stage,
-    model_dimensions,
-    npu_variables,
-    ray_command,
-    ray_nodes_command,
-    run_variables,
-    stages,
-)
-from recipes.common.launcher.settings import Place
+from recipes.common.launcher.hostfile import RemoteStart, without_secrets
+from recipes.common.launcher.job import Job, model_dimensions
+from recipes.common.launcher.nodes import RANK
+from recipes.common.launcher.ray_node import ray_command, run_variables
+from recipes.common.launcher.settings import NodeRole
+from recipes.common.launcher.stages import closing_stages, driver_stage, nodes_stage, stages
 from verl.workers.config.engine import END_STAGES
 
 TEMP_DIR = "/tmp/rl_<random>"
@@ -29,15 +21,15 @@ TEMP_DIR = "/tmp/rl_<random>"
 
 def print_plan(
     job: Job,
-    place: Place,
+    role: NodeRole,
     problems: list[str],
     console: Console,
     environment: Mapping[str, str],
     others: Sequence[RemoteStart] = (),
 ) -> None:
     """Print the plan of the whole run, as seen from any of its nodes; ``others`` are those that this one starts."""
-    master = job.settings.master_addr or place.master_addr
-    nodes = [_node_place(rank, master, job.nnodes, place) for rank in range(job.nnodes)]
+    master = job.settings.master_addr or role.master_addr
+    nodes = [_node_role(rank, master, job.nnodes, role) for rank in range(job.nnodes)]
     for rank, start in enumerate(others, start=1):
         nodes[rank] = replace(nodes[rank], own_addr=start.host.address)
     console.rule(f"Plan: {job.settings.config_name} on {job.nnodes} x {job.npus_per_node} {job.device} devices")
@@ -46,7 +38,7 @@ def print_plan(
         console.rule(f"Node {rank}: {'head' if node.is_head else 'worker'} {node.own_addr}")
         _print_environment(job, node, environment, console, rank)
         console.print("\ncommands, in order:")
-        for line in _commands(job, node, nodes):
+        for line in _commands(job, node, rank):
             console.print(f"  {line}")
     if others:
         console.rule("Started from here")
@@ -63,10 +55,10 @@ def print_plan(
     console.print("Nothing was started.")
 
 
-def _node_place(rank: int, master: str, nnodes: int, here: Place) -> Place:
+def _node_role(rank: int, master: str, nnodes: int, here: NodeRole) -> NodeRole:
     if rank == 0:
-        return Place(True, master, master, here.interface if nnodes == 1 else "<interface of MASTER_ADDR>")
-    return Place(False, f"<address of node {rank}>", master, f"<interface of node {rank}>")
+        return NodeRole(True, master, master, here.interface if nnodes == 1 else "<interface of MASTER_ADDR>")
+    return NodeRole(False, f"<address of node {rank}>", master, f"<interface of node {rank}>")
 
 
 def _print_layout(job: Job, console: Console) -> None:
@@ -101,7 +93,7 @@ def _print_layout(job: Job, console: Console) -> None:
 
 
 def _stage_layers(job: Job) -> str:
-    """Layers of every stage, as far as they are known: a plan can be printed without the model."""
+    """The number of layers of every stage where it is known: a plan can be printed without the model."""
     engine = job.config.actor_rollout_ref.actor.megatron
     counts = engine.layer_counts()
     if counts is None and job.settings.model_path is not None:
@@ -113,11 +105,11 @@ def _stage_layers(job: Job) -> str:
         return ",".join(map(str, counts))
     ends = {"first": END_STAGES[0], "last": END_STAGES[1]}
     given = {name: engine.override_transformer_config.get(key) for name, key in ends.items()}
-    told = [f"{size} in the {name}" for name, size in given.items() if size is not None]
-    return f"{', '.join(told)}, the others even" if told else "even"
+    ends_given = [f"{size} in the {name}" for name, size in given.items() if size is not None]
+    return f"{', '.join(ends_given)}, the others even" if ends_given else "even"
 
 
-def _print_environment(job: Job, node: Place, environment: Mapping[str, str], console: Console, rank: int) -> None:
+def _print_environment(job: Job, node: NodeRole, environment: Mapping[str, str], console: Console, rank: int) -> None:
     settings = job.settings
     console.print("started as:")
     given = {"NNODES": str(job.nnodes), "MASTER_ADDR": node.master_addr, "NODE_RANK": str(rank)}
@@ -131,7 +123,6 @@ def _print_environment(job: Job, node: Place, environment: Mapping[str, str], co
         "SEED",
         "SOCKET_IFNAME",
         "RAY_PORT",
-        "CONTROL_PORT",
     ):
         if environment.get(name):
             given[name] = environment[name]
@@ -140,23 +131,18 @@ def _print_environment(job: Job, node: Place, environment: Mapping[str, str], co
     console.print(f"  {prefix} {settings.recipe.start_command}{overrides}")
     console.print("\nenvironment of Ray and the workers:")
     variables = run_variables(job, node, environment) | {"RAY_AUTH_TOKEN": "<the run's token>"}
-    if job.device == "npu":
-        variables |= npu_variables(environment)
     for name in sorted(variables):
         console.print(f"  {name}={variables[name]}")
 
 
-def _commands(job: Job, node: Place, nodes: list[Place]) -> list[str]:
-    """The node's commands as shell lines; what is left out says why."""
-    out = []
-    if node.is_head:
-        for stage in stages(job):
-            out.append(stage.shown() if stage.why_not is None else f"# {stage.title}: {stage.why_not}")
-    out.append(shlex.join(ray_command(job, node, TEMP_DIR, RayPorts())))
-    if node.is_head:
-        if len(nodes) > 1:
-            out.append(shlex.join(ray_nodes_command(job, node, [other.own_addr for other in nodes])))
-        out += [driver_stage(job).shown(), *(stage.shown() for stage in closing_stages(job))]
-    else:
-        out.append("# stays until the head says that the run is over, or goes away")
-    return out
+def _commands(job: Job, node: NodeRole, rank: int) -> list[str]:
+    """The node's commands as shell lines; a stage that is skipped gives the reason."""
+    labels = {"<facts of this node>": "<values>", RANK: str(rank)} if job.nnodes > 1 else {}
+    ray = shlex.join(ray_command(job, node, TEMP_DIR, labels))
+    if not node.is_head:
+        return [ray, "# runs until the head says that the run has ended, or is lost"]
+    count = str(job.nnodes)
+    together = [nodes_stage(job, name, "--num-nodes", count) for name in ("join", "watch")] if job.nnodes > 1 else []
+    all_stages = [*together, *stages(job), driver_stage(job), *closing_stages(job)]
+    skipped = {stage.name: f"# {stage.title}: {stage.skip_reason}" for stage in all_stages if stage.skip_reason}
+    return [ray, *(skipped.get(stage.name) or stage.shown() for stage in all_stages)]

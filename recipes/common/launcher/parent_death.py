@@ -1,4 +1,4 @@
-"""Start a command that ends with the launcher: ``python child.py -- command ...`` asks the kernel, then becomes it."""
+"""``python parent_death.py PARENT_PID command ...``: run a command that is sent SIGTERM when its parent dies."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PR_SET_PDEATHSIG = 1
 def end_with_parent(parent_pid: int) -> None:
     """Have the kernel send this process SIGTERM when its parent dies, however it dies (Linux, prctl(2))."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent_pid:  # it died before we asked
+    if os.getppid() != parent_pid:  # it died before prctl
         sys.exit(f"the process {parent_pid} that started this one is gone")
 
 
 def main() -> None:
-    """``child.py PARENT_PID command ...``"""
+    """Set the signal, then become the command."""
     end_with_parent(int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])
 

@@ -1,0 +1,218 @@
+"""Ray on this node: its command and environment, its start as our own child, its end with all that it started."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from recipes.common.launcher import network, nodes, run_logs
+from recipes.common.launcher.job import Job
+from recipes.common.launcher.processes import OwnProcesses, how_it_ended
+from recipes.common.launcher.settings import NodeRole
+from recipes.common.recipe import ROOT
+from verl.utils.net_utils import free_ports
+
+START_TIMEOUT_S = 90.0
+LOG_TAIL_LINES = 15
+TEMP_PREFIX = "rl_"
+FREE_PORT = "<free port>"
+NPU_ENV_FILE = Path(__file__).resolve().parents[1] / "npu_env.sh"
+CPU_OBJECT_STORE_BYTES = 256 * 2**20
+_EXPORT = re.compile(r'^export (?P<name>\w+)="\$\{\w+:-(?P<value>[^}]*)\}"')
+
+
+def ray_command(
+    job: Job, role: NodeRole, temp_dir: str, labels: Mapping[str, str], ports: tuple[str, str] = (FREE_PORT, FREE_PORT)
+) -> tuple[str, ...]:
+    """``ray start`` of one node in the foreground; ``ports`` are those of the client server and of the agent."""
+    command = [job.python, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    command += ["--node-ip-address", role.own_addr, "--temp-dir", temp_dir]
+    if role.is_head:
+        command += ["--head", "--port", str(job.settings.ray_port), "--include-dashboard", "false"]
+        command += ["--ray-client-server-port", ports[0]]
+    else:
+        command += ["--address", ray_address(job, role)]
+    command += ["--dashboard-agent-listen-port", ports[1]]
+    command += ["--min-worker-port", "0", "--max-worker-port", "0"]  # any free port: its own range collides with others
+    command += ["--num-cpus", str(max(os.cpu_count() or 1, job.npus_per_node + 4))]
+    if labels:
+        command += ["--labels", ",".join(f"{name}={value}" for name, value in labels.items())]
+    if job.device == "npu":
+        command += ["--resources", json.dumps({"NPU": job.npus_per_node})]
+    elif job.device == "cuda":
+        command += ["--num-gpus", str(job.npus_per_node)]
+    else:
+        command += ["--object-store-memory", str(CPU_OBJECT_STORE_BYTES)]
+    return tuple(command)
+
+
+def ray_address(job: Job, role: NodeRole) -> str:
+    """Host and port of Ray's head."""
+    return f"{role.master_addr}:{job.settings.ray_port}"
+
+
+def run_variables(job: Job, role: NodeRole, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that this launcher sets for Ray, the workers and the driver; Ray's token comes on top."""
+    given = (environment.get("no_proxy") or environment.get("NO_PROXY") or "").split(",")
+    own = ["localhost", network.LOOPBACK, role.master_addr, role.own_addr]
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]),
+        "RAY_ADDRESS": ray_address(job, role),
+        "RAY_AUTH_MODE": "token",
+        "RAY_COLOR_PREFIX": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_enable_worker_prestart": "0",
+        **loss_variables(job.settings.lost_timeout_s),
+        "HYDRA_FULL_ERROR": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "GLOO_SOCKET_IFNAME": role.interface,
+        "TP_SOCKET_IFNAME": role.interface,
+        # Ray's gRPC would send even the node's own address to a proxy.
+        "no_proxy": ",".join(dict.fromkeys(filter(None, [*given, *own]))),
+    }
+    variables["NO_PROXY"] = variables["no_proxy"]
+    if role.own_addr == network.LOOPBACK:
+        # Without it, Ray replaces a loopback address by the machine's outer one (ray-project/ray issue 26293), and a
+        # node with an outer address listens on all interfaces.
+        variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    if job.settings.master_port is not None:
+        variables["MASTER_PORT"] = str(job.settings.master_port)
+    if job.device == "npu":
+        variables["HCCL_SOCKET_IFNAME"] = role.interface
+        variables |= npu_variables(environment)
+    elif job.device == "cuda":
+        variables["NCCL_SOCKET_IFNAME"] = role.interface
+    else:
+        threads = max(1, (os.cpu_count() or 1) // job.npus_per_node)
+        variables["OMP_NUM_THREADS"] = environment.get("OMP_NUM_THREADS") or str(threads)
+        variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    return variables
+
+
+def loss_variables(lost_timeout_s: float) -> dict[str, str]:
+    """Ray's own settings that make it give up a node, or a head, that has been silent for ``lost_timeout_s``.
+
+    Two checks that a node does not answer mean that it is lost; a refused connection fails a check at once.
+    """
+    milliseconds = lost_timeout_s * 1000
+    return {
+        "RAY_health_check_initial_delay_ms": "0",
+        "RAY_health_check_period_ms": f"{milliseconds * 0.05:.0f}",
+        "RAY_health_check_timeout_ms": f"{milliseconds * 0.4:.0f}",
+        "RAY_health_check_failure_threshold": "2",
+        "RAY_gcs_rpc_server_reconnect_timeout_s": f"{max(1.0, lost_timeout_s):.0f}",
+    }
+
+
+def npu_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The exports of ``npu_env.sh``, where a variable that is set already keeps its value."""
+    found = {}
+    for line in NPU_ENV_FILE.read_text(encoding="utf-8").splitlines():
+        match = _EXPORT.match(line.strip())
+        if match:
+            found[match["name"]] = environment.get(match["name"]) or match["value"]
+    return found
+
+
+class RayNode:
+    """This node's ``ray start --block``; its output goes to ``log_dir``, the folder of this attempt.
+
+    Raises:
+        RuntimeError: another process has taken the head's port since the checks: Ray would die of it, and that
+            process would answer in its place.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        role: NodeRole,
+        processes: OwnProcesses,
+        environment: Mapping[str, str],
+        log_dir: Path,
+        labels: Mapping[str, str],
+    ) -> None:
+        self._role, self._port = role, job.settings.ray_port
+        if role.is_head and (problem := network.port_problem("RAY_PORT", self._port)):
+            raise RuntimeError(problem)
+        run_logs.keep_earlier_sessions(log_dir.parent, role.own_addr)
+        # Ray's sockets lie below it and may be 107 characters long, so it cannot be in OUTPUT_DIR.
+        _remove_leftovers(Path(tempfile.gettempdir()))
+        self._temp_dir = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}_"))
+        self._kept_logs = log_dir / f"ray_{role.own_addr}"
+        run_logs.show_session(self._temp_dir / "session_latest" / "logs", self._kept_logs)
+        self.end_file = self._temp_dir / "run_end.json"
+        self.log_path = run_logs.start_log(log_dir, role.own_addr)
+        client, agent = map(str, free_ports(2, avoid=(self._port,)))
+        command = ray_command(job, role, str(self._temp_dir), labels, (client, agent))
+        with self.log_path.open("wb") as log:
+            self._process: subprocess.Popen[bytes] = processes.start(
+                command, {**environment, nodes.END_FILE: str(self.end_file)}, log, ROOT
+            )
+
+    def wait_until_up(self) -> None:
+        """Wait until the head's port answers; RuntimeError when Ray ends first or time runs out."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not network.accepts_connections(self._role.master_addr, self._port):
+            if (problem := self.problem()) is not None:
+                raise RuntimeError(problem)
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"Ray did not answer on port {self._port} within {START_TIMEOUT_S:g} s{self.tail()}")
+            time.sleep(0.2)
+
+    def problem(self) -> str | None:
+        """How Ray on this node ended, with the last lines that it wrote; None while it runs."""
+        status = self._process.poll()
+        if status is None:
+            return None
+        return f"Ray on this node ({self._role.own_addr}) {how_it_ended(status)}{self.tail()}"
+
+    def tail(self) -> str:
+        """The end of Ray's own output, for a message."""
+        lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return "".join(f"\n    {line}" for line in [f"({self.log_path}:)", *lines])
+
+    def keep_logs(self) -> None:
+        """Move Ray's session logs beside the run's own and remove its temporary folder; call it once Ray has ended."""
+        run_logs.keep_session(self._kept_logs)
+        shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Remove this user's temporary folders of launchers that were killed: their process ids exist no more."""
+    for path in parent.glob(f"{TEMP_PREFIX}*_*"):
+        pid = path.name.removeprefix(TEMP_PREFIX).split("_")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)) and path.stat().st_uid == os.getuid():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def shared_token(output_dir: Path, given: str | None) -> str:
+    """Ray's token: the given one, else that of ``OUTPUT_DIR/.ray_auth_token``, made by whichever node comes first."""
+    if given:
+        return given
+    path = output_dir / ".ray_auth_token"
+    output_dir.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        mine = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
+        with open(mine, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as handle:
+            handle.write(secrets.token_hex(32))
+            handle.flush()
+            os.fsync(handle.fileno())
+        try:
+            os.link(mine, path)  # unlike a rename it never replaces the token that another node has just made
+        except FileExistsError:
+            pass
+        finally:
+            mine.unlink()
+    return path.read_text(encoding="utf-8").strip()

@@ -1,0 +1,127 @@
+"""The commands of a run, in order: data, base model, conversions, driver, report. Nothing is started here."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.common.launcher.job import Job, config_path, has_shards, model_dimensions, model_dir, run_overrides
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command of the run; a stage with a ``skip_reason`` has none."""
+
+    name: str
+    title: str
+    command: tuple[str, ...] = ()
+    skip_reason: str | None = None
+
+    def shown(self) -> str:
+        """The command as a line for a shell."""
+        return shlex.join(self.command)
+
+
+def stages(job: Job) -> list[Stage]:
+    """The stages before the training, in order: data, base model, BF16, shards."""
+    settings, python = job.settings, job.python
+    published = settings.model_path or settings.output_dir / "base_model_fp8"
+    out = [*_data_stages(job)]
+    if settings.model_path is None:
+        command = [python, "-m", "recipes.common.base_model", settings.recipe.name, "--seed", str(settings.seed)]
+        command += ["--train-parquet", str(settings.data_dir / "train.parquet"), "--output-dir", str(published)]
+        if not job.config.actor_rollout_ref.actor.megatron.load_weight:
+            command += ["--num-steps", "2"]  # config and tokenizer are wanted, weights are not
+        out.append(Stage("base_model", "Base model", tuple(command)))
+    else:
+        out.append(Stage("base_model", "Base model", skip_reason=f"MODEL_PATH is {settings.model_path}"))
+    if model_dir(settings) == settings.model_path:
+        out.append(Stage("fp8_to_bf16", "FP8 to BF16", skip_reason=f"{settings.model_path} is not quantised"))
+    else:
+        command = [python, "-m", "mindspeed_llm.fp8_cast_bf16", "--input-fp8-hf-path", str(published)]
+        command += ["--output-bf16-hf-path", str(model_dir(settings)), "--resume"]
+        out.append(Stage("fp8_to_bf16", "FP8 to BF16", tuple(command)))
+    out.append(_sharding_stage(job))
+    return out
+
+
+def _data_stages(job: Job) -> list[Stage]:
+    given = [text for text in job.settings.overrides if text.lstrip("+").startswith("data.train_files=")]
+    if given:
+        return [Stage("data", "Data", skip_reason=f"{given[-1]} is given")]
+    return job.settings.recipe.data_stages(job)
+
+
+def _sharding_stage(job: Job) -> Stage:
+    settings, engine = job.settings, job.config.actor_rollout_ref.actor.megatron
+    name, title = "sharding", "Sharding"
+    if not engine.load_weight:
+        return Stage(name, title, skip_reason="the config initialises at random (actor.megatron.load_weight is False)")
+    if not engine.use_dist_checkpointing:
+        return Stage(
+            name, title, skip_reason="workers read the BF16 files (actor.megatron.use_dist_checkpointing is False)"
+        )
+    if settings.dist_ckpt_path is not None and has_shards(settings.dist_ckpt_path):
+        return Stage(name, title, skip_reason=f"DIST_CKPT_PATH {settings.dist_ckpt_path} has shards, used as they are")
+    paths = ["--load-dir", str(model_dir(settings)), "--save-dir", str(settings.dist_ckpt_dir), "--resume"]
+    if settings.recipe.shards == "torch_dist":
+        return Stage(name, title, (job.python, "-m", "mindspeed_llm.convert_ckpt_torch_dist", *paths))
+    command = [job.python, "-m", "mindspeed_llm.convert_ckpt_deepseek3", "--moe-grouped-gemm"]
+    command += ["--target-tensor-parallel-size", str(engine.tensor_model_parallel_size)]
+    command += ["--target-pipeline-parallel-size", str(engine.pipeline_model_parallel_size)]
+    command += _slot_flags(job)
+    command += ["--target-expert-parallel-size", str(engine.expert_model_parallel_size)]
+    if engine.moe_tp_extend_ep:
+        command.append("--moe-tp-extend-ep")
+    return Stage(name, title, (*command, *paths))
+
+
+def _slot_flags(job: Job) -> list[str]:
+    """The converter's flags for the layers of each pipeline stage; none for a layout that the checks refuse."""
+    engine = job.config.actor_rollout_ref.actor.megatron
+    num_layers = model_dimensions(job.settings).get("num_hidden_layers")
+    try:
+        counts = engine.layer_counts(num_layers)
+        noops = engine.layout(job.config.trainer.world_size).noop_layers
+    except ValueError:
+        return []
+    flags = ["--num-layer-list", ",".join(map(str, counts))] if counts is not None else []
+    if noops:
+        flags += ["--noop-layers", ",".join(map(str, noops))]
+    num_chunks = (engine.virtual_pipeline_model_parallel_size or 1) * engine.pipeline_model_parallel_size
+    if num_chunks > engine.pipeline_model_parallel_size and num_layers is not None:
+        flags += ["--num-layers-per-virtual-pipeline-stage", str((num_layers + len(noops)) // num_chunks)]
+    return flags
+
+
+def nodes_stage(job: Job, *arguments: str) -> Stage:
+    """A command that waits for the other nodes, watches them or ends them; RAY_ADDRESS tells it the head."""
+    return Stage("nodes", "Nodes", (job.python, "-m", "recipes.common.launcher.nodes", *arguments))
+
+
+def driver_stage(job: Job) -> Stage:
+    """The training: its controller is a process of its own."""
+    directory, name = config_path(job.settings)
+    command = (job.python, "-m", "verl.trainer.main_ppo", "--config-dir", str(directory), "--config-name", name)
+    return Stage("main_ppo", "GRPO", (*command, *run_overrides(job.settings, job.rollout_nnodes)))
+
+
+def closing_stages(job: Job) -> list[Stage]:
+    """The stages after the training: back to Hugging Face form where the recipe wants it, then the report."""
+    report = (job.python, "-m", "tools.report", "--run-dir", str(job.settings.output_dir))
+    is_trained = not job.config.trainer.rollout_only
+    export = [_export_stage(job)] if job.settings.recipe.converts_back and is_trained else []
+    return [*export, Stage("report", "Results", report)]
+
+
+def _export_stage(job: Job) -> Stage:
+    """The conversion of the last checkpoint, in torch-dist shards, to an HF directory; call it when that is written."""
+    checkpoints = Path(job.config.trainer.default_local_dir)
+    latest = checkpoints / "latest_checkpointed_iteration.txt"
+    step = latest.read_text(encoding="utf-8").strip() if latest.is_file() else "<last>"
+    command = [job.python, "-m", "mindspeed_llm.convert_ckpt_deepseek3_mcore2hf"]
+    command += ["--load-dir", str(checkpoints / f"global_step_{step}" / "actor")]
+    command += ["--hf-config-dir", str(model_dir(job.settings))]
+    command += ["--save-dir", str(job.settings.output_dir / "trained_hf" / f"global_step_{step}"), "--resume"]
+    return Stage("shards_to_hf", "Shards to Hugging Face", tuple(command))
