@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run by its path: let the repository's packages be found
+if not __package__:  # run by its path: the repository's packages must be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from recipes.common.stamp import write_text_atomically
+from recipes.common.atomic_files import write_text_atomically
+from recipes.common.data_scripts import run_data_script
 
 KINDS = ("sum", "maximum", "minimum")
-HELD_OUT = 10  # one problem of so many, where a recipe's form of the set has sides
+HELD_OUT = 10  # one problem in so many is held out, where a recipe's form of the set has a test side
 
 
 def make_problem(kind: str, numbers: tuple[int, ...]) -> dict[str, str]:
@@ -87,7 +88,7 @@ def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def generate(
     module: str, description: str | None, write_set: Callable[[Path, int, int], None], argv: list[str] | None
 ) -> int:
-    """Command line of a recipe's own form of the problems: ``write_set(output_dir, num_problems, seed)``."""
+    """The command line of a recipe's own form of the problems: ``write_set(output_dir, num_problems, seed)``."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--num-problems", type=int, default=3000)
@@ -104,20 +105,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--num_problems", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args(argv)
-    from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True, markup=False)
-    try:
+    def run() -> list[str] | None:
         text = json.dumps(make_set(args.num_problems, args.seed), indent=1) + "\n"
         if args.output.is_file() and args.output.read_text(encoding="utf-8") == text:
-            console.print(f"{args.output}: complete, nothing to do")
-            return 0
+            return None
         write_text_atomically(args.output, text)
-    except (ValueError, OSError) as error:
-        console.print(f"error: {error}", style="red")
-        return 2
-    console.print(f"wrote {args.num_problems} arithmetic problems to {args.output}")
-    return 0
+        return [f"wrote {args.num_problems} arithmetic problems to {args.output}"]
+
+    return run_data_script(run, args.output)
 
 
 if __name__ == "__main__":

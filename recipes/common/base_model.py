@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_llm.cli_io import run_cli, run_once, say
+from recipes.common.atomic_files import write_text_atomically
 from recipes.common.corpus import CorpusStyle, corpus_settings, examples, training_rows
 from recipes.common.recipe import load_recipe, recipe_names
-from recipes.common.stamp import write_text_atomically
 from recipes.common.tokenizer import write_tokenizer
 
 MAX_POSITIONS = 4096

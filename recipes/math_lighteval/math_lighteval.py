@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run by its path, as the recipe's README shows: let the repository's packages be found
+if not __package__:  # run by its path: the repository's packages must be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from recipes.common.data_scripts import check_rows, run_data_script, write_parquet
 from recipes.common.math_answers import true_answer
-from recipes.common.stamp import digest_of, is_current, write_stamp
-from recipes.common.verl_rows import check_rows, write_parquet
+from recipes.common.output_stamp import digest_of, is_current, write_stamp
 
 DATA_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
 INSTRUCTION = " Let's think step by step and output the final answer within \\boxed{}."
@@ -163,22 +163,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--input_dir", type=Path, required=True, help="folder of MATH-lighteval")
     parser.add_argument("--local_dir", type=Path, default=Path("~/data/math"), help="where the parquet files go")
     args = parser.parse_args(argv)
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True, markup=False)
     local_dir = args.local_dir.expanduser()
-    try:
+
+    def run() -> list[str] | None:
         counts = convert(args.input_dir.expanduser(), local_dir)
-    except (ValueError, OSError) as error:
-        console.print(f"error: {error}", style="red")
-        return 2
-    if counts is None:
-        console.print(f"{local_dir}: complete and its input unchanged, nothing to do")
-    else:
-        console.print(
-            f"wrote train.parquet ({counts['train']} rows) and test.parquet ({counts['test']}) to {local_dir}"
-        )
-    return 0
+        if counts is None:
+            return None
+        return [f"wrote train.parquet ({counts['train']} rows) and test.parquet ({counts['test']}) to {local_dir}"]
+
+    return run_data_script(run, local_dir)
 
 
 if __name__ == "__main__":

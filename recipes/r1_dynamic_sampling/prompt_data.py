@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run by its path, as the recipe's README shows: let the repository's packages be found
+if not __package__:  # run by its path: the repository's packages must be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from recipes.common.stamp import digest_of, is_current, write_stamp
-from recipes.common.verl_rows import check_rows, write_parquet
+from recipes.common.data_scripts import check_rows, run_data_script, write_parquet
+from recipes.common.output_stamp import digest_of, is_current, write_stamp
 
-HELD_OUT_SET = "held_out"  # what is evaluated on when no evaluation set is given
+HELD_OUT_SET = "held_out"  # the evaluation set when none is given
 FORM_VERSION = 1  # raise when the rows would come out differently from the same input
 
 
@@ -62,7 +62,7 @@ def _verl_row(line: str, input_key: str, label_key: str, source: str, index: int
 
 
 def _chat(prompt: Any) -> list[dict[str, str]] | None:
-    """The messages of a prompt, a text being a user's; None when it is neither, or says nothing."""
+    """The messages of a prompt, where a text is a user's message; None when it is neither, or empty."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(messages, list) or not messages:
         return None
@@ -77,7 +77,7 @@ def _chat(prompt: Any) -> list[dict[str, str]] | None:
 
 
 def set_pairs(words: Sequence[str]) -> dict[str, Path]:
-    """``name path name path ...`` as evaluation sets by name; ValueError where these are no such pairs."""
+    """``name path name path ...`` as evaluation sets by name; ValueError when these are not such pairs."""
     names = words[::2]
     if len(words) % 2:
         raise ValueError(f"{' '.join(words)!r} are {len(words)} words; expected name path, and again for every set")
@@ -138,22 +138,15 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--local_dir", type=Path, required=True, help="where the parquet files go")
     args = parser.parse_args(argv)
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True, markup=False)
     local_dir = args.local_dir.expanduser()
-    try:
+
+    def run() -> list[str] | None:
         sets = set_pairs(args.eval_prompt_data)
         counts = convert(args.prompt_data.expanduser(), sets, local_dir, args.input_key, args.label_key, args.held_out)
-    except (ValueError, OSError) as error:
-        console.print(f"error: {error}", style="red")
-        return 2
-    if counts is None:
-        console.print(f"{local_dir}: complete and its input unchanged, nothing to do")
-    else:
-        told = ", ".join(f"{name} {count}" for name, count in counts.items())
-        console.print(f"wrote parquet files to {local_dir}: {told} rows")
-    return 0
+        rows = ", ".join(f"{name} {count}" for name, count in (counts or {}).items())
+        return None if counts is None else [f"wrote parquet files to {local_dir}: {rows} rows"]
+
+    return run_data_script(run, local_dir)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # run by its path, as the recipe's README shows: let the repository's packages be found
+if not __package__:  # run by its path: the repository's packages must be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from recipes.common.stamp import digest_of, is_current, write_atomically, write_stamp, write_text_atomically
+from recipes.common.atomic_files import write_text_atomically
+from recipes.common.data_scripts import run_data_script, write_parquet
+from recipes.common.output_stamp import digest_of, is_current, write_stamp
 
 DATA_SOURCE = "deepscaler"
 SYSTEM_TEMPLATE = (
@@ -40,7 +42,7 @@ class Problem:
 
 @dataclass
 class DataReport:
-    """What became of every row: ``rows_read`` is the sum of skipped, duplicates, over-long, train and test rows."""
+    """The fate of every row: ``rows_read`` is the sum of skipped, duplicates, over-long, train and test rows."""
 
     json_path: str
     rows_read: int = 0
@@ -156,23 +158,9 @@ def verl_row(item: Problem, side: str) -> dict[str, Any]:
     }
 
 
-def write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write verl rows with a fixed schema, atomically."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    message = pa.struct([("role", pa.string()), ("content", pa.string())])
-    schema = pa.schema(
-        [
-            ("data_source", pa.string()),
-            ("prompt", pa.list_(message)),
-            ("ability", pa.string()),
-            ("reward_model", pa.struct([("ground_truth", pa.string()), ("style", pa.string())])),
-            ("extra_info", pa.struct([("split", pa.string()), ("index", pa.int64()), ("answer", pa.string())])),
-        ]
-    )
-    table = pa.Table.from_pylist(rows, schema=schema)
-    write_atomically(path, lambda temporary: pq.write_table(table, temporary))
+def _write_side(items: list[Problem], side: str, path: Path) -> None:
+    rows = [verl_row(item, side) for item in items]
+    write_parquet(rows, path, reward_fields=("ground_truth", "style"), extra_texts=("answer",))
 
 
 def prompt_length_counter(tokenizer_path: str) -> Callable[[str], int]:
@@ -224,8 +212,8 @@ def convert(
     train, test = split(problems, train_data_ratio, seed)
     report.train_rows, report.test_rows = len(train), len(test)
     files = [output_dir / name for name in ("train.parquet", "test.parquet", "data_report.json")]
-    write_parquet([verl_row(item, "train") for item in train], files[0])
-    write_parquet([verl_row(item, "test") for item in test], files[1])
+    _write_side(train, "train", files[0])
+    _write_side(test, "test", files[1])
     write_text_atomically(files[2], json.dumps(asdict(report), indent=1, ensure_ascii=False) + "\n")
     write_stamp(output_dir, digest, files)
     return report
@@ -241,21 +229,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer", help="HF directory; with --max_prompt_length drops over-long prompts")
     parser.add_argument("--max_prompt_length", type=int, help="longest prompt in tokens, template included")
     args = parser.parse_args(argv)
-    from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True, markup=False)
-    try:
+    def run() -> list[str] | None:
         report = convert(**vars(args))
-    except (ValueError, OSError) as error:
-        console.print(f"error: {error}", style="red")
-        return 2
-    if report is None:
-        console.print(f"{args.output_dir}: complete and its input unchanged, nothing to do")
-        return 0
-    for line in report.lines():
-        console.print(line)
-    console.print(f"wrote train.parquet, test.parquet and data_report.json to {args.output_dir}")
-    return 0
+        done = f"wrote train.parquet, test.parquet and data_report.json to {args.output_dir}"
+        return None if report is None else [*report.lines(), done]
+
+    return run_data_script(run, args.output_dir)
 
 
 if __name__ == "__main__":

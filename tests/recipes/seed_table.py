@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from recipes.common.launcher.job import npu_variables
+from recipes.common.launcher.ray_node import npu_variables
 from verl.trainer.config import PPOTrainerConfig, validate_config
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from recipes.common import launch
-from recipes.common.launcher.job import Job, resolve_config, stages
+from recipes.common.launcher.job import Job, resolve_config
 from recipes.common.launcher.settings import read_settings
+from recipes.common.launcher.stages import stages
 from recipes.common.recipe import ROOT, load_recipe
 from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3
 from tests.recipes.seed_table import check_table, table_after

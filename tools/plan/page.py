@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.common.stamp import write_text_atomically
+from recipes.common.atomic_files import write_text_atomically
 from tools.plan.devices import GIB
 from tools.plan.figures import memory_svg, owners_svg, time_svg
 from tools.plan.rank_plan import RankPlan

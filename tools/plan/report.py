@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recipes.common.stamp import write_text_atomically
+from recipes.common.atomic_files import write_text_atomically
 from tools.plan.rank_plan import RankPlan
 from tools.plan.timing import StepTime
 from tools.plan.whole import WholePlan

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from recipes.common.stamp import write_text_atomically
+from recipes.common.atomic_files import write_text_atomically
 from tools.reference.page import COMMAND, render
 from tools.reference.parameters import sections
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from recipes.common.stamp import write_text_atomically
+from recipes.common.atomic_files import write_text_atomically
 from tools.report.curves import CHARTS, write_png
 from tools.report.page import render
 from tools.report.run_data import read_run

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.common.stamp import write_atomically
+from recipes.common.atomic_files import write_atomically
 from tools.report.run_data import RunData
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from recipes.common.stamp import write_text_atomically
+from recipes.common.atomic_files import write_text_atomically
 from tools.viewer.page import render
 from tools.viewer.records import read_records
 

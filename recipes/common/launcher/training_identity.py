@@ -7,7 +7,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from recipes.common.stamp import digest_of, write_text_atomically
+from recipes.common.atomic_files import write_text_atomically
+from recipes.common.output_stamp import digest_of
 
 RUN_FILE = "run.json"
 EARLIER = "earlier_runs"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from recipes.common.stamp import write_text_atomically
+from recipes.common.atomic_files import write_text_atomically
 from tools.plan.timing.constants import TABLE, Constants, PhaseError, load_constants
 from tools.plan.timing.fit import LeftOut, Miss, fit, is_main, leave_out
 from tools.plan.timing.published import published_runs
