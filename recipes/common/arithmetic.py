@@ -51,7 +51,7 @@ def solution_of(problem: str) -> str:
 
 
 def _running_sum(numbers: tuple[int, ...]) -> str:
-    """Adding from left to right, ``3 + 7 = 10, 10 + 2 = 12``: steps that a very small model can learn."""
+    """The sum from left to right, ``3 + 7 = 10, 10 + 2 = 12``: steps that a very small model can learn."""
     total, steps = numbers[0], []
     for number in numbers[1:]:
         steps.append(f"{total} + {number} = {total + number}")

@@ -18,7 +18,7 @@ from recipes.common.tokenizer import write_tokenizer
 MAX_POSITIONS = 4096
 VOCAB_SIZE = 512
 NUM_SHARDS = 4
-# Every part that DeepSeek-V3 has, each as small as it goes: 0.8 million parameters.
+# Every part of DeepSeek-V3, as small as possible: 0.8 million parameters.
 HF_CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -62,7 +62,7 @@ HF_CONFIG: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "tie_word_embeddings": False,
-    "initializer_range": 0.08,  # 1 / sqrt(hidden_size): at DeepSeek's 0.006 so narrow a model learns nothing for long
+    "initializer_range": 0.08,  # 1 / sqrt(hidden_size): with DeepSeek's 0.006 so narrow a model learns very slowly
     "use_cache": True,
     "torch_dtype": "bfloat16",
     "bos_token_id": 0,

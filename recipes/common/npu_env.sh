@@ -15,7 +15,7 @@ export HCCL_BUFFSIZE="${HCCL_BUFFSIZE:-300}"
 export PYTORCH_NPU_ALLOC_CONF="${PYTORCH_NPU_ALLOC_CONF:-expandable_segments:True}"
 export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-512768}"
 
-# Launching: one-level task queue, the second level and recorded graphs exclude each other; no debug modes; logs of errors
+# Launching: one-level task queue, the second level and captured graphs exclude each other; no debug modes; logs of errors
 # only, to files.
 export TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE:-1}"
 export ASCEND_LAUNCH_BLOCKING="${ASCEND_LAUNCH_BLOCKING:-0}"

@@ -1,4 +1,4 @@
-"""What a recipe is: one object with its configs, data stages and reward, found by the name of its folder."""
+"""A recipe as one object: its configs, data stages and reward; it is found by the name of its folder."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ RECIPES = ROOT / "recipes"
 class Recipe:
     """One folder of ``recipes``; its ``recipe.py`` holds one of these as ``RECIPE``.
 
-    ``input_variable`` is the environment variable that names the data, ``input_default`` and ``input_meaning`` what a
-    user is told about it; ``input_problems(path)`` finds its faults, one sentence each, before anything starts.
-    ``data_stages(job)`` are the commands that make ``data/train.parquet`` and ``data/test.parquet`` of it, or of
+    ``input_variable`` is the environment variable that names the data; ``input_default`` and ``input_meaning`` describe
+    it in --help. ``input_problems(path)`` returns its faults, one sentence each, before anything starts.
+    ``data_stages(job)`` are the commands that make ``data/train.parquet`` and ``data/test.parquet`` from it, or from
     generated problems where it is not set. ``accelerators`` are the devices on which ``full_config`` is the default.
     ``eval_variable`` names the evaluation sets of a recipe that has several, ``name path name path ...``;
-    ``eval_problems`` finds its faults, ``eval_sets`` the names of the files that the data stages write to data/eval.
-    ``shards`` is the form that training starts from; ``converts_back``: the last checkpoint becomes an HF directory.
+    ``eval_problems`` returns its faults, ``eval_sets`` the names of the files that the data stages write to data/eval.
+    ``shards`` is the form of the weights that training starts from; with ``converts_back`` the last checkpoint is
+    converted to an HF directory.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Recipe:
 
     @property
     def folder(self) -> Path:
-        """Where it lies."""
+        """Its folder."""
         return RECIPES / self.name
 
     @property
@@ -68,17 +69,17 @@ class Recipe:
 
     @property
     def start_command(self) -> str:
-        """What a user types, from the root of the repository."""
+        """The command that starts it, from the root of the repository."""
         return f"bash recipes/{self.name}/{self.script}"
 
 
 def recipe_names() -> list[str]:
-    """Every folder that holds a ``recipe.py``, this one apart."""
+    """The names of all recipes: the folders that have a ``recipe.py``, except this one."""
     return sorted(path.parent.name for path in RECIPES.glob("*/recipe.py") if path != Path(__file__).resolve())
 
 
 def load_recipe(name: str) -> Recipe:
-    """The recipe of that name; ValueError with the names that there are."""
+    """The recipe of that name; ValueError that lists the known names."""
     if name not in recipe_names():
         raise ValueError(f"there is no recipe {name!r}; expected one of {', '.join(recipe_names())}")
     recipe: Recipe = importlib.import_module(f"recipes.{name}.recipe").RECIPE

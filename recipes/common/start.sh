@@ -69,6 +69,6 @@ while :; do
     kill -0 "$launcher" 2>/dev/null || break
 done
 if [ "$status" -eq 137 ] || [ "$status" -eq 139 ] || [ "$status" -eq 134 ]; then
-    say "error: the launcher (pid $launcher) was killed by signal $((status - 128)). Its processes end with it; run the same command again to go on from the last checkpoint"
+    say "error: the launcher (pid $launcher) was killed by signal $((status - 128)). Its processes end with it; run the same command again to continue from the last checkpoint"
 fi
 exit "$status"

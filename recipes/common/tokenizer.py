@@ -30,8 +30,8 @@ def write_tokenizer(
 ) -> None:
     """Train on ``texts`` and write ``tokenizer.json`` and ``tokenizer_config.json`` as ``AutoTokenizer`` reads them.
 
-    Every digit is a token of its own, so a number reads the same wherever it stands. Merges may cross spaces, which
-    makes a frequent question a handful of tokens; any other text falls back to bytes. Each of ``whole_tokens`` is one.
+    Every digit is a token of its own, so a number has the same tokens everywhere. Merges may cross spaces, which makes
+    a frequent question a handful of tokens; any other text falls back to bytes. Each of ``whole_tokens`` is one token.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -80,6 +80,6 @@ def _without(whole_tokens: Sequence[str], texts: Iterable[str]) -> Iterable[str]
 
 
 def chat_text(messages: Iterable[dict[str, str]]) -> str:
-    """What the chat template gives for system and user messages, with the assistant's turn begun."""
+    """The chat template's text of system and user messages, up to the start of the assistant's turn."""
     marks = {"system": "", "user": USER}
     return BOS + "".join(marks[message["role"]] + message["content"] for message in messages) + ASSISTANT

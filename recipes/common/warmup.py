@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 PEAK_LR, MIN_LR, LR_WARMUP_STEPS = 4e-3, 4e-4, 20
-LONGEST_TEXT = 512  # tokens; a longer prompt says little to so small a model, and costs the most
-MAX_BATCH_TOKENS = 4096  # fewer texts a step where they are long: the warm-up takes the same time on any data
+LONGEST_TEXT = 512  # tokens; a longer prompt teaches so small a model little, and costs the most
+MAX_BATCH_TOKENS = 4096  # long texts make smaller batches, so that the warm-up takes the same time on any data
 REPORT_EVERY = 50
 TIMEOUT_MINUTES = 10
 
@@ -54,7 +54,7 @@ class PackedTexts:
 
 
 def run_warmup(warmup: Warmup) -> None:
-    """Train on ``num_processes`` gloo processes of one thread each, which makes the result the same on any machine."""
+    """Train on ``num_processes`` gloo processes of one thread each, so that every machine gets the same result."""
     with tempfile.TemporaryDirectory(prefix="warmup_") as rendezvous:
         mp.spawn(_run_rank, args=(warmup, rendezvous), nprocs=warmup.num_processes, join=True, daemon=True)
 
@@ -115,7 +115,7 @@ def train(warmup: Warmup) -> None:
         lr_decay_steps=warmup.num_steps,
         lr_decay_style="cosine",
     )
-    begun = time.monotonic()
+    started = time.monotonic()
     for step, (mine, num_learned) in enumerate(islice(batches(warmup, groups.rank), warmup.num_steps), start=1):
         optimizer.zero_grad()
         logits_TV = ddp(mine.input_ids_T, mine.position_ids_T, mine.sequences)
@@ -129,7 +129,7 @@ def train(warmup: Warmup) -> None:
             total = loss.detach().clone()
             dist.all_reduce(total, group=groups.dp)
             if groups.rank == 0:
-                say(f"warm-up step {step}/{warmup.num_steps}, loss {total:.3f}, {time.monotonic() - begun:.0f} s")
+                say(f"warm-up step {step}/{warmup.num_steps}, loss {total:.3f}, {time.monotonic() - started:.0f} s")
     weights = export_weights(model, hf, groups.layout, groups, dtype=torch.bfloat16)
     save_hf_checkpoint(weights, warmup.out_dir, warmup.hf_dir, is_writer=groups.rank == 0)
     parallel_state.destroy_model_parallel()
@@ -155,7 +155,7 @@ def batches(warmup: Warmup, rank: int) -> Iterator[tuple[PackedTexts, int]]:
 
 
 def _token_lists(texts: Iterator[Example], num_rows: int, tokenizer: Any) -> Iterator[tuple[list[int], list[int]]]:
-    """(prompt, response) token ids without end; texts above ``LONGEST_TEXT`` are left out."""
+    """Yield (prompt, response) token ids forever; texts above ``LONGEST_TEXT`` are left out."""
     end = tokenizer.token_to_id(EOS)
     prompts: dict[str, list[int]] = {}
     found_short = False
@@ -176,7 +176,7 @@ def _length(text: tuple[list[int], list[int]]) -> int:
 
 
 def pack(texts: Sequence[tuple[list[int], list[int]]]) -> PackedTexts:
-    """Lay texts one after another; a text's last token has no next one and is not learned from."""
+    """Concatenate texts; the last token of a text has no next one and is not learned from."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     ids: list[int] = []

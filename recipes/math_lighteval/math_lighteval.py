@@ -24,7 +24,7 @@ DATA_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
 INSTRUCTION = " Let's think step by step and output the final answer within \\boxed{}."
 SIDES = ("train", "test")
 GSM8K = "openai/gsm8k"
-# data source -> its columns of the problem and of the worked solution; the first that fits a row is it
+# data source -> its columns of the problem and of the worked solution; the first one that fits a row applies
 FORMS = {DATA_SOURCE: ("problem", "solution"), GSM8K: ("question", "answer")}
 CARRIED = ("level", "type")  # where a row has them
 FORM_VERSION = 1  # raise when the rows would come out differently from the same input
@@ -32,7 +32,7 @@ FORM_VERSION = 1  # raise when the rows would come out differently from the same
 
 @dataclass(frozen=True)
 class SourceRow:
-    """A row of the input: its file, where it stands there (counted from 0), and what it holds."""
+    """A row of the input: its file, its position there (counted from 0), and its content."""
 
     file: Path
     position: int
@@ -71,7 +71,7 @@ def _is_output(path: Path) -> bool:
     try:
         return {"data_source", "reward_model"} <= set(pq.read_schema(path).names)
     except (pa.ArrowInvalid, OSError):
-        return False  # no parquet file at all: reading it says so
+        return False  # not a parquet file: reading it reports that
 
 
 def source_rows(file: Path) -> Iterator[SourceRow]:
@@ -136,7 +136,7 @@ def converted(files: list[Path], side: str) -> list[dict[str, Any]]:
 
 
 def convert(input_dir: Path, local_dir: Path) -> dict[str, int] | None:
-    """Write both parquet files; rows of each side, or None when they are there and their inputs unchanged.
+    """Write both parquet files; return the rows of each side, or None when they are there and their inputs unchanged.
 
     Nothing is written unless every row of both sides can be used.
     """

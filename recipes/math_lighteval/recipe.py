@@ -27,7 +27,7 @@ CORPUS = CorpusStyle(
 
 
 def input_problems(input_dir: Path) -> list[str]:
-    """Faults of INPUT_DIR that show without reading its rows."""
+    """Faults of INPUT_DIR that are visible without reading its rows."""
     try:
         input_files(input_dir)
     except ValueError as error:

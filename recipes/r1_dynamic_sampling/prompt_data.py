@@ -92,7 +92,7 @@ def set_pairs(words: Sequence[str]) -> dict[str, Path]:
 def convert(
     prompt_data: Path, eval_sets: dict[str, Path], local_dir: Path, input_key: str, label_key: str, held_out: int
 ) -> dict[str, int] | None:
-    """Write ``train.parquet`` and ``eval/<name>.parquet``; rows of each, or None when they are there and current.
+    """Write ``train.parquet`` and ``eval/<name>.parquet``; return the rows of each, or None when they are current.
 
     Without evaluation sets the last ``held_out`` prompts become the set ``held_out``, and are not trained on. Nothing
     is written unless every row can be used.

@@ -33,7 +33,7 @@ CORPUS = CorpusStyle(
 
 
 def input_problems(prompt_data: Path) -> list[str]:
-    """Faults of PROMPT_DATA that show without reading its rows."""
+    """Faults of PROMPT_DATA that are visible without reading its rows."""
     return [] if prompt_data.is_file() else [f"PROMPT_DATA {prompt_data}: no such file; expected JSON lines"]
 
 
@@ -47,7 +47,7 @@ def eval_problems(text: str) -> list[str]:
 
 
 def eval_sets(settings: Settings) -> tuple[str, ...]:
-    """Names of the sets under ``data/eval``: those given, those generated, or a part of PROMPT_DATA."""
+    """Names of the sets in ``data/eval``: given, generated, or held out from PROMPT_DATA."""
     if settings.eval_input:
         return tuple(settings.eval_input.split()[::2])
     return EVAL_SETS if settings.input_path is None else (HELD_OUT_SET,)

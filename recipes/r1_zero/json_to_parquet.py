@@ -69,7 +69,7 @@ class DataReport:
 
 
 def read_rows(json_path: Path) -> list[Any]:
-    """The list in ``json_path``; ValueError when the file is missing, is no JSON, or holds no non-empty list."""
+    """The list in ``json_path``; ValueError when the file is missing, is not JSON, or has no non-empty list."""
     expected = "expected a JSON list of objects with problem, answer and solution (the form of deepscaler.json)"
     if not json_path.is_file():
         raise ValueError(f"--json_path {json_path}: no such file; {expected}")
@@ -102,12 +102,12 @@ def usable_row(index: int, row: Any) -> Problem | str:
         texts[key] = str(value).strip()
         if not texts[key]:
             return f"{key} is empty"
-    solution = row.get("solution")  # only kept for the reader, so a row without one is of use
+    solution = row.get("solution")  # only for the reader, so a row without one is usable
     return Problem(index, texts["problem"], texts["answer"], solution.strip() if isinstance(solution, str) else "")
 
 
 def same_side_key(problem: str) -> str:
-    """A key that problems differing only in spacing, dollars, commas, full stops or case have in common."""
+    """A key that is the same for problems that differ only in spacing, dollars, commas, full stops or case."""
     return re.sub(r"\s+|[$,.?]|\\(?:left|right|[,!;: ])|(?<=\\)[dt](?=frac)", "", problem).lower()
 
 

@@ -14,7 +14,7 @@ from recipes.r1_zero.json_to_parquet import SYSTEM_TEMPLATE, read_rows
 
 
 def solution_of(row: dict[str, Any]) -> str:
-    """The solution that ``json_to_parquet`` keeps beside a problem."""
+    """The solution that ``json_to_parquet`` stores beside a problem."""
     solution: str = row["extra_info"]["answer"]
     return solution
 
@@ -32,8 +32,8 @@ CORPUS = CorpusStyle(
         "{thought}",
         "\\boxed{{{answer}}}",
     ),
-    # The system template is one token too: written out, it would be four fifths of all tokens of the tiny run, and say
-    # nothing to a model that never saw English.
+    # The system template is one token too: as text it would be four fifths of all tokens of the tiny run, without any
+    # use to a model that has never seen English.
     whole_tokens=(*TAGS, "\\boxed{", SYSTEM_TEMPLATE),
     solution_of=solution_of,
 )

@@ -45,8 +45,10 @@ def kill_and_expect_the_end(command: Command, job: Job, victim: psutil.Process, 
     assert command.left_behind() == []
     message = command.text()[said_before:]
     newest = job.newest_step
-    hint = f"to go on from {job.output_dir}/checkpoints/global_step_{newest}" if newest else "no checkpoint was written"
-    assert hint in message or "run the same command again to go on from the last checkpoint" in message, message
+    hint = (
+        f"to continue from {job.output_dir}/checkpoints/global_step_{newest}" if newest else "no checkpoint was written"
+    )
+    assert hint in message or "run the same command again to continue from the last checkpoint" in message, message
     return message
 
 
@@ -71,13 +73,13 @@ def kill_worker(command: Command, job: Job, wait: Wait, step: int) -> None:
 
 
 def kill_worker_and_expect_it_back(command: Command, job: Job, wait: Wait, step: int) -> None:
-    """Kill rank 1 in ``step``; it must be named as well, and the same command must go on from the step before."""
+    """Kill rank 1 in ``step``; it must be named as well, and the same command must continue from the step before."""
     victim = command.wait_for(lambda: command.worker(rank=1), "worker 1")
     wait(command, job, step)
     said_before, killed = len(command.text()), time.monotonic()
     victim.send_signal(signal.SIGKILL)
     command.wait_for(lambda: "resumed after step" in command.text()[said_before:], "a resume", GOES_ON_S)
-    print(f"pid {victim.pid} killed, training went on {time.monotonic() - killed:.1f} s later")
+    print(f"pid {victim.pid} killed, training continued {time.monotonic() - killed:.1f} s later")
     message = command.text()[said_before:]
     assert death_of(victim).search(message) and f"resumed after step {step - 1} from" in message, message
 

@@ -121,7 +121,7 @@ def test_a_node_that_goes_away_ends_both(hosts: Hosts, prepared: Prepared, tmp_p
         assert head.wait(timeout_s=NOTICE_S) == 1
         print(f"{how}: the head ended {time.monotonic() - gone:.1f} s later")
         assert f"node {WORKER} (node 1) went away" in head.text()
-        assert "run the same command again to go on from" in head.text()
+        assert "run the same command again to continue from" in head.text()
         if how == "cut off":
             assert worker.wait(timeout_s=NOTICE_S - (time.monotonic() - gone)) == 1
             assert f"the head {HEAD} went away: it gave no sign of life for {LOST_S:g} s" in worker.text()

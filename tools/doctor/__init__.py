@@ -1,1 +1,1 @@
-"""Says what this machine has for a run, what is wrong with it, and what to do about each."""
+"""Examines this machine for a run: what it has, what is wrong, and what to do about it."""

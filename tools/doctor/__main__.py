@@ -19,7 +19,7 @@ def main() -> None:
     configs = [row.config for row in load_table()[1]]
     parser = argparse.ArgumentParser(
         prog="python -m tools.doctor",
-        description="What this machine has for a run, what is wrong with it, and what to do about each.",
+        description="Examines this machine for a run: what it has, what is wrong, and what to do about it.",
     )
     parser.add_argument("--config", default=configs[0], choices=configs, help=f"the run (default: {configs[0]})")
     parser.add_argument("--output-dir", type=Path, default=ROOT / "outputs", help="where a run would write")

@@ -1,4 +1,4 @@
-"""Ascend: dies, driver, CANN and torch_npu, and whether they go together."""
+"""Ascend: dies, driver, CANN and torch_npu, and whether their versions fit together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DRIVER_VERSION_FILE = Path("/usr/local/Ascend/driver/version.info")
 
 
 def findings() -> Iterator[Finding]:
-    """Nothing but one line on a machine without dies."""
+    """Findings about the NPUs; a machine without dies has one line."""
     dies = sorted(int(path.name[7:]) for path in DEVICES.glob("davinci[0-9]*"))
     torch_npu = version_of("torch-npu")
     if not dies:
@@ -39,7 +39,7 @@ def findings() -> Iterator[Finding]:
 
 
 def cann_version() -> str | None:
-    """The CANN toolkit's version, from the folder that its environment names or from the usual ones."""
+    """The CANN toolkit's version, from the folder in its environment variable or from the usual ones."""
     for folder in (os.environ.get("ASCEND_HOME_PATH"), *CANN_FOLDERS):
         for path in sorted(Path(folder).glob("*-linux/ascend_toolkit_install.info")) if folder else []:
             found = re.search(r"^version=(.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
@@ -49,7 +49,7 @@ def cann_version() -> str | None:
 
 
 def driver_version() -> str | None:
-    """The driver's version; None when its file is not mounted or does not say."""
+    """The driver's version; None when its file is not mounted or has no version."""
     if not DRIVER_VERSION_FILE.is_file():
         return None
     found = re.search(r"^Version=(.+)$", DRIVER_VERSION_FILE.read_text(encoding="utf-8"), re.MULTILINE)

@@ -8,7 +8,7 @@ from tools.doctor.tested import needs_of_config
 
 
 def examine(options: Options) -> list[Finding]:
-    """All of it; ValueError for a config that the table does not know."""
+    """Every finding; ValueError for a config that the table does not have."""
     needs = needs_of_config(options.config_name)
     return [
         *host.python(),

@@ -1,4 +1,4 @@
-"""What the doctor finds, and for what it looks."""
+"""A finding of the doctor, and the options of an examination."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ``remedy`` is empty when all is well; a fatal problem keeps a run from starting."""
+    """One line of the report. ``remedy`` is empty when all is well; a run does not start with a fatal problem."""
 
     name: str
     value: str
@@ -27,7 +27,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Options:
-    """What the report is for; ``config_name`` is a row of ``tested.toml``."""
+    """The run that the machine is examined for; ``config_name`` is a row of ``tested.toml``."""
 
     output_dir: Path
     ports: tuple[int, ...]

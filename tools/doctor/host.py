@@ -19,14 +19,14 @@ from tools.doctor.tested import JobNeeds
 
 
 def python() -> Iterator[Finding]:
-    """The interpreter."""
+    """The Python interpreter."""
     is_old = sys.version_info < (3, 11)
     remedy = "install Python 3.11 or newer and run tools/setup_env.sh" if is_old else ""
     yield Finding("python", f"{platform.python_version()} ({sys.executable})", remedy, is_fatal=is_old)
 
 
 def packages() -> Iterator[Finding]:
-    """What requirements/base.txt pins."""
+    """The packages that requirements/base.txt pins."""
     pins = pinned(ROOT / "requirements/base.txt")
     for name in ("torch", "ray", "transformers", "tensordict"):
         version = version_of(name)
@@ -56,7 +56,7 @@ def memory(needs: JobNeeds) -> Iterator[Finding]:
 
 
 def disk(output_dir: Path, needs: JobNeeds) -> Iterator[Finding]:
-    """Where the run would write."""
+    """The disk that the run would write to."""
     folder = output_dir.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -70,7 +70,7 @@ def disk(output_dir: Path, needs: JobNeeds) -> Iterator[Finding]:
 
 
 def allocator() -> Iterator[Finding]:
-    """jemalloc."""
+    """Whether jemalloc is there."""
     library = jemalloc.find_library()
     if library is None:
         remedy = "optional: keeps host memory from fragmenting (Debian: libjemalloc2, openEuler: jemalloc)"

@@ -18,7 +18,7 @@ TOOL_TIMEOUT_S = 20
 
 
 def interfaces(options: Options) -> Iterator[Finding]:
-    """Which address a run would use, and whether its ports are free."""
+    """The address that a run would use, and whether its ports are free."""
     addresses = network.own_addresses()
     names = ", ".join(f"{name} {address}" for address, name in addresses.items()) or "none"
     try:
@@ -33,7 +33,7 @@ def interfaces(options: Options) -> Iterator[Finding]:
 
 
 def hccl_ports(environment: Mapping[str, str] = os.environ) -> Finding:
-    """The host's ports that HCCL listens on, as its environment says."""
+    """The host's ports that HCCL listens on, from its environment variables."""
     wanted = environment.get("HCCL_HOST_SOCKET_PORT_RANGE", "")
     if wanted == "auto":
         return Finding("HCCL ports", "chosen by the system (HCCL_HOST_SOCKET_PORT_RANGE=auto)")
@@ -51,7 +51,7 @@ def hccl_ports(environment: Mapping[str, str] = os.environ) -> Finding:
 
 
 def die_links(dies: Sequence[int], tool: str | None = None) -> Finding:
-    """Whether every die's own network port is up, as hccn_tool says."""
+    """Whether every die's own network port is up, by hccn_tool."""
     tool = tool or shutil.which("hccn_tool") or (HCCN_TOOL if os.path.exists(HCCN_TOOL) else None)
     if tool is None:
         remedy = f"mount the driver's tools into the container ({HCCN_TOOL}), then run this again"

@@ -1,4 +1,4 @@
-"""What a run keeps on its nodes' hosts and disks, from its config and the dimensions of its model."""
+"""The memory and disk that a run needs on its nodes, from its config and the dimensions of its model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Needs:
 
 
 def needs_of(config: PPOTrainerConfig, hf: HFModelConfig) -> Needs:
-    """Plans every rank; seconds for 671B on 256 dies."""
+    """The needs of a run, by planning every rank; takes seconds for 671B on 256 dies."""
     engine, trainer = config.actor_rollout_ref.actor.megatron, config.trainer
     layout = engine.layout(trainer.world_size)
     bytes_of_rank, shards = [], {}
@@ -51,7 +51,7 @@ def needs_of(config: PPOTrainerConfig, hf: HFModelConfig) -> Needs:
 
 
 def _host_fraction(config: PPOTrainerConfig) -> float:
-    """How much of the optimizer's state is on the host between the phases."""
+    """The fraction of the optimizer's state that is on the host between the phases."""
     actor = config.actor_rollout_ref.actor
     if actor.megatron.swap_optimizer or actor.megatron.optimizer_offload:
         return 1.0

@@ -1,4 +1,4 @@
-"""The table of what is known to work, as ``tested.toml`` has it."""
+"""The table of what is known to work (``tested.toml``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TABLE = Path(__file__).with_name("tested.toml")
 
 @dataclass(frozen=True)
 class Stack:
-    """Versions that go together; ``cann`` and ``driver`` are the beginnings of version numbers."""
+    """Versions that go together; ``cann`` and ``driver`` are prefixes of version numbers."""
 
     torch: str
     torch_npu: str
@@ -22,7 +22,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class JobNeeds:
-    """What one config needs: free memory on every node, free disk where the run writes."""
+    """The needs of one config: free memory on every node, free disk where the run writes."""
 
     config: str
     memory_gib: int
@@ -37,7 +37,7 @@ def load_table(path: Path = TABLE) -> tuple[list[Stack], list[JobNeeds]]:
 
 
 def needs_of_config(name: str) -> JobNeeds:
-    """The row of a config; ValueError that names the rows there are."""
+    """The row of a config; ValueError that names the known rows."""
     rows = {row.config: row for row in load_table()[1]}
     if name not in rows:
         raise ValueError(f"no needs are known for config {name!r}; known: {', '.join(rows)} ({TABLE.name})")

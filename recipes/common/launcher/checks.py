@@ -103,7 +103,7 @@ def input_problems(job: Job) -> list[str]:
 
 
 def parquet_problems(job: Job) -> list[str]:
-    """Faults of the parquet files that the user names; those that the data stage makes are not there yet."""
+    """Faults of the parquet files that the user names; the data stage's own do not exist yet."""
     from verl.trainer.config.data import file_list
 
     data, folder = job.config.data, job.settings.data_dir
@@ -123,21 +123,21 @@ def parquet_problems(job: Job) -> list[str]:
 
 
 def layout_problems(job: Job) -> list[str]:
-    """Where the layout does not fit a model whose BF16 form is yet to be made: the tiny one, or a quantised one."""
+    """Faults of the layout for a model whose BF16 form does not exist yet: the tiny one, or a quantised one."""
     path, dims = job.settings.model_path, model_dimensions(job.settings)
     if path is None:
         where, advice = "without MODEL_PATH the model is the tiny one", "set MODEL_PATH, or change"
     elif is_fp8(path):
         where, advice = f"MODEL_PATH {path}", "change"
     else:
-        return []  # the config's own check has read this one
+        return []  # the config's own check reads this one
     wanted = ("num_hidden_layers", "n_routed_experts", "num_attention_heads", "vocab_size")
     num_layers, num_experts, num_heads, vocab_size = (dims.get(name) for name in wanted)
     models, world = job.config.actor_rollout_ref, job.config.trainer.world_size
     try:
         layout = models.actor.megatron.layout(world)
     except ValueError:
-        return []  # the config's own check has said so
+        return []  # the config's own check reports it
     with_model = layout.problems(num_layers, num_experts, num_heads, vocab_size)
     problems = [problem for problem in with_model if problem not in layout.problems()]
     over = models.rollout.experts_over(job.config.rollout_world_size)
@@ -179,9 +179,9 @@ def open_file_limit(wanted: int = 32768) -> None:
 
 
 def resume_hint(checkpoint_dir: Path) -> str:
-    """What to do after a failure: which checkpoint the same command goes on from."""
+    """The advice after a failure: the checkpoint that the same command continues from."""
     latest = checkpoint_dir / "latest_checkpointed_iteration.txt"
     if latest.is_file():
         step = latest.read_text(encoding="utf-8").strip()
-        return f"run the same command again to go on from {os.path.join(checkpoint_dir, f'global_step_{step}')}"
-    return "no checkpoint was written yet: the same command starts the training anew, finished stages are kept"
+        return f"run the same command again to continue from {os.path.join(checkpoint_dir, f'global_step_{step}')}"
+    return "no checkpoint was written yet: the same command starts the training again; finished stages are kept"

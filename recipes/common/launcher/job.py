@@ -127,7 +127,7 @@ def _rollout_nnodes(config: PPOTrainerConfig) -> int:
 
 
 def is_fp8(model_path: Path) -> bool:
-    """Whether an HF directory's config says that its weights are quantised."""
+    """Whether the weights of an HF directory are quantised, by its config."""
     return "quantization_config" in _hf_config(model_path)
 
 

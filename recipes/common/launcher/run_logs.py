@@ -31,7 +31,7 @@ def new_attempt(logs: Path) -> Path:
 
 
 def attempt_of_worker(logs: Path, address: str) -> Path:
-    """The attempt that the head has begun on the shared disk; a new one where this node has a disk of its own."""
+    """The attempt that the head has started on the shared disk; a new one where this node has a disk of its own."""
     latest = logs / LATEST
     if latest.is_dir() and not start_log(latest, address).exists():
         return logs / os.readlink(latest)
