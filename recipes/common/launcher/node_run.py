@@ -23,6 +23,7 @@ from verl.trainer.main_ppo import EXIT_WORKER_DIED
 from verl.utils.rank_log import LOG_DIR
 
 CAUSE_S = 3.0
+HEAD_POLL_S = 1.0  # between two looks of a node at the head's port
 
 
 class RunFailed(Exception):
@@ -250,7 +251,7 @@ class WorkerRun(NodeRun):
                 raise RunFailed(f"the head {head} went away: it gave no sign of life for {patience_s:g} s")
             if (problem := self.ray.problem()) is not None and not self._has_ended():
                 raise RunFailed(problem)
-            time.sleep(POLL_S)
+            time.sleep(HEAD_POLL_S)
 
     def _wait_for_head(self, where: str) -> None:
         patience_s = self.job.settings.head_timeout_s

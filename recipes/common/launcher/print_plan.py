@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from recipes.common.launcher.hostfile import RemoteStart, without_secrets
+from recipes.common.launcher.hostfile import HOSTFILE, SECRETS, RemoteStart, without_secrets
 from recipes.common.launcher.job import Job, model_dimensions
 from recipes.common.launcher.nodes import RANK
 from recipes.common.launcher.ray_node import ray_command, run_variables
-from recipes.common.launcher.settings import NodeRole
+from recipes.common.launcher.settings import NodeRole, variables
 from recipes.common.launcher.stages import closing_stages, driver_stage, nodes_stage, stages
 from verl.workers.config.engine import END_STAGES
 
@@ -114,25 +114,15 @@ def _print_environment(job: Job, node: NodeRole, environment: Mapping[str, str],
     console.print("started as:")
     given = {"NNODES": str(job.nnodes), "MASTER_ADDR": node.master_addr, "NODE_RANK": str(rank)}
     given |= {"CONFIG_NAME": settings.config_name, "OUTPUT_DIR": str(settings.output_dir)}
-    for name in (
-        settings.recipe.input_variable,
-        *([settings.recipe.eval_variable] if settings.recipe.eval_variable else []),
-        "MODEL_PATH",
-        "DIST_CKPT_PATH",
-        "STEPS",
-        "SEED",
-        "SOCKET_IFNAME",
-        "RAY_PORT",
-    ):
-        if environment.get(name):
-            given[name] = environment[name]
+    names = [name for name in variables(settings.recipe) if name not in (*given, *SECRETS, HOSTFILE)]
+    given |= {name: environment[name] for name in names if environment.get(name)}
     prefix = " ".join(f"{name}={shlex.quote(value)}" for name, value in given.items())
     overrides = "".join(f" {shlex.quote(text)}" for text in settings.overrides)
     console.print(f"  {prefix} {settings.recipe.start_command}{overrides}")
     console.print("\nenvironment of Ray and the workers:")
-    variables = run_variables(job, node, environment) | {"RAY_AUTH_TOKEN": "<the run's token>"}
-    for name in sorted(variables):
-        console.print(f"  {name}={variables[name]}")
+    exported = run_variables(job, node, environment) | {"RAY_AUTH_TOKEN": "<the run's token>"}
+    for name in sorted(exported):
+        console.print(f"  {name}={exported[name]}")
 
 
 def _commands(job: Job, node: NodeRole, rank: int) -> list[str]:

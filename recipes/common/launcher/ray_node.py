@@ -74,7 +74,7 @@ def run_variables(job: Job, role: NodeRole, environment: Mapping[str, str]) -> d
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_enable_worker_prestart": "0",
-        **loss_variables(job.settings.lost_timeout_s),
+        **(loss_variables(job.settings.lost_timeout_s) if job.nnodes > 1 else {}),
         "HYDRA_FULL_ERROR": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "GLOO_SOCKET_IFNAME": role.interface,
@@ -106,11 +106,10 @@ def loss_variables(lost_timeout_s: float) -> dict[str, str]:
 
     Two checks that a node does not answer mean that it is lost; a refused connection fails a check at once.
     """
-    milliseconds = lost_timeout_s * 1000
     return {
         "RAY_health_check_initial_delay_ms": "0",
-        "RAY_health_check_period_ms": f"{milliseconds * 0.05:.0f}",
-        "RAY_health_check_timeout_ms": f"{milliseconds * 0.4:.0f}",
+        "RAY_health_check_period_ms": f"{1000 * min(1.0, 0.05 * lost_timeout_s):.0f}",
+        "RAY_health_check_timeout_ms": f"{1000 * 0.4 * lost_timeout_s:.0f}",
         "RAY_health_check_failure_threshold": "2",
         "RAY_gcs_rpc_server_reconnect_timeout_s": f"{max(1.0, lost_timeout_s):.0f}",
     }
