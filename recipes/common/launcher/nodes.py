@@ -83,6 +83,9 @@ def different_labels(head: Mapping[str, str], node: Mapping[str, str]) -> str:
 
 
 def _missing(head: Mapping[str, Any], others: list[dict[str, Any]], num_nodes: int, timeout_s: float) -> str:
+    import ray
+
+    address, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     names = [f"{head['NodeManagerAddress']} (this head)", *map(_name, others)]
     ranks = {node["Labels"].get(RANK) for node in others}
     count = num_nodes - len(names)
@@ -91,8 +94,7 @@ def _missing(head: Mapping[str, Any], others: list[dict[str, Any]], num_nodes: i
         missing = ", ".join(f"node {rank}" for rank in range(1, num_nodes) if str(rank) not in ranks)
     return (
         f"{len(names)} of {num_nodes} nodes were there after {timeout_s:g} s: {', '.join(names)}; missing: {missing}. "
-        f"Start the same script there with MASTER_ADDR={os.environ['RAY_ADDRESS'].rpartition(':')[0]} (port "
-        f"{os.environ['RAY_ADDRESS'].rpartition(':')[2]} must be open)"
+        f"Start the same script there with MASTER_ADDR={address} (port {port} must be open)"
     )
 
 
@@ -100,13 +102,13 @@ def watch(num_nodes: int) -> str:
     """Return the problem once Ray has lost a node; it finds that out by itself (``ray_node.loss_variables``)."""
     import ray
 
+    watched = {node["NodeID"] for node in _alive_nodes()}
+    if len(watched) < num_nodes:
+        return f"Ray has {len(watched)} of {num_nodes} nodes"
     while True:
-        nodes = ray.nodes()
-        for node in nodes:
-            if not node["Alive"]:
+        for node in ray.nodes():
+            if node["NodeID"] in watched and not node["Alive"]:
                 return f"node {_name(node)} went away: {node['DeathReasonMessage'] or 'Ray has lost it'}"
-        if len(nodes) < num_nodes:
-            return f"Ray has {len(nodes)} of {num_nodes} nodes"
         time.sleep(POLL_S)
 
 

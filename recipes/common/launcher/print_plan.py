@@ -29,7 +29,7 @@ def print_plan(
 ) -> None:
     """Print the plan of the whole run, as seen from any of its nodes; ``others`` are those that this one starts."""
     master = job.settings.master_addr or role.master_addr
-    nodes = [_node_role(rank, master, job.nnodes, role) for rank in range(job.nnodes)]
+    nodes = [role] if job.nnodes == 1 else [_node_role(rank, master) for rank in range(job.nnodes)]
     for rank, start in enumerate(others, start=1):
         nodes[rank] = replace(nodes[rank], own_addr=start.host.address)
     console.rule(f"Plan: {job.settings.config_name} on {job.nnodes} x {job.npus_per_node} {job.device} devices")
@@ -55,9 +55,9 @@ def print_plan(
     console.print("Nothing was started.")
 
 
-def _node_role(rank: int, master: str, nnodes: int, here: NodeRole) -> NodeRole:
+def _node_role(rank: int, master: str) -> NodeRole:
     if rank == 0:
-        return NodeRole(True, master, master, here.interface if nnodes == 1 else "<interface of MASTER_ADDR>")
+        return NodeRole(True, master, master, "<interface of MASTER_ADDR>")
     return NodeRole(False, f"<address of node {rank}>", master, f"<interface of node {rank}>")
 
 

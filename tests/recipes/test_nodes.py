@@ -1,0 +1,60 @@
+"""The nodes of a run on a real Ray: all are waited for, compared, ended by the head; a lost one is noticed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from recipes.common.launcher import nodes
+
+PATIENCE_S = 60.0  # a safety net on busy machines
+FACTS = {"configuration": "c1", "torch": "2.13.0"}
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """A head alone; the nodes of this machine share its address, and Ray tells them apart."""
+    head = {"num_cpus": 0, "include_dashboard": False, "labels": {**FACTS, nodes.RANK: "0"}}
+    cluster = Cluster(initialize_head=True, connect=True, head_node_args=head)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def test_nodes_join_are_compared_ended_and_missed(cluster: Cluster, tmp_path: Path) -> None:
+    assert nodes.join(1, 0.0) is None
+    other = cluster.add_node(num_cpus=1, labels={**FACTS, "configuration": "c2", "torch": "2.5.1", nodes.RANK: "1"})
+    problem = nodes.join(3, PATIENCE_S) or ""
+    assert "(node 1) does not fit the head: its configuration is not the head's: start the same script" in problem
+    assert "torch is 2.5.1, the head has 2.13.0" in problem
+    cluster.remove_node(other)
+
+    end_file = tmp_path / "end.json"
+    cluster.add_node(num_cpus=1, labels={**FACTS, nodes.RANK: "1"}, env_vars={nodes.END_FILE: str(end_file)})
+    problem = nodes.join(3, 1.0) or ""
+    assert problem.startswith("2 of 3 nodes were there after 1 s: ") and "; missing: node 2. Start the same" in problem
+    assert nodes.join(2, PATIENCE_S) is None
+
+    nodes.end(1, "a reason")
+    deadline = time.monotonic() + PATIENCE_S
+    while not end_file.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert json.loads(end_file.read_text()) == {"status": 1, "reason": "a reason"}
+
+
+def test_a_lost_node_is_noticed(cluster: Cluster) -> None:
+    node = cluster.add_node(num_cpus=1, labels={**FACTS, nodes.RANK: "1"})
+    assert nodes.join(2, PATIENCE_S) is None
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(nodes.watch, 2)
+        time.sleep(1.0)
+        assert not watching.done()
+        cluster.remove_node(node, allow_graceful=False)
+        assert "(node 1) went away: " in watching.result(PATIENCE_S)
