@@ -1,4 +1,4 @@
-"""Rule reward of R1-Zero: 0.33 for the format, 0.67 for the right answer, with its parts told apart.
+"""Rule reward of R1-Zero: 0.33 for the format, 0.67 for the right answer, with its parts reported separately.
 
 Differences from verl's ``recipe/r1_ascend/deepscaler.py``, each where that one can be fooled:
 

@@ -220,4 +220,4 @@ def test_the_tiny_benchmark_has_what_the_large_one_has(tmp_path: Path) -> None:
     assert commands["base_model"].command[-2:] == ("--num-steps", "2"), (
         "nothing is learned for weights that are not read"
     )
-    assert "initialises at random" in str(commands["sharding"].why_not)
+    assert "initialises at random" in str(commands["sharding"].skip_reason)

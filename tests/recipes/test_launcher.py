@@ -19,7 +19,7 @@ from recipes.common.launcher.job import Job, resolve_config
 from recipes.common.launcher.processes import OwnProcesses
 from recipes.common.launcher.settings import NodeRole, Settings, find_role, read_settings, variables
 from recipes.common.launcher.stages import driver_stage, stages
-from recipes.common.launcher.training_identity import set_aside_other_training, training_identity
+from recipes.common.launcher.training_identity import archive_other_training, training_identity
 from recipes.common.recipe import ROOT, load_recipe, recipe_names
 from verl.utils.net_utils import free_ports
 
@@ -320,18 +320,18 @@ def test_output_dir_belongs_to_one_run(tmp_path: Path) -> None:
         raise AssertionError("two runs hold the lock")
 
 
-def test_another_training_is_set_aside_and_the_same_one_is_not(tmp_path: Path) -> None:
+def test_another_training_is_archived_and_the_same_one_is_not(tmp_path: Path) -> None:
     model, out, rows = tmp_path / "model", tmp_path / "out", tmp_path / "train.parquet"
     (out / "checkpoints" / "global_step_3").mkdir(parents=True)
     model.mkdir()
     (model / "config.json").write_text("{}")
     rows.write_text("rows")
     first = training_identity(1, [rows], model)
-    assert set_aside_other_training(out, first) is None
-    assert set_aside_other_training(out, training_identity(1, [rows], model)) is None
+    assert archive_other_training(out, first) is None
+    assert archive_other_training(out, training_identity(1, [rows], model)) is None
     assert (out / "checkpoints").is_dir()
     rows.write_text("other rows")
-    moved_to = set_aside_other_training(out, training_identity(1, [rows], model))
+    moved_to = archive_other_training(out, training_identity(1, [rows], model))
     assert moved_to == out / "earlier_runs" / "1"
     assert (moved_to / "checkpoints" / "global_step_3").is_dir()
     assert not (out / "checkpoints").exists()

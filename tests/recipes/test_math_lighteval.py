@@ -99,7 +99,7 @@ def test_real_word_problems_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "expected"),
     [
         ({**ROW, "solution": "two"}, "no final answer"),
         ({**ROW, "solution": "$\\boxed{2"}, "no final answer"),
@@ -109,34 +109,34 @@ def test_real_word_problems_are_read(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_row_is_named_and_nothing_is_written(
-    tmp_path: Path, row: Any, told: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, row: Any, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_rows(tmp_path, "train", [ROW, row, ROW, row])
     write_rows(tmp_path, "test", [ROW])
     assert main(["--input_dir", str(tmp_path), "--local_dir", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for position in (1, 3):
-        assert f"train.jsonl: row {position}: " in said
-    assert told in said
+        assert f"train.jsonl: row {position}: " in output
+    assert expected in output
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_inputs_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def said(folder: Path, local: Path = tmp_path / "out") -> str:
+def test_bad_inputs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def output_of(folder: Path, local: Path = tmp_path / "out") -> str:
         assert main(["--input_dir", str(folder), "--local_dir", str(local)]) == 2
         return " ".join(capsys.readouterr().out.split())
 
-    assert "no such folder" in said(tmp_path / "none")
+    assert "no such folder" in output_of(tmp_path / "none")
     write_rows(tmp_path, "train", [ROW])
-    assert "no test*.parquet" in said(tmp_path)
+    assert "no test*.parquet" in output_of(tmp_path)
     (tmp_path / "test.jsonl").write_text("{\n")
-    assert "test.jsonl: row 0 is no JSON object" in said(tmp_path)
+    assert "test.jsonl: row 0 is no JSON object" in output_of(tmp_path)
     (tmp_path / "test.jsonl").unlink()
     (tmp_path / "test.parquet").write_text("no parquet")
-    assert "test.parquet is not a readable parquet file" in said(tmp_path)
+    assert "test.parquet is not a readable parquet file" in output_of(tmp_path)
     pq.write_table(pa.table({"problem": ["x"]}), tmp_path / "test.parquet")
-    assert "has the columns problem; expected problem and solution or" in said(tmp_path)
-    assert "would be replaced; choose another folder" in said(tmp_path, tmp_path)
+    assert "has the columns problem; expected problem and solution or" in output_of(tmp_path)
+    assert "would be replaced; choose another folder" in output_of(tmp_path, tmp_path)
 
 
 def test_the_launcher_names_a_bad_folder(
@@ -234,7 +234,7 @@ def test_full_size_configs_validate_and_fit_their_models(name: str, dims: dict[s
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "expected"),
     [
         (
             "deepseek_v3_671b_128gpu",
@@ -249,7 +249,7 @@ def test_full_size_configs_validate_and_fit_their_models(name: str, dims: dict[s
     ],
 )
 def test_full_size_plans_are_printed_for_their_node_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, told: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, expected: list[str]
 ) -> None:
     dims = V3 if name.startswith("deepseek") else MOONLIGHT
     (tmp_path / "model").mkdir()
@@ -259,7 +259,7 @@ def test_full_size_plans_are_printed_for_their_node_counts(
         monkeypatch.setenv(variable, value)
     assert launch.main(["math_lighteval", "--print-plan"]) == 0
     plan = capsys.readouterr().out
-    for text in [*told, "mindspeed_llm.fp8_cast_bf16", "mindspeed_llm.convert_ckpt_torch_dist", "--num-gpus 8"]:
+    for text in [*expected, "mindspeed_llm.fp8_cast_bf16", "mindspeed_llm.convert_ckpt_torch_dist", "--num-gpus 8"]:
         assert text in plan, text
     assert plan.count("-m ray.scripts.scripts start --block") == config_of(name).trainer.nnodes
     assert "convert_ckpt_deepseek3_mcore2hf" in plan

@@ -150,18 +150,18 @@ def test_without_sets_the_last_prompts_are_held_out(tmp_path: Path) -> None:
     assert [row["reward_model"]["ground_truth"] for row in held_out] == ["7", "8", "9"]
 
 
-def test_bad_inputs_are_told_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_inputs_are_named_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = write_lines(tmp_path / "bad.jsonl", LINE, {"prompt": [], "label": "1"}, [1], {**LINE, "label": None})
 
-    def said(*arguments: str) -> str:
+    def output_of(*arguments: str) -> str:
         assert main(["--prompt_data", str(bad), "--local_dir", str(tmp_path / "out"), *arguments]) == 2
         return " ".join(capsys.readouterr().out.split())
 
-    told = said()
-    assert "line 2: prompt is '[]'" in told and "line 3: is a list" in told and "line 4: label is None" in told
-    assert "words; expected name path" in said("--eval_prompt_data", "aime")
-    assert "cannot name an evaluation set" in said("--eval_prompt_data", "a.b", str(bad))
-    assert "no such file" in said("--eval_prompt_data", "aime", str(tmp_path / "none"))
+    output = output_of()
+    assert "line 2: prompt is '[]'" in output and "line 3: is a list" in output and "line 4: label is None" in output
+    assert "words; expected name path" in output_of("--eval_prompt_data", "aime")
+    assert "cannot name an evaluation set" in output_of("--eval_prompt_data", "a.b", str(bad))
+    assert "no such file" in output_of("--eval_prompt_data", "aime", str(tmp_path / "none"))
     assert not (tmp_path / "out").exists()
 
 

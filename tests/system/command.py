@@ -79,7 +79,7 @@ class Command:
         self.end()
 
     def text(self) -> str:
-        """Everything said so far."""
+        """The output so far."""
         return self.output.read_text(encoding="utf-8", errors="replace")
 
     def wait(self, timeout_s: float = PATIENCE_S) -> int:
@@ -150,7 +150,7 @@ class Command:
         return self.find("-m verl.trainer.main_ppo")
 
     def is_training(self) -> bool:
-        """Whether the driver has said what it goes on from, or that it begins."""
+        """Whether the driver has printed what it resumes from, or that it starts from the weights."""
         return any(text in self.text() for text in ("resumed after step", "starting from the model's weights"))
 
     def left_behind(self) -> list[str]:

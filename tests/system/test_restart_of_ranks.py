@@ -167,7 +167,7 @@ def check(run: Run, kills: Sequence[Kill], undisturbed: dict[str, Any], caplog: 
     assert len(deaths) == len(kills) == len(run.restarts()), "every order was carried out, and answered once"
     begins = [r.created for r in caplog.records if r.getMessage().startswith(("resumed after", "no checkpoint in"))]
     for kill, killed_s, restart in zip(kills, deaths, run.restarts(), strict=True):
-        paused_s = min(begun for begun in begins if begun > killed_s) - killed_s
+        paused_s = min(started for started in begins if started > killed_s) - killed_s
         place = f"rank {kill.rank} killed in {kill.span}, step {restart['step']}"
         print(f"{place}: training went on from step {restart['from_step']} after {paused_s:.1f} s")
         assert paused_s < GOES_ON_S

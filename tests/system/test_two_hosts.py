@@ -140,9 +140,9 @@ def test_a_part_that_dies_ends_both(hosts: Hosts, prepared: Prepared, tmp_path: 
         victim = (head, worker)[rank].find(name)
         assert victim is not None
         victim.kill()
-        begun = time.monotonic()
+        started = time.monotonic()
         assert head.wait(timeout_s=NOTICE_S) == 1
-        assert worker.wait(timeout_s=NOTICE_S - (time.monotonic() - begun)) == 1
+        assert worker.wait(timeout_s=NOTICE_S - (time.monotonic() - started)) == 1
         assert head.left_behind() == worker.left_behind() == []
         if rank == 1:
             assert WORKER in head.text().split("step 1 ")[-1]

@@ -16,7 +16,7 @@ from recipes.common.launcher.job import Job
 from recipes.common.launcher.processes import POLL_S, OwnProcesses, how_it_ended
 from recipes.common.launcher.settings import NodeRole
 from recipes.common.launcher.stages import Stage, closing_stages, driver_stage, nodes_stage, stages
-from recipes.common.launcher.training_identity import set_aside_other_training, training_identity
+from recipes.common.launcher.training_identity import archive_other_training, training_identity
 from recipes.common.recipe import ROOT
 from verl.trainer.config.load import to_yaml
 from verl.trainer.main_ppo import EXIT_WORKER_DIED
@@ -71,7 +71,7 @@ class NodeRun:
         """Say what the user can do."""
 
     def before_end(self, status: int) -> None:
-        """Tell others that the run has ended, while Ray is still there."""
+        """Notify other nodes of the end of the run, while Ray is still there."""
 
     def start_ray(self, log_dir: Path) -> None:
         """Start Ray on this node and wait until the head's port answers."""
@@ -157,7 +157,7 @@ class HeadRun(NodeRun):
             try:
                 process.wait(timeout=2 * nodes.END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                self.print("the other nodes could not be told that the run has ended", "yellow")
+                self.print("the other nodes could not be notified of the end of the run", "yellow")
 
     def _gather_nodes(self) -> None:
         """Wait for all nodes, compare them with this one, and from then on watch them."""
@@ -174,7 +174,7 @@ class HeadRun(NodeRun):
         settings = self.job.settings
         files = [Path(name).expanduser() for name in file_list(self.job.config.data.train_files)]
         identity = training_identity(settings.seed, files, Path(self.job.config.actor_rollout_ref.model.path))
-        moved_to = set_aside_other_training(settings.output_dir, identity)
+        moved_to = archive_other_training(settings.output_dir, identity)
         if moved_to is not None:
             text = f"OUTPUT_DIR held a training with another seed, data set or model: its results are now in {moved_to}"
             self.print(text, "yellow")

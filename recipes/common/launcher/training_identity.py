@@ -1,4 +1,4 @@
-"""The identity of a training (seed, data, base model): results of another one in OUTPUT_DIR are moved aside."""
+"""The identity of a training (seed, data, base model): results of another one in OUTPUT_DIR are archived."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def training_identity(seed: int, train_files: Iterable[Path], model_dir: Path) -
     return digest_of({"seed": seed, "shards": shards}, [*train_files, *described])
 
 
-def set_aside_other_training(output_dir: Path, identity: str) -> Path | None:
+def archive_other_training(output_dir: Path, identity: str) -> Path | None:
     """Move the results of another training into ``earlier_runs/N`` and note this one; None when nothing was moved."""
     run_file = output_dir / RUN_FILE
     known = json.loads(run_file.read_text(encoding="utf-8"))["identity"] if run_file.is_file() else identity
