@@ -8,7 +8,7 @@ from pathlib import Path
 from recipes.common import arithmetic
 from recipes.common.corpus import CorpusStyle
 from recipes.common.launcher.job import Job
-from recipes.common.launcher.stages import Stage
+from recipes.common.launcher.stages import Stage, module_stage, problems_stage
 from recipes.common.recipe import Recipe
 from recipes.math_lighteval.math_lighteval import INSTRUCTION, input_files
 
@@ -37,15 +37,12 @@ def input_problems(input_dir: Path) -> list[str]:
 
 def data_stages(job: Job) -> list[Stage]:
     """A generated arithmetic set unless INPUT_DIR is given; then parquet files."""
-    settings, python = job.settings, job.python
-    input_dir, out = settings.input_path, []
-    if input_dir is None:
-        input_dir = settings.data_dir / "arithmetic"
-        command = (python, "-m", "recipes.math_lighteval.arithmetic", "--output-dir", str(input_dir))
-        out.append(Stage("problems", "Problems", (*command, "--seed", str(settings.seed))))
-    command = (python, "-m", "recipes.math_lighteval.math_lighteval", "--input_dir", str(input_dir))
-    out.append(Stage("data", "Data", (*command, "--local_dir", str(settings.data_dir))))
-    return out
+    settings, out = job.settings, []
+    input_dir = settings.input_path or settings.data_dir / "arithmetic"
+    if settings.input_path is None:
+        out.append(problems_stage(job, "recipes.math_lighteval.arithmetic", "--output-dir", input_dir))
+    arguments = ("--input_dir", input_dir, "--local_dir", settings.data_dir)
+    return [*out, module_stage(job, "data", "Data", "recipes.math_lighteval.math_lighteval", *arguments)]
 
 
 RECIPE = Recipe(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from recipes.common import arithmetic
 from recipes.common.corpus import CorpusStyle
 from recipes.common.launcher.job import Job
-from recipes.common.launcher.stages import Stage
+from recipes.common.launcher.stages import Stage, module_stage, problems_stage
 from recipes.common.recipe import Recipe
 from recipes.r1_dynamic_sampling.arithmetic import EVAL_SETS, INSTRUCTION
 from recipes.r1_dynamic_sampling.prompt_data import HELD_OUT_SET, set_pairs
@@ -55,18 +55,14 @@ def eval_sets(settings: Settings) -> tuple[str, ...]:
 
 def data_stages(job: Job) -> list[Stage]:
     """Generated problems unless PROMPT_DATA is given; then parquet files of prompts and of every evaluation set."""
-    settings, python = job.settings, job.python
-    prompts, words, out = settings.input_path, settings.eval_input.split(), []
-    if prompts is None:
-        folder = settings.data_dir / "arithmetic"
-        command = (python, "-m", "recipes.r1_dynamic_sampling.arithmetic", "--output-dir", str(folder))
-        out.append(Stage("problems", "Problems", (*command, "--seed", str(settings.seed))))
-        prompts = folder / "prompts.jsonl"
+    settings, out = job.settings, []
+    folder, words = settings.data_dir / "arithmetic", settings.eval_input.split()
+    if settings.input_path is None:
+        out.append(problems_stage(job, "recipes.r1_dynamic_sampling.arithmetic", "--output-dir", folder))
         words = words or [word for name in EVAL_SETS for word in (name, str(folder / f"{name}.jsonl"))]
-    command = (python, "-m", "recipes.r1_dynamic_sampling.prompt_data", "--prompt_data", str(prompts))
+    arguments = ("--prompt_data", settings.input_path or folder / "prompts.jsonl", "--local_dir", settings.data_dir)
     given = ("--eval_prompt_data", *words) if words else ()
-    out.append(Stage("data", "Data", (*command, "--local_dir", str(settings.data_dir), *given)))
-    return out
+    return [*out, module_stage(job, "data", "Data", "recipes.r1_dynamic_sampling.prompt_data", *arguments, *given)]
 
 
 RECIPE = Recipe(

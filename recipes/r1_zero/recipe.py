@@ -7,7 +7,7 @@ from typing import Any
 
 from recipes.common.corpus import CorpusStyle
 from recipes.common.launcher.job import Job
-from recipes.common.launcher.stages import Stage
+from recipes.common.launcher.stages import Stage, module_stage, problems_stage
 from recipes.common.recipe import Recipe
 from recipes.r1_zero.deepscaler import TAGS
 from recipes.r1_zero.json_to_parquet import SYSTEM_TEMPLATE, read_rows
@@ -50,19 +50,15 @@ def input_problems(json_path: Path) -> list[str]:
 
 def data_stages(job: Job) -> list[Stage]:
     """A generated arithmetic set unless JSON_PATH is given; then parquet files."""
-    settings, python = job.settings, job.python
-    json_path, out = settings.input_path, []
-    if json_path is None:
-        json_path = settings.data_dir / "arithmetic.json"
-        command = [python, "-m", "recipes.common.arithmetic", "--output", str(json_path), "--seed", str(settings.seed)]
-        out.append(Stage("problems", "Problems", tuple(command)))
-    command = [python, "-m", "recipes.r1_zero.json_to_parquet", "--json_path", str(json_path)]
-    command += ["--output_dir", str(settings.data_dir), "--train_data_ratio", "0.9", "--seed", str(settings.seed)]
+    settings, out = job.settings, []
+    json_path = settings.input_path or settings.data_dir / "arithmetic.json"
+    if settings.input_path is None:
+        out.append(problems_stage(job, "recipes.common.arithmetic", "--output", json_path))
+    arguments = ["--json_path", json_path, "--output_dir", settings.data_dir]
+    arguments += ["--train_data_ratio", 0.9, "--seed", settings.seed]
     if settings.model_path is not None:
-        longest = str(job.config.data.max_prompt_length)
-        command += ["--tokenizer", str(settings.model_path), "--max_prompt_length", longest]
-    out.append(Stage("data", "Data", tuple(command)))
-    return out
+        arguments += ["--tokenizer", settings.model_path, "--max_prompt_length", job.config.data.max_prompt_length]
+    return [*out, module_stage(job, "data", "Data", "recipes.r1_zero.json_to_parquet", *arguments)]
 
 
 RECIPE = Recipe(

@@ -23,25 +23,34 @@ class Stage:
         return shlex.join(self.command)
 
 
+def module_stage(job: Job, name: str, title: str, module: str, *arguments: object) -> Stage:
+    """The stage that runs ``python -m module`` with these arguments as texts."""
+    return Stage(name, title, (job.python, "-m", module, *map(str, arguments)))
+
+
+def problems_stage(job: Job, module: str, flag: str, output: Path) -> Stage:
+    """The stage that generates arithmetic problems, for a recipe whose data is not given."""
+    return module_stage(job, "problems", "Problems", module, flag, output, "--seed", job.settings.seed)
+
+
 def stages(job: Job) -> list[Stage]:
     """The stages before the training, in order: data, base model, BF16, shards."""
-    settings, python = job.settings, job.python
+    settings = job.settings
     published = settings.model_path or settings.output_dir / "base_model_fp8"
     out = [*_data_stages(job)]
     if settings.model_path is None:
-        command = [python, "-m", "recipes.common.base_model", settings.recipe.name, "--seed", str(settings.seed)]
-        command += ["--train-parquet", str(settings.data_dir / "train.parquet"), "--output-dir", str(published)]
+        arguments: list[object] = [settings.recipe.name, "--seed", settings.seed, "--output-dir", published]
+        arguments += ["--train-parquet", settings.data_dir / "train.parquet"]
         if not job.config.actor_rollout_ref.actor.megatron.load_weight:
-            command += ["--num-steps", "2"]  # config and tokenizer are wanted, weights are not
-        out.append(Stage("base_model", "Base model", tuple(command)))
+            arguments += ["--num-steps", 2]  # config and tokenizer are wanted, weights are not
+        out.append(module_stage(job, "base_model", "Base model", "recipes.common.base_model", *arguments))
     else:
         out.append(Stage("base_model", "Base model", skip_reason=f"MODEL_PATH is {settings.model_path}"))
     if model_dir(settings) == settings.model_path:
         out.append(Stage("fp8_to_bf16", "FP8 to BF16", skip_reason=f"{settings.model_path} is not quantised"))
     else:
-        command = [python, "-m", "mindspeed_llm.fp8_cast_bf16", "--input-fp8-hf-path", str(published)]
-        command += ["--output-bf16-hf-path", str(model_dir(settings)), "--resume"]
-        out.append(Stage("fp8_to_bf16", "FP8 to BF16", tuple(command)))
+        arguments = ["--input-fp8-hf-path", published, "--output-bf16-hf-path", model_dir(settings), "--resume"]
+        out.append(module_stage(job, "fp8_to_bf16", "FP8 to BF16", "mindspeed_llm.fp8_cast_bf16", *arguments))
     out.append(_sharding_stage(job))
     return out
 
@@ -64,17 +73,14 @@ def _sharding_stage(job: Job) -> Stage:
         )
     if settings.dist_ckpt_path is not None and has_shards(settings.dist_ckpt_path):
         return Stage(name, title, skip_reason=f"DIST_CKPT_PATH {settings.dist_ckpt_path} has shards, used as they are")
-    paths = ["--load-dir", str(model_dir(settings)), "--save-dir", str(settings.dist_ckpt_dir), "--resume"]
+    paths = ["--load-dir", model_dir(settings), "--save-dir", settings.dist_ckpt_dir, "--resume"]
     if settings.recipe.shards == "torch_dist":
-        return Stage(name, title, (job.python, "-m", "mindspeed_llm.convert_ckpt_torch_dist", *paths))
-    command = [job.python, "-m", "mindspeed_llm.convert_ckpt_deepseek3", "--moe-grouped-gemm"]
-    command += ["--target-tensor-parallel-size", str(engine.tensor_model_parallel_size)]
-    command += ["--target-pipeline-parallel-size", str(engine.pipeline_model_parallel_size)]
-    command += _slot_flags(job)
-    command += ["--target-expert-parallel-size", str(engine.expert_model_parallel_size)]
-    if engine.moe_tp_extend_ep:
-        command.append("--moe-tp-extend-ep")
-    return Stage(name, title, (*command, *paths))
+        return module_stage(job, name, title, "mindspeed_llm.convert_ckpt_torch_dist", *paths)
+    flags = ["--moe-grouped-gemm", "--target-tensor-parallel-size", engine.tensor_model_parallel_size]
+    flags += ["--target-pipeline-parallel-size", engine.pipeline_model_parallel_size, *_slot_flags(job)]
+    flags += ["--target-expert-parallel-size", engine.expert_model_parallel_size]
+    flags += ["--moe-tp-extend-ep"] if engine.moe_tp_extend_ep else []
+    return module_stage(job, name, title, "mindspeed_llm.convert_ckpt_deepseek3", *flags, *paths)
 
 
 def _slot_flags(job: Job) -> list[str]:
@@ -97,22 +103,22 @@ def _slot_flags(job: Job) -> list[str]:
 
 def nodes_stage(job: Job, *arguments: str) -> Stage:
     """A command that waits for the other nodes, watches them or ends them; RAY_ADDRESS tells it the head."""
-    return Stage("nodes", "Nodes", (job.python, "-m", "recipes.common.launcher.nodes", *arguments))
+    return module_stage(job, "nodes", "Nodes", "recipes.common.launcher.nodes", *arguments)
 
 
 def driver_stage(job: Job) -> Stage:
     """The training: its controller is a process of its own."""
     directory, name = config_path(job.settings)
-    command = (job.python, "-m", "verl.trainer.main_ppo", "--config-dir", str(directory), "--config-name", name)
-    return Stage("main_ppo", "GRPO", (*command, *run_overrides(job.settings, job.rollout_nnodes)))
+    arguments = ("--config-dir", directory, "--config-name", name, *run_overrides(job.settings, job.rollout_nnodes))
+    return module_stage(job, "main_ppo", "GRPO", "verl.trainer.main_ppo", *arguments)
 
 
 def closing_stages(job: Job) -> list[Stage]:
     """The stages after the training: back to Hugging Face form where the recipe wants it, then the report."""
-    report = (job.python, "-m", "tools.report", "--run-dir", str(job.settings.output_dir))
+    report = module_stage(job, "report", "Results", "tools.report", "--run-dir", job.settings.output_dir)
     is_trained = not job.config.trainer.rollout_only
     export = [_export_stage(job)] if job.settings.recipe.converts_back and is_trained else []
-    return [*export, Stage("report", "Results", report)]
+    return [*export, report]
 
 
 def _export_stage(job: Job) -> Stage:
@@ -120,8 +126,7 @@ def _export_stage(job: Job) -> Stage:
     checkpoints = Path(job.config.trainer.default_local_dir)
     latest = checkpoints / "latest_checkpointed_iteration.txt"
     step = latest.read_text(encoding="utf-8").strip() if latest.is_file() else "<last>"
-    command = [job.python, "-m", "mindspeed_llm.convert_ckpt_deepseek3_mcore2hf"]
-    command += ["--load-dir", str(checkpoints / f"global_step_{step}" / "actor")]
-    command += ["--hf-config-dir", str(model_dir(job.settings))]
-    command += ["--save-dir", str(job.settings.output_dir / "trained_hf" / f"global_step_{step}"), "--resume"]
-    return Stage("shards_to_hf", "Shards to Hugging Face", tuple(command))
+    paths = ["--load-dir", checkpoints / f"global_step_{step}" / "actor", "--hf-config-dir", model_dir(job.settings)]
+    paths += ["--save-dir", job.settings.output_dir / "trained_hf" / f"global_step_{step}", "--resume"]
+    module = "mindspeed_llm.convert_ckpt_deepseek3_mcore2hf"
+    return module_stage(job, "shards_to_hf", "Shards to Hugging Face", module, *paths)
