@@ -6,8 +6,6 @@ import socket
 
 import psutil
 
-LOOPBACK = "127.0.0.1"
-
 
 def own_addresses() -> dict[str, str]:
     """IPv4 address -> interface name, of every interface that is up."""

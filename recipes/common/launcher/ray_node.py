@@ -21,7 +21,7 @@ from recipes.common.launcher.job import Job
 from recipes.common.launcher.processes import OwnProcesses, how_it_ended
 from recipes.common.launcher.settings import NodeRole
 from recipes.common.recipe import ROOT
-from verl.utils.net_utils import free_ports
+from verl.utils.net_utils import LOOPBACK, free_ports
 
 START_TIMEOUT_S = 90.0
 LOG_TAIL_LINES = 15
@@ -65,7 +65,7 @@ def ray_address(job: Job, role: NodeRole) -> str:
 def run_variables(job: Job, role: NodeRole, environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that this launcher sets for Ray, the workers and the driver; Ray's token comes on top."""
     given = (environment.get("no_proxy") or environment.get("NO_PROXY") or "").split(",")
-    own = ["localhost", network.LOOPBACK, role.master_addr, role.own_addr]
+    own = ["localhost", LOOPBACK, role.master_addr, role.own_addr]
     variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]),
         "RAY_ADDRESS": ray_address(job, role),
@@ -83,7 +83,7 @@ def run_variables(job: Job, role: NodeRole, environment: Mapping[str, str]) -> d
         "no_proxy": ",".join(dict.fromkeys(filter(None, [*given, *own]))),
     }
     variables["NO_PROXY"] = variables["no_proxy"]
-    if role.own_addr == network.LOOPBACK:
+    if role.own_addr == LOOPBACK:
         # Without it, Ray replaces a loopback address by the machine's outer one (ray-project/ray issue 26293), and a
         # node with an outer address listens on all interfaces.
         variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"

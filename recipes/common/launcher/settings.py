@@ -10,6 +10,7 @@ from typing import Any
 
 from recipes.common.launcher import network
 from recipes.common.recipe import ROOT, Recipe
+from verl.utils.net_utils import LOOPBACK
 
 CPU = "cpu"
 
@@ -210,7 +211,7 @@ def find_role(settings: Settings, nnodes: int) -> NodeRole:
     if settings.socket_ifname is not None or not is_head:
         own = network.address_towards(master, settings.socket_ifname)
     else:
-        own = network.LOOPBACK if nnodes == 1 or master is None else master
+        own = LOOPBACK if nnodes == 1 or master is None else master
     return NodeRole(is_head, own, own if nnodes == 1 or master is None else master, addresses.get(own, "lo"))
 
 
