@@ -13,7 +13,7 @@ from verl.trainer.config import TrainerConfig
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _TRAIN_OPS = {"cpu": "megatron.core.ops.cpu:cpu_ops", "npu": "mindspeed.ops:train_ops"}
 _ROLLOUT_OPS = {"cpu": "vllm.ops.cpu:default_ops", "npu": "vllm_ascend.ops:rollout_ops"}
-EXACT_OPS = ("megatron.core.ops.exact:exact_ops", "vllm.ops.exact:rollout_ops")
+EXACT_OPS = ("verl.exact_mode.training_ops:exact_ops", "verl.exact_mode.rollout_ops:rollout_ops")
 
 
 def resolve_device(name: str) -> str:

@@ -1,6 +1,6 @@
-"""The exact mode's table: on a CPU, log-probabilities equal those of the rollout engine's exact table bit for bit.
+"""Exact mode's op table for training: on a CPU, log-probabilities equal those of ``rollout_ops`` bit for bit.
 
-Forward follows exact_math.py, so a token's bits do not depend on packing or micro-batches. Backward is the gradient of
+Forward follows math.py, so a token's bits do not depend on packing or micro-batches. Backward is the gradient of
 the reference ops at the same inputs.
 """
 
@@ -13,18 +13,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.core.ops import cpu, exact_math, reference
+from megatron.core.ops import cpu, reference
 from megatron.core.ops.contract import TrainOps
-from megatron.core.ops.exact_math import KEYS, QUERIES
 from megatron.core.ops.reference_moe import GroupedMatmulFunction
 from megatron.core.ops.reference_moe import token_unpermute as reference_token_unpermute
 from megatron.core.ops.reference_moe import topk_router as reference_topk_router
+from verl.exact_mode import math as exact_math
+from verl.exact_mode.math import KEYS, QUERIES
 
-_MAX_RECTANGLE = 1 << 24  # elements of queries that are copied at a time: 64 MiB
+_MAX_RECTANGLE = 1 << 24  # query elements that are copied at a time: 64 MiB
 
 
 def exact_ops() -> TrainOps:
-    """The exact table; attention in blocks (context parallelism) has no exact form and stays the reference."""
+    """Return the exact table. Attention in blocks (context parallelism) has no exact form and stays the reference."""
     table = cpu.cpu_ops()
     entries: dict[str, Any] = {
         "rms_norm": rms_norm,
@@ -55,7 +56,7 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotary_interleaved(x_TNR: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """See ``contract.RotaryInterleaved``; all first members of the pairs, then all second ones, as in rollout."""
+    """See ``contract.RotaryInterleaved``; the first members of all pairs, then the second ones, as in rollout."""
 
     def in_halves(x: torch.Tensor) -> torch.Tensor:
         return reference.rotary_interleaved(x, cos, sin).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -155,7 +156,7 @@ def topk_router(
 def _differentiable(
     exact: Callable[..., torch.Tensor], differentiable: Callable[..., torch.Tensor], *inputs: torch.Tensor
 ) -> torch.Tensor:
-    """``exact(*inputs)`` with the gradient of ``differentiable``."""
+    """Return ``exact(*inputs)`` with the gradient of ``differentiable``."""
     out: torch.Tensor = _GradientOfAnother.apply(exact, differentiable, *inputs)
     return out
 
@@ -191,7 +192,7 @@ def _matmul_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float, causal: bool
 ) -> torch.Tensor:
-    """[T, N, Dv]; sequences with as many blocks of keys go together."""
+    """Return [T, N, Dv]; sequences with the same number of key blocks are computed together."""
     heads = q.shape[1]
     k, v = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
     bounds = cu_seqlens.cpu().numpy().astype(np.int64)

@@ -1,8 +1,8 @@
-"""The exact mode's table: on a CPU, log-probabilities equal those of the training engine's exact table bit for bit.
+"""Exact mode's op table for rollout: on a CPU, log-probabilities equal those of ``training_ops`` bit for bit.
 
-A token's bits depend on the tokens before it alone: not on the batch, the chunks of its prompt, preemption or cached
-prefixes (see exact_math.py). Decode attends as prefill and training do, through keys and values that each head makes of
-the latents, so every step expands each sequence's whole context again: right, and several times slower.
+A token's bits depend only on the tokens before it: not on the batch, the chunks of its prompt, preemption or cached
+prefixes (see math.py). Decode attends as prefill and training do, with keys and values that each head computes from the
+latents, so every step expands each sequence's whole context again, which makes it several times slower.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.exact_mode import math as exact_math
+from verl.exact_mode.math import KEYS, QUERIES
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.ops import exact_math, reference, reference_gqa
+from vllm.ops import reference, reference_gqa
 from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps, SampledTokens, SamplingBatch
-from vllm.ops.exact_math import KEYS, QUERIES
 from vllm.ops.reference_exchange import all_to_all_experts
 from vllm.ops.reference_sample import sample as reference_sample
 
 
 def rollout_ops() -> RolloutOps:
-    """The exact table."""
+    """Return the exact table."""
     table = reference.rollout_ops()
     entries = {
         "new_kv_cache": new_kv_cache,
@@ -69,7 +70,7 @@ def new_gqa_cache(
 def _require_cpu(device: torch.device) -> None:
     if device.type != "cpu":
         raise ValueError(
-            f"rollout_ops='vllm.ops.exact:rollout_ops' on {device}: only a CPU has exact ops; device='cpu'"
+            f"rollout_ops='verl.exact_mode.rollout_ops:rollout_ops' on {device}: only a CPU has exact ops; device='cpu'"
         )
 
 
@@ -97,12 +98,12 @@ def norm_rope_write_kv(
 
 @dataclass
 class _Rectangle:
-    """b sequences of a step with as many blocks of KEYS keys: Q padded queries each, S padded keys."""
+    """b sequences of a step with the same number of key blocks: Q padded queries each, S padded keys."""
 
-    tokens_bQ: Tensor  # int64, place of each query among the step's new tokens; padding repeats the last
+    tokens_bQ: Tensor  # int64, index of each query among the step's new tokens; padding repeats the last
     is_real_bQ: Tensor
     last_bQ: Tensor  # int64, position of each query: the last key that it sees
-    slots_bS: Tensor  # int64, where each key lies in the cache; padding repeats the last
+    slots_bS: Tensor  # int64, cache slot of each key; padding repeats the last
 
 
 def mla_prefill(
@@ -204,7 +205,7 @@ def exchanged_experts(
     num_active: int,
     group: GroupCoordinator,
 ) -> Tensor:
-    """Every choice travels as a token with one expert; its rows are weighted and added up at home."""
+    """Send every choice as a token with one expert; the sending rank weights its rows and adds them up."""
     top_k = ids_TK.shape[1]
     rows_SH = all_to_all_experts(
         x_TH.repeat_interleave(top_k, dim=0),
@@ -220,7 +221,7 @@ def exchanged_experts(
 
 
 def sample(logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
-    """The reference's draw; of the log-probs those that training compares with are exact, not the processed ones."""
+    """Draw as the reference does; the log-probs that training compares with are exact, processed ones are not."""
     sampled = reference_sample(logits_BW, batch)
     if batch.logprobs_mode == "processed_logprobs":
         return sampled
@@ -232,7 +233,7 @@ def sample(logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
 
 
 def _rectangles(meta: PrefillMetadata) -> list[_Rectangle]:
-    """The step's sequences, by the number of blocks of keys; kept for the other layers."""
+    """Return the step's sequences by the number of key blocks; the other layers find them in the step's scratch."""
     found: list[_Rectangle] | None = meta.scratch.get("rectangles")
     if found is not None:
         return found
@@ -259,7 +260,7 @@ def _rectangles(meta: PrefillMetadata) -> list[_Rectangle]:
 
 
 def _attend(q_TND: Tensor, k_SND: Tensor, v_SNV: Tensor, part: _Rectangle, scale: float, out_TNV: Tensor) -> None:
-    """Write the outputs of the part's queries; k and v hold its sequences' padded keys, one after the other."""
+    """Write the outputs of the part's queries; k and v hold the padded keys of one sequence after the other."""
     count, heads = len(part.tokens_bQ), q_TND.shape[1]
 
     def pairs(x_bMNC: Tensor) -> Tensor:

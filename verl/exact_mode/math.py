@@ -1,12 +1,12 @@
-"""The arithmetic of the exact mode: what a row gives depends on that row alone, not on the rows beside it.
+"""The arithmetic of exact mode: the result of a row depends on that row alone, not on the rows beside it.
 
-The rollout and the training engine hold this file each, byte for byte the same, and make of it everything between a
-token and its log-probability; so both give a token the same bits in whatever batch, chunk or micro-batch it comes.
+Both op tables compute everything between a token and its log-probability with it, so a token has the same bits in any
+batch, chunk or micro-batch.
 
 Three rules hold everywhere. Matrix products have fixed shapes: ROWS rows, padded with zeros, of at most TERMS terms,
-whose parts are added in order; attention takes QUERIES queries to KEYS keys at a time, counted from the start of the
-sequence. Other sums go over a fixed tree. All else is elementwise: IEEE arithmetic, exp and log. That torch's products
-and functions then give an element the same bits wherever it lies is checked for every shape when it first comes.
+whose partial sums are added in order; attention multiplies QUERIES queries with KEYS keys at a time, counted from the
+start of the sequence. Other sums go over a fixed tree. All else is elementwise: IEEE arithmetic, exp and log. Torch's
+products and functions must then give an element the same bits at any position; each shape is checked at its first use.
 
 16-bit operands are widened to float32 and results rounded once. Letters: T tokens, H hidden, N heads, D head size, R
 rotary size, V value size, K experts of a token, E experts, G (sequence, head) pairs, Q queries, S keys.
@@ -24,18 +24,18 @@ ROWS = 16
 TERMS = 256
 QUERIES = 8
 KEYS = 64
-_NARROW = 16  # columns of the products that all others are compared with
-_ALIGNMENT = 64  # bytes: products may depend on how their operands lie in a vector
+_NARROW = 16  # columns of the products with which all others are compared
+_ALIGNMENT = 64  # bytes: products may depend on how their operands are aligned
 
 
 def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """a @ b [M, N] in a's dtype; row m depends on a[m] and b only."""
+    """Return a @ b [M, N] in a's dtype; row m depends on a[m] and b only."""
     num_rows, num_terms = a_MK.shape
     if num_rows == 0 or num_terms == 0:
         return a_MK.new_zeros(num_rows, b_KN.shape[1])
     num_columns = b_KN.shape[1]
-    wide_KN = _lying(F.pad(_wide(b_KN), (0, max(0, _NARROW - num_columns))))
-    padded = _lying(F.pad(_wide(a_MK), (0, 0, 0, -num_rows % ROWS)))
+    wide_KN = _aligned(F.pad(_wide(b_KN), (0, max(0, _NARROW - num_columns))))
+    padded = _aligned(F.pad(_wide(a_MK), (0, 0, 0, -num_rows % ROWS)))
     tiles = padded.view(-1, ROWS, num_terms)
     out = None
     for first in range(0, num_terms, TERMS):
@@ -47,7 +47,7 @@ def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
 
 
 def tree_sum(x: Tensor) -> Tensor:
-    """Sum over the last dim, kept as 1: the second half is added to the first until one column is left."""
+    """Return the sum over the last dim, kept as 1: the second half is added to the first until one column is left."""
     while x.shape[-1] > 1:
         half = (x.shape[-1] + 1) // 2
         first, second = x[..., :half], x[..., half:]
@@ -56,21 +56,21 @@ def tree_sum(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps), rounded to x's dtype, times weight."""
+    """Return x / sqrt(mean(x^2) + eps), rounded to x's dtype, times weight."""
     wide = _wide(x)
     mean_square = tree_sum(wide * wide) / x.shape[-1]
     return (wide * (1.0 / (mean_square + eps).sqrt())).to(x.dtype) * weight
 
 
 def swiglu(x_T2F: Tensor) -> Tensor:
-    """silu(gate) * up; silu rounded to x's dtype."""
+    """Return silu(gate) * up, silu rounded to x's dtype."""
     gate, up = x_T2F.chunk(2, dim=-1)
     wide = _wide(gate)
     return (wide / (1.0 + _exp(-wide))).to(gate.dtype) * up
 
 
 def rotary(x_TNR: Tensor, cos_Th: Tensor, sin_Th: Tensor) -> Tensor:
-    """Pairs (x[2i], x[2i+1]) turned by angle i < h = R/2; all first members, then all second ones."""
+    """Turn pairs (x[2i], x[2i+1]) by angle i < h = R/2; returns all first members, then all second ones."""
     cos, sin, wide = cos_Th.unsqueeze(1), sin_Th.unsqueeze(1), _wide(x_TNR)
     first, second = wide[..., 0::2], wide[..., 1::2]
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -78,12 +78,12 @@ def rotary(x_TNR: Tensor, cos_Th: Tensor, sin_Th: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     return 1.0 / (1.0 + _exp(-x))
 
 
 def softmax(x: Tensor) -> Tensor:
-    """Over the last dim."""
+    """Return the softmax over the last dim."""
     weights = _exp(x - x.amax(-1, keepdim=True))
     return weights / tree_sum(weights)
 
@@ -91,7 +91,10 @@ def softmax(x: Tensor) -> Tensor:
 def choose_experts(
     scores_TE: Tensor, bias_E: Tensor | None, top_k: int, num_groups: int, topk_groups: int, best_of_group: int
 ) -> Tensor:
-    """int64 [T, K] in ascending order: the best of scores + bias, among the groups with the best sums of their best."""
+    """Return the experts with the largest scores + bias, int64 [T, K] in ascending order.
+
+    They belong to the ``topk_groups`` groups whose ``best_of_group`` best experts have the largest sums.
+    """
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if topk_groups < num_groups:
         grouped = choice_TE.unflatten(-1, (num_groups, -1))
@@ -103,7 +106,7 @@ def choose_experts(
 
 
 def in_order(x_TK: Tensor) -> Tensor:
-    """[T, 1]: the columns added one after the other."""
+    """Return [T, 1]: the columns, added one after the other."""
     total = x_TK[..., :1]
     for k in range(1, x_TK.shape[-1]):
         total = total + x_TK[..., k : k + 1]
@@ -111,7 +114,7 @@ def in_order(x_TK: Tensor) -> Tensor:
 
 
 def weighted_rows(rows_TKH: Tensor, weights_TK: Tensor) -> Tensor:
-    """[T, H] in the rows' dtype: each token's rows by their weights, added one after the other."""
+    """Return [T, H] in the rows' dtype: each token's rows times their weights, added one after the other."""
     total = _wide(rows_TKH[:, 0]) * weights_TK[:, :1]
     for k in range(1, rows_TKH.shape[1]):
         total = total + _wide(rows_TKH[:, k]) * weights_TK[:, k : k + 1]
@@ -119,11 +122,11 @@ def weighted_rows(rows_TKH: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 def attend(q_GQD: Tensor, k_GSD: Tensor, v_GSV: Tensor, last_GQ: Tensor, scale: float) -> Tensor:
-    """softmax(q k^T * scale) v -> float32 [G, Q, V]; query i of a pair sees its keys 0 .. last[i].
+    """Return softmax(q k^T * scale) v, float32 [G, Q, V]; query i of a pair sees its keys 0 .. last[i].
 
-    Q is a multiple of QUERIES and S of KEYS; what pads them is finite. No gradient.
+    Q is a multiple of QUERIES and S of KEYS; the padding is finite. No gradient.
     """
-    q_GQD, k_GSD, v_GSV = (_lying(_wide(x)) for x in (q_GQD, k_GSD, v_GSV))
+    q_GQD, k_GSD, v_GSV = (_aligned(_wide(x)) for x in (q_GQD, k_GSD, v_GSV))
     out = q_GQD.new_empty(*q_GQD.shape[:2], v_GSV.shape[-1])
     key_of_column = torch.arange(k_GSD.shape[1])
     for first in range(0, q_GQD.shape[1], QUERIES):
@@ -147,7 +150,7 @@ def attend(q_GQD: Tensor, k_GSD: Tensor, v_GSV: Tensor, last_GQ: Tensor, scale: 
 
 
 def log_sum_exp(x_TV: Tensor) -> Tensor:
-    """float32 [T]; torch's own, which goes over each row alone, once that has been checked."""
+    """Return logsumexp, float32 [T], by torch's own function, which is checked to treat each row alone."""
     _check_log_sum_exp(x_TV.shape[1], torch.get_num_threads())
     return _log_sum_exp(_wide(x_TV))
 
@@ -162,8 +165,8 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _lying(x: Tensor) -> Tensor:
-    """x, contiguous and aligned."""
+def _aligned(x: Tensor) -> Tensor:
+    """Return x contiguous and aligned."""
     x = x.contiguous()
     return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
 
@@ -184,7 +187,7 @@ def _products(a_BRK: Tensor, b_BKN: Tensor) -> Tensor:
 def _check_products(
     rows: int, terms: int, columns: int, is_transposed: bool, dtype: torch.dtype, num_threads: int
 ) -> None:
-    """A product of these sizes gives the same bits at every row and column, in every batch and at every width."""
+    """Require that a product of these sizes gives the same bits at every row and column, in every batch and width."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(3, rows, terms, generator=generator, dtype=dtype)
     b = torch.randn(terms, columns, generator=generator, dtype=dtype)
@@ -221,6 +224,6 @@ def _check_log_sum_exp(size: int, num_threads: int) -> None:
 def _require(is_so: bool, what: str) -> None:
     if not is_so:
         raise RuntimeError(
-            f"the exact mode cannot run on this machine: {what}: torch {torch.__version__} gives an element other bits "
-            f"at another place (threads: {torch.get_num_threads()}); set OMP_NUM_THREADS=1, or turn the exact mode off"
+            f"exact mode cannot run on this machine: {what}: torch {torch.__version__} gives an element other bits "
+            f"at another position (threads: {torch.get_num_threads()}); set OMP_NUM_THREADS=1, or turn exact mode off"
         )
