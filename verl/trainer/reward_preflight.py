@@ -49,7 +49,7 @@ def _source_problems(config: PPOTrainerConfig) -> Iterator[str]:
     """Of the data's sources against the config's: rows without a function, functions without a row."""
     files = [*file_list(config.data.train_files), *file_list(config.data.val_files)]
     if any(schema_problems(file, config.data.prompt_key) for file in files):
-        return  # told as problems of the data
+        return  # reported as problems of the data
     custom, sources = config.custom_reward_function, sorted(data_sources(files))
     for pattern in custom.by_data_source:
         if pattern not in sources and not any(fnmatch.fnmatchcase(source, pattern) for source in sources):

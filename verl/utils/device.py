@@ -1,4 +1,4 @@
-"""Which device a run uses and what comes with it; nothing is imported that the device does not need."""
+"""The device of a run, its torch module, backend and op tables; only what the device needs is imported."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_ports(count: int, avoid: Iterable[int] = ()) -> list[int]:
-    """``count`` TCP ports, none of ``avoid``, that nobody listens on at this moment, on any address of this machine.
+    """Returns ``count`` TCP ports, none of ``avoid``, that are free at this moment on every address of this machine.
 
-    They are drawn at random from where the system takes no port from by itself: one of its ephemeral ports may belong
-    to somebody's connection or to a worker of Ray by the time that its server starts.
+    They are drawn at random from outside the system's ephemeral ports, any of which may belong to a connection or to a
+    worker of Ray by the time that the server starts.
 
     Raises:
         OSError: fewer are free.
@@ -37,7 +37,7 @@ def free_ports(count: int, avoid: Iterable[int] = ()) -> list[int]:
 
 
 def _candidates() -> list[int]:
-    """Ports that servers may be given: all of the range where next to none of it lies outside the ephemeral ports."""
+    """The ports to draw from: all of the range if almost all of it is ephemeral."""
     everything = list(range(_FIRST, _LAST + 1))
     if not _EPHEMERAL.exists():
         return everything

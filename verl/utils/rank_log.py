@@ -1,4 +1,4 @@
-"""What the code of a rank logs, in a file of its own."""
+"""The log file of a rank."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import logging
 import os
 from pathlib import Path
 
-LOG_DIR = "RUN_LOG_DIR"  # of the driver: each rank writes rank_N.log there; unset, nothing is written
+LOG_DIR = "RUN_LOG_DIR"  # variable of the driver: each rank writes rank_N.log there; unset, nothing is written
 FORMAT = "%(asctime)s %(name)s %(levelname)s: %(message)s"
 
 
 def open_rank_log(place: str) -> None:
-    """Everything logged in this process from now on goes to the file, warnings to the standard error too.
+    """Sends everything that this process logs to its file, and warnings to the standard error too.
 
     Args:
-        place: where this process is, for the file's first line.
+        place: host and pid of this process, for the file's first line.
     """
     folder, rank = os.environ.get(LOG_DIR), os.environ["RANK"]
     if not folder:

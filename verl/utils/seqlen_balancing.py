@@ -1,4 +1,4 @@
-"""Rows to partitions of nearly equal total length: over data-parallel ranks, and over the micro-batches of one."""
+"""Partitions rows to nearly equal total lengths, over data-parallel ranks and over micro-batches."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def balanced_order(
     balance: bool = True,
     shuffle_seed: int | None = None,
 ) -> list[int]:
-    """An order of the rows whose ``num_ranks`` equal parts hold, in turn, a rank's share of each mini-batch.
+    """Returns an order of the rows in which each of ``num_ranks`` equal parts is one rank's share of each mini-batch.
 
     A mini-batch is the next ``rows_per_mini_batch`` rows of the batch (with a seed: of the shuffled batch), whatever
-    the number of ranks: an update learns from the same rows in every layout. Its rows go to the ranks by length, or in
-    order without ``balance``.
+    the number of ranks: an update learns from the same rows in every layout. Its rows are assigned to ranks by length,
+    or in order without ``balance``.
     """
     order = list(range(len(seqlen_list)))
     if shuffle_seed is not None:
@@ -63,46 +63,46 @@ def balanced_order(
             size = len(lengths) // num_ranks
             parts = [list(range(rank * size, (rank + 1) * size)) for rank in range(num_ranks)]
         for share, part in zip(shares, parts, strict=True):
-            share.extend(order[first + place] for place in part)
+            share.extend(order[first + row] for row in part)
     return [row for share in shares for row in share]
 
 
 def partitions_within(seqlen_list: Sequence[int], max_sum: int) -> list[list[int]]:
-    """Few partitions of balanced sums, none above ``max_sum`` but those of a single row that is longer itself.
+    """Returns few partitions of balanced sums, none above ``max_sum`` except those of a single longer row.
 
-    Best-fit decreasing says how many are needed; where balancing that many breaks the limit, its partitions stand.
+    Best-fit decreasing finds how many are needed; if balancing that many breaks the limit, its partitions are used.
     """
     if not seqlen_list:
         return []
-    rooms: list[int] = []  # what is left in each open partition, ascending, and which partition that is
-    names: list[int] = []
+    rooms: list[int] = []  # free tokens of each open partition, ascending
+    names: list[int] = []  # the partition that each entry of ``rooms`` belongs to
     fitted: list[list[int]] = []
     for row in sorted(range(len(seqlen_list)), key=lambda i: (-seqlen_list[i], i)):
-        place = bisect.bisect_left(rooms, seqlen_list[row])
-        if place == len(rooms):
+        index = bisect.bisect_left(rooms, seqlen_list[row])
+        if index == len(rooms):
             fitted.append([row])
             room, name = max_sum - seqlen_list[row], len(fitted) - 1
         else:
-            name, room = names.pop(place), rooms.pop(place) - seqlen_list[row]
+            name, room = names.pop(index), rooms.pop(index) - seqlen_list[row]
             fitted[name].append(row)
-        place = bisect.bisect_left(rooms, room)
-        rooms.insert(place, room)
-        names.insert(place, name)
+        index = bisect.bisect_left(rooms, room)
+        rooms.insert(index, room)
+        names.insert(index, name)
     balanced = get_seqlen_balanced_partitions(seqlen_list, len(fitted), equal_size=False)
     is_within = all(len(part) == 1 or sum(seqlen_list[row] for row in part) <= max_sum for part in balanced)
     return balanced if is_within else [sorted(part) for part in fitted]
 
 
 def split_to(partitions: Sequence[list[int]], seqlen_list: Sequence[int], count: int) -> list[list[int]]:
-    """``partitions`` with the heaviest cut in two until there are ``count``, or until each is a single row."""
+    """Splits the heaviest partition in two until there are ``count``, or until each is a single row."""
     single = [part for part in partitions if len(part) == 1]
     heap = [(-sum(seqlen_list[row] for row in part), part) for part in partitions if len(part) > 1]
     heapq.heapify(heap)
     while heap and len(heap) + len(single) < count:
         _, part = heapq.heappop(heap)
         lengths = [seqlen_list[row] for row in part]
-        for places in get_seqlen_balanced_partitions(lengths, 2, equal_size=False):
-            half = [part[place] for place in places]
+        for rows in get_seqlen_balanced_partitions(lengths, 2, equal_size=False):
+            half = [part[row] for row in rows]
             if len(half) == 1:
                 single.append(half)
             else:
@@ -111,9 +111,9 @@ def split_to(partitions: Sequence[list[int]], seqlen_list: Sequence[int], count:
 
 
 def _merge(left: list[_Part], right: list[_Part], num_partitions: int) -> list[_Part]:
-    """The largest sums of one meet the smallest of the other; with room for all, none meet."""
-    num_alone = max(num_partitions - len(right), 0)  # the front of ``left`` meets empty partitions of ``right``
-    met = [
+    """Joins the largest sums of one with the smallest of the other; with room for all, none are joined."""
+    num_alone = max(num_partitions - len(right), 0)  # the first of ``left`` are joined with empty partitions of
+    ``right`` met = [
         (a + b, min(first, second), [*rows, *others])
         for (a, first, rows), (b, second, others) in zip(left[num_alone:], reversed(right), strict=False)
     ]

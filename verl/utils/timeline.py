@@ -1,4 +1,4 @@
-"""What one process did when: named spans, and the clock that they are told by."""
+"""The timeline of one process: named spans and the clock that they are measured with."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-MAX_SPANS = 20_000  # of a recording; a step has some dozens
+MAX_SPANS = 20_000  # per recording; a step has some dozens
 
 
 @dataclass(frozen=True)
 class Span:
-    """``name`` went on from ``start_s`` to ``end_s`` of this process's clock."""
+    """A named interval from ``start_s`` to ``end_s`` on this process's clock."""
 
     name: str
     start_s: float
@@ -24,7 +24,7 @@ class Span:
 
 @dataclass(frozen=True)
 class ClockReading:
-    """``clock_s`` was the time on the clock that all processes of one running kernel share, ``clock`` its name."""
+    """A reading ``clock_s`` of the clock named ``clock``, which all processes of a running kernel share."""
 
     clock: str
     clock_s: float
@@ -32,7 +32,7 @@ class ClockReading:
 
 @dataclass(frozen=True)
 class Recording:
-    """What a process did since its recording began; ``num_dropped`` spans came when it was full."""
+    """The spans of a process since its recording started; ``num_dropped`` came when it was full."""
 
     host: str
     pid: int
@@ -42,7 +42,7 @@ class Recording:
 
 
 class Timeline:
-    """Spans of this process, kept only between ``begin`` and ``take``; outside of these a span takes a microsecond."""
+    """Spans of this process, stored only between ``begin`` and ``take``; otherwise a span costs a microsecond."""
 
     def __init__(self, max_spans: int = MAX_SPANS) -> None:
         self._max_spans = max_spans
@@ -50,17 +50,17 @@ class Timeline:
         self._num_dropped = 0
 
     def begin(self) -> ClockReading:
-        """Records from now on; what an unfinished recording had is gone."""
+        """Starts a recording and discards an unfinished one."""
         self._spans, self._num_dropped = [], 0
         return read_clock()
 
     def take(self) -> Recording:
-        """Ends the recording. Spans that are still open are not in it."""
+        """Ends and returns the recording, without spans that are still open."""
         spans, self._spans = self._spans or [], None
         return Recording(socket.gethostname(), os.getpid(), spans, self._num_dropped, read_clock())
 
     def add(self, name: str, start_s: float, end_s: float) -> None:
-        """A span that was measured elsewhere with ``now_s``."""
+        """Adds a span that was measured elsewhere with ``now_s``."""
         if self._spans is None:
             return
         if len(self._spans) < self._max_spans:
@@ -70,7 +70,7 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Everything inside is one span, also when it raises."""
+        """Makes everything inside one span, also when it raises."""
         if self._spans is None:
             yield
             return
@@ -87,7 +87,7 @@ def now_s() -> float:
 
 
 def read_clock() -> ClockReading:
-    """Named by the boot and by the namespace of time, in which a container may have an offset of its own."""
+    """Reads the clock; its name is the boot and the time namespace, in which a container may have an offset."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = Path("/proc/self/ns/time")  # kernels before 5.6 have none
     return ClockReading(f"{boot} {os.readlink(namespace) if namespace.exists() else ''}", now_s())

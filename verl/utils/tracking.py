@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: one console line a step, metrics.jsonl, TensorBoard."""
+"""Writes the metrics of a run: one console line a step, metrics.jsonl, TensorBoard."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# (metric, how it is shown) of the console line; the rest is in the files.
+# (metric, format) of the console line; the other metrics are only in the files.
 _CONSOLE = (
     ("val/score", "val {:.3f}"),
     ("critic/score/mean", "score {:.3f}"),
@@ -42,7 +42,7 @@ class Tracking:
     Args:
         directory: gets ``metrics.jsonl`` (one object a step, in order, each step once) and ``tensorboard/``.
         backends: some of console, tensorboard and file; metrics.jsonl is always written.
-        first_step: the step after the checkpoint that is resumed; what the files have of it and later is cut off,
+        first_step: the step after the checkpoint that is resumed; entries of it and later are removed from the files,
             because those steps will be run again.
     """
 
@@ -59,7 +59,7 @@ class Tracking:
             self._writer = SummaryWriter(str(Path(directory) / "tensorboard"), purge_step=first_step)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """One step's metrics; on disk when this returns."""
+        """Writes the metrics of one step; they are on disk when this returns."""
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -78,14 +78,14 @@ class Tracking:
 
 
 def console_line(metrics: Mapping[str, float], step: int) -> str:
-    """The metrics a person watches, on one line."""
+    """Returns the metrics that a person watches, on one line."""
     parts = [f"step {step}"] + [text.format(metrics[name]) for name, text in _CONSOLE if name in metrics]
     phases = [f"{phase} {metrics[f'timing_s/{phase}']:.1f}" for phase in _PHASES if f"timing_s/{phase}" in metrics]
     return " | ".join(parts + ([f"s: {' '.join(phases)}"] if phases else []))
 
 
 def cut_back(path: Path, first_step: int) -> None:
-    """Drops what ``path`` has of ``first_step`` and later, and a half-written last line; atomic."""
+    """Removes the lines of ``first_step`` and later and a half-written last line from ``path``; atomic."""
     if not path.is_file():
         return
     kept = []

@@ -46,7 +46,7 @@ class DispatchFns:
     Attributes:
         dispatch: (group, *args, **kwargs) -> one (args, kwargs) per rank.
         collect: (group, outputs per rank) -> the output of the call.
-        kept: group -> whether the output of each rank is wanted; others are not sent at all and are None.
+        kept: group -> whether the output of each rank is needed; the others are not sent and are None.
     """
 
     dispatch: Callable[..., list[RankCall]]
@@ -56,7 +56,7 @@ class DispatchFns:
 
 @dataclass(frozen=True)
 class Registration:
-    """What ``@register`` remembers about a method."""
+    """The registration of a method by ``@register``."""
 
     fns: DispatchFns
     is_rank_zero: bool

@@ -39,17 +39,17 @@ class Worker:
         return self._local_rank
 
     def get_master_addr_port(self) -> tuple[str, str]:
-        """Where the process group of the workers meets."""
+        """The address and port of the rendezvous of the workers' process group."""
         return os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_timeline(self) -> ClockReading:
-        """Records this rank's spans from now on."""
+        """Starts recording this rank's spans."""
         return self.timeline.begin()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_timeline(self) -> Recording:
-        """What was recorded; ends the recording."""
+        """Stops recording and returns the spans."""
         return self.timeline.take()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -58,7 +58,7 @@ class Worker:
         return read_clock()
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Says which part of a batch this rank takes on ``mesh_name``, and whether its output is the part's output.
+        """Sets which part of a batch this rank takes on ``mesh_name``, and whether its output is the part's output.
 
         Must be called on every rank before the first call over that mesh; exactly one rank per part collects.
         """

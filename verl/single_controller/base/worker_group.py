@@ -1,4 +1,4 @@
-"""What a group of workers offers to the dispatch functions, and how its failures look."""
+"""Groups of workers: calls that run on every rank, and their failures."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Registration, registered_methods
 from verl.single_controller.base.worker import Worker
 
-_DEATH_GRACE_S = 3.0  # how long a dead rank is looked for when its peers have raised
+_DEATH_GRACE_S = 3.0  # how long to search for a dead rank when its peers have raised
 _LOOK_INTERVAL_S = 0.01
 
 
 class WorkerError(RuntimeError):
-    """A worker's method raised; the message holds its rank and traceback."""
+    """A worker's method raised; the message has its rank and traceback."""
 
 
 class WorkerDiedError(RuntimeError):
@@ -53,7 +53,7 @@ class ClassWithInitArgs:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Who takes and who returns which part of a batch: one entry per rank."""
+    """The part of a batch that each rank takes, and whether the rank returns it: one entry per rank."""
 
     dp_ranks: tuple[int, ...]
     is_collect: tuple[bool, ...]
@@ -64,7 +64,7 @@ class Mesh:
         return max(self.dp_ranks) + 1
 
     def problems(self) -> list[str]:
-        """Parts without exactly one collecting rank."""
+        """Returns the parts that do not have exactly one collecting rank."""
         found = []
         for dp in range(self.dp_size):
             ranks = [rank for rank, part in enumerate(self.dp_ranks) if part == dp and self.is_collect[rank]]
@@ -94,7 +94,7 @@ class WorkerGroup:
         return partial(self.call, name)
 
     def put(self, value: DataProto) -> Any:
-        """Stores ``value`` once for all ranks; what comes back stands for it as an argument."""
+        """Stores ``value`` once for all ranks; the result replaces it as an argument."""
         return value
 
     def run(
@@ -120,7 +120,7 @@ class WorkerGroup:
         return pending.get() if self._methods[method].blocking else pending
 
     def start(self, method: str, /, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> PendingCall:
-        """As ``call``, but never waits: another group may be called meanwhile."""
+        """Starts a call like ``call`` and does not wait for it, so that another group can be called."""
         registration: Registration = self._methods[method]
         per_rank = registration.fns.dispatch(self, *args, **kwargs)
         keep = [True] if registration.is_rank_zero else registration.fns.kept(self)
@@ -139,7 +139,7 @@ class WorkerGroup:
         return pending
 
     def mesh(self, mesh_name: str) -> Mesh:
-        """The table of ``mesh_name``, asked from the workers once."""
+        """The table of ``mesh_name``, which the workers are asked for once."""
         if mesh_name not in self._meshes:
             answers = []
             for method in ("_query_dispatch_info", "_query_collect_info"):
@@ -160,25 +160,25 @@ class WorkerGroup:
 
 
 def get_together(*calls: PendingCall) -> list[Any]:
-    """Outputs of calls of several groups that meet in collectives, where a failure in one leaves the others waiting.
+    """Returns the outputs of calls of several groups that meet in collectives, where one failure blocks the others.
 
-    Consumes answers; unblocked by the last one, or soon after the first failure. A rank that died is told rather than
-    what the ranks of other groups say of it.
+    Consumes answers; unblocked by the last one, or soon after the first failure. If a rank died, its death is raised
+    and not the errors of ranks that waited for it.
     """
     outputs: dict[int, Any] = {}
     while len(outputs) < len(calls):
-        for place, call in enumerate(calls):
-            if place not in outputs and call.is_done():
+        for index, call in enumerate(calls):
+            if index not in outputs and call.is_done():
                 try:
-                    outputs[place] = call.get()
+                    outputs[index] = call.get()
                 except WorkerError as error:
                     raise _death_among([other for other in calls if other is not call]) or error from None
         time.sleep(_LOOK_INTERVAL_S)
-    return [outputs[place] for place in range(len(calls))]
+    return [outputs[index] for index in range(len(calls))]
 
 
 def _death_among(calls: list[PendingCall]) -> WorkerDiedError | None:
-    """A dead rank that ended one of the calls, looked for until the grace is over."""
+    """Searches the calls for a dead rank until the grace time is over."""
     deadline = time.monotonic() + _DEATH_GRACE_S
     while calls and time.monotonic() < deadline:
         for call in [call for call in calls if call.is_done()]:
@@ -188,7 +188,7 @@ def _death_among(calls: list[PendingCall]) -> WorkerDiedError | None:
             except WorkerDiedError as death:
                 return death
             except WorkerError:
-                continue  # that a peer is gone, as those of the group that was heard first
+                continue  # an error about the missing peer, like those of the group that failed first
         time.sleep(_LOOK_INTERVAL_S)
     return None
 
@@ -197,8 +197,8 @@ class PendingCall:
     """A call under way; ``get`` waits for it and returns the collected output.
 
     Args:
-        wait: gives the outputs of the ranks.
-        is_done: whether all ranks have answered, or one has failed: ``wait`` would return, or raise, soon.
+        wait: returns the outputs of the ranks.
+        is_done: whether all ranks have answered or one has failed, so that ``wait`` returns or raises soon.
     """
 
     def __init__(self, wait: Callable[[], list[Any]], is_done: Callable[[], bool]) -> None:

@@ -38,14 +38,15 @@ from verl.utils.net_utils import LOOPBACK
 
 logger = logging.getLogger(__name__)
 
-# When one rank dies its peers' collectives fail too, sometimes before Ray reports the death: how long to look for it.
+# When a rank dies its peers' collectives fail too, sometimes before Ray reports the death. This is how long to wait for
+# that report.
 _DEATH_GRACE_S = 3.0
 _KILL_TIMEOUT_S = 10.0
 _REASON_CHARS = 400
-# An object of the store costs the controller several times what a small argument costs that travels with the call.
+# A small argument that is sent with the call costs the controller a fraction of an object in the store.
 _MAX_INLINE_BYTES = 64 << 10
-_LOOK_INTERVAL_S = 0.2  # between two looks for failures, while answers are outstanding
-_SHORT_INTERVAL_S = 0.01  # the same where another group is looked after meanwhile
+_LOOK_INTERVAL_S = 0.2  # between two checks for failures, while answers are outstanding
+_SHORT_INTERVAL_S = 0.01  # the same when ``while_waiting`` drives another group
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -59,11 +60,11 @@ class RayWorkerGroup(WorkerGroup):
         num_cpus_per_worker: Ray CPUs each process takes; may be a fraction.
         timeout_s: limit of every call in seconds; None waits as long as all processes live.
         start_timeout_s: limit for the resources, and again for building the workers.
-        num_later_ranks: ranks of a group that will join the world of this one.
+        num_later_ranks: ranks of a group that will join this group's world.
         joins: the group whose world these ranks join, after its own ranks and with its rendezvous.
 
     Attributes:
-        while_waiting: called over and over while a call is waited for; what another group does may be looked after.
+        while_waiting: called repeatedly while this group waits for a call; it can drive another group.
 
     Raises:
         ValueError: the cluster lacks the resources.
@@ -142,7 +143,7 @@ class RayWorkerGroup(WorkerGroup):
         return PendingCall(partial(self._wait, method, refs, timeout_s), _Progress(list(refs)).is_over)
 
     def shutdown(self) -> None:
-        """Kills every process, waits until Ray says they are gone, and gives the resources back."""
+        """Kills every process, waits until Ray reports that they are gone, and releases the resources."""
         actors, self._actors = self._actors, []
         for actor in actors:
             ray.kill(actor, no_restart=True)
@@ -187,7 +188,7 @@ class RayWorkerGroup(WorkerGroup):
         outputs: dict[int, Any] = {}
         pending = list(refs)
         others: _Probes = {}
-        looks_at_others_at = time.monotonic() + _DEATH_GRACE_S
+        checks_others_at = time.monotonic() + _DEATH_GRACE_S
         while pending:
             interval_s = _LOOK_INTERVAL_S
             if self.while_waiting is not None:
@@ -197,9 +198,9 @@ class RayWorkerGroup(WorkerGroup):
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=max(0.0, remaining))
             for ref in ready:
                 outputs[refs[ref]] = self._output(method, ref, refs[ref])
-            if not others and time.monotonic() > looks_at_others_at:
+            if not others and time.monotonic() > checks_others_at:
                 others = self._probes(but=self)
-                looks_at_others_at = time.monotonic() + _DEATH_GRACE_S
+                checks_others_at = time.monotonic() + _DEATH_GRACE_S
             if others and (death := _first_death(others, method, 0.0)) is not None:
                 raise self._failed(death)
             if pending and deadline is not None and time.monotonic() >= deadline:
@@ -219,11 +220,11 @@ class RayWorkerGroup(WorkerGroup):
         return output
 
     def _find_death(self, method: str) -> WorkerDiedError | None:
-        """A dead rank, looked for until the grace is over: it is the cause when its peers raise."""
+        """Searches for a dead rank until the grace time is over; it is the cause when its peers raise."""
         return _first_death(self._probes(), method, _DEATH_GRACE_S)
 
     def _probes(self, but: RayWorkerGroup | None = None) -> _Probes:
-        """A question to every rank of the world, those of one group left out; only a dead one answers with an error."""
+        """Starts a call on every rank of the world but those of one group; only a dead rank answers with an error."""
         groups = [group for group in self._world if group is not but]
         return {actor.address.remote(): (group, rank) for group in groups for rank, actor in enumerate(group._actors)}
 
@@ -233,7 +234,9 @@ class RayWorkerGroup(WorkerGroup):
         return error
 
     def _died(self, rank: int, method: str, cause: RayActorError) -> WorkerDiedError:
-        reason = shorten(str(cause), width=_REASON_CHARS, placeholder=" ...")  # Ray goes on to guess at causes
+        reason = shorten(
+            str(cause), width=_REASON_CHARS, placeholder=" ..."
+        )  # Ray continues with guesses about the cause
         return WorkerDiedError(f"{self.name}: {self._where(rank)} died during {method}: {reason}")
 
     def _raised(self, rank: int, method: str, failure: CallFailure) -> WorkerError:
@@ -249,7 +252,7 @@ _Probes = dict[ray.ObjectRef, tuple[RayWorkerGroup, int]]
 
 
 def _first_death(probes: _Probes, method: str, timeout_s: float) -> WorkerDiedError | None:
-    """The first rank found dead within the time, during ``method``; answered probes are taken out."""
+    """Returns the first rank found dead within the time, during ``method``; removes answered probes."""
     deadline = time.monotonic() + timeout_s
     while probes:
         ready, _ = ray.wait(list(probes), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
@@ -265,7 +268,7 @@ def _first_death(probes: _Probes, method: str, timeout_s: float) -> WorkerDiedEr
 
 
 class _Progress:
-    """Whether a call is over: all ranks have answered, or one has failed and the others may wait for it in vain."""
+    """Tells whether a call is over: all ranks have answered, or one has failed and the others may wait for it."""
 
     def __init__(self, refs: list[ray.ObjectRef]) -> None:
         self._open = refs

@@ -1,4 +1,4 @@
-"""The Ray actor around one worker: it builds the worker, calls it, and turns exceptions into answers."""
+"""The Ray actor around one worker: it builds the worker, calls it, and returns exceptions as values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from verl.utils.rank_log import open_rank_log
 
 @dataclass(frozen=True)
 class ProcessAddress:
-    """Where a worker process runs, and a TCP port that was free on its node when it was asked."""
+    """The node and pid of a worker process, and a TCP port that was free on its node when this was made."""
 
     node_ip: str
     pid: int
@@ -33,7 +33,7 @@ class CallFailure:
 
 @dataclass(frozen=True)
 class Pickled:
-    """An argument that travels with the calls: pickled once for all ranks that get it."""
+    """An argument that is sent with the calls, pickled once for all ranks."""
 
     content: bytes
 
@@ -42,15 +42,15 @@ class WorkerProcess:
     """Runs one worker. The environment of the rank is set by Ray before the interpreter starts."""
 
     def __repr__(self) -> str:
-        """Ray puts it before each line that this process says, and into the files that it keeps of them."""
+        """Ray prefixes each line of this process's output with it, also in its log files."""
         return f"rank {os.environ['RANK']}"
 
     def address(self) -> ProcessAddress:
-        """Where this process is; also the question that a dead process does not answer."""
+        """The address of this process; also a call that a dead process does not answer."""
         return ProcessAddress(ray.util.get_node_ip_address(), os.getpid(), free_ports(1)[0])
 
     def start(self, env: dict[str, str], pickled_worker: bytes) -> CallFailure | None:
-        """Sets what is known only once all processes run, then builds the worker from (cls, args, kwargs)."""
+        """Sets the environment that is known only when all processes run, then builds the worker."""
         os.environ.update(env)
         try:
             open_rank_log(f"{ray.util.get_node_ip_address()}, pid {os.getpid()}")
@@ -61,7 +61,7 @@ class WorkerProcess:
         return None
 
     def call(self, method: str, keep: bool, /, *args: Any, **kwargs: Any) -> Any:
-        """The output of the worker's method if it is wanted, None if not, a ``CallFailure`` if it raised."""
+        """The output of the worker's method, None if it is not needed, a ``CallFailure`` if it raised."""
         try:
             args = tuple(_value(argument) for argument in args)
             kwargs = {name: _value(argument) for name, argument in kwargs.items()}

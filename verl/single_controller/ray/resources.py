@@ -1,4 +1,4 @@
-"""Where the processes of a group run and what they see: placement, Ray resources, environment."""
+"""Placement, Ray resources and environment of the processes of a group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PASSED_ON = ("VLLM_", "HCCL_", "ASCEND_", "NCCL_", "GLOO_", LOG_DIR)
 
 
 class NoRoomError(ValueError):
-    """The cluster does not have the resources of a group; the text says what is missing."""
+    """The cluster lacks resources for a group; the text lists what is missing."""
 
 
 class RayResourcePool(ResourcePool):
@@ -42,7 +42,7 @@ class RayResourcePool(ResourcePool):
         """
         bundle = _bundle(device_name, num_cpus)
         bundles = [{name: amount * count for name, amount in bundle.items()} for count in self.process_on_nodes]
-        # Without SPREAD a roomy CPU node would take the processes of two.
+        # Without SPREAD a large CPU node would take the processes of two nodes.
         self._group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
         if not self._group.wait(timeout_s):
             self.release()
@@ -60,7 +60,7 @@ class RayResourcePool(ResourcePool):
         ]
 
     def release(self) -> None:
-        """Gives the bundles back."""
+        """Releases the bundles."""
         if self._group is not None:
             remove_placement_group(self._group)
         self._group = None
@@ -72,7 +72,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one rank."""
+    """The rank, node and placement of one process."""
 
     rank: int
     local_rank: int
@@ -83,7 +83,7 @@ class Slot:
 
 
 def in_world(slots: Sequence[Slot], earlier: Sequence[Slot], num_later_ranks: int) -> list[Slot]:
-    """``slots`` as ranks of a larger world: behind ``earlier`` ones, also on a node that both are on."""
+    """Renumbers ``slots`` as ranks of a larger world after the ``earlier`` ones, also within a shared node."""
     taken = Counter(slot.node for slot in earlier)
     world_size = len(earlier) + len(slots) + num_later_ranks
     return [
@@ -124,7 +124,7 @@ def _bundle(device_name: str, num_cpus: float) -> dict[str, float]:
 
 
 def _missing(bundles: list[dict[str, float]]) -> str:
-    """What of the bundles' sum the cluster does not have free."""
+    """Returns which resources of the bundles' sum are not free in the cluster."""
     free = ray.available_resources()
     wanted = {name: sum(bundle[name] for bundle in bundles) for name in bundles[0]}
     short = {name: amount - free.get(name, 0.0) for name, amount in wanted.items() if amount > free.get(name, 0.0)}
@@ -143,7 +143,7 @@ def _num_nodes() -> int:
 
 
 def _bundle_addresses(group: PlacementGroup) -> list[str]:
-    """Address of the node that each bundle is on."""
+    """The address of each bundle's node."""
     address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     placed = placement_group_table(group)["bundles_to_node_id"]
     return [address_of[placed[index]] for index in range(group.bundle_count)]

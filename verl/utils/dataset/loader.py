@@ -1,4 +1,4 @@
-"""Batches in a seeded order that can be left and taken up again."""
+"""Batches in a seeded order that can be resumed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ResumableLoader:
         self.seed = seed
         self.epoch = 0
         self.batch_index = 0
-        self._shuffled: tuple[int, list[int]] | None = None  # of one epoch
+        self._shuffled: tuple[int, list[int]] | None = None  # an epoch and its order
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -43,14 +43,14 @@ class ResumableLoader:
                 yield collate_fn([self.dataset[i] for i in order[first : first + self.batch_size]])
             self.epoch, self.batch_index = self.epoch + 1, 0
 
-    def place(self, number: int) -> tuple[int, int]:
-        """Epoch and place in it of the prompt that comes ``number`` prompts after the first."""
+    def locate(self, number: int) -> tuple[int, int]:
+        """The epoch of the prompt with this number, and its index there."""
         return divmod(number, len(self) * self.batch_size)
 
     def prompt(self, number: int) -> dict[str, Any]:
-        """That prompt; whatever has been iterated over."""
-        epoch, place = self.place(number)
-        return self.dataset[self._order(epoch)[place]]
+        """The prompt with this number, whatever has been iterated over."""
+        epoch, index = self.locate(number)
+        return self.dataset[self._order(epoch)[index]]
 
     def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:
@@ -61,7 +61,7 @@ class ResumableLoader:
         return self._shuffled[1]
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next batch comes from, and what must not change for it to mean the same."""
+        """The position of the next batch, and the settings that it depends on."""
         return {"epoch": self.epoch, "batch_index": self.batch_index, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -74,7 +74,7 @@ class ResumableLoader:
         self.epoch, self.batch_index = state["epoch"], state["batch_index"]
 
     def _identity(self) -> dict[str, int]:
-        """What the meaning of ``batch_index`` depends on."""
+        """The settings that the meaning of ``batch_index`` depends on."""
         return {
             "num_rows": len(self.dataset),
             "batch_size": self.batch_size,

@@ -51,7 +51,7 @@ class PackedMicroBatch:
         return mask_T.index_fill_(0, self.positions_S, 1.0)
 
     def with_routing(self, routing: MicroBatchRouting) -> PackedMicroBatch:
-        """The same tokens, whose experts are recorded or given by ``routing``."""
+        """The same tokens, whose experts ``routing`` traces or replays."""
         return replace(self, packed_seq_params=replace(self.packed_seq_params, routing=routing))
 
 

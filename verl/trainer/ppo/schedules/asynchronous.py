@@ -60,7 +60,7 @@ class AsynchronousSource:
     @property
     def epoch(self) -> int:
         """The epoch of the next prompts."""
-        return self.loader.place(self.ledger.next_prompt)[0]
+        return self.loader.locate(self.ledger.next_prompt)[0]
 
     def next_batch(self, step: int, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
         """Samples for ``step`` and metrics of their age; the rollout ranks are running again when this returns."""
@@ -93,7 +93,7 @@ class AsynchronousSource:
         self.training.while_waiting = None
         self._finish()
         state, arrays = save_buffer(self.driver, self.config.actor_rollout_ref.rollout)
-        epoch, index = self.loader.place(self.ledger.next_prompt)
+        epoch, index = self.loader.locate(self.ledger.next_prompt)
         position = {"epoch": epoch, "batch_index": index // self.loader.batch_size}
         return {"loader": self.loader.state_dict() | position, "schedule": state}, arrays
 
