@@ -112,8 +112,8 @@ def split_to(partitions: Sequence[list[int]], seqlen_list: Sequence[int], count:
 
 def _merge(left: list[_Part], right: list[_Part], num_partitions: int) -> list[_Part]:
     """Joins the largest sums of one with the smallest of the other; with room for all, none are joined."""
-    num_alone = max(num_partitions - len(right), 0)  # the first of ``left`` are joined with empty partitions of
-    ``right`` met = [
+    num_alone = max(num_partitions - len(right), 0)  # the first of ``left`` meet empty partitions of ``right``
+    met = [
         (a + b, min(first, second), [*rows, *others])
         for (a, first, rows), (b, second, others) in zip(left[num_alone:], reversed(right), strict=False)
     ]
