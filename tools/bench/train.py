@@ -1,6 +1,6 @@
 """``python -m tools.bench.train``: tokens per second, peak memory and use of the matmul peak, beside transformers.
 
-Every engine lives in a process of its own with the same number of threads and the same allocator; the engines of a
+Every engine lives in a process of its own with the same CPUs, threads and allocator; the engines of a
 group are alive together and take their steps in turns on the same sequences, so that whatever else the machine does
 meets all of them. Figures are medians; ratios are of medians within a group. At the default size the default group, all
 in bf16, needs 18 GiB; one with fp32 weights needs 26 GiB (``--num-layers 4`` makes that 14).
@@ -9,25 +9,22 @@ in bf16, needs 18 GiB; one with fp32 weights needs 26 GiB (``--num-layers 4`` ma
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
-import os
 import platform
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tools.bench.allocator import allocator_environment, allocator_name
-from tools.bench.engines.engine_server import peak_resident_bytes
+from tools.bench.allocator import allocator_name
+from tools.bench.options import refused, thread_problems, unknown_choices, write_report
+from tools.bench.remote import EngineProcess, EngineSpec, cpus_for, this_python
 from tools.bench.train_model import Batch, equal_batch, hf_config_dict, matmul_flops, mixed_batch, parsed
 
 ENGINES = ("megatron", "megatron-lean", "transformers-bf16", "transformers-autocast", "transformers-fp32")
-STEP_TIMEOUT_S = 1800
+PROGRAM = "train_engines.py"
 
 
 @dataclass
@@ -54,18 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "equal": [equal_batch(options.tokens, options.length, options.vocab_size, i) for i in range(options.steps + 1)],
         "mixed": [mixed_batch(options.tokens, options.length, options.vocab_size, i) for i in range(options.steps + 1)],
     }
-    unknown = sorted({name for group in options.engines for name in group.split(",")} - set(ENGINES))
-    if unknown:
-        print(f"tools.bench.train: --engines has {', '.join(unknown)}; known: {', '.join(ENGINES)}", file=sys.stderr)
+    engines = {name for group in options.engines for name in group.split(",")}
+    problems = [*unknown_choices(("--engines", ENGINES, engines)), *thread_problems(options.threads)]
+    if refused("tools.bench.train", problems):
         return 2
-    os.environ.update(allocator_environment(os.environ))  # for the engines' processes, which start from now on
     reports = []
     for group in options.engines:
         measured = _measured(group.split(","), raw, batches, options)
         reports.append(_report(raw, options, batches, measured) | {"allocator": allocator_name()})
         print(_table(reports[-1]), flush=True)
-    if options.json:
-        Path(options.json).write_text(json.dumps(reports, indent=1) + "\n")
+    write_report(options.json, reports)
     return 0
 
 
@@ -79,14 +74,17 @@ def _measured(
     mixed = {"none": [], "megatron": ours, "all": engines}[options.mixed]
     cases += [(engine, "mixed", False) for engine in mixed]
     cases += [(engine, "mixed", True) for engine in ours if engine in mixed]
-    workers: dict[str, _Worker] = {}
-    try:
-        for name in engines:
-            workers[name] = _Worker(name, raw, options)
-        return _in_turns(workers, cases, batches, options.steps)
-    finally:
-        for worker in workers.values():
-            worker.end()
+    settings = {"model": raw, "train_ops": options.train_ops, "micro_tokens": options.micro_tokens}
+    processes: dict[str, EngineProcess] = {}
+    with tempfile.TemporaryDirectory(prefix="bench-train-") as scratch:
+        try:
+            for name in engines:
+                spec = EngineSpec(name, this_python(), settings, is_ours=True)
+                processes[name] = EngineProcess(PROGRAM, spec, cpus_for(options.threads), Path(scratch))
+            return _in_turns(processes, cases, batches, options.steps)
+        finally:
+            for process in processes.values():
+                process.end()
 
 
 def _options() -> argparse.ArgumentParser:
@@ -110,97 +108,24 @@ def _options() -> argparse.ArgumentParser:
     return parser
 
 
-class _Worker:
-    """A process with one engine; ``ask`` sends it a command and returns its answer."""
-
-    def __init__(self, engine: str, raw: dict[str, Any], options: argparse.Namespace) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, engine, raw, options), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.engine = engine
-        self.name = self._answer()
-
-    def ask(self, command: str, *arguments: Any) -> Any:
-        """The worker's answer; raises RuntimeError when it fails or does not answer in time."""
-        self._pipe.send((command, arguments))
-        return self._answer()
-
-    def end(self) -> None:
-        """Stops the process."""
-        self._process.terminate()
-        self._process.join(10)
-
-    def _answer(self) -> Any:
-        if not self._pipe.poll(STEP_TIMEOUT_S):
-            raise RuntimeError(f"{self.engine} did not answer within {STEP_TIMEOUT_S} s")
-        try:
-            return self._pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"{self.engine} ended; its error is above") from None
-
-
-def _serve(pipe: Connection, engine: str, raw: dict[str, Any], options: argparse.Namespace) -> None:
-    import torch
-
-    torch.set_num_threads(options.threads)
-    from tools.bench import train_engines
-
-    built: train_engines.Engine
-    if engine.startswith("megatron"):
-        is_lean = engine == "megatron-lean"
-        built = train_engines.MegatronEngine(raw, options.train_ops, options.micro_tokens, is_lean)
-    else:
-        precision = engine.removeprefix("transformers-")
-        experts, attention = train_engines.fastest_variant(raw, precision, options.micro_tokens)
-        built = train_engines.TransformersEngine(raw, precision, experts, attention, options.micro_tokens)
-    pipe.send(built.name)
-    commands: dict[str, Callable[..., Any]] = {"step": lambda *step: _timed(built, *step), "peak": _matmul_peaks}
-    while True:
-        command, arguments = pipe.recv()
-        pipe.send(commands[command](*arguments))
-
-
-def _timed(engine: Any, batch: Batch, is_packed: bool) -> tuple[float, float, float, int]:
-    """Seconds, CPU seconds, loss and peak resident bytes of one step."""
-    _forget_peak()
-    start, cpu_start = time.perf_counter(), time.process_time()
-    loss = engine.step(batch, is_packed)
-    return time.perf_counter() - start, time.process_time() - cpu_start, loss, peak_resident_bytes()
-
-
-def _matmul_peaks() -> dict[str, float]:
-    """Floating-point operations per second of large square matmuls, the best of several, by dtype."""
-    import torch
-
-    peaks = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        left, right = (torch.randn(2048, 2048, dtype=dtype) for _ in range(2))
-        best = float("inf")
-        for _ in range(4):
-            start = time.perf_counter()
-            left @ right
-            best = min(best, time.perf_counter() - start)
-        peaks[str(dtype).removeprefix("torch.")] = 2 * 2048**3 / best
-    return peaks
-
-
 def _in_turns(
-    workers: dict[str, _Worker], cases: list[tuple[str, str, bool]], batches: dict[str, list[Batch]], steps: int
+    processes: dict[str, EngineProcess], cases: list[tuple[str, str, bool]], batches: dict[str, list[Batch]], steps: int
 ) -> list[tuple[bool, Measured]]:
-    measured = [(is_packed, Measured(workers[engine].name, kind)) for engine, kind, is_packed in cases]
+    measured = [(is_packed, Measured(processes[engine].name, kind)) for engine, kind, is_packed in cases]
     for step in range(steps + 1):
         for (engine, kind, is_packed), (_, found) in zip(cases, measured, strict=True):
-            matmul_peaks = workers[engine].ask("peak")
-            seconds, cpu_seconds, loss, peak_bytes = workers[engine].ask("step", batches[kind][step], is_packed)
-            print(f"step {step}: {found.engine}, {kind}{' packed' * is_packed}: {seconds:.2f} s", file=sys.stderr)
+            matmul_peaks = processes[engine].ask("matmul_peaks")
+            answer = processes[engine].ask("step", sequences=batches[kind][step].sequences, is_packed=is_packed)
+            print(
+                f"step {step}: {found.engine}, {kind}{' packed' * is_packed}: {answer['seconds']:.2f} s",
+                file=sys.stderr,
+            )
             if step:  # the first one warms up
-                found.seconds.append(seconds)
-                found.cpu_seconds.append(cpu_seconds)
-                found.losses.append(loss)
+                found.seconds.append(answer["seconds"])
+                found.cpu_seconds.append(answer["cpu_seconds"])
+                found.losses.append(answer["loss"])
                 found.matmul_peaks.append(matmul_peaks)
-                found.peak_bytes = max(found.peak_bytes, peak_bytes)
+                found.peak_bytes = max(found.peak_bytes, int(answer["peak_bytes"]))
     return measured
 
 
@@ -261,11 +186,6 @@ def _ratios(ours: dict[str, Any], other: dict[str, Any]) -> str:
     quicker, larger = (ours[key] / other[key] for key in ("tokens_per_s", "peak_bytes"))
     pair = f"{ours['engine']}{', packed' * (ours['batch'] == 'mixed')} / {other['engine']}"
     return f"{ours['batch']}: {pair}: {quicker:.2f} x tokens per second, {larger:.2f} x peak memory"
-
-
-def _forget_peak() -> None:
-    """Makes the kernel measure the resident peak of this process from now on."""
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 if __name__ == "__main__":

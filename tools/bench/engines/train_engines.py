@@ -1,14 +1,19 @@
-"""The two engines of the training benchmark: ours and transformers', behind one ``step(batch, is_packed)``."""
+"""The engines of the training benchmark, ours and transformers', behind one ``step(batch, is_packed)``.
+
+Run as a program: ``python train_engines.py OPTIONS``; see ``engine_server``.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from engine_server import Stopwatch, serve
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -196,3 +201,43 @@ def _packed(
     )
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     return ids_T, positions_T, labels_T, weights_T, PackedSeqParams(bounds, longest)
+
+
+class TimedEngine:
+    """One engine of the benchmark, its steps timed."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        torch.set_num_threads(options["threads"])
+        raw, micro_tokens = options["model"], options["micro_tokens"]
+        kind, _, precision = options["engine"].partition("-")
+        self.engine: Engine
+        if kind == "megatron":
+            self.engine = MegatronEngine(raw, options["train_ops"], micro_tokens, is_lean=precision == "lean")
+        else:
+            experts, attention = fastest_variant(raw, precision, micro_tokens)
+            self.engine = TransformersEngine(raw, precision, experts, attention, micro_tokens)
+        self.name = self.engine.name
+
+    def step(self, sequences: list[list[int]], is_packed: bool) -> dict[str, float]:
+        """Time one step; the peak is of the resident bytes during this step."""
+        Path("/proc/self/clear_refs").write_text("5")  # the kernel starts a new peak
+        stopwatch = Stopwatch()
+        loss = self.engine.step(Batch(tuple(map(tuple, sequences))), is_packed)
+        return stopwatch.read() | {"loss": loss}
+
+    def matmul_peaks(self) -> dict[str, float]:
+        """Floating-point operations per second of large square matmuls, the best of several, by dtype."""
+        peaks = {}
+        for dtype in (torch.bfloat16, torch.float32):
+            left, right = (torch.randn(2048, 2048, dtype=dtype) for _ in range(2))
+            best = float("inf")
+            for _ in range(4):
+                start = time.perf_counter()
+                left @ right
+                best = min(best, time.perf_counter() - start)
+            peaks[str(dtype).removeprefix("torch.")] = 2 * 2048**3 / best
+        return peaks
+
+
+if __name__ == "__main__":
+    serve(TimedEngine)

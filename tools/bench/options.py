@@ -1,0 +1,58 @@
+"""Options that the benchmarks of engines share, and what is wrong with the given ones."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def add_engine_options(parser: argparse.ArgumentParser, dtype: str, variants: Sequence[str], peer: str) -> None:
+    """Add what every comparison of generating engines takes; ``variants`` are those of ``peer``."""
+    parser.add_argument("--threads", type=int, default=2, help="threads and CPUs of each engine (default: 2)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=dtype)
+    text = f"attention,experts of {peer}; of several, the quickest is taken (default: all)"
+    parser.add_argument("--variants", nargs="+", default=list(variants), help=text)
+    parser.add_argument("--prompt-lengths", type=int, nargs=2, default=[16, 48], metavar=("SHORTEST", "LONGEST"))
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--json", help="also write everything measured to this file")
+
+
+def unknown_choices(*options: tuple[str, Iterable[str], Iterable[str]]) -> list[str]:
+    """A sentence for each (option, known names, given names) with a name that is not known."""
+    problems = []
+    for option, known, given in options:
+        if unknown := sorted(set(given) - set(known)):
+            problems.append(f"{option} has {', '.join(unknown)}; known: {', '.join(known)}")
+    return problems
+
+
+def interpreter_problems(option: str, python: str | None, environment: str) -> list[str]:
+    """Why ``python`` cannot run an engine that needs an environment of its own."""
+    if python and shutil.which(python):
+        return []
+    return [f"{option} is {python or 'absent'}; give the interpreter of an environment with {environment}"]
+
+
+def thread_problems(num_threads: int) -> list[str]:
+    """Why an engine cannot have so many threads, each with a CPU."""
+    num_cpus = len(os.sched_getaffinity(0))
+    return [f"--threads {num_threads}: this process may use {num_cpus} CPUs"] if num_threads > num_cpus else []
+
+
+def refused(program: str, problems: Sequence[str]) -> bool:
+    """Print the problems, one a line; whether there are any."""
+    if problems:
+        print(f"{program}:", *(f"  - {problem}" for problem in problems), sep="\n", file=sys.stderr)
+    return bool(problems)
+
+
+def write_report(path: str | None, report: Any) -> None:
+    """Write everything measured as JSON, when a file was asked for."""
+    if path:
+        Path(path).write_text(json.dumps(report, indent=1) + "\n")
