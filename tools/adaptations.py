@@ -36,7 +36,7 @@ def main() -> None:
 def run(root: Path, check: bool) -> str:
     """Write the list, or with ``check`` compare it; returns the line to show. ValueError names every problem.
 
-    Wrong marks keep the list from being written; a missing or wrong proof is told after it.
+    Wrong marks keep the list from being written; a missing or wrong proof is reported after it is written.
     """
     found, problems = collect(root)
     text = render(found, {name: proof.test for name, proof in read_registry(root)[0].items()})

@@ -33,7 +33,7 @@ def test_training_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "x peak memory" in capsys.readouterr().out
 
 
-def test_an_unknown_engine_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_engine_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--engines", "megatron,deepspeed"]) == 2
     assert "deepspeed" in capsys.readouterr().err
 

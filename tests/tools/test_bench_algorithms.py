@@ -41,7 +41,7 @@ def test_the_mean_of_the_seeds_counts(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "| tis | 0.400 | 0.750 | +0.000 | 20 steps | 0.750 |" in capsys.readouterr().out
 
 
-def test_what_cannot_be_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--output", str(tmp_path), "nothing"]) == 2
     assert "unknown: nothing; there are grpo, " in capsys.readouterr().err
     assert main(["--output", str(tmp_path), "--every", "3"]) == 2

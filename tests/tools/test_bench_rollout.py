@@ -46,11 +46,11 @@ def test_a_step_of_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "s/step" in capsys.readouterr().out
 
 
-def test_what_cannot_run_is_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_run_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--engines", "vllm", "sglang", "--checkpoints", "D", "--vllm-python", "/nowhere/python"]
     assert rollout.main(options) == 2
-    told = capsys.readouterr().err
-    assert "sglang" in told and "--checkpoints has D" in told and "/nowhere/python" in told
+    errors = capsys.readouterr().err
+    assert "sglang" in errors and "--checkpoints has D" in errors and "/nowhere/python" in errors
     assert step.main(["--engines", "trl", "--checkpoint", "D"]) == 2
     assert "--trl-python is absent" in capsys.readouterr().err
 
@@ -75,7 +75,7 @@ def test_least_work() -> None:
     assert prefill_work(raw, 2, [64, 64]).flops < prefill_work(raw, 2, [128]).flops
 
 
-def test_every_problem_of_the_options_is_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_problem_of_the_options_is_printed_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert rollout.main(["--engines", "vllm", "--works", "nothing", "--starts", "0"]) == 2
     said = capsys.readouterr().err
     assert all(part in said for part in ("--works has nothing; known: ", "--vllm-python is absent", "--starts is 0"))

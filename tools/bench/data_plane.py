@@ -41,7 +41,7 @@ class Cost:
 
     Attributes:
         controller_s: until the controller is free again.
-        cpu_s: CPU time of the controller's process meanwhile.
+        cpu_s: CPU time of the controller's process in that time.
         last_s: of ``dispatch``: until the last consumer has its part.
         megabytes: in the controller's batch.
     """
@@ -124,16 +124,16 @@ def measure(group: PlayedGroup, num_rows: int, lengths: tuple[int, int]) -> list
         batch.union(advantages)
         if way == BY_REFERENCE:
             batch.batch["response_mask"] = mask_BR
-        (begun, request, pending), dispatch = _timed("dispatch", way, group, partial(_update, group, batch))
-        last_s = max(pending.get()) - begun
+        (start_s, request, pending), dispatch = _timed("dispatch", way, group, partial(_update, group, batch))
+        last_s = max(pending.get()) - start_s
         found += [collect, deal, replace(dispatch, megabytes=_megabytes(request), last_s=last_s)]
     return found
 
 
 def _update(group: PlayedGroup, batch: DataProto) -> tuple[float, DataProto, PendingCall]:
-    begun = time.monotonic()
+    start_s = time.monotonic()
     request = worker_batch(batch, "advantages")
-    return begun, request, group.train(request)
+    return start_s, request, group.train(request)
 
 
 def _timed(phase: str, way: str, group: PlayedGroup, call: Callable[[], Any]) -> tuple[Any, Cost]:

@@ -59,7 +59,7 @@ class Work:
 
     @property
     def max_tokens_per_sample(self) -> int:
-        """Of the prompt and the answer."""
+        """Tokens of the longest prompt and its answer."""
         return self.longest + self.new_tokens
 
     def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
@@ -136,7 +136,7 @@ class LeastWork:
     flops: float
 
     def seconds(self, bytes_per_s: float, flops_per_s: float) -> float:
-        """Of a machine that reads and computes at the same time."""
+        """The time of a machine that reads and computes at the same time."""
         return max(self.num_bytes / bytes_per_s, self.flops / flops_per_s)
 
 
@@ -177,7 +177,7 @@ def active_weights(raw: dict[str, Any]) -> float:
 
 
 def cache_bytes_per_token(raw: dict[str, Any], item_bytes: int, is_latent: bool) -> int:
-    """Of all layers; without latent attention each head has a key and a value as wide as the key."""
+    """Bytes of a token in all layers' caches; without latent attention a head's value is as wide as its key."""
     head_dim = raw["qk_nope_head_dim"] + raw["qk_rope_head_dim"]
     latent = raw["kv_lora_rank"] + raw["qk_rope_head_dim"]
     return item_bytes * raw["num_hidden_layers"] * (latent if is_latent else 2 * raw["num_attention_heads"] * head_dim)

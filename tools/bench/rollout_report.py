@@ -48,7 +48,7 @@ def table(found: dict[str, Any]) -> str:
         f"{found['allocator']}",
         f"the machine: {machine['bytes_per_s'] / 1e9:.0f} GB/s of reads over the size of the weights, "
         f"{machine['flops_per_s'] / 1e9:.0f} GFLOP/s in matmuls",
-        "others: cores that other processes used meanwhile; of limit: least time by these two figures, overlapped",
+        "others: cores that other processes used then; of limit: least time by these two figures, overlapped",
         f"{'engine':52} {'work':9} {'tok/s':>7} {'tok/cpu-s':>9} {'CPU-ms/step':>11} {'step ms':>8} {'host us':>8} "
         f"{'host cpu':>8} {'of limit':>8} {'peak MB':>8} {'others':>6}",
     ]

@@ -6,7 +6,7 @@
 For the rate, prompts have response limits of their own from a heavy tail (Pareto, exponent 1, from ``--shortest`` to
 ``--longest``) and ignore the end token, so that every schedule generates the same lengths. The schedules take turns; a
 round's ratio is of runs next to each other, and the figure is the median. The rate is that of the steps behind the
-first ``--filling``, in which an asynchronous run trains on short samples, since the long ones it began have not ended.
+first ``--filling``, in which an asynchronous run trains on short samples, since the long ones have not ended.
 
 For the score, both train on the arithmetic task with the recipe's settings, from the same base model.
 """
@@ -67,7 +67,6 @@ class Rate:
     tokens_per_s: float  # of responses
     max_staleness: float
     mean_staleness: float
-    mean_length: float
     wait_share: float  # of the steps' time that was spent waiting for samples
 
 
@@ -224,7 +223,7 @@ def run(name: str, directory: Path, inputs: Path, overrides: list[str], options:
 
 
 def rate_of(directory: Path, samples_per_step: int, filling: int) -> Rate:
-    """Of the steps behind the first ``filling`` ones."""
+    """The rate of the steps behind the first ``filling`` ones."""
     steps = records(directory)[filling:]
     seconds = sum(step["timing_s/step"] for step in steps)
     return Rate(
@@ -232,7 +231,6 @@ def rate_of(directory: Path, samples_per_step: int, filling: int) -> Rate:
         samples_per_step * sum(step["response_length/mean"] for step in steps) / seconds,
         max(step.get("schedule/staleness/max", 0.0) for step in steps),
         statistics.mean(step.get("schedule/staleness/mean", 0.0) for step in steps),
-        statistics.mean(step["response_length/mean"] for step in steps),
         sum(step["timing_s/gen"] for step in steps) / seconds,
     )
 

@@ -68,7 +68,7 @@ def _run(options: argparse.Namespace, tmp: Path) -> dict[str, Any]:
 
 
 def _overrides(options: argparse.Namespace, model: Path, tmp: Path) -> list[str]:
-    """Of our config: one worker, one update per batch, everything where it is computed with."""
+    """The overrides of our config: one worker, one update per batch, everything where it is computed with."""
     models, engine = "actor_rollout_ref", "actor_rollout_ref.actor.megatron"
     return [
         "trainer.device=cpu",

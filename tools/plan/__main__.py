@@ -1,4 +1,4 @@
-"""``python -m tools.plan CONFIG [key=value ...]``: does this run fit, do its ranks fit together, how long is a step?"""
+"""``python -m tools.plan CONFIG [key=value ...]``: whether a run fits and its ranks' calls match, and its step time."""
 
 from __future__ import annotations
 
@@ -50,9 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             constants = load_constants()
             request = Request(options.config, tuple(options.overrides), options.nodes, options.model)
-            if options.why_not:
+            if changes := options.changes_to_explain:
                 shape = RunShape.of(run.config, run.hf, _lengths(options, run.config), run.name)
-                return FITS if explain(request, run, shape, size, constants, options.why_not, console) else DOES_NOT_FIT
+                return (
+                    FITS if explain(request, run, shape, size, constants, options.explained, console) else DOES_NOT_FIT
+                )
             found = validate_config(run.config)
             plan = WholePlan(run, size, (), 0, tuple(found)) if found else plan_run(run, size)
             shape = RunShape.of(run.config, run.hf, _lengths(options, run.config), run.name)
@@ -80,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _lengths(options: argparse.Namespace, config: PPOTrainerConfig) -> Lengths:
-    """Of the rows that are timed: means, where memory is planned for the longest."""
+    """The lengths that are timed: means, while memory is planned for the longest rows."""
     lengths = default_lengths(config)
     given = {"prompt_mean": options.mean_prompt_length, "response_mean": options.mean_response_length}
     return replace(lengths, **{name: value for name, value in given.items() if value is not None})
@@ -91,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("config", help=f"a recipe's config: {', '.join(known_configs())}; or a YAML file's path")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the config, with verl's names")
     parser.add_argument("--device", default="a3", help=f"{', '.join(known_devices())}, or a profile's path; default a3")
-    parser.add_argument("--nodes", type=int, help="instead of the config's; with the device's own node size")
+    parser.add_argument("--nodes", type=int, help="nodes instead of the config's; with the device's own node size")
     parser.add_argument("--model", help=f"{', '.join(known_models())}, or a folder with a config.json")
     parser.add_argument("--prompt-length", type=int, help="tokens of every prompt (default: the longest allowed)")
     parser.add_argument("--response-length", type=int, help="tokens of every response (default: the longest allowed)")
@@ -113,10 +115,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="the N fastest layouts of these devices that fit (3)",
     )
-    parser.add_argument("--why-not", nargs="+", metavar="key=value", help="what stops the run with these changes")
+    parser.add_argument(
+        "--why-not", dest="explained", nargs="+", metavar="key=value", help="what stops the run with these changes"
+    )
     parser.add_argument("--brief", action="store_true", help="one line instead of the tables")
-    parser.add_argument("--page", type=Path, metavar="plan.html", help="writes the plan there as a page with figures")
-    parser.add_argument("--output", type=Path, metavar="plan.json", help="writes the plan there")
+    parser.add_argument("--page", type=Path, metavar="plan.html", help="write the plan there as a page with figures")
+    parser.add_argument("--output", type=Path, metavar="plan.json", help="write the plan to this file")
     return parser
 
 

@@ -51,17 +51,17 @@ def print_plan(plan: WholePlan, step: StepTime | None, console: Console) -> None
 
 def print_brief(plan: WholePlan, step: StepTime | None, console: Console) -> None:
     """Whether it fits, and how long a step takes, in a line; and every problem."""
-    told = []
+    facts = []
     if plan.stages:
-        told.append(
+        facts.append(
             f"{plan.headroom_bytes / GIB:.1f} of {plan.run.device.budget_bytes / GIB:.1f} GiB stay free (rank "
             f"{plan.worst.rank} in {plan.worst.peak.name})"
         )
     if step is not None:
-        told.append(f"a step is predicted to take {step.total_s:.1f} s")
+        facts.append(f"a step is predicted to take {step.total_s:.1f} s")
     verdict = "does not work" if plan.problems else "fits"
     console.print(
-        f"plan: {verdict} on {plan.run.config.trainer.world_size} x {plan.run.device.name}; {'; '.join(told)}",
+        f"plan: {verdict} on {plan.run.config.trainer.world_size} x {plan.run.device.name}; {'; '.join(facts)}",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
     for problem in plan.problems:
@@ -69,7 +69,7 @@ def print_brief(plan: WholePlan, step: StepTime | None, console: Console) -> Non
 
 
 def print_variations(variations: list[Variation], console: Console) -> None:
-    """A row for each thing that might be otherwise."""
+    """A row for each variation of the run."""
     table = Table("with", "seconds", "change", "tokens/s/device", box=None, pad_edge=False, title="Sensitivity")
     for row in variation_rows(variations):
         table.add_row(*row)

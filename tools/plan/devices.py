@@ -70,12 +70,12 @@ class DeviceProfile:
 
     @property
     def reserved_bytes(self) -> int:
-        """Of that, what the software below torch takes for itself."""
+        """What the software below torch takes for itself of that memory."""
         return RESERVED_BYTES[self.family]
 
     @property
     def budget_bytes(self) -> int:
-        """What is left for a worker's tensors."""
+        """The memory for a worker's tensors."""
         return self.memory_bytes - self.reserved_bytes
 
     @property

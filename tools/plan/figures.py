@@ -69,9 +69,9 @@ def time_svg(step: StepTime) -> str:
             parts.append(f'<g opacity="{opacity:.2f}">{title}{_bar(inner, 8, part, 34, colour)}</g>')
             inner += part
         error = step.errors.get(phase)
-        told = f"{phase} {seconds:,.0f} s" + (f" ± {error.error:.0%}" if error is not None and error.error < 1 else "")
-        if wide > 7 * len(told):
-            parts.append(f'<text x="{x + 4:.1f}" y="58" {FONT} fill="{INK}">{html.escape(told)}</text>')
+        label = f"{phase} {seconds:,.0f} s" + (f" ± {error.error:.0%}" if error is not None and error.error < 1 else "")
+        if wide > 7 * len(label):
+            parts.append(f'<text x="{x + 4:.1f}" y="58" {FONT} fill="{INK}">{html.escape(label)}</text>')
         x += wide
     return _svg(66, "phases of a step", parts, width)
 

@@ -1,4 +1,4 @@
-"""What lies on the device before, within and after every phase that a worker tells its timeline of."""
+"""Bytes on the device before, during and after every phase of a worker's timeline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl.utils.timeline import Timeline
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Bytes on the device when phase ``name`` began, at most while it went on, and when it ended."""
+    """Bytes on the device when phase ``name`` starts, at most during it, and when it ends."""
 
     name: str
     before_bytes: int
@@ -21,7 +21,7 @@ class PhaseMemory:
 
 
 class MemoryTimeline(Timeline):
-    """A worker's timeline that tells bytes instead of seconds. Phases within others are told as well, before them."""
+    """A worker's timeline that records bytes instead of seconds; a phase within another one is recorded before it."""
 
     def __init__(self, meter: MemoryMeter) -> None:
         super().__init__()

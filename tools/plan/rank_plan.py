@@ -20,7 +20,7 @@ from tools.plan.worker import PlannedWorker
 from tools.plan.world import planned_rank
 from verl.trainer.config import PPOTrainerConfig
 
-MANY = 4  # micro-batches, from which small runs beside one of so many are quicker than another of so many
+MANY = 4  # from so many micro-batches on, two small runs are quicker than another large one
 KINDS = {"ascend": "npu", "cuda": "cuda", "cpu": "cpu"}  # family of a device -> kind of op table
 
 
@@ -28,9 +28,9 @@ KINDS = {"ascend": "npu", "cuda": "cuda", "cpu": "cpu"}  # family of a device ->
 class RankPlan:
     """What one rank holds and does in a step.
 
-    num_parameters: of the model that are this rank's to count, so that the sum over the stages is the model's ·
-    device_state, host_state: owner -> bytes while it is there · phases: of the step, in order; a phase within another
-    comes before it · calls: of each phase · generation: of the rollout engine.
+    num_parameters: the parameters that this rank counts, so that the sum over the stages is the model's · device_state,
+    host_state: owner -> bytes while it is there · phases: the step's phases in order; a phase within another comes
+    before it · calls: the collectives of each phase · generation: the rollout engine's part.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class RankPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Of this rank's process, beside Python and torch."""
+        """Host memory of this rank's tensors."""
         return sum(self.host_state.values())
 
 
@@ -122,10 +122,10 @@ def _generation_calls(generation: GenerationPlan) -> list[RepeatedCalls]:
 
 
 def _plan_call(worker: PlannedWorker, name: str, size: StepSize, log: CollectiveLog) -> RepeatedCalls:
-    """A training call with as many micro-batches as its pipeline holds at one time, and the way it goes on from there.
+    """A training call with as many micro-batches as its pipeline holds at one time, and what every further one adds.
 
-    Two runs, the second with one micro-batch more (with virtual stages, one for each stage): what the second has in
-    addition is what every further one adds. In a deep pipeline two small runs tell which of the calls these are.
+    The second of two runs has one micro-batch more (with virtual stages, one for each stage), and its additional calls
+    are those that every further one adds. In a deep pipeline two small runs show which of the calls these are.
     """
     config = worker.run_config
     rows, per_micro = micro_batches(config, name, size)
@@ -137,27 +137,27 @@ def _plan_call(worker: PlannedWorker, name: str, size: StepSize, log: Collective
     if total <= few + unit:
         return exact(name, _run(worker, name, rows, size, log))
     before = _run(worker, name, few * per_micro, size, log)
-    told = len(worker.timeline.phases)
+    num_phases = len(worker.timeline.phases)
     parts = None
     if few > MANY and unit == 1:
         one, two = (_run(worker, name, count * per_micro, size, log) for count in (1, 2))
         parts = repeated_within(before, one, two)
     if parts is None:
         parts = what_repeats(before, _run(worker, name, (few + unit) * per_micro, size, log))
-    del worker.timeline.phases[told:]  # of runs that need no more memory
+    del worker.timeline.phases[num_phases:]  # these runs need no more memory
     return RepeatedCalls(name, parts, total // unit, few // unit)
 
 
 def _unit(worker: PlannedWorker) -> int:
-    """Micro-batches that come and go together."""
+    """How many micro-batches a schedule adds at a time."""
     layout = worker.groups.layout
     return layout.pipeline_model_parallel_size if layout.virtual_pipeline_model_parallel_size > 1 else 1
 
 
 def _plan_update(worker: PlannedWorker, size: StepSize, log: CollectiveLog) -> RepeatedCalls:
-    """An update of one mini-batch as ``_plan_call`` has it, and all others after it.
+    """An update: one mini-batch as ``_plan_call`` plans it, repeated.
 
-    Two runs more, with one and with two of the smallest mini-batches, tell what comes before and after all of them.
+    Two more runs, with one and with two of the smallest mini-batches, show what comes before and after all of them.
     """
     config = worker.run_config
     actor = config.actor_rollout_ref.actor
@@ -165,13 +165,13 @@ def _plan_update(worker: PlannedWorker, size: StepSize, log: CollectiveLog) -> R
     calls = _plan_call(worker, UPDATE, size, log)
     num_mini_batches = -(-config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
     if num_mini_batches > 1:
-        told = len(worker.timeline.phases)
+        num_phases = len(worker.timeline.phases)
         most, per_micro = micro_batches(config, UPDATE, size)
         rows, data_parallel = min(per_micro * _unit(worker), most), worker.groups.dp.size()
         worker.actor.config = replace(actor, ppo_epochs=1, ppo_mini_batch_size=rows * data_parallel)
         one, two = (_run(worker, UPDATE, count * rows, size, log, samples_per_prompt=1) for count in (1, 2))
         calls = calls.repeated(num_mini_batches, one, two)
-        del worker.timeline.phases[told:]
+        del worker.timeline.phases[num_phases:]
     worker.actor.config = actor
     return calls
 
@@ -189,10 +189,10 @@ def _run(
     if samples_per_prompt is not None:
         batch.meta_info["rollout_n"] = samples_per_prompt
     if name == UPDATE and worker.config.actor.records_routing:
-        told = len(worker.timeline.phases)
+        num_phases = len(worker.timeline.phases)
         with log.paused():
             worker.compute_log_prob(batch)  # an update replays the routing of these very rows
-        del worker.timeline.phases[told:]
+        del worker.timeline.phases[num_phases:]
     with log.apart() as calls:
         getattr(worker, name)(batch)
     return tuple(calls)

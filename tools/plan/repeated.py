@@ -1,4 +1,4 @@
-"""Calls of a phase with thousands of micro-batches or steps, told by what each further one adds."""
+"""Calls of a phase with thousands of micro-batches or steps, described by what each further one adds."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 from tools.plan.collectives import Collective
 
-_LOOKAHEAD = 24  # calls by which a place is recognised again after something was put in between
+_LOOKAHEAD = 24  # calls compared to find where two sequences continue alike after an insertion
 
 
 @dataclass(frozen=True)
 class Part:
     """Neighbouring calls.
 
-    is_repeated: they come once more with every further unit · growth: elements sent and received that every further
+    is_repeated: they occur once for every further unit · growth: elements sent and received that every further
     unit adds to each call; empty where nothing grows.
     """
 
@@ -81,7 +81,7 @@ class RepeatedCalls:
     def repeated(self, mini_batches: int, one: Sequence[Collective], two: Sequence[Collective]) -> RepeatedCalls:
         """A phase of so many mini-batches, of which this is one.
 
-        one, two: the calls with one and with two small mini-batches, which tell what comes before and after all.
+        one, two: the calls with one and with two small mini-batches, which show what comes before and after all.
         ValueError when the second mini-batch differs from the first.
         """
         num_before, num_after = _ends(one, two)
@@ -92,12 +92,12 @@ class RepeatedCalls:
 
 
 def exact(phase: str, calls: Sequence[Collective]) -> RepeatedCalls:
-    """Of a phase that is told whole."""
+    """The calls of a phase, all of them given."""
     return RepeatedCalls(phase, (Part(tuple(calls)),))
 
 
 def steps(phase: str, calls: Sequence[Collective], count: int) -> RepeatedCalls:
-    """Of ``count`` equal steps."""
+    """The calls of ``count`` equal steps."""
     return RepeatedCalls(phase, (Part(tuple(calls), is_repeated=True),), count)
 
 
@@ -127,19 +127,19 @@ def repeated_within(
 ) -> tuple[Part, ...] | None:
     """The parts of a phase in which a unit follows on a whole one somewhere, as ``what_repeats``.
 
-    one, two: the phase with one and with two units, which tell what a unit consists of and not where it comes. None
+    one, two: the phase with one and with two units, which show what a unit consists of but not where it comes. None
     where there are no two such pieces one after another.
     """
     unit, length = Counter(two) - Counter(one), len(two) - len(one)
-    for place in range(length, len(calls) - length + 1):
-        piece = calls[place : place + length]
-        if calls[place - 1] == piece[-1] and calls[place - length : place] == piece and Counter(piece) == unit:
-            return Part(tuple(calls[:place])), Part(tuple(piece), is_repeated=True), Part(tuple(calls[place:]))
+    for start in range(length, len(calls) - length + 1):
+        piece = calls[start : start + length]
+        if calls[start - 1] == piece[-1] and calls[start - length : start] == piece and Counter(piece) == unit:
+            return Part(tuple(calls[:start])), Part(tuple(piece), is_repeated=True), Part(tuple(calls[start:]))
     return None
 
 
 def _common(before: Sequence[Collective], after: Sequence[Collective], i: int, j: int) -> int:
-    """How many calls are alike from there on: equal, or grown at a place after which nothing is put in between."""
+    """How many calls are alike from i and j on: equal, or only larger where nothing is inserted after them."""
     count = 0
     while i + count < len(before) and j + count < len(after):
         if before[i + count] == after[j + count]:
@@ -152,7 +152,7 @@ def _common(before: Sequence[Collective], after: Sequence[Collective], i: int, j
 
 
 def _inserted(before: Sequence[Collective], after: Sequence[Collective], i: int, j: int) -> int | None:
-    """How many calls of ``after`` come before it goes on as ``before`` does.
+    """How many calls of ``after`` were inserted before it continues like ``before``.
 
     What a unit adds repeats what earlier units added there: the longest piece that is like the one before it or like
     the one behind it. Calls of forwards and backwards are alike, so others may seem to fit as well; repeated, they do
@@ -207,14 +207,14 @@ def _ends(one: Sequence[Collective], two: Sequence[Collective]) -> tuple[int, in
 
 
 def _cut(parts: Sequence[Part], count: int) -> tuple[list[Part], tuple[Collective, ...]]:
-    """Without the first ``count`` calls, and these."""
+    """The parts without their first ``count`` calls, and those calls."""
     found: list[Collective] = []
     rest = list(parts)
     while len(found) < count:
         part = rest.pop(0)
         missing = count - len(found)
         if part.is_repeated or any(map(any, part.growth[:missing])):
-            raise ValueError("what comes once with all mini-batches grows with their micro-batches")
+            raise ValueError("calls outside of the mini-batches grow with the micro-batches")
         found += part.calls[:missing]
         if missing < len(part.calls):
             rest.insert(0, Part(part.calls[missing:], growth=part.growth[missing:]))

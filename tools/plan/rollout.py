@@ -1,4 +1,4 @@
-"""Generation of one rank: what lies on its device, what a step adds, and what it tells other ranks.
+"""Generation of one rank: the memory on its device, what a step adds, and its collectives.
 
 The worker's own engine does it: its weights and its cache are built, and the largest step of each kind is run once.
 """
@@ -21,12 +21,12 @@ from vllm.v1.request import Request
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class StepCost:
     """The largest step of a kind.
 
-    num_steps: of the kind, in the whole generation · num_tokens, num_sequences, num_context: of this step, see
-    `generation_steps` · peak_bytes: beyond what lies on the device between steps · calls: collectives, in order; other
-    steps of the kind make the same ones with fewer tokens.
+    num_steps: the number of steps of the kind in the whole generation · num_tokens, num_sequences, num_context: the
+    sizes of this step, see `generation_steps` · peak_bytes: its memory beyond what lies on the device between steps ·
+    calls: its collectives, in order; other steps of the kind make the same ones with fewer tokens.
     """
 
     num_steps: int
@@ -42,9 +42,10 @@ class GenerationPlan:
     """One rank's generation.
 
     state_bytes: owner -> what lies on the device all the time: ``weights``, ``kv_cache``, ``tables`` (positions, noise
-    keys, inputs of graphs), ``graphs`` · num_blocks, block_size: of the KV cache · num_sequences_fit: that the cache
-    holds at their full length · num_computed: tokens of all steps · num_preemptions: sequences that had to be computed
-    again, for want of blocks · prefill, decode: None when there are no such steps · closing_calls: after the last step.
+    keys, inputs of graphs), ``graphs`` · num_blocks, block_size: of the KV cache · num_sequences_fit: the
+    sequences of full length that the cache holds · num_computed: tokens of all steps · num_preemptions: sequences that
+    were computed again for lack of blocks · prefill, decode: None when there are no such steps · closing_calls: the
+    collectives after the last step.
     """
 
     state_bytes: dict[str, int]
@@ -53,17 +54,16 @@ class GenerationPlan:
     num_sequences_fit: int
     num_computed: int
     num_preemptions: int
-    prefill: StepPlan | None
-    decode: StepPlan | None
+    prefill: StepCost | None
+    decode: StepCost | None
     closing_calls: tuple[Collective, ...]
 
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """A rollout from the training weights on the device to the last row: the phases in the order of their ends.
+    """A rollout from the training weights on the device to the last row: its phases, ordered by their ends.
 
-    Of ``wake_weights``, ``weight_sync``, ``offload``, ``wake_kv_cache`` and ``sleep`` the bytes afterwards are those of
-    a device in its life cycle; ``decode`` and ``prefill`` are the largest step of each.
+    ``decode`` and ``prefill`` are the largest step of each kind; the other phases are those of the worker.
     """
 
     sync: SyncPlan
@@ -85,7 +85,7 @@ def plan_rollout(worker: PlannedWorker, num_prompts: int, prompt_length: int, re
 def plan_generation(
     worker: PlannedWorker, num_prompts: int, prompt_length: int, response_length: int
 ) -> GenerationPlan:
-    """Of an engine with its weights and its cache awake.
+    """The generation of an engine whose weights and cache are awake.
 
     Args:
         num_prompts: rows of the rank's replica, ``rollout.n`` of each prompt together as the trainer repeats them.
@@ -108,7 +108,7 @@ def plan_generation(
     steps = count_steps(load)
     meter = worker.platform.planned.meter
     before = meter.now_bytes
-    # Graphs are recorded by the first decode step, and lie beside all steps from then on.
+    # The first decode step captures the graphs, which stay in memory from then on.
     decode = _run(worker, "decode", load, steps.decode, steps.num_decode)
     graph_bytes = 0 if engine.compilation.enforce_eager else meter.now_bytes - before
     prefill = _run(worker, "prefill", load, steps.prefill, steps.num_prefill)
@@ -132,8 +132,8 @@ def _rollout(worker: PlannedWorker) -> vLLMRollout:
     return worker.rollout
 
 
-def _run(worker: PlannedWorker, name: str, load: Workload, step: Step | None, num_steps: int) -> StepPlan | None:
-    """The step through the real model runner, as a phase."""
+def _run(worker: PlannedWorker, name: str, load: Workload, step: Step | None, num_steps: int) -> StepCost | None:
+    """Run the step through the real model runner, as a phase."""
     if step is None:
         return None
     core, planned = _rollout(worker).inference_engine.core, worker.platform.planned
@@ -156,11 +156,11 @@ def _run(worker: PlannedWorker, name: str, load: Workload, step: Step | None, nu
         core.worker.execute(scheduled, exchange)
     peak = worker.timeline.phases[-1].peak_bytes - before
     core.worker.runner.batch.update(SchedulerOutput([], [], [], removed=requests, total_num_tokens=0))
-    return StepPlan(num_steps, step.num_tokens, len(requests), step.num_context, peak, tuple(calls))
+    return StepCost(num_steps, step.num_tokens, len(requests), step.num_context, peak, tuple(calls))
 
 
 def _request(worker: PlannedWorker, load: Workload, row: int) -> Request:
-    """With the sampling of training."""
+    """A request with the sampling parameters of training."""
     rollout = _rollout(worker)
     params = rollout.sampling_params({"eos_token_id": -1}, row, load.response_length)
     processor = rollout.inference_engine.engine.processor
@@ -170,7 +170,7 @@ def _request(worker: PlannedWorker, load: Workload, row: int) -> Request:
 
 
 def _closing(worker: PlannedWorker) -> tuple[Collective, ...]:
-    """Replicas that step together hear in one more exchange that nobody has work left."""
+    """The collectives of one more exchange, in which replicas that step together learn that no work is left."""
     core = _rollout(worker).inference_engine.core
     with worker.platform.planned.log.apart() as calls:
         core.parallel.exchange_step(0, False, True, core.device)

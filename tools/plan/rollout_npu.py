@@ -23,7 +23,7 @@ from vllm_ascend.ops.kv_layout import read_blocks, read_tokens
 from vllm_ascend.ops.packed_context import CausalTriangle, context_slots
 from vllm_ascend.ops.sample import MAX_TOP_K
 
-INFO_WIDTH = 128  # int32 that npu_moe_distribute_dispatch_v2 says of each row, for its way back
+INFO_WIDTH = 128  # int32 that npu_moe_distribute_dispatch_v2 returns for each row, for its way back
 PAGED_SIZES = (512, 64)  # latent, rope that the paged kernel and the one that writes the cache take
 MIN_PAGED_HEAD, MAX_PAGED_HEAD = 16, 512
 
@@ -31,7 +31,7 @@ OnExchange = Callable[[str, int, int], None]  # (kernel, first row of everyone's
 
 
 def npu_ops() -> RolloutOps:
-    """The table; its experts and its routing are given by the planner's own."""
+    """The table; the planner replaces its experts and its routing."""
     return RolloutOps(
         **{name: getattr(ascend_ops(), name) for name in ("new_kv_cache", "new_gqa_cache", "linear", "head_linear")},
         rms_norm=rms_norm,
@@ -182,7 +182,7 @@ def topk_router(
 def fused_experts(
     x_TH: Tensor, w13_E2FH: Tensor, w2_EHF: Tensor, weights_TK: Tensor, ids_TK: Tensor, first_expert: int
 ) -> Tensor:
-    """All choices are carried along, those of other ranks' experts too."""
+    """The rows of all choices are allocated, those of other ranks' experts too."""
     if len(x_TH) == 0:
         return torch.zeros_like(x_TH)
     ids_TK = torch.empty_like(ids_TK, device=x_TH.device)
@@ -208,7 +208,7 @@ def kernel_exchanged_experts(
     num_ranks: int,
     on_exchange: OnExchange,
 ) -> Tensor:
-    """By the dispatch and combine kernels; `on_exchange` is told when they exchange which rows."""
+    """By the dispatch and combine kernels; `on_exchange` is called with the kernel and the rows that it exchanges."""
     top_k, num_here = ids_TK.shape[1], len(w13_E2FH)
     at_once = tokens_of_a_call(x_TH.shape[1], top_k, num_here, num_ranks)
     weights_TK, ids_TK = weights_TK.float(), torch.empty_like(ids_TK, dtype=torch.int32, device=x_TH.device)

@@ -1,6 +1,6 @@
 """Op tables of planned rollout: the run's own where they are torch or our kernels, shapes where they are a vendor's.
 
-What steers the program is given: which experts the tokens choose, and which tokens are sampled.
+The planner decides what a program's course depends on: the experts that tokens choose, and the sampled tokens.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def _exchanged(
 
 
 def rollout_spread(config: RolloutConfig, hf: HFModelConfig, rank: int, num_ranks: int, load: float) -> Spread:
-    """Of a rank of an engine, or of one of several engines, on `num_ranks` ranks."""
+    """The spread on a rank of an engine, or of one of several engines, on `num_ranks` ranks."""
     tp = config.tensor_model_parallel_size
     span = config.experts_over(num_ranks) if config.enable_expert_parallel else 1
     return Spread(load, rank % span, span, hf.n_routed_experts, tp, config.expert_exchange == "dispatch" and span > 1)
 
 
 def ordinary_token(model_path: str) -> int:
-    """The first token that ends nothing."""
+    """The first token that is not an end-of-sequence token."""
     config = json.loads((Path(model_path) / "config.json").read_text())
     end = config.get("eos_token_id")
     ends = set(end) if isinstance(end, list) else {end}
@@ -116,12 +116,12 @@ def _cpu_ops() -> RolloutOps:
 
 
 def _no_launch(name: str, *arguments: object) -> None:
-    """The kernels would read addresses at which nothing is."""
+    """Launch nothing: the kernels would read addresses that are not mapped."""
 
 
 @dataclass
 class _Given:
-    """The entries that know more than their arguments."""
+    """The table's entries whose results depend on given routing, sampling or group sizes."""
 
     kind: str
     table: RolloutOps
@@ -176,7 +176,7 @@ class _Given:
         return replace(sampled, token_ids_B=torch.full((len(logits_BW),), self.token))
 
     def _experts_of_all(self) -> FusedExperts:
-        """Of rows that have all come for an expert that is here."""
+        """The kernel for rows that were all sent to an expert of this rank."""
         if self.table.implementations["fused_experts"] != "reference":
             return self.table.fused_experts
         return lambda x, w13, w2, weights, ids, first: _sorted_experts(x, w13, w2, ids, len(x))
@@ -205,7 +205,7 @@ class _Given:
 
 @dataclass(frozen=True)
 class _KnownCounts(GroupCoordinator):
-    """A group whose ranks send what is known beforehand: a plan hears nothing of them."""
+    """A group whose ranks send counts that are known beforehand: in a plan nobody sends them."""
 
     received: tuple[int, ...]
 

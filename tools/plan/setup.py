@@ -51,7 +51,7 @@ def planned_run(
         scratch: an empty folder, for the config.json of a known model.
 
     Raises:
-        ValueError: there is no such config or model, or the config has problems; all of them are told.
+        ValueError: there is no such config or model, or the config has problems; all of them are named.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else known_configs().get(name)
     if path is None or not path.is_file():

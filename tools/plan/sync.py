@@ -1,4 +1,4 @@
-"""The weights' way from training to rollout, from the very plan of the run."""
+"""The weight sync from training to rollout, by the transfer plan of the run itself."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ Item = TypeVar("Item")
 class SyncPlan:
     """One rank's part in a weight sync.
 
-    sent_bytes, received_bytes: over the network · kept_bytes: from its training weights to its rollout weights without
-    a buffer · num_rounds: all-to-alls, the same on all ranks · peak_bucket_bytes: of all buffers that are alive
-    together · calls: the all-to-alls and the comparison of the digests, when every rank's are right.
+    sent_bytes, received_bytes: what goes over the network · kept_bytes: what goes from its training weights to its
+    rollout weights without a buffer · num_rounds: the number of all-to-alls, the same on all ranks · peak_bucket_bytes:
+    all buffers that are alive together · calls: the all-to-alls and the comparison of correct digests.
     """
 
     sent_bytes: int
@@ -42,7 +42,7 @@ class SyncPlan:
 
 
 def plan_weight_sync(worker: ActorRolloutRefWorker) -> SyncPlan:
-    """Of a worker that is built; nothing is moved."""
+    """The weight sync of a worker that is built; nothing is moved."""
     sync = worker.sharding_manager.sync
     rounds, group = sync.transfer.rounds, sync.group
     ranks = tuple(torch.distributed.get_process_group_ranks(group))
@@ -71,9 +71,9 @@ def plan_weight_sync(worker: ActorRolloutRefWorker) -> SyncPlan:
 
 
 def move_largest_only(transfer: WeightTransfer) -> None:
-    """From now on a round moves its largest part of each kind through its buffers, which are as large as ever.
+    """Let every later round move only its largest part of each dtype through its buffers, whose sizes stay.
 
-    The memory of a sync is that of the buffers and of one part at a time; millions of parts have nothing to add.
+    The memory of a sync is that of the buffers and of one part at a time, so the other parts change nothing.
     """
     transfer.rounds = [
         replace(
@@ -109,12 +109,12 @@ def shared_plan(
     takes longer than everything else of a rank.
     """
     ends = tuple(_slices_of(holdings[rank]) for rank in (min(holdings), max(holdings)))
-    return _built(_Asked(hf, layout, params_dtype, num_ranks, bucket_bytes, ranks_per_node, ends, holdings))
+    return _built(_PlanRequest(hf, layout, params_dtype, num_ranks, bucket_bytes, ranks_per_node, ends, holdings))
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """Arguments of `build_plan`; of an engine's ranks the first and the last tell the layout of all."""
+class _PlanRequest:
+    """Arguments of `build_plan`. The first and the last of an engine's ranks determine the layout of all."""
 
     hf: HFModelConfig
     layout: ParallelLayout
@@ -132,21 +132,21 @@ def _slices_of(held: Mapping[str, HeldSlice]) -> SlicesOf:
 
 
 @lru_cache(maxsize=1)
-def _built(asked: _Asked) -> TransferPlan:
-    gc.disable()  # which would look through millions of new objects again and again, none of them in a circle
+def _built(request: _PlanRequest) -> TransferPlan:
+    gc.disable()  # it would traverse millions of new objects again and again, and none of them are in a cycle
     try:
         plan = build_plan(
-            asked.hf,
-            asked.layout,
-            asked.params_dtype,
-            asked.holdings,
-            asked.num_ranks,
-            bucket_bytes=asked.bucket_bytes,
-            ranks_per_node=asked.ranks_per_node,
+            request.hf,
+            request.layout,
+            request.params_dtype,
+            request.holdings,
+            request.num_ranks,
+            bucket_bytes=request.bucket_bytes,
+            ranks_per_node=request.ranks_per_node,
         )
     finally:
         gc.enable()
-    _slices.cache_clear()  # where experts are cut over ranks, each rank holds a part of every one
+    _slices.cache_clear()  # large where experts are cut over ranks: each rank then holds a part of every expert
     return plan
 
 
@@ -154,10 +154,7 @@ SlicesOf: TypeAlias = tuple[HFConfig, ParallelConfig, torch.dtype, str | None]  
 
 
 class RankSlices(Mapping[str, HeldSlice]):
-    """What a rank of an engine holds, worked out when somebody asks.
-
-    Only who builds the plan of a transfer asks for those of every rank.
-    """
+    """What a rank of an engine holds, computed on first access: only `build_plan` needs it of every rank."""
 
     def __init__(self, of: SlicesOf) -> None:
         self.of = of
@@ -172,12 +169,12 @@ class RankSlices(Mapping[str, HeldSlice]):
         return len(_slices(*self.of))
 
     def items(self) -> ItemsView[str, HeldSlice]:
-        """Quicker than one by one."""
+        """All at once, which is quicker than one by one."""
         return _slices(*self.of).items()
 
 
 def rank_slices(config: VllmConfig, rank: int) -> RankSlices:
-    """Of rank ``rank`` of an engine; one object for all ranks that hold the same."""
+    """What rank ``rank`` of an engine holds; one object for all ranks that hold the same."""
     parallel, model = config.parallel, config.model
     period = lcm(parallel.tensor_parallel_size, parallel.expert_parallel_size)
     dtype: torch.dtype = getattr(torch, model.dtype)

@@ -1,18 +1,14 @@
-"""The training calls of a step on one rank: what they send, and the most memory they take beside the models."""
+"""The training calls of a step, and the batch that they get."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from hf_formats.config import load_hf_config
-from tools.plan.collectives import CollectiveLog, Phase
-from tools.plan.device import MemoryMeter
 from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig
-from verl.workers.megatron_workers import ActorRolloutRefWorker
 
 OLD, REF, UPDATE = "compute_log_prob", "compute_ref_log_prob", "update_actor"
 
@@ -24,18 +20,6 @@ class Rows:
     num: int
     prompt_length: int
     response_length: int
-
-
-@dataclass(frozen=True)
-class TrainingPhase:
-    """One call of a rank: its collectives in order, and bytes beside what was there before it.
-
-    peak_bytes: most that were alive at one time · left_bytes: still alive when it ended.
-    """
-
-    collectives: Phase
-    peak_bytes: int
-    left_bytes: int
 
 
 def batch_of(rows: Rows, config: PPOTrainerConfig) -> DataProto:
@@ -73,27 +57,3 @@ def training_calls(config: PPOTrainerConfig) -> list[str]:
     """The worker's methods that a step calls after generation, in order."""
     calls = [OLD] if config.needs_old_log_prob else []
     return [*calls, *([REF] if config.use_reference_policy else []), UPDATE]
-
-
-def run_training(
-    worker: ActorRolloutRefWorker,
-    rows: Rows,
-    log: CollectiveLog,
-    meter: MemoryMeter,
-    before_call: Callable[[], None] = lambda: None,
-) -> dict[str, TrainingPhase]:
-    """Makes the training calls of one step on ``worker``, planned or real, while ``log`` and ``meter`` are active.
-
-    before_call: waits until real process groups have let go of what the call before it sent.
-    """
-    batch = batch_of(rows, worker.run_config)
-    done = {}
-    for name in training_calls(worker.run_config):
-        before_call()
-        before = meter.now_bytes
-        meter.peak_bytes = before
-        with log.phase(name):
-            getattr(worker, name)(batch)
-        phase = next((phase for phase in reversed(log.phases) if phase.name == name), Phase(name, ()))
-        done[name] = TrainingPhase(phase, meter.peak_bytes - before, meter.now_bytes - before)
-    return done

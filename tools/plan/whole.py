@@ -19,9 +19,9 @@ from tools.plan.setup import PlannedRun
 from tools.plan.training import OLD, REF, UPDATE
 from verl.trainer.config import PPOTrainerConfig
 
-PROCESS_BYTES = 3 * GIB  # of a worker beside its tensors: Python, torch, communicators; modelled, see README
+PROCESS_BYTES = 3 * GIB  # a worker's memory beside its tensors: Python, torch, communicators; modelled, see README
 CHECKED_MINI_BATCHES = 2
-CHECKED_REPEATS = 3  # beyond the fewest micro-batches or steps of any stage that show how all further ones are
+CHECKED_REPEATS = 3  # beyond the fewest micro-batches or steps that show what every further one adds
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class WholePlan:
     """What a run needs, rank by rank.
 
     stages: the plan of the first rank of each pipeline stage; the others of a stage hold and do the same ·
-    num_parameters: of the model, every one counted once · problems: why the run cannot work, one sentence each ·
+    num_parameters: the model's, every one counted once · problems: why the run cannot work, one sentence each ·
     traffic: phase -> link ("node", "domain", "cluster") -> bytes that the busiest rank passes on in a step.
     """
 
@@ -42,7 +42,7 @@ class WholePlan:
 
     @property
     def layout(self) -> ParallelLayout:
-        """Of training."""
+        """The training layout."""
         return self.run.config.training_layout
 
     @property
@@ -52,7 +52,7 @@ class WholePlan:
 
     @property
     def warnings(self) -> list[str]:
-        """What works and should not be done."""
+        """What works but is slow."""
         return slow_groups(self.layout, self.run)
 
     @property
@@ -67,7 +67,7 @@ class WholePlan:
 
     @property
     def host_bytes(self) -> int:
-        """Of the fullest node: its ranks' host memory, and their processes."""
+        """Host memory of the fullest node: its ranks' tensors and their processes."""
         assert self.is_whole, len(self.stages)
         return max(host_bytes_of_nodes(self.run.config, self.stages), default=0)
 
@@ -101,7 +101,7 @@ def plan_run(
 
 
 def layout_problems(layout: ParallelLayout, run: PlannedRun) -> list[str]:
-    """What does not divide."""
+    """Every size of the layout that does not divide what it must."""
     hf = run.hf
     found = layout.problems(hf.num_hidden_layers, hf.n_routed_experts or None, hf.num_attention_heads, hf.vocab_size)
     rollout_tp = run.config.actor_rollout_ref.rollout.tensor_model_parallel_size
@@ -130,14 +130,6 @@ def slow_groups(layout: ParallelLayout, run: PlannedRun) -> list[str]:
         elif tp > 1 and domain % tp:
             found.append(f"{what} is {tp}: in {phase} groups of so many cross the borders of {domain} joined devices")
     return found
-
-
-def calls_of_all_ranks(config: PPOTrainerConfig, device: DeviceProfile, size: StepSize) -> dict[int, list[Phase]]:
-    """Every rank planned for itself, for small worlds: rank -> the phases of its step, nothing left out."""
-    return {
-        rank: [Phase(calls.phase, calls.whole()) for calls in plan_rank(config, device, rank, size).calls]
-        for rank in range(config.trainer.world_size)
-    }
 
 
 def _plan_ranks(run: PlannedRun, size: StepSize, ranks: Sequence[int], processes: int) -> Iterator[RankPlan]:
@@ -194,7 +186,7 @@ def _full_ranks(run: PlannedRun, stages: Sequence[RankPlan]) -> list[str]:
 
 
 def calls_between_stages(layout: ParallelLayout, stages: Sequence[RankPlan]) -> dict[int, list[Phase]]:
-    """The calls as if each stage were one rank: of those within a stage all members make the same ones anyway."""
+    """The calls between stages, as if each stage were one rank: within a stage all members make the same calls."""
     counts: dict[str, int] = {}
     for plan in stages:
         for calls in plan.calls:
@@ -208,9 +200,9 @@ def calls_between_stages(layout: ParallelLayout, stages: Sequence[RankPlan]) -> 
 
 
 def _projected(calls: RepeatedCalls, count: int, layout: ParallelLayout, plan: RankPlan) -> Iterator[Collective]:
-    """What crosses stages, between stages. Sizes are compared where they are the same on all ranks of a stage.
+    """The calls that cross stages, with stages for ranks. Sizes are kept where all ranks of a stage have the same.
 
-    Of a weight sync each rank has parts of its own, and of a generation each replica its own number of tokens.
+    In a weight sync each rank sends its own parts, and in a generation each replica has its own number of tokens.
     """
     has_sizes = calls.phase in (OLD, REF, UPDATE)
     for call in calls.of(count, CHECKED_MINI_BATCHES):
@@ -234,7 +226,7 @@ def _stages_of(layout: ParallelLayout, ranks: tuple[int, ...]) -> tuple[int, ...
 
 
 def _traffic(run: PlannedRun, stages: Sequence[RankPlan]) -> dict[str, dict[str, int]]:
-    """Of the busiest rank: what its calls of a phase hold, by the slowest link of their groups."""
+    """Bytes of the busiest rank's calls, by phase and by the slowest link of their groups."""
     found: dict[str, dict[str, int]] = {}
     for plan in stages:
         for calls in plan.calls:

@@ -36,7 +36,7 @@ from vllm.model_executor.model_loader.slice_intake import WeightSlice
 class PlannedRollout(vLLMRollout):
     """The engine of a planned rank.
 
-    ``takes_samples``: of every weight sync only samples of the slices come, which are let through.
+    ``takes_samples``: weight syncs bring only samples of the slices, and nothing is checked.
     """
 
     takes_samples = False
@@ -49,7 +49,7 @@ class PlannedRollout(vLLMRollout):
         """See ``BaseRollout``."""
         if not self.takes_samples:
             return super().update_weight_slices(slices, version)
-        deque(slices, maxlen=0)  # none is held on to, as its bucket would be with it
+        deque(slices, maxlen=0)  # holding on to a slice would hold on to its bucket
         return {}
 
     def held_digests(self) -> dict[str, WeightDigest]:
@@ -58,11 +58,11 @@ class PlannedRollout(vLLMRollout):
 
 
 class PlannedWorker(ActorRolloutRefWorker):
-    """The worker of one rank, inside ``planned_rank`` and a ``PlannedDevice``: everything but weights and rows is its.
+    """The worker of one rank, inside ``planned_rank`` and a ``PlannedDevice``; only weights and rows have no values.
 
     Args:
         config: the run's; ``trainer.hang_timeout_s`` is 0.
-        kind: of device whose kernels are planned: cpu, cuda or npu.
+        kind: the device whose kernels are planned: cpu, cuda or npu.
         load: see ``Routing``.
         platform: one of ``PLATFORMS``, of this kind of device.
     """
@@ -86,7 +86,7 @@ class PlannedWorker(ActorRolloutRefWorker):
         self._build_models(train_ops(self.kind, self.routing()))
 
     def routing(self) -> Routing:
-        """Of this rank's experts in training."""
+        """How tokens reach this rank's experts in training."""
         num_experts = self.hf_config.n_routed_experts
         ep = self.groups.ep
         num_local = num_experts // ep.size()
@@ -98,14 +98,14 @@ class PlannedWorker(ActorRolloutRefWorker):
 
     def _build_actor(self, ops: TrainOps) -> None:
         super()._build_actor(ops)
-        # States that live on the host are planned without a word to the allocator.
+        # The optimizer makes states of the host without telling the allocator that they are the host's.
         held = ledger(self.actor_module, self.optimizer)
         self.platform.planned.move_to_host(sum(entry.num_bytes for entry in held if entry.device == ON_HOST))
 
     _transfer_plan = staticmethod(shared_plan)
 
     def sync_samples_only(self) -> None:
-        """From now on a weight sync moves the largest part of each kind in every round, through its whole buffers."""
+        """Let every later weight sync move only the largest part of each dtype per round, through its whole buffers."""
         assert isinstance(self.rollout, PlannedRollout), type(self.rollout)
         self.rollout.takes_samples = True
         move_largest_only(self.sharding_manager.sync.transfer)

@@ -161,7 +161,7 @@ def _absolute(node: ast.ImportFrom, package: str) -> str:
 
 
 def _parsed(text: str) -> ast.Module | None:
-    """None for a file that is not Python (conflict markers): git has already told of it."""
+    """None for a file that is not Python (conflict markers): git has reported it already."""
     try:
         return ast.parse(text)
     except SyntaxError:

@@ -142,8 +142,8 @@ def _recover(git: Git) -> list[str]:
             git.git_path(name).unlink(missing_ok=True)
     _finish(folder)
     _refresh(git)
-    told = ["a move that was interrupted half-way was undone: the tree is as it was before"]
-    return told + [f"  {path} was edited since and was left as it is" for path in kept]
+    done = ["a move that was interrupted half-way was undone: the tree is as it was before"]
+    return done + [f"  {path} was edited since and was left as it is" for path in kept]
 
 
 def _restore_files(git: Git, folder: Path, plan: Plan) -> list[str]:

@@ -24,7 +24,7 @@ def test_of_a_run_the_largest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (None, "neither balanced, worst nor a number, and there is no such file"),
         ('{"step": 1, "actor/lr": 1.0}\n', "no step has actor/expert_load_max"),
@@ -33,11 +33,11 @@ def test_of_a_run_the_largest(tmp_path: Path) -> None:
         ("17\n", "not a run's metrics.jsonl"),
     ],
 )
-def test_what_is_no_measurement_is_told(tmp_path: Path, content: str | None, told: str) -> None:
+def test_what_is_no_measurement_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
     path = tmp_path / "metrics.jsonl"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         expert_load(str(path), 8)
 
 

@@ -1,4 +1,4 @@
-"""Calls that do not fit together are told with rank, phase and operation."""
+"""Calls that do not match are reported with rank, phase and operation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
 from tools.plan.collectives import Collective, Phase
 from tools.plan.devices import load_device
 from tools.plan.matching import problems
-from tools.plan.rank_plan import StepSize
+from tools.plan.rank_plan import StepSize, plan_rank
 from tools.plan.setup import planned_run
-from tools.plan.whole import calls_of_all_ranks, slow_groups
+from tools.plan.whole import slow_groups
 from verl.trainer.config import load_config
 
 Calls = dict[int, list[Phase]]
@@ -35,7 +35,11 @@ def planned(model_dir: Path) -> Calls:
     """Every rank of 4: TP2 PP2, experts over both."""
     world_size, overrides = LAYOUTS["tp2_pp2_uneven_ep2"]
     config = load_config(overrides_of(str(model_dir), world_size, *overrides))
-    return calls_of_all_ranks(config, load_device("cpu"), StepSize(10, 8))
+    device, size = load_device("cpu"), StepSize(10, 8)
+    return {
+        rank: [Phase(calls.phase, calls.whole()) for calls in plan_rank(config, device, rank, size).calls]
+        for rank in range(config.trainer.world_size)
+    }
 
 
 def _changed(planned: Calls, rank: int, phase: str, change: object) -> Calls:

@@ -1,4 +1,4 @@
-"""A rank told by few micro-batches is the rank of all of them."""
+"""The plan of a rank from a few micro-batches equals that of all of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.mindspeed_llm.tiny import tiny_hf_config
+from tests.tools.plan.training_calls import run_training
 from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
 from tools.plan.collectives import CollectiveLog
 from tools.plan.device import MemoryMeter, PlannedDevice
 from tools.plan.devices import load_device
 from tools.plan.platform import PlannedCpu
 from tools.plan.rank_plan import StepSize, plan_rank
-from tools.plan.training import Rows, run_training
+from tools.plan.training import Rows
 from tools.plan.worker import PlannedWorker
 from tools.plan.world import planned_rank
 from verl.trainer.config import PPOTrainerConfig, load_config
@@ -35,7 +36,7 @@ def _config(model_dir: Path, layout: str, *more: str) -> PPOTrainerConfig:
     return load_config(overrides_of(str(model_dir), world_size, *overrides, *more))
 
 
-def assert_told_whole(config: PPOTrainerConfig, rank: int) -> None:
+def assert_planned_whole(config: PPOTrainerConfig, rank: int) -> None:
     """The training calls of a rank's plan are those of the planned rank that makes all of them."""
     world_size = config.trainer.world_size
     planned = plan_rank(config, load_device("cpu"), rank, StepSize(10, 8))
@@ -46,27 +47,27 @@ def assert_told_whole(config: PPOTrainerConfig, rank: int) -> None:
         worker.init_model()
         rows = 16 // worker.groups.layout.data_parallel_size
         whole = run_training(worker, Rows(rows, 10, 8), log, device.meter)
-    told = {calls.phase: calls for calls in planned.calls}
+    planned_calls = {calls.phase: calls for calls in planned.calls}
     for name, phase in whole.items():
-        assert told[name].outside < told[name].count, f"{name}: was run whole"
-        assert list(told[name].whole()) == list(phase.collectives.calls), name
+        assert planned_calls[name].outside < planned_calls[name].count, f"{name}: was run whole"
+        assert list(planned_calls[name].whole()) == list(phase.collectives.calls), name
 
 
 @pytest.mark.parametrize(
     ("layout", "rank"),
     [("dp2", 1), ("tp2_pp2_uneven_ep2", 2), ("cp2_pp2_vpp2", 2), ("pp4_ep2_overlap", 0), ("pp4_ep2_overlap", 4)],
 )
-def test_many_micro_batches_are_told_from_few(layout: str, rank: int, model_dir: Path) -> None:
-    assert_told_whole(_config(model_dir, layout, ONE_ROW, REPLAY), rank)
+def test_many_micro_batches_are_planned_from_few(layout: str, rank: int, model_dir: Path) -> None:
+    assert_planned_whole(_config(model_dir, layout, ONE_ROW, REPLAY), rank)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_several_mini_batches_are_told_from_one(rank: int, model_dir: Path) -> None:
+def test_several_mini_batches_are_planned_from_one(rank: int, model_dir: Path) -> None:
     mini_batches = ("actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.ppo_epochs=2")
-    assert_told_whole(_config(model_dir, "tp2_pp2_uneven_ep2", ONE_ROW, REPLAY, *mini_batches), rank)
+    assert_planned_whole(_config(model_dir, "tp2_pp2_uneven_ep2", ONE_ROW, REPLAY, *mini_batches), rank)
 
 
-def test_the_phases_of_a_step_are_told_in_order(model_dir: Path) -> None:
+def test_the_phases_of_a_step_come_in_order(model_dir: Path) -> None:
     plan = plan_rank(_config(model_dir, "one"), load_device("cpu"), 0, StepSize(10, 8))
     names = [phase.name for phase in plan.phases]
     order = ["wake_weights", "weight_sync", "wake_kv_cache", "decode", "prefill", "sleep", "compute_ref_log_prob"]

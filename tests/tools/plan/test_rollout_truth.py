@@ -62,7 +62,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
 
 
 class Step(NamedTuple):
-    """Of the engine: its collectives, and the most bytes that were alive beyond those before."""
+    """What was seen of the engine: its collectives, and the most bytes that were alive beyond those before."""
 
     calls: tuple[Collective, ...]
     peak_bytes: int
@@ -110,7 +110,7 @@ def config_of(model_dir: str, world_size: int, overrides: list[str]) -> PPOTrain
 
 
 def prompts(replica: int, lengths: tuple[int, ...]) -> DataProto:
-    """Of every replica as long, and no two alike."""
+    """Prompts of the same length for every replica, no two alike."""
     rows = [[2 + replica * 40 + place] * length for place, length in enumerate(lengths) for _ in range(NUM_SAMPLES)]
     raw = np.empty(len(rows), dtype=object)
     raw[:] = rows

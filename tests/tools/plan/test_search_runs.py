@@ -11,6 +11,7 @@ import torch
 
 from tests.mindspeed_llm.tiny import tiny_moonlight_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
+from tests.tools.plan.training_calls import run_training
 from tools.plan.collectives import CollectiveLog
 from tools.plan.device import MemoryMeter
 from tools.plan.devices import load_device
@@ -19,7 +20,7 @@ from tools.plan.search.rank import ranking
 from tools.plan.search.verify import Request, verified
 from tools.plan.setup import planned_run
 from tools.plan.timing import RunShape, load_constants
-from tools.plan.training import UPDATE, Rows, batch_of, run_training
+from tools.plan.training import UPDATE, Rows, batch_of
 from verl.protocol import DataProto
 from verl.trainer.config import load_config, validate_config
 from verl.workers.megatron_workers import ActorRolloutRefWorker

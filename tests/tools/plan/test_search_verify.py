@@ -23,7 +23,7 @@ SIZE = StepSize(10, 8)
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> WholePlan:
-    """Of two stages, whose ranks share the experts of the rollout."""
+    """The plan of two stages, whose ranks share the experts of the rollout."""
     path = tmp_path_factory.mktemp("model")
     (path / "config.json").write_text(json.dumps(tiny_hf_config(num_hidden_layers=4)))
     world_size, overrides = LAYOUTS["pp2"]

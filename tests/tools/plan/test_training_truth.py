@@ -11,11 +11,12 @@ import torch
 from megatron.core.memory_ledger import ledger
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
+from tests.tools.plan.training_calls import TrainingPhase, run_training
 from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
 from tools.plan.collectives import CollectiveLog
 from tools.plan.device import MemoryMeter, PlannedDevice
 from tools.plan.platform import PlannedCpu
-from tools.plan.training import Rows, TrainingPhase, run_training
+from tools.plan.training import Rows
 from tools.plan.worker import PlannedWorker
 from tools.plan.world import planned_rank
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config

@@ -70,7 +70,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 
 
 def overrides_of(model_dir: str, world_size: int, *more: str) -> list[str]:
-    """Of a run of 8 prompts of 10 tokens, two samples of 8 tokens each."""
+    """The overrides of a run of 8 prompts of 10 tokens, two samples of 8 tokens each."""
     base: dict[str, Any] = {
         "trainer.device": "cpu",
         "trainer.n_gpus_per_node": world_size,

@@ -54,7 +54,7 @@ class Stopwatch:
 
 
 def peak_resident_bytes() -> int:
-    """Of this process since its start, or since it last wrote 5 to /proc/self/clear_refs."""
+    """The peak of this process since its start, or since it last wrote 5 to /proc/self/clear_refs."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -1,7 +1,7 @@
 """Device memory of a layout in closed form, in microseconds: which layouts are worth a real plan.
 
 Weights, gradients, optimizer state and the KV cache are arithmetic, exact but for padding. Activations are a bound:
-numbers of values that a layer keeps and needs for a token, calibrated with plans of DeepSeek-V3 671B on 256 dies.
+numbers of values that a layer needs for a token, calibrated with plans of DeepSeek-V3 671B on 256 dies.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from vllm.platforms.cpu import KV_CACHE_FRACTION_OF_HOST
 from vllm.platforms.interface import ACTIVATION_FRACTION
 from vllm_ascend.ops.exchanged_experts import tokens_of_a_call
 
-STATE_BYTES = 12  # float32 master weight and two moments of a parameter
+STATE_BYTES = 12  # a parameter's float32 master weight and two moments
 GRADIENT_BYTES = 4
 ROUTER_BYTES = 4  # the rollout's gates are float32
 # Measured with plan_rank, in layers' worth of what one layer keeps: what a pass needs beside what it keeps.
 FORWARD_LAYERS, BACKWARD_LAYERS = 0.9, 1.8
 MARGIN = 1.03
-HEAD_BYTES = 4  # of a token and a vocabulary entry
-SAMPLER_COPIES = 6  # of the logits in float32
+HEAD_BYTES = 4  # for each token and vocabulary entry
+SAMPLER_COPIES = 6  # float32 copies of the logits
 
 
 @dataclass(frozen=True)
 class RolloutKnobs:
-    """What of the rollout decides its memory beside its layout, with verl's names."""
+    """Settings of the rollout that decide its memory beside its layout, with verl's names."""
 
     max_num_batched_tokens: int
     expert_exchange: str
@@ -41,7 +41,7 @@ class RolloutKnobs:
 
     @staticmethod
     def of(config: PPOTrainerConfig) -> RolloutKnobs:
-        """The config's."""
+        """The settings of ``config``."""
         rollout = config.actor_rollout_ref.rollout
         return RolloutKnobs(rollout.max_num_batched_tokens, rollout.expert_exchange, rollout.enforce_eager)
 
@@ -56,7 +56,7 @@ class Bounds:
     size: StepSize
 
     def log_prob_bytes(self, shape: RunShape) -> float:
-        """Of the fullest stage in a pass without a backward; 0 when there is none."""
+        """The memory of the fullest stage in a pass without a backward; 0 when there is no such pass."""
         if not (shape.has_reference or shape.has_old_log_prob):
             return 0.0
         engine = self.config.actor_rollout_ref.actor.megatron
@@ -68,7 +68,7 @@ class Bounds:
         return most
 
     def update_bytes(self, shape: RunShape) -> float:
-        """Of the fullest stage in the update."""
+        """The memory of the fullest stage in the update."""
         tokens, most = self.tokens(shape, shape.train.update), 0.0
         for stage in range(shape.train.layout.pipeline_model_parallel_size):
             stays, params = self._held(shape, stage)
@@ -100,7 +100,7 @@ class Bounds:
         return parameters * rollout.weight_bytes + routers * ROUTER_BYTES
 
     def host_bytes(self, shape: RunShape) -> float:
-        """Of a node whose ranks all need as much as the one with most."""
+        """The host memory of a node whose ranks all need as much as the one that needs most."""
         engine, layout = self.config.actor_rollout_ref.actor.megatron, shape.train.layout
         most = 0.0
         for stage in range(layout.pipeline_model_parallel_size):
@@ -126,7 +126,7 @@ class Bounds:
         return stays, count * float(self._param_bytes)  # gradients always leave for the rollout
 
     def tokens(self, shape: RunShape, cut: MicroBatches) -> float:
-        """Of a micro-batch of the longest rows, on one context-parallel rank."""
+        """Tokens of a micro-batch of the longest rows, on one context-parallel rank."""
         layout, length = shape.train.layout, self.size.prompt_length + self.size.response_length
         rows: float = cut.samples
         if cut.token_budget:
@@ -181,7 +181,7 @@ class Bounds:
         return tokens * self.hf.vocab_size / layout.tensor_model_parallel_size * HEAD_BYTES
 
     def _cache_bytes(self, tp: int, used: float) -> float:
-        """Of the KV cache, as the engine sizes it beside its weights and the training state that stays."""
+        """Bytes of the KV cache, as the engine sizes it beside its weights and the training state that stays."""
         rollout = self.config.actor_rollout_ref.rollout
         if rollout.num_gpu_blocks_override is not None:
             return float(self._block_bytes(tp) * rollout.num_gpu_blocks_override)
@@ -198,7 +198,7 @@ class Bounds:
         return is_given or self._cache_bytes(tp, used) >= self._sequence_bytes(tp)
 
     def _sequence_bytes(self, tp: int) -> float:
-        """Of the cache of one sequence at its longest."""
+        """Bytes of the cache of one sequence of the greatest length."""
         rollout = self.config.actor_rollout_ref.rollout
         return float(self._block_bytes(tp) * -(-rollout.context_length // rollout.block_size))
 
@@ -226,7 +226,7 @@ class Bounds:
         )
 
     def _experts(self, shape: RunShape, knobs: RolloutKnobs, tokens: int) -> float:
-        """Of one layer's routed experts, for ``tokens`` tokens of each replica."""
+        """Bytes of one layer's routed experts, for ``tokens`` tokens of each replica."""
         hf, rollout, item = self.hf, shape.rollout, shape.rollout.weight_bytes
         hidden, inner, topk = hf.hidden_size, hf.moe_intermediate_size, hf.num_experts_per_tok
         if not hf.n_routed_experts:

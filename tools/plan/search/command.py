@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from tools.plan.rank_plan import StepSize
+from tools.plan.search.explain import explained, print_answer
 from tools.plan.search.rank import own_candidate, ranking
 from tools.plan.search.show import describe, print_search
 from tools.plan.search.verify import Request, Verified, verified
-from tools.plan.search.why_not import print_why_not, why_not
 from tools.plan.setup import PlannedRun
 from tools.plan.timing import Constants, RunShape
 from tools.plan.whole import WholePlan
@@ -33,11 +33,11 @@ def search(
         f"{found.num_training:,} training layouts divide, {found.num_fitting:,} fit by the bound; planning the fastest"
     )
 
-    def tell(tried: Verified) -> None:
+    def report(tried: Verified) -> None:
         verdict = f"does not work: {tried.problems[0]}" if tried.problems else "fits"
         console.print(f"  {describe(tried.candidate)}: {verdict}", highlight=False, markup=False)
 
-    tried = verified(request, run, found.best, plan.size, count, tell)
+    tried = verified(request, run, found.best, plan.size, count, report)
     print_search(own_candidate(run, shape, plan.size, constants), plan, found, tried, console)
     return any(not item.problems for item in tried)
 
@@ -59,6 +59,6 @@ def explain(
             console.print("It is not a config that can run:", style="red")
             console.print(str(error), highlight=False, markup=False)
             return False
-        answer = why_not(other, shape, size, constants)
-    print_why_not(answer, console)
+        answer = explained(other, shape, size, constants)
+    print_answer(answer, console)
     return answer.fits

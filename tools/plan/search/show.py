@@ -8,11 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.plan.devices import GIB
-from tools.plan.search.compare import differences
 from tools.plan.search.rank import Candidate, Ranking
 from tools.plan.search.verify import Verified
-from tools.plan.timing import MicroBatches
+from tools.plan.timing import MicroBatches, StepTime
 from tools.plan.whole import WholePlan
+
+LEAST_CHANGE = 0.005  # share of a step from which a phase's change is shown
 
 
 def print_search(
@@ -111,3 +112,29 @@ def _print_reasons(own: Candidate, own_plan: WholePlan, best: Verified, console:
         console.print(f"  fullest in {worst.peak.name} on stage {worst.coords.pp}", highlight=False)
     console.print("As overrides:")
     console.print("  " + " ".join(best.overrides), highlight=False, markup=False, soft_wrap=True)
+
+
+def differences(other: StepTime, step: StepTime, other_name: str) -> list[str]:
+    """A sentence for each phase of ``step`` that takes longer or shorter than ``other``'s, largest first."""
+    found = []
+    for phase, seconds in step.seconds.items():
+        change = seconds - other.seconds.get(phase, 0.0)
+        if abs(change) >= LEAST_CHANGE * other.total_s:
+            found.append((abs(change), _sentence(phase, other, step, other_name)))
+    return [text for _, text in sorted(found, key=lambda pair: -pair[0])]
+
+
+def _sentence(phase: str, other: StepTime, step: StepTime, other_name: str) -> str:
+    before, after = other.terms.get(phase, {}), step.terms[phase]
+    total = sum(after.values()) - sum(before.values())
+    changes = sorted(
+        ((after.get(name, 0.0) - before.get(name, 0.0), name) for name in dict.fromkeys([*before, *after])),
+        key=lambda pair: -abs(pair[0]),
+    )
+    terms = [
+        f"{name} {before.get(name, 0.0):,.1f} to {after.get(name, 0.0):,.1f}"
+        for change, name in changes[:3]
+        if abs(change) >= 0.1 * abs(total)
+    ]
+    word = "shorter" if total < 0 else "longer"
+    return f"{phase} is {abs(total):,.1f} s {word} than {other_name}'s ({'; '.join(terms)})"

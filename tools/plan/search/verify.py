@@ -52,9 +52,9 @@ def verified(
     candidates: Sequence[Candidate],
     size: StepSize,
     count: int,
-    tell: Callable[[Verified], None] = lambda found: None,
+    report: Callable[[Verified], None] = lambda found: None,
 ) -> list[Verified]:
-    """The first ``count`` of ``candidates`` whose plans fit, and those tried in vain; ``tell`` hears of each.
+    """The first ``count`` of ``candidates`` whose plans fit, and those that do not; ``report`` is called with each.
 
     A half (training, rollout) in which one did not fit is not tried again. Ends after four tries for each one wanted.
     """
@@ -69,7 +69,7 @@ def verified(
             continue
         found = plan_candidate(request, own, candidate, size)
         tried.append(found)
-        tell(found)
+        report(found)
         good += not found.problems
         if found.problems and found.plan is not None and found.plan.stages:
             at_fault = halves_at_fault(found.plan)

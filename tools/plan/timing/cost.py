@@ -13,7 +13,7 @@ from tools.plan.timing.training import log_prob_seconds, update_seconds
 from tools.plan.timing.transitions import dispatch_seconds, offload_seconds, reward_seconds, weight_sync_seconds
 
 PHASES = ("weight_sync", "offload", "rollout", "reward", "old_log_prob", "reference", "update")
-GENERATION = ("rollout",)  # what other ranks do meanwhile, with a schedule that generates ahead
+GENERATION = ("rollout",)  # what other ranks do at the same time in a schedule that generates ahead
 
 
 @dataclass(frozen=True)

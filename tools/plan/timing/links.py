@@ -45,7 +45,7 @@ class Links:
 
     @staticmethod
     def of(device: DeviceProfile, efficiency: float) -> Links:
-        """Of ``device``."""
+        """The links of ``device``."""
         return Links(device.domain_link, device.scale_out_link, efficiency)
 
     def all_to_all(self, num_bytes: float, group: Group) -> float:

@@ -39,7 +39,7 @@ class PublishedRun:
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """The row's name."""
         return self.shape.name
 
 

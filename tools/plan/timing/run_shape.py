@@ -37,7 +37,7 @@ class Lengths:
 
     @property
     def responses(self) -> LengthDistribution:
-        """Of one response."""
+        """The distribution of a response's length."""
         return length_distribution(self.response_mean, self.response_limit, self.spread)
 
     @property
@@ -82,7 +82,7 @@ class TrainShape:
         offloads: weights leave the device for the rollout.
         exchange_beside: what the experts' exchange runs beside: nothing, the ``shared`` experts, or all ``experts`` and
             their gradients (MindSpeed's overlap).
-        is_balanced: rows are dealt to data-parallel ranks by length.
+        is_balanced: rows are balanced over data-parallel ranks by length.
     """
 
     layout: ParallelLayout

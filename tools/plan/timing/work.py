@@ -57,12 +57,12 @@ class ModelWork:
 
     @property
     def expert_parameters(self) -> float:
-        """Of all routed experts."""
+        """Parameters of all routed experts."""
         return self.num_moe * self.num_experts * self.layer.expert
 
     @property
     def dense_parameters(self) -> float:
-        """Of everything else."""
+        """Parameters of everything else."""
         layer = self.layer
         return (
             self.num_layers * layer.attention
@@ -74,7 +74,7 @@ class ModelWork:
 
     @property
     def parameters(self) -> float:
-        """Of the whole model."""
+        """Parameters of the whole model."""
         return self.dense_parameters + self.expert_parameters
 
 

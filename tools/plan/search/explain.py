@@ -9,22 +9,20 @@ from rich.console import Console
 from tools.plan.devices import GIB
 from tools.plan.rank_plan import RankPlan, StepSize
 from tools.plan.search.bound import Bounds, RolloutKnobs
-from tools.plan.search.compare import differences
 from tools.plan.search.layouts import rollout_settings
 from tools.plan.search.rank import Candidate, memory, ranking
-from tools.plan.search.show import describe
+from tools.plan.search.show import describe, differences
+from tools.plan.search.verify import TRAINING
 from tools.plan.setup import PlannedRun
 from tools.plan.timing import Constants, RunShape, StepTime, predict
 from tools.plan.whole import WholePlan, layout_problems, plan_run
 from verl.trainer.config import validate_config
 
-TRAINING = ("compute_log_prob", "compute_ref_log_prob", "update_actor")
-
 
 @dataclass(frozen=True)
 class Answer:
-    """problems: of the config and the layout · full: ranks that are too full · gives: what would make room ·
-    step, best: predicted, where it can be · slower: phases that differ from the best layout's.
+    """problems: those of the config and the layout · full: ranks that are too full · gives: changes that make room ·
+    step, best: predictions for this layout and the fastest one, if any · slower: phases that differ between the two.
     """
 
     problems: tuple[str, ...]
@@ -40,8 +38,8 @@ class Answer:
         return not self.problems and not self.full
 
 
-def why_not(run: PlannedRun, own: RunShape, size: StepSize, constants: Constants) -> Answer:
-    """Of ``run``, the changed config; ``own`` is the shape of the unchanged one, whose lengths are taken."""
+def explained(run: PlannedRun, own: RunShape, size: StepSize, constants: Constants) -> Answer:
+    """The answer for ``run``, the changed config; ``own`` is the shape of the unchanged one, whose lengths it gets."""
     layout = run.config.training_layout
     problems = list(dict.fromkeys([*validate_config(run.config), *layout_problems(layout, run)]))
     try:
@@ -93,8 +91,12 @@ def what_gives(run: PlannedRun, shape: RunShape, plan: WholePlan) -> list[str]:
 _PHASES = {"training": ("log_prob", "update"), "rollout": ("generate",)}
 
 
-def print_why_not(answer: Answer, console: Console) -> None:
-    """What stops it first."""
+def print_answer(answer: Answer, console: Console) -> None:
+    """Print what stops the layout, or what makes it slower than the best."""
+
+    def show(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
     for title, lines in (
         ("It cannot run:", answer.problems),
         ("It does not fit:", answer.full),
@@ -103,9 +105,9 @@ def print_why_not(answer: Answer, console: Console) -> None:
         if lines:
             console.print(f"[bold]{title}[/bold]")
             for line in lines:
-                console.print(f"  {line}", highlight=False, markup=False)
+                show(f"  {line}")
     if answer.full and not answer.gives:
-        console.print(
+        show(
             "No single change of micro-batches, recomputation or rollout steps makes room: another layout, or more "
             "nodes"
         )
@@ -113,19 +115,19 @@ def print_why_not(answer: Answer, console: Console) -> None:
         return
     total = answer.step.total_s
     if answer.best is None or answer.best.step.total_s >= total:
-        console.print(f"It fits, {total:,.1f} s a step: nothing that the search knows is faster")
+        show(f"It fits, {total:,.1f} s a step: nothing that the search knows is faster")
         return
     slower = total / answer.best.step.total_s - 1
-    console.print(
+    show(
         f"It fits, {total:,.1f} s a step: {slower:.0%} slower than the fastest that fits by the bound "
         f"({answer.best.step.total_s:,.1f} s: {describe(answer.best)})"
     )
     for line in answer.slower:
-        console.print(f"  {line}", highlight=False, markup=False)
+        show(f"  {line}")
 
 
 def _too_full(plan: WholePlan) -> list[str]:
-    """Every stage and phase beyond the budget, with what lies there all the time."""
+    """Every stage and phase beyond the budget, with the state that stays in memory."""
     found = []
     for rank in plan.stages:
         for phase in rank.phases:
