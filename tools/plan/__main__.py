@@ -50,14 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             constants = load_constants()
             request = Request(options.config, tuple(options.overrides), options.nodes, options.model)
-            if changes := options.changes_to_explain:
-                shape = RunShape.of(run.config, run.hf, _lengths(options, run.config), run.name)
-                return (
-                    FITS if explain(request, run, shape, size, constants, options.explained, console) else DOES_NOT_FIT
-                )
-            found = validate_config(run.config)
-            plan = WholePlan(run, size, (), 0, tuple(found)) if found else plan_run(run, size)
             shape = RunShape.of(run.config, run.hf, _lengths(options, run.config), run.name)
+            if changes := options.changes_to_explain:
+                return FITS if explain(request, run, shape, size, constants, changes, console) else DOES_NOT_FIT
+            problems = validate_config(run.config)
+            plan = WholePlan(run, size, (), 0, tuple(problems)) if problems else plan_run(run, size)
             step = predict(shape, device, constants)
             if options.search:
                 return FITS if search(request, run, plan, shape, constants, options.search, console) else DOES_NOT_FIT
