@@ -24,10 +24,6 @@ class Changes:
     def is_empty(self) -> bool:
         return not (self.api or self.deleted or self.added or self.renamed or self.texts)
 
-    def deleted_names(self) -> list[tuple[str, str]]:
-        """(module, name) of every public name that the new version lacks."""
-        return [(item.module, name) for item in self.api for name in item.ours_only]
-
 
 def between(git: Git, old_tree: str, new_tree: str, manifest: Manifest) -> Changes:
     """The changes between two trees of a repository, renames followed."""

@@ -19,9 +19,9 @@ from tools.plan.devices import load_device
 from tools.plan.timing import load_constants
 from tools.plan.timing.lengths import length_distribution
 from tools.plan.timing.links import Group, Links, layout_group
-from tools.plan.timing.pipeline import pipeline_seconds
 from tools.plan.timing.published import PublishedRun, published_model, published_runs
 from tools.plan.timing.rollout import decode_step
+from tools.plan.timing.training import pipeline_seconds
 from tools.plan.timing.transitions import dispatch_seconds, weight_sync_seconds
 from tools.plan.timing.work import busiest_rank, model_work, train_flops_per_token
 

@@ -4,9 +4,9 @@ The fit minimises over the logarithms of the fitted constants
 
     sum over phases of (log(predicted / published) / noise)^2 + sum over constants of (log(value / prior) / spread)^2
 
-so that a constant of which the rows say nothing keeps its prior. The noise of a small phase and of the reward is wide:
-it sets what nothing else does and bends nothing else. Far-off rows count linearly, not as squares (pseudo-Huber).
-Gauss-Newton with numerical derivatives; pure Python.
+so that a constant that no row depends on keeps its prior. The noise of a small phase and of the reward is wide: it
+decides only constants that nothing else decides. Far-off rows count linearly, not as squares (pseudo-Huber).
+Gauss-Newton with numerical derivatives.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import copysign, exp, log, sqrt
+
+import numpy as np
 
 from tools.plan.timing.constants import ALL, Constants
 from tools.plan.timing.cost import StepTime, predict
@@ -69,7 +71,7 @@ def fit(runs: Sequence[PublishedRun], constants: Constants, tolerance: float = 1
     families = {run.device.family for run in runs} | {ALL}
     free = [constant for constant in constants.fitted if constant.family in families]
     base = constants.with_values({constant.key: constant.prior for constant in constants.fitted})
-    at = [log(constant.value) for constant in free]
+    at = np.log([constant.value for constant in free])
     known: dict[tuple[str, ...], list[float]] = {}  # what a row's misses are, by what it depends on
 
     def row_residuals(run: PublishedRun, values: dict[str, float]) -> list[float]:
@@ -82,31 +84,28 @@ def fit(runs: Sequence[PublishedRun], constants: Constants, tolerance: float = 1
             ]
         return known[key]
 
-    def residuals(point: Sequence[float]) -> list[float]:
-        values = {c.key: exp(x) for c, x in zip(free, point, strict=True)}
+    def residuals(point: np.ndarray) -> np.ndarray:
+        values = {c.key: exp(x) for c, x in zip(free, point.tolist(), strict=True)}
         found = [residual for run in runs for residual in row_residuals(run, values)]
-        return found + [(x - log(c.prior)) / c.spread for c, x in zip(free, point, strict=True)]
+        return np.array(found + [(x - log(c.prior)) / c.spread for c, x in zip(free, point.tolist(), strict=True)])
 
     now = residuals(at)
     for _ in range(STEPS):
-        columns = []
-        for place in range(len(at)):
-            moved = list(at)
-            moved[place] += 0.02
-            columns.append([(after - before) / 0.02 for after, before in zip(residuals(moved), now, strict=True)])
-        step = _least_squares(columns, now)
+        moves = 0.02 * np.eye(len(at))
+        columns = [(residuals(at + move) - now) / 0.02 for move in moves]
+        step = np.linalg.lstsq(np.stack(columns, axis=1), now, rcond=None)[0]
         for scale in (1.0, 0.5, 0.25, 0.125):
-            moved = [x - scale * dx for x, dx in zip(at, step, strict=True)]
+            moved = at - scale * step
             then = residuals(moved)
-            if _square(then) < _square(now):
+            if then @ then < now @ now:
                 break
         else:
             break
-        gained = _square(now) - _square(then)
+        gained = now @ now - then @ then
         at, now = moved, then
         if gained < tolerance:
             break
-    return base.with_values({c.key: exp(x) for c, x in zip(free, at, strict=True)})
+    return base.with_values({c.key: exp(x) for c, x in zip(free, at.tolist(), strict=True)})
 
 
 def leave_out(runs: Sequence[PublishedRun], constants: Constants, *, whole_group: bool = False) -> list[LeftOut]:
@@ -130,26 +129,3 @@ def _of_phases(step: StepTime, phases: str) -> float:
 def _softened(residual: float) -> float:
     """Whose square is residual^2 near 0 and 2 |residual| far from it."""
     return copysign(sqrt(2 * (sqrt(1 + residual * residual) - 1)), residual)
-
-
-def _square(values: Sequence[float]) -> float:
-    return sum(value * value for value in values)
-
-
-def _least_squares(columns: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
-    """x that minimises |A x - target|, A by columns: the normal equations, by Gauss-Jordan elimination."""
-    size = len(columns)
-    rows = [
-        [sum(a * b for a, b in zip(columns[i], columns[j], strict=True)) for j in range(size)]
-        + [sum(a * b for a, b in zip(columns[i], target, strict=True))]
-        for i in range(size)
-    ]
-    for pivot in range(size):
-        best = max(range(pivot, size), key=lambda row: abs(rows[row][pivot]))
-        rows[pivot], rows[best] = rows[best], rows[pivot]
-        rows[pivot] = [value / rows[pivot][pivot] for value in rows[pivot]]
-        for other in range(size):
-            if other != pivot:
-                factor = rows[other][pivot]
-                rows[other] = [value - factor * lead for value, lead in zip(rows[other], rows[pivot], strict=True)]
-    return [row[-1] for row in rows]

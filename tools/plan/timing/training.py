@@ -10,6 +10,7 @@ micro-batch among them in everything but the experts themselves, which see the m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
@@ -19,7 +20,6 @@ from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.devices import DeviceProfile
 from tools.plan.timing.constants import Rates
 from tools.plan.timing.links import Links, layout_group
-from tools.plan.timing.pipeline import pipeline_seconds
 from tools.plan.timing.run_shape import MicroBatches, RunShape
 from tools.plan.timing.work import busiest_rank, model_work
 
@@ -233,6 +233,17 @@ def _pipelined(
     whole = pipeline_seconds(totals, batch.count, chunks)
     terms["bubble"] = mini_batches * (whole - batch.count * totals[slowest])
     return terms
+
+
+def pipeline_seconds(stages: Sequence[float], num_microbatches: float, num_chunks: int = 1) -> float:
+    """From the first forward to the last backward of ``num_microbatches``, each taking ``stages[s]`` on stage s.
+
+    The slowest stage never waits between its start and its end: M max(t). The others' time passes before and
+    after: sum(t) - max(t), and a chunk's share of it when the stages' layers are cut into ``num_chunks`` (interleaved).
+    Exact for 1F1B and for forward-only passes when the stages are equal; a lower bound otherwise.
+    """
+    slowest = max(stages)
+    return num_microbatches * slowest + (sum(stages) - slowest) / num_chunks
 
 
 def owned_parameters(shape: RunShape) -> float:
