@@ -28,7 +28,7 @@ from mindspeed_llm.conversion.hf_writer import HFTensor, HFWriter, published, pu
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.weight_plan import Slice, slice_shape
 
-_MODEL = Path(__file__).parents[1] / "plan" / "models" / "deepseek_v3.json"
+_MODEL = Path(__file__).parents[1] / "plan" / "models" / "deepseek_v3" / "config.json"
 NUM_FILES = 163
 _WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank")
 _POOL_ELEMENTS = (1 << 22) - 3  # a prime: rows of any width begin at other places of it

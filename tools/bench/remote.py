@@ -1,4 +1,4 @@
-"""Engines in processes of their own, each with the interpreter of its environment, asked over pipes."""
+"""Engines in processes of their own, each with the interpreter of its environment, which answer over pipes."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def cpus_for(num_threads: int) -> list[int]:
 
 
 class OthersLoad:
-    """How many cores' worth of work other processes did since its making; ``own`` is what the caller knows as its."""
+    """How many cores other processes used since this object was made, without the caller's own CPU seconds."""
 
     def __init__(self) -> None:
         self._start, self._busy = time.perf_counter(), _busy_seconds()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,32 +31,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(argv)
     console = Console(width=max(Console().width, 150))
     try:
-        with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
-            device = load_device(options.device)
-            run = planned_run(
-                options.config,
-                options.overrides,
-                device,
-                nodes=options.nodes,
-                model=options.model,
-                scratch=Path(scratch),
-            )
-            data = run.config.data
-            size = StepSize(
-                options.prompt_length or data.max_prompt_length,
-                options.response_length or data.max_response_length,
-                expert_load(options.load, run.config.actor_rollout_ref.actor.megatron.expert_model_parallel_size),
-            )
-            constants = load_constants()
-            request = Request(options.config, tuple(options.overrides), options.nodes, options.model)
-            shape = RunShape.of(run.config, run.hf, _lengths(options, run.config), run.name)
-            if changes := options.changes_to_explain:
-                return FITS if explain(request, run, shape, size, constants, changes, console) else DOES_NOT_FIT
-            problems = validate_config(run.config)
-            plan = WholePlan(run, size, (), 0, tuple(problems)) if problems else plan_run(run, size)
-            step = predict(shape, device, constants)
-            if options.search:
-                return FITS if search(request, run, plan, shape, constants, options.search, console) else DOES_NOT_FIT
+        device = load_device(options.device)
+        run = planned_run(options.config, options.overrides, device, nodes=options.nodes, model=options.model)
+        data = run.config.data
+        size = StepSize(
+            options.prompt_length or data.max_prompt_length,
+            options.response_length or data.max_response_length,
+            expert_load(options.load, run.config.actor_rollout_ref.actor.megatron.expert_model_parallel_size),
+        )
+        constants = load_constants()
+        request = Request(options.config, tuple(options.overrides), options.nodes, options.model)
+        shape = RunShape.of(run.config, run.hf, _lengths(options, run.config), run.name)
+        if changes := options.changes:
+            return FITS if explain(request, run, shape, size, constants, changes, console) else DOES_NOT_FIT
+        problems = validate_config(run.config)
+        plan = WholePlan(run, size, (), 0, tuple(problems)) if problems else plan_run(run, size)
+        step = predict(shape, device, constants)
+        if options.search:
+            return FITS if search(request, run, plan, shape, constants, options.search, console) else DOES_NOT_FIT
     except ValueError as error:
         console.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         return BAD_INPUT
@@ -113,7 +104,11 @@ def _parser() -> argparse.ArgumentParser:
         help="the N fastest layouts of these devices that fit (3)",
     )
     parser.add_argument(
-        "--why-not", dest="explained", nargs="+", metavar="key=value", help="what stops the run with these changes"
+        "--why-not",
+        dest="changes",
+        nargs="+",
+        metavar="key=value",
+        help="what stops the run with these changes",
     )
     parser.add_argument("--brief", action="store_true", help="one line instead of the tables")
     parser.add_argument("--page", type=Path, metavar="plan.html", help="write the plan there as a page with figures")

@@ -1,4 +1,4 @@
-"""What a rank sends and receives, in order: recorded of a running rank, or of a planned one."""
+"""The collectives of one rank in order, recorded while it runs or while it is planned."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _KINDS = {
     "c10d::recv_": ("recv", None, 0),
     "c10d::barrier": ("barrier", None, None),
 }
-_RANKS: WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = WeakKeyDictionary()  # of groups asked before
+_RANKS: WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = WeakKeyDictionary()  # global ranks of known groups
 _WORK_ALONE = ("c10d::alltoall_base_", "c10d::send", "c10d::recv_", "c10d::barrier")
 
 
 class Collective(NamedTuple):
     """One call of one rank.
 
-    kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier, send or recv · group: what the group
-    is for ("ep", "tp_dp_cp", ...) · ranks: its members, global · dtype: as torch prints it · sent, received: elements ·
-    splits: of an all-to-all with uneven parts what goes to and comes from each member, else empty · peer: global rank
+    kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier, send or recv · group: the purpose of
+    the group ("ep", "tp_dp_cp", ...) · ranks: its members, global · dtype: as torch prints it · sent, received: numbers
+    of elements · splits: rows to and from each member in an all-to-all with uneven parts, else None · peer: global rank
     of the other side of a send or recv, else -1.
     """
 
@@ -60,7 +60,7 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Phase:
-    """What a rank did in one phase of a step, in order."""
+    """A rank's calls in one phase of a step, in order."""
 
     name: str
     calls: tuple[Collective, ...]
@@ -76,7 +76,7 @@ class CollectiveLog(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What is called inside belongs to ``name``; phases do not nest."""
+        """Record the calls inside as phase ``name``; phases do not nest."""
         self._phases.append((name, []))
         try:
             yield
@@ -89,17 +89,17 @@ class CollectiveLog(TorchDispatchMode):
         return [Phase(name, tuple(calls)) for name, calls in self._phases if calls]
 
     def add(self, func: Any, args: Sequence[Any]) -> None:
-        """Note a call of one of torch's collective operators."""
+        """Record a call of one of torch's collective operators."""
         self.note(describe(func, args))
 
     def note(self, call: Collective) -> None:
-        """Note a call that is none of torch's."""
+        """Record a call that is none of torch's."""
         if not self._is_paused:
             self._phases[-1][1].append(call)
 
     @contextmanager
     def apart(self) -> Iterator[list[Collective]]:
-        """What is called inside goes into the list that this gives, and into no phase."""
+        """Record the calls inside in the list that this yields, and in no phase."""
         calls: list[Collective] = []
         before, self._phases = self._phases, [("", calls)]
         try:
@@ -109,7 +109,7 @@ class CollectiveLog(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is called inside is not noted."""
+        """Do not record the calls inside."""
         before, self._is_paused = self._is_paused, True
         try:
             yield

@@ -1,4 +1,4 @@
-"""A device that has sizes and no values: what lies on it, the most that ever did, and what is asked of it."""
+"""A device with sizes and no values, which counts its memory in use, the peak, and the collectives."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ DEVICE = torch.device("meta")
 class MemoryMeter(TorchDispatchMode):
     """Counts the bytes of every storage that an operation makes while the meter runs, until the storage is freed.
 
-    What was there before does not count. On a real device the caller's host tensors count too; they are small.
-    ``total_bytes`` is what all of it would take together, if nothing were freed.
+    Storages that were there before do not count. On a real device the caller's host tensors count too; they are small.
+    ``total_bytes`` is the sum of all storages, as if nothing were freed.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class MemoryMeter(TorchDispatchMode):
                 self._count(x.untyped_storage())
 
     def settle(self) -> None:
-        """Count anew what was resized in place, as offloading does: no operation tells of that."""
+        """Count storages again that were resized in place, as offloading does: no operation reports that."""
         for key, reference in self._alive.items():
             storage = reference()
             if storage is not None and storage.nbytes() != self._sizes[key]:
@@ -63,7 +63,7 @@ class MemoryMeter(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is made inside does not count."""
+        """Do not count the storages that are made inside."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -111,7 +111,7 @@ class PlannedDevice(TorchDispatchMode):
         return self._host_bytes + sum(self._host.values())
 
     def move_to_host(self, num_bytes: int) -> None:
-        """So many bytes that were counted as the device's are memory of its host, from now on to the end."""
+        """Count so many bytes of the device as memory of its host from now on."""
         if self.has_host_memory:
             self.meter.now_bytes -= num_bytes
             self._host_bytes += num_bytes
@@ -190,7 +190,7 @@ def _is_mixed(args: Any, kwargs: Any) -> bool:
 
 
 def _on_meta(args: Any) -> Any:
-    """Host tensors beside device tensors go where those are: what comes of both has no value anyway."""
+    """Put host tensors beside device tensors on the meta device: the result has no value anyway."""
     return tree_map_only(torch.Tensor, lambda x: x if x.is_meta else torch.empty_like(x, device=DEVICE), args)
 
 

@@ -15,11 +15,11 @@ from vllm.v1.request import Request
 
 @dataclass(frozen=True)
 class Workload:
-    """What one replica generates, and with what.
+    """The generation of one replica: its rows, its cache and its scheduler.
 
     num_prompts: rows, those of one prompt together · samples_per_prompt: rows that have the same prompt ·
-    prompt_length, response_length: tokens of every row · num_blocks, block_size, shares_prefixes: of the KV cache ·
-    token: that is sampled.
+    prompt_length, response_length: tokens of every row · num_blocks, block_size, shares_prefixes: the KV cache ·
+    token: the token that every row samples.
     """
 
     num_prompts: int
@@ -33,7 +33,7 @@ class Workload:
     token: int
 
     def prompt(self, row: int) -> list[int]:
-        """Token ids; those of different prompts begin with different ones."""
+        """Token ids; different prompts start with different tokens."""
         return [row // self.samples_per_prompt + 1, *[self.token] * (self.prompt_length - 1)]
 
 
@@ -67,7 +67,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Steps:
-    """How many there are, and the largest of each kind, by new tokens and then by context; None without any.
+    """The numbers of steps, and the largest step of each kind by new tokens and then by context (None without any).
 
     A decode step brings one token of every sequence, all others are prefill steps. num_computed: tokens of all steps.
     """
@@ -82,10 +82,10 @@ class Steps:
 
 @lru_cache(maxsize=16)
 def count_steps(load: Workload, skips: bool = True) -> Steps:
-    """Runs the scheduler to the end of every row; nothing is computed.
+    """Run the scheduler to the end of every row, without computing anything.
 
-    skips: decode steps that are like the one before are counted and not scheduled, to the same result. A generation of
-    32,768 tokens has hundreds of thousands of them where the cache is small, and some hundred that differ.
+    skips: count decode steps that are like the one before instead of scheduling them; the result is the same. With a
+    small cache a generation of 32,768 tokens has hundreds of thousands of them, and some hundred that differ.
     """
     kv = KVCacheManager(load.num_blocks, load.block_size, load.shares_prefixes)
     scheduler = Scheduler(load.scheduler, kv)
@@ -123,10 +123,10 @@ def _compute(scheduler: Scheduler, step: SchedulerOutput, token: int) -> None:
 
 
 def _steps_alike(scheduler: Scheduler, load: Workload) -> int:
-    """How many decode steps follow for certain in which every running row gets a token, and nothing else happens.
+    """How many decode steps certainly follow that give every running row a token and do nothing else.
 
-    The last such step is left to the scheduler: it has the most context. Who waits and was not admitted into the step
-    before waits on, as blocks only become fewer, unless what others write makes it need fewer of its own.
+    The scheduler runs the last such step, which has the most context. A row that was not admitted into the step before
+    goes on waiting, because free blocks only become fewer, unless shared prefixes let it need fewer of its own.
     """
     running = scheduler.running
     if scheduler.waiting and load.shares_prefixes:
@@ -143,7 +143,7 @@ def _steps_alike(scheduler: Scheduler, load: Workload) -> int:
 
 
 def _advance(scheduler: Scheduler, num_steps: int, token: int) -> None:
-    """What so many decode steps do to the running rows."""
+    """Advance the running rows by so many decode steps."""
     if num_steps == 0:
         return
     for request in scheduler.running:

@@ -1,6 +1,6 @@
-"""What operations return on the meta device, worked out once for arguments of the same shapes.
+"""The outputs of operations on the meta device, computed once for arguments of the same shapes.
 
-Torch works out many of them in Python, in up to milliseconds; a pass makes the same ones in every layer.
+Torch computes many of them in Python, which takes up to milliseconds; a pass calls the same ones in every layer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-_MOST = 1 << 16  # entries, after which all are forgotten
+_MOST = 1 << 16  # entries; then the table is cleared
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PASSED_ON, _NOTHING = "the first argument", "nothing"
 
@@ -24,11 +24,11 @@ class _Form(NamedTuple):
 
 
 class _Unknown(Exception):
-    """Arguments that are more than shapes and plain values."""
+    """Some arguments are neither tensors nor plain values."""
 
 
 class KnownOutputs:
-    """Outputs of operations that make new tensors or write into their first argument; others are asked every time."""
+    """Outputs of operations that make new tensors or write into their first argument; others run every time."""
 
     def __init__(self) -> None:
         self._of: dict[Any, Any] = {}

@@ -1,4 +1,4 @@
-"""Do the ranks' calls fit together: no collective without all of its members, no send without its receive, no cycle?"""
+"""Whether the ranks' calls match: every collective has all its members, every send its receive, without a cycle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_SHOWN = 8
 
 @dataclass
 class _Rank:
-    """Where one rank stands: its calls with their phases, and the next one."""
+    """The state of one rank: its calls with their phases, and the index of the next one."""
 
     calls: list[tuple[str, Collective]]
     at: int = 0
@@ -29,7 +29,7 @@ class _Rank:
 
 
 def problems(of_ranks: Mapping[int, Sequence[Phase]]) -> list[str]:
-    """What would hang or corrupt a run in which every rank makes its calls in order, one sentence each; [] is good.
+    """Everything that would hang or corrupt a run whose ranks make their calls in order, one sentence each.
 
     A collective ends when all members have come to it, and they must have come to the same one, in one phase. Sends do
     not wait, receives wait for their send; neighbouring sends and receives of a rank are posted together. ``of_ranks``
@@ -88,7 +88,7 @@ def _run(ranks: Mapping[int, _Rank]) -> list[str]:
 
 
 def _batch(state: _Rank) -> range:
-    """Places of the neighbouring sends and receives from the present call on."""
+    """Indices of the neighbouring sends and receives from the present call on."""
     end = state.at
     while end < len(state.calls) and state.calls[end][1].kind in POINT_TO_POINT:
         end += 1
@@ -98,11 +98,11 @@ def _batch(state: _Rank) -> range:
 def _post(rank: int, state: _Rank, sent: dict[tuple[int, int], deque[tuple[str, Collective]]]) -> list[int]:
     """Post the sends of the batch that begins here, once; returns this rank when anything was sent."""
     posted = []
-    for place in _batch(state):
-        phase, call = state.calls[place]
+    for index in _batch(state):
+        phase, call = state.calls[index]
         if call.kind == "send":
             sent[rank, call.peer].append((phase, call))
-            state.calls[place] = (phase, call._replace(kind="sent"))
+            state.calls[index] = (phase, call._replace(kind="sent"))
             posted = [rank]
     return posted
 
@@ -110,7 +110,7 @@ def _post(rank: int, state: _Rank, sent: dict[tuple[int, int], deque[tuple[str, 
 def _receive(
     rank: int, state: _Rank, sent: dict[tuple[int, int], deque[tuple[str, Collective]]], found: list[str]
 ) -> int | None:
-    """Go on over what was sent and what has arrived; the rank that the next receive waits for, None at the end."""
+    """Pass the sends and the receives that have their message; return the rank that the next receive waits for."""
     while not state.is_done:
         phase, call = state.calls[state.at]
         if call.kind == "recv":
@@ -130,7 +130,7 @@ def _receive(
 
 
 def _differences(here: Mapping[int, tuple[str, Collective]]) -> list[str]:
-    """What the members of one collective do not agree on, of the first that differs."""
+    """The first difference between the calls of one collective's members."""
     leader = min(here)
     phase, call = here[leader]
     for rank in sorted(here):
@@ -141,11 +141,11 @@ def _differences(here: Mapping[int, tuple[str, Collective]]) -> list[str]:
             return [f"rank {leader}, {phase}: {call}; rank {rank}, {other_phase}: {other}"]
     if call.kind != "all_to_all" or any(other.splits is None for _, other in here.values()):
         return []
-    places = {rank: place for place, rank in enumerate(call.ranks)}
+    positions = {rank: position for position, rank in enumerate(call.ranks)}
     for source in call.ranks:
         for target in call.ranks:
-            given = here[source][1].splits[0][places[target]]  # type: ignore[index]
-            taken = here[target][1].splits[1][places[source]]  # type: ignore[index]
+            given = here[source][1].splits[0][positions[target]]  # type: ignore[index]
+            taken = here[target][1].splits[1][positions[source]]  # type: ignore[index]
             if given != taken:
                 return [
                     f"rank {source}, {here[source][0]}: all_to_all with {len(call.ranks)} ranks of {call.group} sends "
@@ -159,7 +159,7 @@ def _stuck(
     waiting: Mapping[tuple[tuple[int, ...], int], Mapping[int, tuple[str, Collective]]],
     sent: Mapping[tuple[int, int], Sequence[tuple[str, Collective]]],
 ) -> list[str]:
-    """Who waits for whom when nobody can go on, or what is left over when all are done."""
+    """Who waits for whom when no rank can proceed, or the messages that nobody received."""
     found = []
     for (members, _), here in waiting.items():
         absent = [rank for rank in members if rank not in here]

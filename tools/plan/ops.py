@@ -1,4 +1,4 @@
-"""Op tables of planned devices: what the kernels keep for the backward, and a routing that is given, not computed."""
+"""Op tables of planned devices: the tensors that kernels keep for the backward pass, and a given routing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.core.ops.cpu import cpu_ops
 from megatron.core.ops.reference_attention import MAX_SCORES, attention_block, attention_block_grad
 from megatron.core.ops.reference_moe import GroupedMatmulFunction, topk_router
 
-STATISTICS_WIDTH = 8  # of npu_fusion_attention: every row's maximum and sum, float32, eight times
+STATISTICS_WIDTH = 8  # npu_fusion_attention keeps every row's maximum and sum in float32, eight times
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Routing:
     def chosen(self, num_tokens: int, topk: int, num_experts: int) -> Tensor:
         """int64 [T, K] on the host."""
         total = num_tokens * topk
-        places = torch.arange(total)
+        choices = torch.arange(total)
         if self.load == 1.0 or self.num_ranks == 1:
-            return (places % num_experts).view(num_tokens, topk)
+            return (choices % num_experts).view(num_tokens, topk)
         share = min(self.load / self.num_ranks, self.num_local / topk, 1.0)
         num_here = round(total * share)
-        here = self.first + places[:num_here] % self.num_local
-        others = places[num_here:] % max(num_experts - self.num_local, 1)
+        here = self.first + choices[:num_here] % self.num_local
+        others = choices[num_here:] % max(num_experts - self.num_local, 1)
         elsewhere = others + (others >= self.first) * self.num_local
         return torch.cat([here, elsewhere % num_experts]).view(num_tokens, topk)
 
@@ -47,7 +47,7 @@ class Routing:
 def train_ops(device: str, routing: Routing) -> TrainOps:
     """The table that a run uses on ``device`` (cpu, cuda or npu), with its experts chosen by ``routing``.
 
-    That of npu keeps what torch_npu's kernels keep; their results have shapes and no values.
+    The one of npu keeps the tensors that torch_npu's kernels keep; its results have shapes and no values.
     """
     table = {"cpu": cpu_ops, "cuda": _cuda_ops, "npu": _npu_ops}[device]()
 
@@ -176,10 +176,10 @@ def _two_pieces(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[
 
 
 def _grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
-    """For all experts at once: on the meta device a loop over them would only take time."""
+    """All experts at once: on the meta device a loop over them would only take time."""
     out: Tensor = GroupedMatmulFunction.apply(x, w, [x.shape[0], *[0] * (w.shape[0] - 1)], _no_product)
     return out
 
 
 def _no_product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Shapes are there already."""
+    """Compute nothing: the output has its shape already."""

@@ -1,4 +1,4 @@
-"""Platforms of planned devices: those of the run, with the memory of a device that is not there."""
+"""Platforms of planned devices: those of the run, with the memory of a device that does not exist."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from vllm_ascend.platform import NPUPlatform
 
 
 class PlannedGraphPool(GraphPool):
-    """Graphs that are run again instead of replayed; their memory, the most that one of them needs, is held."""
+    """Graphs that run again instead of being replayed; the pool holds as much memory as the largest needs."""
 
     def __init__(self, planned: PlannedDevice, keeps_all: bool) -> None:
-        """keeps_all: what is freed while a step is captured stays, as on a CPU."""
+        """keeps_all: memory that is freed during a capture stays in the pool, as on a CPU."""
         self._planned, self._keeps_all = planned, keeps_all
         self._held: list[Tensor] = []
         self._held_bytes = 0
 
     def capture(self, run: Callable[[], Tensor]) -> CapturedGraph:
-        """See ``GraphPool.capture``; capture notes no collectives, they happen in the replays."""
+        """See ``GraphPool.capture``; collectives are logged in the replays, not in the capture."""
         with self._planned.log.paused(), self._planned.meter.paused(), MemoryMeter() as probe:
             output = run()
         needed = probe.total_bytes if self._keeps_all else max(0, probe.peak_bytes - self._held_bytes)
@@ -40,12 +40,12 @@ class PlannedGraphPool(GraphPool):
 
 
 class PlannedPlatform(Platform):
-    """What every planned platform has in place of its device.
+    """The part of a platform that stands for its device.
 
     Args:
-        total_bytes: of the device.
-        used_bytes: what others than torch have of it: the driver, contexts, buffers of communicators.
-        planned: what counts the rest.
+        total_bytes: memory of the device.
+        used_bytes: memory that torch does not have: the driver, contexts, buffers of communicators.
+        planned: counts the rest.
     """
 
     holds_values = False
@@ -65,7 +65,7 @@ class PlannedPlatform(Platform):
         return DeviceMemory(max(0, free), self.total_bytes)
 
     def exchange_device(self, device: torch.device) -> torch.device:
-        """The host: what replicas tell each other steers the program, so it needs its values."""
+        """The host: replicas exchange values that the program depends on."""
         return torch.device("cpu")
 
     def empty_cache(self) -> None:
@@ -97,4 +97,4 @@ PLATFORMS: dict[str, type[PlannedPlatform]] = {"cpu": PlannedCpu, "cuda": Planne
 
 
 def _nothing() -> None:
-    """The pool holds the memory until it goes itself."""
+    """Free nothing: the memory belongs to the pool."""

@@ -1,4 +1,4 @@
-"""What is planned: a recipe's config with the model, nodes and device that were asked for."""
+"""The run to plan: a recipe's config with the given model, nodes and device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ READS_NO_WEIGHTS = tuple(f"actor_rollout_ref.{part}.megatron.use_dist_checkpoint
 class PlannedRun:
     """A run that can be planned.
 
-    name: of its config · config: ``model.path`` holds a config.json, and nothing watches for hangs.
+    name: the config's name · config: its ``model.path`` has a config.json, and its hang watchdog is off.
     """
 
     name: str
@@ -36,19 +36,18 @@ def known_configs() -> dict[str, Path]:
 
 def known_models() -> list[str]:
     """Names of the models whose config.json comes with the planner."""
-    return sorted(path.stem for path in MODELS.glob("*.json"))
+    return sorted(path.parent.name for path in MODELS.glob("*/config.json"))
 
 
 def planned_run(
-    name: str, overrides: Sequence[str], device: DeviceProfile, *, nodes: int | None, model: str | None, scratch: Path
+    name: str, overrides: Sequence[str], device: DeviceProfile, *, nodes: int | None, model: str | None
 ) -> PlannedRun:
     """The config ``name`` of a recipe, or the YAML file at that path, with ``key=value`` overrides.
 
     Args:
-        nodes: instead of the config's; with the device's number of devices in each.
+        nodes: number of nodes instead of the config's, each with the device's devices_per_node.
         model: a name of ``known_models()`` or a folder with a config.json; by default ``model.path``, or the known
             model whose name the config's has.
-        scratch: an empty folder, for the config.json of a known model.
 
     Raises:
         ValueError: there is no such config or model, or the config has problems; all of them are named.
@@ -63,7 +62,7 @@ def planned_run(
         given += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={device.devices_per_node}"]
     given += ["trainer.hang_timeout_s=0", *READS_NO_WEIGHTS]
     config = load_config(given, config_name=path.stem, config_dir=path.parent)
-    folder = _model_folder(config, path.stem, model, scratch)
+    folder = _model_folder(config, path.stem, model)
     worker = config.actor_rollout_ref
     worker = replace(worker, model=replace(worker.model, path=str(folder)))
     config = replace(config, actor_rollout_ref=worker)
@@ -72,7 +71,7 @@ def planned_run(
     return PlannedRun(path.stem, config, load_hf_config(str(folder)), device)
 
 
-def _model_folder(config: PPOTrainerConfig, name: str, model: str | None, scratch: Path) -> Path:
+def _model_folder(config: PPOTrainerConfig, name: str, model: str | None) -> Path:
     here = Path(config.actor_rollout_ref.model.path or "-").expanduser()
     if model is None and (here / "config.json").is_file():
         return here
@@ -84,9 +83,7 @@ def _model_folder(config: PPOTrainerConfig, name: str, model: str | None, scratc
             f"no model to plan: actor_rollout_ref.model.path={config.actor_rollout_ref.model.path} has no config.json; "
             f"give --model, one of {', '.join(known_models())} or a folder with a config.json"
         )
-    text = (MODELS / f"{wanted}.json").read_text(encoding="utf-8")
-    (scratch / "config.json").write_text(text, encoding="utf-8")
-    return scratch
+    return MODELS / str(wanted)
 
 
 _MARKS = {"671b": "deepseek_v3", "moonlight": "moonlight_16b"}

@@ -1,4 +1,4 @@
-"""A world of ranks of which one is here: real process groups behind which nobody is."""
+"""A world of ranks of which only one exists: real process groups that send nothing."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_
 def planned_rank(rank: int, world_size: int, ranks_per_node: int) -> Iterator[None]:
     """Inside, this process is ``rank`` of ``world_size`` to torch.distributed and to the environment.
 
-    Groups are made and asked as ever. Their collectives move nothing: on the meta device there is nothing to move, and
-    a host tensor is gathered as if every rank had sent what this one sends, which is true of what ranks agree on.
+    Groups are made and used as usual, and their collectives move nothing: tensors on meta have no values, and
+    a host tensor is gathered as if every rank had sent the same, which holds for everything that ranks agree on.
     """
     _register()
     if dist.is_initialized():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tools.plan.devices import load_device
@@ -16,16 +14,14 @@ STAGE_2 = 64  # the first of the stages with 8 layers
 BUDGET = load_device("a3").budget_bytes
 
 
-def _plan(tmp_path: Path, load: float, *overrides: str) -> RankPlan:
+def _plan(load: float, *overrides: str) -> RankPlan:
     device = load_device("a3")
-    run = planned_run(
-        "cann_true_weight_671b_256die", overrides, device, nodes=None, model="deepseek_v3", scratch=tmp_path
-    )
+    run = planned_run("cann_true_weight_671b_256die", overrides, device, nodes=None, model="deepseek_v3")
     return plan_rank(run.config, device, STAGE_2, StepSize(1024, 3072, load))
 
 
-def _update_bytes(tmp_path: Path, load: float, recomputed: int) -> int:
-    plan = _plan(tmp_path, load, f"{LAYERS}={recomputed}")
+def _update_bytes(load: float, recomputed: int) -> int:
+    plan = _plan(load, f"{LAYERS}={recomputed}")
     return next(phase.peak_bytes for phase in plan.phases if phase.name == "update_actor")
 
 
@@ -42,18 +38,18 @@ def _update_bytes(tmp_path: Path, load: float, recomputed: int) -> int:
         (8, 32.0, True),
     ],
 )
-def test_recomputed_layers_went_from_1_to_4_to_8(recomputed: int, load: float, fits: bool, tmp_path: Path) -> None:
-    assert (_update_bytes(tmp_path, load, recomputed) <= BUDGET) == fits
+def test_recomputed_layers_went_from_1_to_4_to_8(recomputed: int, load: float, fits: bool) -> None:
+    assert (_update_bytes(load, recomputed) <= BUDGET) == fits
 
 
-def test_worst_load_runs_out_of_memory_with_one_recomputed_layer_and_not_with_eight(tmp_path: Path) -> None:
-    assert _update_bytes(tmp_path, 32.0, 1) > BUDGET
-    assert _update_bytes(tmp_path, 32.0, 8) <= BUDGET
+def test_worst_load_runs_out_of_memory_with_one_recomputed_layer_and_not_with_eight() -> None:
+    assert _update_bytes(32.0, 1) > BUDGET
+    assert _update_bytes(32.0, 8) <= BUDGET
 
 
-def test_without_the_swapped_optimizer_nothing_is_left_for_generation(tmp_path: Path) -> None:
+def test_without_the_swapped_optimizer_nothing_is_left_for_generation() -> None:
     with pytest.raises(ValueError, match="leaves room for 0 KV blocks"):
-        _plan(tmp_path, 1.0, f"{MEGATRON}.swap_optimizer=false", f"{MEGATRON}.optimizer_offload=false")
+        _plan(1.0, f"{MEGATRON}.swap_optimizer=false", f"{MEGATRON}.optimizer_offload=false")
 
 
 def test_two_terabytes_do_not_hold_a_whole_model_twice() -> None:

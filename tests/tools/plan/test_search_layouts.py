@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
-from pathlib import Path
 
 import pytest
 
@@ -26,24 +24,22 @@ A3, MOONLIGHT = ("r1_ascend_671b_256die", "a3", 16), ("moonlight_16b_8gpu", "h10
 GIB = 1 << 30
 
 
-def planned(
-    config: tuple[str, str, int | None], scratch: Path, *overrides: str
-) -> tuple[PlannedRun, RunShape, StepSize]:
+def planned(config: tuple[str, str, int | None], *overrides: str) -> tuple[PlannedRun, RunShape, StepSize]:
     name, device, nodes = config
-    run = planned_run(name, overrides, load_device(device), nodes=nodes, model=None, scratch=scratch)
+    run = planned_run(name, overrides, load_device(device), nodes=nodes, model=None)
     size = StepSize(run.config.data.max_prompt_length, run.config.data.max_response_length)
     return run, RunShape.of(run.config, run.hf, name=name), size
 
 
 @pytest.fixture(scope="module")
-def a3(tmp_path_factory: pytest.TempPathFactory) -> tuple[PlannedRun, RunShape, StepSize, Ranking]:
-    run, shape, size = planned(A3, tmp_path_factory.mktemp("a3"))
+def a3() -> tuple[PlannedRun, RunShape, StepSize, Ranking]:
+    run, shape, size = planned(A3)
     return run, shape, size, ranking(run, shape, size, load_constants())
 
 
 @pytest.fixture(scope="module")
-def moonlight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PlannedRun, RunShape, StepSize, Ranking]]:
-    run, shape, size = planned(MOONLIGHT, tmp_path_factory.mktemp("moonlight"))
+def moonlight() -> Iterator[tuple[PlannedRun, RunShape, StepSize, Ranking]]:
+    run, shape, size = planned(MOONLIGHT)
     yield run, shape, size, ranking(run, shape, size, load_constants())
 
 
@@ -60,8 +56,8 @@ def test_layers_are_even_or_as_the_recipes_have_them() -> None:
             assert len(counts) == pp and sum(counts) == 61 and min(counts) >= 1
 
 
-def test_layouts_divide_and_contain_the_recipes(tmp_path: Path) -> None:
-    run, shape, _ = planned(A3, tmp_path)
+def test_layouts_divide_and_contain_the_recipes() -> None:
+    run, shape, _ = planned(A3)
     layouts = set(training_layouts(run.config, run.hf, run.device))
     assert shape.train.layout in layouts
     four = replace(shape.train.layout, tensor_model_parallel_size=4, num_layer_list=(7, 7, 8, 8, 8, 8, 8, 7))
@@ -73,8 +69,8 @@ def test_layouts_divide_and_contain_the_recipes(tmp_path: Path) -> None:
     assert all(not replace(shape, rollout=rollout).problems() for rollout in rollouts)
 
 
-def test_weights_add_up_to_the_model(tmp_path: Path) -> None:
-    run, shape, _ = planned(A3, tmp_path)
+def test_weights_add_up_to_the_model() -> None:
+    run, shape, _ = planned(A3)
     for tp, ep, etp in ((1, 32, 1), (4, 8, 1), (4, 4, 4)):
         layout = replace(
             shape.train.layout,
@@ -108,9 +104,8 @@ def test_overrides_make_the_layout(which: str, request: pytest.FixtureRequest) -
     run, _, _, found = request.getfixturevalue(which)
     config = A3 if which == "a3" else MOONLIGHT
     for candidate in (found.best[0], found.best[len(found.best) // 2], found.best[-1]):
-        with tempfile.TemporaryDirectory() as scratch:
-            other, made, _ = planned(config, Path(scratch), *overrides_of(candidate, run.config))
-            assert validate_config(other.config) == []
+        other, made, _ = planned(config, *overrides_of(candidate, run.config))
+        assert validate_config(other.config) == []
         assert made.rollout == candidate.rollout
         assert RolloutKnobs.of(other.config) == candidate.knobs
         assert (made.train.update, made.train.log_prob) == (candidate.train.update, candidate.train.log_prob)
@@ -123,7 +118,7 @@ def test_overrides_make_the_layout(which: str, request: pytest.FixtureRequest) -
         assert made.train.layout == layout
 
 
-def test_the_bound_is_what_was_planned(tmp_path: Path) -> None:
+def test_the_bound_is_what_was_planned() -> None:
     """Bytes of the fullest stages of the recipe's own layouts as ``plan_run`` gives them, in GiB."""
     fields = "actor_rollout_ref.actor.megatron.override_transformer_config"
     none = [f"{fields}.recompute_{key}=null" for key in ("granularity", "method", "num_layers")]
@@ -133,7 +128,7 @@ def test_the_bound_is_what_was_planned(tmp_path: Path) -> None:
         ([*none, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4"], {"update": 46.70, "log_prob": 7.95}),
     )
     for overrides, expected in cases:
-        run, shape, size = planned(A3, tmp_path, *overrides)
+        run, shape, size = planned(A3, *overrides)
         bounds = Bounds(run.config, run.hf, run.device, size)
         found = memory(bounds, shape, RolloutKnobs.of(run.config))
         for phase, gib in expected.items():
@@ -141,9 +136,9 @@ def test_the_bound_is_what_was_planned(tmp_path: Path) -> None:
         assert bounds.rollout_weights(shape.rollout) / GIB == pytest.approx(21.86, abs=0.01)
 
 
-def test_a_cache_that_the_engine_refuses_does_not_fit(tmp_path: Path) -> None:
+def test_a_cache_that_the_engine_refuses_does_not_fit() -> None:
     own = "actor_rollout_ref.rollout.gpu_memory_utilization="
     for share, is_refused in (("0.8", False), ("0.4", True)):
-        run, shape, size = planned(A3, tmp_path, own + share)
+        run, shape, size = planned(A3, own + share)
         found = memory(Bounds(run.config, run.hf, run.device, size), shape, RolloutKnobs.of(run.config))
         assert (found["generate"] == inf) == is_refused

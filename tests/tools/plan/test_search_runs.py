@@ -30,10 +30,10 @@ NUM_RANKS, PROMPT, RESPONSE, SAMPLES = 8, 8, 4, 2
 LAYOUT_KEYS = ("parallel_size", "num_layer_list", "moe_tp_extend_ep", "enable_expert_parallel", "expert_exchange")
 
 
-def found_layout(scratch: Path) -> list[str]:
+def found_layout() -> list[str]:
     """The layout keys of the fastest whose plan fits."""
     device = load_device("h100")
-    run = planned_run("moonlight_16b_8gpu", [], device, nodes=None, model=None, scratch=scratch)
+    run = planned_run("moonlight_16b_8gpu", [], device, nodes=None, model=None)
     assert run.config.trainer.world_size == NUM_RANKS
     size = StepSize(run.config.data.max_prompt_length, run.config.data.max_response_length)
     fastest = ranking(run, RunShape.of(run.config, run.hf), size, load_constants()).best
@@ -95,9 +95,7 @@ def _prompts(num_rows: int) -> DataProto:
 
 @pytest.mark.slow
 def test_the_best_layout_of_moonlight_runs(tmp_path: Path) -> None:
-    scratch, model = tmp_path / "scratch", tmp_path / "model"
-    scratch.mkdir()
-    layout = found_layout(scratch)
+    model, layout = tmp_path / "model", found_layout()
     config = tiny_moonlight_config(
         num_hidden_layers=27, n_routed_experts=64, num_experts_per_tok=6, num_attention_heads=16
     )

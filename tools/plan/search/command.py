@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
@@ -52,13 +50,12 @@ def explain(
     console: Console,
 ) -> bool:
     """Prints what stops the layout of ``overrides``, or how much slower than the best it is; whether it fits."""
-    with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
-        try:
-            other = request.run(run, overrides, Path(scratch))
-        except ValueError as error:
-            console.print("It is not a config that can run:", style="red")
-            console.print(str(error), highlight=False, markup=False)
-            return False
-        answer = explained(other, shape, size, constants)
+    try:
+        other = request.run(run, overrides)
+    except ValueError as error:
+        console.print("It is not a config that can run:", style="red")
+        console.print(str(error), highlight=False, markup=False)
+        return False
+    answer = explained(other, shape, size, constants)
     print_answer(answer, console)
     return answer.fits

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from tools.plan.matching import problems as call_problems
 from tools.plan.rank_plan import StepSize
@@ -23,17 +21,17 @@ GENERATION = ("prefill", "decode", "generate_end")
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for on the command line: see ``planned_run``."""
+    """The command line's arguments of ``planned_run``."""
 
     name: str
     overrides: tuple[str, ...]
     nodes: int | None
     model: str | None
 
-    def run(self, own: PlannedRun, more: Sequence[str], scratch: Path) -> PlannedRun:
-        """With ``more`` overrides; ValueError as ``planned_run``."""
+    def run(self, own: PlannedRun, more: Sequence[str]) -> PlannedRun:
+        """The run with ``more`` overrides; ValueError as ``planned_run``."""
         given = [*self.overrides, *more]
-        return planned_run(self.name, given, own.device, nodes=self.nodes, model=self.model, scratch=scratch)
+        return planned_run(self.name, given, own.device, nodes=self.nodes, model=self.model)
 
 
 @dataclass(frozen=True)
@@ -98,11 +96,10 @@ def halves_at_fault(plan: WholePlan) -> tuple[bool, bool]:
 def plan_candidate(request: Request, own: PlannedRun, candidate: Candidate, size: StepSize) -> Verified:
     """The plan of a candidate's ranks."""
     overrides = overrides_of(candidate, own.config)
-    with tempfile.TemporaryDirectory(prefix="plan-") as scratch:
-        try:
-            run = request.run(own, overrides, Path(scratch))
-        except ValueError as error:
-            return Verified(candidate, tuple(overrides), None, (str(error),))
-        problems = validate_config(run.config)
-        plan = None if problems else plan_run(run, size, ends_when_full=True)
+    try:
+        run = request.run(own, overrides)
+    except ValueError as error:
+        return Verified(candidate, tuple(overrides), None, (str(error),))
+    problems = validate_config(run.config)
+    plan = None if problems else plan_run(run, size, ends_when_full=True)
     return Verified(candidate, tuple(overrides), plan, tuple(problems) or (plan.problems if plan else ()))

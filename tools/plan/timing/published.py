@@ -51,7 +51,7 @@ def published_runs(path: Path = TABLE) -> list[PublishedRun]:
 
 def published_model(name: str) -> HFModelConfig:
     """The figures of a model of ``models/``; of one that this repository does not train, those that cost time."""
-    raw = json.loads((MODELS / f"{name}.json").read_text(encoding="utf-8"))
+    raw = json.loads((MODELS / name / "config.json").read_text(encoding="utf-8"))
     if raw["model_type"] in FAMILIES:
         return parse_hf_config(raw, source=name)
     absent: dict[str, Any] = {field.name: 0 for field in fields(HFModelConfig)}

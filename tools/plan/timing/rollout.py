@@ -1,10 +1,10 @@
-"""Seconds of a generation: prefill, then decode steps while fewer and fewer sequences run, until the longest has ended.
+"""Seconds of a generation: prefill, then decode steps while fewer and fewer sequences run, until the longest one ends.
 
 A decode step of b sequences at context c takes
 
     layers x latency + weights read or multiplied + cache read or multiplied + collectives' bytes + the host's part
 
-Replicas that share experts step together, so a step goes on for all while one has a sequence left.
+Replicas that share experts step together, so all of them step while one has a sequence left.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def rollout_seconds(shape: RunShape, device: DeviceProfile, rates: Rates) -> dic
     slots = min(rows, running_sequences(shape, device))
     terms = dict.fromkeys(("latency", "weights", "cache", "collectives", "host"), 0.0)
     terms["prefill"] = _prefill_seconds(shape, device, rates, rows)
-    # While rows wait for a place every place is taken: (rows - slots) of them pass before the last one begins. A
-    # generation that never stops for a step always has rows that wait.
+    # While rows wait, every slot is taken: (rows - slots) rows pass before the last one starts. A generation that never
+    # stops for a step always has waiting rows.
     never_ends = shape.schedule == "fully_async"
     queued_steps = (rows if never_ends else rows - slots) * responses.mean / slots
     context = lengths.prompt_mean + responses.mean_square / responses.mean / 2
@@ -70,9 +70,9 @@ def rollout_seconds(shape: RunShape, device: DeviceProfile, rates: Rates) -> dic
 
 
 def running_sequences(shape: RunShape, device: DeviceProfile) -> float:
-    """Sequences that a replica runs at a time: what it is allowed, or what its cache has room for.
+    """Sequences that a replica runs at a time: as many as allowed and as its cache has room for.
 
-    At least one, though there may be no room: that is for the memory plan to refuse.
+    At least one even without room for it: the memory plan refuses that.
     """
     rollout, work, lengths = shape.rollout, model_work(shape.model), shape.lengths
     free = device.memory_bytes * rollout.memory_share - rollout_weights(shape) - ACTIVATION_BYTES
