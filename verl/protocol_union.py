@@ -17,8 +17,10 @@ def tensors_of(batch: TensorDict | None) -> dict[str, Tensor]:
 
 def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
     """Columns of both; ValueError when a key has two different tensors."""
-    if tensor_dict1 is None or tensor_dict2 is None:
-        return tensor_dict2 if tensor_dict1 is None else tensor_dict1
+    if tensor_dict2 is None:
+        return tensor_dict1
+    if tensor_dict1 is None:
+        return tensor_dict2.copy()  # columns that are added to the result must not appear in ``tensor_dict2``
     columns = union_dict(tensors_of(tensor_dict1), tensors_of(tensor_dict2), "batch")
     return TensorDict(columns, batch_size=tensor_dict1.batch_size)
 

@@ -100,7 +100,7 @@ def test_prompts_by_number_are_those_of_the_batches(dataset: RLHFDataset) -> Non
     batches = chain.from_iterable(_indices(batch) for batch in islice(iter(loader), 7))
     asked = ResumableLoader(dataset, 3, shuffle=True, seed=5)
     assert [asked.prompt(number)["index"] for number in range(21)] == list(batches)
-    assert asked.place(8) == (0, 8) and asked.place(9) == (1, 0)
+    assert asked.locate(8) == (0, 8) and asked.locate(9) == (1, 0)
 
 
 def test_a_row_may_have_a_response_limit_of_its_own(dataset: RLHFDataset, files: tuple[str, str]) -> None:

@@ -83,7 +83,7 @@ def train_a_step(overrides: Sequence[str], world_size: int) -> list[RankStep]:
         try:
             group.meet()
             trainer.workers = group
-            trainer.source = trainer._make_source()
+            trainer.use_workers()
             trainer.fit()
         except (EOFError, OSError):
             ranks.result()  # a rank has failed, and says why

@@ -129,6 +129,11 @@ class RayPPOTrainer:
         tables = get_together(*(group.start("init_model") for group in self._groups()))[0][0]
         if tables:
             logger.info("on %s\n%s", resolve_device(trainer.device), op_tables_text(tables))
+        self.use_workers()
+
+    def use_workers(self) -> None:
+        """Make the source of samples and everything else that works on the started workers."""
+        trainer = self.config.trainer
         self.source = self._make_source()
         self.checkpoints = RunCheckpoints(trainer, self.workers, self.source, self.kl_ctrl)
         self.validator = Validator(
