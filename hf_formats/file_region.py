@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-Ranges = tuple[tuple[int, int], ...]  # [start, stop) in every dimension
+from hf_formats.ranges import Ranges
 
 PAGE_BYTES = 4096  # the least that a file system reads
 _STAGE_BYTES = 8 << 20

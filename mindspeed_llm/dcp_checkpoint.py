@@ -14,14 +14,15 @@ import torch
 from hf_formats.config import HFModelConfig
 from hf_formats.file_region import FileReader, FileRegion
 from hf_formats.problems import raise_problems, shown_names
+from hf_formats.ranges import Ranges, index_of, intersection, relative, shape_of
 from megatron.core.dist_checkpointing.manifest import read_manifest
-from megatron.core.dist_checkpointing.stored_tensors import METADATA, StoredChunk, StoredTensor, stored_tensors
+from megatron.core.dist_checkpointing.saved_tensors import METADATA, SavedChunk, SavedTensor, saved_tensors
 from megatron.core.dist_checkpointing.writing import COMMON
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.saved_tensor import saved_region
-from mindspeed_llm.sources import assemble, intersection, relative
-from mindspeed_llm.weight_plan import Fragment, LocalTensor, Piece, Slice, fragments, local_plan, slice_shape
+from mindspeed_llm.weight_plan import Shard, TensorPlan, local_plan, model_shards
+from mindspeed_llm.weight_source import assemble
 
 PREFIX = "model."  # of the keys of weights, beside ``optimizer.`` and ``rng.``
 
@@ -31,13 +32,13 @@ def is_dcp(path: Path) -> bool:
     return (path / METADATA).is_file()
 
 
-def global_tensors(hf: HFModelConfig) -> dict[str, LocalTensor]:
+def global_tensors(hf: HFModelConfig) -> dict[str, TensorPlan]:
     """Key -> tensor of the whole model under the training engine's names: what one rank alone would hold.
 
     No layout changes them: a checkpoint that any layout wrote has these, cut into chunks in one way or another.
     """
     whole = ParallelLayout()
-    return {PREFIX + tensor.name: tensor for tensor in local_plan(hf, whole, whole.coords(0), "core")}
+    return {PREFIX + tensor.name: tensor for tensor in local_plan(hf, whole, 0)}
 
 
 class DCPCheckpoint:
@@ -50,8 +51,8 @@ class DCPCheckpoint:
 
     def __init__(self, path: str | Path, hf: HFModelConfig) -> None:
         self.path, self.hf = Path(path), hf
-        self._fragments = fragments(hf, ParallelLayout(), "core")
-        stored = stored_tensors(self.path)
+        self._shards = model_shards(hf, ParallelLayout(), "core")
+        stored = saved_tensors(self.path)
         self._tensors = {key: stored[key] for key in global_tensors(hf) if key in stored}
         self._check()
         self._slices = FileReader()
@@ -90,71 +91,72 @@ class DCPCheckpoint:
 
     def names(self) -> Collection[str]:
         """Every HF tensor of the model."""
-        return self._fragments.keys()
+        return self._shards.keys()
 
     def dtype(self, hf_name: str) -> torch.dtype:
         """Stored dtype of a tensor."""
-        return self._tensors[PREFIX + self._fragments[hf_name][0].local_name].dtype
+        return self._tensors[PREFIX + self._shards[hf_name][0].param].dtype
 
-    def read(self, hf_name: str, hf_slice: Slice | None = None) -> torch.Tensor:
-        """The slice (default: all) of an HF tensor."""
-        parts = self._fragments.get(hf_name)
-        if parts is None:
+    def read(self, hf_name: str, ranges: Ranges | None = None) -> torch.Tensor:
+        """hf_tensor[ranges], by default the whole tensor."""
+        shards = self._shards.get(hf_name)
+        if shards is None:
             raise ValueError(f"{self.path} has no tensor {hf_name}")
-        hf_slice = hf_slice or tuple((0, size) for size in hf_tensors(self.hf)[hf_name][0])
-        return assemble(f"{self.path}: {hf_name}", hf_slice, parts, self._read_fragment)
+        ranges = ranges or tuple((0, size) for size in hf_tensors(self.hf)[hf_name][0])
+        return assemble(f"{self.path}: {hf_name}", ranges, shards, self._read_shard)
 
-    def fill(self, local: torch.Tensor, tensor: LocalTensor) -> None:
-        """``sources.fill`` of a tensor of the training engine, which is stored in the same orientation: pieces that lie
-        together there, such as an expert's gate and up and the experts of a rank, are read together."""
-        for box in self._boxes(tensor):
-            view = local[tuple(slice(start, stop) for start, stop in box.local)]
-            for common, part in self._parts(box.key, box.stored):
-                view[relative(common, box.stored)].copy_(part)
+    def fill(self, local: torch.Tensor, tensor: TensorPlan) -> None:
+        """``weight_source.fill`` for a tensor of the training engine, which is stored in the same orientation.
 
-    def _boxes(self, tensor: LocalTensor) -> list[_Box]:
-        boxes: list[_Box] = []
-        for piece in tensor.pieces:
-            for fragment in self._fragments[piece.hf_name]:
-                common = intersection(piece.hf_slice, fragment.piece.hf_slice)
+        Shards that are neighbours in the file, such as an expert's gate and up and the experts of a rank, are read
+        together.
+        """
+        for read in self._reads(tensor):
+            view = local[index_of(read.local)]
+            for common, part in self._parts(read.key, read.stored):
+                view[relative(common, read.stored)].copy_(part)
+
+    def _reads(self, tensor: TensorPlan) -> list[_Read]:
+        reads: list[_Read] = []
+        for shard in tensor.shards:
+            for stored in self._shards[shard.hf_name]:
+                common = intersection(shard.ranges, stored.ranges)
                 if common is None:
                     continue
-                assert piece.transpose == fragment.piece.transpose, f"{tensor.name} is not named as in training"
-                here, there = _local_extent(piece, common), _local_extent(fragment.piece, common)
-                boxes.append(_Box(PREFIX + fragment.local_name, here, there))
-                while len(boxes) > 1 and (joined := boxes[-2].joined(boxes[-1])) is not None:
-                    boxes[-2:] = [joined]
-        num_found = sum(math.prod(slice_shape(box.local)) for box in boxes)
+                assert shard.transpose == stored.transpose, f"{tensor.name} is not named as in training"
+                reads.append(_Read(PREFIX + stored.param, _local_ranges(shard, common), _local_ranges(stored, common)))
+                while len(reads) > 1 and (joined := reads[-2].joined(reads[-1])) is not None:
+                    reads[-2:] = [joined]
+        num_found = sum(math.prod(shape_of(read.local)) for read in reads)
         assert num_found == tensor.num_elements, f"{tensor.name}: {num_found} of {tensor.num_elements} elements"
-        return boxes
+        return reads
 
-    def _read_fragment(self, fragment: Fragment, hf_slice: Slice) -> torch.Tensor:
-        """What lies in one fragment, in the orientation of the HF tensor."""
-        key, extent = PREFIX + fragment.local_name, _local_extent(fragment.piece, hf_slice)
+    def _read_shard(self, shard: Shard, ranges: Ranges) -> torch.Tensor:
+        """The part ``ranges`` of a shard, in the orientation of the HF tensor."""
+        key, stored = PREFIX + shard.param, _local_ranges(shard, ranges)
         found: torch.Tensor | None = None
-        for common, part in self._parts(key, extent):
-            if common == extent:
+        for common, part in self._parts(key, stored):
+            if common == stored:
                 found = part
             else:
-                found = torch.empty(slice_shape(extent), dtype=part.dtype) if found is None else found
-                found[relative(common, extent)] = part
-        assert found is not None, f"{key} was seen to have chunks"
-        found = found.squeeze(0) if found.dim() > len(hf_slice) else found
-        return found.T if fragment.piece.transpose else found
+                found = torch.empty(shape_of(stored), dtype=part.dtype) if found is None else found
+                found[relative(common, stored)] = part
+        assert found is not None, f"the constructor checked that {key} has chunks"
+        found = found.squeeze(0) if found.dim() > len(ranges) else found
+        return found.T if shard.transpose else found
 
-    def _parts(self, key: str, extent: Slice) -> Iterator[tuple[Slice, torch.Tensor]]:
-        """(which part of ``extent``, its elements) chunk by chunk; ValueError in the end when some are in no chunk."""
+    def _parts(self, key: str, ranges: Ranges) -> Iterator[tuple[Ranges, torch.Tensor]]:
+        """(part of ``ranges``, its elements), chunk by chunk; ValueError at the end when elements are in no chunk."""
         stored, num_read = self._tensors[key], 0
-        for chunk, common in _touched(stored, extent):
-            place = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            inside = tuple((part.start, part.stop) for part in relative(common, place))
+        for chunk, common in _touched(stored, ranges):
+            inside = tuple((part.start, part.stop) for part in relative(common, chunk.ranges))
             part = self._slices.read(key, self._region(key, chunk, stored.dtype), inside)
             num_read += part.numel()
             yield common, part
-        if num_read != math.prod(slice_shape(extent)):
-            raise ValueError(f"{self.path}: the chunks of {key} hold {num_read} of the elements {extent}")
+        if num_read != math.prod(shape_of(ranges)):
+            raise ValueError(f"{self.path}: the chunks of {key} hold {num_read} of the elements {ranges}")
 
-    def _region(self, key: str, chunk: StoredChunk, dtype: torch.dtype) -> FileRegion:
+    def _region(self, key: str, chunk: SavedChunk, dtype: torch.dtype) -> FileRegion:
         found = self._regions.get((key, chunk.offsets))
         if found is None:
             span = (chunk.start, chunk.start + chunk.num_bytes)
@@ -193,15 +195,15 @@ class DCPCheckpoint:
 
 
 @dataclass(frozen=True)
-class _Box:
-    """``local`` here is ``stored`` of the tensor ``key``, of the same shape."""
+class _Read:
+    """local_tensor[local] = stored_tensor[stored], where ``key`` names the stored tensor."""
 
     key: str
-    local: Slice
-    stored: Slice
+    local: Ranges
+    stored: Ranges
 
-    def joined(self, other: _Box) -> _Box | None:
-        """Both as one, when the other continues this one along one dimension, here and there."""
+    def joined(self, other: _Read) -> _Read | None:
+        """One read instead of both, if the other continues this one along one dimension on both sides."""
         if self.key != other.key:
             return None
         apart = [dim for dim in range(len(self.local)) if self.local[dim] != other.local[dim]]
@@ -213,32 +215,31 @@ class _Box:
         dim = apart[0]
         if self.local[dim][1] != other.local[dim][0] or self.stored[dim][1] != other.stored[dim][0]:
             return None
-        return _Box(self.key, _extended(self.local, other.local, dim), _extended(self.stored, other.stored, dim))
+        return _Read(self.key, _extended(self.local, other.local, dim), _extended(self.stored, other.stored, dim))
 
 
-def _extended(first: Slice, second: Slice, dim: int) -> Slice:
+def _extended(first: Ranges, second: Ranges, dim: int) -> Ranges:
     return (*first[:dim], (first[dim][0], second[dim][1]), *first[dim + 1 :])
 
 
-def _local_extent(piece: Piece, hf_slice: Slice) -> Slice:
-    """Where a part of a piece, named by its place in the HF tensor, lies in the tensor that holds the piece."""
-    inside = [(a - c, b - c) for (a, b), (c, _) in zip(hf_slice, piece.hf_slice, strict=True)]
-    if piece.transpose:
+def _local_ranges(shard: Shard, ranges: Ranges) -> Ranges:
+    """Where the part of a shard that is ``ranges`` of the HF tensor lies in the local tensor."""
+    inside = [(a - c, b - c) for (a, b), (c, _) in zip(ranges, shard.ranges, strict=True)]
+    if shard.transpose:
         inside.reverse()
-    leading = piece.local_slice[: len(piece.local_slice) - len(inside)]
-    base = piece.local_slice[len(leading) :]
+    leading = shard.local_ranges[: len(shard.local_ranges) - len(inside)]
+    base = shard.local_ranges[len(leading) :]
     return (*leading, *((start + a, start + b) for (start, _), (a, b) in zip(base, inside, strict=True)))
 
 
-def _touched(stored: StoredTensor, extent: Slice) -> Iterator[tuple[StoredChunk, Slice]]:
-    """The chunks that hold a part of ``extent``, and which; they are ordered by their first dimension."""
+def _touched(stored: SavedTensor, ranges: Ranges) -> Iterator[tuple[SavedChunk, Ranges]]:
+    """The chunks that overlap ``ranges``, each with the common part; chunks are ordered by their first dimension."""
     chunks = stored.chunks
     first, last = 0, len(chunks)
-    if extent and len(chunks) > 1:
-        first = bisect_right(chunks, extent[0][0] - stored.most_rows, key=lambda chunk: chunk.offsets[0])
-        last = bisect_left(chunks, extent[0][1], key=lambda chunk: chunk.offsets[0])
+    if ranges and len(chunks) > 1:
+        first = bisect_right(chunks, ranges[0][0] - stored.most_rows, key=lambda chunk: chunk.offsets[0])
+        last = bisect_left(chunks, ranges[0][1], key=lambda chunk: chunk.offsets[0])
     for chunk in chunks[first:last]:
-        place = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        common = intersection(extent, place)
+        common = intersection(ranges, chunk.ranges)
         if common is not None:
             yield chunk, common

@@ -12,7 +12,7 @@ from mindspeed_llm.conversion.hf_writer import HFTensor, HFWriter, plain_config,
 from mindspeed_llm.conversion.inputs import open_input
 from mindspeed_llm.hf_checkpoint import DEFAULT_SHARD_BYTES
 from mindspeed_llm.hf_shapes import hf_tensors
-from mindspeed_llm.sources import plain_dtype
+from mindspeed_llm.weight_source import plain_dtype
 
 
 def plan_cast(

@@ -17,14 +17,14 @@ import torch
 
 from hf_formats.config import HFModelConfig
 from hf_formats.fp8 import FP8_DTYPE
+from hf_formats.ranges import Ranges, shape_of
 from mindspeed_llm.cli_io import run_cli
 from mindspeed_llm.conversion.command import Request, add_run_flags, run_request
 from mindspeed_llm.conversion.engine import Conversion, RunOptions, convert
 from mindspeed_llm.conversion.hf_writer import HFWriter, published, published_config, shards_by_count
 from mindspeed_llm.conversion.inputs import open_input
 from mindspeed_llm.hf_shapes import hf_tensors, mtp_tensors
-from mindspeed_llm.sources import WeightSource
-from mindspeed_llm.weight_plan import Slice, slice_shape
+from mindspeed_llm.weight_source import WeightSource
 
 
 def quantize_checkpoint(input_dir: Path, output_dir: Path, num_shards: int = 4, num_mtp_layers: int = 1) -> bool:
@@ -75,14 +75,14 @@ class WithMTP:
         original = self._original(hf_name)
         return torch.float32 if original is None else self.source.dtype(original)
 
-    def read(self, hf_name: str, hf_slice: Slice) -> torch.Tensor:
+    def read(self, hf_name: str, ranges: Ranges) -> torch.Tensor:
         """The slice of the tensor, or of its stand-in."""
         original = self._original(hf_name)
         if original is not None:
-            return self.source.read(original, hf_slice)
+            return self.source.read(original, ranges)
         if not hf_name.endswith("eh_proj.weight"):
-            return torch.ones(slice_shape(hf_slice))
-        (top, bottom), (left, right) = hf_slice
+            return torch.ones(shape_of(ranges))
+        (top, bottom), (left, right) = ranges
         rows, columns = torch.arange(top, bottom), torch.arange(left, right)
         return (rows[:, None] + self.hf.hidden_size == columns).float()
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from hf_formats.config import HFModelConfig
-from mindspeed_llm.gathering import DEFAULT_BUCKET_BYTES, gather_hf_tensors
-from mindspeed_llm.weight_plan import fragments
+from mindspeed_llm.export_weights import DEFAULT_BUCKET_BYTES, gather_hf_tensors
+from mindspeed_llm.weight_plan import model_shards
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -31,11 +31,11 @@ def hf_gradients(
     embedding's, and an MTP module's published copies of embedding and head repeat theirs.
     """
     local = local_gradients(module)
-    plan = fragments(hf, groups.layout, "core")
+    plan = model_shards(hf, groups.layout, "core")
     absent = {
         name
-        for name, parts in plan.items()
-        if any(part.owner == groups.rank and part.local_name not in local for part in parts)
+        for name, shards in plan.items()
+        if any(shard.rank == groups.rank and shard.param not in local for shard in shards)
     }
     reports: list[set[str]] = [set()] * groups.layout.world_size
     dist.all_gather_object(reports, absent, group=groups.world)

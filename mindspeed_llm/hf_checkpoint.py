@@ -14,12 +14,12 @@ from hf_formats.config import HFModelConfig, read_config_dict, without_quantisat
 from hf_formats.file_region import FileReader
 from hf_formats.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, num_blocks, quantization_problems
 from hf_formats.problems import raise_problems
+from hf_formats.ranges import Ranges
 from hf_formats.safetensors import INDEX_NAME, read_directory
 from mindspeed_llm.cli_io import atomic_directory, copy_companions, write_json
 from mindspeed_llm.hf_shapes import hf_tensors
-from mindspeed_llm.mapped import read_region
+from mindspeed_llm.map_file import read_region
 from mindspeed_llm.streamed_safetensors import StreamedSafetensors
-from mindspeed_llm.weight_plan import Slice
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -73,15 +73,15 @@ class HFCheckpoint:
         """Stored dtype of a tensor."""
         return self._entries[hf_name].dtype
 
-    def read(self, hf_name: str, hf_slice: Slice | None = None) -> torch.Tensor:
+    def read(self, hf_name: str, ranges: Ranges | None = None) -> torch.Tensor:
         """The slice (default: all) of a tensor in its stored dtype: rows as a view of the file, mapped privately; where
         columns are cut, a copy, for which just the pages that hold them are read."""
         entry = self._entries.get(hf_name)
         if entry is None:
             raise ValueError(f"{self.path} has no tensor {hf_name}")
-        if hf_slice is not None and hf_slice[1:] != tuple((0, size) for size in entry.shape[1:]):
-            return self._slices.read(hf_name, entry, hf_slice)
-        rows = read_region(entry, hf_slice)
+        if ranges is not None and ranges[1:] != tuple((0, size) for size in entry.shape[1:]):
+            return self._slices.read(hf_name, entry, ranges)
+        rows = read_region(entry, ranges)
         self._mapped_bytes += rows.nbytes
         return rows
 

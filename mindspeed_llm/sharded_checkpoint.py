@@ -17,21 +17,13 @@ import torch
 from hf_formats.config import HFModelConfig, parse_hf_config
 from hf_formats.file_region import FileRegion
 from hf_formats.problems import raise_problems, shown_names
+from hf_formats.ranges import Ranges, relative
 from megatron.core.parallel_layout import ParallelLayout, RankCoords
 from mindspeed_llm.cli_io import write_json
 from mindspeed_llm.hf_shapes import hf_tensors
-from mindspeed_llm.mapped import read_region
-from mindspeed_llm.sources import assemble, hf_view, relative
-from mindspeed_llm.weight_plan import (
-    NAMINGS,
-    Fragment,
-    LocalTensor,
-    Naming,
-    Piece,
-    Slice,
-    fragments,
-    local_plan,
-)
+from mindspeed_llm.map_file import read_region
+from mindspeed_llm.weight_plan import NAMINGS, Naming, Shard, TensorPlan, local_plan, model_shards
+from mindspeed_llm.weight_source import assemble, hf_view
 
 LAYOUT_NAME = "layout.json"
 LATEST_NAME = "latest_checkpointed_iteration.txt"
@@ -76,7 +68,7 @@ def rank_file(layout: ParallelLayout, coords: RankCoords) -> str:
 
 
 class ShardedCheckpoint:
-    """A sharded checkpoint as a source of HF tensors: any slice, assembled from the files whose fragments touch it.
+    """A sharded checkpoint as a source of HF tensors: any part, assembled from the files whose shards overlap it.
 
     ``layout`` and ``hf`` come from the manifest beside the files; a checkpoint without one (made by MindSpeed-LLM
     itself) needs them, and ``naming``, as arguments. Missing or truncated files are one ValueError at construction.
@@ -98,7 +90,7 @@ class ShardedCheckpoint:
             raise ValueError(f"{self.path} has no {LAYOUT_NAME}; say with which layout and config.json it was made")
         self.hf, self.layout, self.naming = hf, layout, naming
         self._check_files(manifest["files"] if manifest is not None else {})
-        self._fragments = fragments(hf, layout, naming)
+        self._shards = model_shards(hf, layout, naming)
         self._opened: dict[int, dict[str, FileRegion]] = {}
 
     def __reduce__(self) -> tuple[type[ShardedCheckpoint], tuple[object, ...]]:
@@ -106,24 +98,24 @@ class ShardedCheckpoint:
 
     def names(self) -> Collection[str]:
         """Every HF tensor of the model."""
-        return self._fragments.keys()
+        return self._shards.keys()
 
     def dtype(self, hf_name: str) -> torch.dtype:
         """Stored dtype of a tensor."""
-        fragment = self._fragments[hf_name][0]
-        return self._local(fragment).dtype
+        shard = self._shards[hf_name][0]
+        return self._local(shard).dtype
 
-    def read(self, hf_name: str, hf_slice: Slice | None = None) -> torch.Tensor:
-        """The slice (default: all) of an HF tensor; a view of its file when one fragment holds it."""
-        parts = self._fragments.get(hf_name)
-        if parts is None:
+    def read(self, hf_name: str, ranges: Ranges | None = None) -> torch.Tensor:
+        """hf_tensor[ranges] (default: the whole tensor); a view of its file when it lies in one shard."""
+        shards = self._shards.get(hf_name)
+        if shards is None:
             raise ValueError(f"{self.path} has no tensor {hf_name}")
-        if hf_slice is None:
-            hf_slice = tuple((0, size) for size in hf_tensors(self.hf)[hf_name][0])
-        return assemble(f"{self.path}: {hf_name}", hf_slice, parts, self._read_fragment)
+        if ranges is None:
+            ranges = tuple((0, size) for size in hf_tensors(self.hf)[hf_name][0])
+        return assemble(f"{self.path}: {hf_name}", ranges, shards, self._read_shard)
 
-    def _read_fragment(self, fragment: Fragment, hf_slice: Slice) -> torch.Tensor:
-        return _read_part(self._local(fragment), fragment.piece, hf_slice)
+    def _read_shard(self, shard: Shard, ranges: Ranges) -> torch.Tensor:
+        return _read_part(self._local(shard), shard, ranges)
 
     def describe(self) -> str:
         """Which form it is, and what is in it, for a log."""
@@ -135,18 +127,17 @@ class ShardedCheckpoint:
         manifest = self.path / LAYOUT_NAME
         return [self.path / name for name in names] + ([manifest] if manifest.exists() else [])
 
-    def _local(self, fragment: Fragment) -> FileRegion:
-        if fragment.owner not in self._opened:
-            self._opened[fragment.owner] = self._open(fragment.owner)
-        return self._opened[fragment.owner][fragment.local_name]
+    def _local(self, shard: Shard) -> FileRegion:
+        if shard.rank not in self._opened:
+            self._opened[shard.rank] = self._open(shard.rank)
+        return self._opened[shard.rank][shard.param]
 
     def _open(self, rank: int) -> dict[str, FileRegion]:
         """Tensors of one file in the shapes of the plan, which must be what the file holds."""
-        coords = self.layout.coords(rank)
-        file = self.path / rank_file(self.layout, coords)
+        file = self.path / rank_file(self.layout, self.layout.coords(rank))
         stored = torch_file_regions(file)
         problems, regions = [], {}
-        for tensor in local_plan(self.hf, self.layout, coords, self.naming):
+        for tensor in local_plan(self.hf, self.layout, rank, self.naming):
             model, name = place_in_file(tensor)
             found = stored.get((model, name))
             if found is None:
@@ -176,7 +167,7 @@ class ShardedCheckpoint:
         raise_problems(f"sharded checkpoint {self.path}", problems, "Make it again with convert_ckpt_deepseek3.")
 
     def _shown(self, rank: int) -> str:
-        plan = local_plan(self.hf, self.layout, self.layout.coords(rank), self.naming)
+        plan = local_plan(self.hf, self.layout, rank, self.naming)
         return shown_names([tensor.name for tensor in plan])
 
 
@@ -261,21 +252,21 @@ def _from_manifest(path: Path, manifest: dict[str, Any]) -> tuple[HFModelConfig,
     return hf, ParallelLayout.from_json(manifest["layout"]), manifest["naming"]
 
 
-def place_in_file(tensor: LocalTensor) -> tuple[str, str]:
+def place_in_file(tensor: TensorPlan) -> tuple[str, str]:
     """The file's key of the chunk that a tensor belongs to, and its name inside."""
     match = re.match(r"chunks\.(\d+)\.(.+)", tensor.name)
     return (f"model{match[1]}", match[2]) if match else ("model", tensor.name)
 
 
-def _read_part(region: FileRegion, piece: Piece, wanted: Slice) -> torch.Tensor:
-    """``wanted``, a part of ``piece.hf_slice``, out of the local tensor at ``region``; maps no rows beside it."""
-    rows, *others = piece.local_slice
-    if len(piece.local_slice) == len(piece.hf_slice):
-        start = rows[0] + wanted[0][0] - piece.hf_slice[0][0]
-        part = replace(piece, hf_slice=(wanted[0], *piece.hf_slice[1:]))
+def _read_part(region: FileRegion, shard: Shard, wanted: Ranges) -> torch.Tensor:
+    """``wanted``, a part of ``shard.ranges``, out of the local tensor at ``region``; maps no rows beside it."""
+    rows, *others = shard.local_ranges
+    if len(shard.local_ranges) == len(shard.ranges):
+        start = rows[0] + wanted[0][0] - shard.ranges[0][0]
+        part = replace(shard, ranges=(wanted[0], *shard.ranges[1:]))
         rows = (start, start + wanted[0][1] - wanted[0][0])
     else:
-        part = piece
+        part = shard
     local = read_region(region, (rows, *others))
-    whole = replace(part, local_slice=tuple((0, size) for size in local.shape))
-    return hf_view(local, whole)[relative(wanted, part.hf_slice)]
+    whole = replace(part, local_ranges=tuple((0, size) for size in local.shape))
+    return hf_view(local, whole)[relative(wanted, part.ranges)]

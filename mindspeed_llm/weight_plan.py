@@ -1,4 +1,4 @@
-"""Which slices of which Hugging Face tensors make up each rank's local tensors: a pure function of config and layout.
+"""The weight plan: which parts of which Hugging Face tensors make up each rank's tensors, from config and layout.
 
 Letters in comments: T/R = split over TP / replicated, H hidden, F expert ffn width, E_loc experts of one EP rank.
 """
@@ -8,33 +8,40 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Literal
 
 from hf_formats.config import HFModelConfig
+from hf_formats.ranges import Ranges, shape_of
 from megatron.core.parallel_layout import ParallelLayout, RankCoords
 from mindspeed_llm.hf_shapes import DTYPE_BYTES, hf_tensors, shared_copies
 
-Slice = tuple[tuple[int, int], ...]
 Naming = Literal["core", "mindspeed_llm", "mindspeed_llm_ungrouped"]
 Part = Literal["all", "dense", "experts"]
 NAMINGS: tuple[Naming, ...] = ("core", "mindspeed_llm", "mindspeed_llm_ungrouped")
 
 
 @dataclass(frozen=True)
-class Piece:
-    """``local[local_slice] = hf[hf_slice]``, transposed first if ``transpose``; an expert's slice loses dim 0."""
+class Shard:
+    """What a rank owns of an HF tensor: ``param[local_ranges] = hf_tensor[ranges]``.
+
+    With ``transpose`` the values are transposed first. An expert in a tensor of several experts has one dimension more
+    in ``local_ranges``: its index. Other ranks may own the same shard; see ``owner_ranks``.
+    """
 
     hf_name: str
-    hf_slice: Slice
-    local_slice: Slice
+    ranges: Ranges
+    local_ranges: Ranges
     transpose: bool = False
+    param: str = ""
+    rank: int = 0
+    is_expert: bool = False
 
 
 @dataclass(frozen=True)
-class LocalTensor:
-    """One parameter or buffer of one rank and the pieces that fill it completely.
+class TensorPlan:
+    """One parameter or buffer of a rank and the shards that fill it completely.
 
     ``dtype`` is the dtype of the checkpoint (the router's correction bias is fp32 whatever the weights are).
     ``file_shape`` is the shape under which a sharded checkpoint file stores the same bytes, when it differs.
@@ -43,14 +50,14 @@ class LocalTensor:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    pieces: tuple[Piece, ...]
+    shards: tuple[Shard, ...]
     is_buffer: bool = False
     is_expert: bool = False
     file_shape: tuple[int, ...] | None = None
 
     @property
     def num_elements(self) -> int:
-        """Elements of the local tensor."""
+        """Elements of the tensor."""
         return math.prod(self.shape)
 
     @property
@@ -59,18 +66,8 @@ class LocalTensor:
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
 
-@dataclass(frozen=True)
-class Fragment:
-    """A distinct slice of an HF tensor, the lowest global rank that holds it, and where its holders keep it."""
-
-    owner: int
-    local_name: str
-    piece: Piece
-    is_expert: bool = False
-
-
 def plan_problems(hf: HFModelConfig, layout: ParallelLayout) -> list[str]:
-    """Everything that keeps ``layout`` from dividing this model; experts may also be split (expert TP > 1)."""
+    """Every reason why ``layout`` cannot divide this model; experts may also be split (expert TP > 1)."""
     found = layout.problems(hf.num_hidden_layers, hf.n_routed_experts or None, hf.num_attention_heads, hf.vocab_size)
     tp, etp = layout.tensor_model_parallel_size, layout.expert_tensor_parallel_size
     widths = [("intermediate_size", hf.intermediate_size, tp)]
@@ -88,100 +85,72 @@ def plan_problems(hf: HFModelConfig, layout: ParallelLayout) -> list[str]:
 
 
 def raise_layout_problems(hf: HFModelConfig, layout: ParallelLayout) -> None:
-    """ValueError with everything that keeps ``layout`` from dividing this model."""
+    """ValueError with every reason why ``layout`` cannot divide this model."""
     problems = plan_problems(hf, layout)
     if problems:
         raise ValueError("the layout does not fit the model:\n" + "\n".join(f"  - {line}" for line in problems))
 
 
-def local_plan(
-    hf: HFModelConfig, layout: ParallelLayout, coords: RankCoords, naming: Naming = "core"
-) -> tuple[LocalTensor, ...]:
-    """Every tensor of the rank at ``coords``, in model order; layer numbers count from the start of its PP stage.
+def local_plan(hf: HFModelConfig, layout: ParallelLayout, rank: int, naming: Naming = "core") -> tuple[TensorPlan, ...]:
+    """Every tensor of a rank, in model order; layer numbers count from the start of its PP stage.
 
     With virtual stages names begin with ``chunks.{v}.`` and layers count from the start of their chunk. ``core`` are
     the training engine's names; ``mindspeed_llm`` the checkpoint names of MindSpeed-LLM v2.0.0 with grouped experts,
     where no-op layers leave holes in the numbers, ``mindspeed_llm_ungrouped`` the same with one tensor per expert.
     """
     raise_layout_problems(hf, layout)
-    return tuple(_RankPlanner(hf, layout, coords, naming).tensors())
+    return tuple(_RankPlanner(hf, layout, rank, naming).tensors())
 
 
 @lru_cache(maxsize=4)
-def fragments(hf: HFModelConfig, layout: ParallelLayout, naming: Naming = "core") -> Mapping[str, tuple[Fragment, ...]]:
-    """HF name -> its distinct fragments, each with its owner; names in the order of ``hf_tensors``.
+def model_shards(hf: HFModelConfig, layout: ParallelLayout, naming: Naming = "core") -> Mapping[str, tuple[Shard, ...]]:
+    """HF name -> its distinct shards, each on the lowest rank that owns it; names in the order of ``hf_tensors``.
 
     Walks one replica of the dense tensors and one of the experts, whatever the number of ranks.
     """
     raise_layout_problems(hf, layout)
     walks: list[tuple[int, Part]] = [(rank, "dense") for rank in layout.members(0, ("tp", "pp"))]
     walks += [(rank, "experts") for rank in layout.members(0, ("tp", "ep", "pp"), is_expert=True)]
-    found: dict[tuple[str, Slice], Fragment] = {}
+    by_name: dict[str, dict[Ranges, Shard]] = {name: {} for name in hf_tensors(hf)}
     for rank, part in walks:
-        for tensor in _RankPlanner(hf, layout, layout.coords(rank), naming, part).tensors():
-            for piece in tensor.pieces:
-                key = (piece.hf_name, piece.hf_slice)
-                if key not in found:
-                    found[key] = Fragment(rank, tensor.name, piece, tensor.is_expert)
-    by_name: dict[str, list[Fragment]] = {name: [] for name in hf_tensors(hf)}
-    for (name, _), fragment in found.items():
-        by_name[name].append(fragment)
+        for tensor in _RankPlanner(hf, layout, rank, naming, part).tensors():
+            for shard in tensor.shards:
+                by_name[shard.hf_name].setdefault(shard.ranges, shard)
+    found = {name: tuple(shards.values()) for name, shards in by_name.items()}
     for name, original in shared_copies(hf).items():
-        by_name[name] = [replace(part, piece=replace(part.piece, hf_name=name)) for part in by_name[original]]
-    return MappingProxyType({name: tuple(parts) for name, parts in by_name.items()})
+        found[name] = tuple(replace(shard, hf_name=name) for shard in found[original])
+    return MappingProxyType(found)
 
 
-def holders(hf: HFModelConfig, layout: ParallelLayout, fragment: Fragment) -> list[int]:
-    """Global ranks that keep ``fragment`` where its owner does, ascending.
+def owner_ranks(hf: HFModelConfig, layout: ParallelLayout, shard: Shard) -> list[int]:
+    """Global ranks that own ``shard`` in the same parameter as ``shard.rank``, ascending.
 
-    A tensor that stages share (a tied head, the embedding of an MTP module) counts where its owner is.
+    Of a tensor that stages share (a tied head, the embedding of an MTP module) only the stage of ``shard.rank`` counts.
     """
-    if fragment.is_expert:
-        return layout.members(fragment.owner, ("dp",), is_expert=True)
-    is_whole = slice_shape(fragment.piece.hf_slice) == hf_tensors(hf)[fragment.piece.hf_name][0]
-    return layout.members(fragment.owner, ("tp", "cp", "dp") if is_whole else ("cp", "dp"))
+    if shard.is_expert:
+        return layout.members(shard.rank, ("dp",), is_expert=True)
+    is_whole = shape_of(shard.ranges) == hf_tensors(hf)[shard.hf_name][0]
+    return layout.members(shard.rank, ("tp", "cp", "dp") if is_whole else ("cp", "dp"))
 
 
-def owners(hf: HFModelConfig, layout: ParallelLayout, naming: Naming = "core") -> dict[tuple[str, Slice], int]:
-    """(hf_name, hf_slice) -> lowest global rank that holds it, for every distinct fragment of the model."""
-    return {
-        (name, fragment.piece.hf_slice): fragment.owner
-        for name, parts in fragments(hf, layout, naming).items()
-        for fragment in parts
-    }
-
-
-def plan_bytes(plan: Iterable[LocalTensor]) -> int:
-    """Bytes of all tensors of one rank in the checkpoint's dtypes."""
-    return sum(tensor.num_bytes for tensor in plan)
-
-
-def plan_elements(plan: Iterable[LocalTensor]) -> int:
-    """Elements of all tensors of one rank."""
-    return sum(tensor.num_elements for tensor in plan)
-
-
-def slice_shape(extent: Slice) -> tuple[int, ...]:
-    """Shape of a slice."""
-    return tuple(stop - start for start, stop in extent)
-
-
-def rows_of(tensor: LocalTensor, start: int, stop: int) -> LocalTensor:
-    """Rows ``start`` to ``stop`` (dim 0) of ``tensor`` as a tensor of their own, with the parts of pieces in them."""
-    pieces = []
-    for piece in tensor.pieces:
-        first, last = piece.local_slice[0]
+def slice_rows(tensor: TensorPlan, start: int, stop: int) -> TensorPlan:
+    """Rows ``start`` to ``stop`` (dim 0) of ``tensor`` as a tensor of their own, with the parts of its shards there."""
+    shards = []
+    for shard in tensor.shards:
+        first, last = shard.local_ranges[0]
         low, high = max(first, start), min(last, stop)
         if low >= high:
             continue
-        hf_slice = piece.hf_slice
-        if len(piece.local_slice) == len(hf_slice):  # otherwise dim 0 counts experts, which HF has as tensors
-            top = hf_slice[0][0] - first
-            hf_slice = ((top + low, top + high), *hf_slice[1:])
-        pieces.append(
-            replace(piece, hf_slice=hf_slice, local_slice=((low - start, high - start), *piece.local_slice[1:]))
-        )
-    return replace(tensor, shape=(stop - start, *tensor.shape[1:]), pieces=tuple(pieces), file_shape=None)
+        ranges = shard.ranges
+        if len(shard.local_ranges) == len(ranges):  # otherwise dim 0 counts experts, which HF stores one by one
+            top = ranges[0][0] - first
+            ranges = ((top + low, top + high), *ranges[1:])
+        local_ranges = ((low - start, high - start), *shard.local_ranges[1:])
+        shards.append(replace(shard, ranges=ranges, local_ranges=local_ranges))
+    return replace(tensor, shape=(stop - start, *tensor.shape[1:]), shards=tuple(shards), file_shape=None)
+
+
+_Filled = tuple[str, Ranges, Ranges]  # HF name, ranges there, ranges in the local tensor
 
 
 @dataclass(frozen=True)
@@ -190,22 +159,26 @@ class _RankPlanner:
 
     hf: HFModelConfig
     layout: ParallelLayout
-    coords: RankCoords
+    rank: int
     naming: Naming
     part: Part = "all"
+    prefix: str = ""  # of the names of a virtual stage
 
     def __post_init__(self) -> None:
         if self.naming not in NAMINGS:
             raise ValueError(f"naming is {self.naming!r}; one of {', '.join(NAMINGS)} is needed")
 
-    def tensors(self) -> Iterator[LocalTensor]:
+    @cached_property
+    def coords(self) -> RankCoords:
+        return self.layout.coords(self.rank)
+
+    def tensors(self) -> Iterator[TensorPlan]:
         num_chunks = self.layout.virtual_pipeline_model_parallel_size
         for chunk in range(num_chunks):
-            prefix = f"chunks.{chunk}." if num_chunks > 1 else ""
-            for tensor in self._chunk(chunk, chunk == num_chunks - 1):
-                yield replace(tensor, name=prefix + tensor.name)
+            planner = replace(self, prefix=f"chunks.{chunk}.") if num_chunks > 1 else self
+            yield from planner._chunk(chunk, chunk == num_chunks - 1)
 
-    def _chunk(self, chunk: int, is_last_chunk: bool) -> Iterator[LocalTensor]:
+    def _chunk(self, chunk: int, is_last_chunk: bool) -> Iterator[TensorPlan]:
         hf, pp = self.hf, self.coords.pp
         is_first, is_last = pp == 0 and chunk == 0, is_last_chunk and self._is_last_stage
         has_dense = self.part != "experts"
@@ -226,7 +199,7 @@ class _RankPlanner:
         if has_dense:
             yield from self._head(is_first)
 
-    def _end(self, is_first: bool) -> Iterator[LocalTensor]:
+    def _end(self, is_first: bool) -> Iterator[TensorPlan]:
         """What comes before the MTP modules: the final norm, and the embedding that they share."""
         has_file_mtp = self.naming != "core" and self.hf.mtp_num_layers > 0
         final_norm = "final_layernorm.weight" if has_file_mtp else "decoder.final_layernorm.weight"
@@ -234,7 +207,7 @@ class _RankPlanner:
         if self.hf.mtp_num_layers and not is_first:
             yield self._split("embedding.word_embeddings.weight", ["model.embed_tokens.weight"], 0)
 
-    def _head(self, is_first: bool) -> Iterator[LocalTensor]:
+    def _head(self, is_first: bool) -> Iterator[TensorPlan]:
         if not self.hf.tie_word_embeddings:
             yield self._split("output_layer.weight", ["lm_head.weight"], 0)
         elif not is_first and not self.hf.mtp_num_layers:  # MTP has a copy of the embedding there already
@@ -244,7 +217,7 @@ class _RankPlanner:
     def _is_last_stage(self) -> bool:
         return self.coords.pp == self.layout.pipeline_model_parallel_size - 1
 
-    def _mtp(self, depth: int) -> Iterator[LocalTensor]:
+    def _mtp(self, depth: int) -> Iterator[TensorPlan]:
         local = f"mtp.layers.{depth}." if self.naming == "core" else f"mtp_layers.{depth}."
         layer = self.hf.num_hidden_layers + depth
         source = f"model.layers.{layer}."
@@ -256,7 +229,7 @@ class _RankPlanner:
         if self.part != "experts":
             yield self._split(local + "final_layernorm.weight", [source + "shared_head.norm.weight"], None)
 
-    def _layer(self, local: str, layer: int) -> Iterator[LocalTensor]:
+    def _layer(self, local: str, layer: int) -> Iterator[TensorPlan]:
         source = f"model.layers.{layer}."
         is_moe = self.hf.is_moe_layer(min(layer, self.hf.num_hidden_layers - 1))  # MTP layers are as the last one
         if self.part != "experts":
@@ -267,7 +240,7 @@ class _RankPlanner:
         if is_moe and self.hf.n_shared_experts and self.part != "experts":
             yield from self._mlp(local + "mlp.shared_experts.", source + "mlp.shared_experts.")
 
-    def _dense_part(self, local: str, source: str, is_moe: bool) -> Iterator[LocalTensor]:
+    def _dense_part(self, local: str, source: str, is_moe: bool) -> Iterator[TensorPlan]:
         """A layer up to its routed experts."""
         yield self._split(local + "input_layernorm.weight", [source + "input_layernorm.weight"], None)
         if not self.hf.is_mla:
@@ -284,7 +257,7 @@ class _RankPlanner:
             bias = self._split(local + "mlp.router.expert_bias", [source + "mlp.gate.e_score_correction_bias"], None)
             yield replace(bias, is_buffer=True)
 
-    def _core_attention(self, local: str, source: str) -> Iterator[LocalTensor]:
+    def _core_attention(self, local: str, source: str) -> Iterator[TensorPlan]:
         down = 0 if self.layout.mla_down_proj_column_parallel else None
         if self.hf.q_lora_rank is None:
             yield self._split(local + "linear_q_proj.weight", [source + "q_proj.weight"], 0)
@@ -297,7 +270,7 @@ class _RankPlanner:
         yield self._split(local + "linear_kv_up_proj.weight", [source + "kv_b_proj.weight"], 0)
         yield self._split(local + "linear_proj.weight", [source + "o_proj.weight"], 1)
 
-    def _mindspeed_attention(self, local: str, source: str) -> Iterator[LocalTensor]:
+    def _mindspeed_attention(self, local: str, source: str) -> Iterator[TensorPlan]:
         # Upstream's converter knows q-LoRA only; without it the full q_proj takes q_a_proj's place in linear_qkv.
         has_q_lora = self.hf.q_lora_rank is not None
         query = "q_a_proj.weight" if has_q_lora else "q_proj.weight"
@@ -310,63 +283,52 @@ class _RankPlanner:
         yield self._split(local + "linear_kvb.weight", [source + "kv_b_proj.weight"], 0)
         yield self._split(local + "linear_proj.weight", [source + "o_proj.weight"], 1)
 
-    def _grouped_query_attention(self, local: str, source: str) -> Iterator[LocalTensor]:
+    def _grouped_query_attention(self, local: str, source: str) -> Iterator[TensorPlan]:
         """linear_qkv: for each head of keys and values its query heads, then the key, then the value; cut by them."""
         hf = self.hf
         size, per_group = hf.head_dim, hf.num_attention_heads // hf.num_key_value_heads
         start, stop = _part(hf.num_key_value_heads, self.coords.tp, self.layout.tensor_model_parallel_size)
-        columns, pieces, rows = (0, hf.hidden_size), [], 0
+        columns, rows = (0, hf.hidden_size), 0
+        filled: list[_Filled] = []
         for group in range(start, stop):
             for name, heads in (("q_proj", per_group), ("k_proj", 1), ("v_proj", 1)):
                 first, count = group * heads * size, heads * size
                 there, here = ((first, first + count), columns), ((rows, rows + count), columns)
-                pieces.append(Piece(f"{source}{name}.weight", there, here))
+                filled.append((f"{source}{name}.weight", there, here))
                 rows += count
-        yield LocalTensor(local + "linear_qkv.weight", (rows, hf.hidden_size), hf.torch_dtype, tuple(pieces))
+        yield self._tensor(local + "linear_qkv.weight", (rows, hf.hidden_size), filled)
         yield self._split(local + "q_layernorm.weight", [source + "q_norm.weight"], None)
         yield self._split(local + "k_layernorm.weight", [source + "k_norm.weight"], None)
         yield self._split(local + "linear_proj.weight", [source + "o_proj.weight"], 1)
 
-    def _mlp(self, local: str, source: str) -> Iterator[LocalTensor]:
+    def _mlp(self, local: str, source: str) -> Iterator[TensorPlan]:
         yield self._split(local + "linear_fc1.weight", [source + "gate_proj.weight", source + "up_proj.weight"], 0)
         yield self._split(local + "linear_fc2.weight", [source + "down_proj.weight"], 1)
 
-    def _grouped_experts(self, local: str, source: str) -> Iterator[LocalTensor]:
+    def _grouped_experts(self, local: str, source: str) -> Iterator[TensorPlan]:
         # weight1 [E_loc, H, 2F/ETP] (gate then up), weight2 [E_loc, F/ETP, H]: transposed HF weights. MindSpeed-LLM
         # stores the same bytes as (H, -1) and (-1, H): a view, so columns of the file's weight1 are not experts.
-        hidden, dtype = self.hf.hidden_size, self.hf.torch_dtype
+        hidden = self.hf.hidden_size
         start, stop = _part(self.hf.moe_intermediate_size, self.coords.etp, self.layout.expert_tensor_parallel_size)
         width, full = stop - start, (0, hidden)
-        first: list[Piece] = []
-        second: list[Piece] = []
+        first: list[_Filled] = []
+        second: list[_Filled] = []
         experts = self._local_experts()
         for slot, expert in enumerate(experts):
             here = (slot, slot + 1)
             for name, columns in (("gate_proj", (0, width)), ("up_proj", (width, 2 * width))):
-                hf_name = f"{source}{expert}.{name}.weight"
-                first.append(Piece(hf_name, ((start, stop), full), (here, full, columns), transpose=True))
-            hf_name = f"{source}{expert}.down_proj.weight"
-            second.append(Piece(hf_name, (full, (start, stop)), (here, (0, width), full), transpose=True))
+                first.append((f"{source}{expert}.{name}.weight", ((start, stop), full), (here, full, columns)))
+            second.append((f"{source}{expert}.down_proj.weight", (full, (start, stop)), (here, (0, width), full)))
         count = len(experts)
-        in_file = self.naming != "core"
-        yield LocalTensor(
-            name=local + "weight1",
-            shape=(count, hidden, 2 * width),
-            dtype=dtype,
-            pieces=tuple(first),
-            is_expert=True,
-            file_shape=(hidden, count * 2 * width) if in_file else None,
-        )
-        yield LocalTensor(
-            name=local + "weight2",
-            shape=(count, width, hidden),
-            dtype=dtype,
-            pieces=tuple(second),
-            is_expert=True,
-            file_shape=(count * width, hidden) if in_file else None,
-        )
+        for name, shape, filled in (
+            ("weight1", (count, hidden, 2 * width), first),
+            ("weight2", (count, width, hidden), second),
+        ):
+            tensor = self._tensor(local + name, shape, filled, is_expert=True, transpose=True)
+            file_shape = (hidden, shape[0] * shape[2]) if name == "weight1" else (shape[0] * shape[1], hidden)
+            yield tensor if self.naming == "core" else replace(tensor, file_shape=file_shape)
 
-    def _ungrouped_experts(self, local: str, source: str) -> Iterator[LocalTensor]:
+    def _ungrouped_experts(self, local: str, source: str) -> Iterator[TensorPlan]:
         for slot, expert in enumerate(self._local_experts()):
             here, there = f"{local}local_experts.{slot}.", f"{source}{expert}."
             gate_up = [there + "gate_proj.weight", there + "up_proj.weight"]
@@ -377,20 +339,37 @@ class _RankPlanner:
         start, stop = _part(self.hf.n_routed_experts, self.coords.ep, self.layout.expert_model_parallel_size)
         return range(start, stop)
 
-    def _split(self, name: str, sources: list[str], dim: int | None, is_expert: bool = False) -> LocalTensor:
+    def _split(self, name: str, sources: list[str], dim: int | None, is_expert: bool = False) -> TensorPlan:
         """``sources`` stacked on dim 0, each cut along ``dim`` over (expert) TP first; ``dim`` None replicates."""
         if is_expert:
             index, ways = self.coords.etp, self.layout.expert_tensor_parallel_size
         else:
             index, ways = self.coords.tp, self.layout.tensor_model_parallel_size
-        pieces, rows, dtype = [], 0, ""
+        filled: list[_Filled] = []
+        rows, dtype = 0, ""
         for source in sources:
             shape, dtype = hf_tensors(self.hf)[source]
-            extent = tuple(_part(size, index, ways) if axis == dim else (0, size) for axis, size in enumerate(shape))
-            cut = slice_shape(extent)
-            pieces.append(Piece(source, extent, ((rows, rows + cut[0]), *((0, size) for size in cut[1:]))))
+            ranges = tuple(_part(size, index, ways) if axis == dim else (0, size) for axis, size in enumerate(shape))
+            cut = shape_of(ranges)
+            filled.append((source, ranges, ((rows, rows + cut[0]), *((0, size) for size in cut[1:]))))
             rows += cut[0]
-        return LocalTensor(name, (rows, *cut[1:]), dtype, tuple(pieces), is_expert=is_expert)
+        return self._tensor(name, (rows, *cut[1:]), filled, dtype, is_expert)
+
+    def _tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        filled: Iterable[_Filled],
+        dtype: str = "",
+        is_expert: bool = False,
+        transpose: bool = False,
+    ) -> TensorPlan:
+        name = self.prefix + name
+        shards = tuple(
+            Shard(hf_name, ranges, local_ranges, transpose, name, self.rank, is_expert)
+            for hf_name, ranges, local_ranges in filled
+        )
+        return TensorPlan(name, shape, dtype or self.hf.torch_dtype, shards, is_expert=is_expert)
 
 
 def _part(size: int, index: int, ways: int) -> tuple[int, int]:

@@ -23,14 +23,14 @@ from torch.distributed.checkpoint.metadata import (
 from hf_formats.config import HFModelConfig, parse_hf_config
 from hf_formats.fp8 import BLOCK
 from megatron.core.dist_checkpointing.manifest import write_bytes
-from megatron.core.dist_checkpointing.stored_tensors import METADATA
+from megatron.core.dist_checkpointing.saved_tensors import METADATA
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.conversion.torch_file import TensorRef, TorchFile, torch_file_layout
 from mindspeed_llm.conversion.writer import FileRecord, Slabs, StoredTensor
 from mindspeed_llm.dcp_checkpoint import global_tensors
 from mindspeed_llm.sharded_checkpoint import write_layout
-from mindspeed_llm.sources import WeightSource, stored_dtype
-from mindspeed_llm.weight_plan import LocalTensor, rows_of
+from mindspeed_llm.weight_plan import TensorPlan, slice_rows
+from mindspeed_llm.weight_source import WeightSource, stored_dtype
 
 MAX_CHUNK_BYTES = 64 << 20  # as the training engine cuts
 _ALIGNMENT = 64
@@ -101,7 +101,7 @@ class DCPWriter:
         return parse_hf_config(self.hf_config).with_mtp(self.mtp_num_layers)
 
     @cached_property
-    def _globals(self) -> Mapping[str, LocalTensor]:
+    def _globals(self) -> Mapping[str, TensorPlan]:
         return global_tensors(self._hf)
 
     @cached_property
@@ -124,7 +124,7 @@ class DCPWriter:
             step = max(1, self.max_chunk_bytes // (math.prod(tensor.shape[1:]) * dtype.itemsize))
             step -= step % BLOCK if step > BLOCK else 0
             for start in range(0, rows, step):
-                part = rows_of(tensor, start, min(start + step, rows))
+                part = slice_rows(tensor, start, min(start + step, rows))
                 yield key, start, StoredTensor(f"{key}[{start}:{start + part.shape[0]}]", part.shape, dtype, part)
 
 

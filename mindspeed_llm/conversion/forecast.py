@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hf_formats.config import HFModelConfig
 from mindspeed_llm.conversion.engine import Conversion, RunOptions, partial_directory
-from mindspeed_llm.conversion.slabs import in_flight_bytes
+from mindspeed_llm.conversion.slab_reader import in_flight_bytes
 from mindspeed_llm.conversion.synced_file import WAITING_BYTES
 from mindspeed_llm.hf_shapes import hf_tensors, shared_copies
 

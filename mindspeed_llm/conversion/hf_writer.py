@@ -18,7 +18,7 @@ from mindspeed_llm.cli_io import copy_companions, write_json
 from mindspeed_llm.conversion.safetensors_file import safetensors_bytes, write_safetensors
 from mindspeed_llm.conversion.writer import FileRecord, Form, Slabs, StoredTensor
 from mindspeed_llm.hf_shapes import always_fp32
-from mindspeed_llm.weight_plan import LocalTensor, Piece
+from mindspeed_llm.weight_plan import Shard, TensorPlan
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class HFTensor:
     def stored(self) -> list[StoredTensor]:
         """The weight, and its scales if it is FP8."""
         whole = tuple((0, size) for size in self.shape)
-        content = LocalTensor(self.name, self.shape, "", (Piece(self.name, whole, whole),))
+        content = TensorPlan(self.name, self.shape, "", (Shard(self.name, whole, whole),))
         form: Form = "fp8" if self.dtype == FP8_DTYPE else "plain"
         weight = StoredTensor(self.name, self.shape, self.dtype, content, form)
         if form == "plain":

@@ -11,13 +11,13 @@ import torch
 
 from hf_formats.config import HFModelConfig, parse_hf_config, read_config_dict
 from hf_formats.fp8 import FP8_DTYPE, is_quantized
+from hf_formats.ranges import Ranges
 from mindspeed_llm.cli_io import hf_files
 from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
 from mindspeed_llm.hf_checkpoint import open_hf
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import LAYOUT_NAME, ShardedCheckpoint, read_layout
-from mindspeed_llm.sources import WeightSource
-from mindspeed_llm.weight_plan import Slice
+from mindspeed_llm.weight_source import WeightSource
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PlannedWeights:
         found: torch.dtype = getattr(torch, hf_tensors(self.hf)[hf_name][1])
         return found
 
-    def read(self, hf_name: str, hf_slice: Slice) -> torch.Tensor:
+    def read(self, hf_name: str, ranges: Ranges) -> torch.Tensor:
         """Not there."""
         raise AssertionError(f"{hf_name} is planned, not stored")
 

@@ -1,6 +1,6 @@
-"""How weights are moved and summed: C loops, compiled at first use and kept in the user's cache, or torch and zlib.
+"""The loops that copy weights and compute checksums: C, compiled at first use and cached, or torch and zlib.
 
-Both give the same bits. ``CC`` names another compiler, ``XDG_CACHE_HOME`` another place for what is built.
+Both give the same bits. ``CC`` names another compiler, ``XDG_CACHE_HOME`` another directory for the compiled library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from hf_formats.fp8 import BLOCK, Fp8Blocks, row_scales
-from mindspeed_llm.sources import Origin, Place, place
+from mindspeed_llm.weight_source import CopyValues, Origin, copy_values
 
 KernelsName = Literal["native", "torch"]
 _SOURCE = Path(__file__).with_name("kernels.c")
@@ -34,14 +34,14 @@ _P, _L = ctypes.c_void_p, ctypes.c_long
 
 @dataclass(frozen=True)
 class Kernels:
-    """``place`` moves a piece of a weight, ``crc32(bytes, so_far)`` is zlib's."""
+    """``copy`` writes the values of a shard, ``crc32(bytes, so_far)`` is zlib's."""
 
-    place: Place
+    copy: CopyValues
     crc32: Callable[[memoryview, int], int]
 
 
 def choose_kernels(asked: Literal["auto", "native", "torch"]) -> KernelsName:
-    """``asked``, "auto" being native where there is a compiler; builds the library, so that a failure is known now."""
+    """``asked``; "auto" is native where there is a compiler. Builds the library now, so that a failure shows early."""
     name: KernelsName = "torch" if asked == "torch" or (asked == "auto" and not _has_compiler()) else "native"
     load_kernels(name)
     return name
@@ -50,8 +50,8 @@ def choose_kernels(asked: Literal["auto", "native", "torch"]) -> KernelsName:
 def load_kernels(name: KernelsName) -> Kernels:
     """The loops of that name; ValueError when they cannot be built."""
     if name == "torch":
-        return Kernels(place, zlib.crc32)
-    return Kernels(place_native, crc32_native if hasattr(_library(), "crc32_blocks") else zlib.crc32)
+        return Kernels(copy_values, zlib.crc32)
+    return Kernels(copy_native, crc32_native if hasattr(_library(), "crc32_blocks") else zlib.crc32)
 
 
 def crc32_native(data: memoryview, so_far: int) -> int:
@@ -64,37 +64,37 @@ def crc32_native(data: memoryview, so_far: int) -> int:
     return zlib.crc32(data[whole:], crc)
 
 
-def place_native(target: torch.Tensor, fragment: torch.Tensor, scale_inv: torch.Tensor | None, origin: Origin) -> None:
-    """``sources.place`` for BF16 targets: FP8 dequantised (by finite scales), 2-byte elements turned; all else is left
-    to that."""
-    is_turned = target.dim() == 2 and target.stride(0) == 1 and target.stride(1) > 1
-    if fragment.dim() == 2 and fragment.stride(1) != 1:
-        fragment = fragment.contiguous()
-    if scale_inv is not None and target.dtype == torch.bfloat16 and (is_turned or target.stride(1) == 1):
-        _dequantize(target, fragment, scale_inv, origin, is_turned)
-    elif scale_inv is None and is_turned and target.dtype == fragment.dtype and target.element_size() == 2:
-        _turn(target, fragment)
+def copy_native(target: torch.Tensor, values: torch.Tensor, scale_inv: torch.Tensor | None, origin: Origin) -> None:
+    """``copy_values`` with C loops that dequantise FP8 to BF16 (scales must be finite) and transpose 2-byte elements;
+    all other cases are passed to ``copy_values``."""
+    is_transposed = target.dim() == 2 and target.stride(0) == 1 and target.stride(1) > 1
+    if values.dim() == 2 and values.stride(1) != 1:
+        values = values.contiguous()
+    if scale_inv is not None and target.dtype == torch.bfloat16 and (is_transposed or target.stride(1) == 1):
+        _dequantize(target, values, scale_inv, origin, is_transposed)
+    elif scale_inv is None and is_transposed and target.dtype == values.dtype and target.element_size() == 2:
+        _transpose(target, values)
     else:
-        place(target, fragment, scale_inv, origin)
+        copy_values(target, values, scale_inv, origin)
 
 
 def _dequantize(
-    target: torch.Tensor, weight_OI: torch.Tensor, scale_inv: torch.Tensor, origin: Origin, is_turned: bool
+    target: torch.Tensor, weight_OI: torch.Tensor, scale_inv: torch.Tensor, origin: Origin, is_transposed: bool
 ) -> None:
     rows, columns = weight_OI.shape
-    buffer = torch.empty((min(rows, BLOCK), columns), dtype=torch.bfloat16) if is_turned else target
+    buffer = torch.empty((min(rows, BLOCK), columns), dtype=torch.bfloat16) if is_transposed else target
     for start, stop, scales_I in row_scales(Fp8Blocks(weight_OI, scale_inv, (origin[0] % BLOCK, origin[1] % BLOCK))):
-        part, to = weight_OI[start:stop], buffer[: stop - start] if is_turned else target[start:stop]
+        part, to = weight_OI[start:stop], buffer[: stop - start] if is_transposed else target[start:stop]
         _library().dequantize_rows(
             part.data_ptr(), part.stride(0), scales_I.data_ptr(), stop - start, columns, to.data_ptr(), to.stride(0)
         )
-        if is_turned:
-            _turn(target[start:stop], to)
+        if is_transposed:
+            _transpose(target[start:stop], to)
 
 
-def _turn(target: torch.Tensor, fragment: torch.Tensor) -> None:
-    rows, columns = fragment.shape
-    _library().transpose16(fragment.data_ptr(), fragment.stride(0), rows, columns, target.data_ptr(), target.stride(1))
+def _transpose(target: torch.Tensor, values: torch.Tensor) -> None:
+    rows, columns = values.shape
+    _library().transpose16(values.data_ptr(), values.stride(0), rows, columns, target.data_ptr(), target.stride(1))
 
 
 @cache

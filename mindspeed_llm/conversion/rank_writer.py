@@ -13,8 +13,8 @@ from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.conversion.torch_file import TensorRef, TorchFile, torch_file_layout
 from mindspeed_llm.conversion.writer import FileRecord, Slabs, StoredTensor
 from mindspeed_llm.sharded_checkpoint import ITERATION, LATEST_NAME, place_in_file, rank_file, write_layout
-from mindspeed_llm.sources import WeightSource, stored_dtype
-from mindspeed_llm.weight_plan import LocalTensor, Naming, local_plan
+from mindspeed_llm.weight_plan import Naming, TensorPlan, local_plan
+from mindspeed_llm.weight_source import WeightSource, stored_dtype
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class RankWriter:
 
     def tensors(self, file: str) -> Sequence[StoredTensor]:
         """The rank's plan."""
-        coords = self.layout.coords(self._rank_of[file])
-        return [self._stored(tensor) for tensor in local_plan(self._hf, self.layout, coords, self.naming)]
+        plan = local_plan(self._hf, self.layout, self._rank_of[file], self.naming)
+        return [self._stored(tensor) for tensor in plan]
 
     def file_bytes(self, file: str) -> int:
         """Exact size."""
@@ -64,7 +64,7 @@ class RankWriter:
         content = {**models, "checkpoint_version": 3.0, "iteration": ITERATION}
         return torch_file_layout(content, tensors, stem="model_optim_rng")
 
-    def _stored(self, tensor: LocalTensor) -> StoredTensor:
+    def _stored(self, tensor: TensorPlan) -> StoredTensor:
         dtype = stored_dtype(self.source, tensor)
         return StoredTensor(tensor.name, tensor.file_shape or tensor.shape, dtype, tensor)
 

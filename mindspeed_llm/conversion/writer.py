@@ -10,7 +10,7 @@ from typing import BinaryIO, Literal, Protocol
 
 import torch
 
-from mindspeed_llm.weight_plan import LocalTensor
+from mindspeed_llm.weight_plan import TensorPlan
 
 Form = Literal["plain", "fp8", "fp8_scale"]
 
@@ -27,7 +27,7 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    content: LocalTensor
+    content: TensorPlan
     form: Form = "plain"
 
     @property
@@ -55,7 +55,7 @@ class FileRecord:
 
 
 class Slabs(Protocol):
-    """The bytes of one tensor, in order and in pieces of bounded size; iterated once."""
+    """The bytes of one tensor, in order and in shards of bounded size; iterated once."""
 
     crc32: int  # of what was handed out so far
 

@@ -89,9 +89,9 @@ def train(warmup: Warmup) -> None:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+    from mindspeed_llm.export_weights import export_weights
     from mindspeed_llm.hf_checkpoint import save_hf_checkpoint
     from mindspeed_llm.model import build_model
-    from mindspeed_llm.weights import export_weights
 
     groups, ops = parallel_state.initialize_model_parallel(), reference_ops()
     hf = load_hf_config(warmup.hf_dir)
@@ -130,7 +130,7 @@ def train(warmup: Warmup) -> None:
             dist.all_reduce(total, group=groups.dp)
             if groups.rank == 0:
                 say(f"warm-up step {step}/{warmup.num_steps}, loss {total:.3f}, {time.monotonic() - started:.0f} s")
-    weights = export_weights(model, hf, groups.layout, groups, dtype=torch.bfloat16)
+    weights = export_weights(model, hf, groups, dtype=torch.bfloat16)
     save_hf_checkpoint(weights, warmup.out_dir, warmup.hf_dir, is_writer=groups.rank == 0)
     parallel_state.destroy_model_parallel()
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.dist_checkpointing import CheckpointSaver, is_complete, load_checkpoint
-from megatron.core.dist_checkpointing.save_plan import Offer, coverage_problems, make_global_plan
+from megatron.core.dist_checkpointing.save_plan import OwnedChunks, TensorChunks, coverage_problems, make_global_plan
 from megatron.core.dist_checkpointing.snapshot import Snapshot, read_snapshot
 from megatron.core.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.parallel.launcher import run_ranks
@@ -140,12 +140,12 @@ def test_gaps_and_overlaps_are_found_before_anything_is_written() -> None:
     assert "overlap" in coverage_problems("w", (4, 4), [left, middle, right])[0]
     assert "outside" in coverage_problems("w", (3, 4), [left, right])[0]
 
-    def offer(*chunks: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype = torch.float32) -> dict[str, Offer]:
-        return {"w": Offer(dtype, (4, 4), chunks)}
+    def owned(*chunks: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype = torch.float32) -> OwnedChunks:
+        return {"w": TensorChunks(dtype, (4, 4), chunks)}
 
-    plan = make_global_plan([offer(left, right), offer(right), offer(left)])
-    assert sorted(item for own in plan.of_rank for item in own) == [("w", 0), ("w", 1)]
+    plan = make_global_plan([owned(left, right), owned(right), owned(left)])
+    assert sorted(item for own in plan.chunks_of_rank for item in own) == [("w", 0), ("w", 1)]
     with pytest.raises(ValueError, match=r"w: 8 of 16 elements"):
-        make_global_plan([offer(left), offer(left)])
+        make_global_plan([owned(left), owned(left)])
     with pytest.raises(ValueError, match=r"w is torch.float32 \(4, 4\) on one rank, torch.float16 \(4, 4\) on 1"):
-        make_global_plan([offer(left), offer(right, dtype=torch.float16)])
+        make_global_plan([owned(left), owned(right, dtype=torch.float16)])

@@ -76,12 +76,12 @@ def test_updates_are_the_plain_optimizers_bits(one_rank: ProcessGroups, fraction
     hosted = get_megatron_optimizer(config, _model(one_rank, stage), one_rank, cpu_ops())
     lanes = map(AnyOrder, itertools.count())
     shuffled = HybridDeviceOptimizer(
-        config, _model(one_rank, stage), one_rank, cpu_ops(), piece_size=128, make_lanes=lambda *_: next(lanes)
+        config, _model(one_rank, stage), one_rank, cpu_ops(), chunk_size=128, make_lanes=lambda *_: next(lanes)
     )
     numel = plain.shards[0].numel
     assert sum(state.numel for state in shuffled.on_host) == pytest.approx(fraction * numel, abs=64)
     if fraction == 1:
-        assert len(list(shuffled._pieces(shuffled.on_host[0], 128))) > 3 * NUM_SLOTS
+        assert len(list(shuffled._chunks(shuffled.on_host[0], 128))) > 3 * NUM_SLOTS
     for seed in range(5):
         norm = _step(plain, seed)
         for optimizer in (hosted, shuffled):
@@ -164,7 +164,7 @@ def _two_replicas() -> None:
     groups = initialize_model_parallel()
     stage = ToyStage(toy_config(), range(3)).to(BF16)
     plain = _plain(groups, stage)
-    hosted = HybridDeviceOptimizer(ON_HOST, _model(groups, stage), groups, cpu_ops(), piece_size=64)
+    hosted = HybridDeviceOptimizer(ON_HOST, _model(groups, stage), groups, cpu_ops(), chunk_size=64)
     for seed in range(3):
         assert _step(hosted, seed) == _step(plain, seed)
         _assert_same(hosted, plain)

@@ -91,7 +91,7 @@ def _one_rank() -> None:
         CONFIG, _model(groups, stage), groups, reference_ops(), swap_times=5, make_lanes=lambda _: next(lanes)
     )
     (state,) = swapped.shards
-    assert len(list(swapped._pieces(state, swapped.chunk_size))) > 3 * NUM_SLOTS
+    assert len(list(swapped._chunks(state, swapped.chunk_size))) > 3 * NUM_SLOTS
     for seed in range(8):
         assert _step(swapped, seed) == _step(plain, seed)
         _assert_same(swapped, plain)

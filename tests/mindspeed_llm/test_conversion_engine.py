@@ -15,14 +15,14 @@ import torch
 from hf_formats.fp8 import dequantize, is_quantized, quantize
 from mindspeed_llm import fp8_cast_bf16, fp8_quantize
 from mindspeed_llm.conversion.engine import RunOptions, convert
-from mindspeed_llm.conversion.kernels import crc32_native, place_native
+from mindspeed_llm.conversion.kernels import copy_native, crc32_native
 from mindspeed_llm.conversion.torch_file import TensorRef, torch_file_layout
 from mindspeed_llm.conversion.writer import StoredTensor
 from mindspeed_llm.convert_ckpt_deepseek3 import plan_shards
 from mindspeed_llm.hf_checkpoint import HFCheckpoint
 from mindspeed_llm.sharded_checkpoint import shard_layout, torch_file_regions
-from mindspeed_llm.sources import place
-from mindspeed_llm.weight_plan import LocalTensor
+from mindspeed_llm.weight_plan import TensorPlan
+from mindspeed_llm.weight_source import copy_values
 from tests.mindspeed_llm.test_conversion import EXTENDED, GROUPED, assert_same_bytes, shard, sizes, unshard
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 
@@ -105,16 +105,16 @@ def test_native_loops_give_torchs_bits(is_turned: bool) -> None:
     expected, found = torch.zeros(290, 333).bfloat16(), torch.zeros(333, 290).bfloat16().T
     if not is_turned:
         found = torch.zeros(290, 333).bfloat16()
-    place(expected, part, scale, origin)
-    place_native(found, part, scale, origin)
+    copy_values(expected, part, scale, origin)
+    copy_native(found, part, scale, origin)
     assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
     by_hand = part.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[100:390, 60:393]
     assert torch.equal(expected, by_hand.bfloat16())
-    place_native(found, expected, None, (0, 0))
+    copy_native(found, expected, None, (0, 0))
     assert torch.equal(found, expected)
     nan = torch.tensor([[0x7F, 0xFF, 0x38]], dtype=torch.uint8).view(torch.float8_e4m3fn)
     out = torch.zeros(1, 3).bfloat16()
-    place_native(out, nan, torch.ones(1, 1), (0, 0))
+    copy_native(out, nan, torch.ones(1, 1), (0, 0))
     assert out.isnan().tolist() == [[True, True, False]]
 
 
@@ -140,7 +140,7 @@ class Given:
 def test_files_are_as_torch_save_writes_them(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.arange(4)}
     stored = [
-        StoredTensor(name, tuple(tensor.shape), tensor.dtype, LocalTensor(name, tuple(tensor.shape), "", ()))
+        StoredTensor(name, tuple(tensor.shape), tensor.dtype, TensorPlan(name, tuple(tensor.shape), "", ()))
         for name, tensor in tensors.items()
     ]
     refs = {tensor.name: TensorRef(key, tensor.shape, tensor.dtype) for key, tensor in enumerate(stored)}

@@ -14,15 +14,16 @@ import torch
 
 from hf_formats.config import load_hf_config, parse_hf_config
 from megatron.core.dist_checkpointing import CheckpointSaver
-from megatron.core.dist_checkpointing.stored_tensors import METADATA, read_metadata
+from megatron.core.dist_checkpointing.saved_tensors import METADATA, read_metadata
 from megatron.core.ops.reference import reference_ops
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import destroy_model_parallel, initialize_model_parallel
 from mindspeed_llm.dcp_checkpoint import DCPCheckpoint
+from mindspeed_llm.hf_checkpoint import open_hf
+from mindspeed_llm.load_weights import load_weights, open_shards
 from mindspeed_llm.model import build_model
-from mindspeed_llm.sources import fill
 from mindspeed_llm.weight_plan import local_plan
-from mindspeed_llm.weights import load_weights, open_hf, open_shards
+from mindspeed_llm.weight_source import fill
 from tests.mindspeed_llm.tiny import (
     tiny_hf_config,
     tiny_moonlight_config,
@@ -37,7 +38,7 @@ def save(hf_dir: str, out: str, sizes: dict[str, Any], num_mtp: int, chunk_bytes
     hf = load_hf_config(hf_dir).with_mtp(num_mtp)
     groups = initialize_model_parallel(**sizes)
     model = build_model(hf, groups, reference_ops(), params_dtype=torch.bfloat16)
-    load_weights(model, local_plan(hf, groups.layout, groups.coords), open_hf(hf_dir, hf))
+    load_weights(model, local_plan(hf, groups.layout, groups.rank), open_hf(hf_dir, hf))
     CheckpointSaver(groups, max_chunk_bytes=chunk_bytes).save(out, model, None, None, {})
     destroy_model_parallel()
 
@@ -120,12 +121,12 @@ def test_a_rank_reads_what_it_holds(saved: tuple[Path, Path]) -> None:
     for rank in range(4):
         with DCPCheckpoint(saved[1], hf) as source, open_hf(saved[0], hf) as reference:
             held, num_chunks = 0, 0
-            for tensor in local_plan(hf, layout, layout.coords(rank)):
+            for tensor in local_plan(hf, layout, rank):
                 found, expected = torch.empty(2, *tensor.shape, dtype=torch.bfloat16)
                 source.fill(found, tensor)
                 fill(expected, tensor, reference)
                 assert found.equal(expected), tensor.name
-                held += tensor.num_elements * source.dtype(tensor.pieces[0].hf_name).itemsize
+                held += tensor.num_elements * source.dtype(tensor.shards[0].hf_name).itemsize
                 num_chunks += -(-tensor.num_bytes // (1 << 16)) + 1
             assert held <= source.bytes_read < held + 2500 * num_chunks
 

@@ -18,10 +18,11 @@ from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import destroy_model_parallel, initialize_model_parallel
 from mindspeed_llm import fp8_cast_bf16
 from mindspeed_llm.fp8_quantize import quantize_checkpoint
+from mindspeed_llm.hf_checkpoint import HFCheckpoint, open_hf
+from mindspeed_llm.load_weights import load_weights
 from mindspeed_llm.model import build_model
-from mindspeed_llm.sources import fill
-from mindspeed_llm.weight_plan import Piece, local_plan
-from mindspeed_llm.weights import HFCheckpoint, load_weights, open_hf
+from mindspeed_llm.weight_plan import Shard, local_plan
+from mindspeed_llm.weight_source import fill
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
 
@@ -57,12 +58,12 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "fp8", root / "bf16"
 
 
-def stored_bytes(source: HFCheckpoint, piece: Piece) -> int:
-    """Bytes of a piece in the files: its own, and of FP8 a scale for each block that it touches."""
-    dtype = source.dtype(piece.hf_name)
+def stored_bytes(source: HFCheckpoint, shard: Shard) -> int:
+    """Bytes of a shard in the files: its own, and of FP8 a scale for each block that it touches."""
+    dtype = source.dtype(shard.hf_name)
     num_bytes = dtype.itemsize
     num_scales = 1
-    for start, stop in piece.hf_slice:
+    for start, stop in shard.ranges:
         num_bytes *= stop - start
         num_scales *= -(-stop // BLOCK) - start // BLOCK
     return num_bytes + (4 * num_scales if dtype == FP8_DTYPE else 0)
@@ -75,12 +76,12 @@ def test_each_rank_reads_its_own_bytes(layout: ParallelLayout, published: tuple[
     for rank in range(layout.world_size):
         with open_hf(fp8, hf) as source, HFCheckpoint(bf16) as reference:
             wanted = 0
-            for tensor in local_plan(hf, layout, layout.coords(rank)):
+            for tensor in local_plan(hf, layout, rank):
                 direct, converted = torch.empty(2, *tensor.shape, dtype=torch.bfloat16)
                 fill(direct, tensor, source)
                 fill(converted, tensor, reference)
                 assert direct.equal(converted), tensor.name
-                wanted += sum(stored_bytes(source, piece) for piece in tensor.pieces)
+                wanted += sum(stored_bytes(source, shard) for shard in tensor.shards)
             assert wanted <= source.bytes_read < 1.001 * wanted  # scales in between are read through
 
 
@@ -88,7 +89,7 @@ def load_and_compare(fp8: str, bf16: str, sizes: dict[str, Any]) -> int:
     """Bytes read by this rank's model, equal to the model of the converted directory."""
     hf = load_hf_config(fp8)
     groups = initialize_model_parallel(**sizes)
-    plan = local_plan(hf, groups.layout, groups.coords)
+    plan = local_plan(hf, groups.layout, groups.rank)
     states = []
     for path in (fp8, bf16):
         model = build_model(hf, groups, reference_ops(), params_dtype=torch.bfloat16)
@@ -118,8 +119,8 @@ def test_damage_is_named_with_its_tensors(tmp_path: Path) -> None:
     tensors[name].view(-1)[0] = float("inf")
     save_file(tensors, third)
     weight = name.removesuffix(SCALE_SUFFIX)
-    plan = local_plan(hf, ParallelLayout(), ParallelLayout().coords(0))
-    tensor = next(tensor for tensor in plan if weight in {piece.hf_name for piece in tensor.pieces})
+    plan = local_plan(hf, ParallelLayout(), 0)
+    tensor = next(tensor for tensor in plan if weight in {shard.hf_name for shard in tensor.shards})
     with open_hf(tmp_path / "fp8", hf) as source, pytest.raises(ValueError, match=f"{name} is inf for block"):
         fill(torch.empty(tensor.shape), tensor, source)
     del tensors[name]

@@ -14,17 +14,14 @@ from megatron.core.ops.reference import reference_ops
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import destroy_model_parallel, initialize_from_layout, initialize_model_parallel
 from mindspeed_llm import convert_ckpt_deepseek3
+from mindspeed_llm.export_weights import export_weights
+from mindspeed_llm.gradients import hf_gradients
+from mindspeed_llm.hf_checkpoint import HFCheckpoint, save_hf_checkpoint
 from mindspeed_llm.hf_shapes import always_fp32, hf_tensors
+from mindspeed_llm.load_weights import load_weights
 from mindspeed_llm.model import build_model
+from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint
 from mindspeed_llm.weight_plan import local_plan
-from mindspeed_llm.weights import (
-    HFCheckpoint,
-    ShardedCheckpoint,
-    export_weights,
-    hf_gradients,
-    load_weights,
-    save_hf_checkpoint,
-)
 from tests.mindspeed_llm.tiny import (
     tiny_hf_config,
     tiny_moonlight_config,
@@ -42,18 +39,18 @@ def load_and_export(paths: dict[str, str], sizes: dict[str, Any], bucket_bytes: 
     groups = initialize_model_parallel(**sizes)
     model = build_model(hf, groups, reference_ops(), params_dtype=dtype)
     source = ShardedCheckpoint(paths["shards"]) if "shards" in paths else HFCheckpoint(paths["hf"])
-    plan = local_plan(hf, groups.layout, groups.coords, "core")
+    plan = local_plan(hf, groups.layout, groups.rank, "core")
     read = load_weights(model, plan, source)
-    assert read == {piece.hf_name for tensor in plan for piece in tensor.pieces}
+    assert read == {shard.hf_name for tensor in plan for shard in tensor.shards}
     reference = HFCheckpoint(paths["hf"])
     names, wrong = [], []
-    for name, tensor in export_weights(model, hf, groups.layout, groups, bucket_bytes):
+    for name, tensor in export_weights(model, hf, groups, bucket_bytes):
         names.append(name)
         expected = reference.read(name).to(torch.float32 if always_fp32(name) else dtype)
         if tensor.dtype != expected.dtype or not torch.equal(tensor, expected):
             wrong.append(name)
     assert names == list(hf_tensors(hf))
-    tensors = export_weights(model, hf, groups.layout, groups, bucket_bytes, dtype=torch.bfloat16)
+    tensors = export_weights(model, hf, groups, bucket_bytes, dtype=torch.bfloat16)
     save_hf_checkpoint(tensors, paths["out"], paths["hf"], max_shard_bytes=100_000, is_writer=groups.rank == 0)
     destroy_model_parallel()
     return wrong
@@ -120,9 +117,9 @@ def weights_and_gradients(path: str, layout: ParallelLayout) -> list[str]:
     groups = initialize_from_layout(layout)
     model = build_model(hf, groups, reference_ops(), params_dtype=torch.float32)
     source = HFCheckpoint(path)
-    load_weights(model, local_plan(hf, layout, groups.coords), source)
+    load_weights(model, local_plan(hf, layout, groups.rank), source)
     expected = {name: source.read(name) for name in hf_tensors(hf)}
-    exported = dict(export_weights(model, hf, layout, groups, bucket_bytes=30_000))
+    exported = dict(export_weights(model, hf, groups, bucket_bytes=30_000))
     ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(bucket_size=5000), model, groups)
     for buffer in ddp.param_and_grad_buffers:
         buffer.grad_shard.copy_(buffer.param_shard)  # the rest is what a reduce-scatter leaves: meaningless
@@ -153,7 +150,7 @@ def alone(paths: dict[str, str]) -> tuple[list[str], str]:
     groups = initialize_model_parallel()
     model = build_model(load_hf_config(paths["hf"]), groups, reference_ops(), params_dtype=torch.float32)
     other = parse_hf_config(tiny_hf_config(num_hidden_layers=4, moe_intermediate_size=64))
-    plan = local_plan(other, groups.layout, groups.coords, "core")
+    plan = local_plan(other, groups.layout, groups.rank, "core")
     with HFCheckpoint(paths["hf"]) as source, pytest.raises(ValueError, match="loading weights") as error:
         load_weights(model, plan, source)
     destroy_model_parallel()

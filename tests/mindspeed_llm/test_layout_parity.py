@@ -18,9 +18,11 @@ from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_from_layout
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from mindspeed_llm.gradients import hf_gradients
+from mindspeed_llm.hf_checkpoint import HFCheckpoint
+from mindspeed_llm.load_weights import load_weights
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
-from mindspeed_llm.weights import HFCheckpoint, hf_gradients, load_weights
 from tests.megatron.model_helpers import PackedBatch, packed_batch
 from tests.mindspeed_llm.tiny import (
     tiny_hf_config,
@@ -73,7 +75,7 @@ def gradients(
     if hf.has_expert_bias:
         fields["moe_router_bias_update_rate"] = 0.0
     model = build_model(hf, groups, reference_ops(), params_dtype=torch.float32, **fields)
-    load_weights(model, local_plan(hf, layout, groups.coords), HFCheckpoint(path))
+    load_weights(model, local_plan(hf, layout, groups.rank), HFCheckpoint(path))
     ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(bucket_size=5000), model, groups)
     own = [_shard(batch, index, groups) for index in range(groups.coords.dp, len(LENGTHS), layout.data_parallel_size)]
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from hf_formats.config import load_hf_config
-from megatron.core.dist_checkpointing.stored_tensors import stored_tensors
+from megatron.core.dist_checkpointing.saved_tensors import saved_tensors
 from megatron.core.ops.reference import reference_ops
 from megatron.core.parallel_state import destroy_model_parallel, initialize_model_parallel
 from mindspeed_llm import convert_ckpt_torch_dist, fp8_cast_bf16
@@ -20,9 +20,9 @@ from mindspeed_llm.conversion.engine import Conversion, RunOptions, convert
 from mindspeed_llm.conversion.inputs import open_input
 from mindspeed_llm.fp8_quantize import quantize_checkpoint
 from mindspeed_llm.hf_checkpoint import HFCheckpoint
+from mindspeed_llm.load_weights import load_weights, open_shards
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
-from mindspeed_llm.weights import load_weights, open_shards
 from tests.mindspeed_llm.test_conversion import EXTENDED, GROUPED, shard, sizes, unshard
 from tests.mindspeed_llm.test_dcp_checkpoint import save
 from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_qwen3_config, write_tiny_checkpoint
@@ -103,7 +103,7 @@ def load_again(dcp_dir: str, hf_dir: str, sizes: dict[str, Any]) -> None:
     """A model from a distributed checkpoint is that of the HF directory."""
     hf = load_hf_config(hf_dir).with_mtp(1)
     groups = initialize_model_parallel(**sizes)
-    plan = local_plan(hf, groups.layout, groups.coords)
+    plan = local_plan(hf, groups.layout, groups.rank)
     states = []
     for source in (open_shards(dcp_dir, hf), HFCheckpoint(hf_dir)):
         model = build_model(hf, groups, reference_ops(), params_dtype=torch.bfloat16)
@@ -120,7 +120,7 @@ def test_torch_and_the_training_engine_read_it(tmp_path: Path) -> None:
     found = open_input(tmp_path / "hf", 1)
     writer = pickle.loads(pickle.dumps(DCPWriter(found.source, found.config, 1, num_files=4, max_chunk_bytes=3000)))
     convert(Conversion("test", {}, found.files, found.source, writer), tmp_path / "dcp", RunOptions())
-    stored = stored_tensors(tmp_path / "dcp")
+    stored = saved_tensors(tmp_path / "dcp")
     assert max(len(tensor.chunks) for tensor in stored.values()) > 4
     state = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in stored.items()}
     dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "dcp"), no_dist=True)
@@ -131,7 +131,7 @@ def test_torch_and_the_training_engine_read_it(tmp_path: Path) -> None:
     sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
     run_ranks(load_again, 2, str(tmp_path / "dcp"), str(tmp_path / "hf"), sizes)
     run_ranks(save, 2, str(tmp_path / "hf"), str(tmp_path / "saved"), sizes, 1, 1 << 26)
-    trained = {key: tensor for key, tensor in stored_tensors(tmp_path / "saved").items() if key.startswith("model.")}
+    trained = {key: tensor for key, tensor in saved_tensors(tmp_path / "saved").items() if key.startswith("model.")}
     assert {key: (t.shape, t.dtype) for key, t in trained.items()} == {
         key: (t.shape, t.dtype) for key, t in stored.items()
     }

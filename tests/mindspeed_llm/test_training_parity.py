@@ -20,9 +20,12 @@ from megatron.core.ops import reference_ops
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.transformer.moe.router import TopKRouter
+from mindspeed_llm.export_weights import export_weights
+from mindspeed_llm.gradients import hf_gradients
+from mindspeed_llm.hf_checkpoint import HFCheckpoint
+from mindspeed_llm.load_weights import load_weights
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
-from mindspeed_llm.weights import HFCheckpoint, export_weights, hf_gradients, load_weights
 from tests.megatron.model_helpers import PackedBatch, one_process_groups, packed_batch
 from tests.mindspeed_llm.tiny import (
     tiny_hf_config,
@@ -68,7 +71,7 @@ class Ours:
         if self.hf.has_expert_bias:
             overrides["moe_router_bias_update_rate"] = 0.0
         model = build_model(self.hf, groups, reference_ops(), params_dtype=torch.float32, **overrides)
-        load_weights(model, local_plan(self.hf, groups.layout, groups.coords), HFCheckpoint(path))
+        load_weights(model, local_plan(self.hf, groups.layout, groups.rank), HFCheckpoint(path))
         self.ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model, groups)
         beta1, beta2 = BETAS
         config = OptimizerConfig(**ADAM, adam_beta1=beta1, adam_beta2=beta2, adam_eps=EPS, clip_grad=MAX_NORM)
@@ -90,7 +93,7 @@ class Ours:
         return norm
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return dict(export_weights(self.ddp.module, self.hf, self.groups.layout, self.groups))
+        return dict(export_weights(self.ddp.module, self.hf, self.groups))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -8,21 +8,11 @@ import time
 import pytest
 
 from hf_formats.config import HFModelConfig, parse_hf_config
+from hf_formats.ranges import Ranges, shape_of
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import rank_file, shard_layout
-from mindspeed_llm.weight_plan import (
-    NAMINGS,
-    Naming,
-    Slice,
-    fragments,
-    local_plan,
-    owners,
-    plan_bytes,
-    plan_elements,
-    plan_problems,
-    slice_shape,
-)
+from mindspeed_llm.weight_plan import NAMINGS, Naming, local_plan, model_shards, plan_problems
 from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_qwen3_config
 
 DEEPSEEK_V3 = {
@@ -83,40 +73,41 @@ def tiny(**overrides: object) -> HFModelConfig:
 
 @pytest.mark.parametrize("naming", NAMINGS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_each_element_is_held_once_per_replica(layout: ParallelLayout, naming: Naming) -> None:
+def test_each_element_is_owned_once_per_replica(layout: ParallelLayout, naming: Naming) -> None:
     hf = tiny()
-    holders: dict[str, dict[Slice, int]] = {}
+    owners: dict[str, dict[Ranges, int]] = {}
     for rank in range(layout.world_size):
-        for tensor in local_plan(hf, layout, layout.coords(rank), naming):
-            filled = sum(math.prod(slice_shape(piece.local_slice)) for piece in tensor.pieces)
+        for tensor in local_plan(hf, layout, rank, naming):
+            filled = sum(math.prod(shape_of(shard.local_ranges)) for shard in tensor.shards)
             assert filled == tensor.num_elements, tensor.name
-            for piece in tensor.pieces:
-                counts = holders.setdefault(piece.hf_name, {})
-                counts[piece.hf_slice] = counts.get(piece.hf_slice, 0) + 1
+            for shard in tensor.shards:
+                counts = owners.setdefault(shard.hf_name, {})
+                counts[shard.ranges] = counts.get(shard.ranges, 0) + 1
     for name, (shape, _) in hf_tensors(hf).items():
-        assert sum(math.prod(slice_shape(part)) for part in holders[name]) == math.prod(shape), name
-        assert len(set(holders[name].values())) == 1, f"{name}: fragments have different numbers of holders"
+        assert sum(math.prod(shape_of(part)) for part in owners[name]) == math.prod(shape), name
+        assert len(set(owners[name].values())) == 1, f"{name}: shards have different numbers of owners"
         is_expert = ".experts." in name
         dense_replicas = layout.data_parallel_size * layout.context_parallel_size
         replicas = layout.expert_data_parallel_size if is_expert else dense_replicas
-        is_split = is_expert or len(holders[name]) > 1
+        is_split = is_expert or len(owners[name]) > 1
         tp = 1 if is_split else layout.tensor_model_parallel_size
-        assert set(holders[name].values()) == {replicas * tp}, name
+        assert set(owners[name].values()) == {replicas * tp}, name
 
 
-def test_owner_is_the_lowest_holder() -> None:
+def test_model_shards_name_the_lowest_owner() -> None:
     hf, layout = tiny(), LAYOUTS["pp3 ep4 edp2"]
     lowest: dict[tuple[str, object], int] = {}
     for rank in range(layout.world_size):
-        for tensor in local_plan(hf, layout, layout.coords(rank)):
-            for piece in tensor.pieces:
-                lowest.setdefault((piece.hf_name, piece.hf_slice), rank)
-    assert owners(hf, layout) == lowest
+        for tensor in local_plan(hf, layout, rank):
+            for shard in tensor.shards:
+                lowest.setdefault((shard.hf_name, shard.ranges), rank)
+    found = {(name, shard.ranges): shard.rank for name, shards in model_shards(hf, layout).items() for shard in shards}
+    assert found == lowest
 
 
 def test_core_names_and_shapes() -> None:
     hf, layout = tiny(), shard_layout(2, 2, 2, tp_extend_ep=True, num_layer_list=(2, 1))
-    first = {tensor.name: tensor for tensor in local_plan(hf, layout, layout.coords(1))}
+    first = {tensor.name: tensor for tensor in local_plan(hf, layout, 1)}
     assert first["embedding.word_embeddings.weight"].shape == (64, 64)
     assert first["decoder.layers.0.mlp.linear_fc1.weight"].shape == (128, 64)
     assert first["decoder.layers.1.self_attention.linear_q_up_proj.weight"].shape == (48, 32)
@@ -125,10 +116,10 @@ def test_core_names_and_shapes() -> None:
     assert first["decoder.layers.1.mlp.router.expert_bias"].is_buffer
     assert first["decoder.layers.1.mlp.router.expert_bias"].dtype == "float32"
     assert "output_layer.weight" not in first
-    last = {tensor.name: tensor for tensor in local_plan(hf, layout, layout.coords(7))}
-    assert last["output_layer.weight"].pieces[0].hf_slice == ((64, 128), (0, 64))
-    assert last["decoder.layers.0.input_layernorm.weight"].pieces[0].hf_name == "model.layers.2.input_layernorm.weight"
-    assert last["decoder.layers.0.mlp.experts.weight1"].pieces[0].hf_name.startswith("model.layers.2.mlp.experts.6.")
+    last = {tensor.name: tensor for tensor in local_plan(hf, layout, 7)}
+    assert last["output_layer.weight"].shards[0].ranges == ((64, 128), (0, 64))
+    assert last["decoder.layers.0.input_layernorm.weight"].shards[0].hf_name == "model.layers.2.input_layernorm.weight"
+    assert last["decoder.layers.0.mlp.experts.weight1"].shards[0].hf_name.startswith("model.layers.2.mlp.experts.6.")
 
 
 def test_extended_slot_is_ep_times_tp_plus_tp() -> None:
@@ -136,26 +127,26 @@ def test_extended_slot_is_ep_times_tp_plus_tp() -> None:
     for rank in range(4):
         coords = layout.coords(rank)
         assert rank_file(layout, coords) == f"iter_0000001/mp_rank_{coords.tp:02d}_{coords.dp:03d}/model_optim_rng.pt"
-        plan = {tensor.name: tensor for tensor in local_plan(hf, layout, coords, "mindspeed_llm")}
+        plan = {tensor.name: tensor for tensor in local_plan(hf, layout, rank, "mindspeed_llm")}
         weight = plan["decoder.layers.1.mlp.experts.weight1"]
         slot = coords.dp * 2 + coords.tp
-        assert weight.pieces[0].hf_name == f"model.layers.1.mlp.experts.{slot * 2}.gate_proj.weight"
+        assert weight.shards[0].hf_name == f"model.layers.1.mlp.experts.{slot * 2}.gate_proj.weight"
         assert weight.file_shape == (64, 2 * 64)
 
 
 def test_split_experts_interleave_gate_and_up_by_tp_chunk() -> None:
     hf, layout = tiny(), shard_layout(2, 1, 2, tp_extend_ep=False)
-    plan = {tensor.name: tensor for tensor in local_plan(hf, layout, layout.coords(3), "mindspeed_llm")}
+    plan = {tensor.name: tensor for tensor in local_plan(hf, layout, 3, "mindspeed_llm")}
     weight = plan["decoder.layers.1.mlp.experts.weight1"]
     assert weight.shape == (4, 64, 32)
-    gate, up = weight.pieces[:2]
+    gate, up = weight.shards[:2]
     assert gate.hf_name == "model.layers.1.mlp.experts.4.gate_proj.weight"
-    assert (gate.hf_slice, gate.local_slice) == (((16, 32), (0, 64)), ((0, 1), (0, 64), (0, 16)))
-    assert (up.hf_slice, up.local_slice) == (((16, 32), (0, 64)), ((0, 1), (0, 64), (16, 32)))
+    assert (gate.ranges, gate.local_ranges) == (((16, 32), (0, 64)), ((0, 1), (0, 64), (0, 16)))
+    assert (up.ranges, up.local_ranges) == (((16, 32), (0, 64)), ((0, 1), (0, 64), (16, 32)))
 
 
 def test_without_q_lora() -> None:
-    names = {tensor.name for tensor in local_plan(tiny(q_lora_rank=None), ParallelLayout(), ParallelLayout().coords(0))}
+    names = {tensor.name for tensor in local_plan(tiny(q_lora_rank=None), ParallelLayout(), 0)}
     assert "decoder.layers.0.self_attention.linear_q_proj.weight" in names
     assert not any("linear_q_down_proj" in name or "q_layernorm" in name for name in names)
 
@@ -168,9 +159,9 @@ def test_chunks_count_their_layers_and_files_keep_holes() -> None:
 
     def layers(naming: Naming) -> dict[str, str]:
         end = ".input_layernorm.weight"
-        plan = local_plan(hf, layout, layout.coords(0), naming)
+        plan = local_plan(hf, layout, 0, naming)
         return {
-            tensor.name.removesuffix(end): tensor.pieces[0].hf_name.removesuffix(end)
+            tensor.name.removesuffix(end): tensor.shards[0].hf_name.removesuffix(end)
             for tensor in plan
             if tensor.name.endswith(end)
         }
@@ -183,15 +174,15 @@ def test_chunks_count_their_layers_and_files_keep_holes() -> None:
 
 def test_groups_of_query_heads_follow_one_another() -> None:
     hf, layout = parse_hf_config(tiny_qwen3_config()), ParallelLayout(world_size=2, tensor_model_parallel_size=2)
-    plan = {tensor.name: tensor for tensor in local_plan(hf, layout, layout.coords(1))}
+    plan = {tensor.name: tensor for tensor in local_plan(hf, layout, 1)}
     qkv = plan["decoder.layers.2.self_attention.linear_qkv.weight"]
     assert qkv.shape == (4 * 24, 64)  # two heads of queries, one of keys, one of values
-    names = [(piece.hf_name.rsplit(".", 2)[1], piece.hf_slice[0], piece.local_slice[0]) for piece in qkv.pieces]
+    names = [(shard.hf_name.rsplit(".", 2)[1], shard.ranges[0], shard.local_ranges[0]) for shard in qkv.shards]
     assert names == [("q_proj", (48, 96), (0, 48)), ("k_proj", (24, 48), (48, 72)), ("v_proj", (24, 48), (72, 96))]
     assert plan["decoder.layers.2.self_attention.q_layernorm.weight"].shape == (24,)
     tied = parse_hf_config(tiny_qwen3_config(tie_word_embeddings=True))
     assert "lm_head.weight" not in hf_tensors(tied)
-    assert "output_layer.weight" not in {tensor.name for tensor in local_plan(tied, layout, layout.coords(1))}
+    assert "output_layer.weight" not in {tensor.name for tensor in local_plan(tied, layout, 1)}
     layout = ParallelLayout(world_size=4, tensor_model_parallel_size=4)
     assert plan_problems(hf, layout) == ["num_key_value_heads 2 does not divide by 4"]
 
@@ -204,24 +195,20 @@ def test_all_layout_problems_at_once() -> None:
     for part in ("attention heads", "vocabulary", "8 experts", "3 layers", "intermediate_size 128"):
         assert part in problems
     with pytest.raises(ValueError, match="does not fit the model"):
-        local_plan(tiny(), layout, ParallelLayout().coords(0))
+        local_plan(tiny(), layout, 0)
 
 
 def test_671b_on_256_dies_matches_the_published_figures() -> None:
     start = time.perf_counter()
     hf = tiny(**DEEPSEEK_V3)
     layout = shard_layout(4, 8, 8, tp_extend_ep=True, num_layer_list=(7, 7, 8, 8, 8, 8, 8, 7))
-    plans = [local_plan(hf, layout, layout.coords(rank)) for rank in range(layout.world_size)]
+    plans = [local_plan(hf, layout, rank) for rank in range(layout.world_size)]
     assert len(plans) == 256
-    covered = sum(
-        math.prod(slice_shape(fragment.piece.hf_slice))
-        for parts in fragments(hf, layout).values()
-        for fragment in parts
-    )
+    covered = sum(math.prod(shape_of(shard.ranges)) for parts in model_shards(hf, layout).values() for shard in parts)
     assert covered == 671_026_419_200
-    per_stage = [plan_elements(plans[stage * 32]) for stage in range(8)]
+    per_stage = [sum(tensor.num_elements for tensor in plans[stage * 32]) for stage in range(8)]
     assert [round(count / 1e9, 2) for count in per_stage] == [2.40, 2.96, 3.39, 3.39, 3.39, 3.39, 3.39, 3.19]
-    assert round(plan_bytes(plans[64]) / 2**30, 1) == 6.3
+    assert round(sum(tensor.num_bytes for tensor in plans[64]) / 2**30, 1) == 6.3
     experts = sum(tensor.num_elements for tensor in plans[64] if tensor.is_expert)
     assert experts == 8 * 8 * 44_040_192
     assert time.perf_counter() - start < 30

@@ -49,7 +49,7 @@ def test_the_device_holds_no_state_and_gets_the_hosts_updates(groups: ProcessGro
     model = _model(groups, DEVICE)
     held = _held_bytes()
     config = replace(CONFIG, overlap_cpu_optimizer_d2h_h2d=is_overlapped)
-    hosted = HybridDeviceOptimizer(config, model, groups, train_ops(), piece_size=4096)
+    hosted = HybridDeviceOptimizer(config, model, groups, train_ops(), chunk_size=4096)
     assert _held_bytes() == held  # not even while it is made
     assert all(slots.tensor.is_pinned() for slots in hosted.host_slots.values())
     plain = DistributedOptimizer(CONFIG, _model(groups, torch.device("cpu")), groups, cpu_ops())

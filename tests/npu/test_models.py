@@ -12,9 +12,10 @@ from hf_formats.config import load_hf_config
 from megatron.core.ops import TrainOps, reference_ops
 from megatron.core.parallel_state import ProcessGroups
 from mindspeed.ops import train_ops
+from mindspeed_llm.hf_checkpoint import HFCheckpoint
+from mindspeed_llm.load_weights import load_weights
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
-from mindspeed_llm.weights import HFCheckpoint, load_weights
 from tests.megatron.model_helpers import PackedBatch, packed_batch
 from tests.mindspeed_llm.tiny import (
     tiny_hf_config,
@@ -38,7 +39,7 @@ def _loss_and_gradients(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     hf = load_hf_config(path)
     model = build_model(hf, groups, ops, params_dtype=torch.float32).to(device)
-    load_weights(model, local_plan(hf, groups.layout, groups.coords), HFCheckpoint(path))
+    load_weights(model, local_plan(hf, groups.layout, groups.rank), HFCheckpoint(path))
     tensors = (tensor.to(device) for tensor in (batch.ids_T, batch.positions_T))
     loss = model(*tensors, batch.params, batch.labels_T.to(device)).mean()
     loss.backward()

@@ -226,10 +226,10 @@ def test_full_size_configs_validate_and_fit_their_models(name: str, dims: dict[s
         assert world == 128
         assert layout.stage_layer_counts(61) == (3, *[4] * 14, 2)
         assert (layout.data_parallel_size, layout.expert_data_parallel_size) == (2, 1)
-        plan = {tensor.name: tensor.shape for tensor in local_plan(hf, layout, layout.coords(0))}
+        plan = {tensor.name: tensor.shape for tensor in local_plan(hf, layout, 0)}
         assert plan["decoder.layers.0.self_attention.linear_q_down_proj.weight"] == (1536 // 4, 7168)
         assert plan["decoder.layers.0.self_attention.linear_kv_down_proj.weight"] == (576 // 4, 7168)
-        last = {tensor.name: tensor.shape for tensor in local_plan(hf, layout, layout.coords(127))}
+        last = {tensor.name: tensor.shape for tensor in local_plan(hf, layout, 127)}
         assert last["decoder.layers.1.mlp.experts.weight1"] == (128, 7168, 2 * 2048 // 4)
 
 

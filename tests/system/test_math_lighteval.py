@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mindspeed_llm.weights import HFCheckpoint
+from mindspeed_llm.hf_checkpoint import HFCheckpoint
 from tests.pages import undocumented
 from tests.system.command import read_metrics
 from tests.system.jobs import Job, prepare_math_lighteval

@@ -14,9 +14,10 @@ from megatron.core.ops.reference import reference_ops
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import destroy_model_parallel, initialize_model_parallel
+from mindspeed_llm.hf_checkpoint import HFCheckpoint
+from mindspeed_llm.load_weights import load_weights
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
-from mindspeed_llm.weights import HFCheckpoint, load_weights
 from tests.megatron.model_helpers import one_process_groups
 from tests.mindspeed_llm.tiny import write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
@@ -29,7 +30,7 @@ def _export(hf_dir: str, out: str) -> None:
     hf = load_hf_config(hf_dir)
     groups = initialize_model_parallel(expert_model_parallel_size=2)
     model = build_model(hf, groups, reference_ops(), params_dtype=torch.float32)
-    load_weights(model, local_plan(hf, groups.layout, groups.coords, "core"), HFCheckpoint(hf_dir))
+    load_weights(model, local_plan(hf, groups.layout, groups.rank, "core"), HFCheckpoint(hf_dir))
     unused: nn.Module = nn.Identity()  # optimizer and scheduler take no part in an export
     manager = MegatronCheckpointManager(CheckpointConfig(), model, unused, unused, hf, hf_dir, groups)  # type: ignore[arg-type]
     manager.export_hf(f"{out}/rank_{groups.rank}")

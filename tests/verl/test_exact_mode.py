@@ -18,9 +18,11 @@ from megatron.core.ops import resolve
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups
+from mindspeed_llm.export_weights import export_weights
+from mindspeed_llm.hf_checkpoint import HFCheckpoint
+from mindspeed_llm.load_weights import load_weights
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
-from mindspeed_llm.weights import HFCheckpoint, export_weights, load_weights
 from recipes.common.base_model import HF_CONFIG
 from tests.megatron.model_helpers import one_process_groups
 from tests.mindspeed_llm.tiny import (
@@ -99,7 +101,7 @@ def make_actor(path: str, groups: ProcessGroups, dtype: torch.dtype, provider: s
     hf = load_hf_config(path)
     model = build_model(hf, groups, resolve(provider), params_dtype=dtype)
     assert isinstance(model, GPTModel)
-    load_weights(model, local_plan(hf, ParallelLayout(1), groups.coords), HFCheckpoint(path))
+    load_weights(model, local_plan(hf, ParallelLayout(1), groups.rank), HFCheckpoint(path))
     return MegatronPPOActor(ActorConfig(), model.config, groups, model)
 
 
@@ -162,7 +164,7 @@ def test_bfloat16_differs_by_zero(groups: ProcessGroups, tmp_path: Path) -> None
     actor = make_actor(path, groups, torch.bfloat16)
     llm = make_llm(path, dtype="bfloat16", max_num_seqs=5, max_num_batched_tokens=64)
     assert isinstance(actor.actor_module, GPTModel)
-    llm.load_weights(export_weights(actor.actor_module, load_hf_config(path), ParallelLayout(1), groups))
+    llm.load_weights(export_weights(actor.actor_module, load_hf_config(path), groups))
     batch = as_batch(llm.generate(make_prompts(8), SamplingParams(n=2, max_tokens=8, seed=3, logprobs=0)), 1.0)
     assert differences(batch, actor.compute_log_prob(batch, max_token_len=1000)) == 0.0
 

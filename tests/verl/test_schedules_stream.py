@@ -19,7 +19,7 @@ from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE, VERSIONS
 from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream
-from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import engine_holdings, vLLMRollout
+from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import all_rank_shards, vLLMRollout
 from verl.workers.sharding_manager.weight_sync import WeightSync
 
 NUM_TRAINING, NUM_ROLLOUT = 2, 2
@@ -66,7 +66,7 @@ def rank(path: str) -> Any:
     """The results of a rollout rank for an undisturbed stream, and for one that a second engine takes over at syncs."""
     hf, device, group = load_hf_config(path), torch.device("cpu"), dist.group.WORLD
     assert group is not None
-    holdings = {NUM_TRAINING + r: held for r, held in engine_holdings(CONFIG, path, NUM_ROLLOUT).items()}
+    rollout_shards = {NUM_TRAINING + r: shards for r, shards in all_rank_shards(CONFIG, path, NUM_ROLLOUT).items()}
     is_training = dist.get_rank() < NUM_TRAINING
     if is_training:
         groups = initialize_from_layout(LAYOUT, num_other_ranks=NUM_ROLLOUT)
@@ -82,7 +82,9 @@ def rank(path: str) -> Any:
     results = []
     for is_moved in (False, True):
         syncs = [
-            WeightSync(hf, LAYOUT, torch.float32, holdings, group, device, bucket_bytes=128 << 10, ranks_per_node=2)
+            WeightSync(
+                hf, LAYOUT, torch.float32, rollout_shards, group, device, bucket_bytes=128 << 10, ranks_per_node=2
+            )
             for _ in range(2)
         ]
         streams = [SampleStream(rollout) for rollout in rollouts]

@@ -1,4 +1,4 @@
-"""The plan of a weight sync: every element once, from a rank that holds it, near first, in rounds that fit."""
+"""The plan of a weight sync: every element once, from a rank that owns it, near first, in rounds that fit."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ import torch
 from hf_formats.config import parse_hf_config
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.sharded_checkpoint import shard_layout
-from mindspeed_llm.weight_plan import holders
+from mindspeed_llm.weight_plan import owner_ranks
 from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3, LAYOUTS
 from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_qwen3_config
 from tests.vllm.fp8_tiny import WIDE
-from verl.workers.sharding_manager.transfer import schedule
 from verl.workers.sharding_manager.transfer_plan import TransferPlan, aligned, build_plan
+from verl.workers.sharding_manager.weight_transfer import rank_rounds
 from vllm.config import ParallelConfig
-from vllm.model_executor.model_loader.held_slices import HeldSlice, held_slices
+from vllm.model_executor.model_loader.rank_shards import RankShards, rank_shards
 from vllm.transformers_utils.config import load_config
 
 BUCKET = 64 << 10
 
 
-def holdings_of(
+def rank_shards_of(
     config: dict[str, Any],
     folder: Path,
     sizes: tuple[int, int, bool],
     world_size: int,
     quantization: str | None = None,
     first_rank: int = 0,
-) -> dict[int, dict[str, HeldSlice]]:
-    """(TP, DP, experts over both) -> what each of the engines' ranks holds in bf16."""
+) -> dict[int, RankShards]:
+    """The bf16 shards of each rank of the engines; `sizes` are TP, DP, and whether experts are split over both."""
     (folder / "config.json").write_text(json.dumps(config))
     hf, (tp, dp, has_ep) = load_config(str(folder)), sizes
     return {
-        first_rank + rank: held_slices(
+        first_rank + rank: rank_shards(
             hf, ParallelConfig(tp, dp, has_ep, rank, world_size), torch.bfloat16, quantization
         )
         for rank in range(world_size)
@@ -47,29 +47,31 @@ def holdings_of(
 
 
 def check(
-    plan: TransferPlan, config: dict[str, Any], layout: ParallelLayout, holdings: Mapping[int, Mapping[str, HeldSlice]]
+    plan: TransferPlan, config: dict[str, Any], layout: ParallelLayout, rollout_shards: Mapping[int, RankShards]
 ) -> None:
-    """Coverage, holders, rounds and both sides of every message."""
+    """Check coverage, source ranks, rounds and both sides of every message."""
     hf = parse_hf_config(config)
     left = {
-        (rank, name): np.ones([stop - start for start, stop in held.ranges], dtype=np.int8)
-        for rank, of_rank in holdings.items()
-        for name, held in of_rank.items()
+        (rank, name): np.ones([stop - start for start, stop in shard.ranges], dtype=np.int8)
+        for rank, shards in rollout_shards.items()
+        for name, shard in shards.items()
     }
-    for route in plan.routes:
-        having = set(holders(hf, layout, route.fragment))
-        for source, consumer in zip(route.flow.sources_N.tolist(), route.flow.consumers_N.tolist(), strict=True):
-            assert source in having and (consumer not in having or source == consumer)
-            held = holdings[consumer][route.hf_name]
-            here = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(route.ranges, held.ranges, strict=True))
-            left[consumer, route.hf_name][here] -= 1
+    for transfer in plan.transfers:
+        source_ranks = set(owner_ranks(hf, layout, transfer.shard))
+        for source, destination in zip(
+            transfer.pairs.sources_D.tolist(), transfer.pairs.destinations_D.tolist(), strict=True
+        ):
+            assert source in source_ranks and (destination not in source_ranks or source == destination)
+            shard = rollout_shards[destination][transfer.hf_name]
+            here = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(transfer.ranges, shard.ranges, strict=True))
+            left[destination, transfer.hf_name][here] -= 1
     assert all((counts == 0).all() for counts in left.values())
-    rounds = {rank: schedule(plan, rank) for rank in range(plan.num_ranks)}
+    rounds = {rank: rank_rounds(plan, rank) for rank in range(plan.num_ranks)}
     for rank, mine in rounds.items():
         assert len(mine) == plan.num_rounds
         for index, round_ in enumerate(mine):
             assert max(sum(round_.sent_bytes), sum(round_.received_bytes)) <= BUCKET // 2
-            assert sum(aligned(parcel.route.num_bytes) for parcel in round_.received) == sum(round_.received_bytes)
+            assert sum(aligned(transfer.num_bytes) for transfer, _ in round_.received) == sum(round_.received_bytes)
             assert round_.received_bytes == [rounds[peer][index].sent_bytes[rank] for peer in range(plan.num_ranks)]
 
 
@@ -78,7 +80,7 @@ ROLLOUTS = [(1, 1, False), (2, 1, True), (2, 2, True), (1, 4, True), (4, 1, Fals
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("kind", ["deepseek_v3", "tied qwen3", "fp8"])
-def test_every_element_comes_once_from_a_holder(name: str, kind: str, tmp_path: Path) -> None:
+def test_every_element_comes_once_from_an_owner(name: str, kind: str, tmp_path: Path) -> None:
     config = {
         "deepseek_v3": tiny_hf_config(vocab_size=96, num_nextn_predict_layers=1),
         "tied qwen3": tiny_qwen3_config(tie_word_embeddings=True, num_key_value_heads=4, vocab_size=96),
@@ -92,28 +94,28 @@ def test_every_element_comes_once_from_a_holder(name: str, kind: str, tmp_path: 
         num_ranks = max(world_size, layout.world_size)
         quantization = "fp8" if kind == "fp8" else None
         sizes = (tp, dp, has_ep)
-        holdings = holdings_of(config, tmp_path, sizes, world_size, quantization, num_ranks - world_size)
+        rollout_shards = rank_shards_of(config, tmp_path, sizes, world_size, quantization, num_ranks - world_size)
         plan = build_plan(
             parse_hf_config(config),
             layout,
             torch.float32,
-            holdings,
+            rollout_shards,
             num_ranks,
             bucket_bytes=BUCKET,
             ranks_per_node=2,
         )
-        check(plan, config, layout, holdings)
+        check(plan, config, layout, rollout_shards)
 
 
 def test_what_the_trainer_lacks_is_named_before_anything_moves(tmp_path: Path) -> None:
     config = tiny_hf_config(n_routed_experts=8)
-    holdings = holdings_of(tiny_hf_config(n_routed_experts=12), tmp_path, (1, 1, False), 1)
+    rollout_shards = rank_shards_of(tiny_hf_config(n_routed_experts=12), tmp_path, (1, 1, False), 1)
     with pytest.raises(ValueError, match=r"the training model has no model\.layers\.1\.mlp\.experts\.8\."):
         build_plan(
             parse_hf_config(config),
             ParallelLayout(),
             torch.float32,
-            holdings,
+            rollout_shards,
             1,
             bucket_bytes=BUCKET,
             ranks_per_node=1,
@@ -123,39 +125,39 @@ def test_what_the_trainer_lacks_is_named_before_anything_moves(tmp_path: Path) -
             parse_hf_config(config),
             ParallelLayout(),
             torch.float32,
-            holdings_of(config, tmp_path, (1, 1, False), 1, first_rank=1),
+            rank_shards_of(config, tmp_path, (1, 1, False), 1, first_rank=1),
             2,
             bucket_bytes=256,
             ranks_per_node=1,
         )
 
 
-def test_near_holders_first_and_in_turns(tmp_path: Path) -> None:
+def test_near_source_ranks_first_and_in_turns(tmp_path: Path) -> None:
     config, layout = tiny_hf_config(), ParallelLayout(world_size=8, tensor_model_parallel_size=2)
-    holdings = holdings_of(config, tmp_path, (1, 1, False), 8, first_rank=8)  # ranks of their own
+    rollout_shards = rank_shards_of(config, tmp_path, (1, 1, False), 8, first_rank=8)  # ranks of their own
     kwargs: dict[str, Any] = {"bucket_bytes": 1 << 20}
     hf = parse_hf_config(config)
-    plan = build_plan(hf, layout, torch.bfloat16, holdings, 16, ranks_per_node=16, **kwargs)
+    plan = build_plan(hf, layout, torch.bfloat16, rollout_shards, 16, ranks_per_node=16, **kwargs)
     sent = plan.traffic().sent
     assert sent[8:].max() == 0 and sent[:8].max() < 1.3 * sent[:8].mean()
-    mixed = {rank * 2: held for rank, held in enumerate(holdings.values())}
+    mixed = {rank * 2: shards for rank, shards in enumerate(rollout_shards.values())}
     plan = build_plan(hf, layout, torch.bfloat16, mixed, 16, ranks_per_node=4, **kwargs)
-    for route in plan.routes:
-        having = {rank // 4 for rank in holders(hf, layout, route.fragment)}
-        for source, consumer in zip(route.flow.sources_N, route.flow.consumers_N, strict=True):
-            assert source // 4 == consumer // 4 or consumer // 4 not in having
+    for transfer in plan.transfers:
+        source_ranks = {rank // 4 for rank in owner_ranks(hf, layout, transfer.shard)}
+        for source, destination in zip(transfer.pairs.sources_D, transfer.pairs.destinations_D, strict=True):
+            assert source // 4 == destination // 4 or destination // 4 not in source_ranks
 
 
 def test_671b_on_256_ranks_moves_what_they_hold(tmp_path: Path) -> None:
     config = {**tiny_hf_config(), **DEEPSEEK_V3, "rope_scaling": None}
     hf = parse_hf_config(config)
     layout = shard_layout(4, 8, 8, tp_extend_ep=True, num_layer_list=(7, 7, 8, 8, 8, 8, 8, 7))
-    holdings = holdings_of(config, tmp_path, (2, 128, True), 256)
-    plan = build_plan(hf, layout, torch.bfloat16, holdings, 256, bucket_bytes=512 << 20, ranks_per_node=16)
+    rollout_shards = rank_shards_of(config, tmp_path, (2, 128, True), 256)
+    plan = build_plan(hf, layout, torch.bfloat16, rollout_shards, 256, bucket_bytes=512 << 20, ranks_per_node=16)
     traffic = plan.traffic()
     assert (traffic.expert_held == 58 * 3 * 7168 * 2048 * 2).all()  # one expert of each layer
     assert traffic.expert_received.max() <= 5.2e9
     assert (traffic.received <= traffic.held).all()
     assert traffic.sent.max() < 1.5 * traffic.sent.mean()
-    assert any(len(route.flow.receivers_M) < len(route.flow.consumers_N) for route in plan.routes)
+    assert any(len(transfer.pairs.receivers_R) < len(transfer.pairs.destinations_D) for transfer in plan.transfers)
     assert plan.num_rounds < 1.2 * traffic.sent.max() / (256 << 20)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hf_formats.config import load_hf_config
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.sources import fill
+from mindspeed_llm.hf_checkpoint import HFCheckpoint
 from mindspeed_llm.weight_plan import local_plan
-from mindspeed_llm.weights import HFCheckpoint
+from mindspeed_llm.weight_source import fill
 from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_qwen3_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
 from tests.vllm.fp8_tiny import WIDE
@@ -32,7 +32,7 @@ def params_of(path: str, layout: ParallelLayout, rank: int, dtype: torch.dtype) 
     if rank >= layout.world_size:
         return {}
     hf, source, params = load_hf_config(path), HFCheckpoint(path), {}
-    for tensor in local_plan(hf, layout, layout.coords(rank)):
+    for tensor in local_plan(hf, layout, rank):
         params[tensor.name] = torch.empty(tensor.shape, dtype=torch.float32 if tensor.is_buffer else dtype)
         fill(params[tensor.name], tensor, source)
     return params
@@ -55,7 +55,7 @@ def sync_of(path: str, layout: ParallelLayout, dtype: torch.dtype, rollout: vLLM
         load_hf_config(path),
         layout,
         dtype,
-        {rank: rollout.held_slices(rank) for rank in range(first, dist.get_world_size())},
+        {rank: rollout.rank_shards(rank) for rank in range(first, dist.get_world_size())},
         group,
         torch.device("cpu"),
         bucket_bytes=BUCKET,
@@ -74,13 +74,13 @@ def synced(path: str, sizes: dict[str, Any], dtype_name: str, settings: dict[str
         for tensor in params.values():
             tensor.mul_(1 if version == 2 else 2)
         sync.run(params, rollout if is_rollout else None, version)
-    found = rollout.held_digests() if is_rollout else {}
+    found = rollout.shard_digests() if is_rollout else {}
     assert not is_rollout or rollout.inference_engine.policy_version == 2
     rollout.inference_engine.update_weights(whole_weights(path, dtype).items(), 3)
-    differing = differences(rollout.held_digests(), found) if is_rollout else []
+    differing = differences(rollout.shard_digests(), found) if is_rollout else []
     received = sum(sum(round_.received_bytes) for round_ in sync.transfer.rounds)
     plan_says = sync.plan.traffic()
-    assert plan_says.received[rank] <= received <= plan_says.received[rank] + 8 * len(sync.plan.routes)
+    assert plan_says.received[rank] <= received <= plan_says.received[rank] + 8 * len(sync.plan.transfers)
     return {"differences": differing, "received": int(plan_says.received[rank]), "held": int(plan_says.held[rank])}
 
 
@@ -181,10 +181,10 @@ def flipped(path: str, sizes: dict[str, Any], num_flips: int) -> list[str]:
         draw = torch.randint(1 << 40, (3,), generator=generator).tolist()
         name = ""
         if rank == victim:
-            name, part = held_part(rollout, draw[0])
+            name, part = shard_part(rollout, draw[0])
             flip(part, draw[1], draw[2])
         try:
-            sync.check.require_equal(sums, rollout.held_digests())
+            sync.check.require_equal(sums, rollout.shard_digests())
             missed.append(f"flip {draw} was not found")
         except RuntimeError as error:
             text = str(error)
@@ -192,16 +192,16 @@ def flipped(path: str, sizes: dict[str, Any], num_flips: int) -> list[str]:
                 missed.append(text)
         if rank == victim:
             flip(part, draw[1], draw[2])
-    sync.check.require_equal(sums, rollout.held_digests())
+    sync.check.require_equal(sums, rollout.shard_digests())
     return missed
 
 
-def held_part(rollout: vLLMRollout, draw: int) -> tuple[str, Tensor]:
-    targets = rollout.inference_engine.core.worker.model.weight_targets
-    held = [stored for name, target in targets.items() for stored in target.held(name)]
-    stored = held[draw % len(held)]
-    assert stored.part is not None
-    return stored.hf_name, stored.part
+def shard_part(rollout: vLLMRollout, draw: int) -> tuple[str, Tensor]:
+    views = rollout.inference_engine.core.worker.model.weight_views
+    shards = [item for name, view in views.items() for item in view.shards(name)]
+    name, shard = shards[draw % len(shards)]
+    assert isinstance(shard.values, Tensor)
+    return name, shard.values
 
 
 def flip(part: Tensor, element: int, bit: int) -> None:

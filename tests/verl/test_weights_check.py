@@ -16,7 +16,7 @@ from verl.trainer.config import load_config
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from vllm.model_executor.model_loader.digest import WeightDigest
-from vllm.model_executor.model_loader.slice_intake import WeightSlice
+from vllm.model_executor.model_loader.shard_writer import WeightUpdate
 
 ROLLOUT = "actor_rollout_ref.rollout"
 WRONG = "model.layers.1.mlp.experts.2.down_proj.weight"
@@ -25,25 +25,25 @@ WRONG = "model.layers.1.mlp.experts.2.down_proj.weight"
 class WronglyHolding(vLLMRollout):
     """One bit of one weight is wrong in memory."""
 
-    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> dict[str, WeightDigest]:
-        found = super().update_weight_slices(slices, version)
+    def update_weight_shards(self, updates: Iterable[WeightUpdate], version: int) -> dict[str, WeightDigest]:
+        found = super().update_weight_shards(updates, version)
         if WRONG not in found:
             return found
-        stored = next(self.inference_engine.core.worker.model.weight_targets[WRONG].held(WRONG))
-        assert stored.part is not None
-        stored.part.view(torch.uint8)[3, 5] ^= 0x40
-        return self.held_digests()
+        _, shard = next(self.inference_engine.core.worker.model.weight_views[WRONG].shards(WRONG))
+        assert isinstance(shard.values, torch.Tensor)
+        shard.values.view(torch.uint8)[3, 5] ^= 0x40
+        return self.shard_digests()
 
 
 class WronglyReceiving(vLLMRollout):
-    """The first slice that comes from another rank is changed on its way."""
+    """The first update that comes from another rank is changed on its way."""
 
     changed = ""
 
-    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> dict[str, WeightDigest]:
-        return super().update_weight_slices(map(self._once_changed, slices), version)
+    def update_weight_shards(self, updates: Iterable[WeightUpdate], version: int) -> dict[str, WeightDigest]:
+        return super().update_weight_shards(map(self._once_changed, updates), version)
 
-    def _once_changed(self, part: WeightSlice) -> WeightSlice:
+    def _once_changed(self, part: WeightUpdate) -> WeightUpdate:
         if self.changed or part.total is not None:
             return part
         self.changed = part.hf_name
@@ -61,7 +61,7 @@ def sync(model_dir: str, world_size: int, settings: list[str]) -> tuple[int, int
     rollout: Any = worker.rollout
     for _ in range(2):
         with worker.sharding_manager:
-            version, count = rollout.inference_engine.policy_version, len(rollout.held_digests())
+            version, count = rollout.inference_engine.policy_version, len(rollout.shard_digests())
     errors = []
     for kind in (WronglyHolding, WronglyReceiving):
         rollout.release()

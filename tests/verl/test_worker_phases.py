@@ -24,12 +24,12 @@ from verl.workers.rollout import BaseRollout
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.row_store import worker_batch
 from vllm.model_executor.model_loader.digest import WeightDigest
-from vllm.model_executor.model_loader.slice_intake import WeightSlice
+from vllm.model_executor.model_loader.shard_writer import WeightUpdate
 
 # What holds device memory when a call to the rollout engine ends.
 MEMORY_ORDER = [
     ("resume weights", {"training weights", "rollout weights"}),
-    ("update_weight_slices", {"training weights", "rollout weights"}),
+    ("update_weight_shards", {"training weights", "rollout weights"}),
     ("resume kv_cache", {"rollout weights", "kv cache"}),
     ("generate_sequences", {"rollout weights", "kv cache"}),
     ("release", set()),
@@ -56,9 +56,9 @@ class WatchedRollout(vLLMRollout):
         super().resume(tags)
         self._note(f"resume {tags[0]}")
 
-    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> dict[str, WeightDigest]:
-        digests = super().update_weight_slices(slices, version)
-        self._note("update_weight_slices")
+    def update_weight_shards(self, updates: Iterable[WeightUpdate], version: int) -> dict[str, WeightDigest]:
+        digests = super().update_weight_shards(updates, version)
+        self._note("update_weight_shards")
         return digests
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:

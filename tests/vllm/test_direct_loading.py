@@ -19,7 +19,7 @@ from tests.vllm.test_update_weights import digests
 from tests.vllm.tiny import random_weights
 from vllm.model_executor.model_loader.checkpoint_reader import CheckpointReader
 from vllm.model_executor.model_loader.digest import differences
-from vllm.model_executor.model_loader.weight_target import WeightTarget
+from vllm.model_executor.model_loader.weight_view import WeightView
 
 # Columns that are cut leave a page or more between the rows of a rank.
 BROAD = WIDE | {
@@ -40,12 +40,12 @@ def broad_weights() -> dict[str, Tensor]:
     }
 
 
-def held_bytes(target: WeightTarget, is_fp8: bool, itemsize: int) -> int:
-    """Bytes of a rank's slice in the file, of FP8 with a scale for each block that it touches."""
-    if target.parameter is None:
+def shard_bytes(view: WeightView, is_fp8: bool, itemsize: int) -> int:
+    """Bytes of a rank's shard in the file; an FP8 weight has a scale for each block that the shard touches."""
+    if view.parameter is None:
         return 0
-    sizes = [stop - start for start, stop in target.ranges()]
-    num_scales = [num_blocks(stop) - start // 128 for start, stop in target.ranges()]
+    sizes = [stop - start for start, stop in view.ranges()]
+    num_scales = [num_blocks(stop) - start // 128 for start, stop in view.ranges()]
     return torch.Size(sizes).numel() * (1 if is_fp8 else itemsize) + 4 * is_fp8 * torch.Size(num_scales).numel()
 
 
@@ -55,13 +55,13 @@ def read_again(paths: list[str], quantizations: list[str], layout: dict[str, Any
     for path, quantization in zip(paths, quantizations, strict=True):
         llm = build(path, dtype="bfloat16", quantization=quantization, **layout)
         model = llm.core.worker.model
-        targets, reader = model.weight_targets, CheckpointReader(path)
+        views, reader = model.weight_views, CheckpointReader(path)
         wanted = 0
         for name, weight in reader.weights(lambda name: True):
             is_fp8 = isinstance(weight, Fp8Weight)
-            wanted += held_bytes(targets[name], is_fp8, 1 if is_fp8 else weight.dtype.itemsize)
+            wanted += shard_bytes(views[name], is_fp8, 1 if is_fp8 else weight.dtype.itemsize)
         assert reader.bytes_read == 0
-        model.load_weights(reader.weights(lambda name, of=targets: of[name].parameter is not None))
+        model.load_weights(reader.weights(lambda name, of=views: of[name].parameter is not None))
         results.append((llm.weights_digest(), wanted, reader.bytes_read))
         llm.shutdown()
     return results

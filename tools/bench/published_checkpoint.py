@@ -22,11 +22,11 @@ import torch
 
 from hf_formats.config import HFModelConfig, parse_hf_config
 from hf_formats.fp8 import FP8_DTYPE
+from hf_formats.ranges import Ranges, shape_of
 from mindspeed_llm.cli_io import run_cli, say, write_json
 from mindspeed_llm.conversion.engine import Conversion, RunOptions, convert
 from mindspeed_llm.conversion.hf_writer import HFTensor, HFWriter, published, published_config, shards_by_count
 from mindspeed_llm.hf_shapes import hf_tensors
-from mindspeed_llm.weight_plan import Slice, slice_shape
 
 _MODEL = Path(__file__).parents[1] / "plan" / "models" / "deepseek_v3" / "config.json"
 NUM_FILES = 163
@@ -59,18 +59,18 @@ class ArbitraryWeights:
         """As published."""
         return self._stored[hf_name][1]
 
-    def read(self, hf_name: str, hf_slice: Slice) -> torch.Tensor:
+    def read(self, hf_name: str, ranges: Ranges) -> torch.Tensor:
         """Whole rows of a tensor."""
         shape, dtype = self._stored[hf_name]
         width = math.prod(shape[1:])
-        count = math.prod(slice_shape(hf_slice))
-        first = (zlib.crc32(hf_name.encode()) + hf_slice[0][0] * width) % _POOL_ELEMENTS
+        count = math.prod(shape_of(ranges))
+        first = (zlib.crc32(hf_name.encode()) + ranges[0][0] * width) % _POOL_ELEMENTS
         pool = self._pools[dtype]
         parts = []
         while count:
             parts.append(pool[first : first + count])
             first, count = 0, count - parts[-1].numel()
-        return torch.cat(parts).view(slice_shape(hf_slice))
+        return torch.cat(parts).view(shape_of(ranges))
 
     @cached_property
     def _stored(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

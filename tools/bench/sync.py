@@ -29,20 +29,20 @@ from torch import Tensor
 from hf_formats.config import load_hf_config, parse_hf_config
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import destroy_model_parallel, initialize_from_layout
-from mindspeed_llm.gathering import gather_hf_tensors
+from mindspeed_llm.export_weights import gather_hf_tensors
 from mindspeed_llm.hf_shapes import hf_tensors
-from mindspeed_llm.sources import hf_view
 from mindspeed_llm.weight_plan import local_plan
+from mindspeed_llm.weight_source import hf_view
 from tools.bench.published_checkpoint import deepseek_v3_config
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
-from verl.workers.sharding_manager import transfer, weights_check
+from verl.workers.sharding_manager import weight_transfer, weights_check
 from verl.workers.sharding_manager.transfer_plan import build_plan
 from verl.workers.sharding_manager.weight_sync import WeightSync
 from vllm.config import ParallelConfig
-from vllm.model_executor.model_loader import slice_intake
+from vllm.model_executor.model_loader import shard_writer
 from vllm.model_executor.model_loader.digest import copy_with_digests
-from vllm.model_executor.model_loader.held_slices import held_slices
+from vllm.model_executor.model_loader.rank_shards import rank_shards
 from vllm.transformers_utils.config import load_config
 
 LAYOUT = ParallelLayout(8, 2, 2, expert_model_parallel_size=2)  # to TP2 x DP4, EP8
@@ -122,7 +122,7 @@ def _rank(rank: int, folder: str, bucket_bytes: int, num_rounds: int, ways: Sequ
         hf,
         LAYOUT,
         DTYPE,
-        {peer: rollout.held_slices(peer) for peer in range(LAYOUT.world_size)},
+        {peer: rollout.rank_shards(peer) for peer in range(LAYOUT.world_size)},
         groups.world,
         device,
         bucket_bytes=bucket_bytes,
@@ -162,12 +162,12 @@ def _params(folder: str, rank: int) -> dict[str, Tensor]:
     hf, params = load_hf_config(folder), {}
     largest = max(int(np.prod(shape)) for shape, _ in hf_tensors(hf).values())
     base = torch.randn(largest + 4096, generator=torch.Generator().manual_seed(0))
-    for tensor in local_plan(hf, LAYOUT, LAYOUT.coords(rank)):
+    for tensor in local_plan(hf, LAYOUT, rank):
         params[tensor.name] = torch.empty(tensor.shape, dtype=torch.float32 if tensor.is_buffer else DTYPE)
-        for piece in tensor.pieces:
-            shape = hf_tensors(hf)[piece.hf_name][0]
-            whole = base[crc32(piece.hf_name.encode()) % 4096 :][: int(np.prod(shape))].view(shape)
-            hf_view(params[tensor.name], piece).copy_(whole[tuple(slice(*ends) for ends in piece.hf_slice)])
+        for shard in tensor.shards:
+            shape = hf_tensors(hf)[shard.hf_name][0]
+            whole = base[crc32(shard.hf_name.encode()) % 4096 :][: int(np.prod(shape))].view(shape)
+            hf_view(params[tensor.name], shard).copy_(whole[tuple(slice(*ends) for ends in shard.ranges)])
     return params
 
 
@@ -187,16 +187,16 @@ def _engine(folder: str) -> vLLMRollout:
 
 @contextmanager
 def _without_digests() -> Iterator[None]:
-    """Slices are copied, and nothing is summed up or compared."""
+    """Weights are copied; no digest is taken or compared."""
 
     def copy(name: str, target: Tensor, values: Tensor, starts: tuple[int, ...], **_: Tensor | None) -> None:
         copy_with_digests(name, target, values, starts)
 
     with ExitStack() as stack:
         for owner, name, stand_in in (
-            (transfer, "copy_with_digests", copy),
-            (slice_intake, "copy_with_digests", copy),
-            (transfer, "add_digest", lambda *_: None),
+            (weight_transfer, "copy_with_digests", copy),
+            (shard_writer, "copy_with_digests", copy),
+            (weight_transfer, "add_digest", lambda *_: None),
             (weights_check.WeightsCheck, "require_equal", lambda *_: None),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
@@ -260,11 +260,11 @@ def _print_plans(folder: Path) -> None:
     for name, layout in LARGE_LAYOUTS.items():
         start = time.process_time()
         rollout_hf = load_config(str(folder))
-        holdings = {
-            rank: held_slices(rollout_hf, ParallelConfig(2, 128, True, rank, 256), torch.bfloat16)
+        rollout_shards = {
+            rank: rank_shards(rollout_hf, ParallelConfig(2, 128, True, rank, 256), torch.bfloat16)
             for rank in range(256)
         }
-        plan = build_plan(hf, layout, torch.bfloat16, holdings, 256, bucket_bytes=512 << 20, ranks_per_node=16)
+        plan = build_plan(hf, layout, torch.bfloat16, rollout_shards, 256, bucket_bytes=512 << 20, ranks_per_node=16)
         seconds = time.process_time() - start
         t = plan.traffic()
         # Upstream broadcasts a stage's experts to all stages: each rank gets those of its EP rank, of all layers.

@@ -31,7 +31,7 @@ def needs_of(config: PPOTrainerConfig, hf: HFModelConfig) -> Needs:
     bytes_of_rank, shards = [], {}
     for rank in range(trainer.world_size):
         coords = layout.coords(rank)
-        tensors = [tensor for tensor in local_plan(hf, layout, coords, naming="core") if not tensor.is_buffer]
+        tensors = [tensor for tensor in local_plan(hf, layout, rank) if not tensor.is_buffer]
         expert = sum(tensor.num_elements for tensor in tensors if tensor.is_expert)
         dense = sum(tensor.num_elements for tensor in tensors) - expert
         copies = engine.param_offload + config.actor_rollout_ref.actor.use_kl_loss

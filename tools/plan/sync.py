@@ -7,6 +7,7 @@ from collections.abc import Callable, ItemsView, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import lcm
+from operator import itemgetter
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -15,10 +16,11 @@ from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.collectives import Collective
 from verl.workers.megatron_workers import ActorRolloutRefWorker
-from verl.workers.sharding_manager.transfer import WeightTransfer
-from verl.workers.sharding_manager.transfer_plan import Route, TransferPlan, build_plan
+from verl.workers.sharding_manager.transfer_plan import Transfer, TransferPlan, build_plan
+from verl.workers.sharding_manager.weight_transfer import WeightTransfer
 from vllm.config import ParallelConfig, VllmConfig
-from vllm.model_executor.model_loader.held_slices import HeldSlice, held_slices
+from vllm.model_executor.model_loader.rank_shards import RankShards, rank_shards
+from vllm.model_executor.model_loader.shard import Shard
 from vllm.transformers_utils.config import HFConfig
 
 Item = TypeVar("Item")
@@ -63,7 +65,7 @@ def plan_weight_sync(worker: ActorRolloutRefWorker) -> SyncPlan:
     return SyncPlan(
         sent_bytes=sum(sum(round_.sent_bytes) for round_ in rounds),
         received_bytes=sum(sum(round_.received_bytes) for round_ in rounds),
-        kept_bytes=sum(route.num_bytes for round_ in rounds for route in round_.kept),
+        kept_bytes=sum(transfer.num_bytes for round_ in rounds for transfer in round_.local),
         num_rounds=len(rounds),
         peak_bucket_bytes=sync.transfer.peak_bytes,
         calls=tuple(calls),
@@ -71,27 +73,27 @@ def plan_weight_sync(worker: ActorRolloutRefWorker) -> SyncPlan:
 
 
 def move_largest_only(transfer: WeightTransfer) -> None:
-    """Let every later round move only its largest part of each dtype through its buffers, whose sizes stay.
+    """Let every later round move only its largest transfer of each dtype through its buffers, whose sizes stay.
 
-    The memory of a sync is that of the buffers and of one part at a time, so the other parts change nothing.
+    The memory of a sync is that of the buffers and of one transfer at a time, so the others change nothing.
     """
     transfer.rounds = [
         replace(
             round_,
-            kept=_largest(round_.kept, lambda route: route),
-            sent=_largest(round_.sent, lambda parcel: parcel.route),
-            received=_largest(round_.received, lambda parcel: parcel.route),
+            local=_largest(round_.local, lambda transfer: transfer),
+            sent=_largest(round_.sent, itemgetter(0)),
+            received=_largest(round_.received, itemgetter(0)),
         )
         for round_ in transfer.rounds
     ]
 
 
-def _largest(items: tuple[Item, ...], route_of: Callable[[Item], Route]) -> tuple[Item, ...]:
+def _largest(items: tuple[Item, ...], transfer_of: Callable[[Item], Transfer]) -> tuple[Item, ...]:
     found: dict[torch.dtype, Item] = {}
     for item in items:
-        route = route_of(item)
-        if route.dtype not in found or route.num_bytes > route_of(found[route.dtype]).num_bytes:
-            found[route.dtype] = item
+        transfer = transfer_of(item)
+        if transfer.dtype not in found or transfer.num_bytes > transfer_of(found[transfer.dtype]).num_bytes:
+            found[transfer.dtype] = item
     return tuple(found.values())
 
 
@@ -99,7 +101,7 @@ def shared_plan(
     hf: HFModelConfig,
     layout: ParallelLayout,
     params_dtype: torch.dtype,
-    holdings: Mapping[int, Mapping[str, HeldSlice]],
+    rollout_shards: Mapping[int, RankShards],
     num_ranks: int,
     *,
     bucket_bytes: int,
@@ -108,13 +110,13 @@ def shared_plan(
     """`build_plan`, called once for all ranks that this process plans: the plan is the same on all of them, and it
     takes longer than everything else of a rank.
     """
-    ends = tuple(_slices_of(holdings[rank]) for rank in (min(holdings), max(holdings)))
-    return _built(_PlanRequest(hf, layout, params_dtype, num_ranks, bucket_bytes, ranks_per_node, ends, holdings))
+    ends = tuple(_shards_key(rollout_shards[rank]) for rank in (min(rollout_shards), max(rollout_shards)))
+    return _built(_PlanRequest(hf, layout, params_dtype, num_ranks, bucket_bytes, ranks_per_node, ends, rollout_shards))
 
 
 @dataclass(frozen=True)
 class _PlanRequest:
-    """Arguments of `build_plan`. The first and the last of an engine's ranks determine the layout of all."""
+    """Arguments of `build_plan`. The first and the last of an engine's ranks determine the shards of all."""
 
     hf: HFModelConfig
     layout: ParallelLayout
@@ -122,13 +124,13 @@ class _PlanRequest:
     num_ranks: int
     bucket_bytes: int
     ranks_per_node: int
-    ends: tuple[SlicesOf, ...]
-    holdings: Mapping[int, Mapping[str, HeldSlice]] = field(compare=False)
+    ends: tuple[ShardsKey, ...]
+    rollout_shards: Mapping[int, RankShards] = field(compare=False)
 
 
-def _slices_of(held: Mapping[str, HeldSlice]) -> SlicesOf:
-    assert isinstance(held, RankSlices), type(held)
-    return held.of
+def _shards_key(shards: RankShards) -> ShardsKey:
+    assert isinstance(shards, LazyShards), type(shards)
+    return shards.key
 
 
 @lru_cache(maxsize=1)
@@ -139,47 +141,47 @@ def _built(request: _PlanRequest) -> TransferPlan:
             request.hf,
             request.layout,
             request.params_dtype,
-            request.holdings,
+            request.rollout_shards,
             request.num_ranks,
             bucket_bytes=request.bucket_bytes,
             ranks_per_node=request.ranks_per_node,
         )
     finally:
         gc.enable()
-    _slices.cache_clear()  # large where experts are cut over ranks: each rank then holds a part of every expert
+    _shards.cache_clear()  # large where experts are cut over ranks: each rank then owns a part of every expert
     return plan
 
 
-SlicesOf: TypeAlias = tuple[HFConfig, ParallelConfig, torch.dtype, str | None]  # arguments of `held_slices`
+ShardsKey: TypeAlias = tuple[HFConfig, ParallelConfig, torch.dtype, str | None]  # arguments of `rank_shards`
 
 
-class RankSlices(Mapping[str, HeldSlice]):
-    """What a rank of an engine holds, computed on first access: only `build_plan` needs it of every rank."""
+class LazyShards(Mapping[str, Shard]):
+    """The shards of a rank of an engine, computed on first use: only a transfer plan needs those of all ranks."""
 
-    def __init__(self, of: SlicesOf) -> None:
-        self.of = of
+    def __init__(self, key: ShardsKey) -> None:
+        self.key = key
 
-    def __getitem__(self, name: str) -> HeldSlice:
-        return _slices(*self.of)[name]
+    def __getitem__(self, name: str) -> Shard:
+        return _shards(*self.key)[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_slices(*self.of))
+        return iter(_shards(*self.key))
 
     def __len__(self) -> int:
-        return len(_slices(*self.of))
+        return len(_shards(*self.key))
 
-    def items(self) -> ItemsView[str, HeldSlice]:
-        """All at once, which is quicker than one by one."""
-        return _slices(*self.of).items()
+    def items(self) -> ItemsView[str, Shard]:
+        """Faster than one by one."""
+        return _shards(*self.key).items()
 
 
-def rank_slices(config: VllmConfig, rank: int) -> RankSlices:
-    """What rank ``rank`` of an engine holds; one object for all ranks that hold the same."""
+def lazy_shards(config: VllmConfig, rank: int) -> LazyShards:
+    """The shards of rank ``rank`` of an engine; one object for all ranks that own the same."""
     parallel, model = config.parallel, config.model
     period = lcm(parallel.tensor_parallel_size, parallel.expert_parallel_size)
     dtype: torch.dtype = getattr(torch, model.dtype)
     return _shared((model.hf, replace(parallel, rank=rank % period), dtype, model.quantization))
 
 
-_shared = lru_cache(maxsize=1024)(RankSlices)
-_slices = lru_cache(maxsize=256)(held_slices)
+_shared = lru_cache(maxsize=1024)(LazyShards)
+_shards = lru_cache(maxsize=256)(rank_shards)

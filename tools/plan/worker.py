@@ -18,7 +18,7 @@ from tools.plan.phase_memory import MemoryTimeline
 from tools.plan.platform import PlannedPlatform
 from tools.plan.rollout_ops import ordinary_token, rollout_ops, rollout_spread
 from tools.plan.rows import PlannedRowStore
-from tools.plan.sync import RankSlices, move_largest_only, rank_slices, shared_plan
+from tools.plan.sync import LazyShards, lazy_shards, move_largest_only, shared_plan
 from tools.plan.world import own_groups
 from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig
@@ -30,7 +30,7 @@ from verl.workers.rollout import BaseRollout
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.row_store import RowStore
 from vllm.model_executor.model_loader.digest import WeightDigest
-from vllm.model_executor.model_loader.slice_intake import WeightSlice
+from vllm.model_executor.model_loader.shard_writer import WeightUpdate
 
 
 class PlannedRollout(vLLMRollout):
@@ -41,20 +41,20 @@ class PlannedRollout(vLLMRollout):
 
     takes_samples = False
 
-    def held_slices(self, rank: int) -> RankSlices:
+    def rank_shards(self, rank: int) -> LazyShards:
         """See ``BaseRollout``."""
-        return rank_slices(self.inference_engine.config, rank)
+        return lazy_shards(self.inference_engine.config, rank)
 
-    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> dict[str, WeightDigest]:
+    def update_weight_shards(self, updates: Iterable[WeightUpdate], version: int) -> dict[str, WeightDigest]:
         """See ``BaseRollout``."""
         if not self.takes_samples:
-            return super().update_weight_slices(slices, version)
-        deque(slices, maxlen=0)  # holding on to a slice would hold on to its bucket
+            return super().update_weight_shards(updates, version)
+        deque(updates, maxlen=0)  # holding on to an update would hold on to its bucket
         return {}
 
-    def held_digests(self) -> dict[str, WeightDigest]:
+    def shard_digests(self) -> dict[str, WeightDigest]:
         """See ``BaseRollout``."""
-        return {} if self.takes_samples else super().held_digests()
+        return {} if self.takes_samples else super().shard_digests()
 
 
 class PlannedWorker(ActorRolloutRefWorker):

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hf_formats.config import load_hf_config
-from mindspeed_llm.weights import open_hf, open_shards
+from mindspeed_llm.hf_checkpoint import open_hf
+from mindspeed_llm.load_weights import open_shards
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
 from verl.trainer.ppo.checkpointing import checkpoints

@@ -14,9 +14,10 @@ from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps, resolve
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups, initialize_from_layout
+from mindspeed_llm.hf_checkpoint import open_hf
+from mindspeed_llm.load_weights import Checkpoint, load_weights, open_shards
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
-from mindspeed_llm.weights import Checkpoint, load_weights, open_hf, open_shards
 from verl.protocol import BY_RANK, DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
@@ -239,7 +240,7 @@ class ActorRolloutRefWorker(Worker):
         if not (self.config.actor.load_weight and engine.load_weight):
             model.init_weights(engine.seed)
             return model
-        plan = local_plan(hf, self.groups.layout, self.groups.coords, naming="core")
+        plan = local_plan(hf, self.groups.layout, self.groups.rank, naming="core")
         source: Checkpoint
         if engine.use_dist_checkpointing:
             source = open_shards(str(engine.dist_checkpointing_path), hf)

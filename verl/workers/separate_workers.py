@@ -21,7 +21,7 @@ from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.phases import make_watchdog, worker_phase
 from verl.workers.rollout.rollout_messages import RolloutRequest, RolloutResult
 from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream
-from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import engine_holdings, vLLMRollout
+from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import all_rank_shards, vLLMRollout
 from verl.workers.row_store import RowStore, controller_batch
 from verl.workers.sharding_manager.weight_sync import WeightSync
 
@@ -157,12 +157,12 @@ def _world() -> dist.ProcessGroup:
 def _weight_sync(config: PPOTrainerConfig, device: torch.device) -> WeightSync:
     """The weight sync from the training ranks, which come first, to the others; all ranks make the same plan."""
     models, num_training = config.actor_rollout_ref, config.trainer.world_size
-    holdings = engine_holdings(models.rollout, models.model.path, config.rollout_world_size)
+    rollout_shards = all_rank_shards(models.rollout, models.model.path, config.rollout_world_size)
     return WeightSync(
         load_hf_config(models.model.path),
         models.actor.megatron.layout(num_training),
         PARAMS_DTYPES[models.actor.megatron.dtype],
-        {num_training + rank: held for rank, held in holdings.items()},
+        {num_training + rank: shards for rank, shards in rollout_shards.items()},
         _world(),
         device,
         bucket_bytes=models.rollout.update_weights_bucket_megabytes << 20,

@@ -15,8 +15,8 @@ from vllm.distributed.parallel_state import init_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import PromptType
 from vllm.model_executor.model_loader.digest import WeightDigest
-from vllm.model_executor.model_loader.held_slices import HeldSlice, config_held_slices
-from vllm.model_executor.model_loader.slice_intake import WeightSlice
+from vllm.model_executor.model_loader.rank_shards import RankShards, engine_shards
+from vllm.model_executor.model_loader.shard_writer import WeightUpdate
 from vllm.ops.contract import RolloutOps, resolve
 from vllm.outputs import RequestOutput
 from vllm.platforms import Platform, resolve_platform
@@ -148,20 +148,20 @@ class LLM:
         """
         self.core.update_weights(weights, version)
 
-    def update_weight_slices(
-        self, slices: Iterable[WeightSlice], version: int | None = None
+    def update_weight_shards(
+        self, updates: Iterable[WeightUpdate], version: int | None = None
     ) -> dict[str, WeightDigest]:
-        """Replace all weights by slices of exactly what this rank holds (`held_slices`), in any order and cut anyhow.
+        """Replace all shards that this rank owns (`rank_shards`); the updates may be cut and ordered in any way.
 
-        Each is copied to its place as it comes. ValueError for elements that this rank does not hold, that come twice
-        or not at all; until a whole update has come, `generate` refuses. Returns what `held_digests` would, each taken
-        from the tensor's place when all of it was there.
+        Each update is copied to its place when it comes. ValueError for elements that this rank does not own, that come
+        twice or not at all; `generate` refuses until an update is complete. Returns what `shard_digests` would return;
+        each digest was taken from the memory of the shard when all of it was written.
         """
-        return self.core.update_weight_slices(slices, version)
+        return self.core.update_weight_shards(updates, version)
 
-    def held_slices(self, rank: int) -> dict[str, HeldSlice]:
-        """Hugging Face name -> what rank `rank` of an engine like this one holds (as `ParallelConfig` counts ranks)."""
-        return config_held_slices(self.config, rank)
+    def rank_shards(self, rank: int) -> RankShards:
+        """Hugging Face name -> what rank `rank` of an engine like this one owns (as `ParallelConfig` counts ranks)."""
+        return engine_shards(self.config, rank)
 
     @property
     def policy_version(self) -> int:
@@ -177,9 +177,9 @@ class LLM:
         """
         return self.core.worker.weights_digest()
 
-    def held_digests(self) -> dict[str, WeightDigest]:
-        """Hugging Face name -> digest of what this rank holds of the tensor, as it is in memory now; not collective."""
-        return self.core.worker.held_digests()
+    def shard_digests(self) -> dict[str, WeightDigest]:
+        """Hugging Face name -> digest of this rank's shard as it is in memory now; not collective."""
+        return self.core.worker.shard_digests()
 
     def check_weights_loaded(self) -> None:
         """ValueError naming every weight that has not come since a level-2 sleep.

@@ -1,4 +1,4 @@
-"""Loads a checkpoint into whatever layout this job has."""
+"""Loads a checkpoint into the layout of this job."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.core.dist_checkpointing.manifest import Manifest, file_problems, read_manifest
-from megatron.core.dist_checkpointing.mapping import Piece
+from megatron.core.dist_checkpointing.mapping import Shard
 from megatron.core.dist_checkpointing.random_states import get_random_states, seed_from_states, set_random_states
 from megatron.core.dist_checkpointing.ranks import Ranks
 from megatron.core.dist_checkpointing.sharded_state import (
-    model_pieces,
-    optimizer_pieces,
+    model_shards,
+    optimizer_shards,
     placements,
-    random_pieces,
+    random_state_shards,
     unwrapped,
 )
 from megatron.core.dist_checkpointing.writing import COMMON
@@ -54,10 +54,10 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Restore everything a save wrote, in place, and return its ``extra``; collective over the world.
 
-    Any layout loads what any other saved. In the layout that saved it all random generators continue, bit for bit; in
-    another one each rank's are seeded from the saved states of rank 0 and its own number, so that two loads in one
-    layout do the same. Optimizer, scheduler or both may be None: their part is not read. Raises ``ValueError`` when the
-    checkpoint is not complete (every damaged file is named) or of another model, before anything is overwritten.
+    Any layout can load what any other saved. In the layout that saved it all random generators continue, bit for bit;
+    in another layout each rank's generators are seeded from the saved states of rank 0 and its own rank, so that two
+    loads give the same states. Optimizer and scheduler may be None: their state is not read. Raises ``ValueError`` when
+    the checkpoint is incomplete (every damaged file is named) or of another model, before anything is overwritten.
     """
     source, ranks = Path(directory), Ranks(groups)
     manifest = read_manifest(source)
@@ -67,15 +67,15 @@ def load_checkpoint(
     common = json.loads((source / COMMON).read_text())
     module = unwrapped(model)
     placed = placements(module, ranks.layout, ranks.rank)
-    pieces = model_pieces(module, placed)
+    shards = model_shards(module, placed)
     if optimizer is not None:
-        pieces += optimizer_pieces(optimizer, placed)
+        shards += optimizer_shards(optimizer, placed)
     reader = dcp.FileSystemReader(source)
     metadata = reader.read_metadata()
-    found = ranks.together("compare", lambda: (_problems(pieces, metadata), {p.key for p in pieces}))
+    found = ranks.together("compare", lambda: (_problems(shards, metadata), {s.key for s in shards}))
     _check(source, [problem for own, _ in found for problem in own])
-    _tell_unread(source, metadata, {key for _, keys in found for key in keys}, ranks)
-    ranks.together(f"read {source}", lambda: _read(reader, metadata, pieces))
+    _warn_of_unread(source, metadata, {key for _, keys in found for key in keys}, ranks)
+    ranks.together(f"read {source}", lambda: _read(reader, metadata, shards))
     _restore_random(reader, metadata, manifest, ranks, next(model.parameters()).device)
     if optimizer is not None:
         tensors = {key: value for key, value in optimizer.state_dict().items() if isinstance(value, torch.Tensor)}
@@ -98,24 +98,24 @@ def verify_checkpoint(directory: str | os.PathLike[str], groups: ProcessGroups |
     return [problem for own in found for problem in own]
 
 
-class _PiecePlanner(LoadPlanner):
-    """Asks for the parts of saved chunks that lie in ``pieces`` and puts them there."""
+class _ShardPlanner(LoadPlanner):
+    """Requests the parts of saved chunks that overlap ``shards`` and writes them there."""
 
-    def __init__(self, pieces: Sequence[Piece], metadata: Metadata) -> None:
+    def __init__(self, shards: Sequence[Shard], metadata: Metadata) -> None:
         self.metadata = metadata
-        self._targets: dict[str, dict[torch.Size, list[Piece]]] = {}
-        for piece in pieces:
-            self._targets.setdefault(piece.key, {}).setdefault(torch.Size(piece.offsets), []).append(piece)
+        self._shards: dict[str, dict[torch.Size, list[Shard]]] = {}
+        for shard in shards:
+            self._shards.setdefault(shard.key, {}).setdefault(torch.Size(shard.offsets), []).append(shard)
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Everything was given to the constructor."""
+        """Nothing to do: the constructor has everything."""
 
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
-        for key, targets in self._targets.items():
+        for key, by_offsets in self._shards.items():
             saved = self.metadata.state_dict_metadata[key]
             assert isinstance(saved, TensorStorageMetadata)
-            wanted = [ChunkStorageMetadata(at, torch.Size(held[0].sizes)) for at, held in targets.items()]
+            wanted = [ChunkStorageMetadata(at, torch.Size(shards[0].sizes)) for at, shards in by_offsets.items()]
             items += create_read_items_for_chunk_list(key, saved, wanted)
         return LoadPlan(items)
 
@@ -132,52 +132,52 @@ class _PiecePlanner(LoadPlanner):
         return self._views(read_item)[0]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Give a second holder on this rank (a shared embedding's copy) the same values."""
+        """Copy the values to the other shards of the same elements on this rank (a shared embedding's copy)."""
         for view in self._views(read_item)[1:]:
             view.copy_(tensor)
 
     def _views(self, item: ReadItem) -> list[torch.Tensor]:
         assert item.dest_index.offset is not None
-        views = [piece.tensor for piece in self._targets[item.dest_index.fqn][item.dest_index.offset]]
+        views = [shard.tensor for shard in self._shards[item.dest_index.fqn][item.dest_index.offset]]
         for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
             views = [view.narrow(dim, start, length) for view in views]
         return views
 
 
-def _read(reader: dcp.FileSystemReader, metadata: Metadata, pieces: Sequence[Piece]) -> None:
-    planner = _PiecePlanner(pieces, metadata)
+def _read(reader: dcp.FileSystemReader, metadata: Metadata, shards: Sequence[Shard]) -> None:
+    planner = _ShardPlanner(shards, metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     num_read = sum(prod(item.lengths) for item in plan.items)
-    num_wanted = sum(prod(piece.sizes) for piece in {(p.key, p.offsets): p for p in pieces}.values())
+    num_wanted = sum(prod(shard.sizes) for shard in {(s.key, s.offsets): s for s in shards}.values())
     assert num_read == num_wanted, f"{num_read} elements to read, {num_wanted} wanted"
     with torch.no_grad():
         reader.read_data(plan, planner).wait()
 
 
-def _problems(pieces: Sequence[Piece], metadata: Metadata) -> list[str]:
-    """What this rank's tensors and the saved ones disagree in."""
+def _problems(shards: Sequence[Shard], metadata: Metadata) -> list[str]:
+    """The differences between this rank's tensors and the saved ones."""
     found: dict[str, str] = {}
-    for piece in pieces:
-        key, saved = piece.key, metadata.state_dict_metadata.get(piece.key)
+    for shard in shards:
+        key, saved = shard.key, metadata.state_dict_metadata.get(shard.key)
         if not isinstance(saved, TensorStorageMetadata):
             found[key] = f"{key} is not in it"
-        elif tuple(saved.size) != piece.global_shape:
-            found[key] = f"{key} is {tuple(saved.size)} in it, {piece.global_shape} in this job"
-        elif saved.properties.dtype != piece.tensor.dtype:
-            found[key] = f"{key} is {saved.properties.dtype} in it, {piece.tensor.dtype} in this job"
+        elif tuple(saved.size) != shard.global_shape:
+            found[key] = f"{key} is {tuple(saved.size)} in it, {shard.global_shape} in this job"
+        elif saved.properties.dtype != shard.tensor.dtype:
+            found[key] = f"{key} is {saved.properties.dtype} in it, {shard.tensor.dtype} in this job"
     return list(found.values())
 
 
 def _check(source: Path, problems: Sequence[str]) -> None:
-    told = list(dict.fromkeys(problems))
-    if told:
-        more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-        raise ValueError(f"checkpoint {source} is of another model: " + "; ".join(told[:_SHOWN]) + more)
+    distinct = list(dict.fromkeys(problems))
+    if distinct:
+        more = f"; and {len(distinct) - _SHOWN} more" if len(distinct) > _SHOWN else ""
+        raise ValueError(f"checkpoint {source} is of another model: " + "; ".join(distinct[:_SHOWN]) + more)
 
 
-def _tell_unread(source: Path, metadata: Metadata, wanted: set[str], ranks: Ranks) -> None:
-    """A model without the MTP layer may load one with it; that something is left out is said once."""
+def _warn_of_unread(source: Path, metadata: Metadata, wanted: set[str], ranks: Ranks) -> None:
+    """Warn once that saved tensors are not read: a model without MTP layer may load a checkpoint that has one."""
     unread = [key for key in metadata.state_dict_metadata if key.startswith("model.") and key not in wanted]
     if unread and ranks.rank == 0:
         logger.warning("%s: %d tensors are not in this model, %s first", source, len(unread), unread[0])
@@ -187,11 +187,11 @@ def _restore_random(
     reader: dcp.FileSystemReader, metadata: Metadata, manifest: Manifest, ranks: Ranks, device: torch.device
 ) -> None:
     states = get_random_states(device)
-    pieces = random_pieces(states, ranks.rank)
-    if manifest.layout == ranks.layout and not _problems(pieces, metadata):
-        _read(reader, metadata, pieces)
+    shards = random_state_shards(states, ranks.rank)
+    if manifest.layout == ranks.layout and not _problems(shards, metadata):
+        _read(reader, metadata, shards)
         set_random_states(states, device)
         return
     host_states = {name: state for name, state in states.items() if name != "device"}
-    _read(reader, metadata, random_pieces(host_states, 0))
+    _read(reader, metadata, random_state_shards(host_states, 0))
     seed_from_states(host_states, ranks.rank)

@@ -33,7 +33,7 @@ class Manifest:
 
 
 def record_file(path: Path) -> FileRecord:
-    """Size and digest of ``path``, as it is on disk."""
+    """Size and digest of ``path`` as it is on disk."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -42,7 +42,7 @@ def record_file(path: Path) -> FileRecord:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write ``content`` so that ``path`` holds all of it or what it held before, also after a power cut."""
+    """Write ``content`` atomically: after a crash ``path`` holds all of it or what it held before."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with partial.open("wb") as file:
         file.write(content)
@@ -67,7 +67,7 @@ def sync_directory(path: Path) -> None:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Complete ``directory``."""
+    """Write the manifest, which marks ``directory`` as complete."""
     content = {"format": _FORMAT, "layout": asdict(manifest.layout)}
     write_json(directory / MANIFEST, content | {"files": {name: asdict(f) for name, f in manifest.files.items()}})
 

@@ -1,4 +1,4 @@
-"""Where a rank's tensors lie in the tensors of the whole model: names and hyper-rectangles that no layout changes."""
+"""A rank's shards of the tensors of the whole model, under names and at offsets that do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A hyper-rectangle of a global tensor, and the memory that holds it here.
+class Shard:
+    """A hyper-rectangle of a global tensor and its memory on this rank.
 
-    key: name of the global tensor · global_shape: its shape · offsets: place of the piece in it · tensor: a view of the
-    piece's shape; to read is to save, to write in place is to load.
+    key: name of the global tensor · global_shape: its shape · offsets: index of the shard's first element in it ·
+    tensor: a view of the shard's values, read when the checkpoint is saved and written in place when it is loaded.
     """
 
     key: str
@@ -36,11 +36,11 @@ class Piece:
 
     @property
     def sizes(self) -> Shape:
-        """Extent in every dimension."""
+        """The shape of the shard."""
         return tuple(self.tensor.shape)
 
-    def split(self, max_bytes: int) -> Iterator[Piece]:
-        """Slices of ``max_bytes`` or less along the first dimensions; itself when it is small enough."""
+    def split(self, max_bytes: int) -> Iterator[Shard]:
+        """Parts of at most ``max_bytes``, cut along the first dimensions; the shard itself if it is small enough."""
         num_bytes = self.tensor.numel() * self.tensor.element_size()
         dim = next((dim for dim, size in enumerate(self.sizes) if size > 1), None)
         if num_bytes <= max_bytes or dim is None:
@@ -51,35 +51,35 @@ class Piece:
         for start in range(0, size, step):
             offsets = (*self.offsets[:dim], self.offsets[dim] + start, *self.offsets[dim + 1 :])
             part = self.tensor.narrow(dim, start, min(step, size - start))
-            yield from Piece(self.key, self.global_shape, offsets, part).split(max_bytes)
+            yield from Shard(self.key, self.global_shape, offsets, part).split(max_bytes)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Elements ``local .. local + size - 1`` of a dimension here are ``world .. world + size - 1`` of the whole."""
+    """``size`` elements of a dimension, from ``local_start`` in the local and ``global_start`` in the global tensor."""
 
-    local: int
-    world: int
+    local_start: int
+    global_start: int
     size: int
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a local tensor lies in the global one: ``spans[d]`` cover dimension d of the local tensor in order."""
+    """The position of a local tensor in the global one: ``spans[d]`` cover dimension d of the local tensor in order."""
 
     key: str
     local_shape: Shape
     global_shape: Shape
     spans: tuple[tuple[Span, ...], ...]
 
-    def pieces(self, key: str, flat: torch.Tensor, start: int, stop: int) -> Iterator[Piece]:
-        """Elements [start, stop) of the flattened local tensor, which ``flat`` [stop - start] holds, as pieces."""
+    def shards(self, key: str, flat: torch.Tensor, start: int, stop: int) -> Iterator[Shard]:
+        """The shards of elements [start, stop) of the flattened local tensor, whose values are ``flat``."""
         strides = [prod(self.local_shape[dim + 1 :]) for dim in range(len(self.local_shape))]
         for offsets, sizes in rectangles(self.local_shape, start, stop):
             for parts in product(*map(_overlaps, self.spans, offsets, sizes)):
-                first = sum(part.local * stride for part, stride in zip(parts, strides, strict=True))
+                first = sum(part.local_start * stride for part, stride in zip(parts, strides, strict=True))
                 view = flat.as_strided([part.size for part in parts], strides, flat.storage_offset() + first - start)
-                yield Piece(key, self.global_shape, tuple(part.world for part in parts), view)
+                yield Shard(key, self.global_shape, tuple(part.global_start for part in parts), view)
 
 
 def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
@@ -106,20 +106,20 @@ def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Sh
 
 
 def _overlaps(spans: Sequence[Span], offset: int, size: int) -> list[Span]:
-    """What [offset, offset + size) of a local dimension is, span by span."""
+    """The parts of ``spans`` that lie in [offset, offset + size) of a local dimension."""
     found = []
     for span in spans:
-        low, high = max(span.local, offset), min(span.local + span.size, offset + size)
+        low, high = max(span.local_start, offset), min(span.local_start + span.size, offset + size)
         if low < high:
-            found.append(Span(low, span.world + low - span.local, high - low))
+            found.append(Span(low, span.global_start + low - span.local_start, high - low))
     return found
 
 
 def global_names(module: nn.Module) -> dict[str, str]:
     """Layout-independent key of every parameter and persistent buffer by its name in ``module`` (no DDP wrapper).
 
-    ``decoder.layers.{i}``, a layer of this stage, gets its number in the model, ``chunks.{v}.`` goes. The copy that the
-    output layer has of a shared embedding gets the embedding's key.
+    ``decoder.layers.{i}``, a layer of this stage, gets its number in the model; ``chunks.{v}.`` is removed. An output
+    layer's copy of a shared embedding gets the embedding's key.
     """
     layers = {
         name: f"decoder.layers.{layer.global_layer}"
@@ -135,21 +135,21 @@ def global_names(module: nn.Module) -> dict[str, str]:
     return keys
 
 
-def place(key: str, tensor: torch.Tensor, marks: Any, layout: ParallelLayout, at: RankCoords) -> Placement:
-    """Where ``tensor`` lies; ``marks`` has the attributes of its parameter (none on a buffer: all ranks hold it).
+def placement_of(key: str, tensor: torch.Tensor, param: Any, layout: ParallelLayout, coords: RankCoords) -> Placement:
+    """The placement of ``tensor`` by the attributes of its parameter; ``param`` is None for a buffer: all ranks own it.
 
-    Dense weights are split over TP along ``partition_dim``, with ``partition_stride`` s each of the s tensors that
-    follow one another there. Experts (``allreduce`` False) are split over EP along dimension 0 and over expert TP along
-    ``partition_dim``.
+    Dense weights are split over TP along ``partition_dim``. With ``partition_stride`` s that dimension holds s tensors
+    one after the other, each of which is split. Experts (``allreduce`` False) are split over EP along dimension 0 and
+    over expert TP along ``partition_dim``.
     """
-    is_expert = not getattr(marks, "allreduce", True)
+    is_expert = not getattr(param, "allreduce", True)
     splits = [(1, 0, 1)] * tensor.dim()  # (ranks, this rank, stride) of every dimension
     if is_expert:
-        splits[0] = (layout.expert_model_parallel_size, at.ep, 1)
-    dim = getattr(marks, "partition_dim", -1)
-    if getattr(marks, "tensor_model_parallel", False) or (is_expert and dim > 0):
+        splits[0] = (layout.expert_model_parallel_size, coords.ep, 1)
+    dim = getattr(param, "partition_dim", -1)
+    if getattr(param, "tensor_model_parallel", False) or (is_expert and dim > 0):
         size = layout.expert_tensor_parallel_size if is_expert else layout.tensor_model_parallel_size
-        splits[dim] = (size, at.etp if is_expert else at.tp, getattr(marks, "partition_stride", 1))
+        splits[dim] = (size, coords.etp if is_expert else coords.tp, getattr(param, "partition_stride", 1))
     shape = tuple(tensor.shape)
     spans = tuple(_split(size, *split) for size, split in zip(shape, splits, strict=True))
     global_shape = tuple(size * ranks for size, (ranks, _, _) in zip(shape, splits, strict=True))

@@ -1,4 +1,4 @@
-"""How the ranks of a job agree while they save or load; one process needs no torch.distributed."""
+"""Runs the steps of a save or load on all ranks; a job of one process needs no torch.distributed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron.core.parallel_state import ProcessGroups
 
 Result = TypeVar("Result")
 
-# What disks, devices and damaged files raise on one rank while the others are well.
+# Errors of disks, devices and damaged files that one rank may raise while the others succeed.
 _SHARED_ERRORS = (OSError, RuntimeError, MemoryError, pickle.UnpicklingError)
 
 
 class Ranks:
-    """Layout and number of this rank; ``together`` runs something on every rank."""
+    """The layout and this rank; ``together`` runs a step on every rank."""
 
     def __init__(self, groups: ProcessGroups | None) -> None:
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
@@ -30,7 +30,7 @@ class Ranks:
     def together(self, what: str, action: Callable[[], Result]) -> list[Result]:
         """Run ``action`` on every rank; all results in rank order, or ``OSError`` on all ranks when it failed on one.
 
-        Every rank waits for all others here, so what one rank did before is done when any rank goes on.
+        Every rank waits here for all others, so what any rank did before is finished when a rank continues.
         """
         result, failure = None, None
         try:

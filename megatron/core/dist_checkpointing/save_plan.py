@@ -1,4 +1,4 @@
-"""Which rank writes which piece, so that every element of every global tensor is written exactly once."""
+"""Which rank writes which chunk, so that every element of every global tensor is written exactly once."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from megatron.core.dist_checkpointing.mapping import Piece, Shape
+from megatron.core.dist_checkpointing.mapping import Shape, Shard
 
 Chunk = tuple[Shape, Shape]  # offsets, sizes
 
 
 @dataclass(frozen=True)
-class Offer:
-    """What a rank holds of one global tensor."""
+class TensorChunks:
+    """The chunks of one global tensor that a rank owns."""
 
     dtype: torch.dtype
     shape: Shape
     chunks: tuple[Chunk, ...]
 
 
-Offers = dict[str, Offer]
+OwnedChunks = dict[str, TensorChunks]  # by key
 
 
 @dataclass(frozen=True)
 class GlobalPlan:
-    """The checkpoint's content, and for every rank the (key, chunk number) it writes."""
+    """The checkpoint's content, and for every rank the (key, chunk number) that it writes."""
 
     metadata: Metadata
-    of_rank: tuple[tuple[tuple[str, int], ...], ...]
+    chunks_of_rank: tuple[tuple[tuple[str, int], ...], ...]
 
     def save_plan(self, rank: int) -> SavePlan:
         """The write requests of one rank."""
         items = []
-        for key, number in self.of_rank[rank]:
+        for key, number in self.chunks_of_rank[rank]:
             tensor = self.metadata.state_dict_metadata[key]
             assert isinstance(tensor, TensorStorageMetadata)
             chunk = tensor.chunks[number]
@@ -53,43 +53,41 @@ class GlobalPlan:
         return SavePlan(items)
 
 
-def offers_of(pieces: Iterable[Piece]) -> Offers:
-    """The same for all ranks that hold the same; a piece that this rank holds twice is offered once."""
-    by_key: dict[str, list[Piece]] = {}
-    for piece in pieces:
-        by_key.setdefault(piece.key, []).append(piece)
+def owned_chunks(shards: Iterable[Shard]) -> OwnedChunks:
+    """The distinct chunks of a rank; equal on ranks that own the same."""
+    by_key: dict[str, list[Shard]] = {}
+    for shard in shards:
+        by_key.setdefault(shard.key, []).append(shard)
     return {
-        key: Offer(held[0].tensor.dtype, held[0].global_shape, tuple({(p.offsets, p.sizes): None for p in held}))
-        for key, held in by_key.items()
+        key: TensorChunks(own[0].tensor.dtype, own[0].global_shape, tuple({(s.offsets, s.sizes): None for s in own}))
+        for key, own in by_key.items()
     }
 
 
-def make_global_plan(offers: Sequence[Offers]) -> GlobalPlan:
-    """Divide what the ranks offer: a piece that several hold goes to the one that has least to write so far.
+def make_global_plan(chunks_of_ranks: Sequence[OwnedChunks]) -> GlobalPlan:
+    """Divide the writing: a chunk that several ranks own is written by the one that has least to write so far.
 
     Deterministic, so that every rank makes the same plan. Raises ``ValueError`` when the ranks do not agree on a
-    tensor, or when their pieces overlap or leave gaps.
+    tensor, or when their chunks overlap or leave gaps.
     """
-    described: dict[str, Offer] = {}
-    holders: dict[tuple[str, Chunk], list[int]] = {}
+    tensors: dict[str, TensorChunks] = {}
+    owners: dict[tuple[str, Chunk], list[int]] = {}
     problems = []
-    for rank, offered in enumerate(offers):
-        for key, offer in offered.items():
-            first = described.setdefault(key, offer)
-            if (first.dtype, first.shape) != (offer.dtype, offer.shape):
-                problems.append(
-                    f"{key} is {first.dtype} {first.shape} on one rank, {offer.dtype} {offer.shape} on {rank}"
-                )
-            for chunk in offer.chunks:
-                holders.setdefault((key, chunk), []).append(rank)
+    for rank, chunks_of_rank in enumerate(chunks_of_ranks):
+        for key, own in chunks_of_rank.items():
+            first = tensors.setdefault(key, own)
+            if (first.dtype, first.shape) != (own.dtype, own.shape):
+                problems.append(f"{key} is {first.dtype} {first.shape} on one rank, {own.dtype} {own.shape} on {rank}")
+            for chunk in own.chunks:
+                owners.setdefault((key, chunk), []).append(rank)
     chunks: dict[str, list[Chunk]] = {}
-    for key, chunk in holders:
+    for key, chunk in owners:
         chunks.setdefault(key, []).append(chunk)
-    problems += [text for key, own in chunks.items() for text in coverage_problems(key, described[key].shape, own)]
+    problems += [text for key, all_ in chunks.items() for text in coverage_problems(key, tensors[key].shape, all_)]
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ValueError("the ranks' parts do not make up a checkpoint: " + "; ".join(problems[:8]) + more)
-    return GlobalPlan(_metadata(described, chunks), _divide(described, chunks, holders, len(offers)))
+    return GlobalPlan(_metadata(tensors, chunks), _divide(tensors, chunks, owners, len(chunks_of_ranks)))
 
 
 def coverage_problems(key: str, shape: Shape, chunks: Sequence[Chunk]) -> list[str]:
@@ -118,30 +116,30 @@ def _overlap(one: Chunk, other: Chunk) -> bool:
     )
 
 
-def _metadata(described: Mapping[str, Offer], chunks: Mapping[str, Sequence[Chunk]]) -> Metadata:
-    tensors = {}
-    for key, offer in described.items():
+def _metadata(tensors: Mapping[str, TensorChunks], chunks: Mapping[str, Sequence[Chunk]]) -> Metadata:
+    found = {}
+    for key, tensor in tensors.items():
         parts = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks[key]]
-        tensors[key] = TensorStorageMetadata(TensorProperties(dtype=offer.dtype), torch.Size(offer.shape), parts)
-    return Metadata(dict(tensors))
+        found[key] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), parts)
+    return Metadata(dict(found))
 
 
 def _divide(
-    described: Mapping[str, Offer],
+    tensors: Mapping[str, TensorChunks],
     chunks: Mapping[str, Sequence[Chunk]],
-    holders: Mapping[tuple[str, Chunk], Sequence[int]],
+    owners: Mapping[tuple[str, Chunk], Sequence[int]],
     num_ranks: int,
 ) -> tuple[tuple[tuple[str, int], ...], ...]:
     tasks = [
-        (prod(chunk[1]) * described[key].dtype.itemsize, key, number, holders[key, chunk])
+        (prod(chunk[1]) * tensors[key].dtype.itemsize, key, number, owners[key, chunk])
         for key, own in chunks.items()
         for number, chunk in enumerate(own)
     ]
     num_bytes = [0] * num_ranks
-    of_rank: list[list[tuple[str, int]]] = [[] for _ in range(num_ranks)]
-    # What has one holder leaves no choice; then the large ones first, the small ones even the ranks out.
+    chunks_of_rank: list[list[tuple[str, int]]] = [[] for _ in range(num_ranks)]
+    # Chunks with one owner leave no choice; of the others the large ones come first, so that small ones even out.
     for size, key, number, ranks in sorted(tasks, key=lambda task: (len(task[3]) > 1, -task[0])):
         rank = min(ranks, key=lambda candidate: num_bytes[candidate])
         num_bytes[rank] += size
-        of_rank[rank].append((key, number))
-    return tuple(tuple(sorted(own)) for own in of_rank)
+        chunks_of_rank[rank].append((key, number))
+    return tuple(tuple(sorted(own)) for own in chunks_of_rank)

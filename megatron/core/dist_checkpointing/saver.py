@@ -1,4 +1,4 @@
-"""Saves the checkpoints of one job, at once or in the background, one at a time."""
+"""Saves the checkpoints of one job, one at a time, in the foreground or in the background."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron.core.dist_checkpointing.mapping import Piece
+from megatron.core.dist_checkpointing.mapping import Shard
 from megatron.core.dist_checkpointing.random_states import get_random_states
 from megatron.core.dist_checkpointing.ranks import Ranks
-from megatron.core.dist_checkpointing.save_plan import GlobalPlan, Offers, make_global_plan, offers_of
+from megatron.core.dist_checkpointing.save_plan import GlobalPlan, OwnedChunks, make_global_plan, owned_chunks
 from megatron.core.dist_checkpointing.sharded_state import (
-    model_pieces,
-    optimizer_pieces,
+    model_shards,
+    optimizer_shards,
     placements,
-    random_pieces,
+    random_state_shards,
     unwrapped,
 )
 from megatron.core.dist_checkpointing.snapshot import Snapshot
@@ -33,13 +33,13 @@ from megatron.core.parallel_state import ProcessGroups
 
 
 class CheckpointSaver:
-    """Writes checkpoints that any layout can load; keeps the running write and the plan, which saves have in common.
+    """Writes checkpoints that any layout can load; keeps the running write, and the plan for the next saves.
 
     Args:
         groups: None means one process without torch.distributed.
         stall_timeout_s: a save in the background fails when nothing has changed in its directory for so long.
-        max_chunk_bytes: larger pieces are cut, so that their holders share the writing, and another layout need not
-            read much that it does not hold.
+        max_chunk_bytes: larger shards are cut, so that their owners share the writing and another layout reads little
+            that it does not need.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class CheckpointSaver:
         self.ranks = Ranks(groups)
         self.stall_timeout_s = stall_timeout_s
         self.max_chunk_bytes = max_chunk_bytes
-        self.snapshot_bytes = 0  # of the last save in the background
+        self.snapshot_bytes = 0  # memory of the last save in the background
         self._running: BackgroundWrite | None = None
-        self._planned: tuple[Offers, GlobalPlan] | None = None
+        self._planned: tuple[OwnedChunks, GlobalPlan] | None = None
 
     def save(
         self,
@@ -65,24 +65,24 @@ class CheckpointSaver:
     ) -> None:
         """Write a checkpoint; collective over the world, on a file system that all ranks share.
 
-        ``directory`` appears under its name only when everything is on disk; one that is there already is replaced.
-        ``extra`` is anything JSON can hold, ``latest`` a (file, text) that is written after; rank 0's are taken.
+        ``directory`` appears under its name only when everything is on disk; an existing one is replaced. ``extra`` is
+        anything that JSON can hold, ``latest`` a (file, text) that is written afterwards; both are taken from rank 0.
         Parameters must be on the device; the optimizer's state may be offloaded.
 
         With ``async_save`` this returns when the state has been copied to host memory (as many bytes as this rank
-        writes); ``check`` and ``wait`` tell how it went. An earlier save that still runs is waited for first. Without
-        it the same steps run here, without the copy. Raises ``OSError`` on every rank when any rank cannot write,
-        ``ValueError`` when the ranks' tensors do not fit together.
+        writes); ``check`` and ``wait`` report failures. It first waits for an earlier save that still runs. Without
+        ``async_save`` the same steps run here, without the copy. Raises ``OSError`` on every rank when any rank cannot
+        write, ``ValueError`` when the ranks' tensors do not fit together.
         """
         self.wait()
         final = Path(directory).absolute()
-        pieces = self._pieces(model, optimizer)
-        offers = offers_of(pieces)
-        is_planned = self._planned is not None and self._planned[0] == offers
+        shards = self._shards(model, optimizer)
+        owned = owned_chunks(shards)
+        is_planned = self._planned is not None and self._planned[0] == owned
         started = self.ranks.together(f"prepare {final}", lambda: (self._new_partial(final), is_planned))
         partial = started[0][0]
         if not all(planned for _, planned in started):
-            self._planned = (offers, self._plan(offers, partial))
+            self._planned = (owned, self._plan(owned, partial))
         assert self._planned is not None
         plan = self._planned[1]
         completion = None
@@ -91,15 +91,15 @@ class CheckpointSaver:
             completion = Completion(self.ranks.layout, plan.metadata, common, latest, self.stall_timeout_s)
         own = plan.save_plan(self.ranks.rank)
         job = RankJob(partial, final, self.ranks.rank, own, completion)
-        held = {MetadataIndex(piece.key, piece.offsets): piece.tensor for piece in pieces}
-        tensors = [held[item.index] for item in own.items]
+        by_index = {MetadataIndex(shard.key, shard.offsets): shard.tensor for shard in shards}
+        tensors = [by_index[item.index] for item in own.items]
         if async_save:
             self._start(job, tensors)
         else:
             self._write(job, tensors)
 
     def check(self) -> None:
-        """Raise ``OSError`` when this rank's running save has failed; neither waits nor communicates."""
+        """Raise ``OSError`` if this rank's running save has failed; neither waits nor communicates."""
         if self._running is not None and not self._running.is_running:
             self._running.result()
 
@@ -111,22 +111,22 @@ class CheckpointSaver:
 
     @property
     def running(self) -> BackgroundWrite | None:
-        """This rank's write since the last ``wait``; it may have ended."""
+        """This rank's write since the last ``wait``; it may have finished."""
         return self._running
 
-    def _pieces(self, model: nn.Module, optimizer: DistributedOptimizer | None) -> list[Piece]:
+    def _shards(self, model: nn.Module, optimizer: DistributedOptimizer | None) -> list[Shard]:
         module = unwrapped(model)
         placed = placements(module, self.ranks.layout, self.ranks.rank)
-        pieces = model_pieces(module, placed)
+        shards = model_shards(module, placed)
         if optimizer is not None:
-            pieces += optimizer_pieces(optimizer, placed)
-        pieces += random_pieces(get_random_states(next(model.parameters()).device), self.ranks.rank)
-        return [part for piece in pieces for part in piece.split(self.max_chunk_bytes)]
+            shards += optimizer_shards(optimizer, placed)
+        shards += random_state_shards(get_random_states(next(model.parameters()).device), self.ranks.rank)
+        return [part for shard in shards for part in shard.split(self.max_chunk_bytes)]
 
     def _new_partial(self, final: Path) -> Path:
-        """On rank 0 an empty directory of this save's own; what dead saves of this checkpoint left is removed."""
+        """On rank 0 a new empty directory; remove what interrupted saves of this checkpoint left."""
         if self.ranks.rank != 0:
-            return final  # not looked at
+            return final  # unused
         final.parent.mkdir(parents=True, exist_ok=True)
         for left in final.parent.glob(f".{final.name}.*.partial*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -134,9 +134,9 @@ class CheckpointSaver:
         partial.mkdir()
         return partial
 
-    def _plan(self, offers: Offers, partial: Path) -> GlobalPlan:
+    def _plan(self, owned: OwnedChunks, partial: Path) -> GlobalPlan:
         try:
-            return make_global_plan(self.ranks.together("plan", lambda: offers))
+            return make_global_plan(self.ranks.together("plan", lambda: owned))
         except ValueError:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -170,7 +170,7 @@ def save_checkpoint(
     extra: Mapping[str, Any],
     groups: ProcessGroups | None = None,
 ) -> None:
-    """``CheckpointSaver.save`` at once, for a job that saves only now and then."""
+    """A single ``CheckpointSaver.save`` in the foreground."""
     CheckpointSaver(groups).save(directory, model, optimizer, scheduler, extra)
 
 

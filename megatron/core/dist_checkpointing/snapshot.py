@@ -1,4 +1,4 @@
-"""A copy of tensors in memory that another process can take over, given back as soon as nobody uses it."""
+"""A copy of tensors in memory that another process can take over; it is freed when its last user exits."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ _ALIGNMENT = 64
 
 
 class Snapshot:
-    """Tensors, and a picklable description of what to do with them, in one anonymous file.
+    """Tensors and a picklable description of what to do with them, in one anonymous file.
 
-    The file has no name and no place on a disk (Linux), so nothing is left of it when its last holder has ended,
-    however it ended, and ``/dev/shm``, which containers keep small, does not limit it. ``handle`` goes to the other
-    process, which opens it with ``read_snapshot``; ``close`` gives up the memory on this side.
+    The file has no name and is not on a disk (Linux): it is freed when the last process that has it open exits, for
+    whatever reason, and it is not limited by ``/dev/shm``, which containers keep small. ``handle`` is passed to the
+    other process, which opens it with ``read_snapshot``; ``close`` releases the memory on this side.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], description: Any) -> None:
-        places, end = [], 0
+        records, end = [], 0
         for tensor in tensors:
-            places.append((end, tensor.dtype, tuple(tensor.shape)))
+            records.append((end, tensor.dtype, tuple(tensor.shape)))
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        tail = pickle.dumps((places, description))
+        tail = pickle.dumps((records, description))
         self.num_bytes = end + len(tail)
         self.handle = _anonymous_file(self.num_bytes)
         self._tail_at = end
         with mmap.mmap(self.handle, self.num_bytes) as memory:
             flat = torch.frombuffer(memory, dtype=torch.uint8)
-            _copy_all(tensors, [_view(flat, *where) for where in places])
+            _copy_all(tensors, [_view(flat, *record) for record in records])
             memory[end:] = tail
             del flat
 
     @property
     def address(self) -> str:
-        """What ``read_snapshot`` needs to know beside the open file."""
+        """The argument of ``read_snapshot`` in the process that inherits the file."""
         return f"{self.handle}:{self._tail_at}:{self.num_bytes}"
 
     def close(self) -> None:
-        """Give up this side's hold."""
+        """Release the memory on this side."""
         os.close(self.handle)
 
 
 def read_snapshot(address: str) -> tuple[list[torch.Tensor], Any]:
-    """The tensors, which keep the memory as long as one of them lives, and the description."""
+    """The tensors and the description; the memory is freed with the last of the tensors."""
     handle, tail_at, num_bytes = map(int, address.split(":"))
     memory = mmap.mmap(handle, num_bytes)
     os.close(handle)
-    places, description = pickle.loads(memory[tail_at:])
+    records, description = pickle.loads(memory[tail_at:])
     flat = torch.frombuffer(memory, dtype=torch.uint8)
-    return [_view(flat, *where) for where in places], description
+    return [_view(flat, *record) for record in records], description
 
 
 def _anonymous_file(num_bytes: int) -> int:

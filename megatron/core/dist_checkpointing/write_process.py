@@ -1,10 +1,10 @@
 """The process that writes one rank's part of an asynchronous checkpoint; it outlives the process that started it.
 
-A process, not a thread: it finishes the checkpoint when the training process is killed, crashes or raises; it shares no
-interpreter lock with the step; and when it ends, all memory of the snapshot is free. Started anew for each save with
-``exec``, because to fork a process that has device contexts, communication threads or Ray's is not safe. It is in a
-session of its own and nobody's child, so that neither a signal to the job's process group nor Ray, which ends the
-children of a worker with it, reaches it. It sees no device.
+It is a process, not a thread: it finishes the checkpoint even if the training process is killed, crashes or raises; it
+does not share the interpreter lock with the step; and when it exits, all memory of the snapshot is freed. Each save
+starts a new one with ``exec``, because it is not safe to fork a process that has device contexts or threads. It has a
+session of its own and is reparented, so that it survives a signal to the job's process group, and Ray, which kills the
+children of a worker together with it. It sees no device.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import subprocess
 import sys
 
 from megatron.core.dist_checkpointing.snapshot import Snapshot, read_snapshot
-from megatron.core.dist_checkpointing.writing import RankJob, complete, tell_failure, write_rank
+from megatron.core.dist_checkpointing.writing import RankJob, complete, report_failure, write_rank
 
 _DONE = "done"
-# The first process tells the pid of the second, which is the writer, and ends.
+# The first process prints the pid of the second, which is the writer, and exits.
 _START = """import os
 pid = os.fork()
 if pid:
@@ -32,7 +32,7 @@ main({address!r})
 
 
 class BackgroundWrite:
-    """A running write of this rank's part, seen from the training process. The snapshot is the writer's from now on."""
+    """The training process's handle on the running write of this rank's part; the writer takes over the snapshot."""
 
     def __init__(self, job: RankJob, snapshot: Snapshot) -> None:
         self.job = job
@@ -52,40 +52,40 @@ class BackgroundWrite:
         self._reports = self._starter.stdout
         self.pid = int(self._reports.readline() or -1)
         self._starter.wait()
-        self._said = b""
+        self._output = b""
         self._failure: str | None = None
 
     @property
     def is_running(self) -> bool:
-        """Whether it still writes (or, on the completing rank, waits for the others)."""
+        """Whether the writer still writes (or, on the completing rank, waits for the others)."""
         while not self._reports.closed and select.select([self._reports], [], [], 0)[0]:
             self._read()
         return not self._reports.closed
 
     def result(self) -> None:
-        """Wait for its end; ``OSError`` when it did not succeed, also on further calls."""
+        """Wait until the writer exits; ``OSError`` if it failed, also on further calls."""
         while not self._reports.closed:
             self._read()
         if self._failure is not None:
             raise OSError(f"checkpoint {self.job.final}: {self._failure}")
 
     def _read(self) -> None:
-        """Take what the writer says; its end closes the pipe, whatever it died of."""
+        """Read the writer's output; when the writer exits, for whatever reason, the pipe is closed."""
         text = os.read(self._reports.fileno(), 1 << 16)
-        self._said += text
+        self._output += text
         if text:
             return
         self._reports.close()
-        said = self._said.decode().strip()
-        if said != _DONE:
-            self._failure = said or "its writer was killed"
-            tell_failure(self.job, self._failure)
+        output = self._output.decode().strip()
+        if output != _DONE:
+            self._failure = output or "its writer was killed"
+            report_failure(self.job, self._failure)
 
 
 def main(address: str) -> None:
-    """Write what the snapshot holds; on failure the text goes to the training process, if it is still there."""
+    """Write the snapshot's tensors; an error's text is sent to the training process, if it is still running."""
     reports = os.dup(1)
-    os.dup2(2, 1)  # what libraries print goes to the log
+    os.dup2(2, 1)  # the output of libraries goes to the log
     os.nice(5)
     tensors, job = read_snapshot(address)
     text = _DONE
@@ -98,8 +98,8 @@ def main(address: str) -> None:
         text = str(error) if isinstance(error, OSError) else repr(error)
         print(f"rank {job.rank}: checkpoint {job.final}: {text}", file=sys.stderr)
         if job.completion is None:
-            tell_failure(job, text)
+            report_failure(job, text)
         else:
             shutil.rmtree(job.partial, ignore_errors=True)
-    with contextlib.suppress(BrokenPipeError):  # the training process is gone
+    with contextlib.suppress(BrokenPipeError):  # the training process has exited
         os.write(reports, text.encode())

@@ -1,4 +1,4 @@
-"""Puts one checkpoint on disk: each rank its files, then one rank the whole; files tell who is done, no collectives."""
+"""Writes one checkpoint: each rank its files, then one rank completes it; files report who is done, not collectives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ COMMON = "common.json"
 
 @dataclass(frozen=True)
 class Completion:
-    """What the completing rank adds. latest: file and text that name this checkpoint once it is complete."""
+    """What the completing rank adds.
+
+    latest: a file and the text to write to it, which names this checkpoint, when the checkpoint is complete.
+    """
 
     layout: ParallelLayout
     metadata: Metadata
@@ -47,7 +50,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class RankJob:
-    """One rank's part of one checkpoint. plan: what it writes, in the order of the tensors that come with the job."""
+    """One rank's part of one checkpoint. plan: what it writes, in the order of the tensors of the job."""
 
     partial: Path
     final: Path
@@ -57,7 +60,7 @@ class RankJob:
 
 
 class _TensorPlanner(dcp.DefaultSavePlanner):
-    """Gives the storage writer the views that the plan was made for."""
+    """Resolves the items of a plan to the tensors that they were made from."""
 
     def __init__(self, plan: SavePlan, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -68,42 +71,42 @@ class _TensorPlanner(dcp.DefaultSavePlanner):
 
 
 def write_rank(job: RankJob, tensors: Sequence[torch.Tensor], copy_ahead_bytes: int = 10_000_000) -> None:
-    """Write and sync this rank's files, then the record that says so; ``OSError`` when the disk refuses."""
+    """Write and sync this rank's files, then its record; ``OSError`` when they cannot be written."""
     writer = dcp.FileSystemWriter(job.partial, per_thread_copy_ahead=copy_ahead_bytes)
     plan = writer.prepare_global_plan([SavePlan([])] * job.rank + [job.plan])[job.rank]
     try:
         results = writer.write_data(plan, _TensorPlanner(plan, tensors)).wait()
-    except RuntimeError as error:  # torch's stream writer wraps what the disk says
+    except RuntimeError as error:  # torch's stream writer wraps the OSError
         raise OSError(f"{job.partial}: {error}") from error
     files = {path.name: record_file(path) for path in sorted(job.partial.glob(f"__{job.rank}_*.distcp"))}
     write_bytes(_done(job.partial, job.rank), pickle.dumps((files, results)))
 
 
-def tell_failure(job: RankJob, text: str) -> None:
-    """Let the completing rank know that it waits in vain."""
+def report_failure(job: RankJob, text: str) -> None:
+    """Write a file that makes the completing rank stop waiting."""
     try:
         write_bytes(job.partial / f"rank-{job.rank}.failed", text.encode())
-    except OSError as error:  # the directory is gone, and with it whoever would wait
+    except OSError as error:  # the directory was removed, so no rank waits
         logger.warning("rank %d: %s (%s)", job.rank, text, error)
 
 
 def complete(job: RankJob) -> None:
-    """Wait for all ranks' records, then make the checkpoint appear under its name, and name it the latest.
+    """Wait for all ranks' records, then rename the checkpoint to its final name and name it the latest.
 
-    Consumes the records, waits for those that are missing; unblocked by them, by a rank's failure, or when nothing in
-    the directory has changed for ``stall_timeout_s`` (``OSError`` in both cases, and what was written is removed).
+    Consumes the records and waits for the missing ones; unblocked by these, by a rank's failure, or when nothing in
+    the directory has changed for ``stall_timeout_s`` (``OSError`` in both cases, and the directory is removed).
     """
-    todo = job.completion
-    assert todo is not None
+    completion = job.completion
+    assert completion is not None
     try:
-        _wait_for_records(job.partial, todo.layout.world_size, todo.stall_timeout_s)
-        _finish(job.partial, todo)
+        _wait_for_records(job.partial, completion.layout.world_size, completion.stall_timeout_s)
+        _finish(job.partial, completion)
     except OSError:
         shutil.rmtree(job.partial, ignore_errors=True)
         raise
     _publish(job.partial, job.final)
-    if todo.latest is not None:
-        path, text = todo.latest
+    if completion.latest is not None:
+        path, text = completion.latest
         write_bytes(Path(path), text.encode())
     logger.info("checkpoint %s is complete", job.final)
 
@@ -130,27 +133,27 @@ def _wait_for_records(partial: Path, world_size: int, stall_timeout_s: float) ->
         pause_s = min(2 * pause_s, 0.5)
 
 
-def _finish(partial: Path, todo: Completion) -> None:
+def _finish(partial: Path, completion: Completion) -> None:
     files: dict[str, FileRecord] = {}
     results = []
-    for rank in range(todo.layout.world_size):
+    for rank in range(completion.layout.world_size):
         own_files, own_results = pickle.loads(_done(partial, rank).read_bytes())
         files |= own_files
         results.append(own_results)
-    dcp.FileSystemWriter(partial).finish(replace(todo.metadata), results)
-    write_json(partial / COMMON, todo.common)
+    dcp.FileSystemWriter(partial).finish(replace(completion.metadata), results)
+    write_json(partial / COMMON, completion.common)
     files |= {name: record_file(partial / name) for name in (".metadata", COMMON)}
-    manifest = Manifest(todo.layout, files)
+    manifest = Manifest(completion.layout, files)
     problems = file_problems(partial, manifest)
     if problems:
         raise OSError(f"{'; '.join(problems)}; is the directory on a file system that all nodes share?")
-    for rank in range(todo.layout.world_size):
+    for rank in range(completion.layout.world_size):
         _done(partial, rank).unlink()
     write_manifest(partial, manifest)
 
 
 def _publish(partial: Path, final: Path) -> None:
-    """Rename ``partial``; what has the name already is set aside first and removed after."""
+    """Rename ``partial`` to ``final``; an existing directory of that name is set aside first and removed afterwards."""
     replaced = partial.with_name(f"{partial.name}.replaced")
     while True:
         if final.exists():
@@ -159,7 +162,7 @@ def _publish(partial: Path, final: Path) -> None:
             os.rename(partial, final)
             break
         except OSError:
-            if not final.exists():  # else an orphan of an earlier run has just published the same step
+            if not final.exists():  # else the writer of an earlier run has just published the same step
                 raise
             shutil.rmtree(replaced, ignore_errors=True)
     sync_directory(final.parent)

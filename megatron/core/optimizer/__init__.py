@@ -16,8 +16,8 @@ def get_megatron_optimizer(
 ) -> DistributedOptimizer:
     """The optimizer of ``ddp_model``; its master weights start as the model's weights at this moment.
 
-    Whether the state is sharded is decided where the gradients are (``DistributedDataParallelConfig``); a ``config``
-    that says otherwise is a ``ValueError``. With ``optimizer_cpu_offload`` it is a ``HybridDeviceOptimizer``.
+    ``DistributedDataParallelConfig`` decides whether the state is sharded; a different ``config`` is a ``ValueError``.
+    With ``optimizer_cpu_offload`` it is a ``HybridDeviceOptimizer``.
     """
     if config.use_distributed_optimizer != ddp_model.ddp_config.use_distributed_optimizer:
         raise ValueError(

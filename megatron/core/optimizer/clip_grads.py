@@ -16,7 +16,7 @@ def local_square_sum(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def get_grad_norm_fp32(square_sum: torch.Tensor, grad_stats_parallel_group: dist.ProcessGroup) -> float:
-    """Root of the sum over the group of ``square_sum``; each element must have been counted on exactly one rank."""
+    """Root of ``square_sum`` summed over the group; each element must have been counted on exactly one rank."""
     total = square_sum.clone()
     if dist.get_world_size(grad_stats_parallel_group) > 1:
         dist.all_reduce(total, group=grad_stats_parallel_group)
@@ -32,7 +32,7 @@ def clip_grad_by_total_norm_fp32(grads: Sequence[torch.Tensor], max_norm: float,
 
 
 def _square_sum(grad: torch.Tensor) -> torch.Tensor:
-    """By rows: on a CPU a norm adds up one element after another, and of 3e7 in float32 it would lose 0.2%."""
+    """Sum by rows: on a CPU a norm adds elements one by one and would lose 0.2% with 3e7 elements in float32."""
     num_rows = grad.numel() // _ROW
     rows, rest = grad[: num_rows * _ROW].view(num_rows, _ROW), grad[num_rows * _ROW :]
     squares = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).square().sum()

@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 # Elements of one update: its temporaries stay small, and on a CPU part of it in the caches.
-PIECE_SIZE = 1 << 22
+CHUNK_SIZE = 1 << 22
 
 
 @dataclass(frozen=True)
 class ShardState:
-    """State of the elements from ``start`` on of one buffer's shard, each [numel], in the config's dtypes."""
+    """State of the elements from ``start`` on of one buffer's shard: tensors [numel] in the config's dtypes."""
 
     buffer: ParamAndGradBuffer
     start: int
@@ -53,23 +53,23 @@ class ShardState:
 
     @property
     def name(self) -> str:
-        """The buffer's, with the first element when that is not the shard's."""
+        """The buffer's name, followed by the first element's index unless that is 0."""
         return f"{self.buffer.name}.{self.start}" if self.start else self.buffer.name
 
     @property
     def params(self) -> torch.Tensor:
-        """The parameters that this is the state of, in their dtype."""
+        """The parameters of these elements, in their own dtype."""
         return self.buffer.param_shard[self.start : self.start + self.numel]
 
     @property
     def grads(self) -> torch.Tensor:
-        """Their gradients."""
+        """The gradients of these elements."""
         return self.buffer.grad_shard[self.start : self.start + self.numel]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some elements of one shard that are updated together; ``state`` is (master, exp_avg, exp_avg_sq)."""
+class Chunk:
+    """Elements of one shard that are updated together; ``state`` is (master, exp_avg, exp_avg_sq)."""
 
     buffer: ParamAndGradBuffer
     state: tuple[torch.Tensor, ...]
@@ -105,16 +105,17 @@ class DistributedOptimizer:
     def step(self) -> tuple[bool, float, int | None]:
         """Update the parameters; collective over the world. Returns (updated, gradient norm before clipping, None).
 
-        When the norm is not finite nothing changes, the ranks with such gradients log which (with
-        ``check_for_nan_in_grad`` also since which micro-batch), and the first element is False, on every rank; with
-        ``config.on_non_finite_grads`` "stop" every rank raises ``NonFiniteGradientError`` with what all ranks found.
+        When the norm is not finite nothing changes and the first element is False on every rank; the ranks with such
+        gradients log them (with ``check_for_nan_in_grad`` also the first micro-batch). With
+        ``config.on_non_finite_grads`` "stop" every rank raises ``NonFiniteGradientError``, which lists those of all
+        ranks.
         """
         assert self.model.grads_are_final, "call finalize_model_grads() between the last backward and step()"
-        self.model.finish_param_sync()  # the shards must not change while an earlier step's are still on their way
+        self.model.finish_param_sync()  # the shards must not change while an earlier step's are still being gathered
         square_sum = self._counted_square_sum()
         grad_norm = get_grad_norm_fp32(square_sum, self.groups.world)
         if not math.isfinite(grad_norm):
-            self._tell_non_finite(grad_norm)
+            self._report_non_finite(grad_norm)
             return False, grad_norm, None
         if self.config.clip_grad > 0:
             grads = [buffer.grad_shard for buffer in self.model.param_and_grad_buffers]
@@ -147,9 +148,9 @@ class DistributedOptimizer:
                 tensor.onload()
 
     def param_shards(self) -> Iterator[ParamShard]:
-        """All state of this rank by parameter, every element once, padding left out; no collectives.
+        """All state of this rank by parameter, every element once, without padding; no collectives.
 
-        A parameter may come in several pieces or, when its shard is another rank's, not at all. Without
+        A parameter may come in several parts or, when another rank owns its shard, not at all. Without
         ``use_distributed_optimizer`` every replica yields everything.
         """
         for state in self.shards:
@@ -167,7 +168,7 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, torch.Tensor | float | int]) -> None:
-        """Take the state of ``state_dict()`` from the same model at the same layout; the parameters are not touched.
+        """Load the ``state_dict()`` of the same model in the same layout; the parameters do not change.
 
         Raises ``ValueError`` when names or shapes differ.
         """
@@ -191,13 +192,13 @@ class DistributedOptimizer:
             if isinstance(value, torch.Tensor):
                 value.copy_(torch.as_tensor(state_dict[key]))
 
-    def _tell_non_finite(self, grad_norm: float) -> None:
-        """Log what this rank found, and raise if so configured; collective over the world when it is."""
+    def _report_non_finite(self, grad_norm: float) -> None:
+        """Log this rank's non-finite gradients, and raise if configured (collective over the world in that case)."""
         found = self.model.non_finite_grads
-        if found is None:  # not looked for before the reduction; after it only the own shards mean anything
-            places = {name: place for place, (name, _) in enumerate(self.model.module.named_parameters())}
+        if found is None:  # not checked before the reduction; after it only this rank's shards are valid
+            order = {name: index for index, (name, _) in enumerate(self.model.module.named_parameters())}
             grads = {item.name: (item, item.shard[0], item.grad_shard) for item in self.model.param_and_grad_buffers}
-            found = find_non_finite(grads, places, self.groups.rank)
+            found = find_non_finite(grads, order, self.groups.rank)
         is_stop = self.config.on_non_finite_grads == "stop"
         if found is not None:
             what = "the run stops" if is_stop else "the step is skipped"
@@ -205,8 +206,8 @@ class DistributedOptimizer:
         if is_stop:
             everywhere: list[NonFiniteGrads | None] = [None] * self.groups.world.size()
             dist.all_gather_object(everywhere, found, group=self.groups.world)
-            told = [str(item) for item in everywhere if item is not None] or ["all are finite, their squares overflow"]
-            raise NonFiniteGradientError(f"the gradient norm is {grad_norm}: " + "; ".join(told))
+            lines = [str(item) for item in everywhere if item is not None] or ["all are finite, their squares overflow"]
+            raise NonFiniteGradientError(f"the gradient norm is {grad_norm}: " + "; ".join(lines))
 
     def _counted_square_sum(self) -> torch.Tensor:
         """This rank's share of the squared norm: over all ranks every parameter element is counted exactly once.
@@ -227,41 +228,41 @@ class DistributedOptimizer:
         return local_square_sum(counted)
 
     def _new_states(self, buffer: ParamAndGradBuffer) -> list[ShardState]:
-        """State for every element of the buffer's shard, in as many parts as it has places."""
+        """State for every element of the buffer's shard, one part for each device that stores some of it."""
         return [self._new_state(buffer, 0, buffer.param_shard.numel())]
 
     def _new_state(self, buffer: ParamAndGradBuffer, start: int, stop: int) -> ShardState:
-        """On the device: master weights equal to the parameters, moments zero."""
+        """State on the device: master weights equal to the parameters, moments zero."""
         params, dtypes = buffer.param_shard[start:stop], self.config.state_dtypes
         master = params.to(dtypes.pop("master"), copy=True)
         zeros = (OffloadableTensor(torch.zeros_like(master, dtype=dtype)) for dtype in dtypes.values())
         return ShardState(buffer, start, OffloadableTensor(master), *zeros)
 
     def _update_shards(self) -> None:
-        """One AdamW step on every shard's state, and the parameters of the shard from its master weights."""
+        """One AdamW step on every shard's state, then copy the master weights to the shard's parameters."""
         self._update_on_device(self.shards)
 
     def _update_on_device(self, states: Sequence[ShardState]) -> None:
         for state in states:
-            for piece in self._pieces(state, PIECE_SIZE):
-                self._adamw(piece.state, piece.grads, piece.group, self.ops)
-                piece.params.copy_(piece.state[0])
+            for chunk in self._chunks(state, CHUNK_SIZE):
+                self._adamw(chunk.state, chunk.grads, chunk.group, self.ops)
+                chunk.params.copy_(chunk.state[0])
 
-    def _pieces(self, state: ShardState, size: int) -> Iterator[Piece]:
-        """All elements of ``state`` in pieces of at most ``size``, each with one group: decayed or undecayed."""
+    def _chunks(self, state: ShardState, size: int) -> Iterator[Chunk]:
+        """All elements of ``state`` in chunks of at most ``size``, each with one group: decayed or undecayed."""
         first_undecayed = state.buffer.decayed[1]
         spans = ((0, first_undecayed), (first_undecayed, state.buffer.numel))
         for span, group in zip(spans, self.param_groups, strict=True):
-            start, stop = (place - state.start for place in state.buffer.in_shard(span))
+            start, stop = (index - state.start for index in state.buffer.in_shard(span))
             for begin in range(max(start, 0), min(stop, state.numel), size):
                 part = slice(begin, min(begin + size, stop, state.numel))
                 tensors = tuple(item.tensor[part] for item in state.tensors.values())
-                yield Piece(state.buffer, tensors, state.params[part], state.grads[part], group)
+                yield Chunk(state.buffer, tensors, state.params[part], state.grads[part], group)
 
     def _adamw(
         self, state: tuple[torch.Tensor, ...], grads: torch.Tensor, group: dict[str, float], ops: TrainOps
     ) -> None:
-        """One step in float32 on ``state``, whatever dtypes it is kept in."""
+        """One step in float32 on ``state``, whatever dtypes it is stored in."""
         master, exp_avg, exp_avg_sq = (tensor.float() for tensor in state)  # itself when it is float32
         ops.adamw_step(
             master,
@@ -274,6 +275,6 @@ class DistributedOptimizer:
             eps=self.config.adam_eps,
             weight_decay=group["weight_decay"],
         )
-        for kept, new in zip(state, (master, exp_avg, exp_avg_sq), strict=True):
-            if kept is not new:
-                kept.copy_(new)
+        for stored, new in zip(state, (master, exp_avg, exp_avg_sq), strict=True):
+            if stored is not new:
+                stored.copy_(new)

@@ -1,4 +1,4 @@
-"""Where the pieces of a streamed update run: lanes to and from the device, and one for computing on each side."""
+"""Lanes of a streamed update: copies to and from the device, and computation on each side."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-_WITHOUT_STREAMS = ("cpu", "meta")  # devices on which work is done, or only planned, when its call returns
+_WITHOUT_STREAMS = ("cpu", "meta")  # devices on which a call returns when its work is done (or, on meta, planned)
 TO_DEVICE, COMPUTE, TO_HOST, HOST = LANES = ("to_device", "compute", "to_host", "host")
 
 
@@ -15,14 +15,14 @@ class Lanes(Protocol):
     """Work on one lane runs in the order of ``submit``; between lanes only ``after`` orders it."""
 
     def submit(self, lane: str, work: Callable[[], None], after: Sequence[Any] = ()) -> Any:
-        """Queue ``work`` behind what ``after`` names (results of earlier calls) and return what names it."""
+        """Queue ``work`` after the work of the handles ``after``, and return its own handle."""
 
     def finish(self) -> None:
         """Wait until all work is done, on the host."""
 
 
 class InOrder:
-    """One piece of work at a time, in the order in which it comes; on the CPU there is nothing to overlap."""
+    """Runs one work item at a time, in the order of ``submit``; on the CPU there is nothing to overlap."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -42,8 +42,8 @@ class InOrder:
 class DeviceStreams:
     """Three streams of one accelerator (cuda, npu): the current one computes, two others copy beside it.
 
-    The host lane is this thread: its work waits for the events it needs and is done when ``submit`` returns, while the
-    streams go on with what was queued before.
+    The host lane is this thread: its work waits for the events that it needs and is done when ``submit`` returns, while
+    the streams continue with earlier work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,6 +75,6 @@ class DeviceStreams:
 
 
 def lanes_of(device: torch.device, is_overlapped: bool = True) -> Lanes:
-    """Streams on an accelerator, plain order on the CPU or when nothing shall overlap."""
+    """Streams on an accelerator; plain order on the CPU or without overlap."""
     has_streams = device.type not in _WITHOUT_STREAMS
     return DeviceStreams(device) if is_overlapped and has_streams else InOrder(device)

@@ -1,4 +1,4 @@
-"""Optimizer state by parameter: what checkpoints save and load, whatever buffers the state is kept in."""
+"""Optimizer state by parameter, as checkpoints save and load it, independent of the buffers that store it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron.core.distributed import ParamAndGradBuffer
 class ParamShard:
     """Elements [start, stop) of one flattened local parameter and their optimizer state.
 
-    name: the parameter's, as in ``named_parameters`` of the wrapped module · shape: of the whole local parameter ·
-    tensors: flat views [stop - start] into the state itself (the host's copy while offloaded) by "master", "exp_avg"
-    and "exp_avg_sq"; to read is to save, to write in place is to load.
+    name: the parameter's name in ``named_parameters`` of the wrapped module · shape: shape of the local parameter ·
+    tensors: flat views [stop - start] of the state itself (of the host's copy while offloaded) by "master", "exp_avg"
+    and "exp_avg_sq"; a save reads them, a load writes them in place.
     """
 
     name: str
@@ -30,7 +30,7 @@ class ParamShard:
 def param_shards_of(
     buffer: ParamAndGradBuffer, first: int, tensors: Mapping[str, torch.Tensor]
 ) -> Iterator[ParamShard]:
-    """What ``tensors``, the state of ``buffer`` from its element ``first`` on, say of each parameter; no padding."""
+    """The shard of each parameter in ``tensors``, the state of ``buffer`` from its element ``first`` on; no padding."""
     last = first + next(iter(tensors.values())).numel()
     for name, (param_start, param_stop) in buffer.param_ranges.items():
         start, stop = max(param_start, first), min(param_stop, last)

@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, ParamAndGradBuffe
 from megatron.core.distributed.offload import HostTensor
 from megatron.core.distributed.param_and_grad_buffer import ALIGNMENT
 from megatron.core.ops import TrainOps
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Piece, ShardState
+from megatron.core.optimizer.distrib_optimizer import Chunk, DistributedOptimizer, ShardState
 from megatron.core.optimizer.lanes import COMPUTE, TO_DEVICE, TO_HOST, Lanes, lanes_of
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ProcessGroups
@@ -67,18 +67,18 @@ class SwapOptimizer(DistributedOptimizer):
         slots = torch.empty(NUM_SLOTS, 3, self.chunk_size, dtype=torch.float32, device=self.device)
         ready = lanes.submit(COMPUTE, _nothing)  # the slots' memory, and the gradients, come from this lane
         left: list[Any] = [ready] * NUM_SLOTS
-        pieces = (piece for state in self.shards for piece in self._pieces(state, self.chunk_size))
-        for index, piece in enumerate(pieces):
+        chunks = (chunk for state in self.shards for chunk in self._chunks(state, self.chunk_size))
+        for index, chunk in enumerate(chunks):
             slot = index % NUM_SLOTS
-            on_device = tuple(slots[slot, :, : piece.params.numel()])
-            arrived = lanes.submit(TO_DEVICE, partial(_copy, piece.state, on_device), after=[left[slot]])
-            updated = lanes.submit(COMPUTE, partial(self._update, piece, on_device), after=[arrived])
-            left[slot] = lanes.submit(TO_HOST, partial(_copy, on_device, piece.state), after=[updated])
+            on_device = tuple(slots[slot, :, : chunk.params.numel()])
+            arrived = lanes.submit(TO_DEVICE, partial(_copy, chunk.state, on_device), after=[left[slot]])
+            updated = lanes.submit(COMPUTE, partial(self._update, chunk, on_device), after=[arrived])
+            left[slot] = lanes.submit(TO_HOST, partial(_copy, on_device, chunk.state), after=[updated])
         lanes.finish()
 
-    def _update(self, piece: Piece, on_device: tuple[torch.Tensor, ...]) -> None:
-        self._adamw(on_device, piece.grads, piece.group, self.ops)
-        piece.params.copy_(on_device[0])
+    def _update(self, chunk: Chunk, on_device: tuple[torch.Tensor, ...]) -> None:
+        self._adamw(on_device, chunk.grads, chunk.group, self.ops)
+        chunk.params.copy_(on_device[0])
 
 
 def get_swap_optimizer(

@@ -20,7 +20,7 @@ from tools.plan.worker import PlannedWorker
 from tools.plan.world import planned_rank
 from verl.trainer.config import load_config, validate_config
 from vllm.config import SchedulerConfig
-from vllm.model_executor.model_loader.held_slices import config_held_slices
+from vllm.model_executor.model_loader.rank_shards import engine_shards
 
 TOTAL, RESERVED = 64 << 30, 3 << 30
 PROMPT, RESPONSE, ROWS, SEQUENCES = 1024, 2048, 64, 64
@@ -58,7 +58,7 @@ def test_rank_of_671b(tmp_path: Path) -> None:
         engine = worker.rollout.inference_engine.config
         transfer_plan = worker.sharding_manager.sync.plan
         plan = plan_rollout(worker, ROWS, PROMPT, RESPONSE)
-    held = config_held_slices(engine, 37).values()
+    held = engine_shards(engine, 37).values()
     weights = sum(
         torch.Size(stop - start for start, stop in slice_.ranges).numel() * slice_.dtype.itemsize for slice_ in held
     )

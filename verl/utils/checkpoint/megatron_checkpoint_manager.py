@@ -13,7 +13,8 @@ from megatron.core.dist_checkpointing import CheckpointSaver, load_checkpoint, v
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups
-from mindspeed_llm.weights import export_weights, save_hf_checkpoint
+from mindspeed_llm.export_weights import export_weights
+from mindspeed_llm.hf_checkpoint import save_hf_checkpoint
 from verl.workers.config import CheckpointConfig
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class MegatronCheckpointManager:
 
     def export_hf(self, path: str) -> None:
         """Collective. Writes the current weights as a Hugging Face directory that ``transformers`` loads."""
-        stream = export_weights(self.model, self.hf_config, self.groups.layout, self.groups)
+        stream = export_weights(self.model, self.hf_config, self.groups)
         save_hf_checkpoint(stream, path, self.hf_dir, is_writer=self.groups.rank == 0)
         if self.groups.layout.world_size > 1:
             torch.distributed.barrier(self.groups.world)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 
 from verl.protocol import DataProto
 from verl.workers.config import RolloutConfig
 from vllm.model_executor.model_loader.digest import WeightDigest
-from vllm.model_executor.model_loader.held_slices import HeldSlice
-from vllm.model_executor.model_loader.slice_intake import WeightSlice
+from vllm.model_executor.model_loader.rank_shards import RankShards
+from vllm.model_executor.model_loader.shard_writer import WeightUpdate
 from vllm.ops.contract import RolloutOps
 from vllm.platforms import Platform
 
@@ -37,22 +37,22 @@ class BaseRollout(ABC):
 
     @abstractmethod
     def resume(self, tags: list[str]) -> None:
-        """Allocates ``weights`` (empty, to be written by ``update_weight_slices``) and/or ``kv_cache``."""
+        """Allocates ``weights`` (empty, to be written by ``update_weight_shards``) and/or ``kv_cache``."""
 
     @abstractmethod
-    def held_slices(self, rank: int) -> Mapping[str, HeldSlice]:
-        """HF name -> what the engine of ``rank`` holds of it; every rank knows that of all."""
+    def rank_shards(self, rank: int) -> RankShards:
+        """HF name -> what the engine of ``rank`` owns of it; every rank knows that of all ranks."""
 
     @abstractmethod
-    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> dict[str, WeightDigest]:
-        """Writes all that this rank holds of policy ``version``; ``slices`` may be collective over ranks. Elements that
-        are not held, come twice or not at all are an error. Returns what ``held_digests`` would, each taken from the
-        tensor's place when all of it was there.
+    def update_weight_shards(self, updates: Iterable[WeightUpdate], version: int) -> dict[str, WeightDigest]:
+        """Writes all shards of this rank for policy ``version``; iterating ``updates`` may be collective. Elements that
+        this rank does not own, that come twice or not at all are an error. Returns what ``shard_digests`` would return;
+        each digest was taken from the memory of the shard when all of it was written.
         """
 
     @abstractmethod
-    def held_digests(self) -> dict[str, WeightDigest]:
-        """HF name -> digest of what this rank holds of it, as it is in memory now."""
+    def shard_digests(self) -> dict[str, WeightDigest]:
+        """HF name -> digest of this rank's shard as it is in memory now."""
 
     @abstractmethod
     def release(self) -> None:

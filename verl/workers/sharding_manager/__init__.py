@@ -1,1 +1,1 @@
-"""Moving a worker between training and rollout."""
+"""Switching a worker between training and rollout."""

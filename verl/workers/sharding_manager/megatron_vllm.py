@@ -1,4 +1,4 @@
-"""Weights from the training engine to the rollout engine, and the memory life cycle of a die around it."""
+"""The switch of a worker from training to rollout and back: weight sync, and who has the device's memory when."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ logger = logging.getLogger(__name__)
 
 
 class MegatronVLLMShardingManager:
-    """A context in which the rollout engine holds the actor's current weights and a KV cache.
+    """A context in which the rollout engine has the actor's current weights and a KV cache.
 
-    Entering: rollout weights are allocated as empty buffers, every rank gets what it holds of them from the ranks that
-    train it, all of them are compared with the actor's, the training weights leave the device, and only then the KV
-    cache is allocated, so that its blocks never share the device with two copies of the model. Leaving frees all of the
-    rollout engine.
+    On entry the rollout weights are allocated as empty buffers, every rank receives its rollout shards from the ranks
+    that train them, all shards are compared with the actor's, the training weights are offloaded, and only then the KV
+    cache is allocated: its blocks never share the device with two copies of the model. On exit all memory of the
+    rollout engine is freed.
 
     Args:
-        offload_param: the training weights leave the device while the engine generates.
-        bucket_bytes: how much of the weights a rank sends and receives at once.
-        ranks_per_node: ranks that are close to each other, counted from rank 0.
+        offload_param: offload the training weights while the engine generates.
+        bucket_bytes: how many bytes of weights a rank sends and receives at once.
+        ranks_per_node: consecutive ranks on one node, counted from rank 0.
         timeline: gets a span of each part.
-        accelerator: ``torch.npu`` or ``torch.cuda``, whose allocator gives back what one side freed before the other
-            allocates; None on the CPU.
+        accelerator: ``torch.npu`` or ``torch.cuda``, whose cached memory is released before the other engine allocates;
+            None on the CPU.
         build_plan: see ``WeightSync``.
     """
 
@@ -62,7 +62,7 @@ class MegatronVLLMShardingManager:
             hf_config,
             groups.layout,
             next(actor_module.module.parameters()).dtype,
-            {rank: rollout.held_slices(rank) for rank in range(groups.layout.world_size)},
+            {rank: rollout.rank_shards(rank) for rank in range(groups.layout.world_size)},
             groups.world,
             device,
             bucket_bytes=bucket_bytes,

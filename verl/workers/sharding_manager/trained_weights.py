@@ -1,4 +1,4 @@
-"""What a training rank gives of its weights: slices under Hugging Face names, quantised where the rollout holds FP8."""
+"""The values that a training rank sends: parts of its shards, quantised where the rollout ranks store FP8."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from hf_formats.fp8 import (
     touched,
 )
 from hf_formats.problems import raise_problems
-from mindspeed_llm.sources import hf_view, relative
-from mindspeed_llm.weight_plan import Fragment, Slice
+from hf_formats.ranges import Ranges, index_of, relative
+from mindspeed_llm.weight_plan import Shard
+from mindspeed_llm.weight_source import hf_view
 from verl.workers.sharding_manager.transfer_plan import TransferPlan
 
-_Key = tuple[str, Slice]
+_Key = tuple[str, Ranges]
 
 
 class TrainedWeights:
-    """A training rank's tensors at the time of one sync.
+    """A training rank's weights at the time of one sync.
 
-    Collective over `group` when the plan has FP8 weights: the scale of a block that several fragments share is that of
+    Collective over `group` when the plan has FP8 weights: the scale of a block that several shards share comes from
     the largest magnitude in any of them. RuntimeError, on every rank, naming the weights that cannot be quantised.
 
     Args:
@@ -39,58 +40,55 @@ class TrainedWeights:
         self, params: Mapping[str, Tensor], plan: TransferPlan, group: dist.ProcessGroup, device: torch.device
     ) -> None:
         self._params = params
-        self._is_fp8 = {name for name, dtype in plan.held_dtypes.items() if dtype == FP8_DTYPE}
-        self._scales: dict[_Key, Tensor] = {}  # fp32, of the blocks that a fragment touches
+        self._is_fp8 = {name for name, dtype in plan.rollout_dtypes.items() if dtype == FP8_DTYPE}
+        self._scales: dict[_Key, Tensor] = {}  # fp32, of the blocks that a shard touches
         if self._is_fp8:
             self._scales = self._agree_on_scales(plan, group, device)
 
-    def values(self, hf_name: str, ranges: Slice, fragment: Fragment) -> Tensor:
-        """hf_tensor[ranges] of a fragment that this rank holds: a view, or e4m3 values, or scales of blocks."""
-        weight_name = hf_name.removesuffix(SCALE_SUFFIX)
-        if weight_name != hf_name:
-            return self._scales[_key(fragment)][relative(ranges, _blocks(fragment.piece.hf_slice))]
-        view = hf_view(self._params[fragment.local_name], fragment.piece).detach()
-        part = view[relative(ranges, fragment.piece.hf_slice)]
+    def values(self, hf_name: str, ranges: Ranges, shard: Shard) -> Tensor:
+        """hf_tensor[ranges] from a shard of this rank: a view, or e4m3 values, or the scales of blocks."""
+        if hf_name.endswith(SCALE_SUFFIX):
+            return self._scales[_key(shard)][relative(ranges, _blocks(shard.ranges))]
+        part = self._view(shard)[relative(ranges, shard.ranges)]
         if hf_name not in self._is_fp8:
             return part
-        return _quantised(part, ranges, self._scales[_key(fragment)], fragment)
+        return _quantised(part, ranges, self._scales[_key(shard)], shard)
+
+    def _view(self, shard: Shard) -> Tensor:
+        return hf_view(self._params[shard.param], shard).detach()
 
     def _agree_on_scales(
         self, plan: TransferPlan, group: dist.ProcessGroup, device: torch.device
     ) -> dict[_Key, Tensor]:
-        mine: dict[_Key, Fragment] = {}
-        split: dict[str, tuple[int, int]] = {}  # weights with shared blocks -> their grids
+        mine: dict[_Key, Shard] = {}
+        shared: dict[str, tuple[int, int]] = {}  # weights with blocks in several shards -> their grids of blocks
         rank = group.rank()
-        for fragment, holders in plan.quantised:
-            if rank in holders:
-                mine[_key(fragment)] = fragment
-            name, extent = _key(fragment)
-            shape = plan.hf_shapes[name]
-            if not _has_whole_blocks(extent, shape):
-                split[name] = (num_blocks(shape[0]), num_blocks(shape[1]))
-        peaks = {
-            key: _peaks(hf_view(self._params[fragment.local_name], fragment.piece).detach(), fragment.piece.hf_slice)
-            for key, fragment in mine.items()
-        }
+        for shard, source_ranks in plan.quantised:
+            if rank in source_ranks:
+                mine[_key(shard)] = shard
+            shape = plan.hf_shapes[shard.hf_name]
+            if not _has_whole_blocks(shard.ranges, shape):
+                shared[shard.hf_name] = (num_blocks(shape[0]), num_blocks(shape[1]))
+        peaks = {key: _peaks(self._view(shard), shard.ranges) for key, shard in mine.items()}
         _refuse_non_finite(peaks, group)
-        if split:
-            _share_peaks(peaks, split, group, device)
+        if shared:
+            _share_peaks(peaks, shared, group, device)
         return {key: scales_of_peaks(peak) for key, peak in peaks.items()}
 
 
-def _key(fragment: Fragment) -> _Key:
-    return fragment.piece.hf_name, fragment.piece.hf_slice
+def _key(shard: Shard) -> _Key:
+    return shard.hf_name, shard.ranges
 
 
-def _blocks(extent: Slice) -> Slice:
-    """Of the grid of scales: what a slice of the weight touches."""
-    return tuple(touched(start, stop) for start, stop in extent)
+def _blocks(ranges: Ranges) -> Ranges:
+    """The blocks, in the grid of scales, that a part of the weight touches."""
+    return tuple(touched(start, stop) for start, stop in ranges)
 
 
-def _has_whole_blocks(extent: Slice, shape: tuple[int, ...]) -> bool:
+def _has_whole_blocks(ranges: Ranges, shape: tuple[int, ...]) -> bool:
     return all(
         start % BLOCK == 0 and (stop % BLOCK == 0 or stop == size)
-        for (start, stop), size in zip(extent, shape, strict=True)
+        for (start, stop), size in zip(ranges, shape, strict=True)
     )
 
 
@@ -102,9 +100,9 @@ def _bands(start: int, stop: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _peaks(view: Tensor, extent: Slice) -> Tensor:
-    """fp32 [SR, SC]: largest magnitude, in this fragment, of each block that it touches."""
-    (r0, r1), (c0, c1) = extent
+def _peaks(view: Tensor, ranges: Ranges) -> Tensor:
+    """fp32 [SR, SC]: the largest magnitude, in this shard, of each block that it touches."""
+    (r0, r1), (c0, c1) = ranges
     padding = (c0 % BLOCK, -c1 % BLOCK)
     rows = []
     for start, stop in _bands(r0, r1):
@@ -113,10 +111,10 @@ def _peaks(view: Tensor, extent: Slice) -> Tensor:
     return torch.stack(rows).float()
 
 
-def _quantised(part: Tensor, ranges: Slice, scales: Tensor, fragment: Fragment) -> Tensor:
-    """e4m3 of `part`, as `quantize` of the whole tensor has it; a band of blocks at a time."""
+def _quantised(part: Tensor, ranges: Ranges, scales: Tensor, shard: Shard) -> Tensor:
+    """The e4m3 values of `part`, as `quantize` of the whole tensor gives them; one row of blocks at a time."""
     (r0, r1), (c0, c1) = ranges
-    first_row, first_column = (start // BLOCK for start, _ in fragment.piece.hf_slice)
+    first_row, first_column = (start // BLOCK for start, _ in shard.ranges)
     columns = torch.arange(c0, c1, device=part.device) // BLOCK - first_column
     result = torch.empty_like(part, dtype=FP8_DTYPE)  # in the order of memory
     for start, stop in _bands(r0, r1):
@@ -127,9 +125,9 @@ def _quantised(part: Tensor, ranges: Slice, scales: Tensor, fragment: Fragment) 
 
 def _refuse_non_finite(peaks: dict[_Key, Tensor], group: dist.ProcessGroup) -> None:
     bad = sorted({name for (name, _), peak in peaks.items() if bool((~torch.isfinite(peak)).any())})
-    of_ranks: list[list[str]] = [[]] * group.size()
-    dist.all_gather_object(of_ranks, bad, group=group)
-    names = sorted(set().union(*of_ranks))
+    by_rank: list[list[str]] = [[]] * group.size()
+    dist.all_gather_object(by_rank, bad, group=group)
+    names = sorted(set().union(*by_rank))
     raise_problems(
         "the weight sync", [f"{name} holds inf or nan and cannot be quantised" for name in names], "Look at the loss."
     )
@@ -138,14 +136,14 @@ def _refuse_non_finite(peaks: dict[_Key, Tensor], group: dist.ProcessGroup) -> N
 def _share_peaks(
     peaks: dict[_Key, Tensor], grids: dict[str, tuple[int, int]], group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Raise the peaks of blocks that fragments share to the largest of them, in place; collective."""
+    """Raise the peaks of blocks that several shards share to the largest of them, in place; collective."""
     table = torch.zeros(sum(rows * columns for rows, columns in grids.values()), device=device)
     parts = table.split([rows * columns for rows, columns in grids.values()])
-    of_name = {name: part.view(grids[name]) for name, part in zip(grids, parts, strict=True)}
-    shared = {key: tuple(slice(*part) for part in _blocks(key[1])) for key in peaks if key[0] in grids}
-    for (name, extent), blocks in shared.items():
-        here = of_name[name][blocks]
-        here.copy_(torch.maximum(here, peaks[name, extent]))
+    by_name = {name: part.view(grids[name]) for name, part in zip(grids, parts, strict=True)}
+    shared = {key: index_of(_blocks(key[1])) for key in peaks if key[0] in grids}
+    for (name, ranges), index in shared.items():
+        here = by_name[name][index]
+        here.copy_(torch.maximum(here, peaks[name, ranges]))
     dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
-    for (name, extent), blocks in shared.items():
-        peaks[name, extent] = of_name[name][blocks]
+    for (name, ranges), index in shared.items():
+        peaks[name, ranges] = by_name[name][index]

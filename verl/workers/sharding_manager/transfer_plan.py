@@ -1,7 +1,8 @@
-"""Who sends which elements to whom: the join of what training ranks hold and what rollout ranks hold, a pure function.
+"""The plan of a weight sync, a pure function: which rank sends which elements of which weight to whom, in which round.
 
-Every rank computes the same plan by itself. A rollout rank gets each element that it holds once, from itself where it
-trains it too, else from a holder on its own node where there is one, and the holders take turns.
+It joins the shards of the training ranks with those of the rollout ranks. Every rank computes the same plan by itself.
+A rollout rank gets each element that it owns once: from itself where it trains the element too, else from a source rank
+on its own node where there is one; the source ranks of a shard take turns.
 """
 
 from __future__ import annotations
@@ -18,80 +19,80 @@ import torch
 from hf_formats.config import HFModelConfig
 from hf_formats.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, num_blocks
 from hf_formats.problems import raise_problems
+from hf_formats.ranges import Ranges, intersection, shape_of
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.hf_shapes import always_fp32
-from mindspeed_llm.sources import intersection
-from mindspeed_llm.weight_plan import Fragment, Slice, fragments, holders, slice_shape
-from verl.workers.sharding_manager.transfer_flows import Flow, Flows
-from verl.workers.sharding_manager.transfer_rounds import Rounds
-from vllm.model_executor.model_loader.held_slices import HeldSlice
+from mindspeed_llm.weight_plan import Shard, model_shards, owner_ranks
+from verl.workers.sharding_manager.rank_pairs import RankPairs, SourceSelector
+from verl.workers.sharding_manager.transfer_rounds import RoundAssigner
+from vllm.model_executor.model_loader.rank_shards import RankShards
 
 ALIGNMENT = 8  # bytes, of every part of a message
-_PARTS_OF_A_ROUND = 4  # routes are cut so that as many of one sender fit in a round
+_PARTS_OF_A_ROUND = 4  # transfers are cut so that a round has room for so many of one sender
 
 
 @dataclass(frozen=True)
-class SliceIndex:
-    """(hf name, ranges) -> index of that slice among the distinct ones that rollout ranks hold."""
+class ShardIndex:
+    """(hf name, ranges) -> number of that shard among the distinct shards of the rollout ranks."""
 
-    first: Mapping[str, int]  # of each tensor's slices
-    places: Mapping[str, Mapping[Slice, int]]  # from there on; tensors that are cut alike share a table
+    first: Mapping[str, int]  # number of each tensor's first shard
+    tables: Mapping[str, Mapping[Ranges, int]]  # numbers from there on; tensors that are cut alike share a table
 
-    def __getitem__(self, key: tuple[str, Slice]) -> int:
+    def __getitem__(self, key: tuple[str, Ranges]) -> int:
         name, ranges = key
-        return self.first[name] + self.places[name][ranges]
+        return self.first[name] + self.tables[name][ranges]
 
     def __len__(self) -> int:
-        return sum(map(len, self.places.values()))
+        return sum(map(len, self.tables.values()))
 
 
-class Route(NamedTuple):
-    """hf_tensor[ranges] in `dtype`, on its way in round `round`. A tuple, as there may be millions."""
+class Transfer(NamedTuple):
+    """hf_tensor[ranges], sent in `dtype` in round `round`. A tuple, because there may be millions."""
 
-    slice_index: int  # of what it is a part of, in TransferPlan.slices
+    rollout_shard: int  # number of the shard that it is a part of, see TransferPlan.shard_index
     hf_name: str
-    ranges: Slice
-    fragment: Fragment
+    ranges: Ranges
+    shard: Shard  # of the training ranks
     dtype: torch.dtype
-    flow: Flow
-    digester: int  # the source that computes its part of the expected digest
+    pairs: RankPairs
+    digest_rank: int  # the source that computes its part of the expected digest
     num_bytes: int  # of one copy
     round: int
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """All routes of a sync in the order in which they are packed, and the distinct slices that rollout ranks hold.
+    """All transfers of a sync in the order in which they are packed, and the distinct shards of the rollout ranks.
 
-    quantised: every fragment of the weights that rollout ranks hold in FP8, with its holders.
+    quantised: every training shard of the weights that rollout ranks store in FP8, with its source ranks.
     """
 
-    routes: tuple[Route, ...]
-    quantised: tuple[tuple[Fragment, tuple[int, ...]], ...]
-    slices: SliceIndex
-    num_holders_N: np.ndarray  # int64, rollout ranks that hold each slice
+    transfers: tuple[Transfer, ...]
+    quantised: tuple[tuple[Shard, tuple[int, ...]], ...]
+    shard_index: ShardIndex
+    num_destinations_N: np.ndarray  # int64 [shards of the rollout ranks], ranks that own each
     hf_shapes: Mapping[str, tuple[int, ...]]
-    held_dtypes: Mapping[str, torch.dtype]
+    rollout_dtypes: Mapping[str, torch.dtype]
     num_rounds: int
     num_ranks: int
 
     @cached_property
-    def flows(self) -> dict[int, Flow]:
-        """The distinct ones, which many routes have in common, by their ids."""
-        return {id(route.flow): route.flow for route in self.routes}
+    def rank_pairs(self) -> dict[int, RankPairs]:
+        """The distinct pairs, which many transfers share, by their ids."""
+        return {id(transfer.pairs): transfer.pairs for transfer in self.transfers}
 
     def traffic(self) -> Traffic:
-        """Bytes of every rank."""
+        """The bytes of every rank."""
         sent, received, held, expert_received, expert_held = np.zeros((5, self.num_ranks), dtype=np.int64)
-        for route in self.routes:
-            flow = route.flow
-            sent[flow.senders_S] += flow.copies_S * route.num_bytes
-            received[flow.receivers_M] += route.num_bytes
-            size = route.num_bytes // route.dtype.itemsize * self.held_dtypes[route.hf_name].itemsize
-            held[flow.consumers_N] += size
-            if route.fragment.is_expert:
-                expert_received[flow.receivers_M] += route.num_bytes
-                expert_held[flow.consumers_N] += size
+        for transfer in self.transfers:
+            pairs = transfer.pairs
+            sent[pairs.senders_S] += pairs.copies_S * transfer.num_bytes
+            received[pairs.receivers_R] += transfer.num_bytes
+            size = transfer.num_bytes // transfer.dtype.itemsize * self.rollout_dtypes[transfer.hf_name].itemsize
+            held[pairs.destinations_D] += size
+            if transfer.shard.is_expert:
+                expert_received[pairs.receivers_R] += transfer.num_bytes
+                expert_held[pairs.destinations_D] += size
         return Traffic(sent, received, held, expert_received, expert_held)
 
 
@@ -110,7 +111,7 @@ def build_plan(
     hf: HFModelConfig,
     layout: ParallelLayout,
     params_dtype: torch.dtype,
-    holdings: Mapping[int, Mapping[str, HeldSlice]],
+    rollout_shards: Mapping[int, RankShards],
     num_ranks: int,
     *,
     bucket_bytes: int,
@@ -119,64 +120,74 @@ def build_plan(
     """The plan of a group of `num_ranks` ranks, of which the first `layout.world_size` train.
 
     Args:
-        holdings: rank in the group -> `held_slices` of the rollout engine there.
-        bucket_bytes: of what a rank sends and receives in one round together.
+        rollout_shards: rank in the group -> `rank_shards` of the rollout engine there.
+        bucket_bytes: what a rank may send and receive in one round together.
     """
-    consumers = _consumers(holdings)
-    parts = fragments(hf, layout, "core")
+    destinations = _destinations(rollout_shards)
+    trained = model_shards(hf, layout)
     joins = _Joins()
-    _check(parts, consumers, joins)
-    slices, num_holders_N = _indexed(consumers)
-    every = {name: held for of_rank in _distinct(holdings).values() for name, held in of_rank.items()}
-    held_dtypes = {name: held.dtype for name, held in every.items()}
-    flows, cuts = Flows(ranks_per_node), _Cuts(bucket_bytes // 2)
-    routes: list[Route] = []
-    quantised: list[tuple[Fragment, tuple[int, ...]]] = []
-    holders_of: dict[tuple[int, bool, bool], tuple[int, ...]] = {}
-    for name, of_name in consumers.items():
-        dtype, first = _wire_dtype(name, params_dtype, held_dtypes[name]), slices.first[name]
-        of_weight = parts[name.removesuffix(SCALE_SUFFIX)]
-        for fragment in of_weight:
-            kind = (fragment.owner, fragment.is_expert, len(of_weight) == 1)
-            if kind not in holders_of:
-                holders_of[kind] = tuple(holders(hf, layout, fragment))
-            having = holders_of[kind]
-            common = joins.of(_extent(name, fragment), of_name)
-            if held_dtypes[name] == FP8_DTYPE:
-                quantised.append((fragment, having))
-            for place, extent, ranks in common:
-                digester, flow = flows.next(having, ranks)
-                routes += [
-                    Route(first + place, name, part, fragment, dtype, flow, digester, num_bytes, round=0)
-                    for part, num_bytes in cuts.of(name, extent, dtype, flow)
+    _check(trained, destinations, joins)
+    shard_index, num_destinations_N = _numbered(destinations)
+    every = {name: shard for shards in _distinct(rollout_shards).values() for name, shard in shards.items()}
+    rollout_dtypes = {name: shard.dtype for name, shard in every.items()}
+    selector, cuts = SourceSelector(ranks_per_node), _Cuts(bucket_bytes // 2)
+    transfers: list[Transfer] = []
+    quantised: list[tuple[Shard, tuple[int, ...]]] = []
+    owners_of: dict[tuple[int, bool, bool], tuple[int, ...]] = {}
+    for name, ranks_of_ranges in destinations.items():
+        dtype, first = _wire_dtype(name, params_dtype, rollout_dtypes[name]), shard_index.first[name]
+        shards = trained[name.removesuffix(SCALE_SUFFIX)]
+        for shard in shards:
+            kind = (shard.rank, shard.is_expert, len(shards) == 1)
+            if kind not in owners_of:
+                owners_of[kind] = tuple(owner_ranks(hf, layout, shard))
+            source_ranks = owners_of[kind]
+            if rollout_dtypes[name] == FP8_DTYPE:
+                quantised.append((shard, source_ranks))
+            for number, common, ranks in joins.of(_ranges(name, shard), ranks_of_ranges):
+                digest_rank, pairs = selector.next(source_ranks, ranks)
+                transfers += [
+                    Transfer(first + number, name, part, shard, dtype, pairs, digest_rank, num_bytes, round=0)
+                    for part, num_bytes in cuts.of(name, common, dtype, pairs)
                 ]
-    dealt, num_rounds = _in_rounds(routes, num_ranks, bucket_bytes // 2)
-    hf_shapes = {name: held.hf_shape for name, held in every.items()}
-    return TransferPlan(dealt, tuple(quantised), slices, num_holders_N, hf_shapes, held_dtypes, num_rounds, num_ranks)
+    assigned, num_rounds = _in_rounds(transfers, num_ranks, bucket_bytes // 2)
+    hf_shapes = {name: shard.hf_shape for name, shard in every.items()}
+    return TransferPlan(
+        assigned,
+        tuple(quantised),
+        shard_index,
+        num_destinations_N,
+        hf_shapes,
+        rollout_dtypes,
+        num_rounds,
+        num_ranks,
+    )
 
 
-_Consumers: TypeAlias = Mapping[Slice, tuple[int, ...]]  # distinct slice of a tensor -> the ranks that hold it
+_Destinations: TypeAlias = Mapping[Ranges, tuple[int, ...]]  # distinct shard of a tensor -> the ranks that own it
 
 
-def _consumers(holdings: Mapping[int, Mapping[str, HeldSlice]]) -> dict[str, _Consumers]:
-    """HF name -> who holds what of it: one object for all tensors that are cut and held alike, as most experts are."""
+def _destinations(rollout_shards: Mapping[int, RankShards]) -> dict[str, _Destinations]:
+    """HF name -> which ranks own which parts; one object for all tensors that are cut and owned alike, as most experts
+    are.
+    """
     ranks_of: dict[int, list[int]] = {}
-    for rank, held in holdings.items():
-        ranks_of.setdefault(id(held), []).append(rank)
-    held_by: dict[str, list[tuple[int, Slice]]] = {}
-    for key, held in _distinct(holdings).items():
-        for name, slice_ in held.items():
-            of_name = held_by.get(name)
+    for rank, shards in rollout_shards.items():
+        ranks_of.setdefault(id(shards), []).append(rank)
+    owned_by: dict[str, list[tuple[int, Ranges]]] = {}
+    for key, shards in _distinct(rollout_shards).items():
+        for name, shard in shards.items():
+            of_name = owned_by.get(name)
             if of_name is None:
-                held_by[name] = [(key, slice_.ranges)]
+                owned_by[name] = [(key, shard.ranges)]
             else:
-                of_name.append((key, slice_.ranges))
-    made: dict[tuple[tuple[int, Slice], ...], _Consumers] = {}
+                of_name.append((key, shard.ranges))
+    made: dict[tuple[tuple[int, Ranges], ...], _Destinations] = {}
     found = {}
-    for name in sorted(held_by):
-        alike = tuple(held_by[name])
+    for name in sorted(owned_by):
+        alike = tuple(owned_by[name])
         if alike not in made:
-            ranks: dict[Slice, list[int]] = {}
+            ranks: dict[Ranges, list[int]] = {}
             for key, ranges in alike:
                 ranks.setdefault(ranges, []).extend(ranks_of[key])
             made[alike] = {ranges: tuple(sorted(members)) for ranges, members in ranks.items()}
@@ -184,107 +195,107 @@ def _consumers(holdings: Mapping[int, Mapping[str, HeldSlice]]) -> dict[str, _Co
     return found
 
 
-def _distinct(holdings: Mapping[int, Mapping[str, HeldSlice]]) -> dict[int, Mapping[str, HeldSlice]]:
-    """Holdings that several ranks share, once each."""
-    return {id(held): held for held in holdings.values()}
+def _distinct(rollout_shards: Mapping[int, RankShards]) -> dict[int, RankShards]:
+    """The distinct objects, which several ranks may share, by their ids."""
+    return {id(shards): shards for shards in rollout_shards.values()}
 
 
-def _indexed(consumers: Mapping[str, _Consumers]) -> tuple[SliceIndex, np.ndarray]:
-    """The distinct slices of all tensors, and int64 [slices] how many ranks hold each."""
-    first, places, count = {}, {}, 0
-    tables: dict[int, tuple[dict[Slice, int], np.ndarray]] = {}
-    num_holders = []
-    for name, of_name in consumers.items():
-        if id(of_name) not in tables:
-            table = {ranges: place for place, ranges in enumerate(of_name)}
-            tables[id(of_name)] = table, np.array([len(ranks) for ranks in of_name.values()], dtype=np.int64)
-        places[name], holders_n = tables[id(of_name)]
+def _numbered(destinations: Mapping[str, _Destinations]) -> tuple[ShardIndex, np.ndarray]:
+    """The numbers of the distinct shards of all tensors, and int64 [shards] how many ranks own each."""
+    first, numbers, count = {}, {}, 0
+    tables: dict[int, tuple[dict[Ranges, int], np.ndarray]] = {}
+    num_destinations = []
+    for name, ranks_of_ranges in destinations.items():
+        if id(ranks_of_ranges) not in tables:
+            table = {ranges: number for number, ranges in enumerate(ranks_of_ranges)}
+            tables[id(ranks_of_ranges)] = table, np.array([len(ranks) for ranks in ranks_of_ranges.values()], np.int64)
+        numbers[name], counts = tables[id(ranks_of_ranges)]
         first[name] = count
-        count += len(of_name)
-        num_holders.append(holders_n)
-    return SliceIndex(first, places), np.concatenate(num_holders)
+        count += len(ranks_of_ranges)
+        num_destinations.append(counts)
+    return ShardIndex(first, numbers), np.concatenate(num_destinations)
 
 
 class _Joins:
-    """What fragments and slices have in common, worked out once for all tensors that are cut alike on both sides."""
+    """Intersections of training and rollout shards, computed once for all tensors that are cut alike on both sides."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[Slice, int], list[tuple[int, Slice, tuple[int, ...]]]] = {}
+        self._made: dict[tuple[Ranges, int], list[tuple[int, Ranges, tuple[int, ...]]]] = {}
 
-    def of(self, extent: Slice, of_name: _Consumers) -> list[tuple[int, Slice, tuple[int, ...]]]:
-        """(place of the slice, elements in common, the slice's ranks) of every slice that has some with ``extent``."""
-        key = (extent, id(of_name))
+    def of(self, trained: Ranges, destinations: _Destinations) -> list[tuple[int, Ranges, tuple[int, ...]]]:
+        """(number of the rollout shard, common elements, its ranks) of all rollout shards that overlap ``trained``."""
+        key = (trained, id(destinations))
         found = self._made.get(key)
         if found is None:
             found = self._made[key] = []
-            for place, (ranges, ranks) in enumerate(of_name.items()):
-                common = intersection(extent, ranges)
+            for number, (ranges, ranks) in enumerate(destinations.items()):
+                common = intersection(trained, ranges)
                 if common is not None:
-                    found.append((place, common, ranks))
+                    found.append((number, common, ranks))
         return found
 
 
-def _check(parts: Mapping[str, tuple[Fragment, ...]], consumers: Mapping[str, _Consumers], joins: _Joins) -> None:
-    """ValueError naming what rollout ranks hold and no training rank has."""
+def _check(trained: Mapping[str, tuple[Shard, ...]], destinations: Mapping[str, _Destinations], joins: _Joins) -> None:
+    """ValueError naming what rollout ranks own and no training rank has."""
     problems = []
-    whole: set[tuple[int, tuple[Slice, ...]]] = set()  # that tensors cut alike have been seen to have
-    for name, of_name in consumers.items():
-        having = parts.get(name.removesuffix(SCALE_SUFFIX))
-        if having is None:
+    complete: set[tuple[int, tuple[Ranges, ...]]] = set()  # cuts on both sides that were found to be complete
+    for name, ranks_of_ranges in destinations.items():
+        shards = trained.get(name.removesuffix(SCALE_SUFFIX))
+        if shards is None:
             problems.append(f"the training model has no {name}")
             continue
-        extents = tuple(_extent(name, fragment) for fragment in having)
-        if (id(of_name), extents) in whole:
+        cuts = tuple(_ranges(name, shard) for shard in shards)
+        if (id(ranks_of_ranges), cuts) in complete:
             continue
-        covered = [0] * len(of_name)
-        for extent in extents:
-            for place, common, _ in joins.of(extent, of_name):
-                covered[place] += math.prod(slice_shape(common))
-        lacking = [
+        covered = [0] * len(ranks_of_ranges)
+        for cut in cuts:
+            for number, common, _ in joins.of(cut, ranks_of_ranges):
+                covered[number] += math.prod(shape_of(common))
+        missing = [
             f"training ranks hold {count} elements of {name}{list(ranges)}"
-            for ranges, count in zip(of_name, covered, strict=True)
-            if count != math.prod(slice_shape(ranges))
+            for ranges, count in zip(ranks_of_ranges, covered, strict=True)
+            if count != math.prod(shape_of(ranges))
         ]
-        if not lacking:
-            whole.add((id(of_name), extents))
-        problems += lacking
+        if not missing:
+            complete.add((id(ranks_of_ranges), cuts))
+        problems += missing
     raise_problems("the weight sync", problems, "Check that both engines were given the same model.")
 
 
-def _extent(name: str, fragment: Fragment) -> Slice:
-    """What a fragment holds of tensor `name`; a block's scale is where the block begins."""
+def _ranges(name: str, shard: Shard) -> Ranges:
+    """The part of tensor `name` that a training shard provides; the scale of a block counts where the block begins."""
     if not name.endswith(SCALE_SUFFIX):
-        return fragment.piece.hf_slice
-    return tuple((num_blocks(start), num_blocks(stop)) for start, stop in fragment.piece.hf_slice)
+        return shard.ranges
+    return tuple((num_blocks(start), num_blocks(stop)) for start, stop in shard.ranges)
 
 
-def _wire_dtype(name: str, params_dtype: torch.dtype, held_dtype: torch.dtype) -> torch.dtype:
+def _wire_dtype(name: str, params_dtype: torch.dtype, rollout_dtype: torch.dtype) -> torch.dtype:
     """The narrower of the two engines' dtypes: the wider one holds nothing more."""
-    if held_dtype == FP8_DTYPE or name.endswith(SCALE_SUFFIX):
-        return held_dtype
+    if rollout_dtype == FP8_DTYPE or name.endswith(SCALE_SUFFIX):
+        return rollout_dtype
     trained = torch.float32 if always_fp32(name) else params_dtype
-    return held_dtype if held_dtype.itemsize < trained.itemsize else trained
+    return rollout_dtype if rollout_dtype.itemsize < trained.itemsize else trained
 
 
 class _Cuts:
-    """Slices in parts of some rows, of which a rank can send its copies in a fraction of `limit` bytes."""
+    """Cuts ranges into parts of some rows, of which a rank can send its copies in a fraction of `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._made: dict[tuple[Slice, torch.dtype, int], list[tuple[Slice, int]]] = {}
+        self._made: dict[tuple[Ranges, torch.dtype, int], list[tuple[Ranges, int]]] = {}
 
-    def of(self, name: str, ranges: Slice, dtype: torch.dtype, flow: Flow) -> list[tuple[Slice, int]]:
+    def of(self, name: str, ranges: Ranges, dtype: torch.dtype, pairs: RankPairs) -> list[tuple[Ranges, int]]:
         """Every part and its bytes; the same for all tensors of this shape."""
-        key = (ranges, dtype, flow.most_copies)
+        key = (ranges, dtype, pairs.max_copies)
         found = self._made.get(key)
         if found is None:
-            found = self._made[key] = list(_cut(name, ranges, dtype, self._limit // flow.most_copies))
+            found = self._made[key] = list(_cut(name, ranges, dtype, self._limit // pairs.max_copies))
         return found
 
 
-def _cut(name: str, ranges: Slice, dtype: torch.dtype, limit: int) -> Iterator[tuple[Slice, int]]:
+def _cut(name: str, ranges: Ranges, dtype: torch.dtype, limit: int) -> Iterator[tuple[Ranges, int]]:
     (start, stop), *columns = ranges
-    row_bytes = math.prod(slice_shape(tuple(columns))) * dtype.itemsize
+    row_bytes = math.prod(shape_of(tuple(columns))) * dtype.itemsize
     if aligned(row_bytes) > limit:
         raise ValueError(
             f"a row of {name} has {row_bytes} bytes, and a rank that sends it to several can send {limit} to "
@@ -298,26 +309,28 @@ def _cut(name: str, ranges: Slice, dtype: torch.dtype, limit: int) -> Iterator[t
         yield ((first, end), *columns), (end - first) * row_bytes
 
 
-def _in_rounds(routes: list[Route], num_ranks: int, limit: int) -> tuple[tuple[Route, ...], int]:
-    """Routes in an order in which all senders come to their ends together, dealt out to rounds in which no rank sends
-    or receives more than `limit` bytes; and the number of rounds.
+def _in_rounds(transfers: list[Transfer], num_ranks: int, limit: int) -> tuple[tuple[Transfer, ...], int]:
+    """The transfers, ordered so that all senders finish at about the same time and assigned to rounds in which no rank
+    sends or receives more than `limit` bytes; and the number of rounds.
     """
-    sizes = [aligned(route.num_bytes) for route in routes]
+    sizes = [aligned(transfer.num_bytes) for transfer in transfers]
     totals: dict[int, int] = {}
-    places = []
-    for route, size in zip(routes, sizes, strict=True):
-        place = totals.get(route.fragment.owner, 0)
-        places.append(place)
-        totals[route.fragment.owner] = place + size * max(1, len(route.flow.receivers_M))
-    shares_N = np.array(places) / np.array([totals[route.fragment.owner] for route in routes])
-    rounds, dealt = Rounds(num_ranks, limit), []
-    for index in np.argsort(shares_N, kind="stable").tolist():
-        r = routes[index]
-        number = rounds.place(r.flow, sizes[index])
-        dealt.append(
-            Route(r.slice_index, r.hf_name, r.ranges, r.fragment, r.dtype, r.flow, r.digester, r.num_bytes, number)
+    offsets = []
+    for transfer, size in zip(transfers, sizes, strict=True):
+        offset = totals.get(transfer.shard.rank, 0)
+        offsets.append(offset)
+        totals[transfer.shard.rank] = offset + size * max(1, len(transfer.pairs.receivers_R))
+    progress = np.array(offsets) / np.array([totals[transfer.shard.rank] for transfer in transfers])
+    rounds, assigned = RoundAssigner(num_ranks, limit), []
+    for index in np.argsort(progress, kind="stable").tolist():
+        t = transfers[index]
+        number = rounds.assign(t.pairs, sizes[index])
+        assigned.append(
+            Transfer(
+                t.rollout_shard, t.hf_name, t.ranges, t.shard, t.dtype, t.pairs, t.digest_rank, t.num_bytes, number
+            )
         )
-    return tuple(dealt), rounds.count
+    return tuple(assigned), rounds.num_rounds
 
 
 def aligned(num_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Whether the rollout engine holds what the trainer trains, by a digest of every tensor of every rank."""
+"""Checks by a digest of every shard that the rollout engines have the trainer's weights."""
 
 from __future__ import annotations
 
@@ -8,35 +8,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_llm.weight_plan import Slice, slice_shape
+from hf_formats.ranges import Ranges, shape_of
 from verl.workers.sharding_manager.transfer_plan import TransferPlan
 from vllm.model_executor.model_loader.digest import WeightDigest, differences, odd_numbers
 
 _SHOWN = 12
-_SALT = 3  # beside those of the digests
+_SALT = 3  # differs from the salts of the digests
 
 
 class WeightsCheck:
-    """Compares what the rollout engines of a group found with what its trainers expect.
+    """Compares the digests of a group's rollout engines with those of its trainers.
 
-    A rank puts both into one number, so that a sync in which all is well has one all-reduce of two words:
+    A rank adds both up to one number, so that a successful sync has one all-reduce of two words:
 
-        sum_n w_n (sum_holders found_n - num_holders_n sum_ranks trained_n)  mod 2^64
+        sum_n w_n (sum_destinations found_n - num_destinations_n sum_ranks trained_n)  mod 2^64
 
-    over the slices n. The w are fixed pseudo-random odd numbers: a single wrong digest never leaves it zero, several
-    with a chance of 2^-49 at most. Which one is wrong is looked for when it is not zero.
+    over the N distinct shards. The w are fixed pseudo-random odd numbers: the sum is never zero with one wrong digest,
+    and with several wrong ones it is zero with a probability of at most 2^-49. Only a sum that is not zero makes the
+    ranks look for the shards that are wrong.
 
     Args:
-        held: what this rank's rollout engine holds of each tensor, empty where there is none.
+        shards: the ranges of this rank's M rollout shards by name, empty where there is no engine.
     """
 
-    def __init__(self, plan: TransferPlan, held: dict[str, Slice], group: dist.ProcessGroup) -> None:
+    def __init__(self, plan: TransferPlan, shards: dict[str, Ranges], group: dist.ProcessGroup) -> None:
         self._group = group
-        self._index = {name: plan.slices[name, ranges] for name, ranges in held.items()}
-        self._forms = {name: (slice_shape(ranges), plan.held_dtypes[name]) for name, ranges in held.items()}
-        weights_N = odd_numbers(_SALT, len(plan.slices), torch.device("cpu"))
+        self._index = {name: plan.shard_index[name, ranges] for name, ranges in shards.items()}
+        self._forms = {name: (shape_of(ranges), plan.rollout_dtypes[name]) for name, ranges in shards.items()}
+        weights_N = odd_numbers(_SALT, len(plan.shard_index), torch.device("cpu"))
         self._weights_M = weights_N[torch.tensor(list(self._index.values()), dtype=torch.int64)]
-        self._weights_N = weights_N * torch.from_numpy(plan.num_holders_N)
+        self._weights_N = weights_N * torch.from_numpy(plan.num_destinations_N)
 
     def require_equal(self, trained_N: Tensor, found: dict[str, WeightDigest] | None) -> None:
         """RuntimeError, on every rank of the group, naming the weights in a rank's rollout engine that are not the
@@ -44,7 +45,7 @@ class WeightsCheck:
 
         Args:
             trained_N: `WeightTransfer.sums_N` of this rank.
-            found: digests of this rank's rollout engine, None where there is none.
+            found: digests of this rank's rollout engine, None where there is no engine.
         """
         found = found or {}
         is_wrong = {name: (digest.shape, digest.dtype) for name, digest in found.items()} != self._forms
@@ -55,17 +56,17 @@ class WeightsCheck:
         both = torch.stack((mine, torch.tensor(int(is_wrong)))).to(trained_N.device)
         dist.all_reduce(both, group=self._group)
         if both.any():
-            self._tell(trained_N, found)
+            self._raise_differences(trained_N, found)
 
-    def _tell(self, trained_N: Tensor, found: dict[str, WeightDigest]) -> NoReturn:
+    def _raise_differences(self, trained_N: Tensor, found: dict[str, WeightDigest]) -> NoReturn:
         expected_N = trained_N.clone()
         dist.all_reduce(expected_N, group=self._group)
         values = expected_N.tolist()
         expected = {name: WeightDigest(*form, values[self._index[name]] % 2**64) for name, form in self._forms.items()}
         mine = differences(expected, found)
-        of_ranks: list[tuple[int, list[str]]] = [(0, [])] * self._group.size()
-        dist.all_gather_object(of_ranks, (len(mine), mine[:_SHOWN]), group=self._group)
-        wrong = [(rank, count, shown) for rank, (count, shown) in enumerate(of_ranks) if count]
+        by_rank: list[tuple[int, list[str]]] = [(0, [])] * self._group.size()
+        dist.all_gather_object(by_rank, (len(mine), mine[:_SHOWN]), group=self._group)
+        wrong = [(rank, count, shown) for rank, (count, shown) in enumerate(by_rank) if count]
         rank, count, shown = wrong[0]
         lines = [*shown, *([f"and {count - _SHOWN} more"] if count > _SHOWN else [])]
         raise RuntimeError(
@@ -75,5 +76,5 @@ class WeightsCheck:
 
 
 def _signed(value: int) -> int:
-    """Of 64 bits."""
+    """An unsigned 64-bit number as a signed one."""
     return value - 2**64 if value >= 2**63 else value

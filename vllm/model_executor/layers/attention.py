@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vllm.distributed.parallel_state import GroupCoordinator, ParallelState
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.linear import ColumnParallelLinear, Norm, RowParallelLinear
-from vllm.model_executor.model_loader.weight_target import WeightTarget
+from vllm.model_executor.model_loader.weight_view import WeightView
 from vllm.ops.contract import KVCache, RolloutOps
 from vllm.transformers_utils.config import Qwen3Config
 
@@ -29,8 +29,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         kv_rows = hf.num_key_value_heads * self.num_copies * hf.head_dim
         super().__init__(hf.hidden_size, [hf.num_attention_heads * hf.head_dim, kv_rows, kv_rows], ops, tp)
 
-    def targets(self, *names: str) -> dict[str, WeightTarget]:
-        result = super().targets(*names)
+    def weight_views(self, *names: str) -> dict[str, WeightView]:
+        result = super().weight_views(*names)
         if self.num_copies > 1:
             shape = (self.out_sizes[1] // self.num_copies, self.in_size)
             first = self.tp.rank_in_group // self.num_copies * self.head_dim
@@ -61,10 +61,10 @@ class GroupedQueryAttention(nn.Module):
         out_TND = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.o_proj(out_TND.reshape(len(x_TH), -1))
 
-    def targets(self, prefix: str) -> dict[str, WeightTarget]:
+    def weight_views(self, prefix: str) -> dict[str, WeightView]:
         return {
-            **self.qkv_proj.targets(*(f"{prefix}.{kind}_proj.weight" for kind in "qkv")),
-            **self.q_norm.targets(f"{prefix}.q_norm.weight"),
-            **self.k_norm.targets(f"{prefix}.k_norm.weight"),
-            **self.o_proj.targets(f"{prefix}.o_proj.weight"),
+            **self.qkv_proj.weight_views(*(f"{prefix}.{kind}_proj.weight" for kind in "qkv")),
+            **self.q_norm.weight_views(f"{prefix}.q_norm.weight"),
+            **self.k_norm.weight_views(f"{prefix}.k_norm.weight"),
+            **self.o_proj.weight_views(f"{prefix}.o_proj.weight"),
         }

@@ -25,8 +25,8 @@ from vllm.model_executor.layers.linear import (
     local_slice,
 )
 from vllm.model_executor.layers.quantization.fp8 import dense
-from vllm.model_executor.model_loader.packed_target import target_of
-from vllm.model_executor.model_loader.weight_target import WeightTarget
+from vllm.model_executor.model_loader.packed_weight_view import view_of
+from vllm.model_executor.model_loader.weight_view import WeightView
 from vllm.ops.contract import RolloutOps
 from vllm.transformers_utils.config import DeepseekV3Config
 
@@ -43,9 +43,9 @@ class DeepseekMLP(nn.Module):
     def forward(self, x_TH: Tensor, reduce: bool = True) -> Tensor:
         return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x_TH)), reduce)
 
-    def targets(self, prefix: str) -> dict[str, WeightTarget]:
-        gate_up = self.gate_up_proj.targets(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
-        return gate_up | self.down_proj.targets(f"{prefix}.down_proj.weight")
+    def weight_views(self, prefix: str) -> dict[str, WeightView]:
+        gate_up = self.gate_up_proj.weight_views(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
+        return gate_up | self.down_proj.weight_views(f"{prefix}.down_proj.weight")
 
 
 def balanced_logits(logits_TE: Tensor, top_k: int, first_token: int = 0) -> Tensor:
@@ -147,33 +147,33 @@ class FusedMoE(nn.Module):
         if self.shared_experts is not None and len(x_TH) > 0:
             out_TH += self.shared_experts(x_TH, reduce=False)
 
-    def targets(self, prefix: str) -> dict[str, WeightTarget]:
+    def weight_views(self, prefix: str) -> dict[str, WeightView]:
         hf, everything = self.hf, (slice(None),)
         result = {
-            f"{prefix}.gate.weight": WeightTarget(tuple(self.gate.shape), self.gate, everything, everything),
+            f"{prefix}.gate.weight": WeightView(tuple(self.gate.shape), self.gate, everything, everything),
         }
         if self.e_score_correction_bias is not None:
-            result[f"{prefix}.gate.e_score_correction_bias"] = WeightTarget(
+            result[f"{prefix}.gate.e_score_correction_bias"] = WeightView(
                 (hf.n_routed_experts,), self.e_score_correction_bias, everything, everything
             )
         for expert in range(hf.n_routed_experts):
-            result |= self._expert_targets(f"{prefix}.experts.{expert}", expert - self.first_expert)
+            result |= self._expert_views(f"{prefix}.experts.{expert}", expert - self.first_expert)
         if self.shared_experts is not None:
-            result |= self.shared_experts.targets(f"{prefix}.shared_experts")
+            result |= self.shared_experts.weight_views(f"{prefix}.shared_experts")
         return result
 
-    def _expert_targets(self, prefix: str, local: int) -> dict[str, WeightTarget]:
+    def _expert_views(self, prefix: str, local: int) -> dict[str, WeightView]:
         hidden, full_width = self.hf.hidden_size, self.hf.moe_intermediate_size
         up_shape, down_shape = (full_width, hidden), (hidden, full_width)
         names = [f"{prefix}.{kind}_proj.weight" for kind in ("gate", "up", "down")]
         if not 0 <= local < self.num_local_experts:
             shapes = (up_shape, up_shape, down_shape)
-            return {name: WeightTarget(shape) for name, shape in zip(names, shapes, strict=True)}
+            return {name: WeightView(shape) for name, shape in zip(names, shapes, strict=True)}
         share = local_slice(full_width, self.width_group)
         width = share.stop - share.start
         gate, up = slice(0, width), slice(width, 2 * width)
         return {
-            names[0]: target_of(self.w13, up_shape, (share,), 0, gate, local),
-            names[1]: target_of(self.w13, up_shape, (share,), 1, up, local),
-            names[2]: target_of(self.w2, down_shape, (slice(None), share), 0, slice(0, hidden), local),
+            names[0]: view_of(self.w13, up_shape, (share,), 0, gate, local),
+            names[1]: view_of(self.w13, up_shape, (share,), 1, up, local),
+            names[2]: view_of(self.w2, down_shape, (slice(None), share), 0, slice(0, hidden), local),
         }

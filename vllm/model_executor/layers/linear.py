@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.layers.quantization.fp8 import dense
-from vllm.model_executor.model_loader.packed_target import target_of
-from vllm.model_executor.model_loader.weight_target import WeightTarget
+from vllm.model_executor.model_loader.packed_weight_view import view_of
+from vllm.model_executor.model_loader.weight_view import WeightView
 from vllm.ops.contract import RolloutOps
 
 ALONE = GroupCoordinator(0, 1, None)
@@ -48,13 +48,13 @@ class ColumnParallelLinear(nn.Module):
         """[T, in] -> [T, sum(out) / TP], the matrices' outputs one after the other."""
         return self.ops.linear(x_TI, dense(self.weight))
 
-    def targets(self, *names: str) -> dict[str, WeightTarget]:
+    def weight_views(self, *names: str) -> dict[str, WeightView]:
         """Targets of the matrices, in the order of out_sizes."""
-        result: dict[str, WeightTarget] = {}
+        result: dict[str, WeightView] = {}
         row = 0
         for part, (name, size) in enumerate(zip(names, self.out_sizes, strict=True)):
             rows, source = slice(row, row + size // self.tp.world_size), (local_slice(size, self.tp),)
-            result[name] = target_of(self.weight, (size, self.in_size), source, part, rows)
+            result[name] = view_of(self.weight, (size, self.in_size), source, part, rows)
             row = rows.stop
         return result
 
@@ -73,9 +73,9 @@ class RowParallelLinear(nn.Module):
         out = self.ops.linear(x_TI, dense(self.weight))
         return self.tp.all_reduce(out) if reduce else out
 
-    def targets(self, name: str) -> dict[str, WeightTarget]:
+    def weight_views(self, name: str) -> dict[str, WeightView]:
         columns = (slice(None), local_slice(self.in_size, self.tp))
-        return {name: target_of(self.weight, (self.out_size, self.in_size), columns, 0, slice(0, self.out_size))}
+        return {name: view_of(self.weight, (self.out_size, self.in_size), columns, 0, slice(0, self.out_size))}
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -95,9 +95,9 @@ class VocabParallelEmbedding(nn.Module):
         embedded = F.embedding(local_ids.masked_fill(is_elsewhere, 0), self.weight)
         return self.tp.all_reduce(embedded.masked_fill_(is_elsewhere[:, None], 0.0))
 
-    def targets(self, name: str) -> dict[str, WeightTarget]:
+    def weight_views(self, name: str) -> dict[str, WeightView]:
         rows = (local_slice(self.vocab_size, self.tp),)
-        return {name: WeightTarget((self.vocab_size, self.hidden_size), self.weight, (slice(None),), rows)}
+        return {name: WeightView((self.vocab_size, self.hidden_size), self.weight, (slice(None),), rows)}
 
 
 class ParallelLMHead(VocabParallelEmbedding):
@@ -122,5 +122,5 @@ class Norm(nn.Module):
         super().__init__()
         self.weight = empty_parameter(size)
 
-    def targets(self, name: str) -> dict[str, WeightTarget]:
-        return {name: WeightTarget(tuple(self.weight.shape), self.weight, (slice(None),), (slice(None),))}
+    def weight_views(self, name: str) -> dict[str, WeightView]:
+        return {name: WeightView(tuple(self.weight.shape), self.weight, (slice(None),), (slice(None),))}

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.linear import (
     local_slice,
 )
 from vllm.model_executor.layers.quantization.fp8 import dense
-from vllm.model_executor.model_loader.weight_target import WeightTarget
+from vllm.model_executor.model_loader.weight_view import WeightView
 from vllm.ops.contract import KVCache, RolloutOps
 from vllm.transformers_utils.config import DeepseekV3Config
 
@@ -93,16 +93,16 @@ class MultiHeadLatentAttention(nn.Module):
         query_T: Tensor = self.q_proj(q_T)
         return query_T
 
-    def targets(self, prefix: str) -> dict[str, WeightTarget]:
+    def weight_views(self, prefix: str) -> dict[str, WeightView]:
         kv_a, rows = f"{prefix}.kv_a_proj_with_mqa.weight", len(self.kv_b) * self.tp.world_size
         if self.hf.q_lora_rank is None:
-            result = self.qkv_a_proj.targets(kv_a) | self.q_proj.targets(f"{prefix}.q_proj.weight")
+            result = self.qkv_a_proj.weight_views(kv_a) | self.q_proj.weight_views(f"{prefix}.q_proj.weight")
         else:
-            result = self.qkv_a_proj.targets(f"{prefix}.q_a_proj.weight", kv_a)
-            result |= self.q_a_layernorm.targets(f"{prefix}.q_a_layernorm.weight")
-            result |= self.q_proj.targets(f"{prefix}.q_b_proj.weight")
-        result[f"{prefix}.kv_b_proj.weight"] = WeightTarget(
+            result = self.qkv_a_proj.weight_views(f"{prefix}.q_a_proj.weight", kv_a)
+            result |= self.q_a_layernorm.weight_views(f"{prefix}.q_a_layernorm.weight")
+            result |= self.q_proj.weight_views(f"{prefix}.q_b_proj.weight")
+        result[f"{prefix}.kv_b_proj.weight"] = WeightView(
             (rows, self.hf.kv_lora_rank), self.kv_b, (slice(None),), (local_slice(rows, self.tp),)
         )
-        result |= self.kv_a_layernorm.targets(f"{prefix}.kv_a_layernorm.weight")
-        return result | self.o_proj.targets(f"{prefix}.o_proj.weight")
+        result |= self.kv_a_layernorm.weight_views(f"{prefix}.kv_a_layernorm.weight")
+        return result | self.o_proj.weight_views(f"{prefix}.o_proj.weight")

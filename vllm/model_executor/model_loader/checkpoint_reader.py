@@ -11,7 +11,7 @@ from hf_formats.file_region import FileReader, FileRegion
 from hf_formats.fp8 import FP8_DTYPE, SCALE_SUFFIX, Fp8Weight
 from hf_formats.problems import raise_problems
 from hf_formats.safetensors import read_directory
-from vllm.model_executor.model_loader.weight_target import Weight
+from vllm.model_executor.model_loader.weight_view import Weight
 
 
 class UnreadTensor:
@@ -23,8 +23,8 @@ class UnreadTensor:
 
     def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         parts = (*index, *[slice(None)] * (len(self.shape) - len(index)))
-        extent = tuple(part.indices(size)[:2] for part, size in zip(parts, self.shape, strict=True))
-        return self._slices.read(self.name, self._region, extent)
+        ranges = tuple(part.indices(size)[:2] for part, size in zip(parts, self.shape, strict=True))
+        return self._slices.read(self.name, self._region, ranges)
 
 
 class CheckpointReader:

@@ -14,7 +14,7 @@ from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.linear import Norm, ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.layers.rotary_embedding import RotaryTable
 from vllm.model_executor.layers.routed_experts import write_choices
-from vllm.model_executor.model_loader.weight_target import Weight, WeightTarget, load_weights
+from vllm.model_executor.model_loader.weight_view import Weight, WeightView, load_weights
 from vllm.ops.contract import KVCache, RolloutOps
 from vllm.transformers_utils.config import HFConfig
 
@@ -28,7 +28,7 @@ class DecoderLayer(Protocol):
         self, x_TH: Tensor, cos_TR: Tensor, sin_TR: Tensor, cache: KVCache, context: ForwardContext
     ) -> Tensor: ...
 
-    def targets(self, prefix: str) -> dict[str, WeightTarget]: ...
+    def weight_views(self, prefix: str) -> dict[str, WeightView]: ...
 
 
 class CausalLM(nn.Module, ABC):
@@ -49,7 +49,7 @@ class CausalLM(nn.Module, ABC):
         if hf.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = RotaryTable(hf.rope, hf.rope_dim, max_model_len, device)
-        self.weight_targets = self._targets()
+        self.weight_views = self._all_weight_views()
 
     @property
     def prunes_last_layer(self) -> bool:
@@ -92,11 +92,11 @@ class CausalLM(nn.Module, ABC):
         """Take (hf_name, full tensor) pairs, any part of the model in any order; returns the names taken."""
         if self.hf.tie_word_embeddings:
             weights = ((name, tensor) for name, tensor in weights if name != HEAD)
-        return load_weights(self.weight_targets, self.hf.num_hidden_layers, weights)
+        return load_weights(self.weight_views, self.hf.num_hidden_layers, weights)
 
-    def _targets(self) -> dict[str, WeightTarget]:
-        targets = self.embed_tokens.targets("model.embed_tokens.weight")
+    def _all_weight_views(self) -> dict[str, WeightView]:
+        views = self.embed_tokens.weight_views("model.embed_tokens.weight")
         for index, layer in enumerate(self.layers):
-            targets |= cast(DecoderLayer, layer).targets(f"model.layers.{index}")
-        targets |= self.norm.targets("model.norm.weight")
-        return targets if self.hf.tie_word_embeddings else targets | self.lm_head.targets(HEAD)
+            views |= cast(DecoderLayer, layer).weight_views(f"model.layers.{index}")
+        views |= self.norm.weight_views("model.norm.weight")
+        return views if self.hf.tie_word_embeddings else views | self.lm_head.weight_views(HEAD)

@@ -13,7 +13,7 @@ from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.fused_moe import DeepseekMLP, FusedMoE
 from vllm.model_executor.layers.linear import Norm
 from vllm.model_executor.layers.mla import MultiHeadLatentAttention
-from vllm.model_executor.model_loader.weight_target import WeightTarget
+from vllm.model_executor.model_loader.weight_view import WeightView
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import KVCache, RolloutOps
 from vllm.transformers_utils.config import DeepseekV3Config
@@ -47,12 +47,12 @@ class DeepseekV2DecoderLayer(nn.Module):
             return self.mlp(normed_TH, context).add_(x_TH)
         return self.ops.add_layer(x_TH, self.mlp, normed_TH)
 
-    def targets(self, prefix: str) -> dict[str, WeightTarget]:
+    def weight_views(self, prefix: str) -> dict[str, WeightView]:
         return {
-            **self.input_layernorm.targets(f"{prefix}.input_layernorm.weight"),
-            **self.self_attn.targets(f"{prefix}.self_attn"),
-            **self.post_attention_layernorm.targets(f"{prefix}.post_attention_layernorm.weight"),
-            **self.mlp.targets(f"{prefix}.mlp"),
+            **self.input_layernorm.weight_views(f"{prefix}.input_layernorm.weight"),
+            **self.self_attn.weight_views(f"{prefix}.self_attn"),
+            **self.post_attention_layernorm.weight_views(f"{prefix}.post_attention_layernorm.weight"),
+            **self.mlp.weight_views(f"{prefix}.mlp"),
         }
 
 

@@ -10,7 +10,7 @@ from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.attention import GroupedQueryAttention
 from vllm.model_executor.layers.fused_moe import DeepseekMLP
 from vllm.model_executor.layers.linear import Norm
-from vllm.model_executor.model_loader.weight_target import WeightTarget
+from vllm.model_executor.model_loader.weight_view import WeightView
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import KVCache, RolloutOps
 from vllm.transformers_utils.config import Qwen3Config
@@ -35,12 +35,12 @@ class Qwen3DecoderLayer(nn.Module):
         normed_TH, x_TH = self.ops.add_rms_norm(attended_TH, x_TH, self.post_attention_layernorm.weight, self.eps)
         return self.ops.add_layer(x_TH, self.mlp, normed_TH)
 
-    def targets(self, prefix: str) -> dict[str, WeightTarget]:
+    def weight_views(self, prefix: str) -> dict[str, WeightView]:
         return {
-            **self.input_layernorm.targets(f"{prefix}.input_layernorm.weight"),
-            **self.self_attn.targets(f"{prefix}.self_attn"),
-            **self.post_attention_layernorm.targets(f"{prefix}.post_attention_layernorm.weight"),
-            **self.mlp.targets(f"{prefix}.mlp"),
+            **self.input_layernorm.weight_views(f"{prefix}.input_layernorm.weight"),
+            **self.self_attn.weight_views(f"{prefix}.self_attn"),
+            **self.post_attention_layernorm.weight_views(f"{prefix}.post_attention_layernorm.weight"),
+            **self.mlp.weight_views(f"{prefix}.mlp"),
         }
 
 

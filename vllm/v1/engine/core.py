@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import ParallelState
 from vllm.model_executor.model_loader.digest import WeightDigest
-from vllm.model_executor.model_loader.slice_intake import WeightSlice
+from vllm.model_executor.model_loader.shard_writer import WeightUpdate
 from vllm.ops.contract import RolloutOps
 from vllm.platforms import Platform
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -93,11 +93,11 @@ class EngineCore:
         self.worker.update_weights(weights)
         self.scheduler.set_policy_version(self.policy_version + 1 if version is None else version)
 
-    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int | None) -> dict[str, WeightDigest]:
-        """As `update_weights`, from slices of what this rank holds."""
-        self._require_idle("update_weight_slices")
+    def update_weight_shards(self, updates: Iterable[WeightUpdate], version: int | None) -> dict[str, WeightDigest]:
+        """As `update_weights`, from updates of the shards that this rank owns."""
+        self._require_idle("update_weight_shards")
         self.scheduler.kv.reset_prefix_cache()
-        digests = self.worker.update_weight_slices(slices)
+        digests = self.worker.update_weight_shards(updates)
         self.scheduler.set_policy_version(self.policy_version + 1 if version is None else version)
         return digests
 

@@ -17,11 +17,11 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import ParallelState, StepExchange
 from vllm.model_executor.layers.routed_experts import bytes_per_token, new_choices_cache, read_choices
 from vllm.model_executor.model_loader.checkpoint_reader import CheckpointReader
-from vllm.model_executor.model_loader.collect_digests import collect_digests, held_digests
+from vllm.model_executor.model_loader.collect_digests import collect_digests, shard_digests
 from vllm.model_executor.model_loader.digest import WeightDigest
-from vllm.model_executor.model_loader.fp8_target import Fp8Pairs, hold_in_fp8, weight_storage
+from vllm.model_executor.model_loader.fp8_weight_view import Fp8Pairs, hold_in_fp8, weight_storage
 from vllm.model_executor.model_loader.loader import each_once, iterate_dummy
-from vllm.model_executor.model_loader.slice_intake import SliceIntake, WeightSlice
+from vllm.model_executor.model_loader.shard_writer import ShardWriter, WeightUpdate
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.registry import MODELS
 from vllm.ops.contract import KVCache, RolloutOps
@@ -45,9 +45,9 @@ class Worker:
         self.parallel = parallel
         self.model = self._build_model(parallel)
         if config.model.quantization == "fp8":
-            self.model.weight_targets = hold_in_fp8(self.model.weight_targets)
+            self.model.weight_views = hold_in_fp8(self.model.weight_views)
         self._prefer_large_pages()
-        self.names_to_load: set[str] = set(self.model.weight_targets)
+        self.names_to_load: set[str] = set(self.model.weight_views)
         self._fp8_pairs = Fp8Pairs()
         self._host_weights: list[Tensor] | None = None  # level-1 sleep keeps the weights here
         self.are_weights_awake = True
@@ -101,13 +101,13 @@ class Worker:
             self.load_weights(each_once(weights))
             self.check_weights_loaded()
 
-    def update_weight_slices(self, slices: Iterable[WeightSlice]) -> dict[str, WeightDigest]:
-        """Replace every element that this rank holds, each once; see `LLM.update_weight_slices`."""
-        self._require_weights("update_weight_slices")
+    def update_weight_shards(self, updates: Iterable[WeightUpdate]) -> dict[str, WeightDigest]:
+        """Replace all shards of this rank, each element once; see `LLM.update_weight_shards`."""
+        self._require_weights("update_weight_shards")
         self._count_none_as_loaded()
-        intake = SliceIntake(self.model.weight_targets)
-        intake.take(slices)
-        digests = intake.finish()
+        writer = ShardWriter(self.model.weight_views)
+        writer.write(updates)
+        digests = writer.finish()
         self.names_to_load = set()
         return digests
 
@@ -120,20 +120,20 @@ class Worker:
             raise
 
     def _count_none_as_loaded(self) -> None:
-        self.names_to_load = set(self.model.weight_targets)
+        self.names_to_load = set(self.model.weight_views)
         self._fp8_pairs = Fp8Pairs()
 
     def weights_digest(self) -> dict[str, WeightDigest]:
         """See `LLM.weights_digest`."""
         self._require_weights("weights_digest")
         self.check_weights_loaded()
-        return collect_digests(self.model.weight_targets, self.parallel, self.dtype, self.device)
+        return collect_digests(self.model.weight_views, self.parallel, self.dtype, self.device)
 
-    def held_digests(self) -> dict[str, WeightDigest]:
-        """See `LLM.held_digests`."""
-        self._require_weights("held_digests")
+    def shard_digests(self) -> dict[str, WeightDigest]:
+        """See `LLM.shard_digests`."""
+        self._require_weights("shard_digests")
         self.check_weights_loaded()
-        return held_digests(self.model.weight_targets)
+        return shard_digests(self.model.weight_views)
 
     def sleep(self, level: int, tags: Collection[str]) -> None:
         """Free what `tags` name; level 1 keeps a copy of the weights on the host, level 2 does not."""
@@ -223,24 +223,24 @@ class Worker:
             torch.set_default_dtype(default_dtype)
 
     def _load_initial_weights(self) -> None:
-        targets = self.model.weight_targets
+        views = self.model.weight_views
         if not self.platform.holds_values:
             self.names_to_load = set()
             return
         if self.config.load_format == "dummy":
-            self.model.load_weights(iterate_dummy(targets, self.config.model.seed))
+            self.model.load_weights(iterate_dummy(views, self.config.model.seed))
             self.names_to_load = set()  # what belongs to other ranks only is not even made
             return
 
         def is_wanted(name: str) -> bool:
-            return name not in targets or targets[name].parameter is not None
+            return name not in views or views[name].parameter is not None
 
         reader = CheckpointReader(self.config.model.model)
         try:
             self.names_to_load -= self.model.load_weights(reader.weights(is_wanted))
         finally:
             reader.close()
-        self.names_to_load -= {name for name, target in targets.items() if target.parameter is None}
+        self.names_to_load -= {name for name, view in views.items() if view.parameter is None}
         self.check_weights_loaded()
         logger.info("read %.3f GB of %s", reader.bytes_read / 1e9, self.config.model.model)
 

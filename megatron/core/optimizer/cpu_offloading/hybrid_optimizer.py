@@ -1,4 +1,4 @@
-"""CPU Adam: the optimizer's state stays on the host and is updated there, while gradients and weights travel."""
+"""CPU Adam: optimizer state stays on the host and is updated there; gradients and weights cross the link."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from megatron.core.distributed.offload import HostTensor
 from megatron.core.distributed.param_and_grad_buffer import ALIGNMENT
 from megatron.core.ops import TrainOps
 from megatron.core.ops.cpu import cpu_ops
-from megatron.core.optimizer.distrib_optimizer import PIECE_SIZE, DistributedOptimizer, Piece, ShardState
+from megatron.core.optimizer.distrib_optimizer import CHUNK_SIZE, Chunk, DistributedOptimizer, ShardState
 from megatron.core.optimizer.lanes import COMPUTE, HOST, TO_DEVICE, TO_HOST, Lanes, lanes_of
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ProcessGroups
 
-# The gradients of one piece arrive while another is updated and the weights of a third leave.
+# The gradients of one chunk are copied in while a second is updated and the weights of a third are copied out.
 NUM_SLOTS = 3
 
 
 class HybridDeviceOptimizer(DistributedOptimizer):
-    """``optimizer_offload_fraction`` of each shard is the host's, the rest is updated on the device as usual.
+    """Keeps ``optimizer_offload_fraction`` of each shard on the host; the rest is updated on the device as usual.
 
         device gradients --(cast to main_grads_dtype)--> slot[i % 3] --AdamW on the CPU--> slot[i % 3] --> parameters
                               to_host stream                 host                          to_device stream
 
-    Piece i + 1 comes and piece i - 1 goes while the CPU updates piece i (``overlap_cpu_optimizer_d2h_h2d``; else one
-    after the other). The host's state never crosses the link, so it is ordinary memory; only the slots are pinned. The
-    result does not depend on the fraction, the pieces or the overlap, and equals that of a plain optimizer on the CPU
-    with ``cpu_ops`` bit for bit. ``step`` returns when the last weights are on the device.
+    Chunk i + 1 is copied in and chunk i - 1 out while the CPU updates chunk i (``overlap_cpu_optimizer_d2h_h2d``; else
+    one after the other). The host's state never crosses the link, so it is ordinary memory; only the slots are pinned.
+    The result does not depend on the fraction, the chunks or the overlap, and equals that of a plain optimizer on the
+    CPU with ``cpu_ops`` bit for bit. ``step`` returns when the last weights are on the device.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class HybridDeviceOptimizer(DistributedOptimizer):
         model: DistributedDataParallel,
         groups: ProcessGroups,
         ops: TrainOps,
-        piece_size: int = PIECE_SIZE,
+        chunk_size: int = CHUNK_SIZE,
         make_lanes: Callable[[torch.device, bool], Lanes] = lanes_of,
     ) -> None:
         super().__init__(config, model, groups, ops)
@@ -49,7 +49,7 @@ class HybridDeviceOptimizer(DistributedOptimizer):
         self._make_lanes = make_lanes
         self.on_host = [state for state in self.shards if isinstance(state.master, HostTensor)]
         self.on_device = [state for state in self.shards if not isinstance(state.master, HostTensor)]
-        self._piece_size = min(piece_size, max((state.numel for state in self.on_host), default=0))
+        self._chunk_size = min(chunk_size, max((state.numel for state in self.on_host), default=0))
         grads = {self._grad_dtype(state.buffer) for state in self.on_host}
         params = {state.buffer.params.tensor.dtype for state in self.on_host}
         for dtype in grads:
@@ -61,7 +61,7 @@ class HybridDeviceOptimizer(DistributedOptimizer):
     def reload_model_params(self) -> None:
         """Make the master weights equal to the model's again, after weights were loaded into the model."""
         for state in self.shards:
-            # In two steps: the device may have no room for the host's part in float32.
+            # Cast on the host: the device may have no room for the host's part in float32.
             state.master.tensor.copy_(state.params.to(state.master.tensor.device))
 
     def _new_states(self, buffer: ParamAndGradBuffer) -> list[ShardState]:
@@ -81,51 +81,51 @@ class HybridDeviceOptimizer(DistributedOptimizer):
         return state
 
     def _new_slots(self, dtype: torch.dtype, is_pinned: bool) -> HostTensor:
-        return HostTensor.zeros(NUM_SLOTS * self._piece_size, self.device, dtype, is_pinned=is_pinned)
+        return HostTensor.zeros(NUM_SLOTS * self._chunk_size, self.device, dtype, is_pinned=is_pinned)
 
     def _grad_dtype(self, buffer: ParamAndGradBuffer) -> torch.dtype:
-        """Gradients cross the link in the narrower of what they are and what is asked for."""
+        """Gradients cross the link in the narrower of their own dtype and the configured one."""
         return min(buffer.grads.tensor.dtype, self.config.main_grads_dtype, key=lambda dtype: dtype.itemsize)
 
     def _update_shards(self) -> None:
-        """Piece i goes through slots i % NUM_SLOTS; it may enter each when piece i - NUM_SLOTS has left it."""
+        """Chunk i goes through slots i % NUM_SLOTS; it may enter each when chunk i - NUM_SLOTS has left it."""
         lanes = self._make_lanes(self.device, self.config.overlap_cpu_optimizer_d2h_h2d)
         ready = lanes.submit(COMPUTE, _nothing)  # the gradients come from this lane
-        pieces = [piece for state in self.on_host for piece in self._pieces(state, self._piece_size)]
+        chunks = [chunk for state in self.on_host for chunk in self._chunks(state, self._chunk_size)]
         fetched: list[Any] = []
-        updated: list[Any] = [ready] * NUM_SLOTS  # of piece i at i + NUM_SLOTS
+        updated: list[Any] = [ready] * NUM_SLOTS  # of chunk i at i + NUM_SLOTS
         returned: list[Any] = [ready] * NUM_SLOTS
-        for index, piece in enumerate(pieces):
-            while len(fetched) < min(len(pieces), index + NUM_SLOTS):
+        for index, chunk in enumerate(chunks):
+            while len(fetched) < min(len(chunks), index + NUM_SLOTS):
                 coming = len(fetched)
-                work = partial(self._fetch, pieces[coming], self._grad_slot(pieces[coming], coming))
+                work = partial(self._fetch, chunks[coming], self._grad_slot(chunks[coming], coming))
                 fetched.append(lanes.submit(TO_HOST, work, after=[ready, updated[coming]]))
             if index == 0:
                 lanes.submit(COMPUTE, partial(self._update_on_device, self.on_device))
-            slots = self._grad_slot(piece, index), self._param_slot(piece, index)
-            work = partial(self._update_on_host, piece, *slots)
+            slots = self._grad_slot(chunk, index), self._param_slot(chunk, index)
+            work = partial(self._update_on_host, chunk, *slots)
             updated.append(lanes.submit(HOST, work, after=[fetched[index], returned[index]]))
-            work = partial(_copy, slots[1], piece.params)
+            work = partial(_copy, slots[1], chunk.params)
             returned.append(lanes.submit(TO_DEVICE, work, after=[ready, updated[-1]]))
-        if not pieces:
+        if not chunks:
             self._update_on_device(self.on_device)
         lanes.finish()
 
-    def _fetch(self, piece: Piece, slot: torch.Tensor) -> None:
-        _copy(piece.grads.to(slot.dtype), slot)  # cast on the device, so that the narrow values travel
+    def _fetch(self, chunk: Chunk, slot: torch.Tensor) -> None:
+        _copy(chunk.grads.to(slot.dtype), slot)  # cast on the device, so that the narrow values travel
 
-    def _update_on_host(self, piece: Piece, grads: torch.Tensor, params: torch.Tensor) -> None:
-        self._adamw(piece.state, grads, piece.group, self.host_ops)
-        params.copy_(piece.state[0])
+    def _update_on_host(self, chunk: Chunk, grads: torch.Tensor, params: torch.Tensor) -> None:
+        self._adamw(chunk.state, grads, chunk.group, self.host_ops)
+        params.copy_(chunk.state[0])
 
-    def _grad_slot(self, piece: Piece, index: int) -> torch.Tensor:
-        return self._slot(f"gradients {self._grad_dtype(piece.buffer)}", piece, index)
+    def _grad_slot(self, chunk: Chunk, index: int) -> torch.Tensor:
+        return self._slot(f"gradients {self._grad_dtype(chunk.buffer)}", chunk, index)
 
-    def _param_slot(self, piece: Piece, index: int) -> torch.Tensor:
-        return self._slot(f"parameters {piece.params.dtype}", piece, index)
+    def _param_slot(self, chunk: Chunk, index: int) -> torch.Tensor:
+        return self._slot(f"parameters {chunk.params.dtype}", chunk, index)
 
-    def _slot(self, name: str, piece: Piece, index: int) -> torch.Tensor:
-        return self.host_slots[name].tensor.view(NUM_SLOTS, -1)[index % NUM_SLOTS, : piece.params.numel()]
+    def _slot(self, name: str, chunk: Chunk, index: int) -> torch.Tensor:
+        return self.host_slots[name].tensor.view(NUM_SLOTS, -1)[index % NUM_SLOTS, : chunk.params.numel()]
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -133,4 +133,4 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _nothing() -> None:
-    """What is submitted only to be waited for."""
+    """A no-op that is submitted only to be waited for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from verl.workers.rollout.base import BaseRollout
 from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.digest import WeightDigest
-from vllm.model_executor.model_loader.held_slices import HeldSlice, config_held_slices
-from vllm.model_executor.model_loader.slice_intake import WeightSlice
+from vllm.model_executor.model_loader.rank_shards import RankShards, engine_shards
+from vllm.model_executor.model_loader.shard_writer import WeightUpdate
 from vllm.ops.contract import RolloutOps
 from vllm.platforms import Platform
 from vllm.sampling_params import RequestOutputKind
@@ -51,17 +51,17 @@ class vLLMRollout(BaseRollout):
         """See ``BaseRollout``."""
         self.inference_engine.wake_up(tags=tags)
 
-    def held_slices(self, rank: int) -> Mapping[str, HeldSlice]:
+    def rank_shards(self, rank: int) -> RankShards:
         """See ``BaseRollout``."""
-        return self.inference_engine.held_slices(rank)
+        return self.inference_engine.rank_shards(rank)
 
-    def update_weight_slices(self, slices: Iterable[WeightSlice], version: int) -> dict[str, WeightDigest]:
+    def update_weight_shards(self, updates: Iterable[WeightUpdate], version: int) -> dict[str, WeightDigest]:
         """See ``BaseRollout``."""
-        return self.inference_engine.update_weight_slices(slices, version)
+        return self.inference_engine.update_weight_shards(updates, version)
 
-    def held_digests(self) -> dict[str, WeightDigest]:
+    def shard_digests(self) -> dict[str, WeightDigest]:
         """See ``BaseRollout``."""
-        return self.inference_engine.held_digests()
+        return self.inference_engine.shard_digests()
 
     def release(self) -> None:
         """See ``BaseRollout``."""
@@ -142,11 +142,11 @@ class vLLMRollout(BaseRollout):
         return DataProto.from_dict(tensors=tensors, non_tensors={"finish_reason": reasons})
 
 
-def engine_holdings(config: RolloutConfig, model_path: str, num_ranks: int) -> dict[int, dict[str, HeldSlice]]:
-    """What each of the ``num_ranks`` ranks of an engine holds, computed without an engine; ranks count from 0."""
+def all_rank_shards(config: RolloutConfig, model_path: str, num_ranks: int) -> dict[int, RankShards]:
+    """What each of the ``num_ranks`` ranks of an engine owns, computed without an engine; ranks count from 0."""
     arguments = _engine_arguments(config, model_path, num_ranks)
     engine = EngineArgs(**arguments).create_engine_config(0, num_ranks)
-    return {rank: config_held_slices(engine, rank) for rank in range(num_ranks)}
+    return {rank: engine_shards(engine, rank) for rank in range(num_ranks)}
 
 
 def _engine_arguments(config: RolloutConfig, model_path: str, num_ranks: int) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""Which slices of which Hugging Face tensors a rank of an engine holds: a pure function of config and layout.
+"""The shards of Hugging Face tensors that a rank of an engine owns: a pure function of config and layout.
 
-What the layers' `targets` say of a model that is built, for every rank and without building one.
+They equal what the layers' `weight_views` of a built model say, for every rank and without a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -14,86 +14,79 @@ import torch
 
 from hf_formats.fp8 import FP8_DTYPE, SCALE_SUFFIX, is_quantized, num_blocks, touched
 from vllm.config import ParallelConfig, VllmConfig
+from vllm.model_executor.model_loader.shard import Ranges, Shard
 from vllm.transformers_utils.config import DeepseekV3Config, HFConfig, Qwen3Config
 
-Ranges: TypeAlias = tuple[tuple[int, int], ...]
 Shape: TypeAlias = tuple[int, ...]
+RankShards: TypeAlias = Mapping[str, Shard]
+"""Hugging Face name -> what a rank owns of it."""
 _Split: TypeAlias = tuple[str, Shape, int | None]  # name, whole shape, dimension that TP splits
 
 
-@dataclass(frozen=True, slots=True)
-class HeldSlice:
-    """tensor[ranges] of a tensor of `hf_shape`, held in `dtype`."""
-
-    hf_shape: Shape
-    ranges: Ranges
-    dtype: torch.dtype
-
-
-def config_held_slices(config: VllmConfig, rank: int) -> dict[str, HeldSlice]:
-    """Hugging Face name -> what rank `rank` of an engine of this configuration holds of it."""
+def engine_shards(config: VllmConfig, rank: int) -> RankShards:
+    """Hugging Face name -> what rank `rank` of an engine of this configuration owns of it."""
     model = config.model
     parallel = replace(config.parallel, rank=rank)
-    return held_slices(model.hf, parallel, getattr(torch, model.dtype), model.quantization)
+    return rank_shards(model.hf, parallel, getattr(torch, model.dtype), model.quantization)
 
 
-def held_slices(
+def rank_shards(
     hf: HFConfig, parallel: ParallelConfig, dtype: torch.dtype, quantization: str | None = None
-) -> dict[str, HeldSlice]:
-    """Hugging Face name -> what rank `parallel.rank` holds of it.
+) -> dict[str, Shard]:
+    """Hugging Face name -> what rank `parallel.rank` owns of it.
 
-    With quantization "fp8" a quantised weight is followed by the scales of the blocks that its slice touches.
+    With quantization "fp8" a quantised weight is followed by the scales of the blocks that its shard touches.
     """
     tp, is_fp8 = parallel.tensor_parallel_size, quantization == "fp8"
-    held = dict(_dense_slices(hf, parallel.rank % tp, tp, dtype, is_fp8))
-    held.update(_expert_slices(hf, parallel, dtype, is_fp8))
-    return held
+    return _dense_shards(hf, parallel.rank % tp, tp, dtype, is_fp8) | dict(_expert_shards(hf, parallel, dtype, is_fp8))
 
 
-def _held(name: str, shape: Shape, ranges: Ranges, dtype: torch.dtype, is_fp8: bool) -> Iterator[tuple[str, HeldSlice]]:
+def _with_scales(
+    name: str, shape: Shape, ranges: Ranges, dtype: torch.dtype, is_fp8: bool
+) -> Iterator[tuple[str, Shard]]:
     if is_fp8 and is_quantized(name):
-        yield name, HeldSlice(shape, ranges, FP8_DTYPE)
+        yield name, Shard(shape, ranges, FP8_DTYPE)
         blocks = tuple(touched(start, stop) for start, stop in ranges)
-        yield name + SCALE_SUFFIX, HeldSlice(tuple(map(num_blocks, shape)), blocks, torch.float32)
+        yield name + SCALE_SUFFIX, Shard(tuple(map(num_blocks, shape)), blocks, torch.float32)
     else:
-        yield name, HeldSlice(shape, ranges, torch.float32 if ".mlp.gate." in name else dtype)
+        yield name, Shard(shape, ranges, torch.float32 if ".mlp.gate." in name else dtype)
 
 
 @lru_cache(maxsize=64)
-def _dense_slices(hf: HFConfig, tp_rank: int, tp: int, dtype: torch.dtype, is_fp8: bool) -> dict[str, HeldSlice]:
-    """Of everything but routed experts: the same on every replica."""
-    held: dict[str, HeldSlice] = {}
+def _dense_shards(hf: HFConfig, tp_rank: int, tp: int, dtype: torch.dtype, is_fp8: bool) -> dict[str, Shard]:
+    """The shards of everything but routed experts, which are the same on every replica."""
+    shards: dict[str, Shard] = {}
     for name, shape, dim in _dense_tensors(hf):
         if isinstance(hf, Qwen3Config) and name.endswith(("k_proj.weight", "v_proj.weight")):
             ranges = _kv_heads(hf, tp_rank, tp)
         else:
             ranges = _ranges(shape, dim, tp_rank, tp)
-        held.update(_held(name, shape, ranges, dtype, is_fp8))
-    return held
+        shards.update(_with_scales(name, shape, ranges, dtype, is_fp8))
+    return shards
 
 
-def _expert_slices(
+def _expert_shards(
     hf: HFConfig, parallel: ParallelConfig, dtype: torch.dtype, is_fp8: bool
-) -> Iterator[tuple[str, HeldSlice]]:
-    """Whole experts with expert parallel, else a part of the width of each; of all experts the same."""
+) -> Iterator[tuple[str, Shard]]:
+    """Whole experts with expert parallelism, otherwise the same part of the width of each expert."""
     if not isinstance(hf, DeepseekV3Config):
         return
     ep, tp = parallel.expert_parallel_size, parallel.tensor_parallel_size
     ways = 1 if parallel.enable_expert_parallel else tp
     prefix = f"model.layers.{hf.first_k_dense_replace}.mlp.experts.0"
-    parts: list[tuple[str, HeldSlice]] = []
+    parts: list[tuple[str, Shard]] = []
     for name, shape, dim in _mlp(prefix, hf.hidden_size, hf.moe_intermediate_size):
-        parts += _held(name, shape, _ranges(shape, dim, parallel.rank % ways, ways), dtype, is_fp8)
+        parts += _with_scales(name, shape, _ranges(shape, dim, parallel.rank % ways, ways), dtype, is_fp8)
     first, stop = _part(hf.n_routed_experts, parallel.rank % ep, ep)
     names = _expert_names(hf, tuple(name.removeprefix(prefix) for name, _ in parts))
-    slices = [slice_ for _, slice_ in parts] * (stop - first)
-    for of_layer in names:
-        yield from zip(of_layer[first * len(parts) : stop * len(parts)], slices, strict=True)
+    shards = [shard for _, shard in parts] * (stop - first)
+    for names_of_layer in names:
+        yield from zip(names_of_layer[first * len(parts) : stop * len(parts)], shards, strict=True)
 
 
 @lru_cache(maxsize=4)
 def _expert_names(hf: DeepseekV3Config, suffixes: tuple[str, ...]) -> list[list[str]]:
-    """Of each MoE layer's tensors of all experts, expert by expert; made once for all ranks that hold them."""
+    """The names of each MoE layer's expert tensors, expert by expert; made once for all ranks."""
     return [
         [
             f"model.layers.{layer}.mlp.experts.{expert}{suffix}"
@@ -159,7 +152,7 @@ def _mlp(prefix: str, hidden: int, width: int) -> Iterator[_Split]:
 
 
 def _kv_heads(hf: Qwen3Config, tp_rank: int, tp: int) -> Ranges:
-    """With more ranks than heads of keys and values, neighbours hold the same one."""
+    """With more ranks than key-value heads, neighbouring ranks own the same head."""
     num_copies = max(1, tp // hf.num_key_value_heads)
     rows = _part(hf.num_key_value_heads * hf.head_dim, tp_rank // num_copies, tp // num_copies)
     return rows, (0, hf.hidden_size)

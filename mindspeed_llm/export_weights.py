@@ -1,4 +1,4 @@
-"""Fragments of a model's tensors brought together as whole HF tensors on every rank, a bucket at a time."""
+"""Exports a model under HF names: its shards are gathered into whole tensors on every rank, a bucket at a time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,43 @@ import torch
 import torch.distributed as dist
 
 from hf_formats.config import HFModelConfig
+from hf_formats.ranges import index_of, shape_of
 from mindspeed_llm.hf_shapes import always_fp32, hf_tensors
-from mindspeed_llm.sources import hf_view
-from mindspeed_llm.weight_plan import Fragment, fragments, slice_shape
+from mindspeed_llm.weight_plan import Shard, model_shards
+from mindspeed_llm.weight_source import hf_view
 
 if TYPE_CHECKING:
     from megatron.core.parallel_state import ProcessGroups
 
 DEFAULT_BUCKET_BYTES = 512 << 20
+
+
+@torch.no_grad()
+def export_weights(
+    model: torch.nn.Module,
+    hf: HFModelConfig,
+    groups: ProcessGroups,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every full HF tensor of the model, layer by layer, in the same order on every rank.
+
+    Collective: every rank of ``groups.world`` must run the iterator to its end with the same arguments. The
+    lowest owner of each shard broadcasts it, in one flat buffer per owner and bucket, so that at most about two buckets
+    (or the largest tensor) are in memory. Tensors are in ``dtype`` (default: the
+    model's) on the model's device, the router's correction bias always in fp32. A tensor may share memory with its
+    bucket or, at world size 1, with the model: consume it or copy it, and do not write to it.
+    """
+    first = next(model.parameters())
+    yield from gather_hf_tensors(
+        model.state_dict(keep_vars=True),
+        hf_tensors(hf).keys(),
+        hf,
+        groups,
+        dtype=first.dtype if dtype is None else dtype,
+        device=first.device,
+        bucket_bytes=bucket_bytes,
+    )
 
 
 def gather_hf_tensors(
@@ -32,11 +61,11 @@ def gather_hf_tensors(
     """Yield the full HF tensors ``names``, in the order of ``hf_tensors`` on every rank.
 
     Collective over ``groups.world``, with the same arguments on every rank but ``local``: the rank's own tensors under
-    the training engine's names (parameters, or anything of their shapes, such as gradients). The lowest holder of a
-    fragment broadcasts it. Tensors are in ``dtype``, those of ``always_fp32`` in float32; they may share memory with
-    their bucket or, at world size 1, with ``local``.
+    the training engine's names (parameters, or anything of their shapes, such as gradients). The lowest rank that
+    owns a shard broadcasts it. Tensors are in ``dtype``, those of ``always_fp32`` in float32; they may share memory
+    with their bucket or, at world size 1, with ``local``.
     """
-    plan = fragments(hf, groups.layout, "core")
+    plan = model_shards(hf, groups.layout, "core")
     for bucket_names in _buckets(hf, names, dtype, bucket_bytes):
         bucket = _Bucket({name: plan[name] for name in bucket_names}, local, dtype, device, groups)
         for name in bucket_names:
@@ -44,38 +73,38 @@ def gather_hf_tensors(
 
 
 class _Bucket:
-    """Fragments of consecutive HF tensors, brought to every rank by one broadcast per owner and dtype."""
+    """The shards of consecutive HF tensors, sent to every rank by one broadcast per owner and dtype."""
 
     def __init__(
         self,
-        parts: dict[str, tuple[Fragment, ...]],
+        shards: Mapping[str, tuple[Shard, ...]],
         local: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
         device: torch.device,
         groups: ProcessGroups,
     ) -> None:
-        self._parts = parts
-        self._received: dict[tuple[str, int], torch.Tensor] = {}  # (hf name, index of its fragment)
+        self._shards = shards
+        self._received: dict[tuple[str, int], torch.Tensor] = {}  # (hf name, index of its shard)
         batches: dict[tuple[int, bool], list[tuple[str, int]]] = {}
-        for name, owned in parts.items():
-            for index, fragment in enumerate(owned):
-                batches.setdefault((fragment.owner, always_fp32(name)), []).append((name, index))
+        for name, shards_of_name in shards.items():
+            for index, shard in enumerate(shards_of_name):
+                batches.setdefault((shard.rank, always_fp32(name)), []).append((name, index))
         for (owner, is_fp32), keys in sorted(batches.items()):
             batch_dtype = torch.float32 if is_fp32 else dtype
-            self._exchange(owner, keys, local, batch_dtype, device, groups)
+            self._broadcast(owner, keys, local, batch_dtype, device, groups)
 
     def assemble(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The full tensor ``name``, released from the bucket."""
-        owned = self._parts[name]
-        pieces = [self._received.pop((name, index)) for index in range(len(owned))]
-        if len(pieces) == 1:
-            return pieces[0]
-        full = torch.empty(shape, dtype=pieces[0].dtype, device=pieces[0].device)
-        for fragment, piece in zip(owned, pieces, strict=True):
-            full[tuple(slice(start, stop) for start, stop in fragment.piece.hf_slice)] = piece
+        shards = self._shards[name]
+        values = [self._received.pop((name, index)) for index in range(len(shards))]
+        if len(values) == 1:
+            return values[0]
+        full = torch.empty(shape, dtype=values[0].dtype, device=values[0].device)
+        for shard, part in zip(shards, values, strict=True):
+            full[index_of(shard.ranges)] = part
         return full
 
-    def _exchange(
+    def _broadcast(
         self,
         owner: int,
         keys: list[tuple[str, int]],
@@ -84,13 +113,13 @@ class _Bucket:
         device: torch.device,
         groups: ProcessGroups,
     ) -> None:
-        found = [self._parts[name][index] for name, index in keys]
-        mine = [hf_view(local[fragment.local_name], fragment.piece) for fragment in found if owner == groups.rank]
+        shards = [self._shards[name][index] for name, index in keys]
+        mine = [hf_view(local[shard.param], shard) for shard in shards if owner == groups.rank]
         if groups.layout.world_size == 1:
             for key, view in zip(keys, mine, strict=True):
                 self._received[key] = view.detach().to(dtype).contiguous()
             return
-        shapes = [slice_shape(fragment.piece.hf_slice) for fragment in found]
+        shapes = [shape_of(shard.ranges) for shard in shards]
         sizes = [torch.Size(shape).numel() for shape in shapes]
         flat = torch.empty(sum(sizes), dtype=dtype, device=device)
         views = [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]

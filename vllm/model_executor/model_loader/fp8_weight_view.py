@@ -1,4 +1,4 @@
-"""Weights that are held in FP8 blocks: their storage, and FP8 tensors on their way to it."""
+"""Weights that are stored in FP8 blocks: their memory, and the pairing of incoming FP8 tensors with their scales."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from hf_formats.fp8 import (
     touched,
 )
 from vllm.model_executor.layers.quantization.fp8 import BlockScales
-from vllm.model_executor.model_loader.weight_target import StoredSlice, Weight, WeightTarget
+from vllm.model_executor.model_loader.shard import Shard
+from vllm.model_executor.model_loader.weight_view import Weight, WeightView, empty_shard
 from vllm.ops.weights import PackedWeight
 
 MAX_UNPAIRED_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
-class Fp8WeightTarget(WeightTarget):
-    """parameter[local] holds e4m3 values, `scales` [SR, SC] the scales of the blocks of the Hugging Face tensor that
-    the slice touches: every layout holds the same values.
+class Fp8WeightView(WeightView):
+    """parameter[local] holds e4m3 values and `scales` [SR, SC] the scales of the blocks of the Hugging Face tensor that
+    the shard touches, so that every layout holds the same values.
     """
 
     scales: Tensor | None = None
 
     def store(self, name: str, weight: Weight) -> None:
-        """FP8 is taken as it comes, anything else is quantised: just the blocks that the slice touches."""
+        """Copy an FP8 weight as it is, or quantise another one: only the blocks that the shard touches."""
         assert self.parameter is not None and self.scales is not None, name
         (r0, r1), (c0, c1) = self.ranges()
         (br0, br1), (bc0, bc1) = touched(r0, r1), touched(c0, c1)
@@ -52,46 +53,47 @@ class Fp8WeightTarget(WeightTarget):
         self.parameter.data[self.local].copy_(values)
         self.scales.copy_(scales)
 
-    def held(self, name: str) -> Iterator[StoredSlice]:
-        """The values and, under the checkpoint's name for them, the scales of all blocks that they touch."""
-        yield from super().held(name)
+    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
+        """The values and, under the checkpoint's name for them, the scales of all blocks that the values touch."""
+        yield from super().shards(name)
         if self.scales is not None:
-            (r0, _), (c0, _) = self.ranges()
+            blocks = tuple(touched(start, stop) for start, stop in self.ranges())
             shape = tuple(map(num_blocks, self.hf_shape))
-            yield StoredSlice(name + SCALE_SUFFIX, shape, torch.float32, self.scales, (r0 // BLOCK, c0 // BLOCK))
+            yield name + SCALE_SUFFIX, Shard(shape, blocks, torch.float32, self.scales)
 
-    def stored(self, name: str, dtype: torch.dtype) -> Iterator[StoredSlice]:
-        """A scale counts where its block begins."""
+    def counted_shards(self, name: str, dtype: torch.dtype) -> Iterator[tuple[str, Shard]]:
+        """A scale counts on the rank that owns the first element of its block."""
         shape = tuple(map(num_blocks, self.hf_shape))
         if self.scales is None:
-            yield StoredSlice(name, self.hf_shape, FP8_DTYPE, None)
-            yield StoredSlice(name + SCALE_SUFFIX, shape, torch.float32, None)
+            yield name, empty_shard(self.hf_shape, FP8_DTYPE)
+            yield name + SCALE_SUFFIX, empty_shard(shape, torch.float32)
             return
-        values, _ = self.held(name)
-        yield values
+        yield from WeightView.shards(self, name)
         (r0, r1), (c0, c1) = self.ranges()
-        rows, columns = range(num_blocks(r0), num_blocks(r1)), range(num_blocks(c0), num_blocks(c1))
-        first_row, first_column = rows.start - r0 // BLOCK, columns.start - c0 // BLOCK
-        own = self.scales[first_row : first_row + len(rows), first_column : first_column + len(columns)]
-        yield StoredSlice(name + SCALE_SUFFIX, shape, torch.float32, own, (rows.start, columns.start))
+        rows, columns = (num_blocks(r0), num_blocks(r1)), (num_blocks(c0), num_blocks(c1))
+        first_row, first_column = r0 // BLOCK, c0 // BLOCK
+        own = self.scales[
+            rows[0] - first_row : rows[1] - first_row, columns[0] - first_column : columns[1] - first_column
+        ]
+        yield name + SCALE_SUFFIX, Shard(shape, (rows, columns), torch.float32, own)
 
 
-def hold_in_fp8(targets: dict[str, WeightTarget]) -> dict[str, WeightTarget]:
-    """Give the parameters of all quantised weights FP8 storage with scales; returns the targets of all weights."""
-    result = {name: t if not is_quantized(name) else Fp8WeightTarget(t.hf_shape) for name, t in targets.items()}
-    of_parameter: dict[int, list[str]] = {}
-    for name, target in targets.items():
-        if target.parameter is not None:
-            of_parameter.setdefault(id(target.parameter), []).append(name)
-    for names in of_parameter.values():
+def hold_in_fp8(views: dict[str, WeightView]) -> dict[str, WeightView]:
+    """Give the parameters of all quantised weights FP8 storage with scales; return the views of all weights."""
+    result = {name: view if not is_quantized(name) else Fp8WeightView(view.hf_shape) for name, view in views.items()}
+    names_of_parameter: dict[int, list[str]] = {}
+    for name, view in views.items():
+        if view.parameter is not None:
+            names_of_parameter.setdefault(id(view.parameter), []).append(name)
+    for names in names_of_parameter.values():
         if any(map(is_quantized, names)):
             assert all(map(is_quantized, names)), names
-            result |= _convert({name: targets[name] for name in names})
+            result |= _convert({name: views[name] for name in names})
     return result
 
 
 class Fp8Pairs:
-    """Joins the FP8 tensors of a stream with their scales, which may come before or after, also in a later call."""
+    """Pairs the FP8 tensors of a stream with their scales, which may come earlier, later, or in a later call."""
 
     def __init__(self) -> None:
         self.unpaired: dict[str, Tensor] = {}  # copies: a stream may reuse its buffers
@@ -117,14 +119,14 @@ class Fp8Pairs:
                 )
 
 
-def _convert(targets: dict[str, WeightTarget]) -> dict[str, WeightTarget]:
-    """The targets of one parameter [..., R, C]: whole columns, rows one after the other, in each expert alike."""
-    parameter = next(iter(targets.values())).parameter
+def _convert(views: dict[str, WeightView]) -> dict[str, WeightView]:
+    """Convert the views of one parameter [..., R, C]: whole columns and consecutive rows, the same in each expert."""
+    parameter = next(iter(views.values())).parameter
     assert parameter is not None
     num_rows, num_columns = parameter.shape[-2:]
-    # (first row here, end, first row and end there) of each weight, the same in every expert.
-    segments = sorted({(*_rows(target), *target.ranges()[0]) for target in targets.values()})
-    columns = {target.ranges()[1] for target in targets.values()}
+    # (start, stop) of the rows of each weight in the parameter and in the HF tensor; the same in every expert.
+    segments = sorted({(*_rows(view), *view.ranges()[0]) for view in views.values()})
+    columns = {view.ranges()[1] for view in views.values()}
     assert len(columns) == 1 and sum(stop - start for start, stop, *_ in segments) == num_rows, (segments, columns)
     (c0, c1) = columns.pop()
     assert c1 - c0 == num_columns, (c0, c1, num_columns)
@@ -144,13 +146,13 @@ def _convert(targets: dict[str, WeightTarget]) -> dict[str, WeightTarget]:
     )
     parameter.data = torch.empty_like(parameter.data, dtype=FP8_DTYPE)
     parameter.block_scales = scales  # type: ignore[attr-defined]
-    converted: dict[str, WeightTarget] = {}
-    for name, target in targets.items():
-        start, _ = _rows(target)
-        r0, r1 = target.ranges()[0]
-        own = scale_inv[target.local[0]] if parameter.dim() == 3 else scale_inv
+    converted: dict[str, WeightView] = {}
+    for name, view in views.items():
+        start, _ = _rows(view)
+        r0, r1 = view.ranges()[0]
+        own = scale_inv[view.local[0]] if parameter.dim() == 3 else scale_inv
         own = own[first_block[start] : first_block[start] + len(range(*touched(r0, r1)))]
-        converted[name] = Fp8WeightTarget(target.hf_shape, parameter, target.local, target.source, own)
+        converted[name] = Fp8WeightView(view.hf_shape, parameter, view.local, view.source, own)
     return converted
 
 
@@ -162,10 +164,10 @@ def weight_storage(model: nn.Module) -> list[Tensor]:
     return list(chain((p.data for p in parameters), (s.scale_inv for s in scales if s is not None), *loose))
 
 
-def _rows(target: WeightTarget) -> tuple[int, int]:
-    """[start, stop) of a target's rows within its parameter."""
-    assert target.parameter is not None
-    index = target.local[target.parameter.dim() - 2] if len(target.local) > target.parameter.dim() - 2 else slice(None)
-    assert isinstance(index, slice), target.local
-    start, stop, _ = index.indices(target.parameter.shape[-2])
+def _rows(view: WeightView) -> tuple[int, int]:
+    """[start, stop) of a view's rows within its parameter."""
+    assert view.parameter is not None
+    index = view.local[view.parameter.dim() - 2] if len(view.local) > view.parameter.dim() - 2 else slice(None)
+    assert isinstance(index, slice), view.local
+    start, stop, _ = index.indices(view.parameter.shape[-2])
     return start, stop

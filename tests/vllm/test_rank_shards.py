@@ -1,4 +1,4 @@
-"""What the pure function says that a rank holds is what the built model of that rank holds."""
+"""What the pure function says that a rank owns is what the built model of that rank owns."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_moonlight_config, tiny
 from tests.vllm.fp8_tiny import WIDE
 from vllm.config import ParallelConfig
 from vllm.distributed.parallel_state import GroupCoordinator, ParallelState
-from vllm.model_executor.model_loader.fp8_target import hold_in_fp8
-from vllm.model_executor.model_loader.held_slices import held_slices
-from vllm.model_executor.model_loader.weight_target import WeightTarget
+from vllm.model_executor.model_loader.fp8_weight_view import hold_in_fp8
+from vllm.model_executor.model_loader.rank_shards import rank_shards
+from vllm.model_executor.model_loader.weight_view import WeightView
 from vllm.model_executor.models.registry import MODELS
 from vllm.ops.contract import resolve
 from vllm.transformers_utils.config import HFConfig, load_config
@@ -32,8 +32,8 @@ MODEL_CONFIGS: dict[str, dict[str, Any]] = {
 LAYOUTS = [(1, 1, 1, True), (2, 2, 4, True), (2, 4, 8, True), (2, 2, 8, False), (4, 1, 4, False), (1, 4, 4, True)]
 
 
-def targets_of(hf: HFConfig, config: ParallelConfig, quantization: str | None) -> dict[str, WeightTarget]:
-    """Of a rank's model, built without groups."""
+def views_of(hf: HFConfig, config: ParallelConfig, quantization: str | None) -> dict[str, WeightView]:
+    """The weight views of a rank's model, built without groups."""
     tp, dp = config.tensor_parallel_size, config.data_parallel_size
     ep = config.expert_parallel_size
     coordinators = [
@@ -45,7 +45,7 @@ def targets_of(hf: HFConfig, config: ParallelConfig, quantization: str | None) -
     with torch.device("meta"):
         ops = resolve("vllm.ops.cpu:default_ops")
         model = MODELS[hf.architecture](hf, 64, ParallelState(config, *coordinators), ops, torch.device("meta"))
-    return hold_in_fp8(model.weight_targets) if quantization else model.weight_targets
+    return hold_in_fp8(model.weight_views) if quantization else model.weight_views
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
@@ -56,14 +56,9 @@ def test_every_rank_of_every_layout(name: str, quantization: str | None, tmp_pat
     for tp, dp, world_size, is_expert_parallel in LAYOUTS:
         for rank in range(world_size):
             config = ParallelConfig(tp, dp, is_expert_parallel, rank, world_size)
-            targets = targets_of(hf, config, quantization)
-            stored = [part for name, target in targets.items() for part in target.held(name)]
-            found = held_slices(hf, config, torch.float32, quantization)
-            assert sorted(found) == sorted(part.hf_name for part in stored)
-            for part in stored:
-                held = found[part.hf_name]
-                assert part.part is not None
-                assert (held.hf_shape, held.dtype) == (part.hf_shape, part.dtype)
-                assert held.ranges == tuple(
-                    (start, start + size) for start, size in zip(part.starts, part.part.shape, strict=True)
-                ), part.hf_name
+            views = views_of(hf, config, quantization)
+            owned = dict(item for name, view in views.items() for item in view.shards(name))
+            assert rank_shards(hf, config, torch.float32, quantization) == owned
+            for name, shard in owned.items():
+                assert shard.values is not None and shard.values.shape == shard.shape, name
+                assert shard.values.dtype == shard.dtype, name

@@ -1,4 +1,4 @@
-"""What a ``torch.distributed.checkpoint`` directory holds, without a process group and without running its pickle."""
+"""The tensors of a ``torch.distributed.checkpoint`` directory, read without process group and without its pickle."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _CLASSES = {
 
 
 @dataclass(frozen=True)
-class StoredChunk:
-    """A hyper-rectangle of a tensor: what ``torch.save`` made of it is bytes [start, start + num_bytes) of ``file``."""
+class SavedChunk:
+    """A chunk of a tensor, written by ``torch.save`` to bytes [start, start + num_bytes) of ``file``."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -43,50 +43,55 @@ class StoredChunk:
     start: int
     num_bytes: int
 
+    @cached_property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """[start, stop) of the chunk in every dimension of the tensor."""
+        return tuple((start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
+
 
 @dataclass(frozen=True)
-class StoredTensor:
+class SavedTensor:
     """A tensor of the whole model and its chunks, ordered by their offsets."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[StoredChunk, ...]
+    chunks: tuple[SavedChunk, ...]
 
     @cached_property
     def most_rows(self) -> int:
-        """Extent in the first dimension of the chunk that has most."""
+        """The most rows (dim 0) of a chunk."""
         return max(chunk.sizes[0] for chunk in self.chunks)
 
 
-def stored_tensors(directory: Path) -> Mapping[str, StoredTensor]:
-    """Every tensor by its key, from ``.metadata``; ``ValueError`` when that is missing or is something else."""
+def saved_tensors(directory: Path) -> Mapping[str, SavedTensor]:
+    """Every tensor by its key, from ``.metadata``; ``ValueError`` when that is missing or unreadable."""
     metadata = read_metadata(directory)
     try:
         tensors = {key: t for key, t in metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
         sizes = {key: {chunk.offsets: chunk.sizes for chunk in tensor.chunks} for key, tensor in tensors.items()}
-        chunks: dict[str, list[StoredChunk]] = {key: [] for key in tensors}
-        for index, place in metadata.storage_data.items():
+        chunks: dict[str, list[SavedChunk]] = {key: [] for key in tensors}
+        for index, info in metadata.storage_data.items():
             if index.fqn not in tensors:
                 continue
-            if getattr(place, "transform_descriptors", None):
-                raise ValueError(f"{index.fqn} is stored with {place.transform_descriptors}; only plain files are read")
+            if getattr(info, "transform_descriptors", None):
+                raise ValueError(f"{index.fqn} is stored with {info.transform_descriptors}; only plain files are read")
             size = sizes[index.fqn][index.offset]
-            found = StoredChunk(tuple(index.offset), tuple(size), place.relative_path, place.offset, place.length)
-            chunks[index.fqn].append(found)
+            chunk = SavedChunk(tuple(index.offset), tuple(size), info.relative_path, info.offset, info.length)
+            chunks[index.fqn].append(chunk)
         return {
-            key: StoredTensor(tuple(tensor.size), tensor.properties.dtype, tuple(sorted(chunks[key], key=_by_offsets)))
+            key: SavedTensor(tuple(tensor.size), tensor.properties.dtype, tuple(sorted(chunks[key], key=_by_offsets)))
             for key, tensor in tensors.items()
         }
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{directory / METADATA} does not say where its tensors lie: {error!r}") from error
 
 
-def _by_offsets(chunk: StoredChunk) -> tuple[int, ...]:
+def _by_offsets(chunk: SavedChunk) -> tuple[int, ...]:
     return chunk.offsets
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """``.metadata`` of a directory, read by an unpickler that knows its classes and no others."""
+    """``.metadata`` of a directory, read by an unpickler that accepts only the classes of this format."""
     path = directory / METADATA
     try:
         with path.open("rb") as file:

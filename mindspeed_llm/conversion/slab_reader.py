@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from hf_formats.fp8 import BLOCK, FP8_DTYPE, quantize
+from hf_formats.ranges import shape_of
 from mindspeed_llm.conversion.kernels import Kernels
 from mindspeed_llm.conversion.writer import StoredTensor
-from mindspeed_llm.sources import WeightSource, fill, plain_dtype
-from mindspeed_llm.weight_plan import LocalTensor, rows_of, slice_shape
+from mindspeed_llm.weight_plan import TensorPlan, slice_rows
+from mindspeed_llm.weight_source import WeightSource, fill, plain_dtype
 
 _CACHED_BYTES = 4 << 20  # a slab is read, summed and written while it is in the processor's last cache
 _QUANTISING_BYTES = 16  # per element, for the fp32 values, their scaled form and the masks
@@ -35,7 +36,7 @@ class SlabReader:
         return ByteSlabs(self._slabs(tensor), self._kernels, self._on_bytes)
 
     def _slabs(self, tensor: StoredTensor) -> Iterator[torch.Tensor]:
-        first = tensor.content.pieces[0]
+        first = tensor.content.shards[0]
         is_kept = self._source.dtype(first.hf_name) == tensor.dtype == FP8_DTYPE
         if tensor.form == "fp8_scale" and self._source.dtype(first.hf_name) == FP8_DTYPE:
             yield self._source.read(tensor.name, tuple((0, size) for size in tensor.shape))
@@ -47,24 +48,24 @@ class SlabReader:
         self._scales = []
         rows, step = tensor.content.shape[0], _cost(tensor, self._source).rows_within(self._max_bytes)
         for start in range(0, rows, step):
-            part = rows_of(tensor.content, start, min(start + step, rows))
+            part = slice_rows(tensor.content, start, min(start + step, rows))
             if tensor.form == "fp8" and not is_kept:
-                dtype = plain_dtype(self._source, part.pieces[0].hf_name)
+                dtype = plain_dtype(self._source, part.shards[0].hf_name)
                 quantised, scales, _ = quantize(self._assemble(part, dtype))
                 self._scales.append(scales)
                 yield quantised
             else:
                 yield self._assemble(part, tensor.dtype)
 
-    def _assemble(self, part: LocalTensor, dtype: torch.dtype) -> torch.Tensor:
+    def _assemble(self, part: TensorPlan, dtype: torch.dtype) -> torch.Tensor:
         """``part`` in the buffer; a view of the source where that holds just these bytes."""
         if _is_view(part, dtype, self._source):
-            return self._source.read(part.pieces[0].hf_name, part.pieces[0].hf_slice).reshape(part.shape)
+            return self._source.read(part.shards[0].hf_name, part.shards[0].ranges).reshape(part.shape)
         num_bytes = part.num_elements * dtype.itemsize
         if self._buffer.numel() < num_bytes:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
         local = self._buffer[:num_bytes].view(dtype).view(part.shape)
-        fill(local, part, self._source, self._kernels.place)
+        fill(local, part, self._source, self._kernels.copy)
         return local
 
 
@@ -93,9 +94,9 @@ def in_flight_bytes(tensor: StoredTensor, source: WeightSource, max_bytes: int) 
     return cost.fixed_bytes + min(tensor.content.shape[0], cost.rows_within(max_bytes)) * cost.row_bytes
 
 
-def _is_view(part: LocalTensor, dtype: torch.dtype, source: WeightSource) -> bool:
-    first = part.pieces[0]
-    return len(part.pieces) == 1 and not first.transpose and source.dtype(first.hf_name) == dtype
+def _is_view(part: TensorPlan, dtype: torch.dtype, source: WeightSource) -> bool:
+    first = part.shards[0]
+    return len(part.shards) == 1 and not first.transpose and source.dtype(first.hf_name) == dtype
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class _Cost:
 
 
 def _cost(tensor: StoredTensor, source: WeightSource) -> _Cost:
-    content, first = tensor.content, tensor.content.pieces[0]
+    content, first = tensor.content, tensor.content.shards[0]
     elements = math.prod(content.shape[1:])
     stored = source.dtype(first.hf_name).itemsize
     if tensor.form == "fp8" and source.dtype(first.hf_name) != FP8_DTYPE:
@@ -121,5 +122,5 @@ def _cost(tensor: StoredTensor, source: WeightSource) -> _Cost:
     if _is_view(content, tensor.dtype, source):
         return _Cost(made, 0, 1)
     if first.transpose:  # an expert's gate or up, or its down, is read at a time
-        return _Cost(made, math.prod(slice_shape(first.hf_slice)) * stored, 1)
+        return _Cost(made, math.prod(shape_of(first.ranges)) * stored, 1)
     return _Cost(made + elements * stored, 0, 1)

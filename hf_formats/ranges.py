@@ -1,0 +1,28 @@
+"""Arithmetic of ranges: the part of a tensor that lies at [start, stop) in every dimension."""
+
+from __future__ import annotations
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+def shape_of(ranges: Ranges) -> tuple[int, ...]:
+    """The shape of the part."""
+    return tuple(stop - start for start, stop in ranges)
+
+
+def index_of(ranges: Ranges) -> tuple[slice, ...]:
+    """The index that selects the part."""
+    return tuple(slice(start, stop) for start, stop in ranges)
+
+
+def intersection(left: Ranges, right: Ranges) -> Ranges | None:
+    """The elements that both parts have, None when there is none."""
+    if left == right:
+        return left  # most parts of a large model are whole experts
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(left, right, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def relative(inner: Ranges, outer: Ranges) -> tuple[slice, ...]:
+    """The index of ``inner`` in a tensor that holds ``outer``."""
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(inner, outer, strict=True))

@@ -1,0 +1,89 @@
+"""Loads a training model's weights from any source by the weight plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from hf_formats.problems import raise_problems
+from mindspeed_llm.conversion.kernels import choose_kernels, copy_native
+from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
+from mindspeed_llm.hf_config import HFModelConfig
+from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint
+from mindspeed_llm.weight_plan import TensorPlan
+from mindspeed_llm.weight_source import CopyValues, Origin, WeightSource, copy_values, fill
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoint(WeightSource, Protocol):
+    """Weights on disk, in any of the supported forms."""
+
+    path: Path
+
+    def describe(self) -> str:
+        """The form and the content, for a log."""
+        ...
+
+
+def open_shards(path: str | Path, hf: HFModelConfig) -> Checkpoint:
+    """The sharded checkpoint in a directory: a distributed checkpoint or mp_rank files."""
+    return DCPCheckpoint(path, hf) if is_dcp(Path(path)) else ShardedCheckpoint(path)
+
+
+@torch.no_grad()
+def load_weights(
+    model: torch.nn.Module, plan: Iterable[TensorPlan], source: WeightSource, strict: bool = True
+) -> set[str]:
+    """Fill the parameters and buffers of ``model`` from ``source`` in the model's dtypes; returns the HF names read.
+
+    ``plan`` is ``local_plan(hf, layout, rank)``. With ``strict`` the plan and the
+    model must have the same tensors in the same shapes and the source must have all of them; otherwise a ValueError
+    lists every difference before anything is written. Without it tensors that are missing on either side are skipped.
+    """
+    tensors = tuple(plan)
+    targets = model.state_dict(keep_vars=True)
+    available = source.names()
+    absent = {shard.hf_name for tensor in tensors for shard in tensor.shards if shard.hf_name not in available}
+    if strict:
+        problems = [f"the source has no {name}" for name in sorted(absent)]
+        problems += [f"the model has no {tensor.name}" for tensor in tensors if tensor.name not in targets]
+        problems += [f"the plan has no {name}" for name in targets.keys() - {tensor.name for tensor in tensors}]
+        problems += [
+            f"{tensor.name} has shape {tuple(targets[tensor.name].shape)} in the model, {tensor.shape} in the plan"
+            for tensor in tensors
+            if tensor.name in targets and tuple(targets[tensor.name].shape) != tensor.shape
+        ]
+        raise_problems("loading weights", problems, "Check that model, layout and checkpoint belong together.")
+    loaded: set[str] = set()
+    kernels = choose_kernels("auto")
+    logger.info("weights are copied by %s kernels", kernels)
+    copy_on_host = copy_native if kernels == "native" else copy_values
+    for tensor in tensors:
+        names = {shard.hf_name for shard in tensor.shards}
+        if tensor.name in targets and not names & absent:
+            if isinstance(source, DCPCheckpoint):
+                source.fill(targets[tensor.name], tensor)
+            else:
+                fill(targets[tensor.name], tensor, source, partial(_copy, copy_on_host))
+            loaded |= names
+    return loaded
+
+
+def _copy(
+    on_host: CopyValues, target: torch.Tensor, values: torch.Tensor, scale_inv: torch.Tensor | None, origin: Origin
+) -> None:
+    """``copy_values`` to any device: FP8 is dequantised on the host and sent in one copy."""
+    if target.device.type == "cpu":
+        on_host(target, values, scale_inv, origin)
+    elif scale_inv is None:
+        target.copy_(values)
+    else:
+        plain = torch.empty(values.shape, dtype=target.dtype)
+        on_host(plain, values, scale_inv, origin)
+        target.copy_(plain)
