@@ -10,10 +10,10 @@ from typing import Protocol
 
 import torch
 
+from hf_formats.config import HFModelConfig
 from hf_formats.problems import raise_problems
 from mindspeed_llm.conversion.kernels import choose_kernels, copy_native
 from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
-from mindspeed_llm.hf_config import HFModelConfig
 from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint
 from mindspeed_llm.weight_plan import TensorPlan
 from mindspeed_llm.weight_source import CopyValues, Origin, WeightSource, copy_values, fill
