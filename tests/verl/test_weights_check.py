@@ -31,7 +31,9 @@ class WronglyHolding(vLLMRollout):
             return found
         _, shard = next(self.inference_engine.core.worker.model.weight_views[WRONG].shards(WRONG))
         assert isinstance(shard.values, torch.Tensor)
-        shard.values.view(torch.uint8)[3, 5] ^= 0x40
+        # A view of the same element size, because some backends store matrices transposed.
+        bits = shard.values.view({1: torch.uint8, 2: torch.int16}[shard.values.element_size()])
+        bits[3, 5] ^= 0x40
         return self.shard_digests()
 
 
