@@ -54,6 +54,7 @@ _EXPONENT = re.compile(r"\^\s*(?P<exponent>\{[^{}]*\}|\\[a-zA-Z]+|.)", re.DOTALL
 _INFINITY = re.compile(r"(?<=[(\[,+ -])\\infty(?=\s*[,)\]])")  # the end of an interval; in a sum it equals anything
 _FLOAT = re.compile(r"\d\.?[eE][+-]?\d")  # 1E9999999
 _NUMERAL = re.compile(r"\d+(?:\.\d+)?|\.\d+")
+_MATH_MODE = re.compile(r"(?<!\\)\$")  # a dollar that begins or ends a formula; an escaped one is money
 
 
 def last_boxed(text: str) -> str | None:
@@ -184,8 +185,11 @@ def _exponent_bound(exponent: str) -> int | None:
 
 
 def _plain(answer: str) -> str:
-    """Drop what never changes an answer: outer space and dollars, a final full stop, ``\\left``, thousands commas."""
-    answer = answer.strip().strip("$").strip().removesuffix(".")
+    """Drop what never changes an answer: dollars of formulas, outer space, the full stop, ``\\left``, thousands commas.
+
+    The parser reads an answer between two dollars, so a dollar inside would end what it compares.
+    """
+    answer = _MATH_MODE.sub("", answer).strip().removesuffix(".")
     answer = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", answer)
     answer = re.sub(r"\s+", " ", answer).strip()
     if (words := _WORDS.fullmatch(answer)) is not None:

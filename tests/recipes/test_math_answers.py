@@ -97,10 +97,39 @@ def test_plain_numbers(text: str, is_number: bool) -> None:
         ("(x-1)(x+1)", "x^2-1"),
         ("[0,\\infty)", "[0, \\infty)"),
         ("2^{10}", "1024"),
+        ("90^{\\circ},60^{\\circ}", "$90^{\\circ}$,$60^{\\circ}$"),
+        ("$60^{\\circ}$, $90^{\\circ}$", "$90^{\\circ}$,$60^{\\circ}$"),
+        ("\\frac12", "['$\\frac{1}{2}$']"),
+        ("7", "['$7$']"),
+        ("\\frac12,\\frac13", "['$\\frac{1}{2}$', '$\\frac{1}{3}$']"),
+        ("\\$5", "5"),
+        ("$\\$5$", "\\$5"),
     ],
 )
 def test_equal(given: str, truth: str) -> None:
     assert answers_equal(given, truth)
+
+
+@pytest.mark.parametrize(
+    ("given", "truth"),
+    [
+        ("$90^{\\circ}$", "$90^{\\circ}$,$60^{\\circ}$"),
+        ("$90^{\\circ}$,$30^{\\circ}$", "$90^{\\circ}$,$60^{\\circ}$"),
+        ("$90^{\\circ}$ and $60^{\\circ}$", "$90^{\\circ}$ and $30^{\\circ}$"),
+        ("['$\\frac{1}{3}$']", "['$\\frac{1}{2}$']"),
+        ("\\frac13", "['$\\frac{1}{2}$']"),
+        ("['$\\frac{1}{2}$', '$\\frac{1}{4}$']", "['$\\frac{1}{2}$', '$\\frac{1}{3}$']"),
+        ("['$x=1$', '$x=3$']", "['$x=1$', '$x=2$']"),
+    ],
+)
+def test_every_piece_between_dollars_counts(given: str, truth: str) -> None:
+    assert not answers_equal(given, truth)
+
+
+def test_dollars_around_real_answers_change_no_grade() -> None:
+    """A response may write a formula in dollars or without: an answer that is right stays right."""
+    for answer in random.Random(2).sample([gold for gold in gold_answers("deepscaler") if gold.strip()], 300):
+        assert answers_equal(f"${answer}$", answer) and answers_equal(answer, f" $ {answer} $ "), answer
 
 
 HOSTILE = [

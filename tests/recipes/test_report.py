@@ -41,6 +41,7 @@ def write_run(run_dir: Path, num_steps: int = 20) -> None:
     for step, response in ((0, EVIL), (num_steps, "<think>1 + 1 = 2</think><answer>\\boxed{2}</answer>")):
         record = {"step": step, "prompt": "…<｜User｜>What is 1 + 1?<｜Assistant｜>", "response": response}
         record |= {"ground_truth": "2", "score": float(step > 0), "format": float(step > 0), "accuracy": 1.0}
+        record |= {"ungraded": 0.0, "timeout": 0.0, "grader_error": float(step > 0)}
         (run_dir / "val_generations").mkdir(exist_ok=True)
         (run_dir / "val_generations" / f"step_{step}.jsonl").write_text(json.dumps(record) + "\n")
 
@@ -73,6 +74,8 @@ def test_report_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "&lt;script&gt;" in page
     assert "What is 1 + 1?" in page
     assert "0.40 → 0.90" in page
+    assert page.count(">grader_error 1.00<") == 1, "failures are shown where there are any"
+    assert not re.search(r">(ungraded|timeout|grader_error) 0", page)
     summary = capsys.readouterr().out
     assert "0.400 (step 0) -> 0.900 (step 20)" in summary
     assert "report.html" in summary

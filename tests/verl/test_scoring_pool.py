@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from verl.protocol import DataProto
+from verl.utils.reward_score import scoring_pool
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool
 from verl.utils.reward_score.spec import RewardFunctionSpec
 from verl.workers.config import CustomRewardFunctionConfig, RewardModelConfig
@@ -58,6 +60,31 @@ def test_equal_answers_are_graded_once(pool: ScoringPool) -> None:
     assert first is again
     assert first is not other
     assert pool.submit([_job("pid")])[0] is first
+
+
+@pytest.mark.timeout(60)
+def test_an_answer_without_a_grade_is_graded_anew(pool: ScoringPool) -> None:
+    jobs = [_job("hang"), _job("raise"), _job("42")]
+    first = pool.submit(jobs)
+    assert [future.result().is_graded for future in first] == [False, False, True]
+    again = pool.submit(jobs)
+    assert [future is before for future, before in zip(again, first, strict=True)] == [False, False, True]
+    assert [future.result().is_graded for future in again] == [False, False, True]
+
+
+@pytest.mark.timeout(60)
+def test_grades_take_no_more_memory_than_their_limit(pool: ScoringPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool._grades, "_max_bytes", 3 * scoring_pool._GRADE_BYTES)
+    jobs = [_job(str(number)) for number in range(8)]
+    futures = []
+    for job in jobs:
+        futures += pool.submit([job])
+        futures[-1].result()
+    deadline = time.monotonic() + 10
+    while len(pool._grades._futures) > 3 and time.monotonic() < deadline:
+        time.sleep(0.01)  # a result is there a moment before the pool has counted it
+    assert pool._grades._num_bytes == 3 * scoring_pool._GRADE_BYTES and len(pool._grades._futures) == 3
+    assert pool.submit(jobs[-1:])[0] is futures[-1] and pool.submit(jobs[:1])[0] is not futures[0]
 
 
 @pytest.mark.timeout(60)
@@ -126,6 +153,32 @@ def test_manager_puts_the_score_on_the_last_response_token() -> None:
     assert np.array_equal(scores.parts["accuracy"], [1.0, 0.0, 0.0])
     assert np.array_equal(scores.parts["ungraded"], [0.0, 0.0, 0.0])
     assert scores.responses == ["42", "xx", ""]
+
+
+@pytest.mark.timeout(60)
+def test_extra_info_reaches_the_function_whole(tmp_path: Path) -> None:
+    function = tmp_path / "echo.py"
+    function.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': 0.0, 'extra': repr(sorted(extra_info.items()))}\n"
+    )
+    extra = {
+        "index": np.int64(3), "tags": ["a", "b"], "limits": {"s": 2.5, "sizes": np.array([1, 2])}, "none": None,
+        "day": datetime.date(2025, 1, 31),
+    }  # fmt: skip
+    manager = get_reward_manager_cls("naive")(
+        _Words(), RewardModelConfig(num_workers=1, timeout_s=5.0), CustomRewardFunctionConfig(path=str(function))
+    )
+    columns: dict[str, list] = {
+        "data_source": ["s", "s"],
+        "reward_model": [{"ground_truth": "42"}] * 2,
+        "extra_info": [extra, None],
+    }
+    tensors = {"responses": torch.ones(2, 1, dtype=torch.long), "response_mask": torch.ones(2, 1, dtype=torch.long)}
+    scores = manager.start(DataProto.from_dict(tensors, columns)).result()
+    manager.close()
+    plain = {**extra, "index": 3, "limits": {"s": 2.5, "sizes": [1, 2]}, "day": "2025-01-31"}
+    assert [sample.result.parse["extra"] for sample in scores.samples] == [repr(sorted(plain.items())), "[]"]
 
 
 def test_unknown_manager_is_an_error() -> None:

@@ -118,10 +118,11 @@ def _transcripts(run: RunData) -> str:
 
 def _answer(label: str, row: dict[str, Any]) -> str:
     known = {"step", "prompt", "response", "ground_truth"}
+    failures = ("ungraded", "timeout", "grader_error")  # shown where there was one
     badges = "".join(
         f' <span class="badge{" good" if value >= 0.99 else ""}">{html.escape(name)} {value:.2f}</span>'
         for name, value in row.items()
-        if name not in known and isinstance(value, (int, float)) and not (name == "ungraded" and value == 0)
+        if name not in known and isinstance(value, (int, float)) and not (name in failures and value == 0)
     )
     return f'<div><span class="muted small">{label}</span>{badges}<pre>{_text(row.get("response"))}</pre></div>'
 

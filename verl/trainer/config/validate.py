@@ -95,10 +95,7 @@ def _why_old_log_prob(config: PPOTrainerConfig) -> str:
         return "routing is recorded there"
     if config.algorithm.use_kl_in_reward:
         return "algorithm.use_kl_in_reward compares with them"
-    actor = config.actor_rollout_ref.actor
-    if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size < config.data.train_batch_size:
-        return "the run makes several updates per batch"
-    return "routing is recorded there"
+    return "the run makes several updates per batch"
 
 
 def _reference_problems(models: ActorRolloutRefConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from verl.utils.reward_score.scoring_process import PoolClosed, ScoringProcess
@@ -17,7 +19,8 @@ from verl.utils.reward_score.spec import RewardFunctionSpec, function_of
 
 logger = logging.getLogger(__name__)
 
-_CACHE_SIZE = 200_000
+_CACHE_BYTES = 256 << 20
+_GRADE_BYTES = 2048  # a future and its result, without the texts
 
 
 @dataclass(frozen=True)
@@ -30,9 +33,9 @@ class ScoringJob:
     extra_info: dict[str, Any]
 
     @property
-    def key(self) -> tuple[str, str, str, str]:
-        """What the result depends on; the samples of one prompt share their ``extra_info``."""
-        return (self.data_source, self.solution_str, self.ground_truth, json.dumps(self.extra_info, sort_keys=True))
+    def digest(self) -> bytes:
+        """SHA-256 of everything that the result depends on."""
+        return hashlib.sha256(json.dumps(self.values, sort_keys=True).encode()).digest()
 
     @property
     def values(self) -> list[Any]:
@@ -66,6 +69,44 @@ class ScoringResult:
     def is_graded(self) -> bool:
         """False when the grader timed out, died or raised."""
         return self.status == "ok"
+
+
+class _Grades:
+    """The futures of answers, by the digest of their jobs: all that are being graded, and the newest good grades.
+
+    An answer that timed out or whose grader failed is forgotten, so that it is graded anew when it comes again.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._futures: dict[bytes, Future[ScoringResult]] = {}
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # of the good grades, oldest first
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def future(self, job: ScoringJob) -> tuple[Future[ScoringResult], bool]:
+        """The future of this job's grade, and whether it is new, so that the caller must see to it."""
+        digest = job.digest
+        with self._lock:
+            if digest in self._futures:
+                return self._futures[digest], False
+            future = self._futures[digest] = Future()
+        future.add_done_callback(partial(self._finished, digest))
+        return future, True
+
+    def _finished(self, digest: bytes, future: Future[ScoringResult]) -> None:
+        is_good = not future.cancelled() and future.exception() is None and future.result().is_graded
+        with self._lock:
+            if not is_good:
+                del self._futures[digest]
+                return
+            size = _GRADE_BYTES + sum(len(text or "") for text in future.result().parse.values())
+            self._sizes[digest] = size
+            self._num_bytes += size
+            while self._num_bytes > self._max_bytes:
+                oldest, size = self._sizes.popitem(last=False)
+                del self._futures[oldest]
+                self._num_bytes -= size
 
 
 @dataclass(frozen=True)
@@ -110,7 +151,7 @@ class ScoringPool:
         self._waiting: deque[_Entry] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
-        self._cache: OrderedDict[tuple[str, str, str, str], Future[ScoringResult]] = OrderedDict()
+        self._grades = _Grades(_CACHE_BYTES)
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_workers)]
         for thread in self._threads:
             thread.start()
@@ -120,14 +161,10 @@ class ScoringPool:
         futures = []
         entries = []
         for job in jobs:
-            future = self._cache.get(job.key)
-            if future is None:
-                future = Future()
-                self._cache[job.key] = future
+            future, is_new = self._grades.future(job)
+            if is_new:
                 function = self._number_of(function_of(job.data_source, self._by_source, self._default))
                 entries.append(_Entry(job, future, function))
-                if len(self._cache) > _CACHE_SIZE:
-                    self._cache.popitem(last=False)
             futures.append(future)
         self._add(sorted(entries, key=lambda entry: entry.function))  # beside each other they can share a call
         return futures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -143,7 +144,11 @@ def _parts(results: list[ScoringResult]) -> dict[str, np.ndarray]:
     return parts
 
 
-def _as_json(extra: Any) -> dict[str, Any]:
-    return {
-        key: value for key, value in (extra or {}).items() if isinstance(value, (str, int, float, bool, type(None)))
-    }
+def _as_json(extra: dict[str, Any] | None) -> dict[str, Any]:
+    """``extra_info`` as a grader in another process gets it: arrays as lists, dates and the like as text."""
+    converted: dict[str, Any] = json.loads(json.dumps(extra or {}, default=_json_value))
+    return converted
+
+
+def _json_value(value: Any) -> Any:
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else str(value)
