@@ -208,7 +208,7 @@ def test_the_tiny_benchmark_has_what_the_large_one_has(tmp_path: Path) -> None:
     assert validate_config(tiny) == validate_config(large) == []
     for config in (tiny, large):
         actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
-        assert not (actor.load_weight or actor.megatron.load_weight or config.actor_rollout_ref.ref.load_weight)
+        assert not (actor.load_weight or actor.megatron.load_weight)
         assert actor.megatron.fix_router and rollout.fix_router and rollout.ignore_eos
         assert not (trainer.save_last or trainer.test_last or trainer.export_hf)
         assert trainer.save_freq == trainer.test_freq == -1

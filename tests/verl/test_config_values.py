@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from verl.trainer.config import ConfigError, PPOTrainerConfig, load_config, validate_config
+from verl.trainer.config.accepted import FIXED_KEYS
 from verl.trainer.config.data import file_list, val_sets
 
 RECIPE_CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "r1_zero" / "config"
@@ -109,7 +111,6 @@ def test_evaluation_sets_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
         ("data.val_batch_size=0", "val_batch_size is 0; it must be at least 1"),
         ("algorithm.kl_penalty=k9", "kl_penalty is 'k9'; expected one of kl"),
         ("algorithm.kl_ctrl={type:adaptive,horizon:0}", "horizon 0 must be above 0"),
-        ("algorithm.lam=0.9", "lam is 0.9"),
         ("reward_model.timeout_s=0", "timeout_s is 0"),
         ("actor_rollout_ref.actor.optim.lr_warmup_init=1", "lr_warmup_init 1.0 is above lr"),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "give trainer.total_training_steps"),
@@ -134,6 +135,24 @@ def test_a_schedule_follows_the_length_of_the_run() -> None:
     assert not any("optim" in problem for problem in validate_config(config))
     schedule = config.actor_rollout_ref.actor.optim
     assert (schedule.warmup_steps(50), schedule.decay_steps(50)) == (5, 50)
+
+
+def test_every_fixed_key_takes_upstreams_values_and_no_others() -> None:
+    for pattern, (accepted, reason) in FIXED_KEYS.items():
+        for role in ("actor", "ref") if "*" in pattern else ("",):
+            key = pattern.replace(".*.", f".{role}.").replace("_*", "_factor")
+            plain = load_config()
+            for value in accepted or ("[1]", "anything"):
+                assert load_config([f"+{key}={'null' if value is None else value}"]) == plain, key
+            if accepted:
+                with pytest.raises(ConfigError, match=re.escape(f"{key} is 'other'; expected")) as caught:
+                    load_config([f"+{key}=other"])
+                assert reason in str(caught.value)
+
+
+def test_generalised_advantages_are_refused() -> None:
+    with pytest.raises(ConfigError, match="lam is 0.9; expected 1.0"):
+        load_config(["algorithm.lam=0.9"])
 
 
 def test_another_reward_column_is_refused_not_ignored() -> None:

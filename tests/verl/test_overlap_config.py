@@ -16,7 +16,7 @@ from verl.workers.config.overrides import DDP_OVERRIDES
 @pytest.mark.parametrize("name", ["moe_alltoall_overlap_comm", "moe_shared_expert_overlap"])
 def test_both_names_of_the_expert_overlap_reach_the_engine(name: str) -> None:
     for value in (True, False):
-        engine = McoreEngineConfig(override_transformer_config={name: value, "moe_permutation_async_comm": True})
+        engine = McoreEngineConfig(override_transformer_config={name: value})
         assert engine.problems("actor.megatron") == []
         passed_on = engine.transformer_fields(GradientCheckpointingConfig(), is_on=False)
         assert passed_on.get("moe_shared_expert_overlap", False) is value

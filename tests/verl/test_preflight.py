@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_qwen3_config, write_tiny_checkpoint
-from verl.trainer.config import PPOTrainerConfig, load_config
+from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 from verl.trainer.main_ppo import EXIT_BAD_INPUT, main
 from verl.trainer.preflight import preflight_problems, writable_problem
 
@@ -110,7 +110,9 @@ def test_everything_that_is_missing_is_listed_together(keys: dict[str, Any], tmp
     assert f"data.train_files: {tmp_path / 'data.parquet'}: column 'data_source' is int64; expected a string" in text
     assert "no column 'prompt' (a list of {role, content})" in text
     assert "custom_reward_function: NameError: oops" in text
-    assert "reward_manager is 'absent'; known: batch, naive, prime" in text
+    assert "reward_manager is 'absent'; expected one of batch, naive, prime" in "\n".join(
+        validate_config(_config(keys))
+    )
     assert "trainer.report_dir" in text and "is a file" in text
     assert not (tmp_path / "checkpoints").exists(), "looking leaves no traces"
 

@@ -4,33 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tools.reference.essentials import ESSENTIALS
 from tools.reference.parameters import ACTOR_ENGINE, REFERENCE_ENGINE, Section, sections
 from verl.trainer.config.accepted import FIXED_KEYS
-from verl.workers.config.overrides import FIXED_TRANSFORMER_OVERRIDES
 
 COMMAND = "python -m tools.reference"
 _HEAD = f"""# Parameters
 
 Every key of a run's configuration. A key is set in a recipe's YAML file or on the command line, as
 `actor_rollout_ref.rollout.n=8`; a key that is not here is an error that names the nearest one, and all problems come in
-one message before anything starts. Defaults are those of the code; a recipe's file may say something else, and
-`bash recipes/r1_zero/ray_start_grpo_npu.sh --print-plan` shows what a run resolves them to. "absent" means that leaving
-the key out has the meaning that is told.
+one message before anything starts. Defaults are those of the code; a recipe's file may set others, and
+`bash recipes/r1_zero/ray_start_grpo_npu.sh --print-plan` shows what a run resolves them to. Where the default is
+"absent", the meaning says what leaving the key out does.
 
-This page is made from the config's classes and their docstrings: `{COMMAND} --write` writes it and `{COMMAND} --check`
-compares it. What a key may be set to is what validation says when it is given something wrong.
+`{COMMAND} --write` generates this page from the config's classes and their docstrings, and `{COMMAND} --check` compares
+it with them. The values of a key are those that its validation names in an error.
 """
 _TYPES = {"Any": "text or list", "dict[str, Any]": "section"}
 
 
 def render() -> str:
     """The whole page."""
-    found = [_HEAD, *(_table(section) for section in sections())]
+    found = [_HEAD, "\n".join(_essentials()) + "\n", *(_table(section) for section in sections())]
     found.append(
         f"## `{REFERENCE_ENGINE}`\n\nThe keys of `{ACTOR_ENGINE}`, whose values count where none is given here.\n"
     )
     found.append("\n".join(_fixed()) + "\n")
     return "\n".join(found)
+
+
+def _essentials() -> Iterator[str]:
+    parameters = {item.key: item for section in sections() for item in section.parameters}
+    yield f"## The {len(ESSENTIALS)} keys to know"
+    yield ""
+    yield "All other keys can stay as they are until a page or a message asks for them."
+    yield ""
+    yield "| key | default | what it does | touch it when |"
+    yield "|---|---|---|---|"
+    for key, occasion in ESSENTIALS.items():
+        yield _row(f"`{key}`", parameters[key].default, _ticks(parameters[key].meaning.rstrip(".")), occasion)
 
 
 def _table(section: Section) -> str:
@@ -44,16 +56,14 @@ def _table(section: Section) -> str:
 
 
 def _fixed() -> Iterator[str]:
-    yield "## Keys of upstream's scripts with one right answer"
+    yield "## Keys of upstream's scripts that need no action"
     yield ""
-    yield "They are accepted so that upstream's scripts run, checked, and then dropped."
+    yield "They are accepted so that upstream's scripts run: each is checked, then dropped. A `*` stands for any text."
     yield ""
     yield "| key | values | why |"
     yield "|---|---|---|"
     for key, (values, why) in FIXED_KEYS.items():
-        yield _row(f"`{key}`", " or ".join(f"`{value}`" for value in values), why)
-    for key, (values, why) in FIXED_TRANSFORMER_OVERRIDES.items():
-        yield _row(f"`override_transformer_config.{key}`", " or ".join(f"`{value}`" for value in values), why)
+        yield _row(f"`{key}`", " or ".join(f"`{value}`" for value in values) or "any", why)
 
 
 def _row(*cells: str) -> str:

@@ -14,15 +14,10 @@ from verl.utils.reward_score.default import CODE_SOURCES, has_default
 from verl.utils.reward_score.functions import load_reward_function
 from verl.utils.reward_score.sandbox import missing_protection
 from verl.utils.reward_score.spec import DEFAULT_FUNCTION, RewardFunctionSpec, function_of
-from verl.workers.reward_manager import get_reward_manager_cls
 
 
 def reward_problems(config: PPOTrainerConfig) -> Iterator[str]:
     """Every reason why answers could not be graded, one sentence each; runs the files of the reward functions."""
-    try:
-        get_reward_manager_cls(config.reward_model.reward_manager)
-    except ValueError as error:
-        yield str(error)
     custom, where = config.custom_reward_function, "custom_reward_function"
     is_batched = config.reward_model.reward_manager == "batch"
     if custom.default is not None:

@@ -1,4 +1,4 @@
-"""Loading what a config names: a function of a package, or a user's function in a file."""
+"""Loading what a config names: an object of a package, a user's function in a file, modules that register things."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -21,16 +23,38 @@ def load_provider(provider: str) -> Any:
 
 def load_extern_type(file_path: str, type_name: str) -> Any:
     """The object ``type_name`` of the Python file ``file_path``; ValueError says what is missing."""
-    path = Path(file_path).expanduser()
-    if not path.is_file():
-        raise ValueError(f"{file_path} does not exist; custom code is given as the path of a Python file")
-    digest = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:8]
-    spec = importlib.util.spec_from_file_location(f"_extern_{path.stem}_{digest}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # dataclasses look their own module up by its name
-    spec.loader.exec_module(module)
+    module = _load_file(file_path)
     if not hasattr(module, type_name):
         defined = ", ".join(name for name in vars(module) if not name.startswith("_"))
         raise ValueError(f"{file_path} defines no {type_name!r}; it defines {defined}")
     return getattr(module, type_name)
+
+
+def import_external_libs(external_libs: str | Sequence[str] | None) -> None:
+    """Import modules, or Python files (``*.py``), for what they register; each once in a process."""
+    libraries = [external_libs] if isinstance(external_libs, str) else external_libs or []
+    for library in libraries:
+        if library.endswith(".py"):
+            _load_file(library)
+        else:
+            importlib.import_module(library)
+
+
+def _load_file(file_path: str) -> ModuleType:
+    """The module of a Python file, which runs once in a process however often it is named, until it is edited."""
+    path = Path(file_path).expanduser().absolute()
+    if not path.is_file():
+        raise ValueError(f"{file_path} does not exist; custom code is given as the path of a Python file")
+    digest = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:16]
+    name = f"_extern_{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules.setdefault(name, importlib.util.module_from_spec(spec))  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -36,8 +36,7 @@ def model_fields(models: ActorRolloutRefConfig, engine: McoreEngineConfig) -> di
 
 def ddp_config(engine: McoreEngineConfig) -> DistributedDataParallelConfig:
     """The config of gradient buffers and their reduction."""
-    fields = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": engine.use_distributed_optimizer}
-    return DistributedDataParallelConfig(**(fields | _given(engine.override_ddp_config)))
+    return DistributedDataParallelConfig(**({"grad_reduce_in_fp32": True} | _given(engine.override_ddp_config)))
 
 
 def optimizer_config(optim: McoreOptimizerConfig, engine: McoreEngineConfig) -> OptimizerConfig:
@@ -52,7 +51,6 @@ def optimizer_config(optim: McoreOptimizerConfig, engine: McoreEngineConfig) -> 
         adam_beta2=optim.betas[1],
         adam_eps=optim.adam_eps,
         clip_grad=optim.clip_grad,
-        use_distributed_optimizer=engine.use_distributed_optimizer,
         **(overrides | dtypes),
     )
 

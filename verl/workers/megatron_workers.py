@@ -26,7 +26,7 @@ from verl.utils.checkpoint import MegatronCheckpointManager
 from verl.utils.device import get_torch_device, init_device, ops_providers, resolve_device
 from verl.utils.distributed import join_world
 from verl.utils.hang_watchdog import HangWatchdog
-from verl.utils.import_utils import load_provider
+from verl.utils.import_utils import import_external_libs, load_provider
 from verl.utils.megatron.frozen import HostResidentModel
 from verl.utils.timeline import now_s
 from verl.workers.actor import MegatronPPOActor
@@ -57,6 +57,7 @@ class ActorRolloutRefWorker(Worker):
         super().__init__()
         self.run_config = config
         self.config = config.actor_rollout_ref
+        import_external_libs(self.config.model.external_lib)  # before its names are looked up
         self.role = role
         self.watchdog: HangWatchdog | None = None
         self.device_type = resolve_device(config.trainer.device)

@@ -7,17 +7,16 @@ from dataclasses import dataclass, field
 from verl.trainer.config.rollout_correction import RolloutCorrectionConfig
 from verl.workers.config.actor import KL_TYPES
 
-ADV_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-
 
 @dataclass(frozen=True)
 class KLControlConfig:
     """The coefficient of the KL penalty in the reward.
 
     Attributes:
-        type: ``fixed`` keeps the coefficient, ``adaptive`` steers it so that the KL stays near ``target_kl``.
-        kl_coef: the coefficient, or what ``adaptive`` begins with.
-        horizon: samples over which ``adaptive`` corrects the coefficient; larger is slower.
+        type: ``fixed`` keeps the coefficient; ``adaptive`` changes it so that the KL stays near ``target_kl``.
+        kl_coef: the coefficient; ``adaptive`` starts from it.
+        horizon: number of samples over which ``adaptive`` corrects the coefficient; a larger value corrects more
+            slowly.
         target_kl: mean KL per token that ``adaptive`` aims at.
     """
 
@@ -33,11 +32,11 @@ class FilterGroupsConfig:
 
     Attributes:
         enable: generate until ``data.train_batch_size`` prompts have passed the filter.
-        metric: what must vary within a group, a part of the reward by name or ``seq_reward`` (the sum of a sample's
-            rewards, with the overlong penalty).
-        filter_path: instead of ``metric`` a function ``(config, group) -> bool``, as ``package.module.name`` or
+        metric: what must vary within a group: a part of the reward by its name, or ``seq_reward``, the sum of a
+            sample's rewards with the overlong penalty.
+        filter_path: a function ``(config, group) -> bool`` in place of ``metric``, as ``package.module.name`` or
             ``file.py:name``.
-        max_num_gen_batches: generations in one step, then an error; 0 = no limit.
+        max_num_gen_batches: the most generations of one step, after which the run ends with an error; 0 means no limit.
     """
 
     enable: bool = False
@@ -61,18 +60,16 @@ class AlgoConfig:
     """The advantage estimator and its constants.
 
     Attributes:
-        adv_estimator: how rewards become advantages, by registered name.
-        gamma: discount per token of the reward-to-go of ``reinforce_plus_plus``.
-        lam: GAE's lambda, which no estimator here uses; 1.0 only.
-        norm_adv_by_std_in_grpo: GRPO divides by the standard deviation of the group; False is Dr. GRPO's form.
-        use_kl_in_reward: subtract the KL to the reference from the reward of every token; makes each step compute old
-            and reference log-probs.
-        kl_penalty: the estimate of that KL; ``k1`` = ``kl``, ``k2`` = ``mse``, ``k3`` = ``low_var_kl``.
+        adv_estimator: registered name of the function that turns rewards into advantages.
+        gamma: discount per token in the returns of ``reinforce_plus_plus``.
+        norm_adv_by_std_in_grpo: GRPO divides by the standard deviation of the group; False gives Dr. GRPO.
+        use_kl_in_reward: subtract the KL to the reference policy from the reward of every token; each step then
+            computes old and reference log-probs.
+        kl_penalty: estimator of that KL; ``k1`` equals ``kl``, ``k2`` equals ``mse``, ``k3`` equals ``low_var_kl``.
     """
 
     adv_estimator: str = "grpo"
     gamma: float = 1.0
-    lam: float = 1.0
     norm_adv_by_std_in_grpo: bool = True
     use_kl_in_reward: bool = False
     kl_penalty: str = "kl"
@@ -86,10 +83,6 @@ class AlgoConfig:
             *self.filter_groups.problems(f"{where}.filter_groups"),
             *self.rollout_correction.problems(f"{where}.rollout_correction"),
         ]
-        if self.adv_estimator not in ADV_ESTIMATORS:
-            found.append(
-                f"{where}.adv_estimator is {self.adv_estimator!r}; expected one of {', '.join(ADV_ESTIMATORS)}"
-            )
         if self.kl_ctrl.type not in ("fixed", "adaptive"):
             found.append(f"{where}.kl_ctrl.type is {self.kl_ctrl.type!r}; expected fixed or adaptive")
         if self.kl_penalty not in KL_TYPES:
@@ -98,6 +91,4 @@ class AlgoConfig:
             found.append(
                 f"{where}.kl_ctrl.target_kl {self.kl_ctrl.target_kl} and horizon {self.kl_ctrl.horizon} must be above 0"
             )
-        if self.lam != 1.0:
-            found.append(f"{where}.lam is {self.lam}; no estimator here uses it, leave it 1.0")
         return found

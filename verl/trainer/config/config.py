@@ -24,7 +24,8 @@ class ActorRolloutRefConfig:
     """The three roles of one worker process.
 
     Attributes:
-        hybrid_engine: actor and rollout share their processes; False with every ``trainer.schedule`` but ``sync``.
+        hybrid_engine: actor and rollout share their processes; set it False with every ``trainer.schedule`` but
+            ``sync``.
         nccl_timeout: seconds after which a collective, or a fetch of rows from another rank, ends the job.
     """
 

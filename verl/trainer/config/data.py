@@ -15,21 +15,21 @@ class DataConfig:
     """Parquet files of prompts; lengths are tokens, batch sizes prompts.
 
     Attributes:
-        train_files: one path or a list of them.
-        val_files: the same, or evaluation sets by name, ``{aime: a.parquet, math: [b.parquet, c.parquet]}``, each with
-            metrics of its own under ``val/<name>/``.
+        train_files: path of the training rows, or a list of paths.
+        val_files: the evaluation rows, as a path or a list; or sets by name, ``{aime: a.parquet, math: [b.parquet,
+            c.parquet]}``, each with metrics of its own under ``val/<name>/``.
         prompt_key: column with the prompt, a list of chat messages.
-        max_prompt_length: longest prompt; a longer one is an error or left out (``filter_overlong_prompts``).
+        max_prompt_length: tokens of the longest prompt; a longer one is an error, or is dropped with
+            ``filter_overlong_prompts``.
         max_response_length: tokens after which a response is cut.
         train_batch_size: prompts that one step trains on.
-        gen_batch_size: prompts of each generation under ``algorithm.filter_groups``; absent = ``train_batch_size``.
-        val_batch_size: prompts that validation generates for at a time; absent = a whole set.
-        train_max_samples: only the first so many rows; -1 = all.
-        val_max_samples: the same of every evaluation set.
-        shuffle: a new order of the rows in each epoch, which depends on (``seed``, epoch) alone.
-        seed: of the order; absent = 0.
-        filter_overlong_prompts: leave prompts longer than ``max_prompt_length`` out.
-        truncation: what happens to a longer prompt that is not left out; there is only the error.
+        gen_batch_size: prompts of each generation with ``algorithm.filter_groups``; absent means ``train_batch_size``.
+        val_batch_size: prompts of one generation in a validation; absent means a whole set.
+        train_max_samples: number of training rows that are used, from the first; -1 means all.
+        val_max_samples: number of rows of each evaluation set that are used, from the first; -1 means all.
+        shuffle: draw a new order of the rows for each epoch, which depends on (``seed``, epoch) alone.
+        seed: seed of that order; absent means 0.
+        filter_overlong_prompts: drop prompts that are longer than ``max_prompt_length``.
     """
 
     train_files: Any = "~/data/rlhf/train.parquet"
@@ -45,16 +45,10 @@ class DataConfig:
     shuffle: bool = True
     seed: int | None = None
     filter_overlong_prompts: bool = False
-    truncation: str = "error"
 
     def problems(self, where: str) -> list[str]:
         """Every value that cannot work, one sentence each."""
         found = []
-        if self.truncation != "error":
-            found.append(
-                f"{where}.truncation is {self.truncation!r}; only 'error' is supported "
-                f"({where}.filter_overlong_prompts=True drops long prompts)"
-            )
         sizes = ("max_prompt_length", "max_response_length", "train_batch_size", "gen_batch_size", "val_batch_size")
         for key in sizes:
             size = getattr(self, key)

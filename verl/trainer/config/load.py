@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.trainer.config.accepted import FIXED_KEYS, fixed_key_problems
+from verl.trainer.config.accepted import FIXED_KEYS, take_fixed_keys
 from verl.trainer.config.config import PPOTrainerConfig
 from verl.trainer.config.data import TAKES_NAMES
 
@@ -34,6 +34,7 @@ _PATH_KEYS = (
     "trainer.report_dir",
     "trainer.resume_from_path",
 )
+_EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
 _ROUTER_REPLAY = "actor_rollout_ref.actor.router_replay.mode"
 
 
@@ -88,9 +89,9 @@ def typed_config(composed: DictConfig) -> PPOTrainerConfig:
     assert isinstance(raw, dict)
     known = known_keys()
     problems = list(_drop_non_sections(raw, known))
-    flat = dict(_leaves(raw))
-    problems += [_unknown(key, known) for key in flat if not _is_known(key, known) and key not in FIXED_KEYS]
-    problems += fixed_key_problems(flat)
+    fixed_key_problems = take_fixed_keys(raw)
+    problems += [_unknown(key, known) for key, _ in _leaves(raw) if not _is_known(key, known)]
+    problems += fixed_key_problems
     _inherit_reference_engine(raw)
     schema = OmegaConf.structured(PPOTrainerConfig)
     _unlock(schema)
@@ -103,6 +104,7 @@ def typed_config(composed: DictConfig) -> PPOTrainerConfig:
         raise ConfigError(problems)
     for key in _PATH_KEYS:
         OmegaConf.update(schema, key, _expand_home(OmegaConf.select(schema, key)))
+    OmegaConf.update(schema, _EXTERNAL_LIB, _absolute_files(OmegaConf.select(schema, _EXTERNAL_LIB)))
     config = OmegaConf.to_object(schema)
     assert isinstance(config, PPOTrainerConfig)
     if config.actor_rollout_ref.actor.router_replay.mode == "auto":
@@ -164,6 +166,14 @@ def _expand_home(value: Any) -> Any:
     if isinstance(value, DictConfig):
         return {name: _expand_home(value[name]) for name in value}
     return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+def _absolute_files(libraries: Any) -> Any:
+    """Modules as they are, and Python files with whole paths: workers may run in another folder."""
+    if isinstance(libraries, ListConfig):
+        return [_absolute_files(library) for library in libraries]
+    is_file = isinstance(libraries, str) and libraries.endswith(".py")
+    return os.path.abspath(os.path.expanduser(libraries)) if is_file else libraries
 
 
 def _schema_leaves(tree: dict[str, Any], known: dict[str, bool], prefix: str = "") -> Iterator[tuple[str, Any]]:

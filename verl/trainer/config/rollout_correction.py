@@ -12,14 +12,16 @@ class RolloutCorrectionConfig:
     """Importance sampling and rejection by exp(old_log_prob - rollout_log_prob).
 
     Attributes:
-        rollout_is: level of the weights: of each token, of a sequence (the product of its ratios) or ``geometric``
-            (their mean); absent = none.
-        rollout_is_threshold: larger weights are cut to it.
-        rollout_rs: level at which tokens or sequences outside [lower, upper] are left out of the loss; absent = none.
-        rollout_rs_threshold: upper; absent = ``rollout_is_threshold``.
-        rollout_rs_threshold_lower: lower; absent = 1 / upper, 0 = no lower bound.
-        rollout_token_veto_threshold: a sequence with a token whose ratio is below it is left out; absent = none is.
-        bypass_mode: the rollout's log-probs are the old ones, and no pass computes others.
+        rollout_is: level of the importance weights: ``token``, ``sequence`` (the product of its tokens' ratios) or
+            ``geometric`` (their geometric mean); absent means no weights.
+        rollout_is_threshold: upper bound of the weights; larger ones are cut to it.
+        rollout_rs: level at which tokens or sequences outside of [lower, upper] are rejected, that is left out of the
+            loss; absent means that none is.
+        rollout_rs_threshold: the upper bound of rejection; absent means ``rollout_is_threshold``.
+        rollout_rs_threshold_lower: the lower bound of rejection; absent means 1 / upper, 0 means no lower bound.
+        rollout_token_veto_threshold: reject a whole sequence if the ratio of one of its tokens is below this; absent
+            means never.
+        bypass_mode: use the rollout's log-probs as the old ones, so that no pass computes others.
         rollout_is_batch_normalize: divide the weights by their mean over the batch.
     """
 

@@ -13,8 +13,8 @@ class RolloutRanksConfig:
     """Devices that only generate, beside those of ``trainer`` that train (as in verl's one_step_off_policy recipe).
 
     Attributes:
-        nnodes: hosts of rollout ranks; 0 = generation shares the devices of training.
-        n_gpus_per_node: rollout ranks on each of them.
+        nnodes: hosts of rollout ranks; 0 means that generation shares the devices of training.
+        n_gpus_per_node: rollout ranks on each of these hosts.
     """
 
     nnodes: int = 0
@@ -40,19 +40,19 @@ class AsyncTrainingConfig:
     """How far generation runs ahead with ``trainer.schedule=fully_async`` (as in verl's fully_async_policy recipe).
 
     Attributes:
-        staleness_threshold: prompts that may be begun ahead of those that train the weights of now, in shares of the
-            prompts between two weight syncs; 0.5 is half of them. No token that is trained on is older than so many
+        staleness_threshold: how many prompts may be started before the weights that they train, as a share of the
+            prompts between two weight syncs; 0.5 is half of them. No token that is trained on is older than this many
             syncs, rounded up.
         trigger_parameter_sync_step: steps between two weight syncs.
-        require_batches: mini-batches that a step waits for and trains on; follows ``data.train_batch_size`` and
-            ``actor_rollout_ref.actor.ppo_mini_batch_size``, and must agree with them when it is given.
-        partial_rollout: a weight sync interrupts what is being generated, which goes on with the new weights; False
-            lets it end first.
-        keep_kv_cache: a sample that goes on with new weights does so over the cache that older ones computed
-            (2509.19128); False computes it anew.
-        steps_per_call: engine steps of one call of the rollout ranks: a weight sync waits for at most so many.
-        fixed_order: what happens next follows from counts and never from a clock, so that equal runs have equal bits;
-            generation then stops when the next step's samples are there.
+        require_batches: mini-batches that a step waits for and trains on; absent means that ``data.train_batch_size``
+            and ``actor_rollout_ref.actor.ppo_mini_batch_size`` decide, with which it must agree.
+        partial_rollout: a weight sync interrupts generation, which continues with the new weights; with False the sync
+            waits until the running samples have ended.
+        keep_kv_cache: an interrupted sample continues on the cache that the older weights computed (2509.19128); with
+            False the cache is computed anew.
+        steps_per_call: engine steps of one call to the rollout ranks, so the most that a weight sync waits for.
+        fixed_order: the order of events depends on counts and never on a clock, so that equal runs have equal bits;
+            generation then stops when the samples of the next step are complete.
     """
 
     staleness_threshold: float = 1.0

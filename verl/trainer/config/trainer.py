@@ -12,46 +12,48 @@ class TrainerConfig:
     """Size, length, device and outputs of a run; ``*_freq`` count steps, and -1 is never.
 
     Attributes:
-        project_name: a part of the default paths of outputs and checkpoints.
-        experiment_name: the part below it.
-        nnodes: hosts that train; with ``trainer.schedule=sync`` they generate too.
-        n_gpus_per_node: devices of each, one worker process per device; on Ascend a device is a die.
+        project_name: first part of the default paths of outputs and checkpoints.
+        experiment_name: second part of these paths.
+        nnodes: hosts that train; with ``trainer.schedule=sync`` they also generate.
+        n_gpus_per_node: devices of each host, with one worker process per device; on Ascend a device is a die.
         schedule: ``sync`` generates and trains in turns on the same devices; ``one_step_off`` and ``fully_async`` do
-            both at a time, on ``rollout``'s devices and on these.
-        device: what the workers compute on; ``auto`` takes an NPU or a GPU where there is one.
-        train_ops: op table of the training engine as ``module:function``; absent = the device's.
-        rollout_ops: op table of the rollout engine as ``module:function``; absent = the device's.
-        exact_log_probs: the exact op tables of both engines, whose log-probs are equal bit for bit; on a CPU, slower.
+            both at the same time, with the devices of ``rollout`` for generation.
+        device: device type of the workers; ``auto`` takes an NPU or a GPU where there is one.
+        train_ops: op table of the training engine as ``module:function``; absent means the device's own.
+        rollout_ops: op table of the rollout engine as ``module:function``; absent means the device's own.
+        exact_log_probs: use the exact op tables in both engines, whose log-probs are equal bit for bit; on a CPU only,
+            and slower.
         total_epochs: passes over the training rows, in steps of ``data.train_batch_size`` prompts.
-        total_training_steps: steps; absent = what ``total_epochs`` makes.
-        logger: where metrics go besides ``metrics.jsonl``: ``console``, ``tensorboard``, ``file`` (nothing more).
+        total_training_steps: number of steps; absent means that ``total_epochs`` decides.
+        logger: where metrics go besides ``metrics.jsonl``: ``console``, ``tensorboard``, or ``file`` for nowhere else.
         save_freq: steps between checkpoints.
         test_freq: steps between validations.
-        save_last: the last step is saved whatever ``save_freq`` says.
-        test_last: the last step is validated whatever ``test_freq`` says.
+        save_last: save the last step whatever ``save_freq`` is.
+        test_last: validate after the last step whatever ``test_freq`` is.
         val_before_train: validate before the first step, as step 0.
-        resume_mode: ``auto`` continues from the newest whole checkpoint, ``resume_path`` from ``resume_from_path``,
+        resume_mode: ``auto`` continues from the newest complete checkpoint, ``resume_path`` from ``resume_from_path``,
             ``disable`` never.
-        resume_from_path: folder ``global_step_N`` of ``resume_path``.
+        resume_from_path: folder ``global_step_N`` for ``resume_path``.
         default_local_dir: folder of the checkpoints.
-        max_actor_ckpt_to_keep: the newest so many checkpoints stay; absent = all.
-        keep_every_steps: checkpoints of steps that it divides stay beside them for good; 0 = none.
-        log_val_generations: transcripts of so many problems of each evaluation set go to ``val_generations/``; 0 =
-            none.
-        balance_batch: deal rows over the data-parallel ranks by length; False deals them in order.
-        worker_timeout_s: seconds that the controller waits for any answer of a worker; absent = for ever.
-        start_timeout_s: seconds that the workers' start, or restart, waits for free devices, and again for processes.
-        max_restarts: how often workers are started anew, from the newest checkpoint, when one of them has died, without
-            another checkpoint in between; a second death in the same step ends the run; 0 = the first one does.
-        hang_timeout_s: when nothing has moved in a worker's phase for so many seconds, one file in ``report_dir``/hang
-            says which ranks wait where; absent = half of ``actor_rollout_ref.nccl_timeout``, after which the job ends;
-            0 = no watchdog.
+        max_actor_ckpt_to_keep: number of newest checkpoints that are kept; absent means all.
+        keep_every_steps: also keep the checkpoint of every step that is a multiple of this; 0 means none.
+        log_val_generations: number of problems of each evaluation set whose transcripts are written to
+            ``val_generations/``; 0 means none.
+        balance_batch: assign rows to the data-parallel ranks by length; with False they are assigned in order.
+        worker_timeout_s: seconds that the controller waits for an answer of a worker; absent means for ever.
+        start_timeout_s: seconds that the start or restart of the workers waits for free devices, and then for
+            processes.
+        max_restarts: number of restarts of dead workers, each from the newest checkpoint, without a new checkpoint in
+            between; a second death in the same step ends the run; 0 means that the first death does.
+        hang_timeout_s: seconds without progress in a worker's phase after which a file in ``report_dir``/hang names the
+            ranks that wait and where; absent means half of ``actor_rollout_ref.nccl_timeout``, after which the job
+            ends; 0 means no watchdog.
         timeline_freq: steps between Chrome traces of a step in ``report_dir``/timeline.
         log_samples_freq: steps between records of samples in ``report_dir``/samples.
         log_samples_rows: the most samples of one record, in whole groups.
-        save_rollouts: the whole batch of every step goes to ``report_dir``/rollouts, with its scores and log-probs.
-        rollout_only: steps generate, score and record their batches so; nothing is trained, saved or exported.
-        train_only: folder of such records: steps train on theirs, and there is no rollout engine and no validation.
+        save_rollouts: write the whole batch of every step to ``report_dir``/rollouts, with scores and log-probs.
+        rollout_only: steps generate, score and write their batches in this way; nothing is trained, saved or exported.
+        train_only: folder of such batches, which the steps train on; there is then no rollout engine and no validation.
         report_dir: folder of metrics, ledger, traces, records and the exported model.
         export_hf: write the trained model as a Hugging Face directory when the run ends.
     """
@@ -189,8 +191,9 @@ class RayInitConfig:
     """How the driver reaches Ray.
 
     Attributes:
-        address: of a running cluster; absent = the RAY_ADDRESS variable, else a cluster of this process.
-        num_cpus: what a cluster of this process offers; absent = all cores.
+        address: address of a running cluster; absent means the RAY_ADDRESS variable, or else a cluster that this
+            process starts.
+        num_cpus: CPUs of a cluster that this process starts; absent means all cores.
     """
 
     address: str | None = None

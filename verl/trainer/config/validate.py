@@ -7,6 +7,7 @@ from pathlib import Path
 
 from verl.trainer.config.config import ActorRolloutRefConfig, PPOTrainerConfig
 from verl.trainer.config.exact import exact_problems
+from verl.trainer.config.registered import registry_problems
 from verl.trainer.config.separate import schedule_problems
 from verl.workers.config.engine import END_STAGES, LAYOUT_KEYS
 
@@ -29,6 +30,7 @@ def validate_config(config: PPOTrainerConfig) -> list[str]:
         *config.trainer.problems("trainer"),
         *schedule_problems(config),
         *exact_problems(config),
+        *registry_problems(config),
     ]
     if models.actor.takes_rollout_routing and not models.rollout.enable_rollout_routing_replay:
         found.append(

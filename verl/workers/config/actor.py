@@ -8,7 +8,6 @@ from verl.workers.config.engine import McoreEngineConfig
 from verl.workers.config.optimizer import McoreOptimizerConfig
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-LOSS_MODES = ("cispo", "gspo", "vanilla")  # what verl.trainer.ppo.policy_losses registers
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
@@ -17,14 +16,13 @@ class CheckpointConfig:
     """What a training checkpoint holds.
 
     Attributes:
-        save_contents: with ``hf_model`` the weights are written under Hugging Face names too; model, optimizer and the
-            rest always are.
-        load_contents: taken for upstream's scripts; a resume always loads everything.
-        async_save: the next step begins when the state has been copied to host memory; files are written meanwhile.
+        save_contents: add ``hf_model`` to write the weights under Hugging Face names too; everything else is always
+            saved.
+        async_save: the next step starts as soon as the state is copied to host memory, and files are written in the
+            background.
     """
 
     save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
-    load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
     async_save: bool = False
 
 
@@ -33,7 +31,8 @@ class PolicyLossConfig:
     """Which registered policy loss the actor uses.
 
     Attributes:
-        loss_mode: PPO's clipped loss (``vanilla``), GSPO's or CISPO's.
+        loss_mode: registered name of the loss: PPO's clipped loss (``vanilla``), ``gspo``, ``cispo``, or one of the
+            user's.
     """
 
     loss_mode: str = "vanilla"
@@ -44,9 +43,9 @@ class RouterReplayConfig:
     """Which routing an update of a MoE model uses.
 
     Attributes:
-        mode: its own (``disabled``), what the old log-prob pass chose (``R2``), or what the rollout chose (``R3``),
-            which the old log-prob pass then uses too. ``auto``: R3 when the rollout reports its choices, else R2 when
-            that pass runs anyway, else disabled; loading the config puts in which.
+        mode: ``disabled`` routes anew, ``R2`` replays the experts of the old log-prob pass, ``R3`` those of the
+            rollout, which the old log-prob pass then uses too. ``auto`` means R3 if the rollout reports its experts,
+            else R2 if that pass runs anyway, else disabled; it is resolved when the config is loaded.
     """
 
     mode: str = "auto"
@@ -57,33 +56,31 @@ class ActorConfig:
     """One PPO/GRPO update; batch sizes count prompts (``ppo_mini_batch_size``) and samples (micro).
 
     Attributes:
-        strategy: the training engine; there is one.
-        ppo_mini_batch_size: prompts of one optimizer step; must divide ``data.train_batch_size``.
-        ppo_micro_batch_size_per_gpu: samples of one forward and backward pass on a rank; needed without
+        ppo_mini_batch_size: prompts of one optimizer step; it must divide ``data.train_batch_size``.
+        ppo_micro_batch_size_per_gpu: samples of one forward and backward pass on a rank; required without
             ``use_dynamic_bsz``.
         use_dynamic_bsz: fill micro-batches by tokens instead, up to ``ppo_max_token_len_per_gpu``.
-        ppo_max_token_len_per_gpu: packed tokens of a micro-batch, on each rank: with context parallelism a micro-batch
+        ppo_max_token_len_per_gpu: packed tokens of a micro-batch on each rank; with context parallelism a micro-batch
             has CP times as many.
-        clip_ratio: how far the ratio of new to old probability may leave 1 before its gradient is cut.
-        clip_ratio_low: below 1; absent = ``clip_ratio``.
-        clip_ratio_high: above 1; absent = ``clip_ratio``. DAPO's clip-higher sets it alone.
+        clip_ratio: distance from 1 at which the ratio of new to old probability is clipped.
+        clip_ratio_low: that distance below 1; absent means ``clip_ratio``.
+        clip_ratio_high: that distance above 1; absent means ``clip_ratio``. DAPO's clip-higher sets it alone.
         clip_ratio_c: bound of the dual clip, for negative advantages.
-        loss_agg_mode: how the losses of tokens become one: the mean over all tokens of the mini-batch, or sums or
-            means per sequence first.
-        entropy_coeff: the loss has so many times the entropy subtracted.
-        use_kl_loss: add the KL to the reference to the loss; makes each step compute reference log-probs.
-        kl_loss_coef: weight of that KL.
-        kl_loss_type: the estimate of that KL; ``k1`` = ``kl``, ``k2`` = ``mse``, ``k3`` = ``low_var_kl``.
+        loss_agg_mode: how token losses become one number: the mean over all tokens of the mini-batch, or sums or means
+            per sequence first.
+        entropy_coeff: factor of the entropy that is subtracted from the loss.
+        use_kl_loss: add the KL to the reference policy to the loss; each step then computes reference log-probs.
+        kl_loss_coef: factor of that KL.
+        kl_loss_type: estimator of that KL; ``k1`` equals ``kl``, ``k2`` equals ``mse``, ``k3`` equals ``low_var_kl``.
         ppo_epochs: passes of the update over the batch of a step.
-        shuffle: rows are shuffled before they are cut into mini-batches, and these in each epoch; as without it, a
-            mini-batch has the same rows in every layout.
+        shuffle: shuffle rows before they are cut into mini-batches, and the mini-batches in each epoch. A mini-batch
+            has the same rows in every layout, with and without it.
         data_loader_seed: seed of that order.
-        recompute_old_log_prob: compute log-probs before the update: ``auto`` and ``False`` only where they differ from
+        recompute_old_log_prob: compute log-probs before the update: ``auto`` and ``False`` only if they differ from
             those of the update itself, ``True`` always.
-        load_weight: False initialises actor and reference at random.
+        load_weight: load the weights; False initialises actor and reference at random.
     """
 
-    strategy: str = "megatron"
     ppo_mini_batch_size: int = 256
     ppo_micro_batch_size_per_gpu: int | None = None
     use_dynamic_bsz: bool = False
@@ -150,10 +147,8 @@ class ActorConfig:
         """Every value that cannot work, one sentence each."""
         found = [*self.megatron.problems(f"{where}.megatron"), *self.optim.problems(f"{where}.optim")]
         choices = (
-            ("strategy", self.strategy, ("megatron",)),
             ("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES),
             ("kl_loss_type", self.kl_loss_type, KL_TYPES),
-            ("policy_loss.loss_mode", self.policy_loss.loss_mode, LOSS_MODES),
             ("router_replay.mode", self.router_replay.mode, ("auto", "disabled", "R2", "R3")),
             ("recompute_old_log_prob", self.recompute_old_log_prob.lower(), ("auto", "true", "false")),
         )
@@ -185,14 +180,12 @@ class RefConfig:
     """Log-probs under the reference weights; ``megatron`` starts as a copy of the actor's.
 
     Attributes:
-        log_prob_micro_batch_size_per_gpu: samples of one forward pass on a rank; follows the actor's.
-        log_prob_use_dynamic_bsz: fill micro-batches by tokens instead; follows the actor's.
-        log_prob_max_token_len_per_gpu: packed tokens of a micro-batch on each rank; follows the actor's.
-        load_weight: taken for upstream's scripts; ``actor.load_weight`` and ``ref.megatron.load_weight`` decide.
+        log_prob_micro_batch_size_per_gpu: samples of one forward pass on a rank.
+        log_prob_use_dynamic_bsz: fill micro-batches by tokens instead.
+        log_prob_max_token_len_per_gpu: packed tokens of a micro-batch on each rank.
     """
 
     log_prob_micro_batch_size_per_gpu: int | None = None
     log_prob_use_dynamic_bsz: bool = False
     log_prob_max_token_len_per_gpu: int = 16384
-    load_weight: bool = True
     megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)

@@ -31,27 +31,28 @@ class McoreEngineConfig:
     Attributes:
         tensor_model_parallel_size: ranks that split every layer (TP).
         pipeline_model_parallel_size: stages that split the layers (PP).
-        virtual_pipeline_model_parallel_size: chunks of layers on each stage (VPP), run interleaved; absent = 1.
-        num_layer_list: layers of every stage, as a list or as text "7,7,8"; absent = an even split.
+        virtual_pipeline_model_parallel_size: chunks of layers on each stage (VPP), which run interleaved; absent means
+            1.
+        num_layer_list: layers of every stage, as a list or as text "7,7,8"; absent means an even split.
         context_parallel_size: ranks that split every sequence (CP).
         expert_model_parallel_size: groups of experts (EP), across the data-parallel ranks.
-        expert_tensor_parallel_size: ranks that split every expert (ETP); absent = 1.
-        moe_tp_extend_ep: the tensor-parallel ranks become expert groups too: EP x TP of them.
-        sequence_parallel: activations between layers are split over the tensor-parallel ranks; True only with TP.
-        use_distributed_optimizer: optimizer state is sharded over the data-parallel ranks; True only.
-        param_offload: weights leave the device while something else needs it.
-        grad_offload: gradients leave the device after the update.
-        optimizer_offload: optimizer state leaves the device after the update.
-        swap_optimizer: optimizer state stays in host memory and visits the device piece by piece (MindSpeed).
+        expert_tensor_parallel_size: ranks that split every expert (ETP); absent means 1.
+        moe_tp_extend_ep: make the tensor-parallel ranks expert groups too, so that there are EP x TP of them.
+        sequence_parallel: split activations between layers over the tensor-parallel ranks; required with TP.
+        param_offload: move weights to host memory while something else needs the device.
+        grad_offload: move gradients to host memory after the update.
+        optimizer_offload: move the optimizer state to host memory after the update.
+        swap_optimizer: keep the optimizer state in host memory and bring it to the device in pieces (MindSpeed).
         use_dist_checkpointing: start from sharded weights at ``dist_checkpointing_path`` instead of ``model.path``.
-        dist_checkpointing_path: mp_rank files, a distributed checkpoint or the ``global_step_N/actor`` of another run,
-            of any layout.
-        load_weight: False initialises at random, from ``seed``.
-        fix_router: every expert gets as many tokens, whatever the router says; for throughput measurements only.
-        seed: of weights that are initialised at random.
-        dtype: of weights and activations; the optimizer's master weights are float32.
-        override_ddp_config: gradient buffers; keys below.
-        override_transformer_config: layout, recomputation, MoE and MTP; keys below.
+        dist_checkpointing_path: mp_rank files, a distributed checkpoint, or ``global_step_N/actor`` of another run, in
+            any layout.
+        load_weight: load the weights; False initialises them at random, from ``seed``.
+        fix_router: give every expert the same number of tokens, whatever the router chooses; for throughput
+            measurements only.
+        seed: seed of weights that are initialised at random.
+        dtype: dtype of weights and activations; the optimizer's master weights are float32.
+        override_ddp_config: how gradients are buffered and reduced; its keys are below.
+        override_transformer_config: layout, recomputation, MoE and MTP; its keys are below.
     """
 
     tensor_model_parallel_size: int = 1
@@ -63,7 +64,6 @@ class McoreEngineConfig:
     expert_tensor_parallel_size: int | None = None
     moe_tp_extend_ep: bool = False
     sequence_parallel: bool = True
-    use_distributed_optimizer: bool = True
     param_offload: bool = False
     grad_offload: bool = False
     optimizer_offload: bool = False
@@ -145,8 +145,6 @@ class McoreEngineConfig:
             found.append(f"{where}.dtype is {self.dtype!r}; expected bfloat16 or float32")
         if self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
             found.append(f"{where}.sequence_parallel is False; tensor parallelism here needs it True")
-        if not self.use_distributed_optimizer:
-            found.append(f"{where}.use_distributed_optimizer is False; the optimizer state is always sharded here")
         if self.moe_tp_extend_ep and (self.expert_tensor_parallel_size or 1) > 1:
             found.append(
                 f"{where}: moe_tp_extend_ep hands the tensor-parallel ranks to the experts as they are; it and "
@@ -162,12 +160,11 @@ class McoreEngineConfig:
             found.append(f"{where}: swap_optimizer and optimizer_offload exclude each other; choose one")
         if self.use_dist_checkpointing and self.load_weight and not self.dist_checkpointing_path:
             found.append(f"{where}.use_dist_checkpointing is True but dist_checkpointing_path is empty")
-        found += overrides.transformer_override_problems(
-            f"{where}.override_transformer_config", self.override_transformer_config
-        )
-        found += overrides.override_problems(
-            f"{where}.override_ddp_config", self.override_ddp_config, overrides.DDP_OVERRIDES
-        )
+        for section, known in (
+            ("override_transformer_config", overrides.TRANSFORMER_OVERRIDES),
+            ("override_ddp_config", overrides.DDP_OVERRIDES),
+        ):
+            found += overrides.override_problems(f"{where}.{section}", getattr(self, section), known)
         try:
             counts = self.layer_counts()
             for key, place in zip(END_STAGES, (0, -1), strict=True):

@@ -13,9 +13,9 @@ class GradientCheckpointingConfig:
     """MindSpeed's spelling of activation recomputation; absent values keep ``override_transformer_config``'s.
 
     Attributes:
-        activations_checkpoint_granularity: as ``recompute_granularity``.
-        activations_checkpoint_method: as ``recompute_method``.
-        activations_checkpoint_num_layers: as ``recompute_num_layers``.
+        activations_checkpoint_granularity: MindSpeed's name of ``recompute_granularity``.
+        activations_checkpoint_method: MindSpeed's name of ``recompute_method``.
+        activations_checkpoint_num_layers: MindSpeed's name of ``recompute_num_layers``.
     """
 
     activations_checkpoint_granularity: str | None = None
@@ -28,14 +28,16 @@ class HFModelConfig:
     """A Hugging Face model directory; no code from it is ever executed.
 
     Attributes:
-        path: the directory, with weights in BF16 or FP8.
-        trust_remote_code: False only.
-        enable_gradient_checkpointing: makes ``gradient_checkpointing_kwargs`` count.
+        path: the model's directory, with weights in BF16 or FP8.
+        external_lib: a Python module or ``.py`` file, or a list of them, that the controller and every training worker
+            import before the config is checked. What it registers (``register_adv_est``, ``register_policy_loss``, a
+            reward manager) can then be named in the config. A file must exist on every node.
+        enable_gradient_checkpointing: use ``gradient_checkpointing_kwargs``.
         override_config: ``moe_config.freeze_moe_router``, and nothing else.
     """
 
     path: str = "~/models/DeepSeek-V3-hf"
-    trust_remote_code: bool = False
+    external_lib: Any = None
     enable_gradient_checkpointing: bool = False
     gradient_checkpointing_kwargs: GradientCheckpointingConfig = field(default_factory=GradientCheckpointingConfig)
     override_config: dict[str, Any] = field(default_factory=dict)
@@ -48,10 +50,9 @@ class HFModelConfig:
     def problems(self, where: str) -> list[str]:
         """Every value that cannot work, one sentence each."""
         found = []
-        if self.trust_remote_code:
-            found.append(
-                f"{where}.trust_remote_code is True; model directories are never executed here, leave it False"
-            )
+        libraries = [self.external_lib] if isinstance(self.external_lib, str) else self.external_lib or []
+        if not isinstance(libraries, list) or not all(isinstance(library, str) for library in libraries):
+            found.append(f"{where}.external_lib is {self.external_lib!r}; expected a module, a Python file or a list")
         for section, keys in self.override_config.items():
             name = f"{where}.override_config.{section}"
             if section not in ("model_config", "moe_config"):

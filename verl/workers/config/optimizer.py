@@ -14,18 +14,18 @@ class McoreOptimizerConfig:
 
     Attributes:
         lr: highest learning rate.
-        min_lr: lowest, where the decay ends.
-        weight_decay: decoupled, times the learning rate; of matrices only.
-        clip_grad: gradients are scaled down to this norm; 0 = never.
-        betas: decay of the first and the second moment.
-        adam_eps: added to the root of the second moment.
-        lr_warmup_steps: steps of linear warm-up; -1 = use ``lr_warmup_steps_ratio``.
-        lr_warmup_steps_ratio: the same as a share of all steps.
-        lr_warmup_init: rate that the warm-up begins with.
+        min_lr: learning rate at the end of the decay.
+        weight_decay: decoupled weight decay, times the learning rate; it acts on matrices only.
+        clip_grad: norm that gradients are scaled down to; 0 means no clipping.
+        betas: decay of the first and of the second moment.
+        adam_eps: term added to the square root of the second moment.
+        lr_warmup_steps: steps of linear warm-up; -1 means ``lr_warmup_steps_ratio``.
+        lr_warmup_steps_ratio: steps of linear warm-up as a share of all steps.
+        lr_warmup_init: learning rate at the start of the warm-up.
         lr_decay_style: how the rate falls from ``lr`` to ``min_lr`` after the warm-up.
-        lr_decay_steps: steps after which it is ``min_lr``; absent = the whole run.
-        override_optimizer_config: where the state lives, in which dtypes, and what happens to gradients that are not
-            finite; keys below.
+        lr_decay_steps: steps after which the rate is ``min_lr``; absent means the whole run.
+        override_optimizer_config: where the state lives, its dtypes, and what happens to gradients that are not finite;
+            its keys are below.
     """
 
     lr: float = 1e-6

@@ -1,50 +1,51 @@
 """Keys of the free sections (``override_transformer_config`` and its kin), and what they may be set to.
 
 Attributes:
-    num_layers_in_first_pipeline_stage: layers of the first stage; the others share the rest evenly.
-    num_layers_in_last_pipeline_stage: layers of the last stage; the others share the rest evenly.
+    num_layers_in_first_pipeline_stage: layers of the first stage; the other stages share the rest evenly.
+    num_layers_in_last_pipeline_stage: layers of the last stage; the other stages share the rest evenly.
     pipeline_num_transformer_layers: layers of every stage, for each of its chunks (MindSpeed's form of
         ``num_layer_list``).
-    noop_layers: layer slots without a layer, so that stages come out even (MindSpeed).
+    noop_layers: layer slots that have no layer, so that stages come out even (MindSpeed).
     mla_down_proj_column_parallel: split the down-projections of latent attention by their outputs over TP.
-    recompute_granularity: whole layers again in the backward pass (``full``), or ``recompute_modules`` of each
-        (``selective``).
-    recompute_method: of ``full``: ``uniform`` keeps the input of every group of layers, ``block`` recomputes only the
-        first layers of a stage.
-    recompute_num_layers: layers of a group, or of a stage's beginning.
-    recompute_modules: what ``selective`` recomputes.
+    recompute_granularity: ``full`` computes whole layers again in the backward pass, ``selective`` only the
+        ``recompute_modules`` of each.
+    recompute_method: form of ``full``: ``uniform`` keeps the input of every group of layers, ``block`` recomputes only
+        the first layers of a stage.
+    recompute_num_layers: layers of a group (``uniform``), or first layers of a stage (``block``).
+    recompute_modules: modules that ``selective`` recomputes.
     cp_comm_type: how attention reaches the tokens of other context-parallel ranks.
-    cp_send_latents: latents travel instead of keys and values, and each rank makes those that it needs.
-    microbatch_group_size_per_vp_stage: micro-batches that a stage runs through one chunk before it turns to the next;
-        absent = the stages.
-    mtp_num_layers: depths of multi-token prediction that are trained; 0 = none.
+    cp_send_latents: send latents instead of keys and values, which each rank then computes from them.
+    microbatch_group_size_per_vp_stage: micro-batches that a stage runs through one chunk before the next chunk; absent
+        means the number of stages.
+    mtp_num_layers: depths of multi-token prediction that are trained; 0 means none.
     mtp_loss_scaling_factor: weight of the mean of their losses.
     moe_aux_loss_coeff: weight of the loss that balances experts.
-    moe_z_loss_coeff: weight of the loss that keeps the gate's logits small.
-    moe_router_load_balancing_type: over what experts are balanced by that loss: the micro-batch or each sequence.
-    moe_router_bias_update_rate: what an update moves the gate's bias of an expert with too few or too many tokens.
-    moe_router_dtype: of the gate's matmul.
+    moe_z_loss_coeff: weight of the loss that keeps the router's logits small.
+    moe_router_load_balancing_type: whether that loss balances experts over the micro-batch or over each sequence.
+    moe_router_bias_update_rate: change per update of the router's bias of an expert with too few or too many tokens.
+    moe_router_dtype: dtype of the router's matmul.
     moe_token_dispatcher_type: how tokens reach the experts of other ranks.
     moe_shared_expert_overlap: compute the shared experts while tokens travel to the routed ones.
     moe_alltoall_overlap_comm: MindSpeed's name of ``moe_shared_expert_overlap``.
-    grad_reduce_in_fp32: gradients are summed up and reduced in float32.
-    overlap_grad_reduce: reduce each buffer of gradients while the backward pass goes on.
+    grad_reduce_in_fp32: sum up and reduce gradients in float32.
+    overlap_grad_reduce: reduce each gradient buffer while the backward pass continues.
     overlap_param_gather: gather each buffer of updated weights in the background.
-    check_for_nan_in_grad: look for gradients that are not finite after every micro-batch, and name the micro-batch.
-    bucket_size: elements after which a new buffer begins.
-    freeze_moe_router: gates and their biases keep their values.
-    optimizer_cpu_offload: AdamW runs on the CPU, on state that never leaves host memory.
-    optimizer_offload_fraction: share of the parameters that it does so for.
-    overlap_cpu_optimizer_d2h_h2d: copy gradients and weights beside the CPU's work.
-    pin_cpu_grads: page-locked host memory for gradients.
-    pin_cpu_params: page-locked host memory for weights.
-    use_precision_aware_optimizer: allows states below float32.
-    main_grads_dtype: of the gradients that the optimizer reads.
-    main_params_dtype: of the master weights.
-    exp_avg_dtype: of the first moment.
-    exp_avg_sq_dtype: of the second moment.
-    on_non_finite_grads: skip the step when the gradient norm is NaN or infinite, or stop the run and name rank and
-        parameter.
+    check_for_nan_in_grad: check gradients after every micro-batch, and name a micro-batch whose gradients are not
+        finite.
+    bucket_size: elements of a gradient buffer.
+    freeze_moe_router: do not train the routers and their biases.
+    optimizer_cpu_offload: run AdamW on the CPU, on state that never leaves host memory.
+    optimizer_offload_fraction: share of the parameters that AdamW updates on the CPU.
+    overlap_cpu_optimizer_d2h_h2d: copy gradients and weights while the CPU computes.
+    pin_cpu_grads: keep gradients on the host in page-locked memory.
+    pin_cpu_params: keep weights on the host in page-locked memory.
+    use_precision_aware_optimizer: allow optimizer state below float32.
+    main_grads_dtype: dtype of the gradients that the optimizer reads.
+    main_params_dtype: dtype of the master weights.
+    exp_avg_dtype: dtype of the first moment.
+    exp_avg_sq_dtype: dtype of the second moment.
+    on_non_finite_grads: what happens if the gradient norm is NaN or infinite: ``skip`` the step, or ``stop`` the run
+        and name rank and parameter.
 """
 
 from __future__ import annotations
@@ -160,53 +161,14 @@ OPTIMIZER_OVERRIDES: dict[str, Values] = {
     "exp_avg_sq_dtype": _DTYPE,
     "on_non_finite_grads": _one_of("skip", "stop"),
 }
-# Keys that upstream scripts set and that have one right answer here: key -> (accepted values, where it is decided).
-FIXED_TRANSFORMER_OVERRIDES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "multi_head_latent_attention": ((True,), "the model's config.json decides"),
-    "moe_grouped_gemm": ((True,), "experts are always grouped"),
-    "moe_permutation_async_comm": ((True,), "counts are always exchanged while tokens are sorted"),
-    "use_flash_attn": ((True,), "trainer.train_ops decides"),
-    "attention_backend": (("flash", "auto"), "trainer.train_ops decides"),
-    "use_fused_rotary_pos_emb": ((True,), "trainer.train_ops decides"),
-    "use_fused_swiglu": ((True,), "trainer.train_ops decides"),
-    "use_fused_rmsnorm": ((True,), "trainer.train_ops decides"),
-    "use_fused_moe_token_permute_and_unpermute": ((True,), "trainer.train_ops decides"),
-    "attention_dropout": ((0.0,), "there is no dropout"),
-    "hidden_dropout": ((0.0,), "there is no dropout"),
-    "attention_softmax_in_fp32": ((True,), "the softmax is always computed in float32"),
-    "qk_layernorm": ((True,), "the model's config.json decides"),
-    "position_embedding_type": (("rope",), "the model's config.json decides"),
-    "use_rope_scaling": ((True, False), "the model's config.json decides"),
-    "rope_scaling_type": (("yarn",), "the model's config.json decides"),
-    "variable_seq_lengths": ((True,), "shapes of packed micro-batches are known to every stage"),
-}
-_FROM_MODEL = "rope_scaling_"  # YaRN numbers (factor, mscale, beta ...) always come from config.json
-_ELSEWHERE = ("seq_length", "swap_optimizer")  # said by the data section and by the engine's own key
 
 
-def transformer_override_problems(where: str, overrides: Mapping[str, Any]) -> list[str]:
-    """One sentence for every key or value of ``override_transformer_config`` that means nothing here."""
-    found = []
-    rest = {}
-    for key, value in overrides.items():
-        if key in FIXED_TRANSFORMER_OVERRIDES:
-            accepted, reason = FIXED_TRANSFORMER_OVERRIDES[key]
-            if value not in accepted:
-                expected = " or ".join(map(repr, accepted))
-                found.append(f"{where}.{key} is {value!r}; expected {expected} ({reason})")
-        elif key not in _ELSEWHERE and not key.startswith(_FROM_MODEL):
-            rest[key] = value
-    return found + override_problems(where, rest, TRANSFORMER_OVERRIDES, also_known=FIXED_TRANSFORMER_OVERRIDES)
-
-
-def override_problems(
-    where: str, overrides: Mapping[str, Any], known: Mapping[str, Values], also_known: Mapping[str, Any] | None = None
-) -> list[str]:
+def override_problems(where: str, overrides: Mapping[str, Any], known: Mapping[str, Values]) -> list[str]:
     """One sentence for every key that is not ``known`` and every value it does not accept; None means "unset"."""
     found = []
     for key, value in overrides.items():
         if key not in known:
-            found.append(f"{where}.{key} is not known here; known: {', '.join(sorted([*known, *(also_known or {})]))}")
+            found.append(f"{where}.{key} is not known here; known: {', '.join(sorted(known))}")
         elif value is not None and not known[key].accepts(value):
             found.append(f"{where}.{key} is {value!r}; expected {known[key].expected}")
     return found

@@ -18,10 +18,10 @@ class OverlongBufferConfig:
     """DAPO's soft overlong punishment, in training: the last ``len`` tokens that a response may have cost reward.
 
     Attributes:
-        enable: punish.
+        enable: penalise long responses.
         len: tokens at the end of ``data.max_response_length`` over which the penalty grows from 0.
-        penalty_factor: what a response of the full length loses.
-        log: show the penalty and the share of such responses among the metrics.
+        penalty_factor: penalty of a response of the full length.
+        log: log the penalty and the share of penalised responses as metrics.
     """
 
     enable: bool = False
@@ -48,13 +48,14 @@ class RewardModelConfig:
     """The pool of scoring processes and what is kept of their work.
 
     Attributes:
-        reward_manager: ``naive``, or upstream's names for the same, ``prime`` and ``batch`` (batched functions only).
+        reward_manager: registered name of the reward manager. ``naive`` scores in processes; ``prime`` and ``batch``
+            are upstream's names for it, and ``batch`` requires batched functions.
         num_workers: scoring processes.
-        timeout_s: wall-clock seconds of one call of a reward function, which a batched one has for its whole batch.
-        batch_size: the most samples one call of a batched function gets.
-        max_concurrent: the most samples of an ``async def`` function that one process has under way.
-        ledger: ``texts`` keeps a line per sample with prompt and response, ``references`` with their digests, ``off``
-            none.
+        timeout_s: wall-clock seconds of one call of a reward function; a batched function has them for its whole batch.
+        batch_size: the most samples in one call of a batched function.
+        max_concurrent: the most samples of an ``async def`` function that one process scores at the same time.
+        ledger: ``texts`` writes a line per sample with prompt and response, ``references`` writes their digests
+            instead, ``off`` writes none.
     """
 
     reward_manager: str = "naive"
@@ -84,13 +85,13 @@ class CustomRewardFunctionConfig:
     """Reward functions by file.
 
     Attributes:
-        path: file of the function of every sample that ``by_data_source`` does not name; absent =
+        path: file of the function that scores every sample that ``by_data_source`` does not name; absent means
             ``verl.utils.reward_score.default_compute_score``.
-        name: of the function in that file.
-        reward_kwargs: keyword arguments for it.
-        by_data_source: a data source, or a shell pattern of them, to a section with ``path`` and perhaps ``name`` and
-            ``reward_kwargs``. An exact name goes before the patterns, the first pattern that matches before the
-            others.
+        name: name of the function in that file.
+        reward_kwargs: keyword arguments of that function.
+        by_data_source: maps a data source, or a shell pattern, to a section with ``path`` and optionally ``name`` and
+            ``reward_kwargs``. An exact name wins over patterns, and the first pattern that matches wins over later
+            ones.
     """
 
     path: str | None = None

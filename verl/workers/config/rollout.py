@@ -10,10 +10,10 @@ class SamplingConfig:
     """How validation samples.
 
     Attributes:
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: only the likeliest so many tokens; -1 = all.
-        top_p: only the likeliest tokens that together have this probability.
-        do_sample: False takes the likeliest token, whatever the temperature.
+        temperature: divisor of the logits; 0 takes the likeliest token.
+        top_k: sample from this many of the likeliest tokens; -1 means all.
+        top_p: sample from the likeliest tokens that together have this probability.
+        do_sample: sample; False takes the likeliest token, whatever the temperature is.
         n: responses to each problem.
     """
 
@@ -29,52 +29,48 @@ class RolloutConfig:
     """The rollout engine and how it samples for training; lengths are tokens.
 
     Attributes:
-        name: the engine; there is one.
-        mode: generation of whole batches; there is no other.
-        temperature: divides the logits, in training's log-probs too.
-        top_k: only the likeliest so many tokens; -1 = all. Biases training otherwise.
-        top_p: only the likeliest tokens that together have this probability. Below 1 it biases training.
-        do_sample: taken for upstream's scripts; training always samples.
+        name: the rollout engine; there is one.
+        mode: ``sync`` generates whole batches; there is no other mode.
+        temperature: divisor of the logits, in training's log-probs too.
+        top_k: sample from this many of the likeliest tokens; -1 means all, any other value biases training.
+        top_p: sample from the likeliest tokens that together have this probability; below 1 it biases training.
         n: responses to each prompt, the group that GRPO compares.
-        prompt_length: longest prompt; follows ``data.max_prompt_length``.
-        response_length: tokens after which a response is cut; follows ``data.max_response_length``.
-        dtype: of weights and cache.
+        prompt_length: tokens of the longest prompt.
+        response_length: tokens after which a response is cut.
+        dtype: dtype of weights and cache.
         gpu_memory_utilization: share of the device's memory for weights and cache together.
-        ignore_eos: responses always reach their full length; for throughput measurements only.
-        enforce_eager: decode without recorded graphs.
-        cudagraph_capture_sizes: numbers of sequences that graphs are recorded for; absent = powers of two up to
+        ignore_eos: generate every response to its full length; for throughput measurements only.
+        enforce_eager: decode without captured graphs.
+        cudagraph_capture_sizes: numbers of sequences that graphs are captured for; absent means powers of two up to
             ``max_num_seqs``.
-        free_cache_engine: taken for upstream's scripts; weights and cache are always given back between generations.
-        load_format: taken for upstream's scripts; weights always come from the trainer.
-        quantization: ``fp8`` holds linear weights in e4m3 blocks of 128 x 128, quantised as they arrive;
-            ``dequantize`` multiplies those of a model in FP8 out; absent = as the model's files.
+        quantization: ``fp8`` keeps linear weights in e4m3 blocks of 128 x 128, quantised as they arrive; ``dequantize``
+            widens the weights of an FP8 model; absent means the form of the model's files.
         tensor_model_parallel_size: ranks that split every layer.
-        data_parallel_size: replicas of ``tensor_model_parallel_size`` ranks that share experts; absent = all of them,
-            fewer = several engines that know nothing of each other.
-        enable_expert_parallel: experts are split over the ranks of an engine; False splits each over the ranks of a
-            replica.
-        max_num_seqs: sequences that a replica decodes at a time.
+        data_parallel_size: replicas of ``tensor_model_parallel_size`` ranks that share experts; absent means all of
+            them, fewer means several independent engines.
+        enable_expert_parallel: assign whole experts to the ranks of an engine; False splits each expert over the ranks
+            of a replica.
+        max_num_seqs: sequences that a replica decodes at the same time.
         max_num_batched_tokens: tokens that a replica computes in one step.
-        max_model_len: tokens that one sequence may reach; absent = ``prompt_length`` + ``response_length``.
-        enable_chunked_prefill: long prompts are computed over several steps.
-        enable_prefix_caching: equal beginnings of prompts are computed once.
+        max_model_len: tokens that one sequence may have; absent means ``prompt_length`` + ``response_length``.
+        enable_chunked_prefill: compute long prompts over several steps.
+        enable_prefix_caching: compute equal beginnings of prompts once.
         block_size: tokens of one block of the cache.
-        num_gpu_blocks_override: blocks of the cache; absent = what the memory allows.
+        num_gpu_blocks_override: blocks of the cache; absent means as many as the memory allows.
         kv_cache_layout: ``nd``, or ``nz`` on an NPU.
-        expert_exchange: how tokens reach the experts of other ranks.
-        fix_router: every expert gets as many tokens, whatever the router says, as ``actor.megatron.fix_router``.
-        rebalance_interval: engine steps between two rounds of moving requests between data-parallel replicas; 0 =
+        expert_exchange: how tokens reach the experts of other ranks: ``all_gather`` sends all to all ranks,
+            ``dispatch`` sends each to its experts.
+        fix_router: give every expert the same number of tokens, as ``actor.megatron.fix_router``.
+        rebalance_interval: engine steps between two rounds of moving requests between data-parallel replicas; 0 means
             never.
-        enable_rollout_routing_replay: the experts of every token come back with it, for router replay R3.
-        log_prob_micro_batch_size_per_gpu: samples of one forward pass of the old log-probs on a rank; follows the
-            actor's.
-        log_prob_use_dynamic_bsz: fill those micro-batches by tokens instead; follows the actor's.
-        log_prob_max_token_len_per_gpu: packed tokens of such a micro-batch on each rank; follows the actor's.
-        update_weights_bucket_megabytes: most memory of a rank's buffers in one round of a weight sync, in MiB; two
-            rounds are alive.
-        calculate_log_probs: the rollout reports the log-prob of every token that it sampled, which the gap metrics
-            need.
-        seed: of sampling; the noise of a response depends on (seed, step, row).
+        enable_rollout_routing_replay: return the experts of every token, for router replay R3.
+        log_prob_micro_batch_size_per_gpu: samples of one forward pass of the old log-probs on a rank.
+        log_prob_use_dynamic_bsz: fill those micro-batches by tokens instead.
+        log_prob_max_token_len_per_gpu: packed tokens of such a micro-batch on each rank.
+        update_weights_bucket_megabytes: the most memory of a rank's buffers in one round of a weight sync, in MiB; two
+            rounds exist at a time.
+        calculate_log_probs: report the log-prob of every token that the rollout samples, which the gap metrics need.
+        seed: seed of sampling; the noise of a response depends on (seed, step, row).
     """
 
     name: str = "vllm"
@@ -82,7 +78,6 @@ class RolloutConfig:
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
-    do_sample: bool = True
     n: int = 1
     prompt_length: int = 512
     response_length: int = 512
@@ -91,8 +86,6 @@ class RolloutConfig:
     ignore_eos: bool = False
     enforce_eager: bool = False
     cudagraph_capture_sizes: list[int] | None = None
-    free_cache_engine: bool = True
-    load_format: str = "dummy"
     quantization: str | None = None
     tensor_model_parallel_size: int = 1
     data_parallel_size: int | None = None
@@ -139,7 +132,6 @@ class RolloutConfig:
             ("expert_exchange", self.expert_exchange, ("all_gather", "dispatch")),
             ("mode", self.mode, ("sync",)),
             ("dtype", self.dtype, ("bfloat16", "float32")),
-            ("load_format", self.load_format.removesuffix("_megatron"), ("dummy", "auto")),
         )
         for key, value, allowed in choices:
             if value not in allowed:

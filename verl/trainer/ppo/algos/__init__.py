@@ -1,6 +1,19 @@
 """Advantage estimators, one file each, behind verl's registry."""
 
 from verl.trainer.ppo.algos import grpo, reinforce_plus_plus, rloo
-from verl.trainer.ppo.algos.registry import AdvantageEstimator, get_adv_estimator_fn, register_adv_est
+from verl.trainer.ppo.algos.registry import (
+    ESTIMATORS,
+    AdvantageEstimator,
+    get_adv_estimator_fn,
+    register_adv_est,
+)
 
-__all__ = ["AdvantageEstimator", "get_adv_estimator_fn", "grpo", "register_adv_est", "reinforce_plus_plus", "rloo"]
+__all__ = [
+    "ESTIMATORS",
+    "AdvantageEstimator",
+    "get_adv_estimator_fn",
+    "grpo",
+    "register_adv_est",
+    "reinforce_plus_plus",
+    "rloo",
+]

@@ -7,10 +7,13 @@ from enum import Enum
 
 from torch import Tensor
 
-# (token_level_rewards [B, R], response_mask [B, R], group index per row, norm_by_std) -> (advantages, returns) [B, R]
+from verl.utils.registry import Registry
+
+# (token_level_rewards [B, R], response_mask [B, R], index: the group of each row, norm_adv_by_std_in_grpo, gamma), all
+# by keyword -> (advantages, returns) [B, R]
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 
-_ESTIMATORS: dict[str, AdvantageFn] = {}
+ESTIMATORS: Registry[AdvantageFn] = Registry("algorithm.adv_estimator", "advantage estimator")
 
 
 class AdvantageEstimator(Enum):
@@ -23,21 +26,14 @@ class AdvantageEstimator(Enum):
 
 
 def register_adv_est(name: str | AdvantageEstimator) -> Callable[[AdvantageFn], AdvantageFn]:
-    """Decorator that makes an estimator known as ``algorithm.adv_estimator=name``; a name can be taken once."""
-    key = name.value if isinstance(name, AdvantageEstimator) else name
-
-    def register(function: AdvantageFn) -> AdvantageFn:
-        taken = _ESTIMATORS.setdefault(key, function)
-        if taken is not function:
-            raise ValueError(f"advantage estimator {key!r} is registered already, by {taken.__module__}")
-        return function
-
-    return register
+    """Decorator that makes an estimator available as ``algorithm.adv_estimator=name``."""
+    return ESTIMATORS.register(_key(name))
 
 
 def get_adv_estimator_fn(name: str | AdvantageEstimator) -> AdvantageFn:
     """The estimator of that name; ValueError lists the known ones."""
-    key = name.value if isinstance(name, AdvantageEstimator) else name
-    if key not in _ESTIMATORS:
-        raise ValueError(f"algorithm.adv_estimator is {key!r}; known: {', '.join(sorted(_ESTIMATORS))}")
-    return _ESTIMATORS[key]
+    return ESTIMATORS.get(_key(name))
+
+
+def _key(name: str | AdvantageEstimator) -> str:
+    return name.value if isinstance(name, AdvantageEstimator) else name

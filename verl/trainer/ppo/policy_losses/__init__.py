@@ -2,15 +2,16 @@
 
 from verl.trainer.ppo.policy_losses import cispo, gspo, vanilla
 from verl.trainer.ppo.policy_losses.registry import (
+    LOSSES,
     PolicyLossFn,
     SequenceMean,
     TokenLosses,
     get_policy_loss_fn,
     register_policy_loss,
-    registered_policy_losses,
 )
 
 __all__ = [
+    "LOSSES",
     "PolicyLossFn",
     "SequenceMean",
     "TokenLosses",
@@ -18,6 +19,5 @@ __all__ = [
     "get_policy_loss_fn",
     "gspo",
     "register_policy_loss",
-    "registered_policy_losses",
     "vanilla",
 ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from verl.utils.registry import Registry
 from verl.workers.config import ActorConfig
 
 # Per token: the mean of the values over all response tokens of the token's sequence, wherever they lie. It is
@@ -34,28 +35,8 @@ class TokenLosses:
 # (old_log_prob, log_prob, advantages, knobs of the actor, sequence_mean); the tensors have one shape, often [S].
 PolicyLossFn = Callable[[Tensor, Tensor, Tensor, ActorConfig, SequenceMean], TokenLosses]
 
-_LOSSES: dict[str, PolicyLossFn] = {}
+LOSSES: Registry[PolicyLossFn] = Registry("actor_rollout_ref.actor.policy_loss.loss_mode", "policy loss")
 
-
-def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorator that makes a loss known as ``actor.policy_loss.loss_mode=name``; a name can be taken once."""
-
-    def register(function: PolicyLossFn) -> PolicyLossFn:
-        taken = _LOSSES.setdefault(name, function)
-        if taken is not function:
-            raise ValueError(f"policy loss {name!r} is registered already, by {taken.__module__}")
-        return function
-
-    return register
-
-
-def get_policy_loss_fn(name: str) -> PolicyLossFn:
-    """The loss of that name; ValueError lists the known ones."""
-    if name not in _LOSSES:
-        raise ValueError(f"actor.policy_loss.loss_mode is {name!r}; known: {', '.join(registered_policy_losses())}")
-    return _LOSSES[name]
-
-
-def registered_policy_losses() -> list[str]:
-    """Every known name, sorted."""
-    return sorted(_LOSSES)
+# Decorator that makes a loss available as ``actor.policy_loss.loss_mode=name``, and the loss of a name.
+register_policy_loss = LOSSES.register
+get_policy_loss_fn = LOSSES.get

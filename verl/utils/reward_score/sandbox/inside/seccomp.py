@@ -1,6 +1,10 @@
 """The list of system calls that a submitted program has, as a filter that the kernel runs before each of them.
 
-Everything that is not listed fails with EPERM. What matters of the list:
+The filter is assembled here because the binding of libseccomp on PyPI, pyseccomp, has had no release since January 2021
+and needs the system's libseccomp.so.2, which a user without root cannot install. The child that installs the filter
+also runs without site-packages and is ready in milliseconds, which a ctypes binding that searches libraries is not.
+
+Every call that is not listed fails with EPERM. The list is such that:
 
 - no ``socket``, ``connect`` or ``bind``: no network, not even a local one (``socketpair`` has two ends in one process);
 - files can be opened for reading only, and no call that makes, removes, renames or changes one is listed: no writes;

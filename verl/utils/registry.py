@@ -1,0 +1,45 @@
+"""Implementations by the name that a config key selects them with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast
+
+Entry = TypeVar("Entry")
+Given = TypeVar("Given")
+
+
+class Registry(Generic[Entry]):
+    """The only list of the names that a config key may have.
+
+    Args:
+        key: the config key.
+        what: what is registered, for messages.
+    """
+
+    def __init__(self, key: str, what: str) -> None:
+        self.key = key
+        self._what = what
+        self._entries: dict[str, Entry] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Every registered name, sorted."""
+        return sorted(self._entries)
+
+    def register(self, name: str) -> Callable[[Given], Given]:
+        """Decorator that registers a function or a class as ``name``; a name can be taken once."""
+
+        def decorate(entry: Given) -> Given:
+            taken: Any = self._entries.setdefault(name, cast(Entry, entry))
+            if taken is not entry:
+                raise ValueError(f"{self._what} {name!r} is registered already, by {taken.__module__}")
+            return entry
+
+        return decorate
+
+    def get(self, name: str) -> Entry:
+        """The entry of that name; ValueError lists the known ones."""
+        if name not in self._entries:
+            raise ValueError(f"{self.key} is {name!r}; known: {', '.join(self.names)}")
+        return self._entries[name]
