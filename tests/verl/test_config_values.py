@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from verl.trainer.config import ConfigError, PPOTrainerConfig, load_config, validate_config
-from verl.trainer.config.accepted import FIXED_KEYS
 from verl.trainer.config.data import file_list, val_sets
+from verl.trainer.config.fixed_keys import FIXED_KEYS
 
 RECIPE_CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "r1_zero" / "config"
 LARGE = ("r1_ascend_671b_256die", "cann_true_weight_671b_256die", "cann_random_init_671b_256die")

@@ -15,7 +15,7 @@ EXIT_DIFFERENT = 1
 
 
 def problems(page: Path = PAGE) -> list[str]:
-    """Keys without a meaning, and a page that is not what the config says, one sentence each."""
+    """Keys without a meaning, and a page that is not current, one sentence each."""
     found = [
         f"{item.key} has no meaning: write it under Attributes in the docstring of its class"
         for section in sections()

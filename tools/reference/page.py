@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tools.reference.essentials import ESSENTIALS
 from tools.reference.parameters import ACTOR_ENGINE, REFERENCE_ENGINE, Section, sections
-from verl.trainer.config.accepted import FIXED_KEYS
+from verl.trainer.config.fixed_keys import FIXED_KEYS
 
 COMMAND = "python -m tools.reference"
 _HEAD = f"""# Parameters

@@ -1,7 +1,7 @@
-"""Every key of the typed config: type, default, meaning and what it may be set to.
+"""Every key of the typed config: type, default, meaning and accepted values.
 
-Meanings are the ``Attributes`` of the config's docstrings. What a key may be set to is what the config's own validation
-says when it is given something that cannot be right, so that the two cannot differ.
+Meanings are the ``Attributes`` of the config's docstrings. Accepted values are taken from the messages of the config's
+own validation for values that cannot be right, so that the two cannot differ.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PROBES: dict[str, tuple[Any, ...]] = {
     "list[int]": ([-7],),
     "list[float]": ([],),
 }
-# What follows the value in a sentence of validation -> how the page says it.
+# Text behind the value in a sentence of validation -> text on the page.
 _FORMS: tuple[tuple[str, str], ...] = (
     (r"expected (?:one of )?(.+?)(?:, or leave it out)?(?: \(no .*\))?$", r"\1"),
     (r"give ((?:a number|seconds|numbers)\b.+?)(?:, or leave it out)?$", r"\1"),
@@ -85,13 +85,13 @@ def sections() -> list[Section]:
 
 
 def attributes(docstring: str | None) -> dict[str, str]:
-    """Name -> text of the ``Attributes`` part of a docstring; a text goes on in lines that are indented further."""
+    """Name -> text of the ``Attributes`` part of a docstring; a text continues in lines that are indented further."""
     _, _, part = inspect.cleandoc(docstring or "").partition("\nAttributes:\n")
     found: dict[str, str] = {}
     name = ""
     for line in part.splitlines():
-        if begun := re.match(r" {4}(\w+): (.*)", line):
-            name, found[begun[1]] = begun[1], begun[2]
+        if start := re.match(r" {4}(\w+): (.*)", line):
+            name, found[start[1]] = start[1], start[2]
         elif name and line.startswith(" " * 8):
             found[name] += " " + line.strip()
         elif line:
@@ -141,7 +141,7 @@ def _free_section(key: str) -> Section:
 
 
 def _engine_defaults() -> dict[str, Any]:
-    """What the training engine takes where a free section says nothing, with the config's names of dtypes."""
+    """The training engine's defaults of the free sections, with the config's names of dtypes."""
     engine = McoreEngineConfig()
     made = (ddp_config(engine), optimizer_config(McoreOptimizerConfig(), engine))
     found = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
@@ -176,19 +176,19 @@ def _shown(value: Any) -> str:
 
 
 def _allowed(key: str, type_name: str) -> str:
-    """What validation says that ``key`` may be; empty when it takes whatever its type does."""
+    """The values that validation accepts for ``key``; empty if it accepts all of its type."""
     parent, _, name = key.rpartition(".")
     config = PPOTrainerConfig()
     for switch, value in _SWITCHED_ON.items():
         config = _replaced(config, switch.split("."), value)
-    begun = rf"(?:{re.escape(key)}|{re.escape(parent)}: {name}) (?:is|names) [^;]*; (?P<rest>.*)|"
-    begun += rf"{re.escape(parent)}: (?P<pair>{name} must .*)"
-    said: dict[str, None] = {}
+    pattern = rf"(?:{re.escape(key)}|{re.escape(parent)}: {name}) (?:is|names) [^;]*; (?P<rest>.*)|"
+    pattern += rf"{re.escape(parent)}: (?P<pair>{name} must .*)"
+    found: dict[str, None] = {}
     for probe in _PROBES.get(type_name.removesuffix(" | None"), ()):
         for problem in validate_config(_replaced(config, key.split("."), probe)):
-            if about := re.fullmatch(begun, problem):
-                said |= dict.fromkeys(_plain(about["rest"] or about["pair"]))
-    return "; ".join(said)
+            if about := re.fullmatch(pattern, problem):
+                found |= dict.fromkeys(_plain(about["rest"] or about["pair"]))
+    return "; ".join(found)
 
 
 def _plain(sentence: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Knobs of advantage estimation and KL control."""
+"""Config of advantage estimation and KL control."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class PPOTrainerConfig:
 
     @property
     def rollout_replicas(self) -> int:
-        """Sets of tensor-parallel rollout ranks, each of which generates for prompts of its own."""
+        """Sets of tensor-parallel rollout ranks, each of which generates for different prompts."""
         return self.rollout_world_size // self.actor_rollout_ref.rollout.tensor_model_parallel_size
 
     @property
@@ -90,7 +90,7 @@ class PPOTrainerConfig:
     def needs_old_log_prob(self) -> bool:
         """True when a step computes log-probs of the policy before its updates.
 
-        A rollout correction compares them with the rollout's; in bypass mode those take their place.
+        A rollout correction compares them with the rollout's; in bypass mode the rollout's replace them.
         """
         actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
         correction = algorithm.rollout_correction
@@ -100,9 +100,9 @@ class PPOTrainerConfig:
 
     @property
     def automatic_router_replay(self) -> str:
-        """What ``actor.router_replay.mode=auto`` means: the routing that acted, as far as it costs no other pass.
+        """The value of ``actor.router_replay.mode=auto``: replay the experts that are known without another pass.
 
-        Off with exact log-probs, where both engines route alike.
+        Off with exact log-probs, because both engines then choose the same experts.
         """
         if self.trainer.exact_log_probs:
             return "disabled"

@@ -1,4 +1,4 @@
-"""Knobs of the prompt data set."""
+"""Config of the prompt data set."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-TAKES_NAMES = "takes_names"  # in a field's metadata: keys of the user's own may stand below it
+TAKES_NAMES = "takes_names"  # metadata of a field that may hold keys of the user's own
 _SET_NAME = re.compile(r"[\w-]+")  # a part of a dotted key
 
 
@@ -74,7 +74,7 @@ def _set_problems(where: str, sets: dict[str, Any]) -> list[str]:
 
 
 def file_list(files: Any) -> list[str]:
-    """One path, a list of them or named ones, as a list."""
+    """All paths of a path, a list of paths, or paths by name."""
     if isinstance(files, dict):
         return [path for named in files.values() for path in file_list(named)]
     return [files] if isinstance(files, str) else [str(path) for path in files]

@@ -1,4 +1,4 @@
-"""From YAML files and command-line overrides to one typed, frozen tree, with every mistake in one message."""
+"""Load YAML files and command-line overrides into one typed, frozen tree, with every mistake in one message."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.trainer.config.accepted import FIXED_KEYS, take_fixed_keys
 from verl.trainer.config.config import PPOTrainerConfig
 from verl.trainer.config.data import TAKES_NAMES
+from verl.trainer.config.fixed_keys import FIXED_KEYS, take_fixed_keys
 
 CONFIG_DIR = Path(__file__).resolve().parent
 DEFAULT_CONFIG_NAME = "ppo_megatron_trainer"
-# A leading ~ is expanded once, here, so that every reader of the tree means the same file.
+# A leading ~ is expanded once, here, so that every reader of the tree opens the same file.
 _PATH_KEYS = (
     "data.train_files",
     "data.val_files",
@@ -115,7 +115,7 @@ def typed_config(composed: DictConfig) -> PPOTrainerConfig:
 
 
 def known_keys(cls: type = PPOTrainerConfig, prefix: str = "") -> dict[str, bool]:
-    """Every dotted leaf key of the schema; the value says whether free-form keys may stand below it."""
+    """Every dotted leaf key of the schema, and whether it may hold keys of the user's own."""
     keys: dict[str, bool] = {}
     for field in dataclasses.fields(cls):
         default = field.default_factory() if callable(field.default_factory) else field.default
@@ -133,22 +133,22 @@ def to_yaml(config: PPOTrainerConfig) -> str:
 
 
 def _force(override: str) -> str:
-    """``key=value`` may name a key that the YAML leaves at its default: unknown keys are our own check's business."""
-    override = override.replace("=~/", f"={Path.home()}/", 1)  # which shells leave and Hydra's grammar does not have
+    """The override in the form that also adds a key which the YAML lacks; ``typed_config`` finds unknown keys."""
+    override = override.replace("=~/", f"={Path.home()}/", 1)  # neither shells nor Hydra expand this ~
     parsed = OverridesParser.create().parse_override(override)
     return override if parsed.is_delete() or override.startswith("+") else f"++{override}"
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
-        if isinstance(value, dict):  # an empty section says nothing
+        if isinstance(value, dict):  # an empty section sets nothing
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
 def _drop_non_sections(tree: dict[str, Any], known: dict[str, bool], prefix: str = "") -> Iterator[str]:
-    """Takes values out of ``tree`` that stand where a section belongs; a sentence for each that is not empty."""
+    """Remove values from ``tree`` that are in the place of a section; a sentence for each that is not empty."""
     for key, value in list(tree.items()):
         name = f"{prefix}{key}"
         inside = [leaf for leaf in known if leaf.startswith(f"{name}.")]
@@ -177,7 +177,7 @@ def _absolute_files(libraries: Any) -> Any:
 
 
 def _schema_leaves(tree: dict[str, Any], known: dict[str, bool], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of ``tree`` that the schema knows; a free-form dict counts as one leaf."""
+    """Leaves of ``tree`` that the schema has; a free-form dict counts as one leaf."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if name in known:
@@ -204,7 +204,7 @@ def _unknown(key: str, known: dict[str, bool]) -> str:
 
 
 def _unlock(node: DictConfig) -> None:
-    """Frozen dataclasses become read-only nodes; this copy of the schema is the one place that is written."""
+    """Make a copy of the schema writable: OmegaConf makes the nodes of frozen dataclasses read-only."""
     OmegaConf.set_readonly(node, False)
     for key in node:
         child = node._get_node(key)

@@ -1,4 +1,4 @@
-"""Knobs of the correction between the policy that sampled and the one that is trained."""
+"""Config of the correction between the policy that sampled and the one that is trained."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RolloutCorrectionConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is weighed or left out."""
+        """Whether any sample is weighted or rejected."""
         return bool(self.rollout_is or self.rollout_rs or self.rollout_token_veto_threshold is not None)
 
     @property

@@ -1,4 +1,4 @@
-"""Knobs of the schedules: who generates when, and how old a sample may be when it is trained on."""
+"""Config of the schedules: which devices generate when, and how old a sample may be when it is trained on."""
 
 from __future__ import annotations
 
@@ -88,5 +88,5 @@ class AsyncTrainingConfig:
         return found
 
 
-# One-step-off: the batch after this one is generated, whole and by the weights before this step, while this one trains.
+# One-step-off: while a step trains, the whole next batch is generated with the weights from before the step.
 ONE_STEP_OFF = AsyncTrainingConfig(staleness_threshold=1.0, partial_rollout=False, fixed_order=True)

@@ -1,4 +1,4 @@
-"""Knobs of the run itself: size, duration, device, outputs, Ray."""
+"""Config of the run itself: size, duration, device, outputs, Ray."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class TrainerConfig:
 
     @property
     def records_rollouts(self) -> bool:
-        """Whether each step's batch is kept."""
+        """Whether each step's batch is saved."""
         return self.save_rollouts or self.rollout_only
 
     @property
@@ -153,7 +153,7 @@ class TrainerConfig:
         return found
 
     def _halves_problems(self, where: str) -> list[str]:
-        """Of runs that only generate, or only train."""
+        """Problems of runs that only generate or only train."""
         asked = [f"{where}.{key}" for key in ("save_rollouts", "rollout_only", "train_only") if getattr(self, key)]
         found = []
         if self.train_only and len(asked) > 1:

@@ -1,4 +1,4 @@
-"""Does this run add up? Every problem of a typed config at once, before any process starts."""
+"""Checks of a typed config: every problem at once, before any process starts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 from verl.trainer.config.config import ActorRolloutRefConfig, PPOTrainerConfig
-from verl.trainer.config.exact import exact_problems
+from verl.trainer.config.exact_checks import exact_problems
 from verl.trainer.config.registered import registry_problems
-from verl.trainer.config.separate import schedule_problems
+from verl.trainer.config.schedule_checks import schedule_problems
 from verl.workers.config.engine import END_STAGES, LAYOUT_KEYS
 
 
@@ -57,7 +57,7 @@ def validate_config(config: PPOTrainerConfig) -> list[str]:
 
 
 def config_warnings(config: PPOTrainerConfig) -> list[str]:
-    """What runs but deserves a line before the run starts."""
+    """Settings that work but deserve a warning before the run starts, one sentence each."""
     models = config.actor_rollout_ref
     found = models.rollout.warnings("actor_rollout_ref.rollout")
     if models.actor.recompute_old_log_prob.lower() == "false" and config.needs_old_log_prob:
@@ -101,14 +101,14 @@ def _why_old_log_prob(config: PPOTrainerConfig) -> str:
 
 
 def _reference_problems(models: ActorRolloutRefConfig) -> list[str]:
-    """Of ``ref.megatron``, which begins as a copy of the actor's: only what was not said of that one."""
+    """Problems of ``ref.megatron``, which starts as a copy of the actor's, without those that the actor's has too."""
     actor, ref = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
-    said = models.actor.megatron.problems(actor)
-    return [problem for problem in models.ref.megatron.problems(ref) if problem.replace(ref, actor) not in said]
+    reported = models.actor.megatron.problems(actor)
+    return [problem for problem in models.ref.megatron.problems(ref) if problem.replace(ref, actor) not in reported]
 
 
 def _model_dims(config: PPOTrainerConfig) -> tuple[dict[str, int], list[str]]:
-    """Dimensions that must divide, read from the model directory when it is there."""
+    """The dimensions that a layout divides, from the model's config.json if it exists, and what is wrong with it."""
     path = Path(config.actor_rollout_ref.model.path).expanduser() / "config.json"
     if not path.is_file():
         return {}, []  # preflight reports a missing model; a plan needs no weights on this machine
@@ -152,7 +152,7 @@ def _layout_problems(config: PPOTrainerConfig, dims: dict[str, int]) -> list[str
             )
     rollout_tp, world = models.rollout.tensor_model_parallel_size, config.rollout_world_size
     if world < 1:
-        return found  # said by schedule_problems
+        return found  # schedule_problems reports this
     section = "rollout" if config.has_rollout_ranks else "trainer"
     if rollout_tp < 1 or world % rollout_tp:
         return [
@@ -195,12 +195,12 @@ def _stage_layer_problems(models: ActorRolloutRefConfig) -> list[str]:
 
 
 def _batch_problems(config: PPOTrainerConfig) -> list[str]:
-    """Prompts, samples and micro-batches against the data-parallel sizes, with the nearest value that works."""
+    """Every number of prompts or samples that does not divide, with the nearest one that does."""
     models = config.actor_rollout_ref
     actor, n = models.actor, models.rollout.n
     batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     dp = _data_parallel(config)
-    # Replicas of their own are given whole prompts one by one, as they have room.
+    # Separate rollout ranks get prompts one by one, as they have room.
     rollout_dp = 1 if config.has_rollout_ranks else config.rollout_replicas
     found = []
     if config.data.gen_batch_size is not None and not config.algorithm.filter_groups.enable:

@@ -1,4 +1,4 @@
-"""Reward functions of users: how one is called, checked before a run starts, and told from an edited one."""
+"""Reward functions of users: loading, checking and calling them, and the digest of their file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RewardFunction:
     Attributes:
         is_batched: takes lists (its first parameter is ``data_sources``) and returns one result each.
         is_async: an ``async def``.
-        is_by_name: its parameters have the names of SINGLE or BATCHED; otherwise it is called by place.
+        is_by_name: its parameters have the names of SINGLE or BATCHED; otherwise it is called by position.
         version: first 16 digits of the SHA-256 of its file, as it was when loaded; what it imports is not in it.
     """
 
@@ -37,9 +37,9 @@ class RewardFunction:
     version: str
 
     def call(self, samples: Sequence[Sequence[Any]]) -> Any:
-        """One call for ``samples`` (of four values each, as in SINGLE), of which a function for one sample gets one.
+        """Call the function once for ``samples``, each with the values of SINGLE; exactly one unless it is batched.
 
-        Returns what the function returns: a coroutine when it is async.
+        Returns its result, which is a coroutine if it is async.
         """
         values: list[Any] = [list(column) for column in zip(*samples, strict=True)]
         if not self.is_batched:

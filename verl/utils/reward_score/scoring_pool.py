@@ -1,4 +1,4 @@
-"""Scores answers in processes that can be killed, so that no answer text can hang, crash or take over the run."""
+"""Score answers in processes that can be killed, so that no answer can hang, crash or take over the run."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class ScoringJob:
 
     @property
     def values(self) -> list[Any]:
-        """What a reward function is given, in its order."""
+        """The arguments of a reward function, in order."""
         return [self.data_source, self.solution_str, self.ground_truth, self.extra_info]
 
 
 @dataclass(frozen=True)
 class ScoringResult:
-    """What a grader said of one answer, or why it said nothing.
+    """The grade of one answer, or the reason why it has none.
 
     Attributes:
         parts: at least ``score``, which is 0 unless ``status`` is ok.
@@ -53,8 +53,8 @@ class ScoringResult:
             returned no finite score, or its process ended.
         error: what happened, else empty.
         parse: texts that the function returned beside its numbers, such as the answer that it read.
-        seconds: of the call, which a batch shares.
-        function, version: who graded, and the digest of its file (``functions.RewardFunction.version``).
+        seconds: duration of the call, which a batch shares.
+        function, version: the function that graded, and the digest of its file (``functions.RewardFunction.version``).
     """
 
     parts: dict[str, float]
@@ -111,7 +111,7 @@ class _Grades:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A job that waits; ``is_alone`` once a call that it shared has failed, so that only the guilty one is lost."""
+    """A waiting job; it is graded alone after a call for several jobs failed, so that only the faulty one is lost."""
 
     job: ScoringJob
     future: Future[ScoringResult]
@@ -123,10 +123,10 @@ class ScoringPool:
     """``num_workers`` processes, each call with a wall-clock limit of its own.
 
     Args:
-        function: of every data source that ``by_source`` does not name; None is ``default_compute_score``.
-        by_source: data source or pattern to its function.
-        timeout_s: seconds one call may take; then its process is killed and replaced. The answers of a call for several
-            are then graded one by one, and the one that does it again is counted as timed out.
+        function: grades every data source that ``by_source`` does not name; None means ``default_compute_score``.
+        by_source: maps a data source or a pattern to its function.
+        timeout_s: seconds that one call may take, after which its process is killed and replaced. The answers of a call
+            for several are then graded one by one, and one that takes too long again counts as timed out.
         batch_size, max_concurrent: the most answers in one call of a batched function, and of an async one.
     """
 
@@ -183,7 +183,7 @@ class ScoringPool:
         os.close(self._closed_write)
 
     def _number_of(self, function: RewardFunctionSpec) -> int:
-        """Its place in the list that every process loads; equal functions share one."""
+        """Index of ``function`` in the list that every process loads; equal functions share one."""
         if function not in self._functions:
             self._functions.append(function)
         return self._functions.index(function)
@@ -212,7 +212,7 @@ class ScoringPool:
                 for entry in entries:
                     entry.future.cancel()
                 continue
-            except Exception as error:  # a thread's edge: whoever waits for the answer must hear of it
+            except Exception as error:  # the edge of a thread: the error goes to whoever waits for the answer
                 if process is not None:
                     process.kill()
                     process = None
@@ -237,7 +237,7 @@ class ScoringPool:
             return None if self._is_closed else self._waiting.popleft()
 
     def _companions(self, first: _Entry, process: ScoringProcess) -> list[_Entry]:
-        """The entries behind ``first`` that go into the same call: no more than are this process's share."""
+        """The next entries that join ``first`` in its call, at most this process's share of all that wait."""
         if first.is_alone:
             return []
         with self._changed:

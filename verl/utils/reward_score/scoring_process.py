@@ -1,4 +1,4 @@
-"""A scoring process as the pool sees it: requests in, replies out, and an end whenever the pool wants one."""
+"""The pool's side of a scoring process: it sends requests, reads replies, and can kill the process at any time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _START_LIMIT_S = 180.0
 _ASYNC_GRACE_S = 1.0  # an async call ends its own samples at the limit; what then still blocks is ended from outside
-_LAST_BREATH_S = 0.5  # between the end of a process's output and its own
+_EXIT_S = 0.5  # from the end of a process's output to its exit
 _ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -31,16 +31,16 @@ class PoolClosed(Exception):
 
 
 class ScoringProcess:
-    """Leader of a process group of its own, and the line protocol to it.
+    """A scoring process, which leads a process group of its own, and the line protocol to it.
 
     Args:
-        functions: what it loads, in order; a call names one by its place.
-        timeout_s: seconds one call may take.
+        functions: the functions that it loads; a call names one by its index.
+        timeout_s: seconds that one call may take.
         closed: a file descriptor that becomes readable when the pool closes.
 
     Raises:
-        RuntimeError: a function cannot be loaded, with the process's last words.
-        PoolClosed: the pool was closed meanwhile.
+        RuntimeError: a function cannot be loaded; the message ends with the process's standard error.
+        PoolClosed: the pool was closed while the process started.
     """
 
     def __init__(self, functions: Sequence[RewardFunctionSpec], timeout_s: float, closed: int) -> None:
@@ -67,14 +67,14 @@ class ScoringProcess:
             self.kill()
             raise
         if not ready:
-            last_words = self._last_words()
+            stderr = self._stderr_tail()
             self.kill()
             names = ", ".join(f"{function.name} of {function.path}" for function in functions)
-            raise RuntimeError(f"the reward function cannot be loaded: {names}\n{last_words}")
+            raise RuntimeError(f"the reward function cannot be loaded: {names}\n{stderr}")
         self._kinds: list[dict[str, Any]] = json.loads(ready)["ready"]
 
     def knows(self, function: int) -> bool:
-        """Whether it loaded the function of that place."""
+        """Whether the process has loaded the function with this index."""
         return function < len(self._kinds)
 
     def version(self, function: int) -> str:
@@ -82,12 +82,12 @@ class ScoringProcess:
         return str(self._kinds[function]["version"])
 
     def most_samples(self, function: int, batch_size: int, max_concurrent: int) -> int:
-        """How many answers one call of the function may have."""
+        """The most answers of one call of the function."""
         kind = self._kinds[function]
         return batch_size if kind["is_batched"] else max_concurrent if kind["is_async"] else 1
 
     def score(self, function: int, samples: Sequence[list[Any]]) -> dict[str, Any]:
-        """The worker's reply (``scoring_worker``) with ``seconds``; after a time-out or a crash not ``is_usable``."""
+        """The worker's reply (``scoring_worker``) with ``seconds``; a time-out or a crash clears ``is_usable``."""
         start = time.monotonic()
         limit_s = self._timeout_s + (_ASYNC_GRACE_S if self._kinds[function]["is_async"] else 0.0)
         line = self._read_line(limit_s) if self._write({"function": function, "samples": samples}) else b""
@@ -139,7 +139,7 @@ class ScoringProcess:
 
     def _how_it_ended(self) -> str:
         """Its signal or exit code, read without reaping it: its group must still be killed by its number."""
-        deadline = time.monotonic() + _LAST_BREATH_S
+        deadline = time.monotonic() + _EXIT_S
         while (ended := os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is None:
             if time.monotonic() > deadline:
                 return "its output was closed"
@@ -148,7 +148,7 @@ class ScoringProcess:
             return f"exit code {ended.si_status}"
         return f"signal {signal.Signals(ended.si_status).name}"
 
-    def _last_words(self) -> str:
+    def _stderr_tail(self) -> str:
         self._stderr.seek(0)
         return self._stderr.read().decode(errors="replace")[-2000:]
 

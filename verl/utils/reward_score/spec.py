@@ -1,4 +1,4 @@
-"""Which reward function grades which data source; pure, so that the config can hold it."""
+"""Which reward function grades which data source, as plain data that the config can hold."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class RewardFunctionSpec:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-# What grades when the config names no function.
+# The function that grades when the config names none.
 DEFAULT_FUNCTION = RewardFunctionSpec(str(Path(__file__).with_name("default.py")), "default_compute_score")
 
 
 def function_of(
     data_source: str, by_source: Mapping[str, RewardFunctionSpec], default: RewardFunctionSpec | None
 ) -> RewardFunctionSpec:
-    """The function of a source: its own, else that of the first pattern that matches, else the default."""
+    """The function of a source: its own, else the one of the first pattern that matches, else the default."""
     if data_source in by_source:
         return by_source[data_source]
     for pattern, function in by_source.items():

@@ -1,4 +1,4 @@
-"""Typed knobs of the workers, with verl's key names; imports neither torch nor ray."""
+"""Typed config of the workers, with verl's key names; imports neither torch nor ray."""
 
 from verl.workers.config.actor import ActorConfig, CheckpointConfig, RefConfig, RouterReplayConfig
 from verl.workers.config.engine import McoreEngineConfig

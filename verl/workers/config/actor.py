@@ -1,4 +1,4 @@
-"""Knobs of the actor's update and of the reference's log-probs."""
+"""Config of the actor's update and of the reference's log-probs."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class ActorConfig:
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
 
     def shuffle_seed(self, global_step: int, epoch: int = 0) -> int:
-        """Of the rows of a step's mini-batches, and of their order in each epoch."""
+        """Seed of the order of rows in a step's mini-batches, and of the mini-batches in each epoch."""
         return self.data_loader_seed + global_step * 1009 + epoch
 
     @property
@@ -126,12 +126,12 @@ class ActorConfig:
 
     @property
     def records_routing(self) -> bool:
-        """Whether that pass is the old log-prob pass."""
+        """Whether updates replay the experts of the old log-prob pass."""
         return self.router_replay.mode == "R2"
 
     @property
     def takes_rollout_routing(self) -> bool:
-        """Whether that pass is the rollout."""
+        """Whether updates replay the experts of the rollout."""
         return self.router_replay.mode == "R3"
 
     def needs_old_log_prob(self, train_batch_size: int) -> bool:

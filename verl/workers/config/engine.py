@@ -1,4 +1,4 @@
-"""Knobs of the Megatron training engine: layout, offload, recomputation, weights."""
+"""Config of the Megatron training engine: layout, offload, recomputation, weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ END_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
 class McoreEngineConfig:
     """One training layout, where its weights come from and where its memory goes.
 
-    Further layout keys stand in ``override_transformer_config``: layers of the first and last stage, no-op layers,
+    ``override_transformer_config`` has more keys of the layout: layers of the first and last stage, no-op layers,
     ``mla_down_proj_column_parallel``.
 
     Attributes:
@@ -92,7 +92,7 @@ class McoreEngineConfig:
     def layer_counts(self, num_layers: int | None = None) -> tuple[int, ...] | None:
         """Layer slots of every stage; None means an even split.
 
-        Those that follow from the first or last stage need ``num_layers``; raises ValueError when it does not divide.
+        Counts that follow from the first or last stage need ``num_layers``; ValueError if it does not divide.
         """
         given = self.override_transformer_config
         if self.num_layer_list not in (None, "", []):
@@ -104,7 +104,7 @@ class McoreEngineConfig:
         return self.layout(self.pipeline_model_parallel_size).stage_layer_counts(num_layers)
 
     def layout(self, world_size: int) -> ParallelLayout:
-        """The layout of ``world_size`` ranks; may still have ``problems()``. A layer list beats first and last."""
+        """The layout of ``world_size`` ranks, unchecked; a layer list takes precedence over first and last stage."""
         given, counts = self.override_transformer_config, self.layer_counts()
         first, last = (given.get(key) if counts is None else None for key in END_STAGES)
         return ParallelLayout(
@@ -167,11 +167,11 @@ class McoreEngineConfig:
             found += overrides.override_problems(f"{where}.{section}", getattr(self, section), known)
         try:
             counts = self.layer_counts()
-            for key, place in zip(END_STAGES, (0, -1), strict=True):
-                said = self.override_transformer_config.get(key)
-                if counts and said not in (None, counts[place]):
+            for key, stage in zip(END_STAGES, (0, -1), strict=True):
+                given = self.override_transformer_config.get(key)
+                if counts and given not in (None, counts[stage]):
                     found.append(
-                        f"{where}.override_transformer_config.{key} is {said}; the layer list says {counts[place]}"
+                        f"{where}.override_transformer_config.{key} is {given}; the layer list says {counts[stage]}"
                     )
         except (TypeError, ValueError, IndexError, KeyError):
             found.append(f"{where}: layers per stage {self.num_layer_list!r} are not a list of whole numbers")

@@ -1,4 +1,4 @@
-"""Knobs of the model that the actor, the reference and the rollout share."""
+"""Config of the model that the actor, the reference and the rollout share."""
 
 from __future__ import annotations
 

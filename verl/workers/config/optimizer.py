@@ -1,4 +1,4 @@
-"""Knobs of the actor's optimizer and learning-rate schedule."""
+"""Config of the actor's optimizer and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class McoreOptimizerConfig:
         return self.lr_decay_steps or total_training_steps or None
 
     def schedule_problems(self, where: str, total_training_steps: int | None) -> list[str]:
-        """What is wrong between the schedule and the length of the run, one sentence each."""
+        """Every contradiction between the schedule and the length of the run, one sentence each."""
         needs_total = (self.lr_warmup_steps < 0 and self.lr_warmup_steps_ratio > 0) or (
             self.lr_decay_style != "constant" and self.lr_decay_steps is None
         )

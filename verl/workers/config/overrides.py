@@ -1,4 +1,4 @@
-"""Keys of the free sections (``override_transformer_config`` and its kin), and what they may be set to.
+"""Keys of the free sections, such as ``override_transformer_config``, and the values that each accepts.
 
 Attributes:
     num_layers_in_first_pipeline_stage: layers of the first stage; the other stages share the rest evenly.
@@ -54,13 +54,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-RECOMPUTE_MODULES = ("mla_up_proj", "core_attn", "moe_act", "layernorm", "mlp", "moe")  # the engine's, which has torch
+# The modules of megatron.core.transformer.transformer_config, which needs torch.
+RECOMPUTE_MODULES = ("mla_up_proj", "core_attn", "moe_act", "layernorm", "mlp", "moe")
 DTYPES = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
 class Values:
-    """What a key may be set to, in words and as a test."""
+    """The values that a key accepts, in words and as a test."""
 
     expected: str
     accepts: Callable[[Any], bool]

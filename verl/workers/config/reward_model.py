@@ -1,4 +1,4 @@
-"""Knobs of reward scoring."""
+"""Config of reward scoring."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class OverlongBufferConfig:
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    """The pool of scoring processes and what is kept of their work.
+    """The pool of scoring processes, and the ledger of their results.
 
     Attributes:
         reward_manager: registered name of the reward manager. ``naive`` scores in processes; ``prime`` and ``batch``
@@ -101,7 +101,7 @@ class CustomRewardFunctionConfig:
 
     @property
     def default(self) -> RewardFunctionSpec | None:
-        """What grades sources without a function of their own, if the config names it."""
+        """The function of sources that ``by_data_source`` does not name; None means the built-in one."""
         return None if self.path is None else _spec(self.path, self.name, self.reward_kwargs)
 
     @property
@@ -122,7 +122,7 @@ class CustomRewardFunctionConfig:
 
 
 def _spec(path: str, name: str, kwargs: dict[str, Any]) -> RewardFunctionSpec:
-    """With a whole path: the ledger names the function by it."""
+    """The function with its absolute path, by which the ledger names it."""
     return RewardFunctionSpec(str(Path(path).expanduser().absolute()), name, dict(kwargs))
 
 

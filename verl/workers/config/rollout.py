@@ -1,4 +1,4 @@
-"""Knobs of generation."""
+"""Config of generation."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class RolloutConfig:
         return found
 
     def device_problems(self, where: str, device: str) -> list[str]:
-        """What the engine cannot do on ``device``; nothing is said of ``auto``, which only the workers can resolve."""
+        """Settings that the engine does not have on ``device``; ``auto`` passes, since only the workers resolve it."""
         found = []
         if device == "npu" and self.quantization == "fp8":
             found.append(f"{where}.quantization is 'fp8', but an NPU has no FP8 tensors; leave it out")

@@ -1,4 +1,4 @@
-"""Every response graded by the rule of its data source, in processes of their own."""
+"""Grade every response with the reward function of its data source, in separate processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GradedSample:
-    """One response and what its grader said: a line of the ledger."""
+    """One response and its grade, which make a line of the ledger."""
 
     uid: str
     prompt: str
@@ -39,7 +39,7 @@ class Scores:
         token_level_scores: fp32 [B, R], a response's score on its last token.
         parts: every component by name, float [B] each; NaN where a response's function has no such part. ``timeout``
             and ``grader_error`` are 1 where the grader gave up, ``ungraded`` where it did for either reason.
-        samples: what was graded, in the batch's order.
+        samples: the graded samples, in the batch's order.
     """
 
     token_level_scores: Tensor
@@ -59,11 +59,11 @@ class PendingScores:
         self,
         futures: list[Future[ScoringResult]],
         response_mask: Tensor,
-        asked: list[tuple[str, str, ScoringJob]],
+        rows: list[tuple[str, str, ScoringJob]],
     ) -> None:
         self._futures = futures
         self._response_mask = response_mask
-        self._asked = asked
+        self._rows = rows
 
     def result(self) -> Scores:
         """Waits for every answer; each has its own time limit, so this ends."""
@@ -71,9 +71,10 @@ class PendingScores:
         parts = _parts(results)
         lengths = self._response_mask.sum(-1)
         scores = torch.zeros(self._response_mask.shape, dtype=torch.float32)
-        rows = torch.arange(len(results))
-        scores[rows, (lengths - 1).clamp(min=0)] = torch.tensor(parts["score"], dtype=torch.float32)
-        samples = [GradedSample(*asked, result) for asked, result in zip(self._asked, results, strict=True)]
+        scores[torch.arange(len(results)), (lengths - 1).clamp(min=0)] = torch.tensor(
+            parts["score"], dtype=torch.float32
+        )
+        samples = [GradedSample(*row, result) for row, result in zip(self._rows, results, strict=True)]
         return Scores(scores, parts, samples)
 
 
@@ -110,16 +111,16 @@ class NaiveRewardManager:
             row[: int(length)].tolist() for row, length in zip(batch.batch["responses"], mask.sum(-1), strict=True)
         ]
         responses = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        asked = list(_asked(batch, responses))
-        return PendingScores(self._pool.submit([job for _, _, job in asked]), mask, asked)
+        rows = list(_jobs(batch, responses))
+        return PendingScores(self._pool.submit([job for _, _, job in rows]), mask, rows)
 
     def close(self) -> None:
         """Ends the graders."""
         self._pool.close()
 
 
-def _asked(batch: DataProto, responses: list[str]) -> Iterator[tuple[str, str, ScoringJob]]:
-    """Per row its uid (its number where prompts have none), its prompt's text and what is graded."""
+def _jobs(batch: DataProto, responses: list[str]) -> Iterator[tuple[str, str, ScoringJob]]:
+    """The uid of each row (its index if prompts have none), its prompt as text, and its job."""
     columns = batch.non_tensor_batch
     for row, response in enumerate(responses):
         job = ScoringJob(
@@ -133,7 +134,7 @@ def _asked(batch: DataProto, responses: list[str]) -> Iterator[tuple[str, str, S
 
 
 def _parts(results: list[ScoringResult]) -> dict[str, np.ndarray]:
-    """Columns of all parts; an ungraded answer has 0 in each, as it has as its score."""
+    """Columns of all parts; an ungraded answer has 0 in each, like its score."""
     parts = {
         name: np.array([result.parts.get(name, np.nan if result.is_graded else 0.0) for result in results])
         for name in sorted({name for result in results for name in result.parts})

@@ -1,4 +1,4 @@
-"""A locked-down place for submitted Python programs: no network, no writes, no other process, limits on the rest."""
+"""A sandbox for submitted Python programs: no network, no writes, no other process, limits on the rest."""
 
 from verl.utils.reward_score.sandbox.limits import ProgramResult, SandboxError, SandboxLimits
 from verl.utils.reward_score.sandbox.run import missing_protection, run_program, sandbox_layers

@@ -1,4 +1,4 @@
-"""What goes into a sandboxed program and comes out of it, all at once, so that no full pipe can hold either side."""
+"""The pipes of a sandboxed program, all served at once, so that a full pipe blocks neither side."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import TracebackType
 
 from verl.utils.reward_score.sandbox.limits import SandboxLimits
 
-START_S = 10.0  # for an interpreter to start and lock itself up, which is not the program's time
+START_S = 10.0  # for an interpreter to start and give up its rights, before the program's time begins
 _POLL_S = 0.01  # how often its threads are counted
 _CHUNK = 1 << 16
 _NUM_THREADS = 17  # of /proc/N/stat, counted from behind the command's name
@@ -98,7 +98,7 @@ class Channels:
         return "timeout"
 
     def received(self, name: str) -> bytes:
-        """What has come out of ``stdout``, ``stderr`` or ``report``."""
+        """All bytes received from ``stdout``, ``stderr`` or ``report``."""
         return bytes(self._received[name])
 
     def _send(self, name: str) -> None:

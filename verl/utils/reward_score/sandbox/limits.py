@@ -1,4 +1,4 @@
-"""What a submitted program may use, and what came of it."""
+"""The limits of a submitted program, and its result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """What a program did.
+    """The result of a program.
 
     Attributes:
         status: ``ok`` (ended with exit code 0, and its assertions held if it had any), ``failed``, or the limit that it

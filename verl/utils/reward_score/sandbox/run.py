@@ -1,4 +1,4 @@
-"""Runs a submitted Python program where it can do no harm; refuses to where the kernel offers too little."""
+"""Run a submitted Python program in a sandbox; refuse to on a machine whose kernel cannot enforce it."""
 
 from __future__ import annotations
 

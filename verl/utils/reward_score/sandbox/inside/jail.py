@@ -1,4 +1,4 @@
-"""The process that a submitted program runs in: gives up all it can, says so, then becomes the program.
+"""The process of a submitted program: it gives up its rights, reports which, then becomes the program.
 
 Started by ``run.py`` with ``python -c``; the program shares this interpreter, so nothing here may be secret or have any
 power once ``lock`` is through.

@@ -1,4 +1,4 @@
-"""What a process can give up by itself: namespaces of its own, every capability, its life after its parent."""
+"""Rights that a process can give up by itself: shared namespaces, every capability, outliving its parent."""
 
 from __future__ import annotations
 

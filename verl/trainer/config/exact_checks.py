@@ -1,4 +1,4 @@
-"""What ``trainer.exact_log_probs`` needs of the rest of the config."""
+"""Checks of the settings that ``trainer.exact_log_probs`` requires."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What schedules with rollout ranks of their own need of the rest of the config."""
+"""Checks of the settings that each ``trainer.schedule`` requires."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from verl.trainer.config.schedule import AsyncTrainingConfig
 
 
 def schedule_problems(config: PPOTrainerConfig) -> list[str]:
-    """Every setting that does not go with ``trainer.schedule``, with what to set."""
+    """Every setting that contradicts ``trainer.schedule``, with what to set."""
     schedule, models = config.trainer.schedule, config.actor_rollout_ref
     found = [*config.rollout.problems("rollout"), *config.async_training.problems("async_training")]
     defaults = AsyncTrainingConfig()
