@@ -1,4 +1,4 @@
-"""Settings for all tests: where our packages are found, and that no process outlives the run."""
+"""Settings for all tests: where our packages are found, what is quick, and that no process outlives the run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import psutil
 import pytest
 
 from tests.left_out import LEFT_OUT
+from tests.process_starters import starts_processes
 
 ROOT = Path(__file__).resolve().parents[1]
-# Inherited by every process that a test starts, however deep and whoever adopts it, so the leftovers can be found.
+# Every process that a test starts inherits it, at any depth and whoever adopts it: that is how leftovers are found.
 TAG_NAME = "R1_ZERO_TEST_SESSION"
 LEFT_OUT_KEY = "left_out"
-# Python's own helpers: they end by themselves with the process that started them. Ranks forked by the server of
+# Python's own helpers end by themselves with the process that started them. Ranks forked by the server of
 # tests/parallel/launcher.py carry its command line too, so only this process's own children count as helpers.
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
@@ -33,14 +34,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where processes share the files, runs of the whole job come first: the longest files must not be the last."""
+    """Mark the tests of files that start processes; where processes share the files, put the longest files first."""
+    for item in items:
+        if starts_processes(item.path):
+            item.add_marker("processes")
     if _is_worker(config):
-        items.sort(key=lambda item: "system" not in item.path.parts)
+        items.sort(key=lambda item: ("system" not in item.path.parts, item.get_closest_marker("processes") is None))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take over from a process of pytest-xdist what its run left out."""
+    """Take over the names of the files that a process of pytest-xdist left out."""
     node.config.stash.setdefault(LEFT_OUT, set()).update(node.workeroutput.get(LEFT_OUT_KEY, ()))
 
 
@@ -63,7 +67,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say which device tests were left out."""
+    """Report which device tests were left out."""
     left_out = config.stash.get(LEFT_OUT, set())
     if left_out:
         terminalreporter.write_line(
@@ -73,12 +77,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _is_worker(config: pytest.Config) -> bool:
-    """Whether this is one of the processes among which pytest-xdist deals out the tests."""
+    """Return whether this is one of the processes that run tests for pytest-xdist."""
     return hasattr(config, "workerinput")
 
 
 def leftover_processes(grace_s: float) -> list[tuple[psutil.Process, str]]:
-    """Living processes that carry this run's tag, with their command lines, after up to ``grace_s`` seconds."""
+    """Return the processes with this run's tag that still live after ``grace_s`` seconds, with their command lines."""
     psutil.wait_procs([process for process, _ in _tagged_processes()], timeout=grace_s)
     return _tagged_processes()
 
@@ -94,5 +98,5 @@ def _tagged_processes() -> list[tuple[psutil.Process, str]]:
             if process.status() != psutil.STATUS_ZOMBIE and not is_helper:
                 found.append((process, command[:200]))
         except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue  # ended meanwhile, or somebody else's
+            continue  # it has ended, or belongs to another user
     return found

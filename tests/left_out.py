@@ -1,4 +1,4 @@
-"""Test files that an environment cannot run, kept until the end of the run says so."""
+"""The key under which a run stores the test files that its environment cannot run; its last lines name them."""
 
 from __future__ import annotations
 

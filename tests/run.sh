@@ -1,8 +1,19 @@
 #!/usr/bin/env bash
-# Sets up what the checks need and runs them all: the device tests on simulated NPUs, then the main suite, whose proofs of
-# the hardware adaptations use the same simulator. Two processes share the tests, a file each at a time (TEST_WORKERS=1: one).
-# Arguments go to the main suite's pytest, in one process, and then the device tests are left to tests/npu/run.sh.
+# Sets up what the checks need and runs them: ruff, mypy, adaptations, the device tests on simulated NPUs, the main suite.
 set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: tests/run.sh [--quick | --all] [pytest arguments]
+
+  (no option)  everything but the tests marked slow; this is what CI runs
+  --quick      ruff, mypy and the tests whose files start no process
+  --all        slow tests too
+
+With pytest arguments the main suite runs them in one process, and the device tests are left to tests/npu/run.sh.
+TEST_WORKERS  processes that share the test files, a file each at a time (default: 3, of which some always wait)
+TEXT
+}
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$ROOT"
@@ -10,39 +21,74 @@ export VENV_DIR="${VENV_DIR:-$ROOT/.venv}"
 
 # One thread per process: many tests start several, and two numeric libraries with all cores each stall one another.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# A torch plug-in whose driver is not there must not be loaded by `import torch`.
+# `import torch` must not load a torch plug-in whose driver is not there.
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0
-# Ray starts a worker per core ahead of need; tests start the few that they use.
+# Ray would start a worker per core ahead of need; tests start the few that they use.
 export RAY_enable_worker_prestart=0
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
 step() { echo "== $*"; }
 
+which=default
+case "${1:-}" in
+    -h | --help) usage && exit 0 ;;
+    --quick | --all) which="${1#--}" && shift ;;
+esac
+case "$which" in
+    quick) selected=(-m "not slow and not processes") ;;
+    all) selected=(-m "") ;;
+    default) selected=() ;;
+esac
+with_device_tests=no
+if [ $# -eq 0 ]; then
+    set -- -n "${TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder
+    [ "$which" = quick ] || with_device_tests=yes
+fi
+
 step "set-up"
 bash tools/setup_env.sh dev
 PY="$VENV_DIR/bin/python"
+[ "$with_device_tests" = no ] || env -u TORCH_DEVICE_BACKEND_AUTOLOAD bash tests/npu/run.sh --set-up
 
 step "ruff"
 "$PY" -m ruff check .
 "$PY" -m ruff format --check .
 
-step "mypy"
 packages=()
 for package in hf_formats megatron mindspeed mindspeed_llm recipes third_party tools verl vllm vllm_ascend; do
     [ -d "$package" ] && packages+=("$package")
 done
-"$PY" -m mypy "${packages[@]}"
+# mypy and a pytest run beside one another; the output of the one in the background is printed when it has ended.
+background=""
+output="$(mktemp)"
+trap '[ -z "$background" ] || kill "$background" 2>/dev/null || true; rm -f "$output"' EXIT
+status=0
+join() {
+    wait "$background" || status=$?
+    background=""
+    step "$1"
+    cat "$output"
+}
 
 step "adaptations"
 "$PY" -m tools.adaptations --check
 
-status=0
-if [ $# -eq 0 ]; then
-    set -- -n "${TEST_WORKERS:-2}" --dist loadfile
-    step "pytest on simulated NPUs"
-    env -u TORCH_DEVICE_BACKEND_AUTOLOAD bash tests/npu/run.sh "$@" || status=$?
+if [ "$which" = quick ]; then
+    "$PY" -m pytest "${selected[@]}" "$@" >"$output" 2>&1 &
+    background=$!
+    step "mypy"
+    "$PY" -m mypy "${packages[@]}" || status=$?
+    join "pytest"
+    exit "$status"
 fi
 
+"$PY" -m mypy "${packages[@]}" >"$output" 2>&1 &
+background=$!
+if [ "$with_device_tests" = yes ]; then
+    step "pytest on simulated NPUs"
+    env -u TORCH_DEVICE_BACKEND_AUTOLOAD bash tests/npu/run.sh "${selected[@]}" "$@" || status=$?
+fi
+join "mypy"
 step "pytest"
-"$PY" -m pytest "$@" || status=$?
+"$PY" -m pytest "${selected[@]}" "$@" || status=$?
 exit "$status"

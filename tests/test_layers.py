@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,14 +51,16 @@ def sources(*folders: str) -> list[Path]:
     return found
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every import in a file, inside functions and type-checking blocks too."""
+@cache
+def imports(path: Path) -> list[tuple[int, str]]:
+    """Return (line, dotted name) of every import in a file, inside functions and type-checking blocks too."""
+    found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield node.lineno, node.module
+            found.append((node.lineno, node.module))
+    return found
 
 
 def is_inside(path: Path, folders: tuple[str, ...]) -> bool:

@@ -4,12 +4,14 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: tests/npu/run.sh [pytest arguments]        (default: all of tests/npu)
+usage: tests/npu/run.sh [--set-up | pytest arguments]        (default: all of tests/npu)
+
+--set-up makes the environment and the fake libraries and runs nothing.
 
 Environment: VENV_DIR      the project's environment (default: .venv), made when missing
              NPU_VENV_DIR  the same with torch_npu over it (default: .venv-npu), made when missing
-             NPU_TESTS     "required": what would be skipped is a failure
-What can be set about the devices is in tests/npu/env.sh.
+             NPU_TESTS     "required": a skip is a failure
+tests/npu/env.sh lists the settings of the devices.
 TEXT
 }
 
@@ -32,13 +34,14 @@ skip() {
 for tool in g++ nm; do
     command -v "$tool" >/dev/null || skip "no $tool on PATH to build the fake libraries with (Debian: apt-get install g++)"
 done
-# An environment that tools/setup_env.sh did not make is taken as it is.
+# An environment that tools/setup_env.sh did not make is used as it is.
 if ! [ -x "$VENV_DIR/bin/python" ] || compgen -G "$VENV_DIR/.stamp-*" >/dev/null; then
     bash tools/setup_env.sh dev
 fi
 bash tools/setup_env.sh simulator || skip "the environment with torch_npu could not be made (the lines above say why)"
 # shellcheck source=tests/npu/env.sh
 source tests/npu/env.sh
+[ "${1:-}" != --set-up ] || exit 0
 
 paths=(tests/npu)
 for argument in "$@"; do

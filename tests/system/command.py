@@ -61,7 +61,7 @@ class Command:
             self._process = subprocess.Popen(
                 # parent_death.py: a pytest that is killed takes the command with it
                 [sys.executable, parent_death.__file__, str(os.getpid()), *prefix, "bash", path, *arguments],
-                env=_clean_environment(as_user)
+                env=clean_environment(as_user)
                 | {name: str(value) for name, value in environment.items()}
                 | {TAG_NAME: self.tag},
                 stdin=subprocess.DEVNULL,
@@ -174,7 +174,7 @@ class Command:
             time.sleep(0.05)
 
 
-def _clean_environment(as_user: bool) -> dict[str, str]:
+def clean_environment(as_user: bool = False) -> dict[str, str]:
     """Return this process's variables without settings of runs and proxies, and with its own Python for the command."""
     dropped = {
         *(name for recipe in recipe_names() for name in variables(load_recipe(recipe))),

@@ -1,21 +1,52 @@
-"""What the system tests share: one prepared job, and one run of it that nothing happens to."""
+"""What the system tests share: one prepared job, and one run of it that nothing disturbs."""
 
 from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from tests.system.jobs import Job, Prepared, prepare
 
+T = TypeVar("T")
+
+
+def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], T]) -> T:
+    """Return the result of ``make``, which one process of the pytest run calls with a folder that all of them share.
+
+    Waits for the folder's lock: the process that calls ``make`` releases it when it has finished or died.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"shared_{name}"
+    result = folder.with_suffix(".pickle")
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            folder.mkdir()  # FileExistsError: another process has tried and failed
+            made = pickle.dumps(make(folder))
+            result.write_bytes(made)
+    loaded: T = pickle.loads(result.read_bytes())
+    return loaded
+
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     """The inputs of every run here."""
-    return prepare(tmp_path_factory.mktemp("prepared"))
+    return made_once(tmp_path_factory, "prepared", prepare)
 
 
 @pytest.fixture(scope="session")
 def uninterrupted(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """The reference: the job run through once on one machine."""
-    job = Job(prepared, tmp_path_factory.mktemp("uninterrupted"))
-    job.finish()
-    return job
+
+    def run(folder: Path) -> Job:
+        job = Job(prepared, folder)
+        job.finish()
+        return job
+
+    return made_once(tmp_path_factory, "uninterrupted", run)

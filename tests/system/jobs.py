@@ -143,9 +143,12 @@ class Job:
         return newest_step(self.output_dir)
 
     def command(self, name: str, *more: str) -> Command:
-        """Start it, or start it again, with ``more`` arguments; what it says goes to ``<name>.log``."""
+        """Start it, or start it again, with ``more`` arguments; its output goes to ``<name>.log``.
+
+        tests/recipes/test_first_plan.py and test_six_commands.py have the plan that comes first without --no-plan.
+        """
         environment = self.prepared.environment(self.output_dir, STEPS=self.steps, **self.variables)
-        arguments = (*self.prepared.arguments, *self.overrides, *more)
+        arguments = ("--no-plan", *self.prepared.arguments, *self.overrides, *more)
         return Command(self.folder / f"{name}.log", environment, arguments, recipe=self.prepared.recipe)
 
     def finish(self) -> None:

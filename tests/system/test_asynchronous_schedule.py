@@ -41,6 +41,7 @@ def trained_samples(job: Job) -> list[tuple[str, str]]:
     return [(line["uid"], line["response"]) for line in lines]
 
 
+@pytest.mark.slow  # tests/verl/test_schedules.py has it for a smaller model on two ranks
 def test_a_killed_rollout_rank_costs_no_sample_and_no_bit(prepared: Prepared, tmp_path: Path) -> None:
     here = {"NNODES": 1}  # one node does both
     whole, struck = (

@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest import mock
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recipes.common import launch
 from recipes.common.launcher import network
 from recipes.common.recipe import ROOT
-from tests.system.command import Command
+from tests.system.command import Command, clean_environment
 from tests.system.jobs import SMALL, Prepared
 
 SCREEN_LINES = 25
 BAD_INPUT = 2
 
 
-def refused(folder: Path, environment: Mapping[str, object], arguments: Sequence[str] = SMALL) -> str:
-    """Run the command, which must refuse; returns its message."""
-    output_dir = Path(str(environment["OUTPUT_DIR"]))
-    with Command(folder / "said.log", environment, arguments) as command:
-        assert command.wait() == BAD_INPUT, command.tail()
-        assert command.left_behind() == []
-        message = command.text()
+def refused(environment: Mapping[str, object], arguments: Sequence[str] = SMALL) -> str:
+    """Call the entry point behind the user's command in this process; it must refuse. Returns its message."""
+    user = clean_environment() | {name: str(value) for name, value in environment.items()}
+    children = set(psutil.Process().children(recursive=True))
+    output = io.StringIO()
+    with mock.patch.dict(os.environ, user, clear=True), redirect_stdout(output):
+        assert launch.main(["r1_zero", *arguments]) == BAD_INPUT, output.getvalue()
+    assert not set(psutil.Process().children(recursive=True)) - children
+    return checked(output.getvalue(), environment)
+
+
+def checked(message: str, environment: Mapping[str, object]) -> str:
+    """Return the message of a run that was refused; it fits a screen, and nothing was started or written."""
     assert len(message.splitlines()) < SCREEN_LINES, message
     assert "error: " in message
     assert "Nothing was started." in message
     assert "Traceback" not in message
-    assert not output_dir.exists()
+    assert not Path(str(environment["OUTPUT_DIR"])).exists()
     return message
 
 
@@ -45,9 +57,13 @@ def model_copy(prepared: Prepared, folder: Path) -> tuple[Path, list[Path]]:
 
 
 def test_unknown_key(prepared: Prepared, tmp_path: Path) -> None:
-    """The nearest known name is offered; several at once are all named."""
+    """The command itself offers the nearest known name; several at once are all named."""
     arguments = ["actor_rollout_ref.rollout.temprature=0.5", "trainer.save_frequ=3"]
-    message = refused(tmp_path, prepared.environment(tmp_path / "run"), arguments)
+    environment = prepared.environment(tmp_path / "run")
+    with Command(tmp_path / "output.log", environment, arguments) as command:
+        assert command.wait() == BAD_INPUT, command.tail()
+        assert command.left_behind() == []
+        message = checked(command.text(), environment)
     for expected in ("rollout.temprature", "actor_rollout_ref.rollout.temperature", "trainer.save_freq"):
         assert expected in message
 
@@ -59,7 +75,7 @@ def test_layout_that_does_not_divide(prepared: Prepared, tmp_path: Path) -> None
         "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
     ]
-    message = refused(tmp_path, prepared.environment(tmp_path / "run"), arguments)
+    message = refused(prepared.environment(tmp_path / "run"), arguments)
     assert "world size 3 is not a multiple of TP 1 x PP 2 x CP 1 = 2" in message
     assert "world size 3 is not a multiple of expert TP 1 x EP 2 x PP 2 = 4" in message
     assert "rollout.tensor_model_parallel_size is 2; it must divide the 3 devices" in message
@@ -73,7 +89,7 @@ def test_layout_that_does_not_fit_the_model(prepared: Prepared, tmp_path: Path) 
         "actor_rollout_ref.actor.megatron.num_layer_list=[2,2]",
         "actor_rollout_ref.actor.megatron.expert_model_parallel_size=3",
     ]
-    message = refused(tmp_path, prepared.environment(tmp_path / "run"), arguments)
+    message = refused(prepared.environment(tmp_path / "run"), arguments)
     assert message.count(f"MODEL_PATH {prepared.model_path} (3 layers, 8 experts): ") >= 3
     assert "8 experts do not divide over 6 rollout ranks" in message
 
@@ -82,7 +98,7 @@ def test_missing_shard(prepared: Prepared, tmp_path: Path) -> None:
     """The file is named."""
     model, shards = model_copy(prepared, tmp_path)
     shards[1].unlink()
-    message = refused(tmp_path, prepared.environment(tmp_path / "run", MODEL_PATH=model))
+    message = refused(prepared.environment(tmp_path / "run", MODEL_PATH=model))
     assert shards[1].name in message
     assert str(model) in message
 
@@ -92,7 +108,7 @@ def test_truncated_shard(prepared: Prepared, tmp_path: Path) -> None:
     model, shards = model_copy(prepared, tmp_path)
     with shards[0].open("r+b") as file:
         file.truncate(shards[0].stat().st_size - 100)
-    message = refused(tmp_path, prepared.environment(tmp_path / "run", MODEL_PATH=model))
+    message = refused(prepared.environment(tmp_path / "run", MODEL_PATH=model))
     assert shards[0].name in message
 
 
@@ -101,7 +117,7 @@ def test_wrong_parquet_schema(prepared: Prepared, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.parquet"
     pq.write_table(pa.table({"prompt": ["a text, not a chat"], "data_source": ["x"]}), wrong)
     arguments = [*SMALL, f"data.train_files={wrong}", f"data.val_files={tmp_path / 'absent.parquet'}"]
-    message = refused(tmp_path, prepared.environment(tmp_path / "run"), arguments)
+    message = refused(prepared.environment(tmp_path / "run"), arguments)
     for expected in (
         "data.train_files",
         "column 'prompt' is string",
@@ -115,7 +131,7 @@ def test_json_that_is_no_list_of_problems(prepared: Prepared, tmp_path: Path) ->
     """The file and the form it should have are named."""
     wrong = tmp_path / "wrong.json"
     wrong.write_text(json.dumps({"problem": "1 + 1", "answer": "2"}))
-    message = refused(tmp_path, prepared.environment(tmp_path / "run", JSON_PATH=wrong))
+    message = refused(prepared.environment(tmp_path / "run", JSON_PATH=wrong))
     assert f"JSON_PATH {wrong}: holds a dict; expected a JSON list" in message
 
 
@@ -123,7 +139,7 @@ def test_port_in_use(prepared: Prepared, tmp_path: Path) -> None:
     """The port and, where it can be seen, the process that holds it are named."""
     with socket.create_server((network.address_towards(None, None), 0)) as taken:
         port = taken.getsockname()[1]
-        message = refused(tmp_path, prepared.environment(tmp_path / "run", RAY_PORT=port))
+        message = refused(prepared.environment(tmp_path / "run", RAY_PORT=port))
     assert f"RAY_PORT {port} cannot be used" in message
     assert "set RAY_PORT to a free port" in message
 
@@ -131,14 +147,14 @@ def test_port_in_use(prepared: Prepared, tmp_path: Path) -> None:
 def test_output_below_a_file(prepared: Prepared, tmp_path: Path) -> None:
     """Somewhere that no folder can be made."""
     (tmp_path / "file").write_text("not a folder")
-    message = refused(tmp_path, prepared.environment(tmp_path / "file" / "run"))
+    message = refused(prepared.environment(tmp_path / "file" / "run"))
     assert f"OUTPUT_DIR {tmp_path / 'file' / 'run'}: {tmp_path / 'file'} is not a directory" in message
 
 
 @pytest.mark.parametrize("variables", [{"NNODES": "two", "RAY_PORT": "80"}])
 def test_bad_variables(prepared: Prepared, tmp_path: Path, variables: Mapping[str, str]) -> None:
     """Every one is named."""
-    message = refused(tmp_path, prepared.environment(tmp_path / "run", **variables))
+    message = refused(prepared.environment(tmp_path / "run", **variables))
     for name in variables:
         assert f"{name}=" in message
 

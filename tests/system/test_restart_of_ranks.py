@@ -177,6 +177,7 @@ def check(run: Run, kills: Sequence[Kill], undisturbed: dict[str, Any], caplog: 
     assert mine["files"] == undisturbed["files"]
 
 
+@pytest.mark.slow  # test_resume_after_kill.py has a killed worker of the real job, tests/verl/test_recovery.py several
 def test_a_generating_and_a_training_rank_die(
     prepared: Prepared, undisturbed: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -205,7 +206,7 @@ def test_ranks_that_only_train_and_only_generate_die(
 ) -> None:
     """Ranks 0 and 1 train, 2 and 3 generate. One of each dies at work, then one in the sync that all take part in."""
     undisturbed = undisturbed_results(Run(prepared, tmp_path / "undisturbed", SCHEDULES[schedule]))
-    kills = [Kill(3, "run", nth=2, delay_s=0.02), Kill(1, "update_actor", nth=3, delay_s=0.05), IN_SYNC[schedule]]
+    kills = [Kill(3, "run_steps", nth=2, delay_s=0.02), Kill(1, "update_actor", nth=3, delay_s=0.05), IN_SYNC[schedule]]
     check(Run(prepared, tmp_path / "killed", SCHEDULES[schedule]), kills, undisturbed, caplog)
 
 

@@ -78,6 +78,7 @@ def num_living_hosts() -> int:
     return sum(node["Alive"] for node in ray.nodes())
 
 
+@pytest.mark.slow  # tests/verl/test_spare_node.py loses two hosts of the smallest policy
 def test_a_lost_host_is_replaced_by_a_spare_one(hosts: Cluster, prepared: Prepared, tmp_path: Path) -> None:
     """That of rank 1, behind the first checkpoint."""
     whole, struck = tmp_path / "whole", tmp_path / "struck"

@@ -13,6 +13,7 @@ import torch
 
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.pages import undocumented
+from tests.system.command import without_measurements
 from tests.system.test_restart_of_ranks import mortal_worker
 from tests.verl.bandit import bandit_config, run_trainer, write_inputs
 from verl.trainer.config import PPOTrainerConfig, validate_config
@@ -126,18 +127,16 @@ def test_two_tensor_parallel_ranks_generate_as_one(local_ray: None, root: Path) 
     assert any(len(spans) > 1 for of_step in versions for spans in of_step), "a sync came amid a sample"
 
 
-@pytest.mark.timeout(240)
-def test_a_training_rank_dies_and_no_sample_is_lost_or_trained_on_twice(local_ray: None, root: Path) -> None:
-    """In step 3, by a clock and not in a fixed order: the run restarts from step 2 with the prompts started by then."""
-    config = config_of(root, 4, *ASYNC, "algorithm.rollout_correction={rollout_is:token}")
-    orders = root / "kills"
-    orders.mkdir()
-    (orders / "0.0.update_actor.3").write_text("0.02")
+def train_through_a_death(root: Path, config: PPOTrainerConfig, rank: int, span: str, nth: int) -> list[dict[str, Any]]:
+    """Train with a rank that dies in its nth ``span``; returns the restarts."""
+    kills = root / "kills"
+    kills.mkdir()
+    (kills / f"0.{rank}.{span}.{nth}").write_text("0.02")
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
     reward_fn = NaiveRewardManager(tokenizer, config.reward_model, config.custom_reward_function)
     classes = worker_classes(config)
     assert classes[1] is not None
-    training, rollout = mortal_worker(classes[0], orders), mortal_worker(classes[1], orders)
+    training, rollout = mortal_worker(classes[0], kills), mortal_worker(classes[1], kills)
 
     def new_trainer(config: PPOTrainerConfig, metrics: Mapping[str, float]) -> RayPPOTrainer:
         return RayPPOTrainer(config, tokenizer, training, reward_fn, rollout, metrics)
@@ -146,12 +145,41 @@ def test_a_training_rank_dies_and_no_sample_is_lost_or_trained_on_twice(local_ra
         fit_with_restarts(config, new_trainer)
     finally:
         reward_fn.close()
-    restarts = [json.loads(line) for line in (root / "restarts.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (root / "restarts.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(240)
+def test_a_training_rank_dies_and_no_sample_is_lost_or_trained_on_twice(local_ray: None, root: Path) -> None:
+    """In step 3, by a clock and not in a fixed order: the run restarts from step 2 with the prompts started by then."""
+    config = config_of(root, 4, *ASYNC, "algorithm.rollout_correction={rollout_is:token}")
+    restarts = train_through_a_death(root, config, rank=0, span="update_actor", nth=3)
     assert [(line["step"], line["from_step"]) for line in restarts] == [(3, 2)]
     assert "rank 0" in restarts[0]["cause"]
     metrics = metrics_of(root, 4)
     assert max(record["schedule/staleness/max"] for record in metrics) == 1
     versions_of(root, 4)
+
+
+@pytest.mark.timeout(240)
+def test_a_rollout_rank_dies_in_a_fixed_order_and_no_bit_changes(
+    local_ray: None, root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """It dies in a sync after the first checkpoint: samples and metrics are those of an undisturbed run."""
+    whole = tmp_path_factory.mktemp("whole")
+    reward = f"custom_reward_function.path={Path(__file__).with_name('rewards_by_length.py')}"
+    settings = (*ASYNC, "async_training.fixed_order=True", "algorithm.rollout_correction={rollout_is:token}", reward)
+    model = f"actor_rollout_ref.model.path={root / 'model'}"
+    write_inputs(whole)
+    expected = train(whole, 4, *settings, model)
+    restarts = train_through_a_death(root, config_of(root, 4, *settings), rank=1, span="update_weights", nth=4)
+    assert len(restarts) == 1 and restarts[0]["from_step"] == 2 and "rank 1" in restarts[0]["cause"]
+    assert without_measurements(metrics_of(root, 4)) == without_measurements(expected)
+    for step in range(1, 5):
+        name = f"samples/step_{step}.jsonl"
+        assert (root / name).read_bytes() == (whole / name).read_bytes(), name
+    versions = versions_of(root, 4)
+    assert versions == versions_of(whole, 4)
+    assert any(len(spans) > 1 for of_step in versions for spans in of_step), "a sync came amid a sample"
 
 
 @pytest.mark.slow  # the parts of the others in another order

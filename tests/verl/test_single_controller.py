@@ -228,7 +228,9 @@ def test_an_exception_names_rank_and_traceback_and_ends_the_group(local_ray: Non
     assert_gone(pids)
 
 
-@pytest.mark.parametrize("method", ["all_reduce_forever", "sleep"])
+@pytest.mark.parametrize(
+    "method", ["all_reduce_forever", pytest.param("sleep", marks=pytest.mark.slow)]
+)  # two_groups has sleep
 def test_kill_9_is_noticed_within_seconds(local_ray: None, method: str) -> None:
     group = new_group(2)
     pids = group.pids()

@@ -41,6 +41,8 @@ TRAINING = {
 }
 TP2 = [f"{ROLLOUT}.tensor_model_parallel_size=2"]
 REFERENCE = ["trainer.rollout_ops=vllm.ops.reference:rollout_ops"]  # what a GPU runs
+# Cases whose parts other cases have.
+SLOW = ("tp2 x dp2", "ops of a gpu, experts by dispatch")
 CASES: dict[str, tuple[int, list[str]]] = {
     "tp1": (1, []),
     "tp1, decode steps as graphs": (1, [f"{ROLLOUT}.enforce_eager=False"]),
@@ -183,7 +185,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
+)
 def test_plan_is_what_ranks_do(name: str, model_dir: str) -> None:
     world_size, overrides = CASES[name]
     real: list[Any] = run_ranks(real_rank, world_size, model_dir, overrides, RAGGED, timeout_s=240)
@@ -206,7 +210,9 @@ def test_plan_is_what_ranks_do(name: str, model_dir: str) -> None:
             )
 
 
-@pytest.mark.parametrize("name", ["tp1", "tp2 x dp2, experts by dispatch", "two engines of tp2"])
+@pytest.mark.parametrize(
+    "name", ["tp1", "tp2 x dp2, experts by dispatch", pytest.param("two engines of tp2", marks=pytest.mark.slow)]
+)
 def test_totals_are_steps_times_calls(name: str, model_dir: str) -> None:
     world_size, overrides = CASES[name]
     real: list[Any] = run_ranks(real_rank, world_size, model_dir, overrides, EVEN, timeout_s=240)

@@ -1,0 +1,49 @@
+"""Which test files start processes: the sources say so, nobody keeps a list.
+
+A file counts when it imports a library that starts processes (``subprocess``, ``multiprocessing``, ``ray``), a test
+helper that counts, or a module of ours that itself imports such a library.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+STARTERS = {"subprocess", "multiprocessing", "ray", "torch.multiprocessing", "concurrent.futures.ProcessPoolExecutor"}
+
+
+@cache
+def starts_processes(path: Path) -> bool:
+    """Return whether a test file, or a helper among the tests that it imports, can start processes."""
+    imported = _imports(path)
+    if _has_starter(imported):
+        return True
+    sources = {source for name in imported if (source := _source(name)) is not None}
+    helpers = {source for source in sources if source.is_relative_to(ROOT / "tests")} - {path}
+    return any(starts_processes(helper) for helper in sorted(helpers)) or any(
+        _has_starter(_imports(source)) for source in sources - helpers
+    )
+
+
+def _has_starter(imported: frozenset[str]) -> bool:
+    return any(name in STARTERS or name.startswith(tuple(f"{starter}." for starter in STARTERS)) for name in imported)
+
+
+@cache
+def _imports(path: Path) -> frozenset[str]:
+    """Return all names that a file imports, in functions too: modules, and members with their module."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return frozenset(names)
+
+
+def _source(module: str) -> Path | None:
+    """Return the file of one of our modules; None for a package, a member or somebody else's module."""
+    path = ROOT / (module.replace(".", "/") + ".py")
+    return path if path.is_file() else None
