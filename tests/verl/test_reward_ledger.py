@@ -94,7 +94,7 @@ def test_a_line_per_sample_says_what_who_and_how(ledger: Path, reward: str) -> N
         "prompt": "prompt 0",
         "response": "42",
         "ground_truth": "42",
-        "extra_info": {"index": 0},
+        "extra_info": {"index": 0, "array": [1]},
         "score": 2.0,
         "parts": {"score": 2.0, "accuracy": 1.0},
         "parse": {"pred": "42"},
