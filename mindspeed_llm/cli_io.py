@@ -142,7 +142,7 @@ def copy_companions(hf_dir: Path, out_dir: Path) -> None:
 
 @contextmanager
 def progress(description: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar with bytes, rate and time left on standard error; yields the function that is told of more bytes.
+    """A bar with bytes, rate and time left on standard error; yields the function that advances it.
 
     That function raises KeyboardInterrupt when ``run_cli`` was asked to stop.
     """

@@ -43,8 +43,8 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         help="what moves weights: C loops built with cc at first use, or torch, slower with the same bits "
         "(auto: native where there is a compiler)",
     )
-    group.add_argument("--resume", action="store_true", help="go on with an unfinished output, if there is one")
-    group.add_argument("--dry-run", action="store_true", help="say files, bytes, peak memory and disk; write nothing")
+    group.add_argument("--resume", action="store_true", help="continue an unfinished output, if there is one")
+    group.add_argument("--dry-run", action="store_true", help="print files, bytes, peak memory and disk; write nothing")
     group.add_argument("--verify", action="store_true", help="read the finished output and check all of it instead")
 
 

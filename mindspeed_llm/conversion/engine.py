@@ -53,7 +53,7 @@ class Conversion:
 @dataclass(frozen=True)
 class RunOptions:
     """How to run: processes over files, memory of each for tensors in flight (see ``SlabReader``), and whether an
-    unfinished output may be gone on with."""
+    unfinished output may be continued."""
 
     num_workers: int = 1
     max_bytes: int = 256 << 20
@@ -65,7 +65,7 @@ def convert(conversion: Conversion, output: Path, options: RunOptions) -> bool:
     """Make ``output``; False when it is there already, whole and from the same input.
 
     Work is in ``<output>.partial`` until it is complete. A file appears there whole or not at all, so a run that was
-    killed or met a full disk goes on with ``options.resume`` and repeats only what it was in the middle of. An output
+    killed or met a full disk continues with ``options.resume`` and repeats only what it was in the middle of. An output
     of the same command is replaced; anything else in the way is a ValueError.
     """
     output = output.absolute()

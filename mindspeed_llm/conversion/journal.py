@@ -58,11 +58,11 @@ def open_journal(directory: Path, made_from: Mapping[str, Any], resume: bool) ->
         elif lines[0].get("made_from") != json.loads(json.dumps(made_from)):
             raise ValueError(
                 f"{directory} is the unfinished output of other input or arguments; remove it, or give what it was "
-                "begun with"
+                "started with"
             )
         elif not resume:
             raise ValueError(
-                f"{directory} is an unfinished output with {len(lines) - 1} finished files; go on with --resume, or "
+                f"{directory} is an unfinished output with {len(lines) - 1} finished files; continue with --resume, or "
                 "remove it"
             )
         for line in lines[1:]:

@@ -179,7 +179,7 @@ def _inner_sums(part_PQ: Tensor, c_QB: Tensor) -> Tensor:
 
 
 def digest(hf_name: str, tensor: Tensor) -> WeightDigest:
-    """Of a whole tensor."""
+    """The digest of a whole tensor."""
     value = int(slice_digest(hf_name, tensor, (0,) * tensor.dim()))
     return WeightDigest(tuple(tensor.shape), tensor.dtype, value % 2**64)
 
