@@ -199,7 +199,7 @@ def test_a_terminated_conversion_goes_on_where_it_stopped(tmp_path: Path, capsys
     assert process.wait(30) == 130
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "shards.partial"]
     assert shard(tmp_path / "hf", tmp_path / "shards", *flags) == 1
-    assert "go on with --resume" in capsys.readouterr().err
+    assert "continue with --resume" in capsys.readouterr().err
     assert shard(tmp_path / "hf", tmp_path / "shards", *flags, "--resume") == 0
     assert shard(tmp_path / "hf", tmp_path / "unbroken", *flags) == 0
     assert_same_bytes(tmp_path / "shards", tmp_path / "unbroken")

@@ -98,7 +98,7 @@ class Ours:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_steps_equal_transformers(name: str, groups: ProcessGroups, tmp_path: Path) -> None:
-    write_tiny_checkpoint(tmp_path, MODELS[name], seed=3)
+    write_tiny_checkpoint(tmp_path, MODELS[name], seed=6)
     ours, theirs = Ours(tmp_path, groups), Theirs(tmp_path)
     for step in range(NUM_STEPS):
         batch = packed_batch(LENGTHS, ours.hf.vocab_size, seed=step)
