@@ -123,7 +123,9 @@ def _two_replicas() -> None:
     (x_TH, target_TH), *_ = toy_batches([4])
     beside.zero_grad()
     (beside.model(x_TH) - target_TH).square().sum().backward()
-    with pytest.raises(AssertionError, match=r"of norms.2.weight after its reduction has begun: .* inside no_sync\(\)"):
+    with pytest.raises(
+        AssertionError, match=r"of norms.2.weight after its reduction has started: .* inside no_sync\(\)"
+    ):
         (beside.model(x_TH) - target_TH).square().sum().backward()
 
 

@@ -1,7 +1,7 @@
 """``python -m tools.bench.scale``: what a job of many ranks costs before it computes anything, in one process.
 
 Groups are made on torch's fake backend (nothing is sent), layers and coordinates are worked out for every rank, and a
-batch of reasoning-like lengths is dealt out to data-parallel ranks and cut into micro-batches on one of them.
+batch of reasoning-like lengths is balanced over data-parallel ranks and cut into micro-batches on one of them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _parts(layout: ParallelLayout) -> dict[str, Callable[[], object]]:
         "coordinates and layers of every rank": lambda: _maps(layout),
         "members of every group": lambda: [group_ranks(layout, name) for name in GROUP_AXES],
         "process groups of one rank (fake backend)": lambda: _make_groups(layout),
-        f"{len(lengths)} rows dealt to {num_replicas} replicas": lambda: balanced_order(
+        f"{len(lengths)} rows balanced over {num_replicas} replicas": lambda: balanced_order(
             lengths, num_replicas, len(lengths) // 4
         ),
         f"micro-batches of one replica ({ROWS_PER_REPLICA} rows)": lambda: partitions_within(

@@ -41,7 +41,7 @@ def _function_problems(where: str, spec: RewardFunctionSpec, must_be_batched: bo
 
 
 def _source_problems(config: PPOTrainerConfig) -> Iterator[str]:
-    """Of the data's sources against the config's: rows without a function, functions without a row."""
+    """Yield the mismatches of data and config: rows without a function, functions without a row."""
     files = [*file_list(config.data.train_files), *file_list(config.data.val_files)]
     if any(schema_problems(file, config.data.prompt_key) for file in files):
         return  # reported as problems of the data
@@ -65,7 +65,7 @@ def _source_problems(config: PPOTrainerConfig) -> Iterator[str]:
 
 
 def _runs_programs(spec: RewardFunctionSpec) -> bool:
-    """Of our own functions; what a user's function starts shows when it grades."""
+    """Whether one of our own functions runs programs; a user's function is not known to."""
     return spec == DEFAULT_FUNCTION or Path(spec.path) == Path(code_answers.__file__)
 
 

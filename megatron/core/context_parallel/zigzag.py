@@ -49,9 +49,9 @@ def gathered_rows(cu_seqlens: torch.Tensor, cp_size: int) -> torch.Tensor:
 def _check_lengths(lengths: torch.Tensor, cp_size: int) -> None:
     wrong = (lengths % (2 * cp_size)).nonzero().flatten().tolist()
     if wrong:
-        told = ", ".join(f"sequence {i} has {int(lengths[i])} tokens" for i in wrong[:5])
+        shown = ", ".join(f"sequence {i} has {int(lengths[i])} tokens" for i in wrong[:5])
         raise ValueError(
-            f"{told}{', ...' if len(wrong) > 5 else ''}; context_parallel_size {cp_size} needs multiples of "
+            f"{shown}{', ...' if len(wrong) > 5 else ''}; context_parallel_size {cp_size} needs multiples of "
             f"{2 * cp_size}: pad every sequence to context_parallel.padded_length(length, {cp_size})"
         )
 

@@ -153,7 +153,7 @@ def _finish(partial: Path, completion: Completion) -> None:
 
 
 def _publish(partial: Path, final: Path) -> None:
-    """Rename ``partial`` to ``final``; an existing directory of that name is set aside first and removed afterwards."""
+    """Rename ``partial`` to ``final``; an existing directory of that name is renamed first and removed afterwards."""
     replaced = partial.with_name(f"{partial.name}.replaced")
     while True:
         if final.exists():

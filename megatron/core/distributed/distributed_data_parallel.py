@@ -168,8 +168,8 @@ class DistributedDataParallel(nn.Module):
         def hook(param: nn.Parameter) -> None:
             assert buffer.grads.is_resident, f"backward while the gradients of {buffer.name} are offloaded"
             assert not self._grad_sync.has_started(buffer), (
-                f"a gradient of {name} after its reduction has begun: with overlap_grad_reduce all backwards of a step "
-                "but the last run inside no_sync()"
+                f"a gradient of {name} after its reduction has started: with overlap_grad_reduce all backwards of a "
+                "step but the last run inside no_sync()"
             )
             if param.grad is not None:
                 param.main_grad.add_(param.grad)  # type: ignore[attr-defined]

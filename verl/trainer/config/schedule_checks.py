@@ -16,7 +16,7 @@ def schedule_problems(config: PPOTrainerConfig) -> list[str]:
     given = [f.name for f in fields(defaults) if getattr(config.async_training, f.name) != getattr(defaults, f.name)]
     if given and schedule != "fully_async":
         found.append(
-            f"async_training.{', '.join(given)}: only trainer.schedule=fully_async can be told, and the schedule is "
+            f"async_training.{', '.join(given)}: only trainer.schedule=fully_async has them, and the schedule is "
             f"{schedule}; leave them out or change it"
         )
     if not config.has_rollout_ranks:

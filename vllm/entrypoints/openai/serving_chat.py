@@ -99,14 +99,14 @@ class _Answer:
 
     async def events(self) -> AsyncIterator[str]:
         """Chunks as they come, each choice's first one with the role; then the usage, if wanted."""
-        begun: set[int] = set()
+        started: set[int] = set()
         async for batch in self.serving.outputs(self.collector, is_stream=True):
             texts = []
             for _, output in batch:
                 self.usage.add(output)
                 for sample in output.outputs:
-                    role: Any = None if sample.index in begun else "assistant"
-                    begun.add(sample.index)
+                    role: Any = None if sample.index in started else "assistant"
+                    started.add(sample.index)
                     choice = ChatStreamChoice(
                         index=sample.index,
                         delta=AssistantMessage(role=role, content=sample.text),

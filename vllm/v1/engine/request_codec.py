@@ -161,7 +161,7 @@ def _decode_one(words: np.ndarray) -> Request:
 
 
 def _decode_choices(words: np.ndarray, header: dict[str, int]) -> np.ndarray | None:
-    """Of all tokens but the last; the number of bytes tells the type."""
+    """Decode the experts of all tokens but the last; the number of bytes gives the dtype."""
     shape = (header["num_tokens"] - 1, header["routed_layers"], header["routed_choices"])
     count = shape[0] * shape[1] * shape[2]
     if count == 0:
