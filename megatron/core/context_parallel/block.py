@@ -9,8 +9,8 @@ import torch
 
 from megatron.core.ops import TrainOps
 
-# A block of heads: keys [k, M, D], values [k, M, Dv] and, where all heads share a part of their key, that part [k, 1,
-# R]. Latents: what keys and values are made of [k, C], and the shared part [k, 1, R].
+# A block of heads: keys [k, M, D], values [k, M, Dv] and, where all heads share a part of their key, that part
+# [k, 1, R]. A block of latents: the latents [k, C] of keys and values, and the shared part [k, 1, R].
 Block = tuple[torch.Tensor, ...]
 Bounds = tuple[torch.Tensor, torch.Tensor]  # of the queries, of the keys
 

@@ -129,10 +129,6 @@ class ParamAndGradBuffer:
         low = min(max(span[0], start), end) - start
         return low, max(low, min(span[1], end) - start)
 
-    def find_param(self, index: int) -> str:
-        """Name of the parameter that holds element ``index``."""
-        return next((name for name, (start, end) in self.param_ranges.items() if start <= index < end), "padding")
-
 
 def _layout_class(name: str, param: nn.Parameter, is_expert: bool) -> int:
     """Position of a parameter's kind in the buffer, 0 to 5; see ``ParamAndGradBuffer``.

@@ -108,7 +108,6 @@ def run_trl(channel: Channel) -> None:
     options = channel.options
     torch.set_num_threads(options["threads"])
     attention, experts = options["variant"]
-    is_bf16 = options["dtype"] == "bfloat16"
     model = AutoModelForCausalLM.from_pretrained(
         options["model"],
         dtype=getattr(torch, options["dtype"]),
@@ -140,33 +139,8 @@ def run_trl(channel: Channel) -> None:
 
     steps: list[list[list[int]]] = options["steps"]
     texts = [" ".join(f"t{token}" for token in ids) for prompts in steps for ids in prompts]
-    rows = len(steps[0]) * options["samples"]
     with tempfile.TemporaryDirectory() as output_dir:
-        config = trl.GRPOConfig(
-            output_dir=output_dir,
-            use_cpu=True,
-            bf16=is_bf16,
-            per_device_train_batch_size=rows,
-            gradient_accumulation_steps=1,
-            num_generations=options["samples"],
-            max_completion_length=options["new_tokens"],
-            generation_kwargs={"min_new_tokens": options["new_tokens"]},
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            beta=0.0,
-            num_iterations=1,
-            learning_rate=1e-6,
-            lr_scheduler_type="constant",
-            max_steps=len(steps),
-            gradient_checkpointing=False,
-            shuffle_dataset=False,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            seed=0,
-        )
+        config = _grpo_config(options, output_dir)
         trainer = trl.GRPOTrainer(
             model=model,
             reward_funcs=reward,
@@ -180,6 +154,37 @@ def run_trl(channel: Channel) -> None:
         )
         channel.answer({"name": name})
         trainer.train()
+
+
+def _grpo_config(options: dict[str, Any], output_dir: str) -> Any:
+    """Return TRL's settings for the same steps as ours."""
+    import trl
+
+    return trl.GRPOConfig(
+        output_dir=output_dir,
+        use_cpu=True,
+        bf16=options["dtype"] == "bfloat16",
+        per_device_train_batch_size=len(options["steps"][0]) * options["samples"],
+        gradient_accumulation_steps=1,
+        num_generations=options["samples"],
+        max_completion_length=options["new_tokens"],
+        generation_kwargs={"min_new_tokens": options["new_tokens"]},
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        beta=0.0,
+        num_iterations=1,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        max_steps=len(options["steps"]),
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=0,
+    )
 
 
 if __name__ == "__main__":

@@ -38,10 +38,6 @@ class Worker:
         """Index of this worker among those of its node, which is also its device index."""
         return self._local_rank
 
-    def get_master_addr_port(self) -> tuple[str, str]:
-        """The address and port of the rendezvous of the workers' process group."""
-        return os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_timeline(self) -> ClockReading:
         """Starts recording this rank's spans."""

@@ -234,9 +234,8 @@ class RayWorkerGroup(WorkerGroup):
         return error
 
     def _died(self, rank: int, method: str, cause: RayActorError) -> WorkerDiedError:
-        reason = shorten(
-            str(cause), width=_REASON_CHARS, placeholder=" ..."
-        )  # Ray continues with guesses about the cause
+        # The rest of Ray's message guesses at the cause.
+        reason = shorten(str(cause), width=_REASON_CHARS, placeholder=" ...")
         return WorkerDiedError(f"{self.name}: {self._where(rank)} died during {method}: {reason}")
 
     def _raised(self, rank: int, method: str, failure: CallFailure) -> WorkerError:
