@@ -167,7 +167,15 @@ def test_a_rollout_rank_dies_in_a_fixed_order_and_no_bit_changes(
     """It dies in a sync after the first checkpoint: samples and metrics are those of an undisturbed run."""
     whole = tmp_path_factory.mktemp("whole")
     reward = f"custom_reward_function.path={Path(__file__).with_name('rewards_by_length.py')}"
-    settings = (*ASYNC, "async_training.fixed_order=True", "algorithm.rollout_correction={rollout_is:token}", reward)
+    settings = (
+        *ASYNC,
+        "async_training.fixed_order=True",
+        "async_training.staleness_threshold=2",
+        "async_training.keep_kv_cache=True",
+        "actor_rollout_ref.rollout.max_num_seqs=5",  # a sample of the third prompt waits: syncs come amid its tokens
+        "algorithm.rollout_correction={rollout_is:token}",
+        reward,
+    )
     model = f"actor_rollout_ref.model.path={root / 'model'}"
     write_inputs(whole)
     expected = train(whole, 4, *settings, model)
