@@ -9,7 +9,6 @@ import pytest
 
 from recipes.common import launch
 from recipes.common.launcher.first_plan import (
-    PLAN_DEVICE,
     FirstPlan,
     cpu_profile,
     cuda_profile,
@@ -31,14 +30,14 @@ SMALL = (
 )
 
 
-def job_of(tmp_path: Path, *overrides: str, accelerator: str = "cpu") -> Job:
-    environment = {"OUTPUT_DIR": str(tmp_path / "out"), "CONFIG_NAME": "r1_zero_tiny"}
-    settings = read_settings(load_recipe("r1_zero"), overrides, environment, accelerator)
+def job_of(tmp_path: Path, *overrides: str, **variables: str) -> Job:
+    environment = {"OUTPUT_DIR": str(tmp_path / "out"), "CONFIG_NAME": "r1_zero_tiny", **variables}
+    settings = read_settings(load_recipe("r1_zero"), overrides, environment)
     return Job(settings, resolve_config(settings))
 
 
 def test_a_run_that_fits_is_summarised_in_a_line(tmp_path: Path) -> None:
-    plan = first_plan(job_of(tmp_path, *SMALL), {"PATH": "/usr/bin:/bin"})
+    plan = first_plan(job_of(tmp_path, *SMALL))
     assert plan.problems == ()
     assert plan.summary.startswith("plan: fits on 2 x CPU core")
     assert "stay free" in plan.summary
@@ -52,7 +51,7 @@ def test_a_run_that_cannot_fit_is_refused(
 ) -> None:
     small = tmp_path / "small.toml"
     small.write_text(cpu_profile(int(0.05 * GIB), 2), encoding="utf-8")
-    monkeypatch.setenv(PLAN_DEVICE, str(small))
+    monkeypatch.setenv("PLAN_DEVICE", str(small))
     monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "out"))
     monkeypatch.setenv("CONFIG_NAME", "r1_zero_tiny")
     assert launch.main(["r1_zero", *SMALL]) == launch.BAD_INPUT
@@ -65,18 +64,17 @@ def test_a_run_that_cannot_fit_is_refused(
 
 
 def test_what_cannot_be_planned_is_not_refused(tmp_path: Path) -> None:
-    job = job_of(tmp_path, *SMALL)
-    unknown = first_plan(job, {PLAN_DEVICE: "abacus"})
+    unknown = first_plan(job_of(tmp_path, *SMALL, PLAN_DEVICE="abacus"))
     assert unknown.problems == ()
     assert unknown.summary.startswith("no plan: no device 'abacus'; known devices: ")
     assert unknown.summary.endswith("; the run starts without one")
-    slow = first_plan(job, {}, timeout_s=0.1)
+    slow = first_plan(job_of(tmp_path, *SMALL), timeout_s=0.1)
     assert slow == FirstPlan("no plan: the planner took longer than 0.1 s; the run starts without one")
 
 
 def test_the_command_is_that_of_the_run(tmp_path: Path) -> None:
-    job = job_of(tmp_path, *SMALL, "trainer.total_epochs=2")
-    command = plan_command(job, {PLAN_DEVICE: "h100"}, tmp_path)
+    job = job_of(tmp_path, *SMALL, "trainer.total_epochs=2", PLAN_DEVICE="h100")
+    command = plan_command(job, tmp_path)
     assert command[1:3] == ["-m", "tools.plan"]
     assert Path(command[3]).name == "r1_zero_tiny.yaml"
     assert "trainer.total_epochs=2" in command
@@ -87,8 +85,8 @@ def test_the_command_is_that_of_the_run(tmp_path: Path) -> None:
 
 
 def test_the_device_is_that_of_the_run(tmp_path: Path) -> None:
-    assert device_profile(job_of(tmp_path, "trainer.device=npu"), {}, tmp_path) == "a3"
-    here = load_device(device_profile(job_of(tmp_path, "trainer.n_gpus_per_node=3"), {}, tmp_path))
+    assert device_profile(job_of(tmp_path, "trainer.device=npu"), tmp_path) == "a3"
+    here = load_device(device_profile(job_of(tmp_path, "trainer.n_gpus_per_node=3"), tmp_path))
     assert here.family == "cpu"
     assert here.devices_per_node == here.domain_devices == 3
     assert here.memory_gib == pytest.approx(here.host_memory_gib / 3, rel=1e-2)

@@ -9,28 +9,33 @@ from pathlib import Path
 
 from recipes.common.launcher import network
 from recipes.common.launcher.job import Job, has_shards, is_fp8, model_dimensions, model_dir
-from recipes.common.launcher.settings import NodeRole, Settings
+from recipes.common.launcher.settings import NodeRole
 from recipes.common.launcher.stages import stages
+from verl.trainer.config.data import file_list
+from verl.trainer.config.validate import validate_config
+from verl.utils.dataset.parquet import schema_problems
 
 LEAST_FREE_BYTES = 2**30
 
 
 def problems(job: Job, role: NodeRole) -> list[str]:
     """Every reason why this node cannot take part in the run, one text each; empty when it can."""
-    from verl.trainer.config.validate import validate_config
-
     settings = job.settings
-    problems = validate_config(job.config)
-    problems += layout_problems(job)
-    problems += host_problems(job)
-    problems += device_problems(job)
-    problems += writable_problems("OUTPUT_DIR", settings.output_dir)
+    found = [*validate_config(job.config), *layout_problems(job), *host_problems(job), *device_problems(job)]
+    found += writable_problems("OUTPUT_DIR", settings.output_dir)
     if settings.dist_ckpt_path is not None and not has_shards(settings.dist_ckpt_path):
-        problems += writable_problems("DIST_CKPT_PATH", settings.dist_ckpt_path)
+        found += writable_problems("DIST_CKPT_PATH", settings.dist_ckpt_path)
     if role.is_head:
-        problems += port_problems(settings)
-        problems += input_problems(job)
-    return problems
+        ports = {"RAY_PORT": settings.ray_port, "MASTER_PORT": settings.master_port}
+        found += [text for name, port in ports.items() if port and (text := network.port_problem(name, port))]
+        if settings.master_port == settings.ray_port:
+            found.append(f"RAY_PORT and MASTER_PORT are both {settings.ray_port}; give each a port of its own")
+        if settings.input_path is not None:
+            found += settings.recipe.input_problems(settings.input_path)
+        if settings.model_path is not None:
+            found += model_problems(job, settings.model_path)
+        found += parquet_problems(job)
+    return found
 
 
 def host_problems(job: Job) -> list[str]:
@@ -52,74 +57,38 @@ def device_problems(job: Job) -> list[str]:
     import torch
 
     count, wanted = torch.cuda.device_count(), job.npus_per_node
-    if count >= wanted:
-        return []
     asking = f"trainer.n_gpus_per_node is {job.config.trainer.n_gpus_per_node}"
     if job.rollout_nnodes:
         asking += f", rollout.n_gpus_per_node is {job.config.rollout.n_gpus_per_node}, a node needs {wanted}"
-    return [f"{asking}, and torch sees {count} GPUs on this node: set NPUS_PER_NODE"]
+    return [f"{asking}, and torch sees {count} GPUs on this node: set NPUS_PER_NODE"] if count < wanted else []
 
 
 def writable_problems(name: str, path: Path) -> list[str]:
     """Whether files can be made in ``path`` (it, or its nearest parent that exists), and whether the disk has room."""
-    folder = path
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+    folder = next(parent for parent in (path, *path.parents) if parent.exists())
     if not folder.is_dir():
         return [f"{name} {path}: {folder} is not a directory; choose a directory on a disk that you can write to"]
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".recipe_write_test"):
-            pass
+            free = shutil.disk_usage(folder).free
     except OSError as error:
         return [f"{name} {path}: cannot write to {folder} ({error.strerror}); choose a directory that you can write to"]
-    free = shutil.disk_usage(folder).free
-    if free < LEAST_FREE_BYTES:
-        return [
-            f"{name} {path}: {free / 2**20:.0f} MiB are free there; expected at least {LEAST_FREE_BYTES / 2**20:.0f}"
-        ]
-    return []
-
-
-def port_problems(settings: Settings) -> list[str]:
-    """Ports of the head that another process uses, or that two settings share."""
-    ports = {"RAY_PORT": settings.ray_port}
-    if settings.master_port is not None:
-        ports["MASTER_PORT"] = settings.master_port
-    problems = [problem for name, port in ports.items() if (problem := network.port_problem(name, port))]
-    if settings.master_port == settings.ray_port:
-        problems.append(f"RAY_PORT and MASTER_PORT are both {settings.ray_port}; give each a port of its own")
-    return problems
-
-
-def input_problems(job: Job) -> list[str]:
-    """Faults of the recipe's input, MODEL_PATH and DIST_CKPT_PATH that are visible without loading weights."""
-    settings = job.settings
-    problems = []
-    if settings.input_path is not None:
-        problems += settings.recipe.input_problems(settings.input_path)
-    if settings.model_path is not None:
-        problems += model_problems(job, settings.model_path)
-    return problems + parquet_problems(job)
+    if free >= LEAST_FREE_BYTES:
+        return []
+    return [f"{name} {path}: {free / 2**20:.0f} MiB are free there; expected at least {LEAST_FREE_BYTES / 2**20:.0f}"]
 
 
 def parquet_problems(job: Job) -> list[str]:
     """Faults of the parquet files that the user names; the data stage's own do not exist yet."""
-    from verl.trainer.config.data import file_list
-
     data, folder = job.config.data, job.settings.data_dir
     is_made = any(stage.name == "data" and stage.skip_reason is None for stage in stages(job))
-    named = {"data.train_files": data.train_files, "data.val_files": data.val_files}
-    given = [
-        (key, path)
-        for key, files in named.items()
+    return [
+        f"{key}: {problem}"
+        for key, files in {"data.train_files": data.train_files, "data.val_files": data.val_files}.items()
         for path in file_list(files)
         if not is_made or not Path(path).is_relative_to(folder)
+        for problem in schema_problems(path, data.prompt_key)
     ]
-    if not given:
-        return []
-    from verl.utils.dataset.parquet import schema_problems
-
-    return [f"{key}: {problem}" for key, path in given for problem in schema_problems(path, data.prompt_key)]
 
 
 def layout_problems(job: Job) -> list[str]:
@@ -149,33 +118,21 @@ def layout_problems(job: Job) -> list[str]:
 
 def model_problems(job: Job, path: Path) -> list[str]:
     """Missing files and missing or truncated shards of an HF directory."""
-    wanted = [
-        name for name in ("config.json", "tokenizer.json", "tokenizer_config.json") if not (path / name).is_file()
-    ]
-    if wanted:
-        return [f"MODEL_PATH {path} has no {' and no '.join(wanted)}; expected a Hugging Face model directory"]
-    shards_given = job.settings.dist_ckpt_path is not None and has_shards(job.settings.dist_ckpt_path)
+    wanted = ("config.json", "tokenizer.json", "tokenizer_config.json")
+    if missing := [name for name in wanted if not (path / name).is_file()]:
+        return [f"MODEL_PATH {path} has no {' and no '.join(missing)}; expected a Hugging Face model directory"]
+    shards = job.settings.dist_ckpt_path
     engine = job.config.actor_rollout_ref.actor.megatron
-    weights_needed = engine.load_weight and not (engine.use_dist_checkpointing and shards_given)
-    if not weights_needed and model_dir(job.settings) == path:
+    has_weights = engine.use_dist_checkpointing and shards is not None and has_shards(shards)
+    if model_dir(job.settings) == path and (has_weights or not engine.load_weight):
         return []
-    from mindspeed_llm.hf_checkpoint import HFCheckpoint
+    from mindspeed_llm.hf_checkpoint import HFCheckpoint  # it imports torch
 
     try:
         HFCheckpoint(path).close()
     except (ValueError, OSError) as error:
         return [f"MODEL_PATH: {error}"]
     return []
-
-
-def open_file_limit(wanted: int = 32768) -> None:
-    """Raise this process's limit of open files as far as it is allowed to, up to ``wanted`` (Ray needs many)."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < wanted and soft != resource.RLIM_INFINITY:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def resume_hint(checkpoint_dir: Path) -> str:

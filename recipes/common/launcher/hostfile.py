@@ -11,9 +11,10 @@ import re
 import shlex
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from recipes.common.launcher import network
 from recipes.common.launcher.processes import OwnProcesses, how_it_ended
@@ -27,25 +28,19 @@ HIDDEN = "<hidden>"
 _LINE = re.compile(r"(?P<address>[\w.:-]+)(?:\s+(?:slots?\s*=\s*)(?P<slots>\d+))?")
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(NamedTuple):
     """A line of the file: the address for ssh, and the number of devices, None when the line has none."""
 
     address: str
     slots: int | None
 
 
-@dataclass(frozen=True)
-class RemoteStart:
+class RemoteStart(NamedTuple):
     """How one other node is started: the command here, and the script on its standard input."""
 
     host: Host
     command: tuple[str, ...]
     script: str
-
-    def shown(self) -> str:
-        """Both, as a person would type them."""
-        return f"{shlex.join(self.command)} <<'END'\n{self.script}END"
 
 
 def read_hosts(path: Path) -> list[Host]:
@@ -55,17 +50,12 @@ def read_hosts(path: Path) -> list[Host]:
     hosts, problems = [], []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         text = line.partition("#")[0].strip()
-        if not text:
-            continue
-        match = _LINE.fullmatch(text)
-        if match is None:
-            problems.append(f"{HOSTFILE} {path}, line {number}: {text!r}; expected address, or address slots=8")
-        else:
+        if match := _LINE.fullmatch(text):
             hosts.append(Host(match["address"], int(match["slots"]) if match["slots"] else None))
-    addresses = [host.address for host in hosts]
-    problems += [
-        f"{HOSTFILE} {path} names {name} twice" for name in sorted({a for a in addresses if addresses.count(a) > 1})
-    ]
+        elif text:
+            problems.append(f"{HOSTFILE} {path}, line {number}: {text!r}; expected address, or address slots=8")
+    counts = Counter(host.address for host in hosts)
+    problems += [f"{HOSTFILE} {path} names {name} twice" for name in sorted(counts) if counts[name] > 1]
     if len({host.slots for host in hosts}) > 1:
         problems.append(f"{HOSTFILE} {path}: the nodes have different slots; every node must have as many devices")
     if not hosts and not problems:
@@ -93,9 +83,9 @@ def own_settings(hosts: Sequence[Host], environment: Mapping[str, str], own_addr
     found = {"NNODES": str(len(hosts)), "MASTER_ADDR": master, "NODE_RANK": "0"}
     if hosts[0].slots is not None:
         found["NPUS_PER_NODE"] = str(hosts[0].slots)
-    given = {name: environment[name] for name in ("NNODES", "NPUS_PER_NODE") if environment.get(name)}
-    for name, value in given.items():
-        if value != found.get(name, value):
+    for name in ("NNODES", "NPUS_PER_NODE"):
+        value = environment.get(name)
+        if value and value != found.get(name, value):
             raise ValueError(f"{name} is {value}, and {HOSTFILE} says {found[name]}; leave {name} out")
     return found
 
@@ -109,29 +99,23 @@ def remote_starts(
 ) -> list[RemoteStart]:
     """How every node but this one is started: the same script and settings, with its own rank."""
     given = {name: environment[name] for name in variables(recipe) if name != HOSTFILE and environment.get(name)}
-    others = [host for host in hosts if host.address != own["MASTER_ADDR"]]
-    return [
-        _remote_start(recipe, arguments, host, {**given, **own, "NODE_RANK": str(rank)})
-        for rank, host in enumerate(others, start=1)
-    ]
+    start = f"exec {shlex.join([*recipe.start_command.split(), *arguments])} </dev/null"
+    starts = []
+    for rank, host in enumerate((host for host in hosts if host.address != own["MASTER_ADDR"]), start=1):
+        sent = {**given, **own, "NODE_RANK": str(rank)}
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in sent.items()]
+        script = "\n".join([*lines, f"cd {shlex.quote(str(ROOT))}", start, ""])
+        starts.append(RemoteStart(host, (*SSH, host.address, "bash", "-s"), script))
+    return starts
 
 
-def _remote_start(recipe: Recipe, arguments: Sequence[str], host: Host, given: Mapping[str, str]) -> RemoteStart:
-    lines = [f"export {name}={shlex.quote(value)}" for name, value in given.items()]
-    lines += [
-        f"cd {shlex.quote(str(ROOT))}",
-        f"exec {shlex.join([*recipe.start_command.split(), *arguments])} </dev/null",
-    ]
-    return RemoteStart(host, (*SSH, host.address, "bash", "-s"), "\n".join(lines) + "\n")
-
-
-def without_secrets(start: RemoteStart, environment: Mapping[str, str]) -> RemoteStart:
-    """The same with hidden secrets, fit to be printed."""
+def shown(start: RemoteStart, environment: Mapping[str, str]) -> str:
+    """Command and script as a person would type them, with hidden secrets."""
     script = start.script
     for name in SECRETS:
         if environment.get(name):
             script = script.replace(shlex.quote(environment[name]), HIDDEN)
-    return RemoteStart(start.host, start.command, script)
+    return f"{shlex.join(start.command)} <<'END'\n{script}END"
 
 
 class RemoteNodes:

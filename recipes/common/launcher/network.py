@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 
 import psutil
 
@@ -32,9 +33,8 @@ def address_towards(peer: str | None, interface: str | None) -> str:
     """This machine's address on ``interface`` when named, else the one that packets to ``peer`` leave from."""
     addresses = own_addresses()
     if interface is not None:
-        for address, name in addresses.items():
-            if name == interface:
-                return address
+        if interface in addresses.values():
+            return next(address for address, name in addresses.items() if name == interface)
         known = ", ".join(f"{name} ({address})" for address, name in addresses.items())
         raise ValueError(
             f"SOCKET_IFNAME {interface!r} is no interface here that is up with an IPv4 address; there are {known}"
@@ -44,8 +44,7 @@ def address_towards(peer: str | None, interface: str | None) -> str:
             probe.connect((peer or "192.0.2.1", 9))
             return str(probe.getsockname()[0])
         except OSError:
-            outward = [address for address in addresses if not address.startswith("127.")]
-            return outward[0] if outward else "127.0.0.1"
+            return next((address for address in addresses if not address.startswith("127.")), "127.0.0.1")
 
 
 def port_problem(name: str, port: int) -> str | None:
@@ -54,24 +53,15 @@ def port_problem(name: str, port: int) -> str | None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))  # all addresses, as Ray does: a listener on any of them is in the way
+            return None
         except OSError as error:
-            holder = _holder(port)
-            return f"{name} {port} cannot be used on this machine: {error.strerror}{holder}; set {name} to a free port"
-    return None
-
-
-def _holder(port: int) -> str:
-    try:
-        connections = psutil.net_connections("tcp")
-    except psutil.AccessDenied:
-        return ""
-    for connection in connections:
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-            try:
-                return f" (pid {connection.pid}, {psutil.Process(connection.pid).name()}, listens there)"
-            except psutil.NoSuchProcess:
-                return ""
-    return ""
+            reason = error.strerror
+    holder = ""
+    with suppress(psutil.AccessDenied, psutil.NoSuchProcess):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                holder = f" (pid {connection.pid}, {psutil.Process(connection.pid).name()}, listens there)"
+    return f"{name} {port} cannot be used on this machine: {reason}{holder}; set {name} to a free port"
 
 
 def accepts_connections(address: str, port: int, timeout_s: float = 1.0) -> bool:

@@ -17,6 +17,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tools.doctor.ascend import cann_version
+from tools.doctor.host import version_of
+
 POLL_S = 0.3
 PROBLEM = "problem: "  # begins the line that says why ``join`` or ``watch`` failed
 END_FILE = "RECIPE_RUN_END"  # a node's variable: the file that tells its launcher that the head has ended the run
@@ -32,9 +38,6 @@ PACKAGES = ("torch", "torch-npu", "transformers", "tensordict", "numpy")
 
 def node_labels(config_text: str, root: Path, node_rank: int | None) -> dict[str, str]:
     """The facts that must be the same on all nodes, and the rank of this one, as labels of Ray."""
-    from tools.doctor.ascend import cann_version
-    from tools.doctor.host import version_of
-
     code = hashlib.sha256()
     for path in sorted(path for package in root.glob("*/__init__.py") for path in package.parent.rglob("*.py")):
         if path.relative_to(root).parts[0] != "tests":
@@ -67,29 +70,12 @@ def join(num_nodes: int, timeout_s: float) -> str | None:
             print(f"Ray has all {num_nodes} nodes: {', '.join(addresses)}", flush=True)
             return None
         if time.monotonic() > deadline:
-            return _missing(head, others, num_nodes, timeout_s)
+            break
         time.sleep(POLL_S)
-
-
-def different_labels(head: Mapping[str, str], node: Mapping[str, str]) -> str:
-    """Each fact of ``node`` that is not the head's, with both values or with what to do; empty when there is none."""
-    found = []
-    for name in sorted({*head, *node} - {RANK}):
-        if name.startswith("ray.io/") or head.get(name) == node.get(name):
-            continue
-        values = f"{name} is {node.get(name, 'missing')}, the head has {head.get(name, 'none')}"
-        found.append(f"its {name} is not the head's: {REMEDIES[name]}" if name in REMEDIES else values)
-    return "; ".join(found)
-
-
-def _missing(head: Mapping[str, Any], others: list[dict[str, Any]], num_nodes: int, timeout_s: float) -> str:
-    import ray
-
     address, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     names = [f"{head['NodeManagerAddress']} (this head)", *map(_name, others)]
     ranks = {node["Labels"].get(RANK) for node in others}
-    count = num_nodes - len(names)
-    missing = f"{count} (give NODE_RANK on every node to have them named)"
+    missing = f"{num_nodes - len(names)} (give NODE_RANK on every node to have them named)"
     if None not in ranks:
         missing = ", ".join(f"node {rank}" for rank in range(1, num_nodes) if str(rank) not in ranks)
     return (
@@ -98,10 +84,19 @@ def _missing(head: Mapping[str, Any], others: list[dict[str, Any]], num_nodes: i
     )
 
 
+def different_labels(head: Mapping[str, str], node: Mapping[str, str]) -> str:
+    """Each fact of ``node`` that is not the head's, with both values or with what to do; empty when there is none."""
+    found = []
+    for name in sorted({name for name, _ in head.items() ^ node.items() if name != RANK}):
+        if name.startswith("ray.io/"):
+            continue
+        values = f"{name} is {node.get(name, 'missing')}, the head has {head.get(name, 'none')}"
+        found.append(f"its {name} is not the head's: {REMEDIES[name]}" if name in REMEDIES else values)
+    return "; ".join(found)
+
+
 def watch(num_nodes: int) -> str:
     """Return the problem once Ray has lost a node; it finds that out by itself (``ray_node.loss_variables``)."""
-    import ray
-
     watched = {node["NodeID"] for node in _alive_nodes()}
     if len(watched) < num_nodes:
         return f"Ray has {len(watched)} of {num_nodes} nodes"
@@ -114,14 +109,10 @@ def watch(num_nodes: int) -> str:
 
 def end(status: int, reason: str) -> None:
     """Tell the launchers of all other nodes that the run has ended, through a task on each node."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
     task = ray.remote(num_cpus=0, max_retries=0)(_write_end)
     text = json.dumps({"status": status, "reason": reason})
-    strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in _alive_nodes()[1:]]
-    pending = [task.options(scheduling_strategy=strategy).remote(text) for strategy in strategies]
-    if pending:
+    strategies = (NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in _alive_nodes()[1:])
+    if pending := [task.options(scheduling_strategy=strategy).remote(text) for strategy in strategies]:
         ray.wait(pending, num_returns=len(pending), timeout=END_TIMEOUT_S)
 
 
@@ -133,15 +124,12 @@ def _write_end(text: str) -> None:
 
 def _alive_nodes() -> list[dict[str, Any]]:
     """The head first, the others by rank."""
-    import ray
 
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    is_head = "node:__internal_head__"
-    return sorted(nodes, key=lambda node: (is_head not in node["Resources"], _rank(node), node["NodeManagerAddress"]))
+    def order(node: Mapping[str, Any]) -> tuple[bool, int, str]:
+        is_head = "node:__internal_head__" in node["Resources"]
+        return not is_head, int(node["Labels"].get(RANK, 0)), node["NodeManagerAddress"]
 
-
-def _rank(node: Mapping[str, Any]) -> int:
-    return int(node["Labels"].get(RANK, 0))
+    return sorted((node for node in ray.nodes() if node["Alive"]), key=order)
 
 
 def _name(node: Mapping[str, Any]) -> str:
@@ -159,15 +147,12 @@ def problem_in(output: Path) -> str | None:
 def main() -> int:
     """Entry point; RAY_ADDRESS names the head. Exit status 1 with the problem as the last line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("join", "watch"):
-        commands.add_parser(name).add_argument("--num-nodes", type=int, required=True)
-    commands.choices["join"].add_argument("--timeout-s", type=float, default=300.0)
-    commands.add_parser("end").add_argument("--status", type=int, required=True)
-    commands.choices["end"].add_argument("--reason", default="")
+    parser.add_argument("command", choices=("join", "watch", "end"))
+    parser.add_argument("--num-nodes", type=int, default=1)
+    parser.add_argument("--timeout-s", type=float, default=300.0)
+    parser.add_argument("--status", type=int, default=1)
+    parser.add_argument("--reason", default="")
     args = parser.parse_args()
-    import ray
-
     ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR)
     if args.command == "end":
         end(args.status, args.reason)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from rich.console import Console
 
-from recipes.common.launcher.hostfile import HOSTFILE, SECRETS, RemoteStart, without_secrets
+from recipes.common.launcher.hostfile import HOSTFILE, SECRETS, RemoteStart, shown
 from recipes.common.launcher.job import Job, model_dimensions
 from recipes.common.launcher.nodes import RANK
 from recipes.common.launcher.ray_node import ray_command, run_variables
 from recipes.common.launcher.settings import NodeRole, variables
 from recipes.common.launcher.stages import closing_stages, driver_stage, nodes_stage, stages
+from verl.trainer.config.load import to_yaml
 from verl.workers.config.engine import END_STAGES
 
 TEMP_DIR = "/tmp/rl_<random>"
@@ -43,10 +45,8 @@ def print_plan(
     if others:
         console.rule("Started from here")
         for start in others:
-            console.print(without_secrets(start, environment).shown())
+            console.print(shown(start, environment))
     console.rule("Resolved config")
-    from verl.trainer.config.load import to_yaml
-
     console.print(to_yaml(job.config))
     if problems:
         console.rule("What this machine would refuse")
@@ -62,20 +62,16 @@ def _node_role(rank: int, master: str) -> NodeRole:
 
 
 def _print_layout(job: Job, console: Console) -> None:
-    models, world = job.config.actor_rollout_ref, job.config.trainer.world_size
+    models, data, world = job.config.actor_rollout_ref, job.config.data, job.config.trainer.world_size
     engine, rollout = models.actor.megatron, models.rollout
     layout = engine.layout(world)
-    further = {
-        "VPP": layout.virtual_pipeline_model_parallel_size,
-        "CP": layout.context_parallel_size,
-        "ETP": layout.expert_tensor_parallel_size,
-    }
-    console.print(
-        f"training: TP{layout.tensor_model_parallel_size} PP{layout.pipeline_model_parallel_size} "
-        f"DP{layout.data_parallel_size} EP{engine.expert_parallel}"
-        + "".join(f" {axis}{size}" for axis, size in further.items() if size > 1)
-        + f", layers per stage {_stage_layers(job)}"
-    )
+    sizes = {"TP": layout.tensor_model_parallel_size, "PP": layout.pipeline_model_parallel_size}
+    sizes |= {"DP": layout.data_parallel_size, "EP": engine.expert_parallel}
+    further = {"VPP": layout.virtual_pipeline_model_parallel_size, "CP": layout.context_parallel_size}
+    further |= {"ETP": layout.expert_tensor_parallel_size}
+    sizes |= {axis: size for axis, size in further.items() if size > 1}
+    layers = _stage_layers(job)
+    console.print(f"training: {' '.join(f'{axis}{n}' for axis, n in sizes.items())}, layers per stage {layers}")
     world = job.config.rollout_world_size
     over = rollout.experts_over(world)
     expert = f" EP{over}" if rollout.enable_expert_parallel else ""
@@ -83,7 +79,6 @@ def _print_layout(job: Job, console: Console) -> None:
     replicas = rollout.replicas_per_engine(world)
     own = f", {job.config.trainer.schedule} on {world} ranks of its own" if job.config.has_rollout_ranks else ""
     console.print(f"rollout:  {engines}TP{rollout.tensor_model_parallel_size} DP{replicas}{expert}{own}")
-    data = job.config.data
     generated = job.config.gen_batch_size
     more = f" of {generated} at a time" if generated != data.train_batch_size else ""
     console.print(
@@ -94,19 +89,16 @@ def _print_layout(job: Job, console: Console) -> None:
 
 def _stage_layers(job: Job) -> str:
     """The number of layers of every stage where it is known: a plan can be printed without the model."""
-    engine = job.config.actor_rollout_ref.actor.megatron
-    counts = engine.layer_counts()
-    if counts is None and job.settings.model_path is not None:
-        try:
-            counts = engine.layer_counts(model_dimensions(job.settings).get("num_hidden_layers"))
-        except ValueError:
-            counts = None  # the checks say that they do not divide
-    if counts is not None:
-        return ",".join(map(str, counts))
-    ends = {"first": END_STAGES[0], "last": END_STAGES[1]}
-    given = {name: engine.override_transformer_config.get(key) for name, key in ends.items()}
-    ends_given = [f"{size} in the {name}" for name, size in given.items() if size is not None]
-    return f"{', '.join(ends_given)}, the others even" if ends_given else "even"
+    engine, settings = job.config.actor_rollout_ref.actor.megatron, job.settings
+    with suppress(ValueError):  # the checks say that they do not divide
+        counts = engine.layer_counts()
+        if counts is None and settings.model_path is not None:
+            counts = engine.layer_counts(model_dimensions(settings).get("num_hidden_layers"))
+        if counts is not None:
+            return ",".join(map(str, counts))
+    sizes = zip(map(engine.override_transformer_config.get, END_STAGES), ("first", "last"), strict=True)
+    ends = [f"{size} in the {name}" for size, name in sizes if size is not None]
+    return ", ".join([*ends, "the others even"]) if ends else "even"
 
 
 def _print_environment(job: Job, node: NodeRole, environment: Mapping[str, str], console: Console, rank: int) -> None:

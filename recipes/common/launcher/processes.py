@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -21,6 +21,10 @@ from recipes.common.recipe import ROOT
 
 TAG_NAME = "RECIPE_LAUNCH"
 POLL_S = 0.2
+
+
+class RunFailed(RuntimeError):
+    """The run cannot continue; the text says what died or failed."""
 
 
 class OwnProcesses:
@@ -73,19 +77,21 @@ class OwnProcesses:
         ``check`` is called several times a second and raises to end the command: the caller then ends all processes.
         """
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        process = self.start(command, environment, subprocess.PIPE, ROOT)
-        is_muted = threading.Event()
-        reader = threading.Thread(target=_copy_lines, args=(process, log_path, console, is_muted), daemon=True)
-        reader.start()
-        try:
-            while process.poll() is None:
+        with log_path.open("ab") as log, log_path.open("rb") as output:
+            output.seek(0, os.SEEK_END)
+            process = self.start(command, environment, log, ROOT)
+            partial = b""
+            while True:
+                status = process.poll()  # before the read, which then has all that the command has written
+                *lines, partial = (partial + output.read()).split(b"\n")
+                if status is not None and partial:
+                    lines.append(partial)
+                for line in lines:
+                    console.print(line.decode(errors="replace"))
+                if status is not None:
+                    return process.pid, status
                 check()
                 time.sleep(POLL_S)
-        except BaseException:
-            is_muted.set()  # output of a command that is being ended goes to the log alone: the reason stands last
-            raise
-        reader.join(timeout=5.0)  # a grandchild may hold the pipe open; its output is not worth waiting for
-        return process.pid, process.returncode
 
     def end_all(self, grace_s: float = 10.0) -> list[str]:
         """End all processes: SIGTERM to those started here, then SIGKILL to every one that carries our tag.
@@ -97,10 +103,8 @@ class OwnProcesses:
                 process.terminate()
         psutil.wait_procs(self._ours(), timeout=grace_s)
         for survivor in self._ours():
-            try:
+            with suppress(psutil.NoSuchProcess):
                 survivor.kill()  # psutil compares the creation time first, so a reused pid is safe
-            except psutil.NoSuchProcess:
-                continue
         _, alive = psutil.wait_procs(self._ours(), timeout=5.0)
         for process in self._started:
             process.poll()  # collects the exit status
@@ -109,30 +113,22 @@ class OwnProcesses:
     def _ours(self) -> list[psutil.Process]:
         found = []
         for process in psutil.process_iter():
-            try:
+            # A process that has ended meanwhile, or is another user's, is not one of ours.
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 is_ours = process.pid != os.getpid() and process.environ().get(TAG_NAME) == self.tag
                 if is_ours and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                continue  # it has ended, or it is another user's
         return found
 
 
-def _copy_lines(process: subprocess.Popen[bytes], log_path: Path, console: Console, is_muted: threading.Event) -> None:
-    assert process.stdout is not None
-    with log_path.open("ab") as log:
-        for line in process.stdout:
-            log.write(line)
-            log.flush()
-            if not is_muted.is_set():
-                console.print(line.decode(errors="replace").rstrip("\n"))
+def python_path(environment: Mapping[str, str]) -> str:
+    """PYTHONPATH with the repository in front."""
+    return os.pathsep.join([str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))])
 
 
 def how_it_ended(returncode: int) -> str:
     """An exit status in words: the signal's name, or the number."""
     if returncode < 0:
-        try:
-            return f"was killed by {signal.Signals(-returncode).name}"
-        except ValueError:
-            return f"was killed by signal {-returncode}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"was killed by {names.get(-returncode, f'signal {-returncode}')}"
     return f"ended with exit status {returncode}"

@@ -8,17 +8,17 @@ import re
 import secrets
 import shutil
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from recipes.common.launcher import network, nodes, run_logs
 from recipes.common.launcher.job import Job
-from recipes.common.launcher.processes import OwnProcesses, how_it_ended
+from recipes.common.launcher.processes import POLL_S, OwnProcesses, RunFailed, how_it_ended, python_path
 from recipes.common.launcher.settings import NodeRole
 from recipes.common.recipe import ROOT
 from verl.utils.net_utils import LOOPBACK, free_ports
@@ -29,7 +29,7 @@ TEMP_PREFIX = "rl_"
 FREE_PORT = "<free port>"
 NPU_ENV_FILE = Path(__file__).resolve().parents[1] / "npu_env.sh"
 CPU_OBJECT_STORE_BYTES = 256 * 2**20
-_EXPORT = re.compile(r'^export (?P<name>\w+)="\$\{\w+:-(?P<value>[^}]*)\}"')
+_EXPORT = re.compile(r'^export (\w+)="\$\{\w+:-([^}]*)\}"', re.MULTILINE)
 
 
 def ray_command(
@@ -62,12 +62,19 @@ def ray_address(job: Job, role: NodeRole) -> str:
     return f"{role.master_addr}:{job.settings.ray_port}"
 
 
+def ray_environment(job: Job, role: NodeRole) -> dict[str, str]:
+    """The whole environment of Ray and of the job's commands: this process's, the run's variables, Ray's token."""
+    inherited = {name: value for name, value in os.environ.items() if name.lower() != "grpc_proxy"}
+    token = shared_token(job.settings.output_dir, job.settings.ray_auth_token)
+    return {**inherited, **run_variables(job, role, os.environ), "RAY_AUTH_TOKEN": token}
+
+
 def run_variables(job: Job, role: NodeRole, environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that this launcher sets for Ray, the workers and the driver; Ray's token comes on top."""
     given = (environment.get("no_proxy") or environment.get("NO_PROXY") or "").split(",")
     own = ["localhost", LOOPBACK, role.master_addr, role.own_addr]
     variables = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]),
+        "PYTHONPATH": python_path(environment),
         "RAY_ADDRESS": ray_address(job, role),
         "RAY_AUTH_MODE": "token",
         "RAY_COLOR_PREFIX": "0",
@@ -117,20 +124,16 @@ def loss_variables(lost_timeout_s: float) -> dict[str, str]:
 
 def npu_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The exports of ``npu_env.sh``, where a variable that is set already keeps its value."""
-    found = {}
-    for line in NPU_ENV_FILE.read_text(encoding="utf-8").splitlines():
-        match = _EXPORT.match(line.strip())
-        if match:
-            found[match["name"]] = environment.get(match["name"]) or match["value"]
-    return found
+    exports = _EXPORT.findall(NPU_ENV_FILE.read_text(encoding="utf-8"))
+    return {name: environment.get(name) or value for name, value in exports}
 
 
 class RayNode:
     """This node's ``ray start --block``; its output goes to ``log_dir``, the folder of this attempt.
 
     Raises:
-        RuntimeError: another process has taken the head's port since the checks: Ray would die of it, and that
-            process would answer in its place.
+        RunFailed: another process has taken the head's port since the checks: Ray would die of it, and that process
+            would answer in its place.
     """
 
     def __init__(
@@ -144,43 +147,40 @@ class RayNode:
     ) -> None:
         self._role, self._port = role, job.settings.ray_port
         if role.is_head and (problem := network.port_problem("RAY_PORT", self._port)):
-            raise RuntimeError(problem)
+            raise RunFailed(problem)
         run_logs.keep_earlier_sessions(log_dir.parent, role.own_addr)
+        _remove_leftovers()
         # Ray's sockets lie below it and may be 107 characters long, so it cannot be in OUTPUT_DIR.
-        _remove_leftovers(Path(tempfile.gettempdir()))
         self._temp_dir = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}_"))
         self._kept_logs = log_dir / f"ray_{role.own_addr}"
         run_logs.show_session(self._temp_dir / "session_latest" / "logs", self._kept_logs)
         self.end_file = self._temp_dir / "run_end.json"
-        self.log_path = run_logs.start_log(log_dir, role.own_addr)
+        self._log_path = run_logs.start_log(log_dir, role.own_addr)
         client, agent = map(str, free_ports(2, avoid=(self._port,)))
         command = ray_command(job, role, str(self._temp_dir), labels, (client, agent))
-        with self.log_path.open("wb") as log:
-            self._process: subprocess.Popen[bytes] = processes.start(
-                command, {**environment, nodes.END_FILE: str(self.end_file)}, log, ROOT
-            )
+        with self._log_path.open("wb") as log:
+            self._process = processes.start(command, {**environment, nodes.END_FILE: str(self.end_file)}, log, ROOT)
 
     def wait_until_up(self) -> None:
-        """Wait until the head's port answers; RuntimeError when Ray ends first or time runs out."""
+        """Wait until the head's port answers; RunFailed when Ray ends first or time runs out."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not network.accepts_connections(self._role.master_addr, self._port):
             if (problem := self.problem()) is not None:
-                raise RuntimeError(problem)
+                raise RunFailed(problem)
             if time.monotonic() > deadline:
-                raise RuntimeError(f"Ray did not answer on port {self._port} within {START_TIMEOUT_S:g} s{self.tail()}")
-            time.sleep(0.2)
+                raise RunFailed(f"Ray did not answer on port {self._port} within {START_TIMEOUT_S:g} s{self._tail()}")
+            time.sleep(POLL_S)
 
     def problem(self) -> str | None:
         """How Ray on this node ended, with the last lines that it wrote; None while it runs."""
         status = self._process.poll()
         if status is None:
             return None
-        return f"Ray on this node ({self._role.own_addr}) {how_it_ended(status)}{self.tail()}"
+        return f"Ray on this node ({self._role.own_addr}) {how_it_ended(status)}{self._tail()}"
 
-    def tail(self) -> str:
-        """The end of Ray's own output, for a message."""
-        lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        return "".join(f"\n    {line}" for line in [f"({self.log_path}:)", *lines])
+    def _tail(self) -> str:
+        lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return "".join(f"\n    {line}" for line in [f"({self._log_path}:)", *lines])
 
     def keep_logs(self) -> None:
         """Move Ray's session logs beside the run's own and remove its temporary folder; call it once Ray has ended."""
@@ -188,9 +188,9 @@ class RayNode:
         shutil.rmtree(self._temp_dir, ignore_errors=True)
 
 
-def _remove_leftovers(parent: Path) -> None:
+def _remove_leftovers() -> None:
     """Remove this user's temporary folders of launchers that were killed: their process ids exist no more."""
-    for path in parent.glob(f"{TEMP_PREFIX}*_*"):
+    for path in Path(tempfile.gettempdir()).glob(f"{TEMP_PREFIX}*_*"):
         pid = path.name.removeprefix(TEMP_PREFIX).split("_")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)) and path.stat().st_uid == os.getuid():
             shutil.rmtree(path, ignore_errors=True)
@@ -204,14 +204,9 @@ def shared_token(output_dir: Path, given: str | None) -> str:
     output_dir.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         mine = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
-        with open(mine, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as handle:
-            handle.write(secrets.token_hex(32))
-            handle.flush()
-            os.fsync(handle.fileno())
-        try:
+        mine.touch(mode=0o600)
+        mine.write_text(secrets.token_hex(32), encoding="utf-8")
+        with suppress(FileExistsError):
             os.link(mine, path)  # unlike a rename it never replaces the token that another node has just made
-        except FileExistsError:
-            pass
-        finally:
-            mine.unlink()
+        mine.unlink()
     return path.read_text(encoding="utf-8").strip()

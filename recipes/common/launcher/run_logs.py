@@ -16,17 +16,22 @@ import shutil
 from pathlib import Path
 
 LATEST = "latest"
-_ATTEMPT = re.compile(r"attempt_(\d+)")
 _RANK = re.compile(r":actor_name:rank (\d+)")  # Ray writes an actor's repr into its files when it starts
 _HEAD_BYTES = 1000
 
 
 def new_attempt(logs: Path) -> Path:
     """Make the folder of the next attempt and point ``latest`` at it."""
-    numbers = [int(match[1]) for path in logs.glob("attempt_*") if (match := _ATTEMPT.fullmatch(path.name))]
-    folder = logs / f"attempt_{max(numbers, default=0) + 1}"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = next_folder(logs, "attempt_")
     _point(logs / LATEST, Path(folder.name))
+    return folder
+
+
+def next_folder(parent: Path, prefix: str = "") -> Path:
+    """Make the folder of the next number, from 1, in ``parent``."""
+    names = [path.name.removeprefix(prefix) for path in parent.glob(f"{prefix}*")]
+    folder = parent / f"{prefix}{max((int(name) for name in names if name.isdigit()), default=0) + 1}"
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,84 +15,50 @@ from verl.utils.net_utils import LOOPBACK
 CPU = "cpu"
 
 
-def _number(kind: type[int] | type[float], least: float, most: float = float("inf")) -> Callable[[str], Any]:
+def _number(kind: type[int] | type[float], least: float, most: float = sys.float_info.max) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         value = kind(text)
-        if not least <= value <= most or value == float("inf"):
+        if not least <= value <= most:
             raise ValueError(text)
         return value
 
     return parse
 
 
-@dataclass(frozen=True)
-class Kind:
-    """How a variable's text becomes a value, and what an error says was expected."""
-
-    parse: Callable[[str], Any]
-    expected: str
-
-
-TEXT = Kind(str, "a text")
-PATH = Kind(lambda text: Path(text).expanduser().absolute(), "a path")
-COUNT = Kind(_number(int, 1), "a whole number of at least 1")
-SEED = Kind(_number(int, 0), "a whole number of at least 0")
-RANK = Kind(_number(int, 0), "a whole number from 0 to NNODES - 1")
-PORT = Kind(_number(int, 1024, 65535), "a port number, 1024 to 65535")
-SECONDS = Kind(_number(float, 1e-9), "a number of seconds above 0")
-
-# name -> (default as shown to the user, meaning, kind), for every recipe; ``variables`` adds what a recipe decides.
-COMMON_VARIABLES: dict[str, tuple[str, str, Kind]] = {
-    "MODEL_PATH": ("a tiny model made on the spot", "HF directory (FP8 as published, or BF16) to start from", PATH),
-    "DIST_CKPT_PATH": ("OUTPUT_DIR/dist_ckpt", "sharded weights, on a shared disk; used as they are if there", PATH),
-    "SEED": ("42", "seed of data split, base model, sampling and training", SEED),
-    "STEPS": ("the config's", "number of training steps", COUNT),
-    "HOSTFILE": (
-        "none",
-        "file with a line per node, address and slots=8: started on one, it starts the others by ssh", TEXT,
-    ),
-    "NNODES": ("the config's", "number of nodes, those of rollout.nnodes among them", COUNT),
-    "NPUS_PER_NODE": (
-        "the config's",
-        "devices per node that trains; without NPUs the number of worker processes", COUNT,
-    ),
-    "MASTER_ADDR": ("this machine, for one node", "address of the head node, the same on every node", TEXT),
-    "NODE_RANK": (
-        "by MASTER_ADDR: its owner is the head",
-        "0 is the head; given everywhere, it names missing nodes", RANK,
-    ),
-    "SOCKET_IFNAME": ("the interface that reaches MASTER_ADDR", "network interface of this node", TEXT),
-    "RAY_PORT": ("6766", "port of Ray on the head", PORT),
-    "MASTER_PORT": ("chosen when needed", "port of torch.distributed's store on the head", PORT),
-    "JOIN_TIMEOUT_S": ("300", "how long the head waits for every node", SECONDS),
-    "HEAD_TIMEOUT_S": ("300", "how long a node waits for the head", SECONDS),
-    "LOST_TIMEOUT_S": ("20", "a node that is silent for so long has gone away", SECONDS),
-    "VENV_DIR": (".venv in the repository", "virtual environment, made when it is not there", TEXT),
-    "SETUP": ("yes", "no takes VENV_DIR as it is and installs nothing, for example in a container image", TEXT),
-    "PLAN_DEVICE": ("the device of this node", "planned for first: a name of tools/plan/devices, or a file", TEXT),
-    "RAY_AUTH_TOKEN": (
-        "a file in OUTPUT_DIR",
-        "Ray's token; set the same one on all nodes if they share no disk", TEXT,
-    ),
-}  # fmt: skip
+# kind of a variable -> how its text becomes a value, and what an error says was expected
+KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "text": (str, "a text"),
+    "path": (lambda text: Path(text).expanduser().absolute(), "a path"),
+    "count": (_number(int, 1), "a whole number of at least 1"),
+    "seed": (_number(int, 0), "a whole number of at least 0"),
+    "rank": (_number(int, 0), "a whole number from 0 to NNODES - 1"),
+    "port": (_number(int, 1024, 65535), "a port number, 1024 to 65535"),
+    "seconds": (_number(float, 1e-9), "a number of seconds above 0"),
+}
+# The variables of every recipe: name, kind, default as shown to the user, meaning. ``variables`` adds a recipe's own.
+_TABLE = """
+MODEL_PATH | path | a tiny model made on the spot | HF directory (FP8 as published, or BF16) to start from
+DIST_CKPT_PATH | path | OUTPUT_DIR/dist_ckpt | sharded weights, on a shared disk; used as they are if there
+SEED | seed | 42 | seed of data split, base model, sampling and training
+STEPS | count | the config's | number of training steps
+HOSTFILE | text | none | file with a line per node, address and slots=8: started on one, it starts the others by ssh
+NNODES | count | the config's | number of nodes, those of rollout.nnodes among them
+NPUS_PER_NODE | count | the config's | devices per node that trains; without NPUs the number of worker processes
+MASTER_ADDR | text | this machine, for one node | address of the head node, the same on every node
+NODE_RANK | rank | by MASTER_ADDR: its owner is the head | 0 is the head; given everywhere, it names missing nodes
+SOCKET_IFNAME | text | the interface that reaches MASTER_ADDR | network interface of this node
+RAY_PORT | port | 6766 | port of Ray on the head
+MASTER_PORT | port | chosen when needed | port of torch.distributed's store on the head
+JOIN_TIMEOUT_S | seconds | 300 | how long the head waits for every node
+HEAD_TIMEOUT_S | seconds | 300 | how long a node waits for the head
+LOST_TIMEOUT_S | seconds | 20 | a node that is silent for so long has gone away
+VENV_DIR | text | .venv in the repository | virtual environment, made when it is not there
+SETUP | text | yes | no takes VENV_DIR as it is and installs nothing, for example in a container image
+PLAN_DEVICE | text | the device of this node | planned for first: a name of tools/plan/devices, or a file
+RAY_AUTH_TOKEN | text | a file in OUTPUT_DIR | Ray's token; set the same one on all nodes if they share no disk
+"""
+_ROWS = [[cell.strip() for cell in line.split("|")] for line in _TABLE.strip().splitlines()]
 REMOVED = {"CONTROL_PORT": "nodes meet at RAY_PORT, the port of Ray on the head"}
-
-
-def variables(recipe: Recipe) -> dict[str, tuple[str, str]]:
-    """Default and meaning of every variable: the one list behind --help, --print-plan and the README's table."""
-    names = {"npu": "NPUs", "cuda": "GPUs"}
-    devices = " or ".join(names[device] for device in recipe.accelerators)
-    meaning = "evaluation sets of the same form: name path, and again for each"
-    return {
-        "CONFIG_NAME": (
-            f"{recipe.tiny_config}; with {devices} {recipe.full_config}",
-            f"config in recipes/{recipe.name}/config, without .yaml",
-        ),
-        recipe.input_variable: (recipe.input_default, recipe.input_meaning),
-        **({recipe.eval_variable: (recipe.eval_default, meaning)} if recipe.eval_variable else {}),
-        "OUTPUT_DIR": (f"outputs/{recipe.name}", "everything the run writes, on a disk that all nodes share"),
-        **{name: (default, meaning) for name, (default, meaning, _) in COMMON_VARIABLES.items()},
-    }
 
 
 @dataclass(frozen=True)
@@ -105,6 +71,7 @@ class Settings:
     overrides: tuple[str, ...] = ()
     input_path: Path | None = None
     eval_input: str = ""
+    accelerator: str = CPU
     model_path: Path | None = None
     dist_ckpt_path: Path | None = None
     seed: int = 42
@@ -119,7 +86,8 @@ class Settings:
     join_timeout_s: float = 300.0
     head_timeout_s: float = 300.0
     lost_timeout_s: float = 20.0
-    accelerator: str = CPU
+    plan_device: str | None = None
+    ray_auth_token: str | None = None
 
     @property
     def log_dir(self) -> Path:
@@ -137,29 +105,47 @@ class Settings:
         return self.dist_ckpt_path or self.output_dir / "dist_ckpt"
 
 
+def variables(recipe: Recipe) -> dict[str, tuple[str, str]]:
+    """Default and meaning of every variable: the one list behind --help, --print-plan and the README's table."""
+    names = {"npu": "NPUs", "cuda": "GPUs"}
+    devices = " or ".join(names[device] for device in recipe.accelerators)
+    eval_meaning = "evaluation sets of the same form: name path, and again for each"
+    return {
+        "CONFIG_NAME": (
+            f"{recipe.tiny_config}; with {devices} {recipe.full_config}",
+            f"config in recipes/{recipe.name}/config, without .yaml",
+        ),
+        recipe.input_variable: (recipe.input_default, recipe.input_meaning),
+        **({recipe.eval_variable: (recipe.eval_default, eval_meaning)} if recipe.eval_variable else {}),
+        "OUTPUT_DIR": (f"outputs/{recipe.name}", "everything the run writes, on a disk that all nodes share"),
+        **{name: (default, meaning) for name, _, default, meaning in _ROWS},
+    }
+
+
 def read_settings(
     recipe: Recipe, overrides: Sequence[str], environment: Mapping[str, str], accelerator: str = CPU
 ) -> Settings:
     """The settings in ``environment``; ValueError that lists every value that is not what it should be."""
     problems: list[str] = []
 
-    def read(name: str, kind: Kind) -> Any:
+    def read(name: str, kind: str) -> Any:
         text = environment.get(name, "").strip()
+        parse, expected = KINDS[kind]
         try:
-            return kind.parse(text) if text else None
+            return parse(text) if text else None
         except ValueError:
-            problems.append(f"{name}={text!r}: expected {kind.expected}")
+            problems.append(f"{name}={text!r}: expected {expected}")
             return None
 
-    names = {field.name for field in fields(Settings)}
-    given = {name.lower(): read(name, kind) for name, (_, _, kind) in COMMON_VARIABLES.items() if name.lower() in names}
     own_config = recipe.full_config if accelerator in recipe.accelerators else recipe.tiny_config
+    names = {field.name for field in fields(Settings)}
+    given = {name.lower(): read(name, kind) for name, kind, *_ in _ROWS if name.lower() in names}
     settings = Settings(
         recipe=recipe,
         config_name=environment.get("CONFIG_NAME") or own_config,
-        output_dir=read("OUTPUT_DIR", PATH) or ROOT / "outputs" / recipe.name,
+        output_dir=read("OUTPUT_DIR", "path") or ROOT / "outputs" / recipe.name,
         overrides=tuple(overrides),
-        input_path=read(recipe.input_variable, PATH),
+        input_path=read(recipe.input_variable, "path"),
         eval_input=environment.get(recipe.eval_variable, "").strip() if recipe.eval_variable else "",
         accelerator=accelerator,
         **{name: value for name, value in given.items() if value is not None},
@@ -197,10 +183,9 @@ def find_role(settings: Settings, nnodes: int) -> NodeRole:
         )
     is_head = master is None or master in addresses
     if settings.node_rank is not None and (settings.node_rank == 0) != is_head:
-        here = ", ".join(addresses)
         raise ValueError(
             f"NODE_RANK is {settings.node_rank}, but MASTER_ADDR {master} is {'' if is_head else 'not '}one of this "
-            f"node's addresses ({here}): rank 0 is the node that owns MASTER_ADDR"
+            f"node's addresses ({', '.join(addresses)}): rank 0 is the node that owns MASTER_ADDR"
         )
     if settings.node_rank is not None and settings.node_rank >= nnodes:
         raise ValueError(f"NODE_RANK is {settings.node_rank} with NNODES {nnodes}: expected 0 to {nnodes - 1}")
@@ -208,19 +193,17 @@ def find_role(settings: Settings, nnodes: int) -> NodeRole:
         raise ValueError(
             f"MASTER_ADDR {master} is not an address of this machine and NNODES is 1: unset it, or set NNODES"
         )
+    own = LOOPBACK if nnodes == 1 or master is None else master
     if settings.socket_ifname is not None or not is_head:
         own = network.address_towards(master, settings.socket_ifname)
-    else:
-        own = LOOPBACK if nnodes == 1 or master is None else master
     return NodeRole(is_head, own, own if nnodes == 1 or master is None else master, addresses.get(own, "lo"))
 
 
 def find_accelerator() -> str:
     """npu where this machine has Ascend device files, cuda where torch can use a GPU, else cpu."""
-    names = os.listdir("/dev")
-    if any(name.startswith("davinci") and name[7:].isdigit() for name in names):
+    if list(Path("/dev").glob("davinci[0-9]*")):
         return "npu"
-    if any(name.startswith("nvidia") and name[6:].isdigit() for name in names):
+    if list(Path("/dev").glob("nvidia[0-9]*")):
         import torch  # takes seconds to import: only where there may be a GPU
 
         return "cuda" if torch.cuda.is_available() else CPU

@@ -8,28 +8,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from recipes.common.atomic_files import write_text_atomically
+from recipes.common.launcher.run_logs import next_folder
 from recipes.common.output_stamp import digest_of
 
 RUN_FILE = "run.json"
 EARLIER = "earlier_runs"
 OUTPUTS = (
-    "checkpoints",
-    "metrics.jsonl",
-    "restarts.jsonl",
-    "tensorboard",
-    "val_generations",
-    "reward_ledger",
-    "samples",
-    "rollouts",
-    "samples.html",
-    "timeline",
-    "export_hf",
-    "trained_hf",
-    "report.html",
-    "rewards.png",
-    "response_len.png",
-    "val_score.png",
-)
+    "checkpoints metrics.jsonl restarts.jsonl tensorboard val_generations reward_ledger samples rollouts samples.html "
+    "timeline export_hf trained_hf report.html rewards.png response_len.png val_score.png"
+).split()
 
 
 def training_identity(seed: int, train_files: Iterable[Path], model_dir: Path) -> str:
@@ -48,19 +35,11 @@ def archive_other_training(output_dir: Path, identity: str) -> Path | None:
     """Move the results of another training into ``earlier_runs/N`` and note this one; None when nothing was moved."""
     run_file = output_dir / RUN_FILE
     known = json.loads(run_file.read_text(encoding="utf-8"))["identity"] if run_file.is_file() else identity
+    present = [output_dir / name for name in OUTPUTS if (output_dir / name).exists()]
     target = None
-    if known != identity:
-        present = [output_dir / name for name in OUTPUTS if (output_dir / name).exists()]
-        if present:
-            target = _next_folder(output_dir / EARLIER)
-            for path in present:
-                os.replace(path, target / path.name)
+    if known != identity and present:
+        target = next_folder(output_dir / EARLIER)
+        for path in present:
+            os.replace(path, target / path.name)
     write_text_atomically(run_file, json.dumps({"identity": identity}) + "\n")
     return target
-
-
-def _next_folder(parent: Path) -> Path:
-    numbers = [int(path.name) for path in parent.glob("*") if path.name.isdigit()]
-    folder = parent / str(max(numbers, default=0) + 1)
-    folder.mkdir(parents=True)
-    return folder
