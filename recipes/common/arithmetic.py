@@ -23,18 +23,19 @@ HELD_OUT = 10  # one problem in so many is held out, where a recipe's form of th
 
 
 def make_problem(kind: str, numbers: tuple[int, ...]) -> dict[str, str]:
-    """One problem about the numbers, with its answer and a solution that ends in ``= <answer>``."""
+    """One problem about the numbers, with its answer and a solution that ends in ``= <answer>``.
+
+    A sum is worked out from left to right, ``3 + 7 = 10, 10 + 2 = 12``: steps that a very small model can learn.
+    """
     if kind == "sum":
-        return {
-            "problem": f"What is {' + '.join(map(str, numbers))}?",
-            "answer": str(sum(numbers)),
-            "solution": _running_sum(numbers),
-        }
+        totals = list(itertools.accumulate(numbers))
+        steps = [f"{total} + {number} = {total + number}" for total, number in zip(totals, numbers[1:], strict=False)]
+        problem = f"What is {' + '.join(map(str, numbers))}?"
+        return {"problem": problem, "answer": str(totals[-1]), "solution": ", ".join(steps)}
     word, function = ("largest", max) if kind == "maximum" else ("smallest", min)
     answer = str(function(numbers))
-    listed = f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
     return {
-        "problem": f"What is the {word} of {listed}?",
+        "problem": f"What is the {word} of {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}?",
         "answer": answer,
         "solution": f"{function.__name__}({', '.join(map(str, numbers))}) = {answer}",
     }
@@ -43,20 +44,8 @@ def make_problem(kind: str, numbers: tuple[int, ...]) -> dict[str, str]:
 def solution_of(problem: str) -> str:
     """The worked solution of a problem of ``make_problem``; an empty text for any other."""
     numbers = tuple(int(number) for number in re.findall(r"\d{1,9}", problem))
-    words = {"sum": " + ", "maximum": "largest", "minimum": "smallest"}
-    for kind, word in words.items():
-        if word in problem and len(numbers) > 1 and (made := make_problem(kind, numbers))["problem"] == problem:
-            return made["solution"]
-    return ""
-
-
-def _running_sum(numbers: tuple[int, ...]) -> str:
-    """The sum from left to right, ``3 + 7 = 10, 10 + 2 = 12``: steps that a very small model can learn."""
-    total, steps = numbers[0], []
-    for number in numbers[1:]:
-        steps.append(f"{total} + {number} = {total + number}")
-        total += number
-    return ", ".join(steps)
+    made = [make_problem(kind, numbers) for kind in KINDS] if len(numbers) > 1 else []
+    return next((item["solution"] for item in made if item["problem"] == problem), "")
 
 
 def make_set(num_problems: int = 3000, seed: int = 42) -> list[dict[str, str]]:
@@ -85,36 +74,28 @@ def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_text_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_json(output: Path, num_problems: int, seed: int) -> list[str] | None:
+    """Write the set as a JSON list unless the file is there with the same content."""
+    text = json.dumps(make_set(num_problems, seed), indent=1) + "\n"
+    if output.is_file() and output.read_text(encoding="utf-8") == text:
+        return None
+    write_text_atomically(output, text)
+    return [f"wrote {num_problems} arithmetic problems to {output}"]
+
+
 def generate(
-    module: str, description: str | None, write_set: Callable[[Path, int, int], None], argv: list[str] | None
+    description: str | None,
+    write: Callable[[Path, int, int], list[str] | None] = write_json,
+    argv: list[str] | None = None,
 ) -> int:
-    """The command line of a recipe's own form of the problems: ``write_set(output_dir, num_problems, seed)``."""
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
-    parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--num-problems", type=int, default=3000)
+    """The command line of a recipe's form of the problems: ``write(output, num_problems, seed)``."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--output", "--output-dir", type=Path, required=True, help="the file or folder to write")
+    parser.add_argument("--num_problems", "--num-problems", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args(argv)
-    write_set(args.output_dir, args.num_problems, args.seed)
-    return 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line: write the set unless the file is there with the same content."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--num_problems", type=int, default=3000)
-    parser.add_argument("--seed", type=int, default=42)
-    args = parser.parse_args(argv)
-
-    def run() -> list[str] | None:
-        text = json.dumps(make_set(args.num_problems, args.seed), indent=1) + "\n"
-        if args.output.is_file() and args.output.read_text(encoding="utf-8") == text:
-            return None
-        write_text_atomically(args.output, text)
-        return [f"wrote {args.num_problems} arithmetic problems to {args.output}"]
-
-    return run_data_script(run, args.output)
+    return run_data_script(lambda: write(args.output, args.num_problems, args.seed), args.output)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(generate(__doc__))

@@ -1,14 +1,18 @@
-"""The parts that the recipes' data scripts share: verl's rows as parquet, one message for all bad rows, the command."""
+"""The parts that the recipes' data scripts share: rows as parquet, the message for bad rows, stamps, the command."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.common.atomic_files import write_atomically
+from recipes.common.atomic_files import write_atomically, write_text_atomically
 
 MAX_REPORTED = 10
+STAMP_NAME = ".stamp.json"
+WHOLE_BYTES = 64 * 2**20  # a larger input is known by its size and time, not by its content
 
 
 def run_data_script(convert: Callable[[], Sequence[str] | None], output_dir: Path) -> int:
@@ -24,36 +28,46 @@ def run_data_script(convert: Callable[[], Sequence[str] | None], output_dir: Pat
     except (ValueError, OSError) as error:
         console.print(f"error: {error}", style="red")
         return 2
-    if lines is None:
-        lines = [f"{output_dir}: complete and its input unchanged, nothing to do"]
-    for line in lines:
+    for line in [f"{output_dir}: complete and its input unchanged, nothing to do"] if lines is None else lines:
         console.print(line)
     return 0
 
 
-def check_rows(rows: Sequence[Any], problems: Sequence[str], where: str) -> None:
-    """ValueError with the first problems, one a line, or saying that ``where`` has no rows."""
-    if not rows and not problems:
-        raise ValueError(f"{where}: no rows")
-    if problems:
-        more = [f"and {len(problems) - MAX_REPORTED} more"] if len(problems) > MAX_REPORTED else []
-        raise ValueError("\n".join([*problems[:MAX_REPORTED], *more]))
+def verl_row(source: str, prompt: Sequence[Mapping[str, str]], answer: str, split: str, index: int) -> dict[str, Any]:
+    """A row in verl's schema with a rule reward."""
+    return {
+        "data_source": source,
+        "prompt": prompt,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def usable_rows(rows: Iterable[tuple[str, dict[str, Any] | str]], where: object) -> list[dict[str, Any]]:
+    """The rows; each comes with where it stands, and is a text if it cannot be used: the reason.
+
+    Raises:
+        ValueError: the first reasons, one a line; or ``where`` has no rows.
+    """
+    usable: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for position, row in rows:
+        if isinstance(row, str):
+            problems.append(f"{position}: {row}")
+        else:
+            usable.append(row)
+    if len(problems) > MAX_REPORTED:
+        problems[MAX_REPORTED:] = [f"and {len(problems) - MAX_REPORTED} more"]
+    if problems or not usable:
+        raise ValueError("\n".join(problems) or f"{where}: no rows")
+    return usable
 
 
 def write_parquet(
-    rows: list[dict[str, Any]],
-    path: Path,
-    text_columns: Sequence[str] = (),
-    reward_fields: Sequence[str] = ("style", "ground_truth"),
-    extra_texts: Sequence[str] = (),
+    rows: list[dict[str, Any]], path: Path, columns: Sequence[str] = (), extra_texts: Sequence[str] = ()
 ) -> None:
-    """Write verl's rows with a fixed schema, atomically.
-
-    Args:
-        text_columns: columns behind verl's own.
-        reward_fields: the order of the fields of ``reward_model``.
-        extra_texts: fields of ``extra_info`` behind split and index.
-    """
+    """Write verl's rows with a fixed schema, atomically: also text ``columns``, and ``extra_texts`` in extra_info."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -64,10 +78,39 @@ def write_parquet(
             ("data_source", text),
             ("prompt", pa.list_(pa.struct([("role", text), ("content", text)]))),
             ("ability", text),
-            ("reward_model", pa.struct([(name, text) for name in reward_fields])),
+            ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
             ("extra_info", pa.struct(extra_info)),
-            *((name, text) for name in text_columns),
+            *((name, text) for name in columns),
         ]
     )
     table = pa.Table.from_pylist(rows, schema=schema)
     write_atomically(path, lambda temporary: pq.write_table(table, temporary))
+
+
+def digest_of(settings: Mapping[str, Any], inputs: Iterable[Path]) -> str:
+    """Hex digest of a stage's settings and of its input files (content up to 64 MiB, size and time above that)."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    for path in inputs:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file() and file.name != STAMP_NAME:
+                status = file.stat()
+                is_large = status.st_size > WHOLE_BYTES
+                content = "" if is_large else hashlib.sha256(file.read_bytes()).hexdigest()
+                digest.update(f"{file.name}:{content or f'{status.st_size}:{status.st_mtime_ns}'}".encode())
+    return digest.hexdigest()
+
+
+def is_current(out_dir: Path, digest: str) -> bool:
+    """Whether ``out_dir`` carries a stamp of this digest and every file that the stamp names still has its size."""
+    try:
+        stamp = json.loads((out_dir / STAMP_NAME).read_text(encoding="utf-8"))
+        sizes = {name: (out_dir / name).stat().st_size for name in stamp["files"]}
+        return bool(stamp["digest"] == digest and sizes == stamp["files"])
+    except (OSError, json.JSONDecodeError, KeyError, TypeError):
+        return False  # a damaged stamp proves nothing: do the stage again
+
+
+def write_stamp(out_dir: Path, digest: str, files: Iterable[Path]) -> None:
+    """Declare the output complete: write ``files`` with their sizes and the digest. Call it last."""
+    sizes = {str(path.relative_to(out_dir)): path.stat().st_size for path in sorted(files)}
+    write_text_atomically(out_dir / STAMP_NAME, json.dumps({"digest": digest, "files": sizes}, indent=1) + "\n")

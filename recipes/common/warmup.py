@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from datetime import timedelta
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +61,6 @@ def run_warmup(warmup: Warmup) -> None:
 
 
 def _run_rank(rank: int, warmup: Warmup, rendezvous: str) -> None:
-    from datetime import timedelta
-
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -179,23 +178,15 @@ def pack(texts: Sequence[tuple[list[int], list[int]]]) -> PackedTexts:
     """Concatenate texts; the last token of a text has no next one and is not learned from."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    ids: list[int] = []
-    labels: list[int] = []
-    positions: list[int] = []
-    learned: list[float] = []
-    ends = [0]
-    for prompt, response in texts:
-        text = [*prompt, *response]
-        ids += text
-        labels += [*text[1:], 0]
-        positions += range(len(text))
-        learned += [0.0] * (len(prompt) - 1) + [1.0] * len(response) + [0.0]
-        ends.append(len(ids))
-    longest = max(end - start for start, end in pairwise(ends))
+    def packed(numbers: Iterable[Iterable[float]]) -> torch.Tensor:
+        return torch.tensor(list(chain.from_iterable(numbers)))
+
+    whole = [[*prompt, *response] for prompt, response in texts]
+    lengths = [len(text) for text in whole]
     return PackedTexts(
-        torch.tensor(ids),
-        torch.tensor(positions),
-        torch.tensor(labels),
-        torch.tensor(learned),
-        PackedSeqParams(torch.tensor(ends, dtype=torch.int32), longest),
+        packed(whole),
+        packed(range(length) for length in lengths),
+        packed([*text[1:], 0] for text in whole),
+        packed([0.0] * (len(prompt) - 1) + [1.0] * len(response) + [0.0] for prompt, response in texts),
+        PackedSeqParams(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), max(lengths)),
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from recipes.common.arithmetic import HELD_OUT, generate, make_set, write_json_lines
 
 
-def write_set(output_dir: Path, num_problems: int, seed: int) -> None:
+def write_set(output_dir: Path, num_problems: int, seed: int) -> list[str]:
     """``train.jsonl`` and ``test.jsonl``; the same files for the same seed."""
     rows = [
         {
@@ -19,14 +19,10 @@ def write_set(output_dir: Path, num_problems: int, seed: int) -> None:
         for item in make_set(num_problems, seed)
     ]
     count = len(rows) // HELD_OUT
-    for side, part in (("test", rows[:count]), ("train", rows[count:])):
-        write_json_lines(output_dir / f"{side}.jsonl", part)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Entry point of ``python -m recipes.math_lighteval.arithmetic``."""
-    return generate("recipes.math_lighteval.arithmetic", __doc__, write_set, argv)
+    write_json_lines(output_dir / "test.jsonl", rows[:count])
+    write_json_lines(output_dir / "train.jsonl", rows[count:])
+    return [f"wrote {num_problems} arithmetic problems to {output_dir}"]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(generate(__doc__, write_set))

@@ -9,16 +9,23 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 if not __package__:  # run by its path: the repository's packages must be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from recipes.common.data_scripts import check_rows, run_data_script, write_parquet
+from recipes.common.data_scripts import (
+    digest_of,
+    is_current,
+    run_data_script,
+    usable_rows,
+    verl_row,
+    write_parquet,
+    write_stamp,
+)
 from recipes.common.math_answers import true_answer
-from recipes.common.output_stamp import digest_of, is_current, write_stamp
 
 DATA_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
 INSTRUCTION = " Let's think step by step and output the final answer within \\boxed{}."
@@ -28,15 +35,6 @@ GSM8K = "openai/gsm8k"
 FORMS = {DATA_SOURCE: ("problem", "solution"), GSM8K: ("question", "answer")}
 CARRIED = ("level", "type")  # where a row has them
 FORM_VERSION = 1  # raise when the rows would come out differently from the same input
-
-
-@dataclass(frozen=True)
-class SourceRow:
-    """A row of the input: its file, its position there (counted from 0), and its content."""
-
-    file: Path
-    position: int
-    content: Any
 
 
 def input_files(input_dir: Path) -> dict[str, list[Path]]:
@@ -63,24 +61,22 @@ def input_files(input_dir: Path) -> dict[str, list[Path]]:
 
 def _is_output(path: Path) -> bool:
     """Whether a file has the columns that this command writes."""
-    if path.suffix != ".parquet":
-        return False
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        return {"data_source", "reward_model"} <= set(pq.read_schema(path).names)
+        return path.suffix == ".parquet" and {"data_source", "reward_model"} <= set(pq.read_schema(path).names)
     except (pa.ArrowInvalid, OSError):
         return False  # not a parquet file: reading it reports that
 
 
-def source_rows(file: Path) -> Iterator[SourceRow]:
+def source_rows(file: Path) -> Iterator[Any]:
     """Every row of a file; ValueError when it is no parquet or JSON lines file, or lacks a column."""
     if file.suffix == ".jsonl":
         with file.open(encoding="utf-8") as lines:
             for position, line in enumerate(line for line in lines if line.strip()):
                 try:
-                    yield SourceRow(file, position, json.loads(line))
+                    yield json.loads(line)
                 except json.JSONDecodeError as error:
                     raise ValueError(f"{file}: row {position} is no JSON object ({error})") from error
         return
@@ -94,13 +90,11 @@ def source_rows(file: Path) -> Iterator[SourceRow]:
     if not any(set(columns) <= set(table.column_names) for columns in FORMS.values()):
         expected = " or ".join(" and ".join(columns) for columns in FORMS.values())
         raise ValueError(f"{file} has the columns {', '.join(table.column_names)}; expected {expected}")
-    for position, row in enumerate(table.to_pylist()):
-        yield SourceRow(file, position, row)
+    yield from table.to_pylist()
 
 
-def verl_row(source: SourceRow, side: str, index: int) -> dict[str, Any] | str:
+def converted_row(row: Any, side: str, index: int) -> dict[str, Any] | str:
     """The row in verl's schema, ``index`` its place in its side; or the reason why it cannot be used."""
-    row = source.content
     if not isinstance(row, dict):
         return f"is a {type(row).__name__}, not an object with problem and solution"
     data_source = GSM8K if FORMS[GSM8K][0] in row else DATA_SOURCE
@@ -112,27 +106,8 @@ def verl_row(source: SourceRow, side: str, index: int) -> dict[str, Any] | str:
     if answer is None:
         return f"its {solution} has no final answer: expected a \\boxed{{...}} that is closed and not empty, or ####"
     carried = {name: None if row.get(name) is None else str(row[name]) for name in CARRIED}
-    return {
-        "data_source": data_source,
-        "prompt": [{"role": "user", "content": row[problem] + INSTRUCTION}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {"split": side, "index": index},
-        **carried,
-    }
-
-
-def converted(files: list[Path], side: str) -> list[dict[str, Any]]:
-    """All rows of one side; ValueError that names file and row of every one that cannot be used."""
-    rows, problems = [], []
-    for index, source in enumerate(row for file in files for row in source_rows(file)):
-        row = verl_row(source, side, index)
-        if isinstance(row, str):
-            problems.append(f"{source.file}: row {source.position}: {row}")
-        else:
-            rows.append(row)
-    check_rows(rows, problems, ", ".join(map(str, files)))
-    return rows
+    prompt = [{"role": "user", "content": row[problem] + INSTRUCTION}]
+    return verl_row(data_source, prompt, answer, side, index) | carried
 
 
 def convert(input_dir: Path, local_dir: Path) -> dict[str, int] | None:
@@ -145,14 +120,16 @@ def convert(input_dir: Path, local_dir: Path) -> dict[str, int] | None:
     own = [str(path) for side in SIDES for path in files[side] if path.resolve() == outputs[side].resolve()]
     if own:
         raise ValueError(f"--local_dir {local_dir}: {' and '.join(own)} would be replaced; choose another folder")
-    digest = digest_of(
-        {"form": FORM_VERSION, "instruction": INSTRUCTION}, [file for side in SIDES for file in files[side]]
-    )
+    digest = digest_of({"form": FORM_VERSION, "instruction": INSTRUCTION}, chain.from_iterable(files.values()))
     if is_current(local_dir, digest):
         return None
-    rows = {side: converted(files[side], side) for side in SIDES}
+    rows = {}
     for side in SIDES:
-        write_parquet(rows[side], outputs[side], text_columns=CARRIED)
+        sources = ((f"{file}: row {i}", row) for file in files[side] for i, row in enumerate(source_rows(file)))
+        found = ((where, converted_row(row, side, index)) for index, (where, row) in enumerate(sources))
+        rows[side] = usable_rows(found, ", ".join(map(str, files[side])))
+    for side in SIDES:
+        write_parquet(rows[side], outputs[side], columns=CARRIED)
     write_stamp(local_dir, digest, outputs.values())
     return {side: len(rows[side]) for side in SIDES}
 

@@ -40,7 +40,7 @@ def data_stages(job: Job) -> list[Stage]:
     settings, out = job.settings, []
     input_dir = settings.input_path or settings.data_dir / "arithmetic"
     if settings.input_path is None:
-        out.append(problems_stage(job, "recipes.math_lighteval.arithmetic", "--output-dir", input_dir))
+        out.append(problems_stage(job, "recipes.math_lighteval.arithmetic", input_dir))
     arguments = ("--input_dir", input_dir, "--local_dir", settings.data_dir)
     return [*out, module_stage(job, "data", "Data", "recipes.math_lighteval.math_lighteval", *arguments)]
 

@@ -10,7 +10,7 @@ INSTRUCTION = " Think first, then give the answer within \\boxed{}."
 EVAL_SETS = ("sums", "comparisons")
 
 
-def write_set(output_dir: Path, num_problems: int, seed: int) -> None:
+def write_set(output_dir: Path, num_problems: int, seed: int) -> list[str]:
     """``prompts.jsonl`` and a file of each evaluation set; the same files for the same seed."""
     problems = make_set(num_problems, seed)
     count = len(problems) // HELD_OUT
@@ -22,12 +22,8 @@ def write_set(output_dir: Path, num_problems: int, seed: int) -> None:
         parts[name].append({"prompt": [{"role": "user", "content": content}], "label": item["answer"]})
     for name, rows in parts.items():
         write_json_lines(output_dir / f"{name}.jsonl", rows)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Entry point of ``python -m recipes.r1_dynamic_sampling.arithmetic``."""
-    return generate("recipes.r1_dynamic_sampling.arithmetic", __doc__, write_set, argv)
+    return [f"wrote {num_problems} arithmetic problems to {output_dir}"]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(generate(__doc__, write_set))

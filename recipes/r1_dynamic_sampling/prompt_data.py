@@ -12,8 +12,15 @@ from typing import Any
 if not __package__:  # run by its path: the repository's packages must be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from recipes.common.data_scripts import check_rows, run_data_script, write_parquet
-from recipes.common.output_stamp import digest_of, is_current, write_stamp
+from recipes.common.data_scripts import (
+    digest_of,
+    is_current,
+    run_data_script,
+    usable_rows,
+    verl_row,
+    write_parquet,
+    write_stamp,
+)
 
 HELD_OUT_SET = "held_out"  # the evaluation set when none is given
 FORM_VERSION = 1  # raise when the rows would come out differently from the same input
@@ -21,24 +28,16 @@ FORM_VERSION = 1  # raise when the rows would come out differently from the same
 
 def read_lines(file: Path, input_key: str, label_key: str, source: str) -> list[dict[str, Any]]:
     """Rows in verl's schema; ValueError that names file and line of every one that cannot be used."""
-    if not file.is_file():
-        raise ValueError(f"{file}: no such file; expected JSON lines with {input_key!r} and {label_key!r}")
-    rows: list[dict[str, Any]] = []
-    problems: list[str] = []
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            row = _verl_row(line, input_key, label_key, source, len(rows))
-            if isinstance(row, str):
-                problems.append(f"{file}: line {number}: {row}")
-            else:
-                rows.append(row)
-    check_rows(rows, problems, str(file))
-    return rows
+    with file.open(encoding="utf-8") as text:
+        lines = [(number, line) for number, line in enumerate(text, start=1) if line.strip()]
+    rows = (
+        (f"{file}: line {number}", _converted_row(line, input_key, label_key, source, index))
+        for index, (number, line) in enumerate(lines)
+    )
+    return usable_rows(rows, file)
 
 
-def _verl_row(line: str, input_key: str, label_key: str, source: str, index: int) -> dict[str, Any] | str:
+def _converted_row(line: str, input_key: str, label_key: str, source: str, index: int) -> dict[str, Any] | str:
     """The row of one line, or the reason why it cannot be used."""
     try:
         given = json.loads(line)
@@ -47,33 +46,20 @@ def _verl_row(line: str, input_key: str, label_key: str, source: str, index: int
     if not isinstance(given, dict):
         return f"is a {type(given).__name__}, not an object with {input_key} and {label_key}"
     prompt, label = given.get(input_key), given.get(label_key)
-    messages = _chat(prompt)
-    if messages is None:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         return f"{input_key} is {str(prompt)[:60]!r}; expected a text, or messages of role and content"
     if isinstance(label, bool) or not isinstance(label, str | int | float) or not str(label).strip():
         return f"{label_key} is {label!r}; expected the answer as text or number"
-    return {
-        "data_source": source,
-        "prompt": messages,
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(label)},
-        "extra_info": {"split": source, "index": index},
-    }
+    chat = [{"role": message["role"], "content": message["content"]} for message in messages]
+    return verl_row(source, chat, str(label), source, index)
 
 
-def _chat(prompt: Any) -> list[dict[str, str]] | None:
-    """The messages of a prompt, where a text is a user's message; None when it is neither, or empty."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(messages, list) or not messages:
-        return None
-    found = []
-    for message in messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            return None
-        if not message["content"].strip():
-            return None
-        found.append({"role": message["role"], "content": message["content"]})
-    return found
+def _is_message(message: Any) -> bool:
+    """Whether it is an object with texts as role and content, and the content is not empty."""
+    if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        return False
+    return bool(message["content"].strip())
 
 
 def set_pairs(words: Sequence[str]) -> dict[str, Path]:
@@ -101,8 +87,7 @@ def convert(
     outputs |= {name: local_dir / "eval" / f"{name}.parquet" for name in eval_sets or (HELD_OUT_SET,)}
     settings = {"form": FORM_VERSION, "keys": [input_key, label_key], "sets": sorted(eval_sets), "held_out": held_out}
     inputs = [prompt_data, *eval_sets.values()]
-    missing = [f"{file}: no such file" for file in inputs if not file.is_file()]
-    if missing:
+    if missing := [f"{file}: no such file" for file in inputs if not file.is_file()]:
         raise ValueError("\n".join(missing))
     digest = digest_of(settings, inputs)
     if is_current(local_dir, digest):

@@ -58,7 +58,7 @@ def data_stages(job: Job) -> list[Stage]:
     settings, out = job.settings, []
     folder, words = settings.data_dir / "arithmetic", settings.eval_input.split()
     if settings.input_path is None:
-        out.append(problems_stage(job, "recipes.r1_dynamic_sampling.arithmetic", "--output-dir", folder))
+        out.append(problems_stage(job, "recipes.r1_dynamic_sampling.arithmetic", folder))
         words = words or [word for name in EVAL_SETS for word in (name, str(folder / f"{name}.jsonl"))]
     arguments = ("--prompt_data", settings.input_path or folder / "prompts.jsonl", "--local_dir", settings.data_dir)
     given = ("--eval_prompt_data", *words) if words else ()

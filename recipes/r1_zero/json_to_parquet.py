@@ -16,8 +16,7 @@ if not __package__:  # run by its path: the repository's packages must be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from recipes.common.atomic_files import write_text_atomically
-from recipes.common.data_scripts import run_data_script, write_parquet
-from recipes.common.output_stamp import digest_of, is_current, write_stamp
+from recipes.common.data_scripts import digest_of, is_current, run_data_script, verl_row, write_parquet, write_stamp
 
 DATA_SOURCE = "deepscaler"
 SYSTEM_TEMPLATE = (
@@ -54,18 +53,17 @@ class DataReport:
 
     def lines(self) -> list[str]:
         """The report as text, one line per fact and one per skipped row."""
-        conflicts = [entry for entry in self.duplicates if not entry["same_answer"]]
-        out = [f"read {self.rows_read} rows of {self.json_path}"]
-        out += [f"skipped row {entry['index']}: {entry['reason']}" for entry in self.skipped]
-        out += [
-            f"row {entry['index']} repeats row {entry['same_as']} with another answer: the first one counts"
-            for entry in conflicts
-        ]
-        out.append(
+        return [
+            f"read {self.rows_read} rows of {self.json_path}",
+            *(f"skipped row {entry['index']}: {entry['reason']}" for entry in self.skipped),
+            *(
+                f"row {entry['index']} repeats row {entry['same_as']} with another answer: the first one counts"
+                for entry in self.duplicates
+                if not entry["same_answer"]
+            ),
             f"{len(self.skipped)} skipped, {len(self.duplicates)} duplicates removed, {len(self.over_long)} over-long "
-            f"filtered, {self.train_rows} for training, {self.test_rows} held out"
-        )
-        return out
+            f"filtered, {self.train_rows} for training, {self.test_rows} held out",
+        ]
 
 
 def read_rows(json_path: Path) -> list[Any]:
@@ -90,20 +88,17 @@ def usable_row(index: int, row: Any) -> Problem | str:
     """The row as a ``Problem``, or the reason why it cannot be used."""
     if not isinstance(row, dict):
         return f"is a {type(row).__name__}, not an object"
-    texts = {}
     for key in ("problem", "answer"):
-        if key not in row:
-            return f"{key} is missing"
-        value = row[key]
+        value = row.get(key)
         if value is None:
-            return f"{key} is null"
+            return f"{key} is {'null' if key in row else 'missing'}"
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             return f"{key} is a {type(value).__name__}, not a text or a number"
-        texts[key] = str(value).strip()
-        if not texts[key]:
+        if not str(value).strip():
             return f"{key} is empty"
     solution = row.get("solution")  # only for the reader, so a row without one is usable
-    return Problem(index, texts["problem"], texts["answer"], solution.strip() if isinstance(solution, str) else "")
+    solution = solution.strip() if isinstance(solution, str) else ""
+    return Problem(index, str(row["problem"]).strip(), str(row["answer"]).strip(), solution)
 
 
 def same_side_key(problem: str) -> str:
@@ -147,20 +142,12 @@ def messages(problem: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": SYSTEM_TEMPLATE}, {"role": "user", "content": problem}]
 
 
-def verl_row(item: Problem, side: str) -> dict[str, Any]:
-    """One row in verl's schema; ``extra_info.index`` is the row's place in the input list."""
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": messages(item.problem),
-        "ability": "math",
-        "reward_model": {"ground_truth": item.answer, "style": "rule"},
-        "extra_info": {"split": side, "index": item.index, "answer": item.solution},
-    }
-
-
 def _write_side(items: list[Problem], side: str, path: Path) -> None:
-    rows = [verl_row(item, side) for item in items]
-    write_parquet(rows, path, reward_fields=("ground_truth", "style"), extra_texts=("answer",))
+    """Write one side; ``extra_info.index`` is a row's place in the input list."""
+    rows = [verl_row(DATA_SOURCE, messages(item.problem), item.answer, side, item.index) for item in items]
+    for row, item in zip(rows, items, strict=True):
+        row["extra_info"]["answer"] = item.solution
+    write_parquet(rows, path, extra_texts=("answer",))
 
 
 def prompt_length_counter(tokenizer_path: str) -> Callable[[str], int]:
@@ -196,14 +183,9 @@ def convert(
     if is_current(output_dir, digest):
         return None
     report = DataReport(str(json_path), rows_read=len(rows))
-    problems = []
-    for index, row in enumerate(rows):
-        item = usable_row(index, row)
-        if isinstance(item, str):
-            report.skipped.append({"index": index, "reason": item})
-        else:
-            problems.append(item)
-    problems = without_duplicates(problems, report)
+    items = [usable_row(index, row) for index, row in enumerate(rows)]
+    report.skipped = [{"index": index, "reason": item} for index, item in enumerate(items) if isinstance(item, str)]
+    problems = without_duplicates([item for item in items if not isinstance(item, str)], report)
     if tokenizer is not None and max_prompt_length is not None:
         count = prompt_length_counter(tokenizer)
         lengths = {item.index: count(item.problem) for item in problems}

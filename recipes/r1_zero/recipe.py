@@ -53,7 +53,7 @@ def data_stages(job: Job) -> list[Stage]:
     settings, out = job.settings, []
     json_path = settings.input_path or settings.data_dir / "arithmetic.json"
     if settings.input_path is None:
-        out.append(problems_stage(job, "recipes.common.arithmetic", "--output", json_path))
+        out.append(problems_stage(job, "recipes.common.arithmetic", json_path))
     arguments = ["--json_path", json_path, "--output_dir", settings.data_dir]
     arguments += ["--train_data_ratio", 0.9, "--seed", settings.seed]
     if settings.model_path is not None:

@@ -28,9 +28,9 @@ def module_stage(job: Job, name: str, title: str, module: str, *arguments: objec
     return Stage(name, title, (job.python, "-m", module, *map(str, arguments)))
 
 
-def problems_stage(job: Job, module: str, flag: str, output: Path) -> Stage:
+def problems_stage(job: Job, module: str, output: Path) -> Stage:
     """The stage that generates arithmetic problems, for a recipe whose data is not given."""
-    return module_stage(job, "problems", "Problems", module, flag, output, "--seed", job.settings.seed)
+    return module_stage(job, "problems", "Problems", module, "--output", output, "--seed", job.settings.seed)
 
 
 def stages(job: Job) -> list[Stage]:

@@ -8,15 +8,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from recipes.common.atomic_files import write_text_atomically
+from recipes.common.data_scripts import digest_of
 from recipes.common.launcher.run_logs import next_folder
-from recipes.common.output_stamp import digest_of
 
 RUN_FILE = "run.json"
 EARLIER = "earlier_runs"
 OUTPUTS = (
     "checkpoints metrics.jsonl restarts.jsonl tensorboard val_generations reward_ledger samples rollouts samples.html "
     "timeline export_hf trained_hf report.html rewards.png response_len.png val_score.png"
-).split()
+)
 
 
 def training_identity(seed: int, train_files: Iterable[Path], model_dir: Path) -> str:
@@ -35,7 +35,7 @@ def archive_other_training(output_dir: Path, identity: str) -> Path | None:
     """Move the results of another training into ``earlier_runs/N`` and note this one; None when nothing was moved."""
     run_file = output_dir / RUN_FILE
     known = json.loads(run_file.read_text(encoding="utf-8"))["identity"] if run_file.is_file() else identity
-    present = [output_dir / name for name in OUTPUTS if (output_dir / name).exists()]
+    present = [output_dir / name for name in OUTPUTS.split() if (output_dir / name).exists()]
     target = None
     if known != identity and present:
         target = next_folder(output_dir / EARLIER)
