@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.bench import data_plane, scale, train
-from tools.bench.train_model import Batch, hf_config_dict, matmul_flops, mixed_batch, parsed
+from tools.bench.models import Batch, matmul_flops, mixed_lengths, parsed, small_config
 
 TINY = "--hidden-size 64 --num-layers 2 --num-experts 8 --vocab-size 64 --tokens 96 --length 32 --micro-tokens 64"
 
@@ -39,8 +39,8 @@ def test_an_unknown_engine_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_work_of_a_step() -> None:
-    hf = parsed(hf_config_dict(64, 2, 8, 64))
-    lengths = list(map(len, mixed_batch(200, 64, 64, 0).sequences))
+    hf = parsed(small_config(64, 2, 8, 64))
+    lengths = mixed_lengths(200, 64, 0)
     assert sum(lengths) >= 200 and max(lengths) <= 64
     # Twice the sequences are twice the work; one sequence of twice the length is more than that.
     assert matmul_flops(hf, [16, 16]) == 2 * matmul_flops(hf, [16]) < matmul_flops(hf, [32])

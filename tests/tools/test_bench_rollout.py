@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tools.bench import rollout, step
-from tools.bench.rollout_model import CHECKPOINTS, Work, active_weights, decode_work, prefill_work, read_weights
+from tools.bench.models import CHECKPOINTS, Work, decode_work, parsed, prefill_work, read_weights
 from tools.bench.rollout_report import report
+from tools.plan.timing.work import model_work, train_flops_per_token
 
 TINY = "--threads 1 --num-prompts 4 --prompt-lengths 2 5 --new-tokens 8"
 
@@ -62,17 +63,17 @@ def test_an_engine_that_fails_is_reported(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_least_work() -> None:
-    raw = CHECKPOINTS["B"]
+    hf = parsed(CHECKPOINTS["B"])
     # 64 tokens choose all experts with near certainty, one token its own.
-    assert read_weights(raw, 64) == pytest.approx(read_weights(raw, 10_000), rel=1e-3)
-    assert read_weights(raw, 1) == pytest.approx(active_weights(raw))
-    one, two = (decode_work(raw, 2, 64, context) for context in (100, 200))
-    samples = decode_work(raw, 2, 64, 200, common=63 * 100)  # of a prompt of 100 tokens, which is read once
+    assert read_weights(hf, 64) == pytest.approx(read_weights(hf, 10_000), rel=1e-3)
+    assert read_weights(hf, 1) == pytest.approx(train_flops_per_token(model_work(hf), 0) / 2)
+    one, two = (decode_work(hf, 2, 64, context) for context in (100, 200))
+    samples = decode_work(hf, 2, 64, 200, common=63 * 100)  # of a prompt of 100 tokens, which is read once
     assert samples.flops == two.flops
     assert two.num_bytes - samples.num_bytes == pytest.approx(63 / 64 * (two.num_bytes - one.num_bytes))
     assert two.num_bytes - one.num_bytes == 2 * 64 * 100 * 8 * (256 + 32)
     assert one.seconds(50e9, 1e12) == max(one.num_bytes / 50e9, one.flops / 1e12)
-    assert prefill_work(raw, 2, [64, 64]).flops < prefill_work(raw, 2, [128]).flops
+    assert prefill_work(hf, 2, [64, 64]).flops < prefill_work(hf, 2, [128]).flops
 
 
 def test_every_problem_of_the_options_is_printed_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,6 @@ import json
 import os
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +41,10 @@ from mindspeed_llm.conversion.synced_file import SyncedFile
 from mindspeed_llm.convert_ckpt_deepseek3 import plan_shards
 from mindspeed_llm.fp8_cast_bf16 import plan_cast
 from mindspeed_llm.sharded_checkpoint import shard_layout
-from tools.bench.published_checkpoint import deepseek_v3_config, write_published_checkpoint
+from tools.bench.models import deepseek_v3_config
+from tools.bench.options import aligned, parser_of, write_report
+from tools.bench.published_checkpoint import write_published_checkpoint
+from tools.bench.remote import report_progress
 
 _QUIET_S = 0.5
 _READ_BYTES = 8 << 20
@@ -78,7 +80,7 @@ class Timing:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, and write all timings as JSON when asked."""
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.convert", description=__doc__)
+    parser = parser_of("convert", __doc__)
     parser.add_argument("--dir", type=Path, required=True, help="where to work; a few times the checkpoint's size")
     parser.add_argument("--layers", type=int, default=2, help="decoder layers, the first dense")
     parser.add_argument("--experts", type=int, default=16, help="experts of a layer")
@@ -88,7 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cold", action="store_true", help="inputs are not in the page cache")
     parser.add_argument("--only", default="", help="subjects whose names have this in them, say BF16")
     parser.add_argument("--leave-out", default="-", help="subjects whose names have this in them, say published")
-    parser.add_argument("--json", type=Path, help="file for all timings")
 
     def body(arguments: argparse.Namespace) -> None:
         root = arguments.dir
@@ -96,16 +97,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = [subject for subject in every if only in subject.name and without not in subject.name]
         make_inputs(root, arguments.layers, arguments.experts, {subject.source for subject in chosen})
         timings = measure(root, chosen, arguments.rounds, arguments.cores_per_worker, arguments.cold)
-        if arguments.json:
-            arguments.json.write_text(json.dumps([asdict(timing) for timing in timings], indent=1))
+        write_report(arguments.json, [asdict(timing) for timing in timings])
         print("\n".join(table(timings)))
 
     return run_cli(parser, body, None if argv is None else list(argv))
 
 
 def make_inputs(root: Path, num_layers: int, num_experts: int, sources: Collection[Path]) -> None:
-    """The checkpoint in FP8, in BF16 and, where it is one of the ``sources``, as shards."""
-    write_published_checkpoint(root / "fp8", small_config(num_layers, num_experts), num_files=2 * num_layers)
+    """Write a checkpoint of DeepSeek-V3's widths in FP8, in BF16 and, where it is one of the ``sources``, as shards."""
+    counts = {"num_hidden_layers": num_layers, "n_routed_experts": num_experts, "first_k_dense_replace": 1}
+    config = deepseek_v3_config(**counts, vocab_size=16384, n_group=4, topk_group=2, num_nextn_predict_layers=0)
+    write_published_checkpoint(root / "fp8", config, num_files=2 * num_layers)
     cast(root / "fp8", root / "bf16")
     if root / "shards" in sources:
         shard(root / "bf16", root / "shards")
@@ -132,10 +134,8 @@ def measure(
             seconds -= starts_s[subject.num_workers]
             num_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
             timing = Timing(subject.name, seconds, cpu_s, num_bytes)
-            print(
-                f"round {round_number} {subject.name:32} {seconds:7.2f} s, {cpu_s:6.2f} of CPU {timing.rate:6.2f} GB/s",
-                file=sys.stderr,
-            )
+            figures = f"{seconds:7.2f} s, {cpu_s:6.2f} of CPU {timing.rate:6.2f} GB/s"
+            report_progress(f"round {round_number} {subject.name:32} {figures}")
             timings.append(timing)
     shutil.rmtree(output, ignore_errors=True)
     return timings
@@ -177,12 +177,6 @@ def start_seconds(num_workers: int) -> float:
     start = time.perf_counter()
     list(run_tasks(nothing, [str(worker) for worker in range(num_workers)], num_workers, lambda _: None))
     return time.perf_counter() - start
-
-
-def small_config(num_layers: int, num_experts: int) -> dict[str, object]:
-    """DeepSeek-V3's widths with fewer of everything that can be counted."""
-    counts = {"num_hidden_layers": num_layers, "n_routed_experts": num_experts, "first_k_dense_replace": 1}
-    return deepseek_v3_config(**counts, vocab_size=16384, n_group=4, topk_group=2, num_nextn_predict_layers=0)
 
 
 def subjects(root: Path, num_workers: int) -> list[Subject]:
@@ -274,13 +268,14 @@ def published_algorithm(source: Path, target: Path) -> None:
 def table(timings: Sequence[Timing]) -> list[str]:
     """Median rate of each subject, and what it is compared with."""
     names = list(dict.fromkeys(timing.subject for timing in timings))
-    rates = {name: statistics.median(each.rate for each in timings if each.subject == name) for name in names}
-    copies = {name: "copy of shards" if "shards" in name else "copy of BF16" for name in names}
-    cpu_s = {name: statistics.median(each.cpu_s for each in timings if each.subject == name) for name in names}
-    lines = [f"{'':34} {'GB/s':>6} {'/ copy':>7} {'CPU s':>6}"]
-    for name in names:
-        of_copy = f"{rates[name] / rates[copies[name]]:7.2f}" if copies[name] in rates else ""
-        lines.append(f"{name:34} {rates[name]:6.2f} {of_copy:7} {cpu_s[name]:6.2f}")
+    rates, cpu_s = (
+        {name: statistics.median(getattr(each, figure) for each in timings if each.subject == name) for name in names}
+        for figure in ("rate", "cpu_s")
+    )
+    copies = {name: rates.get("copy of shards" if "shards" in name else "copy of BF16") for name in names}
+    columns = {"": "<34", "GB/s": ">6.2f", "/ copy": ">7.2f", "CPU s": ">6.2f"}
+    parts = {name: rates[name] / copy if copy else None for name, copy in copies.items()}
+    lines = aligned(columns, [(name, rates[name], parts[name], cpu_s[name]) for name in names])
     for name in names:
         one, _, several = name.partition(", ")
         if several.endswith("workers") and one in rates:

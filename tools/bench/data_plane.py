@@ -9,20 +9,18 @@ take turns in one run; figures are medians.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 import torch
 
+from tools.bench.options import aligned, parser_of, write_report
 from verl.protocol import DataProto
 from verl.row_refs import RowRefs
 from verl.single_controller.base import Worker
@@ -32,7 +30,15 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.workers.row_store import controller_batch, worker_batch
 
 BY_REFERENCE, THROUGH, EITHER = "by reference", "through the controller", "either"
-COLUMNS = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs")
+TENSORS = ("input_ids", "attention_mask", "response_mask", "rollout_log_probs")
+COLUMNS = {
+    "phase": "<9",
+    "way": "<23",
+    "MB": ">8.1f",
+    "controller s": ">13.3f",
+    "cpu s": ">7.3f",
+    "last rank s": ">12.3f",
+}
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,8 @@ class Rank(Worker):
             rows = generated(len(prompts), *lengths)
             places = np.zeros((len(rows), 3), dtype=np.int32)
             self._given = {
-                BY_REFERENCE: DataProto(row_refs=RowRefs(dict.fromkeys(COLUMNS, places))),
-                THROUGH: rows.select(batch_keys=COLUMNS),
+                BY_REFERENCE: DataProto(row_refs=RowRefs(dict.fromkeys(TENSORS, places))),
+                THROUGH: rows.select(batch_keys=TENSORS),
                 EITHER: controller_batch(rows),
             }
         return self._given[way]
@@ -126,7 +132,7 @@ def measure(group: PlayedGroup, num_rows: int, lengths: tuple[int, int]) -> list
             batch.batch["response_mask"] = mask_BR
         (start_s, request, pending), dispatch = _timed("dispatch", way, group, partial(_update, group, batch))
         last_s = max(pending.get()) - start_s
-        found += [collect, deal, replace(dispatch, megabytes=_megabytes(request), last_s=last_s)]
+        found += [collect, deal, replace(dispatch, megabytes=request.num_tensor_bytes / 1e6, last_s=last_s)]
     return found
 
 
@@ -142,31 +148,30 @@ def _timed(phase: str, way: str, group: PlayedGroup, call: Callable[[], Any]) ->
     seconds, cpu = time.monotonic(), time.process_time()
     output = call()
     cost = Cost(phase, way, time.monotonic() - seconds, time.process_time() - cpu, 0.0)
-    return output, replace(cost, megabytes=_megabytes(output)) if isinstance(output, DataProto) else cost
-
-
-def _megabytes(batch: DataProto) -> float:
-    return batch.num_tensor_bytes / 1e6
+    return output, replace(cost, megabytes=output.num_tensor_bytes / 1e6) if isinstance(output, DataProto) else cost
 
 
 def _medians(found: Sequence[Cost]) -> list[Cost]:
-    medians = []
-    for phase, way in dict.fromkeys((cost.phase, cost.way) for cost in found):
-        same = [cost for cost in found if (cost.phase, cost.way) == (phase, way)]
-        names = ("controller_s", "cpu_s", "megabytes", "last_s")
-        medians.append(Cost(phase, way, *(statistics.median(getattr(cost, name) for cost in same) for name in names)))
-    return medians
+    names = ("controller_s", "cpu_s", "megabytes", "last_s")
+    costs: dict[tuple[str, str], list[Cost]] = {}
+    for cost in found:
+        costs.setdefault((cost.phase, cost.way), []).append(cost)
+    return [
+        Cost(*key, **{name: statistics.median(getattr(cost, name) for cost in same) for name in names})
+        for key, same in costs.items()
+    ]
 
 
 def _report(found: Sequence[Cost]) -> None:
-    print(f"{'phase':9} {'way':23} {'MB':>8} {'controller s':>13} {'cpu s':>7} {'last rank s':>12}")
-    for cost in found:
-        last = f"{cost.last_s:12.3f}" if cost.last_s else ""
-        print(f"{cost.phase:9} {cost.way:23} {cost.megabytes:8.1f} {cost.controller_s:13.3f} {cost.cpu_s:7.3f} {last}")
+    rows = [
+        (cost.phase, cost.way, cost.megabytes, cost.controller_s, cost.cpu_s, cost.last_s or None) for cost in found
+    ]
+    print("\n".join(aligned(COLUMNS, rows)))
     seconds = {(cost.phase, cost.way): cost.controller_s for cost in found}
     ours, theirs = seconds["dispatch", BY_REFERENCE], seconds["dispatch", THROUGH]
-    through = sum(value for (_, way), value in seconds.items() if way == THROUGH)
-    by_reference = sum(value for (_, way), value in seconds.items() if way == BY_REFERENCE)
+    by_reference, through = (
+        sum(value for (_, way), value in seconds.items() if way == chosen) for chosen in (BY_REFERENCE, THROUGH)
+    )
     print(f"dispatch by reference: {ours:.3f} s")
     print(f"  {through / ours:5.1f} times that: the tensors through the controller (collect, deal, dispatch)")
     print(f"  {theirs / ours:5.1f} times that: their dispatch alone, into this machine's shared memory")
@@ -175,14 +180,13 @@ def _report(found: Sequence[Cost]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a table; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.data_plane", description=__doc__)
+    parser = parser_of("data_plane", __doc__)
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--samples", type=int, default=16, help="of each prompt")
     parser.add_argument("--lengths", type=int, nargs=2, default=(1024, 3072), help="tokens of a prompt, of a response")
     parser.add_argument("--ranks", type=int, default=256)
     parser.add_argument("--processes", type=int, default=2, help="that play the ranks")
     parser.add_argument("--rounds", type=int, default=3, help="after a first one that does not count")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     num_rows = options.prompts * options.samples
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
@@ -195,8 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = _medians([cost for costs in rounds[1:] for cost in costs])
     print(f"{num_rows} rows of {sum(options.lengths)} tokens, {options.ranks} ranks")
     _report(found)
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(cost) for cost in found], indent=1))
+    write_report(options.json, [asdict(cost) for cost in found])
     return 0
 
 

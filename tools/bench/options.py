@@ -1,4 +1,4 @@
-"""Options that the benchmarks of engines share, and what is wrong with the given ones."""
+"""What the benchmarks' commands share: options of engines, checks of them, tables and reports."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+
+def parser_of(module: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of ``python -m tools.bench.<module>``, with ``--json``."""
+    parser = argparse.ArgumentParser(prog=f"python -m tools.bench.{module}", description=description)
+    parser.add_argument("--json", type=Path, help="also write everything measured to this file")
+    return parser
 
 
 def add_engine_options(parser: argparse.ArgumentParser, dtype: str, variants: Sequence[str], peer: str) -> None:
@@ -20,16 +27,16 @@ def add_engine_options(parser: argparse.ArgumentParser, dtype: str, variants: Se
     parser.add_argument("--variants", nargs="+", default=list(variants), help=text)
     parser.add_argument("--prompt-lengths", type=int, nargs=2, default=[16, 48], metavar=("SHORTEST", "LONGEST"))
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--json", help="also write everything measured to this file")
 
 
 def unknown_choices(*options: tuple[str, Iterable[str], Iterable[str]]) -> list[str]:
     """A sentence for each (option, known names, given names) with a name that is not known."""
-    problems = []
-    for option, known, given in options:
-        if unknown := sorted(set(given) - set(known)):
-            problems.append(f"{option} has {', '.join(unknown)}; known: {', '.join(known)}")
-    return problems
+    unknown = {option: (set(given) - set(known), known) for option, known, given in options}
+    return [
+        f"{option} has {', '.join(sorted(names))}; known: {', '.join(known)}"
+        for option, (names, known) in unknown.items()
+        if names
+    ]
 
 
 def interpreter_problems(option: str, python: str | None, environment: str) -> list[str]:
@@ -52,7 +59,22 @@ def refused(program: str, problems: Sequence[str]) -> bool:
     return bool(problems)
 
 
-def write_report(path: str | None, report: Any) -> None:
+def aligned(columns: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Aligned lines, the headings first.
+
+    Args:
+        columns: the format of each heading's column, such as ``<20`` or ``>8.2f``.
+        rows: the cells in the order of the columns; None is shown as ``-``.
+    """
+    widths = [form.partition(".")[0].rstrip("f%d,") for form in columns.values()]
+    lines = [[format(name, width) for name, width in zip(columns, widths, strict=True)]]
+    for row in rows:
+        cells = zip(row, columns.values(), widths, strict=True)
+        lines.append([format("-", width) if cell is None else format(cell, form) for cell, form, width in cells])
+    return [" ".join(cells).rstrip() for cells in lines]
+
+
+def write_report(path: Path | None, report: Any) -> None:
     """Write everything measured as JSON, when a file was asked for."""
     if path:
-        Path(path).write_text(json.dumps(report, indent=1) + "\n")
+        path.write_text(json.dumps(report, indent=1, default=str) + "\n")

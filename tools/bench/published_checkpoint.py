@@ -8,7 +8,6 @@ same bytes.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import zlib
 from collections.abc import Collection, Sequence
@@ -27,22 +26,10 @@ from mindspeed_llm.cli_io import run_cli, say, write_json
 from mindspeed_llm.conversion.engine import Conversion, RunOptions, convert
 from mindspeed_llm.conversion.hf_writer import HFTensor, HFWriter, published, published_config, shards_by_count
 from mindspeed_llm.hf_shapes import hf_tensors
+from tools.bench.models import deepseek_v3_config
 
-_MODEL = Path(__file__).parents[1] / "plan" / "models" / "deepseek_v3" / "config.json"
 NUM_FILES = 163
-_WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank")
 _POOL_ELEMENTS = (1 << 22) - 3  # a prime: rows of any width begin at other places of it
-
-
-def deepseek_v3_config(divide: int = 1, **overrides: Any) -> dict[str, Any]:
-    """config.json with every width divided (and the number of heads), the rest as published, without rope scaling."""
-    config: dict[str, Any] = json.loads(_MODEL.read_text(encoding="utf-8"))
-    del config["rope_scaling"], config["eos_token_id"]
-    config |= {"hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False}
-    heads = max(4, config["num_attention_heads"] // divide)
-    config |= {name: config[name] // divide for name in _WIDTHS}
-    config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "num_nextn_predict_layers": 1}
-    return config | overrides
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,15 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.bench.allocator import allocator_environment
+import psutil
+
+from third_party.jemalloc import find_library
 
 ROOT = Path(__file__).resolve().parents[2]
 ANSWER_TIMEOUT_S = 1800
@@ -24,8 +27,8 @@ class EngineSpec:
     """One engine and how its process is started; ``is_ours``: it imports this repository."""
 
     engine: str
-    python: str
     options: Mapping[str, Any]
+    python: str = sys.executable
     environment: Mapping[str, str] = field(default_factory=dict)
     is_ours: bool = False
 
@@ -34,7 +37,7 @@ class EngineError(RuntimeError):
     """An engine's process ended or did not answer; the message ends with what it wrote last."""
 
 
-class EngineProcess:
+class EngineProcess(AbstractContextManager["EngineProcess"]):
     """Starts ``program`` of ``tools/bench/engines`` and waits until it is ready: ``start_seconds`` from the beginning.
 
     Args:
@@ -64,6 +67,9 @@ class EngineProcess:
             raise
         self.start_seconds = time.perf_counter() - started
 
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
         """The engine's answer; EngineError when it fails or does not answer in time."""
         assert self._process.stdin is not None
@@ -75,7 +81,7 @@ class EngineProcess:
         return self._answer()
 
     def end(self) -> None:
-        """Stops the process, kindly at first."""
+        """Stop the process, first with SIGTERM; a second call does nothing."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -100,12 +106,38 @@ class EngineProcess:
         return EngineError(f"{self.spec.engine} {what}; the end of {self._log}:\n{tail}")
 
 
+def quickest_variant(
+    specs: Mapping[str, EngineSpec],
+    start: Callable[[EngineSpec], EngineProcess],
+    seconds_of: Callable[[EngineProcess], float],
+) -> tuple[EngineSpec | None, dict[str, float], dict[str, str]]:
+    """The variant that takes the least seconds (None when none runs), all variants' seconds, and their errors.
+
+    Each is tried in a process of its own, so that its memory is free again. A single variant is not tried.
+    """
+    seconds: dict[str, float] = {}
+    failures: dict[str, str] = {}
+    if len(specs) == 1:
+        return next(iter(specs.values())), seconds, failures
+    for variant, spec in specs.items():
+        try:
+            with start(spec) as process:
+                seconds[variant] = seconds_of(process)
+                report_progress(f"trial of {process.name}: {seconds[variant]:.2f} s")
+        except EngineError as error:
+            failures[variant] = str(error)
+            report_progress(f"trial of {spec.engine} {variant} failed: {error}")
+    return specs[min(seconds, key=seconds.__getitem__)] if seconds else None, seconds, failures
+
+
+def report_progress(line: str) -> None:
+    """Print a line beside the results, on standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def cpus_for(num_threads: int) -> list[int]:
-    """The first CPUs that this process may use; ValueError when there are fewer than threads."""
-    cpus = sorted(os.sched_getaffinity(0))
-    if len(cpus) < num_threads:
-        raise ValueError(f"--threads {num_threads}: this process may use {len(cpus)} CPUs; give at most as many")
-    return cpus[:num_threads]
+    """The first CPUs that this process may use, one for each thread."""
+    return sorted(os.sched_getaffinity(0))[:num_threads]
 
 
 class OthersLoad:
@@ -121,8 +153,16 @@ class OthersLoad:
 
 def _busy_seconds() -> float:
     """CPU seconds of the whole machine since it booted."""
-    user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system + times.irq + times.softirq
+
+
+def allocator_name() -> str:
+    """The name of all engines' allocator: jemalloc where it is installed.
+
+    A training step allocates and frees gigabytes: without jemalloc a fifth of every engine's time goes to page faults.
+    """
+    return "the system's" if find_library() is None else "jemalloc"
 
 
 def _environment(spec: EngineSpec, num_threads: int, scratch: Path) -> dict[str, str]:
@@ -138,12 +178,9 @@ def _environment(spec: EngineSpec, num_threads: int, scratch: Path) -> dict[str,
         "TORCH_EXTENSIONS_DIR": str(scratch / "cache" / "extensions"),
         "TRITON_CACHE_DIR": str(scratch / "cache" / "triton"),
     }
-    environment |= allocator_environment(environment)
+    if (library := find_library()) is not None:
+        environment["LD_PRELOAD"] = ":".join(filter(None, [str(library), environment.get("LD_PRELOAD", "")]))
+        environment["MALLOC_CONF"] = "thp:always,dirty_decay_ms:-1"
     if spec.is_ours:
         environment["PYTHONPATH"] = str(ROOT)
     return environment | dict(spec.environment)
-
-
-def this_python() -> str:
-    """The interpreter of this process, for engines of this environment."""
-    return sys.executable

@@ -8,25 +8,34 @@ run. vLLM runs in an environment of its own, whose interpreter ``--vllm-python``
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tools.bench import rollout_report
-from tools.bench.allocator import allocator_name
+from tools.bench.models import CHECKPOINTS, ITEM_BYTES, Work, cache_bytes_per_token, parsed, write_checkpoint
 from tools.bench.options import (
     add_engine_options,
     interpreter_problems,
+    parser_of,
     refused,
     thread_problems,
     unknown_choices,
     write_report,
 )
-from tools.bench.remote import EngineError, EngineProcess, EngineSpec, OthersLoad, cpus_for, this_python
-from tools.bench.rollout_model import CHECKPOINTS, ITEM_BYTES, Work, cache_bytes_per_token, write_checkpoint
+from tools.bench.remote import (
+    EngineError,
+    EngineProcess,
+    EngineSpec,
+    OthersLoad,
+    allocator_name,
+    cpus_for,
+    quickest_variant,
+    report_progress,
+)
 
 ENGINES = ("ours", "vllm", "transformers")
 PROGRAM = "rollout_engines.py"
@@ -35,41 +44,18 @@ MAX_SEQUENCES = 256
 OUR_BLOCK_SIZE, VLLM_BLOCK_SIZE = 16, 128  # tokens, as these engines choose for themselves on a CPU
 
 
-@dataclass
-class Measured:
-    """What one engine did with one kind of work: a dict per round, as ``rollout_engines`` answers, and the load."""
-
-    engine: str
-    name: str
-    work: Work
-    rounds: list[dict[str, Any]] = field(default_factory=list)
-    others_cores: list[float] = field(default_factory=list)
-
-
-@dataclass
-class Started:
-    """Seconds from the start of the process: until it could be asked, and until its first token."""
-
-    engine: str
-    ready_seconds: list[float] = field(default_factory=list)
-    first_token_seconds: list[float] = field(default_factory=list)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the comparison; returns the exit code: 1 when an engine failed, 2 for options that cannot work."""
     options = _options().parse_args(argv)
     if refused("tools.bench.rollout", _problems(options)):
         return 2
-    reports, has_failed = [], False
+    reports = []
     with tempfile.TemporaryDirectory(prefix="bench-rollout-") as tmp:
         for checkpoint in options.checkpoints:
-            bench = Bench(checkpoint, options, Path(tmp))
-            report = bench.run()
-            has_failed |= bool(report["failures"])
-            reports.append(report)
-            print(rollout_report.table(report), flush=True)
+            reports.append(Bench(checkpoint, options, Path(tmp)).run())
+            print(rollout_report.table(reports[-1]), flush=True)
     write_report(options.json, reports)
-    return int(has_failed)
+    return int(any(report["failures"] for report in reports))
 
 
 def works(options: argparse.Namespace) -> dict[str, Work]:
@@ -111,29 +97,24 @@ class Bench:
         known = works(options)
         self.works = [known[name] for name in options.works]
         self.failures: dict[str, str] = {}
-        self.started: dict[str, Started] = {}
+        self.starts: list[dict[str, Any]] = []
         self.variants: dict[str, float] = {}
 
     def run(self) -> dict[str, Any]:
-        """Everything that was measured and what it comes to."""
+        """Everything that was measured, and the figures made of it."""
         write_checkpoint(self.raw, self.options.dtype, self.model)
-        probe = self._start(EngineSpec("probe", this_python(), {}))
-        specs = [spec for engine in self.options.engines if (spec := self._spec(engine)) is not None]
-        processes: dict[str, EngineProcess] = {}
-        try:
-            for spec in specs:
-                if (process := self._started(spec)) is not None:
-                    processes[spec.engine] = process
+        with ExitStack() as stack:
+            probe = stack.enter_context(self._start(EngineSpec("probe", {})))
+            specs = [spec for engine in self.options.engines if (spec := self._spec(engine)) is not None]
+            started = ((spec.engine, self._started(spec)) for spec in specs)
+            processes = {engine: stack.enter_context(process) for engine, process in started if process is not None}
             measured, machine = self._in_turns(processes, probe)
-        finally:
-            for process in [*processes.values(), probe]:
-                process.end()
         return rollout_report.report(
             raw=self.raw,
             options=vars(self.options) | {"checkpoint": self.checkpoint},
             allocator=allocator_name(),
-            measured=[vars(one) | {"work": vars(one.work)} for one in measured],
-            started=[vars(one) for one in self.started.values()],
+            measured=measured,
+            started=self.starts,
             machine=machine,
             variants=self.variants,
             failures=self.failures,
@@ -142,7 +123,7 @@ class Bench:
     def _spec(self, engine: str) -> EngineSpec | None:
         """How to start an engine; None, with the failure noted, when transformers has no variant that runs."""
         options = self.options
-        # A longest sample more than is needed, each in whole blocks of the engine: none must preempt.
+        # Room for one longest sample more than is needed, in whole blocks of the engine, so that none is preempted.
         block_size = OUR_BLOCK_SIZE if engine == "ours" else VLLM_BLOCK_SIZE
         num_tokens = max((work.num_samples + 1) * (work.max_tokens_per_sample + block_size) for work in self.works)
         arguments: dict[str, Any] = {
@@ -150,24 +131,30 @@ class Bench:
             "max_model_len": max(work.max_tokens_per_sample for work in self.works) + 16,
             "max_num_seqs": MAX_SEQUENCES,
         }
+        settings = {"model": str(self.model), "arguments": arguments}
         if engine == "ours":
             arguments |= {"num_gpu_blocks_override": -(-num_tokens // OUR_BLOCK_SIZE), "enable_prefix_caching": True}
-            # Other op tables than the CPU's own record no graphs.
+            # Other op tables than the CPU's own capture no graphs.
             arguments |= {"rollout_ops": options.rollout_ops} if options.rollout_ops else {"enforce_eager": False}
-            return EngineSpec(engine, this_python(), self._model_options(arguments), is_ours=True)
+            return EngineSpec(engine, settings, is_ours=True)
         if engine == "vllm":
-            return EngineSpec(
-                engine, options.vllm_python, self._model_options(arguments), self._vllm_environment(num_tokens)
-            )
-        return self._fastest_transformers(arguments)
-
-    def _model_options(self, arguments: dict[str, Any], **more: Any) -> dict[str, Any]:
-        return {"model": str(self.model), "arguments": arguments, **more}
+            return EngineSpec(engine, settings, options.vllm_python, self._vllm_environment(num_tokens))
+        specs = {
+            variant.replace(",", " "): EngineSpec(engine, {**settings, "variant": variant.split(",")})
+            for variant in options.variants
+        }
+        shortest, longest = options.prompt_lengths
+        trial = Work("trial", options.num_prompts, shortest, longest, new_tokens=16)
+        spec, self.variants, failures = quickest_variant(
+            specs, self._start, lambda process: [self._generate(process, trial, s)["seconds"] for s in range(2)][-1]
+        )
+        self.failures |= {f"{engine} {variant}": error for variant, error in failures.items()}
+        return spec
 
     def _vllm_environment(self, num_tokens: int) -> dict[str, str]:
         """One process, bound to our CPUs, with room for the largest work; its MLA kernels know one shape only."""
         has_mla = (self.raw["kv_lora_rank"], self.raw["qk_rope_head_dim"]) == (512, 64)
-        cache_bytes = num_tokens * cache_bytes_per_token(self.raw, ITEM_BYTES[self.options.dtype], has_mla)
+        cache_bytes = num_tokens * cache_bytes_per_token(parsed(self.raw), ITEM_BYTES[self.options.dtype], has_mla)
         return {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": str(-(-cache_bytes // 2**30)),
@@ -177,45 +164,25 @@ class Bench:
             "VLLM_LOGGING_LEVEL": "WARNING",
         } | ({} if has_mla else {"VLLM_MLA_DISABLE": "1"})
 
-    def _fastest_transformers(self, arguments: dict[str, Any]) -> EngineSpec | None:
-        """The variant that is quickest on a short round; each in a process of its own, so that its memory is gone."""
-        variants = [tuple(variant.split(",")) for variant in self.options.variants]
-        if len(variants) == 1:
-            return EngineSpec("transformers", this_python(), self._model_options(arguments, variant=variants[0]))
-        specs = {}
-        shortest, longest = self.options.prompt_lengths
-        trial = Work("trial", self.options.num_prompts, shortest, longest, new_tokens=16)
-        for variant in variants:
-            spec = EngineSpec("transformers", this_python(), self._model_options(arguments, variant=variant))
-            try:
-                process = self._start(spec)
-            except EngineError as error:
-                self.failures["transformers " + " ".join(variant)] = str(error)
-                continue
-            try:
-                for seed in range(2):
-                    seconds = self._generate(process, trial, seed)["seconds"]
-                specs[seconds] = spec
-                self.variants[" ".join(variant)] = seconds
-            except EngineError as error:
-                self.failures["transformers " + " ".join(variant)] = str(error)
-            finally:
-                process.end()
-        return specs[min(specs)] if specs else None
-
     def _started(self, spec: EngineSpec) -> EngineProcess | None:
-        """The engine, started as often as is asked for, the first time with empty caches; None when it cannot."""
-        started = self.started.setdefault(spec.engine, Started(spec.engine))
-        first = Work("first", 1, 16, 16, new_tokens=1)
+        """The engine, started as often as is asked for, the first time with empty caches; None when it cannot.
+
+        Seconds are from the start of its process: until it could be asked, and until its first token.
+        """
+        ready_seconds: list[float] = []
+        first_token_seconds: list[float] = []
+        self.starts.append(
+            {"engine": spec.engine, "ready_seconds": ready_seconds, "first_token_seconds": first_token_seconds}
+        )
         process: EngineProcess | None = None
         try:
             for _ in range(self.options.starts):
                 if process is not None:
                     process.end()
                 process = self._start(spec)
-                seconds = self._generate(process, first, 0)["seconds"]
-                started.ready_seconds.append(process.start_seconds)
-                started.first_token_seconds.append(process.start_seconds + seconds)
+                seconds = self._generate(process, Work("first", 1, 16, 16, new_tokens=1), 0)["seconds"]
+                ready_seconds.append(process.start_seconds)
+                first_token_seconds.append(process.start_seconds + seconds)
         except EngineError as error:
             self._fail(spec.engine, error)
             if process is not None:
@@ -245,42 +212,43 @@ class Bench:
 
     def _in_turns(
         self, processes: dict[str, EngineProcess], probe: EngineProcess
-    ) -> tuple[list[Measured], list[dict[str, float]]]:
-        """Rounds of every kind of work; of each, all engines' first rounds come first and are not counted."""
-        measured: list[Measured] = []
+    ) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+        """The answers of each engine to each kind of work, and the machine's rates before each round.
+
+        The engines' first rounds of a kind of work come first and are not counted.
+        """
+        measured: list[dict[str, Any]] = []
         machine: list[dict[str, float]] = []
+        num_bytes = (self.model / "model.safetensors").stat().st_size
         for work in self.works:
-            rounds = 1 if work.name == "growth" else self.options.rounds + 1  # minutes of attention over long contexts
-            found = {engine: Measured(engine, process.name, work) for engine, process in processes.items()}
-            for round_ in range(rounds):
-                machine.append(probe.ask("measure", num_bytes=self._weight_bytes(), dtype=self.options.dtype))
-                for engine in list(processes):
+            num_rounds = 1 if work.name == "growth" else self.options.rounds + 1  # minutes of attention over long ones
+            found: dict[str, dict[str, Any]] = {
+                engine: {"engine": engine, "name": process.name, "work": vars(work), "rounds": [], "others_cores": []}
+                for engine, process in processes.items()
+            }
+            for round_ in range(num_rounds):
+                machine.append(probe.ask("measure", num_bytes=num_bytes, dtype=self.options.dtype))
+                for engine, process in list(processes.items()):
                     if engine != "ours" and (not work.has_model or (engine, work.name) == ("transformers", "growth")):
                         continue
+                    load = OthersLoad()
                     try:
-                        self._round(processes[engine], work, round_, found[engine], is_counted=round_ or rounds == 1)
+                        answer = self._generate(process, work, round_)
                     except EngineError as error:
                         self._fail(engine, error)
                         processes.pop(engine).end()
-            measured += [one for one in found.values() if one.rounds]
+                        continue
+                    rate = answer["num_tokens"] / answer["seconds"]
+                    report_progress(f"{self.checkpoint} {work.name} {round_}: {process.name}: {rate:.0f} tok/s")
+                    if round_ or num_rounds == 1:
+                        found[engine]["rounds"].append(answer)
+                        found[engine]["others_cores"].append(load.cores(answer["cpu_seconds"]))
+            measured += [one for one in found.values() if one["rounds"]]
         return measured, machine
-
-    def _round(self, process: EngineProcess, work: Work, seed: int, found: Measured, is_counted: object) -> None:
-        load = OthersLoad()
-        answer = self._generate(process, work, seed)
-        cores = load.cores(answer["cpu_seconds"])
-        rate = answer["num_tokens"] / answer["seconds"]
-        print(f"{self.checkpoint} {work.name} {seed}: {process.name}: {rate:.0f} tok/s", file=sys.stderr, flush=True)
-        if is_counted:
-            found.rounds.append(answer)
-            found.others_cores.append(cores)
-
-    def _weight_bytes(self) -> int:
-        return (self.model / "model.safetensors").stat().st_size
 
     def _fail(self, engine: str, error: EngineError) -> None:
         self.failures[engine] = str(error)
-        print(f"tools.bench.rollout: {self.checkpoint}: {error}", file=sys.stderr, flush=True)
+        report_progress(f"tools.bench.rollout: {self.checkpoint}: {error}")
 
 
 def _problems(options: argparse.Namespace) -> list[str]:
@@ -302,7 +270,7 @@ def _problems(options: argparse.Namespace) -> list[str]:
 
 
 def _options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.rollout", description=__doc__)
+    parser = parser_of("rollout", __doc__)
     parser.add_argument("--checkpoints", nargs="+", default=["A", "B", "C"], help=f"of {', '.join(CHECKPOINTS)}")
     parser.add_argument("--engines", nargs="+", default=["ours", "transformers"], help=f"of {', '.join(ENGINES)}")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vllm-cpu")

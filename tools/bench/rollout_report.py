@@ -5,10 +5,25 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from tools.bench.rollout_model import ITEM_BYTES, LeastWork, decode_work, prefill_work
+from hf_formats.config import HFModelConfig
+from tools.bench.models import ITEM_BYTES, LeastWork, decode_work, parsed, prefill_work
+from tools.bench.options import aligned
 
 _GROWTH_FROM = 1024  # tokens of an answer at which the growth of a step's cost begins
 _GROWTH_WINDOW = 512
+_COLUMNS = {
+    "engine": "<52",
+    "work": "<9",
+    "tok/s": ">7.0f",
+    "tok/cpu-s": ">9.0f",
+    "CPU-ms/step": ">11.1f",
+    "step ms": ">8.2f",
+    "host us": ">8.0f",
+    "host cpu": ">8.0f",
+    "of limit": ">8.1%",
+    "peak MB": ">8.0f",
+    "others": ">6.2f",
+}
 
 
 def report(
@@ -24,7 +39,7 @@ def report(
 ) -> dict[str, Any]:
     """Rows per engine and work, ratios of ours to each other engine."""
     rates = {key: statistics.median(probe[key] for probe in machine) for key in ("bytes_per_s", "flops_per_s")}
-    rows = [_row(one, raw, ITEM_BYTES[options["dtype"]], rates) for one in measured]
+    rows = [_row(one, parsed(raw), ITEM_BYTES[options["dtype"]], rates) for one in measured]
     starts = [_start_row(one) for one in started if one["ready_seconds"]]
     return {
         "checkpoint": options["checkpoint"],
@@ -49,10 +64,8 @@ def table(found: dict[str, Any]) -> str:
         f"the machine: {machine['bytes_per_s'] / 1e9:.0f} GB/s of reads over the size of the weights, "
         f"{machine['flops_per_s'] / 1e9:.0f} GFLOP/s in matmuls",
         "others: cores that other processes used then; of limit: least time by these two figures, overlapped",
-        f"{'engine':52} {'work':9} {'tok/s':>7} {'tok/cpu-s':>9} {'CPU-ms/step':>11} {'step ms':>8} {'host us':>8} "
-        f"{'host cpu':>8} {'of limit':>8} {'peak MB':>8} {'others':>6}",
+        *aligned(_COLUMNS, map(_cells, found["rows"])),
     ]
-    lines += [_line(row) for row in found["rows"]]
     for start in found["starts"]:
         cold, warm = start["first_token_seconds"], start["warm_first_token_seconds"]
         again = "" if warm is None else f", {warm:.1f} s with them"
@@ -69,7 +82,7 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(one: dict[str, Any], raw: dict[str, Any], item_bytes: int, rates: dict[str, float]) -> dict[str, Any]:
+def _row(one: dict[str, Any], hf: HFModelConfig, item_bytes: int, rates: dict[str, float]) -> dict[str, Any]:
     work, rounds = one["work"], one["rounds"]
     num_samples, new_tokens = work["num_prompts"] * work["n"], work["new_tokens"]
     median = {key: statistics.median(r[key] for r in rounds) for key in ("seconds", "cpu_seconds")}
@@ -87,7 +100,7 @@ def _row(one: dict[str, Any], raw: dict[str, Any], item_bytes: int, rates: dict[
     }
     prompt_length = (work["shortest"] + work["longest"]) / 2
     if new_tokens == 1:
-        least = prefill_work(raw, item_bytes, [round(prompt_length)] * num_samples)
+        least = prefill_work(hf, item_bytes, [round(prompt_length)] * num_samples)
         return row | {"of_limit": _part(least, rates, median["seconds"])}
     # Decode steps are the last ones of a round; the first of them follows the last prefill.
     decode = [{key: r[key][-(new_tokens - 2) :] for key in ("step_us", "host_us", "host_cpu_us")} for r in rounds]
@@ -95,7 +108,7 @@ def _row(one: dict[str, Any], raw: dict[str, Any], item_bytes: int, rates: dict[
         row[key] = statistics.median(statistics.median(steps[key]) for steps in decode) if decode[0][key] else None
     if row["step_us"]:
         common = (num_samples - work["num_prompts"]) * prompt_length
-        least = decode_work(raw, item_bytes, num_samples, prompt_length + new_tokens / 2, common)
+        least = decode_work(hf, item_bytes, num_samples, prompt_length + new_tokens / 2, common)
         row["of_limit"] = _part(least, rates, row["step_us"] / 1e6)
     if "growth" in work["name"]:
         row["growth"] = _growth(rounds, new_tokens)
@@ -160,14 +173,8 @@ def _ratios(rows: list[dict[str, Any]], starts: list[dict[str, Any]]) -> dict[st
     return found
 
 
-def _line(row: dict[str, Any]) -> str:
-    def optional(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
+def _cells(row: dict[str, Any]) -> list[Any]:
     step_us = row.get("step_us")
-    return (
-        f"{row['name']:52} {row['work']:9} {row['tokens_per_s']:7.0f} {row['tokens_per_cpu_s']:9.0f} "
-        f"{row['cpu_ms_per_step']:11.1f} {optional(step_us / 1e3 if step_us else None, '8.2f'):>8} "
-        f"{optional(row.get('host_us'), '8.0f'):>8} {optional(row.get('host_cpu_us'), '8.0f'):>8} "
-        f"{optional(row.get('of_limit'), '8.1%'):>8} {row['peak_bytes'] / 1e6:8.0f} {row['others_cores']:6.2f}"
-    )
+    keys = ("name", "work", "tokens_per_s", "tokens_per_cpu_s", "cpu_ms_per_step")
+    times = [step_us / 1e3 if step_us else None, *map(row.get, ("host_us", "host_cpu_us", "of_limit"))]
+    return [*(row[key] for key in keys), *times, row["peak_bytes"] / 1e6, row["others_cores"]]

@@ -29,8 +29,7 @@ LAYOUTS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints seconds of each part for each size; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.scale", description=__doc__)
-    parser.parse_args(argv)
+    argparse.ArgumentParser(prog="python -m tools.bench.scale", description=__doc__).parse_args(argv)
     print(f"{'ranks':>6} {'part':52} {'seconds':>8}")
     for world_size, layout in LAYOUTS.items():
         assert layout.problems(NUM_LAYERS) == []
@@ -50,7 +49,9 @@ def _parts(layout: ParallelLayout) -> dict[str, Callable[[], object]]:
     rng = random.Random(0)
     lengths = [min(4096, 200 + round(rng.lognormvariate(6.0, 0.9))) for _ in range(num_replicas * ROWS_PER_REPLICA)]
     return {
-        "coordinates and layers of every rank": lambda: _maps(layout),
+        "coordinates and layers of every rank": lambda: [
+            layout.stage_layers(layout.coords(rank).pp, NUM_LAYERS) for rank in range(layout.world_size)
+        ],
         "members of every group": lambda: [group_ranks(layout, name) for name in GROUP_AXES],
         "process groups of one rank (fake backend)": lambda: _make_groups(layout),
         f"{len(lengths)} rows balanced over {num_replicas} replicas": lambda: balanced_order(
@@ -60,11 +61,6 @@ def _parts(layout: ParallelLayout) -> dict[str, Callable[[], object]]:
             lengths[:ROWS_PER_REPLICA], MAX_TOKENS
         ),
     }
-
-
-def _maps(layout: ParallelLayout) -> None:
-    for rank in range(layout.world_size):
-        layout.stage_layers(layout.coords(rank).pp, NUM_LAYERS)
 
 
 def _make_groups(layout: ParallelLayout) -> None:

@@ -8,28 +8,39 @@ TRL runs in an environment of its own, whose interpreter ``--trl-python`` names.
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from tools.bench.allocator import allocator_name
+from tools.bench.models import CHECKPOINTS, Work, write_checkpoint
 from tools.bench.options import (
     add_engine_options,
+    aligned,
     interpreter_problems,
+    parser_of,
     refused,
     thread_problems,
     unknown_choices,
     write_report,
 )
-from tools.bench.remote import EngineProcess, EngineSpec, OthersLoad, cpus_for, this_python
-from tools.bench.rollout_model import CHECKPOINTS, Work, write_checkpoint
+from tools.bench.remote import (
+    EngineError,
+    EngineProcess,
+    EngineSpec,
+    OthersLoad,
+    allocator_name,
+    cpus_for,
+    quickest_variant,
+    report_progress,
+)
 
 ENGINES = ("ours", "trl")
 PROGRAM = "step_engines.py"
 VARIANTS = ("sdpa,grouped_mm", "eager,grouped_mm")
+COLUMNS = {"engine": "<76", "s/step": ">7.2f", "cpu-s": ">7.2f", "peak MB": ">8.0f", "others": ">6.2f", " parts": ""}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,26 +56,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, tmp: Path) -> dict[str, Any]:
-    raw = CHECKPOINTS[options.checkpoint]
-    model = tmp / "model"
+    raw, model, cpus = CHECKPOINTS[options.checkpoint], tmp / "model", cpus_for(options.threads)
     write_checkpoint(raw, options.dtype, model)
     shortest, longest = options.prompt_lengths
     work = Work("step", options.num_prompts, shortest, longest, n=options.samples, new_tokens=options.new_tokens)
     steps = [work.prompts(raw["vocab_size"], seed) for seed in range(options.steps + 1)]
-    cpus = cpus_for(options.threads)
-    processes: list[EngineProcess] = []
-    try:
+
+    def start(spec: EngineSpec) -> EngineProcess:
+        return EngineProcess(PROGRAM, spec, cpus, tmp)
+
+    def second_step(process: EngineProcess) -> float:
+        return [process.ask("step", prompts=prompts)["seconds"] for prompts in steps[:2]][-1]
+
+    with ExitStack() as stack:
+        processes = []
         for engine in options.engines:
             if engine == "ours":
                 settings = {"model": str(model), "overrides": _overrides(options, model, tmp)}
-                spec = EngineSpec(engine, this_python(), settings, is_ours=True)
+                spec = EngineSpec(engine, settings, is_ours=True)
             else:
-                spec = _fastest_trl(options, model, steps, cpus, tmp)
-            processes.append(EngineProcess(PROGRAM, spec, cpus, tmp))
+                specs = {variant: _trl(options, model, steps, variant) for variant in options.variants}
+                quickest, _, failures = quickest_variant(specs, start, second_step)
+                if quickest is None:
+                    raise EngineError("\n".join(failures.values()))
+                spec = quickest
+            processes.append(stack.enter_context(start(spec)))
         return _in_turns(processes, steps, work, options)
-    finally:
-        for process in processes:
-            process.end()
 
 
 def _overrides(options: argparse.Namespace, model: Path, tmp: Path) -> list[str]:
@@ -96,31 +113,16 @@ def _overrides(options: argparse.Namespace, model: Path, tmp: Path) -> list[str]
     ]
 
 
-def _fastest_trl(
-    options: argparse.Namespace, model: Path, steps: list[list[list[int]]], cpus: list[int], tmp: Path
-) -> EngineSpec:
-    """The variant with the quickest second step; of several, each is tried in a process of its own."""
-    found = {}
-    for variant in options.variants:
-        settings = {
-            "model": str(model),
-            "dtype": options.dtype,
-            "variant": variant.split(","),
-            "samples": options.samples,
-            "new_tokens": options.new_tokens,
-            "steps": steps,
-        }
-        spec = EngineSpec("trl", options.trl_python, settings)
-        if len(options.variants) == 1:
-            return spec
-        process = EngineProcess(PROGRAM, spec, cpus, tmp)
-        try:
-            seconds = [process.ask("step", prompts=prompts)["seconds"] for prompts in steps[:2]]
-        finally:
-            process.end()
-        found[seconds[-1]] = spec
-        print(f"step: trial of {process.name}: {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
-    return found[min(found)]
+def _trl(options: argparse.Namespace, model: Path, steps: list[list[list[int]]], variant: str) -> EngineSpec:
+    settings = {
+        "model": str(model),
+        "dtype": options.dtype,
+        "variant": variant.split(","),
+        "samples": options.samples,
+        "new_tokens": options.new_tokens,
+        "steps": steps,
+    }
+    return EngineSpec("trl", settings, options.trl_python)
 
 
 def _in_turns(
@@ -135,36 +137,33 @@ def _in_turns(
             expected = work.num_samples * work.new_tokens
             if answer["num_tokens"] != expected:
                 raise RuntimeError(f"{process.name} trained on {answer['num_tokens']} new tokens, expected {expected}")
-            print(f"step {number}: {process.name}: {answer['seconds']:.2f} s", file=sys.stderr, flush=True)
+            report_progress(f"step {number}: {process.name}: {answer['seconds']:.2f} s")
             if number:  # the first one warms up
                 row["steps"].append(answer)
     for row in rows:
         keys = ("seconds", "cpu_seconds", "others_cores", "generate_seconds", "update_seconds", "reward")
-        row |= {key: statistics.median(s[key] for s in row["steps"]) for key in keys if key in row["steps"][0]}
+        row |= {key: median(step[key] for step in row["steps"]) for key in keys if key in row["steps"][0]}
         row["peak_bytes"] = max(step["peak_bytes"] for step in row["steps"])
     ratios = {}
     by_engine = {row["engine"]: row for row in rows}
     if by_engine.keys() == set(ENGINES):
-        ours, trl = by_engine["ours"], by_engine["trl"]
         for key in ("seconds", "cpu_seconds", "peak_bytes"):
-            ratios[f"{key}: trl / ours"] = trl[key] / ours[key]
+            ratios[f"{key}: trl / ours"] = by_engine["trl"][key] / by_engine["ours"][key]
     return {"options": vars(options), "allocator": allocator_name(), "rows": rows, "ratios": ratios}
 
 
 def _table(report: dict[str, Any]) -> str:
-    options = report["options"]
+    options, cells = report["options"], []
+    for row in report["rows"]:
+        parts = [f"{key.split('_')[0]} {row[key]:.2f}" for key in ("generate_seconds", "update_seconds") if key in row]
+        figures = (row["seconds"], row["cpu_seconds"], row["peak_bytes"] / 1e6, row["others_cores"])
+        cells.append((row["name"], *figures, " " + ", ".join(parts)))
     lines = [
         f"GRPO step on {options['checkpoint']}, {options['num_prompts']} prompts x {options['samples']} samples x "
         f"{options['new_tokens']} tokens, {options['dtype']}, {options['threads']} threads, allocator "
         f"{report['allocator']}",
-        f"{'engine':76} {'s/step':>7} {'cpu-s':>7} {'peak MB':>8} {'others':>6}  parts",
+        *aligned(COLUMNS, cells),
     ]
-    for row in report["rows"]:
-        parts = [f"{key.split('_')[0]} {row[key]:.2f}" for key in ("generate_seconds", "update_seconds") if key in row]
-        lines.append(
-            f"{row['name']:76} {row['seconds']:7.2f} {row['cpu_seconds']:7.2f} {row['peak_bytes'] / 1e6:8.0f} "
-            f"{row['others_cores']:6.2f}  {', '.join(parts)}"
-        )
     return "\n".join([*lines, *(f"{name}: {value:.2f}" for name, value in report["ratios"].items())])
 
 
@@ -181,7 +180,7 @@ def _problems(options: argparse.Namespace) -> list[str]:
 
 
 def _options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.step", description=__doc__)
+    parser = parser_of("step", __doc__)
     parser.add_argument("--engines", nargs="+", default=["ours"], help=f"of {', '.join(ENGINES)} (default: ours)")
     parser.add_argument("--trl-python", help="interpreter of an environment with TRL")
     add_engine_options(parser, "float32", VARIANTS, "TRL's model")

@@ -12,8 +12,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +21,7 @@ from unittest.mock import patch
 from zlib import crc32
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -33,7 +34,9 @@ from mindspeed_llm.export_weights import gather_hf_tensors
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.weight_plan import local_plan
 from mindspeed_llm.weight_source import hf_view
-from tools.bench.published_checkpoint import deepseek_v3_config
+from tools.bench.engines.engine_server import Stopwatch
+from tools.bench.models import deepseek_v3_config
+from tools.bench.options import aligned
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.sharding_manager import weight_transfer, weights_check
@@ -47,6 +50,18 @@ from vllm.transformers_utils.config import load_config
 
 LAYOUT = ParallelLayout(8, 2, 2, expert_model_parallel_size=2)  # to TP2 x DP4, EP8
 ROLLOUT_TP = 2
+PLAN_COLUMNS = {
+    "training": "<38",
+    "CPU s": ">6.2f",
+    "experts: held": ">13.2f",
+    "received": ">8.2f",
+    "dense: held": ">11.2f",
+    "received ": ">9.2f",
+    "sent: mean": ">10.1f",
+    "max": ">5.1f",
+    "PP broadcast of experts": ">23.1f",
+    "rounds": ">6",
+}
 WAYS = ("plan", "plan without digests", "gather")
 DTYPE = torch.bfloat16
 # (TP, PP, EP) of training on 256 ranks: experts within a TP rank, and over them ("extend EP")
@@ -59,15 +74,6 @@ LARGE_LAYOUTS = {
     ),
     "TP1 PP8 EP32": ParallelLayout(256, 1, 8, expert_model_parallel_size=32, num_layer_list=(6, 8, 8, 8, 8, 8, 8, 7)),
 }
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One rank's sync: seconds, CPU seconds, and bytes on top of what it had before."""
-
-    seconds: float
-    cpu_seconds: float
-    peak_bytes: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,22 +135,20 @@ def _rank(rank: int, folder: str, bucket_bytes: int, num_rounds: int, ways: Sequ
         ranks_per_node=LAYOUT.world_size,
     )
 
-    def by_plan() -> None:
-        sync.run(params, rollout, 1)
-
     def by_gathering() -> None:
         names = hf_tensors(hf).keys()
         stream = gather_hf_tensors(params, names, hf, groups, dtype=DTYPE, device=device, bucket_bytes=bucket_bytes)
         rollout.inference_engine.update_weights(stream, 1)
 
-    def by_plan_without_digests() -> None:
-        with _without_digests():
-            sync.run(params, rollout, 1)
-
-    works = {"plan": by_plan, "plan without digests": by_plan_without_digests, "gather": by_gathering}
+    by_plan = partial(sync.run, params, rollout, 1)
+    works: dict[str, Callable[[], None]] = {
+        "plan": by_plan,
+        "plan without digests": _without_digests()(by_plan),
+        "gather": by_gathering,
+    }
     # To and fro: what comes after the gathering finds the heap and the caches as that has left them.
     orders = (ways[:: -1 if i % 2 else 1] for i in range(num_rounds + 1))
-    rounds = [{way: asdict(_measured(works[way])) for way in order} for order in orders]
+    rounds = [{way: _measured(works[way]) for way in order} for order in orders]
     traffic = sync.plan.traffic()
     report = {
         "rounds": rounds[1:],
@@ -203,19 +207,15 @@ def _without_digests() -> Iterator[None]:
         yield
 
 
-def _measured(work: Callable[[], None]) -> Measured:
-    before = _resident_bytes("VmRSS")
+def _measured(work: Callable[[], None]) -> dict[str, float]:
+    """One rank's seconds, CPU seconds, and bytes on top of what it had before."""
+    before = psutil.Process().memory_info().rss
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     dist.barrier()
-    start, cpu_start = time.perf_counter(), time.process_time()
+    stopwatch = Stopwatch()
     work()
-    cpu_seconds, seconds = time.process_time() - cpu_start, time.perf_counter() - start
-    return Measured(seconds, cpu_seconds, _resident_bytes("VmHWM") - before)
-
-
-def _resident_bytes(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
+    figures = stopwatch.read()
+    return figures | {"peak_bytes": figures["peak_bytes"] - before}
 
 
 def _print_measured(reports: list[dict[str, Any]], bucket_bytes: int) -> None:
@@ -255,8 +255,7 @@ def _print_plans(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     hf = parse_hf_config(config)
     print("DeepSeek-V3 in bfloat16, 256 ranks in nodes of 16, to TP2 x DP128 EP256; GB (10^9 bytes) of a rank, at most")
-    print(f"{'training':38} {'CPU s':>6} {'experts':>15} {'dense':>15} {'sent':>10} {'PP broadcast':>13} {'rounds':>6}")
-    print(f"{'':38} {'':>6} {'held received':>15} {'held received':>15} {'mean max':>10} {'of experts':>13}")
+    rows = []
     for name, layout in LARGE_LAYOUTS.items():
         start = time.process_time()
         rollout_hf = load_config(str(folder))
@@ -268,15 +267,12 @@ def _print_plans(folder: Path) -> None:
         seconds = time.process_time() - start
         t = plan.traffic()
         # Upstream broadcasts a stage's experts to all stages: each rank gets those of its EP rank, of all layers.
-        ep = layout.expert_model_parallel_size
-        broadcast = 58 * 256 // ep * 3 * 7168 * 2048 * 2
+        broadcast = 58 * 256 // layout.expert_model_parallel_size * 3 * 7168 * 2048 * 2
         figures = (t.expert_held, t.expert_received, t.held - t.expert_held, t.received - t.expert_received)
-        held, received, dense_held, dense_received = (f"{figure.max() / 1e9:7.2f}" for figure in figures)
-        sent = f"{t.sent.mean() / 1e9:.1f} {t.sent.max() / 1e9:.1f}"
-        print(
-            f"{name:38} {seconds:6.2f} {held:>7} {received:>7} {dense_held:>7} {dense_received:>7} {sent:>10} "
-            f"{broadcast / 1e9:13.1f} {plan.num_rounds:6}"
-        )
+        largest = (figure.max() / 1e9 for figure in figures)
+        sent = (t.sent.mean() / 1e9, t.sent.max() / 1e9)
+        rows.append((name, seconds, *largest, *sent, broadcast / 1e9, plan.num_rounds))
+    print("\n".join(aligned(PLAN_COLUMNS, rows)))
 
 
 if __name__ == "__main__":

@@ -10,85 +10,55 @@ from __future__ import annotations
 
 import argparse
 import platform
-import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from tools.bench.allocator import allocator_name
-from tools.bench.options import refused, thread_problems, unknown_choices, write_report
-from tools.bench.remote import EngineProcess, EngineSpec, cpus_for, this_python
-from tools.bench.train_model import Batch, equal_batch, hf_config_dict, matmul_flops, mixed_batch, parsed
+from tools.bench.models import Batch, matmul_flops, mixed_lengths, parsed, random_batch, small_config
+from tools.bench.options import aligned, parser_of, refused, thread_problems, unknown_choices, write_report
+from tools.bench.remote import EngineProcess, EngineSpec, allocator_name, cpus_for, report_progress
 
 ENGINES = ("megatron", "megatron-lean", "transformers-bf16", "transformers-autocast", "transformers-fp32")
 PROGRAM = "train_engines.py"
-
-
-@dataclass
-class Measured:
-    """Steps of one engine on one kind of batch: seconds and CPU seconds each, losses, peak resident bytes.
-
-    ``matmul_peaks``: floating-point operations per second of large matmuls by dtype, right before each step.
-    """
-
-    engine: str
-    batch: str
-    seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
-    matmul_peaks: list[dict[str, float]] = field(default_factory=list)
+COLUMNS = {
+    "engine": "<60",
+    "batch": "<13",
+    "tok/s": ">8.0f",
+    "tok/cpu-s": ">9.0f",
+    "use": ">6.1%",
+    "peak GiB": ">8.2f",
+    "loss": ">8.4f",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the comparison; returns the exit code."""
     options = _options().parse_args(argv)
-    raw = hf_config_dict(options.hidden_size, options.num_layers, options.num_experts, options.vocab_size)
-    batches = {
-        "equal": [equal_batch(options.tokens, options.length, options.vocab_size, i) for i in range(options.steps + 1)],
-        "mixed": [mixed_batch(options.tokens, options.length, options.vocab_size, i) for i in range(options.steps + 1)],
-    }
     engines = {name for group in options.engines for name in group.split(",")}
     problems = [*unknown_choices(("--engines", ENGINES, engines)), *thread_problems(options.threads)]
     if refused("tools.bench.train", problems):
         return 2
+    raw = small_config(options.hidden_size, options.num_layers, options.num_experts, options.vocab_size)
+    equal = [options.length] * max(1, options.tokens // options.length)
+    batches: dict[str, list[Batch]] = {"equal": [], "mixed": []}
+    for step in range(options.steps + 1):
+        mixed = mixed_lengths(options.tokens, options.length, step)
+        batches["equal"].append(random_batch(equal, options.vocab_size, step))
+        batches["mixed"].append(random_batch(mixed, options.vocab_size, step))
     reports = []
     for group in options.engines:
-        measured = _measured(group.split(","), raw, batches, options)
-        reports.append(_report(raw, options, batches, measured) | {"allocator": allocator_name()})
+        rows = _measured(group.split(","), raw, batches, options)
+        reports.append(_report(raw, options, batches, rows))
         print(_table(reports[-1]), flush=True)
     write_report(options.json, reports)
     return 0
 
 
-def _measured(
-    engines: list[str], raw: dict[str, Any], batches: dict[str, list[Batch]], options: argparse.Namespace
-) -> list[tuple[bool, Measured]]:
-    """The steps of one group of engines."""
-    # What is measured: (engine, kind of batch, whether packed).
-    ours = [name for name in engines if name.startswith("megatron")]
-    cases = [(engine, "equal", engine in ours) for engine in engines]
-    mixed = {"none": [], "megatron": ours, "all": engines}[options.mixed]
-    cases += [(engine, "mixed", False) for engine in mixed]
-    cases += [(engine, "mixed", True) for engine in ours if engine in mixed]
-    settings = {"model": raw, "train_ops": options.train_ops, "micro_tokens": options.micro_tokens}
-    processes: dict[str, EngineProcess] = {}
-    with tempfile.TemporaryDirectory(prefix="bench-train-") as scratch:
-        try:
-            for name in engines:
-                spec = EngineSpec(name, this_python(), settings, is_ours=True)
-                processes[name] = EngineProcess(PROGRAM, spec, cpus_for(options.threads), Path(scratch))
-            return _in_turns(processes, cases, batches, options.steps)
-        finally:
-            for process in processes.values():
-                process.end()
-
-
 def _options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.train", description=__doc__)
+    parser = parser_of("train", __doc__)
     parser.add_argument("--threads", type=int, default=2, help="threads of each engine (default: 2)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each case, after one warm-up")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a step, without padding")
@@ -104,76 +74,94 @@ def _options() -> argparse.ArgumentParser:
     default = "megatron-lean,transformers-bf16"
     groups = f"groups of engines, each comma-separated, of {', '.join(ENGINES)} (default: {default})"
     parser.add_argument("--engines", nargs="+", default=[default], metavar="GROUP", help=groups)
-    parser.add_argument("--json", help="also write everything measured to this file")
     return parser
 
 
-def _in_turns(
-    processes: dict[str, EngineProcess], cases: list[tuple[str, str, bool]], batches: dict[str, list[Batch]], steps: int
-) -> list[tuple[bool, Measured]]:
-    measured = [(is_packed, Measured(processes[engine].name, kind)) for engine, kind, is_packed in cases]
-    for step in range(steps + 1):
-        for (engine, kind, is_packed), (_, found) in zip(cases, measured, strict=True):
-            matmul_peaks = processes[engine].ask("matmul_peaks")
-            answer = processes[engine].ask("step", sequences=batches[kind][step].sequences, is_packed=is_packed)
-            print(
-                f"step {step}: {found.engine}, {kind}{' packed' * is_packed}: {answer['seconds']:.2f} s",
-                file=sys.stderr,
-            )
-            if step:  # the first one warms up
-                found.seconds.append(answer["seconds"])
-                found.cpu_seconds.append(answer["cpu_seconds"])
-                found.losses.append(answer["loss"])
-                found.matmul_peaks.append(matmul_peaks)
-                found.peak_bytes = max(found.peak_bytes, int(answer["peak_bytes"]))
-    return measured
+def _measured(
+    engines: list[str], raw: dict[str, Any], batches: dict[str, list[Batch]], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The steps of one group of engines: a row for each engine, kind of batch and whether that is packed.
+
+    ``matmul_peaks`` are floating-point operations per second of large matmuls by dtype, right before each step.
+    """
+    ours = [name for name in engines if name.startswith("megatron")]
+    mixed = {"none": [], "megatron": ours, "all": engines}[options.mixed]
+    cases = [(engine, "equal", engine in ours) for engine in engines]
+    cases += [(engine, "mixed", False) for engine in mixed]
+    cases += [(engine, "mixed", True) for engine in ours if engine in mixed]
+    settings = {"model": raw, "train_ops": options.train_ops, "micro_tokens": options.micro_tokens}
+    cpus = cpus_for(options.threads)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-train-")))
+        processes = {
+            name: stack.enter_context(EngineProcess(PROGRAM, EngineSpec(name, settings, is_ours=True), cpus, scratch))
+            for name in engines
+        }
+        rows: list[dict[str, Any]] = [
+            {"engine": processes[engine].name, "batch": kind, "is_packed": is_packed, "answers": []}
+            for engine, kind, is_packed in cases
+        ]
+        for step in range(options.steps + 1):
+            for (engine, kind, is_packed), row in zip(cases, rows, strict=True):
+                peaks = processes[engine].ask("matmul_peaks")
+                sequences = batches[kind][step].sequences
+                answer = processes[engine].ask("step", sequences=sequences, is_packed=is_packed)
+                report_progress(f"step {step}: {row['engine']}, {_kind(row)}: {answer['seconds']:.2f} s")
+                if step:  # the first one warms up
+                    row["answers"].append(answer | {"matmul_peaks": peaks})
+    return rows
 
 
 def _report(
-    raw: dict[str, Any],
-    options: argparse.Namespace,
-    batches: dict[str, list[Batch]],
-    measured: list[tuple[bool, Measured]],
+    raw: dict[str, Any], options: argparse.Namespace, batches: dict[str, list[Batch]], rows: list[dict[str, Any]]
 ) -> dict[str, Any]:
     import torch
 
     hf = parsed(raw)
-    rows = []
-    for is_packed, found in measured:
-        timed = batches[found.batch][1:]
-        rates = [batch.num_tokens / s for batch, s in zip(timed, found.seconds, strict=True)]
+    for row in rows:
+        timed, answers = batches[row["batch"]][1:], row.pop("answers")
+        row["seconds"], row["cpu_seconds"], row["losses"], row["matmul_peaks"] = (
+            [answer[key] for answer in answers] for key in ("seconds", "cpu_seconds", "loss", "matmul_peaks")
+        )
+        row["peak_bytes"] = max(int(answer["peak_bytes"]) for answer in answers)
+        row["tokens_per_s"] = median(b.num_tokens / s for b, s in zip(timed, row["seconds"], strict=True))
+        row["tokens_per_cpu_s"] = sum(batch.num_tokens for batch in timed) / sum(row["cpu_seconds"])
         flops = [matmul_flops(hf, list(map(len, batch.sequences))) for batch in timed]
-        of_peak = [f / s / max(p.values()) for f, s, p in zip(flops, found.seconds, found.matmul_peaks, strict=True)]
-        row = asdict(found) | {
-            "is_packed": is_packed,
-            "tokens_per_s": statistics.median(rates),
-            "matmul_use": statistics.median(of_peak),
-        }
-        rows.append(row | {"tokens_per_cpu_s": sum(b.num_tokens for b in timed) / sum(found.cpu_seconds)})
-    every = [peaks for _, found in measured for peaks in found.matmul_peaks]
-    peaks = {dtype: statistics.median(peak[dtype] for peak in every) for dtype in every[0]}
-    machine = {"cpu": platform.processor() or platform.machine(), "threads": options.threads, "peaks": peaks}
-    return {"machine": machine, "torch": torch.__version__, "options": vars(options), "model": raw, "rows": rows}
+        used = zip(flops, row["seconds"], row["matmul_peaks"], strict=True)
+        row["matmul_use"] = median(f / s / max(peaks.values()) for f, s, peaks in used)
+    every = [peaks for row in rows for peaks in row["matmul_peaks"]]
+    peaks = {dtype: median(peak[dtype] for peak in every) for dtype in every[0]}
+    return {
+        "machine": {"cpu": platform.processor() or platform.machine(), "threads": options.threads, "peaks": peaks},
+        "torch": torch.__version__,
+        "options": vars(options),
+        "model": raw,
+        "rows": rows,
+        "allocator": allocator_name(),
+    }
 
 
 def _table(report: dict[str, Any]) -> str:
-    peaks = ", ".join(f"{dtype} {peak / 1e9:.0f} GFLOP/s" for dtype, peak in report["machine"]["peaks"].items())
-    threads = report["machine"]["threads"]
-    lines = [
-        f"{threads} threads; allocator {report['allocator']}; matmul peak: {peaks}",
-        "use: of the higher peak, as it was right before the step; padding is not counted as work",
+    machine, rows = report["machine"], report["rows"]
+    peaks = ", ".join(f"{dtype} {peak / 1e9:.0f} GFLOP/s" for dtype, peak in machine["peaks"].items())
+    keys = ("tokens_per_s", "tokens_per_cpu_s", "matmul_use")
+    cells = [
+        (row["engine"], _kind(row), *(row[key] for key in keys), row["peak_bytes"] / 2**30, row["losses"][-1])
+        for row in rows
     ]
-    lines.append(f"{'engine':60} {'batch':13} {'tok/s':>8} {'tok/cpu-s':>9} {'use':>6} {'peak GiB':>8} {'loss':>8}")
-    for row in report["rows"]:
-        batch = row["batch"] + (" packed" if row["is_packed"] else "")
-        lines.append(
-            f"{row['engine']:60} {batch:13} {row['tokens_per_s']:8.0f} {row['tokens_per_cpu_s']:9.0f} "
-            f"{row['matmul_use']:6.1%} {row['peak_bytes'] / 2**30:8.2f} {row['losses'][-1]:8.4f}"
-        )
-    for row in report["rows"]:
-        if row["engine"].startswith("megatron") and row["is_packed"]:
-            lines += [_ratios(row, other) for other in report["rows"] if _is_beside(other, row)]
-    return "\n".join(lines)
+    ours = [row for row in rows if row["engine"].startswith("megatron") and row["is_packed"]]
+    return "\n".join(
+        [
+            f"{machine['threads']} threads; allocator {report['allocator']}; matmul peak: {peaks}",
+            "use: of the higher peak, as it was right before the step; padding is not counted as work",
+            *aligned(COLUMNS, cells),
+            *(_ratios(row, other) for row in ours for other in rows if _is_beside(other, row)),
+        ]
+    )
+
+
+def _kind(row: dict[str, Any]) -> str:
+    return row["batch"] + " packed" * row["is_packed"]
 
 
 def _is_beside(other: dict[str, Any], ours: dict[str, Any]) -> bool:

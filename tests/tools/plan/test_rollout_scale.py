@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.bench.published_checkpoint import deepseek_v3_config
+from tools.bench.models import deepseek_v3_config
 from tools.plan.collectives import CollectiveLog
 from tools.plan.device import MemoryMeter, PlannedDevice
 from tools.plan.generation_steps import Workload, count_steps

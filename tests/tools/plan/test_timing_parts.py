@@ -14,7 +14,6 @@ from megatron.core.pipeline_parallel.schedule_table import (
     get_pp_rank_microbatches,
     get_schedule_table,
 )
-from tools.bench.train_model import matmul_flops
 from tools.plan.devices import load_device
 from tools.plan.timing import load_constants
 from tools.plan.timing.lengths import length_distribution
@@ -69,10 +68,21 @@ def test_parameters_are_those_of_the_model() -> None:
     assert model_work(published_model("qwen3_235b_a22b")).parameters == pytest.approx(235.1e9, rel=0.001)
 
 
-def test_operations_are_those_of_the_training_benchmark() -> None:
+def test_operations_are_those_of_every_matmul() -> None:
+    """Twice the weights that a token meets, and scores and values over the causal half of 1000 tokens."""
     hf = published_model("deepseek_v3")
+    heads, hidden = hf.num_attention_heads, hf.hidden_size
+    assert hf.q_lora_rank is not None
+    query = hf.q_lora_rank * (hidden + heads * hf.qk_head_dim)
+    latent = hidden * (hf.kv_lora_rank + hf.qk_rope_head_dim)
+    up = hf.kv_lora_rank * heads * (hf.qk_nope_head_dim + hf.v_head_dim)
+    attention = query + latent + up + heads * hf.v_head_dim * hidden
+    expert = 3 * hidden * hf.moe_intermediate_size
+    moe = expert * (hf.num_experts_per_tok + hf.n_shared_experts) + hidden * hf.n_routed_experts
+    weights = 61 * attention + 58 * moe + 3 * 3 * hidden * hf.intermediate_size + hf.vocab_size * hidden
+    scores = 1000 * 1001 / 2 * heads * (hf.qk_head_dim + hf.v_head_dim) * 61
     forward = train_flops_per_token(model_work(hf), context=(1000 + 1) / 2)
-    assert 3 * forward * 1000 == pytest.approx(matmul_flops(hf, [1000]), rel=1e-9)
+    assert forward * 1000 == pytest.approx(2.0 * (weights * 1000 + scores), rel=1e-9)
 
 
 def test_the_busiest_rank_is_what_samples_show() -> None:

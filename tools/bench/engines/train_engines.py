@@ -23,7 +23,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import initialize_model_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from mindspeed_llm.model import build_model
-from tools.bench.train_model import Batch, parsed
+from tools.bench.models import Batch, parsed
 
 LEAN_RECOMPUTE = ("layernorm", "moe_act", "mla_up_proj")
 LEARNING_RATE, WEIGHT_DECAY, BETAS = 1e-5, 0.1, (0.9, 0.95)
