@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tools.doctor.tested import load_table
+from tools.doctor.finding import load_table
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "Dockerfile.vllm_ascend.mindspeed.deepseekV3"

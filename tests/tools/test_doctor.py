@@ -13,11 +13,10 @@ from hf_formats.config import parse_hf_config
 from recipes.common.recipe import load_recipe
 from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3
 from tests.mindspeed_llm.tiny import tiny_hf_config
+from tests.tools.doctor_needs import needs_of
 from tools.doctor import ascend, host, links
-from tools.doctor.examine import examine
-from tools.doctor.finding import GIB, Finding, Options
-from tools.doctor.needs import needs_of
-from tools.doctor.tested import load_table, needs_of_config
+from tools.doctor.__main__ import examine
+from tools.doctor.finding import GIB, Finding, Options, load_table, needs_of_config
 from verl.trainer.config import load_config
 
 CONFIG_DIR = load_recipe("r1_zero").config_dir

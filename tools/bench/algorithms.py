@@ -14,13 +14,14 @@ is validated by it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from tools.report.run_data import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes" / "r1_zero" / "ray_start_grpo_npu.sh"
@@ -116,44 +117,29 @@ def mean_scores(name: str, options: argparse.Namespace, steps: int) -> dict[int,
 
 
 def run(name: str, output: Path, steps: int, seed: int, every: int) -> dict[int, float]:
-    """Step -> score of a run of the recipe, made or gone on with unless it has got so far.
+    """Step -> validation score up to ``steps`` of a run of the recipe, which is started or continued where needed.
 
     Raises:
         subprocess.CalledProcessError: the run failed.
-        ValueError: it has not the scores that it should have.
+        ValueError: scores of its first or last step are missing.
     """
     directory = output / (f"{name}-seed{seed}" if seed else name)
-    if final_step(directory) < steps:
+    records = read_jsonl(directory / "metrics.jsonl")
+    if not records or records[-1]["step"] < steps:
         directory.mkdir(parents=True, exist_ok=True)
         environment = os.environ | {"OUTPUT_DIR": str(directory), "STEPS": str(steps)}
         if directory != output / BASELINE:
-            made = output / BASELINE
-            environment |= {"MODEL_PATH": str(made / "base_model_fp8")}
+            environment["MODEL_PATH"] = str(output / BASELINE / "base_model_fp8")
         overrides = [*ALGORITHMS[name], *MEASURED, f"trainer.test_freq={every}"]
         if seed:
             overrides.append(f"actor_rollout_ref.rollout.seed={seed}")
         with (directory / "command.log").open("a") as log:
             subprocess.run(["bash", str(SCRIPT), *overrides], env=environment, stdout=log, stderr=log, check=True)
-    return scores_of(directory, steps)
-
-
-def final_step(directory: Path) -> int:
-    """The last step in the metrics of a run; -1 when there are none."""
-    records = _records(directory)
-    return int(records[-1]["step"]) if records else -1
-
-
-def scores_of(directory: Path, steps: int) -> dict[int, float]:
-    """Step -> validation score up to ``steps``; ValueError when those of the first and last are missing."""
-    scores = {int(record["step"]): record["val/score"] for record in _records(directory) if "val/score" in record}
+        records = read_jsonl(directory / "metrics.jsonl")
+    scores = {int(record["step"]): record["val/score"] for record in records if "val/score" in record}
     if not {0, steps} <= scores.keys():
         raise ValueError(f"{directory} has validation scores of steps {sorted(scores)}; expected 0 and {steps}")
     return {step: score for step, score in scores.items() if step <= steps}
-
-
-def _records(directory: Path) -> list[dict[str, float]]:
-    path = directory / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def _parser() -> argparse.ArgumentParser:

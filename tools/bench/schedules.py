@@ -21,9 +21,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -31,6 +29,7 @@ from recipes.common.arithmetic import make_set
 from recipes.common.base_model import make_base_model
 from recipes.r1_zero.json_to_parquet import main as json_to_parquet
 from recipes.r1_zero.recipe import CORPUS
+from tools.report.run_data import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG_DIR, REWARD = ROOT / "recipes/r1_zero/config", ROOT / "recipes/r1_zero/deepscaler.py"
@@ -57,17 +56,6 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
         "algorithm.rollout_correction={bypass_mode:True}",
     ),
 }
-
-
-@dataclass(frozen=True)
-class Rate:
-    """What one run did after it had filled its queue."""
-
-    samples_per_s: float
-    tokens_per_s: float  # of responses
-    max_staleness: float
-    mean_staleness: float
-    wait_share: float  # of the steps' time that was spent waiting for samples
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,28 +101,25 @@ def write_long_tail(train: Path, path: Path, shortest: int, longest: int) -> Non
 def compare_rates(options: argparse.Namespace, inputs: Path) -> dict[str, list[float]]:
     """Every schedule once a round, in turns; the ratios to the synchronous one by schedule and round."""
     names = [SYNC, *(name for name in options.schedules if name != SYNC)]
-    rates: dict[str, list[Rate]] = {name: [] for name in names}
+    rates: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for round_ in range(options.rounds):
         for name in names:
             directory = options.output / f"rate-{name}-{round_}"
             run(name, directory, inputs, rate_overrides(name, options, inputs), options)
             rates[name].append(rate_of(directory, options.prompts * options.samples, options.filling))
             print(f"round {round_}: {name}: {rates[name][-1]}", flush=True)
-    ratios = {
-        name: [own.samples_per_s / sync.samples_per_s for own, sync in zip(rates[name], rates[SYNC], strict=True)]
-        for name in names
-    }
     print("| schedule | samples/s | of sync | tokens/s | staleness mean / max | waited for samples |")
     print("|---|---|---|---|---|---|")
+    ratios = {}
     for name in names:
-        speed, tokens, stale, waited = (
-            statistics.median(getattr(rate, field) for rate in rates[name])
-            for field in ("samples_per_s", "tokens_per_s", "mean_staleness", "wait_share")
-        )
-        oldest = max(rate.max_staleness for rate in rates[name])
-        ratio = statistics.median(ratios[name])
+        pairs = zip(rates[name], rates[SYNC], strict=True)
+        ratios[name] = [own["samples_per_s"] / sync["samples_per_s"] for own, sync in pairs]
+        figure = {key: statistics.median(rate[key] for rate in rates[name]) for key in rates[name][0]}
+        oldest = max(rate["max_staleness"] for rate in rates[name])
         print(
-            f"| {name} | {speed:.1f} | {ratio:.2f} | {tokens:,.0f} | {stale:.2f} / {oldest:.0f} | {waited:.0%} |",
+            f"| {name} | {figure['samples_per_s']:.1f} | {statistics.median(ratios[name]):.2f} "
+            f"| {figure['tokens_per_s']:,.0f} | {figure['mean_staleness']:.2f} / {oldest:.0f} "
+            f"| {figure['wait_share']:.0%} |",
             flush=True,
         )
     return ratios
@@ -173,7 +158,7 @@ def compare_scores(options: argparse.Namespace, inputs: Path) -> dict[str, float
     for name in [SYNC, *(name for name in options.schedules if name != SYNC)]:
         directory = options.output / f"score-{name}"
         run(name, directory, inputs, overrides, options)
-        scores = [record["val/score"] for record in records(directory) if "val/score" in record]
+        scores = [record["val/score"] for record in read_jsonl(directory / "metrics.jsonl") if "val/score" in record]
         reached[name] = scores[-1]
         print(f"| {name} | {scores[0]:.3f} | {scores[-1]:.3f} |", flush=True)
     return reached
@@ -189,13 +174,13 @@ def run(name: str, directory: Path, inputs: Path, overrides: list[str], options:
     wanted = int(next(item for item in overrides if item.startswith("trainer.total_training_steps=")).split("=")[1])
     bound = [f"async_training.staleness_threshold={options.staleness}"] if name == FULLY_ASYNC else []
     settings = "\n".join([*overrides, *SCHEDULES[name], *bound, *options.overrides]) + "\n"
-    kept, done = directory / "settings.txt", records(directory)
-    if done and (not kept.is_file() or kept.read_text() != settings):
+    saved, done = directory / "settings.txt", read_jsonl(directory / "metrics.jsonl")
+    if done and (not saved.is_file() or saved.read_text() != settings):
         raise ValueError(f"{directory} has a run with other settings (settings.txt): give another --output")
     if done and int(done[-1]["step"]) == wanted:
         return
     directory.mkdir(parents=True, exist_ok=True)
-    kept.write_text(settings)
+    saved.write_text(settings)
     command = [
         *(sys.executable, "-m", "verl.trainer.main_ppo"),
         *("--config-dir", str(CONFIG_DIR), "--config-name", "r1_zero_tiny"),
@@ -222,23 +207,17 @@ def run(name: str, directory: Path, inputs: Path, overrides: list[str], options:
         subprocess.run(command, env=environment, stdout=log, stderr=log, check=True)
 
 
-def rate_of(directory: Path, samples_per_step: int, filling: int) -> Rate:
-    """The rate of the steps behind the first ``filling`` ones."""
-    steps = records(directory)[filling:]
+def rate_of(directory: Path, samples_per_step: int, filling: int) -> dict[str, float]:
+    """What a run did after its first ``filling`` steps; ``wait_share`` is the share of time that waited for samples."""
+    steps = read_jsonl(directory / "metrics.jsonl")[filling:]
     seconds = sum(step["timing_s/step"] for step in steps)
-    return Rate(
-        samples_per_step * len(steps) / seconds,
-        samples_per_step * sum(step["response_length/mean"] for step in steps) / seconds,
-        max(step.get("schedule/staleness/max", 0.0) for step in steps),
-        statistics.mean(step.get("schedule/staleness/mean", 0.0) for step in steps),
-        sum(step["timing_s/gen"] for step in steps) / seconds,
-    )
-
-
-def records(directory: Path) -> list[dict[str, Any]]:
-    """The metrics of a run, none when there are none."""
-    path = directory / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return {
+        "samples_per_s": samples_per_step * len(steps) / seconds,
+        "tokens_per_s": samples_per_step * sum(step["response_length/mean"] for step in steps) / seconds,
+        "max_staleness": max(step.get("schedule/staleness/max", 0.0) for step in steps),
+        "mean_staleness": statistics.mean(step.get("schedule/staleness/mean", 0.0) for step in steps),
+        "wait_share": sum(step["timing_s/gen"] for step in steps) / seconds,
+    }
 
 
 def _parser() -> argparse.ArgumentParser:

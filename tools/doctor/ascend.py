@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tools.doctor import links
-from tools.doctor.finding import Finding
+from tools.doctor.finding import Finding, Stack, load_table
 from tools.doctor.host import version_of
-from tools.doctor.tested import Stack, load_table
 
 DEVICES = Path("/dev")
 CANN_FOLDERS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/latest")
@@ -30,7 +29,7 @@ def findings() -> Iterator[Finding]:
         return
     yield Finding("NPUs", f"{len(dies)} dies")
     yield _npu_smi()
-    stack = _stack_of(torch_npu)
+    stack = next((stack for stack in load_table()[0] if stack.torch_npu == torch_npu), None)
     yield _torch_npu(torch_npu, stack)
     yield _driver(stack)
     yield _cann(stack)
@@ -40,30 +39,24 @@ def findings() -> Iterator[Finding]:
 
 def cann_version() -> str | None:
     """The CANN toolkit's version, from the folder in its environment variable or from the usual ones."""
-    for folder in (os.environ.get("ASCEND_HOME_PATH"), *CANN_FOLDERS):
-        for path in sorted(Path(folder).glob("*-linux/ascend_toolkit_install.info")) if folder else []:
-            found = re.search(r"^version=(.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-            if found:
-                return found[1]
-    return None
+    folders = [Path(folder) for folder in (os.environ.get("ASCEND_HOME_PATH"), *CANN_FOLDERS) if folder]
+    files = (path for folder in folders for path in sorted(folder.glob("*-linux/ascend_toolkit_install.info")))
+    return next(filter(None, map(_version_in, files)), None)
 
 
 def driver_version() -> str | None:
     """The driver's version; None when its file is not mounted or has no version."""
-    if not DRIVER_VERSION_FILE.is_file():
-        return None
-    found = re.search(r"^Version=(.+)$", DRIVER_VERSION_FILE.read_text(encoding="utf-8"), re.MULTILINE)
+    return _version_in(DRIVER_VERSION_FILE) if DRIVER_VERSION_FILE.is_file() else None
+
+
+def _version_in(file: Path) -> str | None:
+    found = re.search(r"^version=(.+)$", file.read_text(encoding="utf-8"), re.MULTILINE | re.IGNORECASE)
     return found[1].strip() if found else None
-
-
-def _stack_of(torch_npu: str | None) -> Stack | None:
-    return next((stack for stack in load_table()[0] if stack.torch_npu == torch_npu), None)
 
 
 def _npu_smi() -> Finding:
     if shutil.which("npu-smi") is None:
-        remedy = "mount /usr/local/bin/npu-smi and /usr/local/dcmi into the container"
-        return Finding("npu-smi", "not found", remedy)
+        return Finding("npu-smi", "not found", "mount /usr/local/bin/npu-smi and /usr/local/dcmi into the container")
     try:
         done = subprocess.run(["npu-smi", "info"], capture_output=True, timeout=30)
     except subprocess.TimeoutExpired:
@@ -78,11 +71,10 @@ def _torch_npu(found: str | None, stack: Stack | None) -> Finding:
     if found is None:
         remedy = "run tools/setup_env.sh: it adds torch_npu where it sees NPUs"
         return Finding("torch_npu", "not installed", remedy, is_fatal=True)
-    known = ", ".join(row.torch_npu for row in load_table()[0])
     if stack is None:
-        return Finding(
-            "torch_npu", found, f"not among the tested ones ({known}): install the one of requirements/npu.txt"
-        )
+        known = ", ".join(row.torch_npu for row in load_table()[0])
+        remedy = f"not among the tested ones ({known}): install the one of requirements/npu.txt"
+        return Finding("torch_npu", found, remedy)
     torch = version_of("torch")
     if torch is not None and torch.split("+")[0] != stack.torch:
         remedy = f"wants torch {stack.torch}, here is {torch}: run tools/setup_env.sh"
@@ -94,10 +86,10 @@ def _driver(stack: Stack | None) -> Finding:
     version = driver_version()
     if version is None:
         return Finding("driver", "version unknown", f"no {DRIVER_VERSION_FILE}: mount the driver into the container")
+    remedy = ""
     if stack is not None and _numbers(version) < _numbers(stack.driver):
         remedy = f"older than {stack.driver}, which belongs to torch_npu {stack.torch_npu}: update driver and firmware"
-        return Finding("driver", version, remedy)
-    return Finding("driver", version)
+    return Finding("driver", version, remedy)
 
 
 def _cann(stack: Stack | None) -> Finding:
@@ -105,13 +97,13 @@ def _cann(stack: Stack | None) -> Finding:
     if version is None:
         remedy = f"install it, or source its set_env.sh; looked in {', '.join(CANN_FOLDERS)}"
         return Finding("CANN", "not found", remedy, is_fatal=True)
+    remedy = ""
     if stack is not None and _numbers(version)[:2] != _numbers(stack.cann)[:2]:
         remedy = (
             f"torch_npu {stack.torch_npu} belongs to CANN {stack.cann}: use an image with that CANN (CANN_IMAGE of the "
             "Dockerfile), or the torch_npu of this CANN"
         )
-        return Finding("CANN", version, remedy)
-    return Finding("CANN", version)
+    return Finding("CANN", version, remedy)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -1,11 +1,13 @@
-"""A finding of the doctor, and the options of an examination."""
+"""A finding of the doctor, the options of an examination, and the table of what is known to work (``tested.toml``)."""
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+TABLE = Path(__file__).with_name("tested.toml")
 GIB = 1024**3
 
 
@@ -34,3 +36,38 @@ class Options:
     master_addr: str | None
     socket_ifname: str | None
     config_name: str = "r1_zero_tiny"
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Versions that go together; ``cann`` and ``driver`` are prefixes of version numbers."""
+
+    torch: str
+    torch_npu: str
+    cann: str
+    driver: str
+    evidence: str
+
+
+@dataclass(frozen=True)
+class JobNeeds:
+    """The needs of one config: free memory on every node, free disk where the run writes."""
+
+    config: str
+    memory_gib: int
+    disk_gib: int
+    evidence: str
+
+
+def load_table(path: Path = TABLE) -> tuple[list[Stack], list[JobNeeds]]:
+    """Both parts of the table."""
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    return [Stack(**row) for row in table["stack"]], [JobNeeds(**row) for row in table["job"]]
+
+
+def needs_of_config(name: str) -> JobNeeds:
+    """The row of a config; ValueError that names the known rows."""
+    rows = {row.config: row for row in load_table()[1]}
+    if name not in rows:
+        raise ValueError(f"no needs are known for config {name!r}; known: {', '.join(rows)} ({TABLE.name})")
+    return rows[name]

@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 
 from third_party import jemalloc
-from tools.doctor.finding import GIB, ROOT, Finding
-from tools.doctor.tested import JobNeeds
+from tools.doctor.finding import GIB, ROOT, Finding, JobNeeds
 
 
 def python() -> Iterator[Finding]:
@@ -32,10 +31,9 @@ def packages() -> Iterator[Finding]:
         version = version_of(name)
         if version is None:
             yield Finding(name, "not installed", "run tools/setup_env.sh", is_fatal=True)
-        elif version.split("+")[0] != pins[name]:
-            yield Finding(name, version, f"pinned is {pins[name]}: run tools/setup_env.sh")
         else:
-            yield Finding(name, version)
+            is_pinned = version.split("+")[0] == pins[name]
+            yield Finding(name, version, "" if is_pinned else f"pinned is {pins[name]}: run tools/setup_env.sh")
 
 
 def memory(needs: JobNeeds) -> Iterator[Finding]:

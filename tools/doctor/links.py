@@ -38,12 +38,13 @@ def hccl_ports(environment: Mapping[str, str] = os.environ) -> Finding:
     if wanted == "auto":
         return Finding("HCCL ports", "chosen by the system (HCCL_HOST_SOCKET_PORT_RANGE=auto)")
     try:
-        ports = _port_list(wanted) if wanted else _from_base(environment.get("HCCL_IF_BASE_PORT"))
-    except ValueError:
+        first = int(environment.get("HCCL_IF_BASE_PORT") or HCCL_DEFAULT_PORT)
+        ports = _port_list(wanted) if wanted else list(range(first, first + HCCL_NUM_PORTS))
+        shown = f"{ports[0]} to {ports[-1]}"
+    except (ValueError, IndexError):  # no number, or a range without ports
         remedy = "set HCCL_HOST_SOCKET_PORT_RANGE=auto, or ranges such as 60000-60050,60150-60160"
         return Finding("HCCL ports", f"HCCL_HOST_SOCKET_PORT_RANGE={wanted!r} cannot be read", remedy, is_fatal=True)
     taken = [port for port in ports if network.port_problem("port", port)]
-    shown = f"{ports[0]} to {ports[-1]}"
     if not taken:
         return Finding("HCCL ports", f"{shown}, free")
     remedy = "set HCCL_HOST_SOCKET_PORT_RANGE=auto (recipes/common/npu_env.sh does), or end what holds them"
@@ -76,16 +77,7 @@ def _link_state(tool: str, die: int) -> str:
     return found[1].upper() if found else f"no link status (exit code {done.returncode})"
 
 
-def _from_base(base: str | None) -> list[int]:
-    first = int(base) if base else HCCL_DEFAULT_PORT
-    return list(range(first, first + HCCL_NUM_PORTS))
-
-
 def _port_list(text: str) -> list[int]:
-    ports: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        ports += range(int(first), int(last or first) + 1)
-    if not ports:
-        raise ValueError(text)
-    return ports
+    """The ports of ranges such as 60000-60050,60150; ValueError when the text cannot be read."""
+    ends = [part.partition("-") for part in text.split(",")]
+    return [port for first, _, last in ends for port in range(int(first), int(last or first) + 1)]

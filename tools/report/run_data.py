@@ -50,29 +50,33 @@ def read_run(run_dir: Path) -> RunData:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"--run-dir {run_dir}: no metrics.jsonl there; give a run's OUTPUT_DIR (trainer.report_dir)")
-    metrics = _records(path)
+    metrics = read_jsonl(path)
     if not metrics:
         raise ValueError(f"{path}: no step is logged yet; run the report after the first step")
-    generations = {}
-    for file in (run_dir / "val_generations").glob("step_*.jsonl"):
-        match = _STEP_FILE.fullmatch(file.name)
-        if match:
-            generations[int(match[1])] = _records(file)
+    files = step_files(run_dir / "val_generations")
+    generations = {step: read_jsonl(file) for step, file in files.items()}
     report = run_dir / "data" / "data_report.json"
     data_report = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else None
-    record = run_dir / "restarts.jsonl"
-    restarts = _records(record) if record.is_file() else []
-    return RunData(run_dir, metrics, dict(sorted(generations.items())), data_report, restarts)
+    return RunData(run_dir, metrics, generations, data_report, read_jsonl(run_dir / "restarts.jsonl"))
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
+def step_files(folder: Path) -> dict[int, Path]:
+    """The files ``step_N.jsonl`` of a folder by step, in order."""
+    matches = {path: _STEP_FILE.fullmatch(path.name) for path in folder.glob("step_*.jsonl")}
+    return dict(sorted((int(match[1]), path) for path, match in matches.items() if match))
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, none when it is not there; ValueError names a line that is not JSON.
+
+    A crash in the middle of a write leaves half a last line, which is left out.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     found = []
-    for position, line in enumerate(lines):
+    for number, line in enumerate(lines, start=1):
         try:
             found.append(json.loads(line))
         except json.JSONDecodeError as error:
-            if position == len(lines) - 1:
-                break  # a crash in the middle of a write
-            raise ValueError(f"{path}, line {position + 1} is not JSON: {error}") from error
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
     return found

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-_STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
+from tools.report.run_data import step_files
+
 FIELDS = {
     "step", "uid", "data_source", "prompt", "ground_truth", "tokens", "rollout_log_probs", "log_probs", "versions",
     "reward", "parts", "advantage", "length", "finish_reason",
@@ -18,37 +18,30 @@ def read_records(run_dir: Path, steps: str | None, max_samples: int) -> tuple[li
     """Records of whole steps, newest step first, ``max_samples`` at most, and how many did not fit.
 
     Raises:
-        ValueError: nothing was recorded, a step is not there, or a file is damaged; the text says what to do.
+        ValueError: nothing was saved, a step is not there, or a file is damaged; the text says what to do.
     """
     if max_samples < 1:
         raise ValueError(f"--max-samples {max_samples}: it must be at least 1")
-    files = _files(run_dir, steps)
+    folder = run_dir / "samples"
+    files = step_files(folder)
+    if not files:
+        raise ValueError(
+            f"{folder} has no step_N.jsonl: give a run's OUTPUT_DIR, of a run with "
+            "trainer.log_samples_freq=N, after its first recorded step"
+        )
+    names = list(map(str, files)) if steps is None else steps.split(",")
+    missing = [name for name in names if not name.strip().isdecimal() or int(name) not in files]
+    if missing:
+        there = ", ".join(map(str, files))
+        raise ValueError(f"--steps: {', '.join(missing)} is not recorded; {folder} has {there}")
     found: list[dict[str, Any]] = []
     num_left_out = 0
-    for step in sorted(files, reverse=True):
+    for step in sorted(set(map(int, names)), reverse=True):
         records = _read_step(files[step])
         room = max_samples - len(found)
         found += records[:room]
         num_left_out += max(0, len(records) - room)
     return found, num_left_out
-
-
-def _files(run_dir: Path, steps: str | None) -> dict[int, Path]:
-    matches = {path: _STEP_FILE.fullmatch(path.name) for path in (run_dir / "samples").glob("step_*.jsonl")}
-    files = {int(match[1]): path for path, match in matches.items() if match}
-    if not files:
-        raise ValueError(
-            f"{run_dir / 'samples'} has no step_N.jsonl: give a run's OUTPUT_DIR, of a run with "
-            "trainer.log_samples_freq=N, after its first recorded step"
-        )
-    if steps is None:
-        return files
-    names = steps.split(",")
-    missing = [name for name in names if not name.strip().isdecimal() or int(name) not in files]
-    if missing:
-        there = ", ".join(map(str, sorted(files)))
-        raise ValueError(f"--steps: {', '.join(missing)} is not recorded; {run_dir / 'samples'} has {there}")
-    return {int(name): files[int(name)] for name in names}
 
 
 def _read_step(path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The memory and disk that a run needs on its nodes, from its config and the dimensions of its model."""
+"""The memory and disk that a run needs on its nodes, by its config: what tools/doctor/tested.toml must say."""
 
 from __future__ import annotations
 
