@@ -70,34 +70,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _list(console: Console, args: argparse.Namespace) -> int:
+def _list(console: Console, args: argparse.Namespace) -> None:
     show.listing(console, _all(args))
-    return 0
 
 
-def _status(console: Console, args: argparse.Namespace) -> int:
+def _status(console: Console, args: argparse.Namespace) -> None:
     show.status(console, _all(args), args.root, args.names)
-    return 0
 
 
-def _adaptations(console: Console, args: argparse.Namespace) -> int:
+def _adaptations(console: Console, args: argparse.Namespace) -> None:
     show.adaptation_list(console, args.root, _all(args))
     show.say(console, adaptations.run(args.root, check=args.check))
-    return 0
 
 
-def _diff(console: Console, args: argparse.Namespace) -> int:
+def _diff(console: Console, args: argparse.Namespace) -> None:
     item = manifest.load(args.name, args.root / manifest.FOLDER)
     ours = compare.our_folder(item, args.root)
-    with upstream.checkout(item, args.upstream, args.tag or item.version) as found:
-        show.say(console, f"{ours.name}/ beside {found.what}; pinned: {item.version}")
-        different = compare.diff(item, found.folder, args.root)
+    with upstream.checkout(item, args.upstream, args.tag or item.version) as (folder, what):
+        show.say(console, f"{ours.name}/ beside {what}; pinned: {item.version}")
+        different = compare.diff(item, folder, args.root)
         show.difference(console, different, args.names)
         for module in [shared.module for shared in different.shared] if args.text else []:
-            sides = [(folder / module).read_text(encoding="utf-8", errors="replace") for folder in (found.folder, ours)]
+            sides = [(side / module).read_text(encoding="utf-8", errors="replace") for side in (folder, ours)]
             names = (f"upstream/{module}", f"{item.subtree}/{module}")
             show.say(console, compare.text_diff(sides[0], sides[1], *names))
-    return 0
 
 
 def _rebase(console: Console, args: argparse.Namespace) -> int:
@@ -107,17 +103,18 @@ def _rebase(console: Console, args: argparse.Namespace) -> int:
     return CONFLICTS if outcome.conflicts or outcome.findings else 0
 
 
-def _import(console: Console, args: argparse.Namespace) -> int:
+def _import(console: Console, args: argparse.Namespace) -> None:
     path = args.root / manifest.FOLDER / f"{args.name}.toml"
     if not args.files:
         item = manifest.load(args.name, path.parent)
-        done = take.record_api(args.root, item, args.tag, args.upstream)
+        api, what, paths = take.record_api(args.root, item, args.tag, args.upstream)
+        num_names = sum(map(len, api.modules.values()))
         show.say(
             console,
-            f"{args.name} {done.pin}: {done.num_symbols} names of {done.num_modules} modules, from {done.what}",
-            f"Next: `python -m tools.subtree status --names`, then commit {' and '.join(done.paths)}.",
+            f"{args.name} {api.pin}: {num_names} names of {len(api.modules)} modules, from {what}",
+            f"Next: `python -m tools.subtree status --names`, then commit {' and '.join(paths)}.",
         )
-        return 0
+        return
     text = path.read_text(encoding="utf-8") if path.exists() else _new_manifest(args)
     item = manifest.parse(manifest.with_pin(text, args.tag, "") if args.tag else text, str(path))
     commit = take.take_files(args.root, item, text, item.version, args.upstream)
@@ -127,7 +124,6 @@ def _import(console: Console, args: argparse.Namespace) -> int:
         *([f"Licence: {item.licence_note}"] if item.licence_note else []),
         f"Next: mark what you change for hardware; `python -m tools.subtree rebase {args.name} --tag ...` keeps it.",
     )
-    return 0
 
 
 def _new_manifest(args: argparse.Namespace) -> str:

@@ -56,9 +56,10 @@ def from_snapshot(old: Api, new: Api) -> Changes:
 
 def texts(git: Git, tree: str, suffix: str = ".py") -> dict[str, str]:
     """Path -> text of a tree's files whose name ends with ``suffix`` and that are text."""
-    entries = [item for item in git.files(tree).values() if item.path.endswith(suffix) and item.mode.startswith("100")]
-    contents = git.blobs([item.oid for item in entries])
-    found = {item.path: contents[item.oid] for item in entries}
+    entries = git.files(tree).items()
+    oids = {path: entry.oid for path, entry in entries if path.endswith(suffix) and entry.mode.startswith("100")}
+    contents = git.blobs(list(oids.values()))
+    found = {path: contents[oid] for path, oid in oids.items()}
     return {path: content.decode(errors="replace") for path, content in found.items() if b"\0" not in content}
 
 

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tools.subtree.api import public_api
 from tools.subtree.manifest import ROOT, Manifest
@@ -34,12 +35,11 @@ class SubtreeDiff:
 
     def counts(self) -> tuple[int, int, int, int]:
         """Names that are the same, differ, are missing, are ours only, in the shared modules."""
-        return (
-            sum(len(item.same) for item in self.shared),
-            sum(len(item.differs) for item in self.shared),
-            sum(len(item.missing) for item in self.shared),
-            sum(len(item.ours_only) for item in self.shared),
-        )
+
+        def total(kind: str) -> int:
+            return sum(len(getattr(item, kind)) for item in self.shared)
+
+        return total("same"), total("differs"), total("missing"), total("ours_only")
 
 
 def modules(folder: Path) -> dict[str, Path]:
@@ -56,15 +56,12 @@ def status(manifest: Manifest, root: Path = ROOT) -> tuple[list[str], list[str]]
 def diff(manifest: Manifest, upstream: Path, root: Path = ROOT) -> SubtreeDiff:
     """Compare our subtree with ``upstream``, the folder of its upstream that ours mirrors."""
     ours, theirs = modules(our_folder(manifest, root)), modules(upstream)
-    both = [module for module in ours if module in theirs]
-    shared = tuple(module_diff(module, public_api(ours[module]), public_api(theirs[module])) for module in both)
-    return SubtreeDiff(
-        shared, tuple(module for module in theirs if module not in ours), tuple(m for m in ours if m not in theirs)
-    )
+    shared = {module: public_api(ours[module]) for module in ours.keys() & theirs.keys()}
+    return against(ours | shared, theirs | {module: public_api(theirs[module]) for module in shared})
 
 
-def against(ours: Api, theirs: Api) -> SubtreeDiff:
-    """Compare two APIs that are in memory."""
+def against(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> SubtreeDiff:
+    """Compare two sides by module; those that both have are APIs."""
     shared = tuple(module_diff(module, ours[module], theirs[module]) for module in ours if module in theirs)
     return SubtreeDiff(shared, tuple(m for m in theirs if m not in ours), tuple(m for m in ours if m not in theirs))
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tools import adaptations
-from tools.subtree import move, upstream
+from tools.subtree import manifest, move, snapshot, upstream
 from tools.subtree.fork import Merge
 from tools.subtree.git import Git
+from tools.subtree.manifest import FOLDER, Manifest
 
 SUBMODULE = "160000"
+LICENCE_FILES = ("LICENSE", "LICENCE", "COPYING", "NOTICE")
 
 
 def require_clean(git: Git) -> None:
@@ -68,14 +69,13 @@ def move_in(
     head = str(git.commit("HEAD"))
     commit = None if waits else git.commit_tree(tree, [head, squash], message)
     new, old = _changed(git, head, tree)
-    _refuse_to_overwrite(git.folder, new, old)
+    _refuse_to_overwrite(git, new, old)
     index_file = git.git_path("index")
     shutil.copy2(index_file, stage / "index.old")
     shutil.copy2(index_file, stage / "index.new")
-    _write_files(Git(git.folder, stage / "index.old"), old, stage / "old")
     index = Git(git.folder, stage / "index.new")
     index.run("read-tree", "-m", tree)
-    _write_files(index, new, stage / "new")
+    index.checkout(new, stage / "new")  # as a checkout would write them
     if waits:
         _mark_conflicts(index, waits, folder)
         texts = {"MERGE_MSG": message, "MERGE_MODE": "no-ff", "MERGE_HEAD": squash + "\n"}
@@ -100,30 +100,21 @@ def _changed(git: Git, head: str, tree: str) -> tuple[dict[str, str], dict[str, 
     return new, old
 
 
-def _refuse_to_overwrite(root: Path, new: Mapping[str, str], old: Mapping[str, str]) -> None:
-    found = sorted({path for path in new if path not in old for path in _in_the_way(root, path, old)})
+def _refuse_to_overwrite(git: Git, new: Iterable[str], old: Iterable[str]) -> None:
+    """ValueError when a file that git does not know is at, above or below the path of a new one."""
+    added = set(new) - set(old)
+    above = {parent.as_posix() for path in added for parent in Path(path).parents}
+    tops = sorted({path.split("/")[0] for path in added})
+    others = git.fields("ls-files", "-z", "--others", "--", *tops) if tops else []
+    found = [
+        path
+        for path in others
+        if path in added | above or any(parent.as_posix() in added for parent in Path(path).parents)
+    ]
     if found:
         raise ValueError(
             f"files that git does not know are in the way: {', '.join(found[:5])}; move them elsewhere first"
         )
-
-
-def _in_the_way(root: Path, path: str, old: Mapping[str, str]) -> Iterator[str]:
-    """What is where a new file goes, and is not one that the move takes away."""
-    for parent in list(Path(path).parents)[:-1]:
-        if os.path.lexists(root / parent) and not (root / parent).is_dir() and parent.as_posix() not in old:
-            yield parent.as_posix()
-    target = root / path
-    inside = [file for file in target.rglob("*") if not file.is_dir()] if target.is_dir() else [target]
-    there = [file.relative_to(root).as_posix() for file in inside if os.path.lexists(file)]
-    yield from (file for file in there if file not in old)
-
-
-def _write_files(index: Git, blobs: Mapping[str, str], target: Path) -> None:
-    """The files of an index at ``blobs``' paths, below ``target``, as a checkout would write them."""
-    target.mkdir()
-    listing = "".join(f"{path}\0" for path in blobs).encode(errors="surrogateescape")
-    index.run("checkout-index", "-q", "-z", "--stdin", f"--prefix={target}/", stdin=listing)
 
 
 def _mark_conflicts(index: Git, merge: Merge, folder: str) -> None:
@@ -132,3 +123,30 @@ def _mark_conflicts(index: Git, merge: Merge, folder: str) -> None:
     lines += [f"{mode} {blob} {number}\t{folder}/{path}" for mode, blob, number, path in merge.stages]
     text = "".join(f"{line}\0" for line in lines)
     index.run("update-index", "-z", "--index-info", stdin=text.encode(errors="surrogateescape"))
+
+
+def version_records(
+    git: Git, item: Manifest, manifest_text: str, tag: str, split: str, source: Git, commit: str
+) -> dict[str, str]:
+    """What `third_party/` says of a version: manifest with the new pin, API snapshot, licence files; text by path.
+
+    ``split`` is the commit here whose tree is the mirrored folder, ``commit`` the upstream's own, in ``source``.
+    """
+    return {
+        item.path: manifest.with_pin(manifest_text, tag, commit),
+        snapshot.path_of(item.name): _api(git, item, f"{split}^{{tree}}", tag),
+        **(_licences(source, item, commit) if item.upstream_root else {}),
+    }
+
+
+def _api(git: Git, item: Manifest, tree: str, tag: str) -> str:
+    with git.scratch() as scratch:
+        recorded = snapshot.record(item, upstream.export(git, tree, scratch), tag)
+    return snapshot.render(item.name, recorded)
+
+
+def _licences(source: Git, item: Manifest, commit: str) -> dict[str, str]:
+    """The licence files at the upstream's root: a folder that is taken alone would come without them."""
+    names = source.fields("ls-tree", "-z", "--name-only", commit)
+    wanted = [name for name in names if name.upper().startswith(LICENCE_FILES)]
+    return {f"{FOLDER}/licences/{item.name}/{name}": source.text("show", f"{commit}:{name}") + "\n" for name in wanted}

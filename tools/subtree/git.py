@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 REDIRECTS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR", "GIT_PREFIX")
 SCRATCH = "subtree-scratch"
@@ -19,13 +19,11 @@ class GitError(ValueError):
     """A git command that failed: its words, and what git said."""
 
 
-@dataclass(frozen=True)
-class TreeEntry:
+class TreeEntry(NamedTuple):
     """One file of a tree object."""
 
     mode: str  # "100644", "100755", "120000" (a link), "160000" (a submodule)
     oid: str
-    path: str
 
 
 class Git:
@@ -72,7 +70,7 @@ class Git:
         for line in self.fields("ls-tree", "-r", "-z", tree):
             facts, path = line.split("\t", 1)
             mode, _, oid = facts.split()
-            found[path] = TreeEntry(mode, oid, path)
+            found[path] = TreeEntry(mode, oid)
         return found
 
     def blobs(self, oids: list[str]) -> dict[str, bytes]:
@@ -86,6 +84,11 @@ class Git:
             found[oid] = output[end + 1 : end + 1 + size]
             position = end + 1 + size + 1
         return found
+
+    def checkout(self, paths: Iterable[str], target: Path) -> None:
+        """Write the index's files at ``paths`` below ``target``; none that is there is touched."""
+        listing = "".join(f"{path}\0" for path in paths).encode(errors="surrogateescape")
+        self.run("checkout-index", "-q", "-z", "--stdin", f"--prefix={target}/", stdin=listing)
 
     def write_blob(self, content: bytes) -> str:
         return self.text("hash-object", "-w", "--stdin", stdin=content)

@@ -1,6 +1,6 @@
 """Moves a prepared change into the working tree, all of it or nothing, also when the process is killed half-way.
 
-Everything is prepared below ``.git/subtree-stage``: the new files, the old ones, the new index and the old one. The
+Everything is prepared below ``.git/subtree-stage``: the new files, the new index and the old one. The
 move renames them into place and ends with its commit point: the branch moves, or ``MERGE_HEAD`` appears. It runs in a
 process of its own session, so that killing the command does not stop it in the middle. When even that process dies
 before its commit point, the next command puts every file back (``recover``).
@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from recipes.common.atomic_files import write_text_atomically
 from tools.subtree.git import SCRATCH, Git
 from tools.subtree.manifest import ROOT
 
@@ -85,12 +86,7 @@ def start(git: Git, folder: Path, plan: Plan) -> None:
 
 def write_plan(folder: Path, plan: Plan) -> None:
     """From here on the move is carried out, or undone by the next command."""
-    temporary = folder / "plan.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(plan)))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / PLAN)
+    write_text_atomically(folder / PLAN, json.dumps(asdict(plan)))
 
 
 def carry_out(git: Git) -> None:
@@ -148,23 +144,22 @@ def _recover(git: Git) -> list[str]:
 
 def _restore_files(git: Git, folder: Path, plan: Plan) -> list[str]:
     """Put the old files back; returns the paths whose content is neither the old nor the new one."""
-    kept = []
-    for path in plan.new:
+    kept, missing = [], []
+    for path in {**plan.new, **plan.old}:
         target = git.folder / path
-        if (folder / "new" / path).is_symlink() or (folder / "new" / path).exists() or not os.path.lexists(target):
-            continue  # not moved yet, or already taken back
-        found = _blob_of(git, target, path)
-        if found not in (plan.new[path], plan.old.get(path)):
+        if path not in plan.old and os.path.lexists(folder / "new" / path):
+            continue  # not moved yet
+        found = _blob_of(git, target, path) if os.path.lexists(target) else None
+        if found not in (None, plan.new.get(path), plan.old.get(path)):
             kept.append(path)
-        elif path not in plan.old:
+            continue
+        if found is not None and found == plan.new.get(path):
             target.unlink()
             _prune(git.folder, path)
-        elif found == plan.new[path] and os.path.lexists(folder / "old" / path):
-            os.replace(folder / "old" / path, target)
-    for path in plan.old:
-        if not os.path.lexists(git.folder / path) and os.path.lexists(folder / "old" / path):
-            (git.folder / path).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(folder / "old" / path, git.folder / path)
+            found = None
+        if found is None and path in plan.old:
+            missing.append(path)
+    Git(git.folder, folder / "index.old").checkout(missing, git.folder.resolve())
     return kept
 
 
@@ -181,9 +176,10 @@ def _finish(folder: Path) -> None:
 
 
 def _blob_of(git: Git, file: Path, path: str) -> str:
+    """The id of a file's content; "" for a folder."""
     if file.is_symlink():
         return git.text("hash-object", "--stdin", stdin=os.readlink(file).encode())
-    return git.text("hash-object", f"--path={path}", str(file))
+    return "" if file.is_dir() else git.text("hash-object", f"--path={path}", str(file))
 
 
 def _same_file(one: Path, other: Path) -> bool:

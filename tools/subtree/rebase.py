@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools.subtree import changes, compose, fork, guards, manifest, move, records, snapshot, upstream
+from tools.subtree import changes, compose, fork, guards, manifest, move, snapshot, upstream
 from tools.subtree.changes import Changes
 from tools.subtree.git import Git
 from tools.subtree.manifest import Manifest
@@ -80,7 +80,7 @@ def _merge(git: Git, item: Manifest, tag: str, versions: _Versions, outcome: Out
     squash = fork.squash(git, item.subtree, f"{split}^{{tree}}", split, before)
     merged = fork.merge(git, ours, before.commit, squash, "ours", f"{item.name} {tag}")
     pinned = git.text("show", f"HEAD:{item.path}")
-    files = records.of_version(git, item, pinned, tag, split, versions.source, versions.commit)
+    files = compose.version_records(git, item, pinned, tag, split, versions.source, versions.commit)
     tree = compose.composed(git, "HEAD", item.subtree, merged.tree, files)
     findings = _findings(git, item, (f"{before.commit}^{{tree}}", ours, merged.tree), tree)
     if not merged.conflicts:
@@ -121,9 +121,9 @@ def _report(root: Path, item: Manifest, tag: str, spec: str | None) -> Outcome:
             f"{snapshot.path_of(item.name)} is not there and {spec} has one version only: "
             f"record the pinned one first with `python -m tools.subtree import {item.name} --upstream ...`"
         )
-    with upstream.checkout(item, spec, tag) as found:
-        api = snapshot.record(item, found.folder, tag).modules
-        note = f"{found.what}: compared with the recorded API of {recorded.pin} only, not by text"
+    with upstream.checkout(item, spec, tag) as (folder, what):
+        api = snapshot.record(item, folder, tag).modules
+        note = f"{what}: compared with the recorded API of {recorded.pin} only, not by text"
     return Outcome(changes.from_snapshot(recorded.modules, api), item.version, tag, False, notes=(note,))
 
 

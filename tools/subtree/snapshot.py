@@ -19,9 +19,6 @@ class Snapshot:
     pin: str
     modules: Mapping[str, Mapping[str, str]]
 
-    def num_symbols(self) -> int:
-        return sum(len(names) for names in self.modules.values())
-
 
 def path_of(name: str) -> str:
     """The snapshot's file below the repository's root."""

@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
-from tools.subtree import compose, fork, manifest, move, records, snapshot, upstream
+from recipes.common.atomic_files import write_text_atomically
+from tools.subtree import compose, fork, manifest, move, snapshot, upstream
 from tools.subtree.git import Git
 from tools.subtree.manifest import Manifest
+from tools.subtree.snapshot import Snapshot
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """What was written."""
-
-    what: str  # where the API came from
-    pin: str
-    num_modules: int
-    num_symbols: int
-    paths: tuple[str, ...]
-
-
-def record_api(root: Path, item: Manifest, tag: str | None, spec: str | None) -> Recorded:
+def record_api(root: Path, item: Manifest, tag: str | None, spec: str | None) -> tuple[Snapshot, str, list[str]]:
     """Write the API snapshot of the mirrored modules, and with ``tag`` the new pin; nothing is committed.
+
+    Returns the API, where it came from, and the paths that were written.
 
     ValueError when the upstream lacks a mirrored module: the manifest would not be true.
     """
     pin = tag or item.version
-    with upstream.checkout(item, spec, pin) as found:
-        recorded = snapshot.record(item, found.folder, pin)
-        what = found.what
+    with upstream.checkout(item, spec, pin) as (folder, what):
+        recorded = snapshot.record(item, folder, pin)
     absent = [module for module in item.mirrored_paths if module not in recorded.modules]
     if absent:
         raise ValueError(f"{what} has no {', '.join(absent)}: correct 'mirrored' in {item.path} first")
@@ -41,8 +32,8 @@ def record_api(root: Path, item: Manifest, tag: str | None, spec: str | None) ->
         text = (root / item.path).read_text(encoding="utf-8")
         written[item.path] = manifest.with_pin(text, tag, commit)
     for path, text in written.items():
-        _write(root / path, text)
-    return Recorded(what, pin, len(recorded.modules), recorded.num_symbols(), tuple(written))
+        write_text_atomically(root / path, text)
+    return recorded, what, list(written)
 
 
 def take_files(root: Path, item: Manifest, manifest_text: str, tag: str, spec: str | None) -> str:
@@ -64,18 +55,8 @@ def take_files(root: Path, item: Manifest, manifest_text: str, tag: str, spec: s
     commit = upstream.resolve(source, tag, spec or item.url)
     with move.stage(git) as folder:
         split = fork.fetch_split(git, source, commit, item.upstream_root)
-        files = records.of_version(git, item, manifest_text, tag, split, source, commit)
+        files = compose.version_records(git, item, manifest_text, tag, split, source, commit)
         squash = fork.squash(git, item.subtree, f"{split}^{{tree}}", split, None)
         tree = compose.composed(git, "HEAD", item.subtree, f"{split}^{{tree}}", files)
         message = f"Take {item.name} {tag} as {item.subtree}/\n\nFrom {item.url}, licence {item.licence}.\n"
         return str(compose.move_in(git, folder, tree, squash, message, None, item.subtree))
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

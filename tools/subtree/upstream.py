@@ -6,12 +6,10 @@ import hashlib
 import importlib.metadata
 import os
 import re
-import tarfile
+import shutil
 import tempfile
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from tools.subtree.git import Git, GitError
@@ -20,24 +18,16 @@ from tools.subtree.manifest import Manifest
 ARCHIVES = (".whl", ".zip", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
-@dataclass(frozen=True)
-class Found:
-    """An upstream's files on disk."""
-
-    folder: Path  # what our folder mirrors
-    what: str  # for people: where it came from and its version
-
-
 @contextmanager
-def checkout(manifest: Manifest, spec: str | None, version: str) -> Iterator[Found]:
-    """The folder of the upstream that ours mirrors, at ``version`` where the upstream is a git repository.
+def checkout(manifest: Manifest, spec: str | None, version: str) -> Iterator[tuple[Path, str]]:
+    """The folder of the upstream that ours mirrors, at ``version`` where the upstream is a git repository; its source.
 
     ``spec`` is a git url, a local clone, a folder, an archive, or the name of an installed package; None is the
     manifest's url. The folder may be temporary: it is gone when the context ends. ValueError says what was expected.
     """
     with tempfile.TemporaryDirectory(prefix="subtree-") as scratch:
         tree, what = _tree(manifest, spec, version, Path(scratch))
-        yield Found(_inside(tree, manifest, spec or manifest.url), what)
+        yield _inside(tree, manifest, spec or manifest.url), what
 
 
 def repository(manifest: Manifest, spec: str | None, versions: tuple[str, ...] = ()) -> Git | None:
@@ -61,12 +51,11 @@ def resolve(git: Git, version: str, source: str) -> str:
 
 def export(git: Git, tree: str, target: Path) -> Path:
     """Write the plain files of a tree object below ``target``: no links, no submodules, whatever the attributes say."""
-    entries = [entry for entry in git.files(tree).values() if entry.mode.startswith("100")]
-    contents = git.blobs([entry.oid for entry in entries])
-    for entry in entries:
-        path = target / entry.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(contents[entry.oid])
+    oids = {path: entry.oid for path, entry in git.files(tree).items() if entry.mode.startswith("100")}
+    contents = git.blobs(list(oids.values()))
+    for path, oid in oids.items():
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        (target / path).write_bytes(contents[oid])
     return target
 
 
@@ -79,7 +68,11 @@ def _tree(manifest: Manifest, spec: str | None, version: str, scratch: Path) -> 
             return path, f"{path} as it is"
         git = Git(path)
     elif path and path.is_file() and path.name.endswith(ARCHIVES):
-        return _unpacked(path, scratch), path.name
+        if path.suffix in (".whl", ".zip"):
+            shutil.unpack_archive(path, scratch, format="zip")
+        else:
+            shutil.unpack_archive(path, scratch, filter="data")
+        return scratch, path.name
     else:
         return _installed(spec, manifest)
     commit = resolve(git, version, spec or manifest.url)
@@ -128,16 +121,6 @@ def _cached(url: str, version: str | None) -> Git:
             "sdist, or the name of an installed package"
         ) from error
     return git
-
-
-def _unpacked(archive: Path, scratch: Path) -> Path:
-    if archive.suffix in (".whl", ".zip"):
-        with zipfile.ZipFile(archive) as packed:
-            packed.extractall(scratch)
-    else:
-        with tarfile.open(archive) as tar:
-            tar.extractall(scratch, filter="data")
-    return scratch
 
 
 def _installed(spec: str, manifest: Manifest) -> tuple[Path, str]:
