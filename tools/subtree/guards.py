@@ -14,7 +14,7 @@ from tools import marks
 from tools.subtree.api import statements
 
 Texts = Mapping[str, str]  # path -> content
-ANY_NAME = "*"  # of a module that cannot be read, so that nothing is said of it
+ANY_NAME = "*"  # stands for the names of a module that cannot be read, of which nothing is said
 
 
 def lost_lines(base: Texts, ours: Texts, merged: Texts) -> list[str]:
@@ -47,14 +47,21 @@ def broken_names(before: Texts, after: Texts) -> list[str]:
     texts = {text for side in (before, after) for path, text in side.items() if path.endswith(".py")}
     names = {text: _names_of(text) for text in texts}  # most files are the same in both
     old, new = _definitions(before, names), _definitions(after, names)
-    gone = {name for module in old for name in old[module] - new.get(module, set())}
-    gone |= {module.rpartition(".")[2] for module in old if module not in new}
+    gone: set[tuple[str, str | None]] = set()
+    for module, defined in old.items():
+        if module not in new:
+            package, _, last = module.rpartition(".")
+            gone |= {(module, name) for name in (*defined, None)}
+            gone |= set() if {last, ANY_NAME} & new.get(package, set()) else {(package, last)}
+        elif ANY_NAME not in defined | new[module]:
+            gone |= {(module, name) for name in defined - new[module] if f"{module}.{name}" not in new}
+    words = {name or module.rpartition(".")[2] for module, name in gone}
     found = []
     for path, text in after.items():
-        if not path.endswith(".py") or not any(name in text for name in gone):
+        if not path.endswith(".py") or not any(word in text for word in words):
             continue
         for line, module, name in _uses(path, text, old):
-            if _serves(old, module, name) and not _serves(new, module, name):
+            if {(module, name), (module, ANY_NAME)} & gone:
                 what = f"'{name}' of {module}" if name else f"the module {module}"
                 found.append(f"{path}:{line}: uses {what}, which is gone")
     return found
@@ -80,13 +87,6 @@ def _end_of_statement(lines: list[str], mark_line: int) -> int:
 def _module_name(path: str) -> str:
     parts = list(PurePosixPath(path).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def _serves(modules: Mapping[str, set[str]], module: str, name: str | None) -> bool:
-    """Whether a module is there and has the name; one that cannot be read counts as having every name."""
-    if module not in modules:
-        return False
-    return name is None or bool({name, ANY_NAME} & modules[module]) or f"{module}.{name}" in modules
 
 
 def _definitions(texts: Texts, names: Mapping[str, set[str]]) -> dict[str, set[str]]:
@@ -132,15 +132,18 @@ def _uses(path: str, text: str, modules: Mapping[str, set[str]]) -> list[tuple[i
         elif isinstance(node, ast.Import):
             uses += [(node.lineno, alias.name, None) for alias in node.names]
             aliases |= {alias.asname or alias.name: alias.name for alias in node.names}
+    bound = set(_bound(tree))
+    loaded: list[ast.Name] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and aliases.get(dotted := _dotted(node.value)) in modules:
             uses.append((node.lineno, aliases[dotted], node.attr))
-    bound = set(_bound(tree)) | {arg.arg for arg in ast.walk(tree) if isinstance(arg, ast.arg)}
-    bound |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in bound:
-            uses.append((node.lineno, here, node.id))
-    return uses
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            loaded.append(node)
+        elif isinstance(node, ast.Name):
+            bound.add(node.id)
+    return uses + [(name.lineno, here, name.id) for name in loaded if name.id not in bound]
 
 
 def _dotted(node: ast.expr) -> str:

@@ -59,3 +59,13 @@ def peak_resident_bytes() -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("/proc/self/status has no VmHWM; the benchmark reads peak memory on Linux")
+
+
+def best_seconds(work: Callable[[], Any], rounds: int) -> float:
+    """The least seconds of several runs of ``work``."""
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from engine_server import Stopwatch, serve
+from engine_server import Stopwatch, best_seconds, serve
 
 
 class StepClock:
@@ -19,7 +19,7 @@ class StepClock:
 
     def forget(self) -> None:
         """Starts anew."""
-        # Per forward: when it began, and the time inside it and its logits; by the wall and by this thread's CPU.
+        # The start of each forward and the time inside it and its logits, by the wall and by this thread's CPU.
         self._began: list[tuple[float, float]] = []
         self._inside: list[tuple[float, float]] = []
 
@@ -193,21 +193,12 @@ class MachineProbe:
 
         source = torch.ones(num_bytes // 4)
         target = torch.empty_like(source)
-        reads = [num_bytes / _best_seconds(source.sum), 2 * num_bytes / _best_seconds(lambda: target.copy_(source))]
+        reads = [num_bytes / best_seconds(source.sum, 6), 2 * num_bytes / best_seconds(lambda: target.copy_(source), 6)]
         flops = []
         for one in {dtype, "float32"}:
             left, right = (torch.randn(2048, 2048).to(getattr(torch, one)) for _ in range(2))
-            flops.append(2 * 2048**3 / _best_seconds(lambda left=left, right=right: left @ right))
+            flops.append(2 * 2048**3 / best_seconds(lambda left=left, right=right: left @ right, 6))
         return {"bytes_per_s": max(reads), "flops_per_s": max(flops)}
-
-
-def _best_seconds(work: Any) -> float:
-    seconds = []
-    for _ in range(6):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
 
 
 ENGINES = {"ours": VllmEngine, "vllm": VllmEngine, "transformers": TransformersEngine, "probe": MachineProbe}

@@ -5,15 +5,14 @@ Run as a program: ``python train_engines.py OPTIONS``; see ``engine_server``.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from engine_server import Stopwatch, serve
+from engine_server import Stopwatch, best_seconds, serve
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -27,16 +26,6 @@ from tools.bench.models import Batch, parsed
 
 LEAN_RECOMPUTE = ("layernorm", "moe_act", "mla_up_proj")
 LEARNING_RATE, WEIGHT_DECAY, BETAS = 1e-5, 0.1, (0.9, 0.95)
-
-
-class Engine(Protocol):
-    """One model with its optimizer. ``name`` says which variants were chosen."""
-
-    name: str
-
-    def step(self, batch: Batch, is_packed: bool) -> float:
-        """Forward, backward and update on all sequences; returns the mean loss of a token."""
-        ...
 
 
 class MegatronEngine:
@@ -78,7 +67,10 @@ class MegatronEngine:
         self.optimizer = get_megatron_optimizer(config, self.model, self.groups, ops)
 
     def step(self, batch: Batch, is_packed: bool) -> float:
-        """See ``Engine``; without packing every micro-batch is padded to its longest sequence."""
+        """Forward, backward and update on all sequences; returns the mean loss of a token.
+
+        Without packing every micro-batch is padded to its longest sequence.
+        """
         num_labels = batch.num_tokens - len(batch.sequences)
         micro_batches = list(_micro_batches(batch, self.tokens_per_micro_batch, is_packed))
 
@@ -132,7 +124,7 @@ class TransformersEngine:
         )
 
     def step(self, batch: Batch, is_packed: bool) -> float:
-        """See ``Engine``; there is no packing, ``is_packed`` must be False."""
+        """See ``MegatronEngine``; there is no packing, ``is_packed`` must be False."""
         assert not is_packed, "transformers is measured on padded batches"
         num_labels = batch.num_tokens - len(batch.sequences)
         total = 0.0
@@ -167,9 +159,7 @@ def fastest_variant(raw: dict[str, Any], precision: str, micro_tokens: int) -> t
         for attention in ("sdpa", "eager"):
             engine = TransformersEngine(small, precision, experts, attention, micro_tokens)
             engine.step(batch, False)
-            start = time.perf_counter()
-            engine.step(batch, False)
-            seconds[experts, attention] = time.perf_counter() - start
+            seconds[experts, attention] = best_seconds(lambda engine=engine: engine.step(batch, False), 1)
     return min(seconds, key=lambda variant: seconds[variant])
 
 
@@ -210,7 +200,7 @@ class TimedEngine:
         torch.set_num_threads(options["threads"])
         raw, micro_tokens = options["model"], options["micro_tokens"]
         kind, _, precision = options["engine"].partition("-")
-        self.engine: Engine
+        self.engine: MegatronEngine | TransformersEngine
         if kind == "megatron":
             self.engine = MegatronEngine(raw, options["train_ops"], micro_tokens, is_lean=precision == "lean")
         else:
@@ -230,12 +220,8 @@ class TimedEngine:
         peaks = {}
         for dtype in (torch.bfloat16, torch.float32):
             left, right = (torch.randn(2048, 2048, dtype=dtype) for _ in range(2))
-            best = float("inf")
-            for _ in range(4):
-                start = time.perf_counter()
-                left @ right
-                best = min(best, time.perf_counter() - start)
-            peaks[str(dtype).removeprefix("torch.")] = 2 * 2048**3 / best
+            seconds = best_seconds(lambda left=left, right=right: left @ right, 4)
+            peaks[str(dtype).removeprefix("torch.")] = 2 * 2048**3 / seconds
         return peaks
 
 
