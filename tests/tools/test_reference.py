@@ -39,7 +39,7 @@ def test_no_docstring_speaks_of_a_key_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("key", "allowed"),
     [
-        ("trainer.device", "auto, cpu, cuda or npu"),
+        ("trainer.device", "auto, cpu, cuda, npu"),
         ("actor_rollout_ref.actor.clip_ratio_c", "above 1"),
         ("actor_rollout_ref.rollout.top_p", "(0, 1]"),
         ("actor_rollout_ref.rollout.temperature", "above 0"),

@@ -105,7 +105,7 @@ def test_evaluation_sets_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=0", "rollout.tensor_model_parallel_size is 0"),
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=0", "tensor_model_parallel_size is 0"),
         ("actor_rollout_ref.actor.megatron.num_layer_list=[a,b]", "are not a list of whole numbers"),
-        ("trainer.nnodes=0", "must be at least 1 x 1"),
+        ("trainer.nnodes=0", "trainer.nnodes is 0; it must be at least 1"),
         ("trainer.logger=[wandb]", "expected console, tensorboard or file"),
         ("data.train_max_samples=0", "train_max_samples is 0"),
         ("data.val_batch_size=0", "val_batch_size is 0; it must be at least 1"),

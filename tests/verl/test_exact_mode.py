@@ -38,7 +38,7 @@ from tests.parallel.test_grpo_step import prompts as worker_prompts
 from tests.vllm.tiny import write_checkpoint
 from verl.protocol import DataProto
 from verl.trainer.config import load_config, validate_config
-from verl.trainer.config.exact_checks import exact_problems
+from verl.trainer.config.checks import exact_problems
 from verl.utils.device import EXACT_OPS, ops_providers
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import ActorConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from verl.trainer.config import RolloutCorrectionConfig, config_warnings, load_config, validate_config
-from verl.trainer.config.rollout_correction import LEVELS
+from verl.trainer.config.algorithm import LEVELS
 from verl.trainer.ppo.rollout_corr_helper import (
     compute_offpolicy_metrics,
     compute_rollout_correction_and_rejection_mask,

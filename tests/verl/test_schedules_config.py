@@ -41,12 +41,12 @@ def test_one_step_off_is_a_pace_of_its_own() -> None:
         ),
         (("trainer.schedule=fully_async",), "rollout.nnodes is 0; trainer.schedule=fully_async generates on devices"),
         (("trainer.schedule=fully_async",), "hybrid_engine is True; with trainer.schedule=fully_async"),
-        ((*ASYNC, "rollout.n_gpus_per_node=0"), "rollout.nnodes 1 x n_gpus_per_node 0: give hosts"),
+        ((*ASYNC, "rollout.n_gpus_per_node=0"), "rollout.n_gpus_per_node is 0; it must be at least 1"),
         ((*ASYNC, "async_training.staleness_threshold=-1"), "staleness_threshold is -1.0; give a share"),
         ((*ASYNC, "async_training.steps_per_call=0"), "async_training.steps_per_call is 0; it must be at least 1"),
         (
             (*ASYNC, "async_training.keep_kv_cache=True", "async_training.partial_rollout=False"),
-            "keep_kv_cache is True and partial_rollout False: no sample goes on over a weight sync",
+            "keep_kv_cache is True and partial_rollout False: no sample continues over a weight sync",
         ),
         ((*ASYNC, "async_training.require_batches=3"), "require_batches 3 x ppo_mini_batch_size 4 is not"),
         (

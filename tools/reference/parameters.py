@@ -134,7 +134,13 @@ def _free_section(key: str) -> Section:
         key,
         "A free section: a key counts when it is given; the defaults are the engine's.",
         tuple(
-            Parameter(f"{key}.{name}", "", _shown(defaults.get(name)), meanings.get(name, ""), values.expected)
+            Parameter(
+                f"{key}.{name}",
+                "",
+                _shown(defaults.get(name)),
+                meanings.get(name, ""),
+                values.expected.removeprefix("expected "),
+            )
             for name, values in FREE_SECTIONS[key].items()
         ),
     )

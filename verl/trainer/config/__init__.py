@@ -1,10 +1,9 @@
 """The typed configuration tree of a run; imports neither torch nor ray."""
 
-from verl.trainer.config.algorithm import AlgoConfig, FilterGroupsConfig, KLControlConfig
+from verl.trainer.config.algorithm import AlgoConfig, FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig
 from verl.trainer.config.config import ActorRolloutRefConfig, PPOTrainerConfig
 from verl.trainer.config.data import DataConfig
 from verl.trainer.config.load import ConfigError, load_config, typed_config
-from verl.trainer.config.rollout_correction import RolloutCorrectionConfig
 from verl.trainer.config.schedule import AsyncTrainingConfig, RolloutRanksConfig
 from verl.trainer.config.trainer import TrainerConfig
 from verl.trainer.config.validate import config_warnings, validate_config

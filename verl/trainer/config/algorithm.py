@@ -1,15 +1,18 @@
-"""Config of advantage estimation and KL control."""
+"""Config of advantage estimation, KL control and rollout correction."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from verl.trainer.config.rollout_correction import RolloutCorrectionConfig
 from verl.workers.config.actor import KL_TYPES
+from verl.workers.config.values import Section, Values, above, one_of
+
+LEVELS = ("token", "sequence", "geometric")
 
 
 @dataclass(frozen=True)
-class KLControlConfig:
+class KLControlConfig(Section):
     """The coefficient of the KL penalty in the reward.
 
     Attributes:
@@ -20,14 +23,22 @@ class KLControlConfig:
         target_kl: mean KL per token that ``adaptive`` aims at.
     """
 
+    VALUES: ClassVar = {"type": one_of("fixed", "adaptive")}
+
     type: str = "fixed"
     kl_coef: float = 0.001
     horizon: int = 10000
     target_kl: float = 0.1
 
+    def contradictions(self, where: str) -> list[str]:
+        """See ``Section``."""
+        if self.type == "adaptive" and (self.target_kl <= 0 or self.horizon <= 0):
+            return [f"{where}.target_kl {self.target_kl} and horizon {self.horizon} must be above 0"]
+        return []
+
 
 @dataclass(frozen=True)
-class FilterGroupsConfig:
+class FilterGroupsConfig(Section):
     """Dynamic sampling (DAPO, arXiv 2503.14476): only prompts whose samples differ are trained on.
 
     Attributes:
@@ -39,24 +50,94 @@ class FilterGroupsConfig:
         max_num_gen_batches: the most generations of one step, after which the run ends with an error; 0 means no limit.
     """
 
+    VALUES: ClassVar = {"max_num_gen_batches": Values("give a number, or 0 for no limit", lambda value: value >= 0)}
+
     enable: bool = False
     metric: str | None = None
     filter_path: str | None = None
     max_num_gen_batches: int = 0
 
-    def problems(self, where: str) -> list[str]:
-        """Every value that cannot work, one sentence each."""
-        found = []
+    def contradictions(self, where: str) -> list[str]:
+        """See ``Section``."""
         if self.enable and (self.metric is None) == (self.filter_path is None):
-            said = "both are given" if self.metric else "neither is given"
-            found.append(f"{where}.enable is True; give one of {where}.metric and {where}.filter_path ({said})")
-        if self.max_num_gen_batches < 0:
-            found.append(f"{where}.max_num_gen_batches is {self.max_num_gen_batches}; give a number, or 0 for no limit")
+            given = "both are given" if self.metric else "neither is given"
+            return [f"{where}.enable is True; give one of {where}.metric and {where}.filter_path ({given})"]
+        return []
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig(Section):
+    """Importance sampling and rejection by exp(old_log_prob - rollout_log_prob).
+
+    Attributes:
+        rollout_is: level of the importance weights: ``token``, ``sequence`` (the product of its tokens' ratios) or
+            ``geometric`` (their geometric mean); absent means no weights.
+        rollout_is_threshold: upper bound of the weights; larger ones are cut to it.
+        rollout_rs: level at which tokens or sequences outside of [lower, upper] are rejected, that is left out of the
+            loss; absent means that none is.
+        rollout_rs_threshold: the upper bound of rejection; absent means ``rollout_is_threshold``.
+        rollout_rs_threshold_lower: the lower bound of rejection; absent means 1 / upper, 0 means no lower bound.
+        rollout_token_veto_threshold: reject a whole sequence if the ratio of one of its tokens is below this; absent
+            means never.
+        bypass_mode: use the rollout's log-probs as the old ones, so that no pass computes others.
+        rollout_is_batch_normalize: divide the weights by their mean over the batch.
+    """
+
+    VALUES: ClassVar = {
+        **dict.fromkeys(("rollout_is", "rollout_rs"), one_of(*LEVELS)),
+        **dict.fromkeys(("rollout_is_threshold", "rollout_rs_threshold"), above(0)),
+        "rollout_token_veto_threshold": Values("expected above 0 and below 1, as 1e-4", lambda value: 0 < value < 1),
+    }
+
+    rollout_is: str | None = None
+    rollout_is_threshold: float = 2.0
+    rollout_rs: str | None = None
+    rollout_rs_threshold: float | None = None
+    rollout_rs_threshold_lower: float | None = None
+    rollout_token_veto_threshold: float | None = None
+    bypass_mode: bool = False
+    rollout_is_batch_normalize: bool = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any sample is weighted or rejected."""
+        return bool(self.rollout_is or self.rollout_rs or self.rollout_token_veto_threshold is not None)
+
+    @property
+    def needs_rollout_log_probs(self) -> bool:
+        """Whether the rollout must report the log-probs of its tokens."""
+        return self.is_on or self.bypass_mode
+
+    @property
+    def rs_upper(self) -> float:
+        """Ratios above are rejected."""
+        return self.rollout_is_threshold if self.rollout_rs_threshold is None else self.rollout_rs_threshold
+
+    @property
+    def rs_lower(self) -> float:
+        """Ratios below are rejected."""
+        return 1.0 / self.rs_upper if self.rollout_rs_threshold_lower is None else self.rollout_rs_threshold_lower
+
+    def contradictions(self, where: str) -> list[str]:
+        """See ``Section``."""
+        found = []
+        if self.rs_upper > 0 and not 0 <= self.rs_lower <= self.rs_upper:
+            found.append(
+                f"{where}.rollout_rs_threshold_lower is {self.rs_lower:g}; it must lie between 0 (no lower bound) and "
+                f"the upper threshold {self.rs_upper:g}"
+            )
+        if self.rollout_is_batch_normalize and self.rollout_is is None:
+            found.append(f"{where}.rollout_is_batch_normalize is True, but {where}.rollout_is is empty: no weights")
+        if self.bypass_mode and self.is_on:
+            found.append(
+                f"{where}.bypass_mode is True, so old and rollout log-probs are the same and every ratio is 1; take "
+                "out rollout_is, rollout_rs and rollout_token_veto_threshold, or set bypass_mode=False"
+            )
         return found
 
 
 @dataclass(frozen=True)
-class AlgoConfig:
+class AlgoConfig(Section):
     """The advantage estimator and its constants.
 
     Attributes:
@@ -68,6 +149,8 @@ class AlgoConfig:
         kl_penalty: estimator of that KL; ``k1`` equals ``kl``, ``k2`` equals ``mse``, ``k3`` equals ``low_var_kl``.
     """
 
+    VALUES: ClassVar = {"kl_penalty": one_of(*KL_TYPES)}
+
     adv_estimator: str = "grpo"
     gamma: float = 1.0
     norm_adv_by_std_in_grpo: bool = True
@@ -76,19 +159,3 @@ class AlgoConfig:
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
-
-    def problems(self, where: str) -> list[str]:
-        """Every value that cannot work, one sentence each."""
-        found = [
-            *self.filter_groups.problems(f"{where}.filter_groups"),
-            *self.rollout_correction.problems(f"{where}.rollout_correction"),
-        ]
-        if self.kl_ctrl.type not in ("fixed", "adaptive"):
-            found.append(f"{where}.kl_ctrl.type is {self.kl_ctrl.type!r}; expected fixed or adaptive")
-        if self.kl_penalty not in KL_TYPES:
-            found.append(f"{where}.kl_penalty is {self.kl_penalty!r}; expected one of {', '.join(KL_TYPES)}")
-        if self.kl_ctrl.type == "adaptive" and (self.kl_ctrl.target_kl <= 0 or self.kl_ctrl.horizon <= 0):
-            found.append(
-                f"{where}.kl_ctrl.target_kl {self.kl_ctrl.target_kl} and horizon {self.kl_ctrl.horizon} must be above 0"
-            )
-        return found

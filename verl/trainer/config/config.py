@@ -17,10 +17,11 @@ from verl.workers.config import (
     RewardModelConfig,
     RolloutConfig,
 )
+from verl.workers.config.values import Section
 
 
 @dataclass(frozen=True)
-class ActorRolloutRefConfig:
+class ActorRolloutRefConfig(Section):
     """The three roles of one worker process.
 
     Attributes:
@@ -38,7 +39,7 @@ class ActorRolloutRefConfig:
 
 
 @dataclass(frozen=True)
-class PPOTrainerConfig:
+class PPOTrainerConfig(Section):
     """Everything about one run; workers receive this whole tree and never change it."""
 
     data: DataConfig = field(default_factory=DataConfig)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+
+from verl.workers.config.values import Section, Values, at_least
 
 TAKES_NAMES = "takes_names"  # metadata of a field that may hold keys of the user's own
+_ROWS = Values("give a number of rows, or -1 for all", lambda value: value == -1 or value >= 1)
 _SET_NAME = re.compile(r"[\w-]+")  # a part of a dotted key
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section):
     """Parquet files of prompts; lengths are tokens, batch sizes prompts.
 
     Attributes:
@@ -32,6 +35,12 @@ class DataConfig:
         filter_overlong_prompts: drop prompts that are longer than ``max_prompt_length``.
     """
 
+    VALUES: ClassVar = {
+        **dict.fromkeys(("max_prompt_length", "max_response_length", "train_batch_size"), at_least(1)),
+        **dict.fromkeys(("gen_batch_size", "val_batch_size"), at_least(1)),
+        **dict.fromkeys(("train_max_samples", "val_max_samples"), _ROWS),
+    }
+
     train_files: Any = "~/data/rlhf/train.parquet"
     val_files: Any = field(default="~/data/rlhf/test.parquet", metadata={TAKES_NAMES: True})
     prompt_key: str = "prompt"
@@ -46,31 +55,18 @@ class DataConfig:
     seed: int | None = None
     filter_overlong_prompts: bool = False
 
-    def problems(self, where: str) -> list[str]:
-        """Every value that cannot work, one sentence each."""
-        found = []
-        sizes = ("max_prompt_length", "max_response_length", "train_batch_size", "gen_batch_size", "val_batch_size")
-        for key in sizes:
-            size = getattr(self, key)
-            if size is not None and size < 1:
-                found.append(f"{where}.{key} is {size}; it must be at least 1")
-        if isinstance(self.val_files, dict):
-            found += _set_problems(f"{where}.val_files", self.val_files)
-        for key in ("train_max_samples", "val_max_samples"):
-            limit = getattr(self, key)
-            if limit != -1 and limit < 1:
-                found.append(f"{where}.{key} is {limit}; give a number of rows, or -1 for all")
+    def contradictions(self, where: str) -> list[str]:
+        """See ``Section``."""
+        where, sets = f"{where}.val_files", self.val_files
+        if not isinstance(sets, dict):
+            return []
+        found = [] if sets else [f"{where} has no sets; give a path, a list, or paths by name"]
+        for name, files in sets.items():
+            if not _SET_NAME.fullmatch(str(name)):
+                found.append(f"{where} names {name!r}; expected letters, digits, _ and -")
+            if not files or not isinstance(files, str | list):
+                found.append(f"{where}.{name} is {files!r}; expected a path or a list of paths")
         return found
-
-
-def _set_problems(where: str, sets: dict[str, Any]) -> list[str]:
-    found = [] if sets else [f"{where} has no sets; give a path, a list, or paths by name"]
-    for name, files in sets.items():
-        if not _SET_NAME.fullmatch(str(name)):
-            found.append(f"{where} names {name!r}; expected letters, digits, _ and -")
-        if not files or not isinstance(files, str | list):
-            found.append(f"{where}.{name} is {files!r}; expected a path or a list of paths")
-    return found
 
 
 def file_list(files: Any) -> list[str]:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
+
+from verl.workers.config.values import Section, Values, at_least
 
 SCHEDULES = ("sync", "one_step_off", "fully_async")
 
 
 @dataclass(frozen=True)
-class RolloutRanksConfig:
+class RolloutRanksConfig(Section):
     """Devices that only generate, beside those of ``trainer`` that train (as in verl's one_step_off_policy recipe).
 
     Attributes:
         nnodes: hosts of rollout ranks; 0 means that generation shares the devices of training.
         n_gpus_per_node: rollout ranks on each of these hosts.
     """
+
+    VALUES: ClassVar = {
+        "nnodes": Values("give a number of hosts, or 0 for none", lambda value: value >= 0),
+        "n_gpus_per_node": at_least(1),
+    }
 
     nnodes: int = 0
     n_gpus_per_node: int = 8
@@ -25,18 +33,9 @@ class RolloutRanksConfig:
         """Ranks that only generate."""
         return self.nnodes * self.n_gpus_per_node
 
-    def problems(self, where: str) -> list[str]:
-        """Every value that cannot work, one sentence each."""
-        if self.nnodes < 0 or self.n_gpus_per_node < 1:
-            return [
-                f"{where}.nnodes {self.nnodes} x n_gpus_per_node {self.n_gpus_per_node}: give hosts (0 for none) and "
-                "at least 1 rank on each"
-            ]
-        return []
-
 
 @dataclass(frozen=True)
-class AsyncTrainingConfig:
+class AsyncTrainingConfig(Section):
     """How far generation runs ahead with ``trainer.schedule=fully_async`` (as in verl's fully_async_policy recipe).
 
     Attributes:
@@ -55,6 +54,13 @@ class AsyncTrainingConfig:
             generation then stops when the samples of the next step are complete.
     """
 
+    VALUES: ClassVar = {
+        "staleness_threshold": Values(
+            "give a share of the prompts between two syncs, 0 or more", lambda value: 0 <= value < math.inf
+        ),
+        **dict.fromkeys(("trigger_parameter_sync_step", "steps_per_call", "require_batches"), at_least(1)),
+    }
+
     staleness_threshold: float = 1.0
     trigger_parameter_sync_step: int = 1
     require_batches: int | None = None
@@ -68,24 +74,14 @@ class AsyncTrainingConfig:
         """Weight syncs by which the oldest token of a sample may be behind the weights that it trains."""
         return math.ceil(self.staleness_threshold)
 
-    def problems(self, where: str) -> list[str]:
-        """Every value that cannot work, one sentence each."""
-        found = []
-        if not 0 <= self.staleness_threshold < math.inf:
-            found.append(
-                f"{where}.staleness_threshold is {self.staleness_threshold}; give a share of the prompts between two "
-                "syncs, 0 or more"
-            )
-        for key in ("trigger_parameter_sync_step", "steps_per_call", "require_batches"):
-            count = getattr(self, key)
-            if count is not None and count < 1:
-                found.append(f"{where}.{key} is {count}; it must be at least 1")
+    def contradictions(self, where: str) -> list[str]:
+        """See ``Section``."""
         if self.keep_kv_cache and not self.partial_rollout:
-            found.append(
-                f"{where}.keep_kv_cache is True and partial_rollout False: no sample goes on over a weight sync; leave "
-                "one of them out"
-            )
-        return found
+            return [
+                f"{where}.keep_kv_cache is True and partial_rollout False: no sample continues over a weight sync; "
+                "leave one of them out"
+            ]
+        return []
 
 
 # One-step-off: while a step trains, the whole next batch is generated with the weights from before the step.

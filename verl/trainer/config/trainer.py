@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from verl.trainer.config.schedule import SCHEDULES
+from verl.workers.config.values import Section, Values, at_least, one_of
+
+_LOGGERS = ("console", "tensorboard", "file")
 
 
 @dataclass(frozen=True)
-class TrainerConfig:
+class TrainerConfig(Section):
     """Size, length, device and outputs of a run; ``*_freq`` count steps, and -1 is never.
 
     Attributes:
@@ -57,6 +61,22 @@ class TrainerConfig:
         report_dir: folder of metrics, ledger, traces, records and the exported model.
         export_hf: write the trained model as a Hugging Face directory when the run ends.
     """
+
+    VALUES: ClassVar = {
+        **dict.fromkeys(("nnodes", "n_gpus_per_node", "max_actor_ckpt_to_keep", "log_samples_rows"), at_least(1)),
+        "schedule": one_of(*SCHEDULES),
+        "device": one_of("auto", "cpu", "cuda", "npu"),
+        "logger": Values("expected console, tensorboard or file", lambda names: set(names) <= set(_LOGGERS)),
+        **dict.fromkeys(
+            ("save_freq", "test_freq", "timeline_freq", "log_samples_freq"),
+            Values("use -1 for never", lambda value: value != 0),
+        ),
+        "resume_mode": one_of("auto", "disable", "resume_path"),
+        "keep_every_steps": Values("give a number of steps, or 0 for none", lambda value: value >= 0),
+        "start_timeout_s": Values("give seconds above 0", lambda value: value > 0),
+        "max_restarts": Values("give a number, or 0 for none", lambda value: value >= 0),
+        "hang_timeout_s": Values("give seconds, or 0 for no watchdog", lambda value: value >= 0),
+    }
 
     project_name: str = "r1_zero"
     experiment_name: str = "grpo"
@@ -118,57 +138,19 @@ class TrainerConfig:
         """Whether ``step`` is followed by a checkpoint."""
         return not self.rollout_only and _is_due(step, self.save_freq, is_last and self.save_last)
 
-    def problems(self, where: str) -> list[str]:
-        """Every value that cannot work, one sentence each."""
-        found = self._halves_problems(where)
-        if self.device not in ("auto", "cpu", "cuda", "npu"):
-            found.append(f"{where}.device is {self.device!r}; expected auto, cpu, cuda or npu")
-        if self.schedule not in SCHEDULES:
-            found.append(f"{where}.schedule is {self.schedule!r}; expected one of {', '.join(SCHEDULES)}")
-        if self.nnodes < 1 or self.n_gpus_per_node < 1:
-            found.append(
-                f"{where}.nnodes {self.nnodes} x n_gpus_per_node {self.n_gpus_per_node} must be at least 1 x 1"
-            )
-        for name in self.logger:
-            if name not in ("console", "tensorboard", "file"):
-                found.append(f"{where}.logger names {name!r}; expected console, tensorboard or file")
-        if self.resume_mode not in ("auto", "disable", "resume_path"):
-            found.append(f"{where}.resume_mode is {self.resume_mode!r}; expected auto, disable or resume_path")
-        if self.resume_mode == "resume_path" and not self.resume_from_path:
-            found.append(f"{where}.resume_mode is resume_path but {where}.resume_from_path is empty")
-        if self.max_actor_ckpt_to_keep is not None and self.max_actor_ckpt_to_keep < 1:
-            found.append(f"{where}.max_actor_ckpt_to_keep is {self.max_actor_ckpt_to_keep}; it must be at least 1")
-        found += self._keep_every_problems(where)
-        if self.log_samples_rows < 1:
-            found.append(f"{where}.log_samples_rows is {self.log_samples_rows}; it must be at least 1")
-        if self.max_restarts < 0:
-            found.append(f"{where}.max_restarts is {self.max_restarts}; give a number, or 0 for none")
-        if self.start_timeout_s <= 0:
-            found.append(f"{where}.start_timeout_s is {self.start_timeout_s}; give seconds above 0")
-        if self.hang_timeout_s is not None and self.hang_timeout_s < 0:
-            found.append(f"{where}.hang_timeout_s is {self.hang_timeout_s}; give seconds, or 0 for no watchdog")
-        for key in ("save_freq", "test_freq", "timeline_freq", "log_samples_freq"):
-            if getattr(self, key) == 0:
-                found.append(f"{where}.{key} is 0; use -1 for never")
-        return found
-
-    def _halves_problems(self, where: str) -> list[str]:
-        """Problems of runs that only generate or only train."""
+    def contradictions(self, where: str) -> list[str]:
+        """See ``Section``."""
         asked = [f"{where}.{key}" for key in ("save_rollouts", "rollout_only", "train_only") if getattr(self, key)]
         found = []
         if self.train_only and len(asked) > 1:
             found.append(f"{' and '.join(asked)} are set: with {where}.train_only nothing is generated; leave one out")
         if asked and self.schedule != "sync":
             found.append(f"{asked[0]} is set: that is there with {where}.schedule=sync, not with {self.schedule}")
-        return found
-
-    def _keep_every_problems(self, where: str) -> list[str]:
+        if self.resume_mode == "resume_path" and not self.resume_from_path:
+            found.append(f"{where}.resume_mode is resume_path but {where}.resume_from_path is empty")
         every, key = self.keep_every_steps, f"{where}.keep_every_steps"
-        if every == 0:
-            return []
-        if every < 0:
-            return [f"{key} is {every}; give a number of steps, or 0 for none"]
-        found = []
+        if every <= 0:
+            return found
         if self.max_actor_ckpt_to_keep is None:
             found.append(f"{key} is {every}, but without {where}.max_actor_ckpt_to_keep no checkpoint is ever removed")
         if self.save_freq < 1:
@@ -187,7 +169,7 @@ def _is_due(step: int, freq: int, is_due_anyway: bool) -> bool:
 
 
 @dataclass(frozen=True)
-class RayInitConfig:
+class RayInitConfig(Section):
     """How the driver reaches Ray.
 
     Attributes:
@@ -201,7 +183,7 @@ class RayInitConfig:
 
 
 @dataclass(frozen=True)
-class RayConfig:
+class RayConfig(Section):
     """Ray's own settings.
 
     Attributes:

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
-from verl.trainer.config.config import ActorRolloutRefConfig, PPOTrainerConfig
-from verl.trainer.config.exact_checks import exact_problems
-from verl.trainer.config.registered import registry_problems
-from verl.trainer.config.schedule_checks import schedule_problems
+from verl.trainer.config.checks import exact_problems, registry_problems, schedule_problems
+from verl.trainer.config.config import PPOTrainerConfig
 from verl.workers.config.engine import END_STAGES, LAYOUT_KEYS
+
+_ACTOR, _REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
 
 
 def validate_config(config: PPOTrainerConfig) -> list[str]:
     """Every reason why ``config`` cannot run, one sentence each; empty when it can."""
     models = config.actor_rollout_ref
-    found = [
-        *config.data.problems("data"),
-        *models.model.problems("actor_rollout_ref.model"),
-        *models.actor.problems("actor_rollout_ref.actor"),
-        *_reference_problems(models),
-        *models.actor.optim.schedule_problems("actor_rollout_ref.actor.optim", config.trainer.total_training_steps),
-        *models.rollout.problems("actor_rollout_ref.rollout"),
-        *models.rollout.device_problems("actor_rollout_ref.rollout", config.trainer.device),
-        *config.algorithm.problems("algorithm"),
-        *config.reward_model.problems("reward_model"),
-        *config.custom_reward_function.problems("custom_reward_function"),
-        *config.reward_model.overlong_buffer.problems("reward_model.overlong_buffer", config.data.max_response_length),
-        *config.trainer.problems("trainer"),
-        *schedule_problems(config),
-        *exact_problems(config),
-        *registry_problems(config),
-    ]
+    found = [problem for field in fields(config) for problem in getattr(config, field.name).problems(field.name)]
+    # ref.megatron starts as a copy of the actor's, with the same problems.
+    found = [problem for problem in found if _REF not in problem or problem.replace(_REF, _ACTOR) not in found]
+    found += models.actor.optim.schedule_problems("actor_rollout_ref.actor.optim", config.trainer.total_training_steps)
+    found += models.rollout.device_problems("actor_rollout_ref.rollout", config.trainer.device)
+    found += [*schedule_problems(config), *exact_problems(config), *registry_problems(config)]
+    buffer, longest = config.reward_model.overlong_buffer, config.data.max_response_length
+    if buffer.enable and not 1 <= buffer.len <= longest:
+        found.append(
+            f"reward_model.overlong_buffer.len is {buffer.len}; expected 1 to data.max_response_length ({longest}) "
+            "tokens"
+        )
     if models.actor.takes_rollout_routing and not models.rollout.enable_rollout_routing_replay:
         found.append(
             "actor_rollout_ref.actor.router_replay.mode is 'R3', which replays what the rollout chose; set "
@@ -100,13 +96,6 @@ def _why_old_log_prob(config: PPOTrainerConfig) -> str:
     return "the run makes several updates per batch"
 
 
-def _reference_problems(models: ActorRolloutRefConfig) -> list[str]:
-    """Problems of ``ref.megatron``, which starts as a copy of the actor's, without those that the actor's has too."""
-    actor, ref = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
-    reported = models.actor.megatron.problems(actor)
-    return [problem for problem in models.ref.megatron.problems(ref) if problem.replace(ref, actor) not in reported]
-
-
 def _model_dims(config: PPOTrainerConfig) -> tuple[dict[str, int], list[str]]:
     """The dimensions that a layout divides, from the model's config.json if it exists, and what is wrong with it."""
     path = Path(config.actor_rollout_ref.model.path).expanduser() / "config.json"
@@ -136,20 +125,21 @@ def _model_dims(config: PPOTrainerConfig) -> tuple[dict[str, int], list[str]]:
 
 def _layout_problems(config: PPOTrainerConfig, dims: dict[str, int]) -> list[str]:
     models, world = config.actor_rollout_ref, config.trainer.world_size
-    engine, where = models.actor.megatron, "actor_rollout_ref.actor.megatron"
+    engine, ref = models.actor.megatron, models.ref.megatron
     try:
         layout = engine.layout(world)
-        found = [f"{where}: {problem}" for problem in layout.problems(**dims)]
-        found += _stage_layer_problems(models)
+        found = [f"{_ACTOR}: {problem}" for problem in layout.problems(**dims)]
+        stages = ("num_layer_list", *END_STAGES, "noop_layers", "mla_down_proj_column_parallel")
+        pairs = {f"{_REF}: {key}": (getattr(ref.layout(1), key), getattr(engine.layout(1), key)) for key in stages}
     except (TypeError, ValueError) as error:
-        return [f"{where}: {error}"]
-    ref = models.ref.megatron
-    for key in LAYOUT_KEYS:
-        if getattr(ref, key) != getattr(engine, key):
-            found.append(
-                f"actor_rollout_ref.ref.megatron.{key} is {getattr(ref, key)} and the actor's {getattr(engine, key)}; "
-                "the reference lives in the actor's processes and needs the same layout"
-            )
+        return [f"{_ACTOR}: {error}"]
+    pairs |= {f"{_REF}.{key}": (getattr(ref, key), getattr(engine, key)) for key in LAYOUT_KEYS}
+    found += [
+        f"{key} is {theirs} and the actor's {ours}; the reference lives in the actor's processes and needs the same "
+        "layout"
+        for key, (theirs, ours) in pairs.items()
+        if theirs != ours
+    ]
     rollout_tp, world = models.rollout.tensor_model_parallel_size, config.rollout_world_size
     if world < 1:
         return found  # schedule_problems reports this
@@ -181,25 +171,12 @@ def _layout_problems(config: PPOTrainerConfig, dims: dict[str, int]) -> list[str
     return found
 
 
-def _stage_layer_problems(models: ActorRolloutRefConfig) -> list[str]:
-    keys = ("num_layer_list", *END_STAGES, "noop_layers", "mla_down_proj_column_parallel")
-    ours, theirs = (
-        {key: getattr(engine.layout(1), key) for key in keys} for engine in (models.actor.megatron, models.ref.megatron)
-    )
-    return [
-        f"actor_rollout_ref.ref.megatron: {key} is {theirs[key]} and the actor's {ours[key]}; the reference lives in "
-        "the actor's processes and needs the same layout"
-        for key in ours
-        if ours[key] != theirs[key]
-    ]
-
-
 def _batch_problems(config: PPOTrainerConfig) -> list[str]:
     """Every number of prompts or samples that does not divide, with the nearest one that does."""
     models = config.actor_rollout_ref
     actor, n = models.actor, models.rollout.n
     batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
-    dp = _data_parallel(config)
+    dp = config.training_layout.data_parallel_size
     # Separate rollout ranks get prompts one by one, as they have room.
     rollout_dp = 1 if config.has_rollout_ranks else config.rollout_replicas
     found = []
@@ -243,14 +220,6 @@ def _batch_problems(config: PPOTrainerConfig) -> list[str]:
             + f" is below the {longest} tokens of one sequence"
         )
     return found
-
-
-def _data_parallel(config: PPOTrainerConfig) -> int:
-    engine = config.actor_rollout_ref.actor.megatron
-    model_parallel = (
-        engine.tensor_model_parallel_size * engine.pipeline_model_parallel_size * engine.context_parallel_size
-    )
-    return config.trainer.world_size // model_parallel
 
 
 def _nearest_multiple(value: int, step: int) -> str:

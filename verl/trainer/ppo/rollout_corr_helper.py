@@ -22,7 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from verl.trainer.config.rollout_correction import RolloutCorrectionConfig
+from verl.trainer.config.algorithm import RolloutCorrectionConfig
 
 SAFETY_BOUND = 20.0  # of log-ratios before exp; e^20 is far beyond every threshold
 PREFIX = "rollout_corr/"

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import MicroBatchRouting, RouterReplay
 from megatron.core.transformer.transformer_config import TransformerConfig
 from verl.protocol import DataProto
-from verl.trainer.config.rollout_correction import RolloutCorrectionConfig
+from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.utils.megatron.packed_batch import PackedMicroBatch, pack_micro_batch, padded_lengths, scatter_to_rows
 from verl.workers.actor.auxiliary import model_metrics, set_auxiliary_scales
 from verl.workers.actor.base import BasePPOActor

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron.core.parallel_state import ProcessGroups
 from verl.protocol import DataProto
-from verl.trainer.config.rollout_correction import RolloutCorrectionConfig
+from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.workers.actor.policy_loss import reduce_over
 

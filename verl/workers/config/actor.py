@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from verl.workers.config.engine import McoreEngineConfig
 from verl.workers.config.optimizer import McoreOptimizerConfig
+from verl.workers.config.values import NOT_NEGATIVE, Section, Values, at_least, one_of
 
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """What a training checkpoint holds.
 
     Attributes:
@@ -27,7 +29,7 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class PolicyLossConfig:
+class PolicyLossConfig(Section):
     """Which registered policy loss the actor uses.
 
     Attributes:
@@ -39,7 +41,7 @@ class PolicyLossConfig:
 
 
 @dataclass(frozen=True)
-class RouterReplayConfig:
+class RouterReplayConfig(Section):
     """Which routing an update of a MoE model uses.
 
     Attributes:
@@ -48,11 +50,13 @@ class RouterReplayConfig:
             else R2 if that pass runs anyway, else disabled; it is resolved when the config is loaded.
     """
 
+    VALUES: ClassVar = {"mode": one_of("auto", "disabled", "R2", "R3")}
+
     mode: str = "auto"
 
 
 @dataclass(frozen=True)
-class ActorConfig:
+class ActorConfig(Section):
     """One PPO/GRPO update; batch sizes count prompts (``ppo_mini_batch_size``) and samples (micro).
 
     Attributes:
@@ -80,6 +84,16 @@ class ActorConfig:
             those of the update itself, ``True`` always.
         load_weight: load the weights; False initialises actor and reference at random.
     """
+
+    VALUES: ClassVar = {
+        **dict.fromkeys(("ppo_epochs", "ppo_mini_batch_size"), at_least(1)),
+        **dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high"), NOT_NEGATIVE),
+        "loss_agg_mode": one_of(*LOSS_AGG_MODES),
+        "kl_loss_type": one_of(*KL_TYPES),
+        "recompute_old_log_prob": Values(
+            "expected one of auto, true, false", lambda value: value.lower() in ("auto", "true", "false")
+        ),
+    }
 
     ppo_mini_batch_size: int = 256
     ppo_micro_batch_size_per_gpu: int | None = None
@@ -143,25 +157,11 @@ class ActorConfig:
             return True
         return self.ppo_epochs != 1 or self.ppo_mini_batch_size != train_batch_size
 
-    def problems(self, where: str) -> list[str]:
-        """Every value that cannot work, one sentence each."""
-        found = [*self.megatron.problems(f"{where}.megatron"), *self.optim.problems(f"{where}.optim")]
-        choices = (
-            ("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES),
-            ("kl_loss_type", self.kl_loss_type, KL_TYPES),
-            ("router_replay.mode", self.router_replay.mode, ("auto", "disabled", "R2", "R3")),
-            ("recompute_old_log_prob", self.recompute_old_log_prob.lower(), ("auto", "true", "false")),
-        )
-        for key, value, allowed in choices:
-            if value not in allowed:
-                found.append(f"{where}.{key} is {value!r}; expected one of {', '.join(allowed)}")
-        clips = (("clip_ratio_low", self.clip_low), ("clip_ratio_high", self.clip_high))
-        found += [f"{where}.{key} is {clip}; it must not be negative" for key, clip in clips if clip < 0]
+    def contradictions(self, where: str) -> list[str]:
+        """See ``Section``."""
+        found = []
         if self.policy_loss.loss_mode == "vanilla" and self.clip_ratio_c <= 1:
             found.append(f"{where}.clip_ratio_c is {self.clip_ratio_c}; the dual clip's bound must be above 1")
-        for key, count in (("ppo_epochs", self.ppo_epochs), ("ppo_mini_batch_size", self.ppo_mini_batch_size)):
-            if count < 1:
-                found.append(f"{where}.{key} is {count}; it must be at least 1")
         if self.megatron.swap_optimizer and self.optim.override_optimizer_config.get("optimizer_cpu_offload"):
             found.append(
                 f"{where}: megatron.swap_optimizer and optim.override_optimizer_config.optimizer_cpu_offload both keep "
@@ -176,7 +176,7 @@ class ActorConfig:
 
 
 @dataclass(frozen=True)
-class RefConfig:
+class RefConfig(Section):
     """Log-probs under the reference weights; ``megatron`` starts as a copy of the actor's.
 
     Attributes:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.core.parallel_layout import ParallelLayout
 from verl.workers.config import overrides
 from verl.workers.config.model import GradientCheckpointingConfig
+from verl.workers.config.values import Section, one_of
 
 # Keys in which actor and reference, who share their processes, must agree.
 LAYOUT_KEYS = (
@@ -22,7 +23,7 @@ END_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
 
 
 @dataclass(frozen=True)
-class McoreEngineConfig:
+class McoreEngineConfig(Section):
     """One training layout, where its weights come from and where its memory goes.
 
     ``override_transformer_config`` has more keys of the layout: layers of the first and last stage, no-op layers,
@@ -54,6 +55,8 @@ class McoreEngineConfig:
         override_ddp_config: how gradients are buffered and reduced; its keys are below.
         override_transformer_config: layout, recomputation, MoE and MTP; its keys are below.
     """
+
+    VALUES: ClassVar = {"dtype": one_of("bfloat16", "float32")}
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -138,11 +141,9 @@ class McoreEngineConfig:
             fields |= {key: value for key, value in given.items() if value is not None}
         return fields | {"moe_router_force_load_balancing": self.fix_router}
 
-    def problems(self, where: str) -> list[str]:
-        """Every value that cannot work whatever the model, one sentence each."""
+    def contradictions(self, where: str) -> list[str]:
+        """See ``Section``."""
         found = []
-        if self.dtype not in ("bfloat16", "float32"):
-            found.append(f"{where}.dtype is {self.dtype!r}; expected bfloat16 or float32")
         if self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
             found.append(f"{where}.sequence_parallel is False; tensor parallelism here needs it True")
         if self.moe_tp_extend_ep and (self.expert_tensor_parallel_size or 1) > 1:

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.workers.config.overrides import MODEL_OVERRIDES, override_problems
+from verl.workers.config.values import Section
 
 
 @dataclass(frozen=True)
-class GradientCheckpointingConfig:
+class GradientCheckpointingConfig(Section):
     """MindSpeed's spelling of activation recomputation; absent values keep ``override_transformer_config``'s.
 
     Attributes:
@@ -24,7 +25,7 @@ class GradientCheckpointingConfig:
 
 
 @dataclass(frozen=True)
-class HFModelConfig:
+class HFModelConfig(Section):
     """A Hugging Face model directory; no code from it is ever executed.
 
     Attributes:
@@ -47,8 +48,8 @@ class HFModelConfig:
         """``override_config.moe_config.freeze_moe_router``: gates and their biases keep their values."""
         return bool((self.override_config.get("moe_config") or {}).get("freeze_moe_router"))
 
-    def problems(self, where: str) -> list[str]:
-        """Every value that cannot work, one sentence each."""
+    def contradictions(self, where: str) -> list[str]:
+        """See ``Section``."""
         found = []
         libraries = [self.external_lib] if isinstance(self.external_lib, str) else self.external_lib or []
         if not isinstance(libraries, list) or not all(isinstance(library, str) for library in libraries):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.workers.config.overrides import OPTIMIZER_OVERRIDES, override_problems
+from verl.workers.config.values import NOT_NEGATIVE, Section, Values, one_of
 
 
 @dataclass(frozen=True)
-class McoreOptimizerConfig:
+class McoreOptimizerConfig(Section):
     """AdamW with fp32 master weights; schedule lengths count optimizer steps.
 
     Attributes:
@@ -27,6 +28,14 @@ class McoreOptimizerConfig:
         override_optimizer_config: where the state lives, its dtypes, and what happens to gradients that are not finite;
             its keys are below.
     """
+
+    VALUES: ClassVar = {
+        **dict.fromkeys(("lr", "min_lr", "lr_warmup_init", "weight_decay"), NOT_NEGATIVE),
+        "betas": Values(
+            "expected two numbers in [0, 1)", lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+        ),
+        "lr_decay_style": one_of("constant", "linear", "cosine"),
+    }
 
     lr: float = 1e-6
     min_lr: float = 0.0
@@ -66,29 +75,12 @@ class McoreOptimizerConfig:
             return [f"{where}: the rate decays over {decay} steps; that must be more than the {warmup} of warm-up"]
         return []
 
-    def problems(self, where: str) -> list[str]:
-        """Every value that cannot work, one sentence each."""
-        found = []
-        if self.lr_decay_style not in ("constant", "linear", "cosine"):
-            found.append(f"{where}.lr_decay_style is {self.lr_decay_style!r}; expected constant, linear or cosine")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            found.append(f"{where}.betas is {list(self.betas)}; expected two numbers in [0, 1)")
-        for key, value in (
-            ("lr", self.lr),
-            ("min_lr", self.min_lr),
-            ("lr_warmup_init", self.lr_warmup_init),
-            ("weight_decay", self.weight_decay),
-        ):
-            if value < 0:
-                found.append(f"{where}.{key} is {value}; it must not be negative")
-        for key, value in (("min_lr", self.min_lr), ("lr_warmup_init", self.lr_warmup_init)):
-            if value > self.lr:
-                found.append(f"{where}.{key} {value} is above lr {self.lr}")
-        return found + self._override_problems(f"{where}.override_optimizer_config")
-
-    def _override_problems(self, where: str) -> list[str]:
-        given = self.override_optimizer_config
-        found = override_problems(where, given, OPTIMIZER_OVERRIDES)
+    def contradictions(self, where: str) -> list[str]:
+        """See ``Section``."""
+        starts = {"min_lr": self.min_lr, "lr_warmup_init": self.lr_warmup_init}
+        found = [f"{where}.{key} {value} is above lr {self.lr}" for key, value in starts.items() if value > self.lr]
+        where, given = f"{where}.override_optimizer_config", self.override_optimizer_config
+        found += override_problems(where, given, OPTIMIZER_OVERRIDES)
         small = [key for key, value in given.items() if key.endswith("_dtype") and value not in (None, "fp32")]
         if small and not given.get("use_precision_aware_optimizer"):
             found.append(f"{where}: {', '.join(small)} below fp32 needs use_precision_aware_optimizer=True")

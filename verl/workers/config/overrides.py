@@ -50,37 +50,25 @@ Attributes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
+
+from verl.workers.config.values import Values, one_of, value_problems
 
 # The modules of megatron.core.transformer.transformer_config, which needs torch.
 RECOMPUTE_MODULES = ("mla_up_proj", "core_attn", "moe_act", "layernorm", "mlp", "moe")
-DTYPES = ("fp32", "bf16")
-
-
-@dataclass(frozen=True)
-class Values:
-    """The values that a key accepts, in words and as a test."""
-
-    expected: str
-    accepts: Callable[[Any], bool]
-
-
-def _one_of(*choices: str) -> Values:
-    return Values(f"one of {', '.join(choices)}", lambda value: value in choices)
 
 
 def _count(least: int) -> Values:
     return Values(
-        f"a whole number, at least {least}",
+        f"expected a whole number, at least {least}",
         lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least,
     )
 
 
 def _number(least: float, most: float | None = None) -> Values:
     return Values(
-        f"a number, at least {least:g}" + ("" if most is None else f" and at most {most:g}"),
+        f"expected a number, at least {least:g}" + ("" if most is None else f" and at most {most:g}"),
         lambda value: (
             isinstance(value, int | float)
             and not isinstance(value, bool)
@@ -104,34 +92,36 @@ def _stages(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(stage, list | tuple) and stage for stage in value)
 
 
-_FLAG = Values("True or False", lambda value: isinstance(value, bool))
-_DTYPE = _one_of(*DTYPES)
+_FLAG = Values("expected True or False", lambda value: isinstance(value, bool))
+_DTYPE = one_of("fp32", "bf16")
 
 # Keys that make the layout.
 _LAYOUT: dict[str, Values] = {
     "num_layers_in_first_pipeline_stage": _count(1),
     "num_layers_in_last_pipeline_stage": _count(1),
-    "pipeline_num_transformer_layers": Values("one list of layer counts per stage, such as [[6],[8]]", _stages),
-    "noop_layers": Values('numbers of layer slots, as a list or as text "47,62"', _slots),
+    "pipeline_num_transformer_layers": Values(
+        "expected one list of layer counts per stage, such as [[6],[8]]", _stages
+    ),
+    "noop_layers": Values('expected numbers of layer slots, as a list or as text "47,62"', _slots),
     "mla_down_proj_column_parallel": _FLAG,
 }
 # Keys that are fields of the engine's TransformerConfig.
 _FIELDS: dict[str, Values] = {
-    "recompute_granularity": _one_of("full", "selective"),
-    "recompute_method": _one_of("uniform", "block"),
+    "recompute_granularity": one_of("full", "selective"),
+    "recompute_method": one_of("uniform", "block"),
     "recompute_num_layers": _count(1),
-    "recompute_modules": Values(f"a list of {', '.join(RECOMPUTE_MODULES)}", _modules),
-    "cp_comm_type": _one_of("p2p", "all_gather", "a2a"),
+    "recompute_modules": Values(f"expected a list of {', '.join(RECOMPUTE_MODULES)}", _modules),
+    "cp_comm_type": one_of("p2p", "all_gather", "a2a"),
     "cp_send_latents": _FLAG,
     "microbatch_group_size_per_vp_stage": _count(1),
     "mtp_num_layers": _count(0),
     "mtp_loss_scaling_factor": _number(0),
     "moe_aux_loss_coeff": _number(0),
     "moe_z_loss_coeff": _number(0),
-    "moe_router_load_balancing_type": _one_of("aux_loss", "seq_aux_loss", "none"),
+    "moe_router_load_balancing_type": one_of("aux_loss", "seq_aux_loss", "none"),
     "moe_router_bias_update_rate": _number(0),
-    "moe_router_dtype": _one_of("fp32", "fp64", "bf16"),
-    "moe_token_dispatcher_type": _one_of("alltoall", "allgather"),
+    "moe_router_dtype": one_of("fp32", "fp64", "bf16"),
+    "moe_token_dispatcher_type": one_of("alltoall", "allgather"),
     "moe_shared_expert_overlap": _FLAG,
 }
 _RENAMED: dict[str, tuple[str, Values]] = {
@@ -157,22 +147,25 @@ OPTIMIZER_OVERRIDES: dict[str, Values] = {
     "pin_cpu_params": _FLAG,
     "use_precision_aware_optimizer": _FLAG,
     "main_grads_dtype": _DTYPE,
-    "main_params_dtype": _one_of("fp32"),
+    "main_params_dtype": one_of("fp32"),
     "exp_avg_dtype": _DTYPE,
     "exp_avg_sq_dtype": _DTYPE,
-    "on_non_finite_grads": _one_of("skip", "stop"),
+    "on_non_finite_grads": one_of("skip", "stop"),
 }
 
 
 def override_problems(where: str, overrides: Mapping[str, Any], known: Mapping[str, Values]) -> list[str]:
     """One sentence for every key that is not ``known`` and every value it does not accept; None means "unset"."""
-    found = []
-    for key, value in overrides.items():
-        if key not in known:
-            found.append(f"{where}.{key} is not known here; known: {', '.join(sorted(known))}")
-        elif value is not None and not known[key].accepts(value):
-            found.append(f"{where}.{key} is {value!r}; expected {known[key].expected}")
-    return found
+    names = f"known: {', '.join(sorted(known))}"
+    return [
+        problem
+        for key in overrides
+        for problem in (
+            value_problems(where, {key: overrides[key]}, known)
+            if key in known
+            else [f"{where}.{key} is not known here; {names}"]
+        )
+    ]
 
 
 def transformer_fields(overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.utils.reward_score.spec import RewardFunctionSpec
+from verl.workers.config.values import NOT_NEGATIVE, Section, above, at_least, one_of
 
-LEDGER_CONTENTS = ("texts", "references", "off")
 _SOURCE_KEYS = ("path", "name", "reward_kwargs")
 
 
 @dataclass(frozen=True)
-class OverlongBufferConfig:
+class OverlongBufferConfig(Section):
     """DAPO's soft overlong punishment, in training: the last ``len`` tokens that a response may have cost reward.
 
     Attributes:
@@ -24,27 +24,16 @@ class OverlongBufferConfig:
         log: log the penalty and the share of penalised responses as metrics.
     """
 
+    VALUES: ClassVar = {"penalty_factor": NOT_NEGATIVE}
+
     enable: bool = False
     len: int = 0
     penalty_factor: float = 1.0
     log: bool = False
 
-    def problems(self, where: str, max_response_length: int) -> list[str]:
-        """Every value that cannot work, one sentence each."""
-        if not self.enable:
-            return []
-        found = []
-        if not 1 <= self.len <= max_response_length:
-            found.append(
-                f"{where}.len is {self.len}; expected 1 to data.max_response_length ({max_response_length}) tokens"
-            )
-        if self.penalty_factor < 0:
-            found.append(f"{where}.penalty_factor is {self.penalty_factor}; it must not be negative, it is subtracted")
-        return found
-
 
 @dataclass(frozen=True)
-class RewardModelConfig:
+class RewardModelConfig(Section):
     """The pool of scoring processes, and the ledger of their results.
 
     Attributes:
@@ -58,6 +47,12 @@ class RewardModelConfig:
             instead, ``off`` writes none.
     """
 
+    VALUES: ClassVar = {
+        **dict.fromkeys(("num_workers", "batch_size", "max_concurrent"), at_least(1)),
+        "timeout_s": above(0),
+        "ledger": one_of("texts", "references", "off"),
+    }
+
     reward_manager: str = "naive"
     num_workers: int = 2
     timeout_s: float = 10.0
@@ -66,22 +61,9 @@ class RewardModelConfig:
     ledger: str = "texts"
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
 
-    def problems(self, where: str) -> list[str]:
-        """Every value that cannot work, one sentence each."""
-        found = [
-            f"{where}.{key} is {getattr(self, key)}; it must be at least 1"
-            for key in ("num_workers", "batch_size", "max_concurrent")
-            if getattr(self, key) < 1
-        ]
-        if self.timeout_s <= 0:
-            found.append(f"{where}.timeout_s is {self.timeout_s}; it must be above 0")
-        if self.ledger not in LEDGER_CONTENTS:
-            found.append(f"{where}.ledger is {self.ledger!r}; expected {', '.join(LEDGER_CONTENTS)}")
-        return found
-
 
 @dataclass(frozen=True)
-class CustomRewardFunctionConfig:
+class CustomRewardFunctionConfig(Section):
     """Reward functions by file.
 
     Attributes:
@@ -112,7 +94,7 @@ class CustomRewardFunctionConfig:
             for source, section in self.by_data_source.items()
         }
 
-    def problems(self, where: str) -> list[str]:
+    def contradictions(self, where: str) -> list[str]:
         """Every section that does not name a function, one sentence each."""
         return [
             problem

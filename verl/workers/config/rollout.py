@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
+
+from verl.workers.config.values import Section, Values, at_least, one_of
+
+_SHARE = Values("expected (0, 1]", lambda value: 0 < value <= 1)
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
+class SamplingConfig(Section):
     """How validation samples.
 
     Attributes:
@@ -17,6 +22,8 @@ class SamplingConfig:
         n: responses to each problem.
     """
 
+    VALUES: ClassVar = {"top_p": _SHARE, "n": at_least(1)}
+
     temperature: float = 0.0
     top_k: int = -1
     top_p: float = 1.0
@@ -25,7 +32,7 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(Section):
     """The rollout engine and how it samples for training; lengths are tokens.
 
     Attributes:
@@ -72,6 +79,20 @@ class RolloutConfig:
         calculate_log_probs: report the log-prob of every token that the rollout samples, which the gap metrics need.
         seed: seed of sampling; the noise of a response depends on (seed, step, row).
     """
+
+    VALUES: ClassVar = {
+        "name": one_of("vllm"),
+        "mode": one_of("sync"),
+        "temperature": Values("training samples need a temperature above 0", lambda value: value > 0),
+        "top_p": _SHARE,
+        **dict.fromkeys(("n", "max_num_seqs"), at_least(1)),
+        "dtype": one_of("bfloat16", "float32"),
+        "gpu_memory_utilization": _SHARE,
+        "quantization": Values("expected fp8, dequantize, or leave it out", ("fp8", "dequantize").__contains__),
+        "kv_cache_layout": one_of("nd", "nz"),
+        "expert_exchange": one_of("all_gather", "dispatch"),
+        "rebalance_interval": Values("give a number of steps, or 0 for never", lambda value: value >= 0),
+    }
 
     name: str = "vllm"
     mode: str = "sync"
@@ -123,31 +144,12 @@ class RolloutConfig:
         """Tokens that one sequence may reach."""
         return self.max_model_len or self.prompt_length + self.response_length
 
-    def problems(self, where: str) -> list[str]:
-        """Every value that cannot work, one sentence each."""
+    def contradictions(self, where: str) -> list[str]:
+        """See ``Section``."""
         found = []
-        choices = (
-            ("name", self.name, ("vllm",)),
-            ("kv_cache_layout", self.kv_cache_layout, ("nd", "nz")),
-            ("expert_exchange", self.expert_exchange, ("all_gather", "dispatch")),
-            ("mode", self.mode, ("sync",)),
-            ("dtype", self.dtype, ("bfloat16", "float32")),
-        )
-        for key, value, allowed in choices:
-            if value not in allowed:
-                found.append(f"{where}.{key} is {value!r}; expected one of {', '.join(allowed)}")
-        if self.quantization not in (None, "fp8", "dequantize"):
-            found.append(f"{where}.quantization is {self.quantization!r}; expected fp8, dequantize, or leave it out")
-        for key, size in (("n", self.n), ("val_kwargs.n", self.val_kwargs.n), ("max_num_seqs", self.max_num_seqs)):
-            if size < 1:
-                found.append(f"{where}.{key} is {size}; it must be at least 1")
         if self.expert_exchange != "all_gather" and not self.enable_expert_parallel:
             found.append(
                 f"{where}.expert_exchange is {self.expert_exchange!r}; it needs {where}.enable_expert_parallel=True"
-            )
-        if self.rebalance_interval < 0:
-            found.append(
-                f"{where}.rebalance_interval is {self.rebalance_interval}; give a number of steps, or 0 for never"
             )
         sizes = self.cudagraph_capture_sizes
         if sizes is not None and (not sizes or min(sizes) < 1 or max(sizes) > self.max_num_seqs):
@@ -155,12 +157,6 @@ class RolloutConfig:
                 f"{where}.cudagraph_capture_sizes is {list(sizes)}; give numbers of sequences from 1 to max_num_seqs "
                 f"{self.max_num_seqs}, or leave it out"
             )
-        if not 0 < self.gpu_memory_utilization <= 1:
-            found.append(f"{where}.gpu_memory_utilization is {self.gpu_memory_utilization}; expected (0, 1]")
-        if self.temperature <= 0:
-            found.append(f"{where}.temperature is {self.temperature}; training samples need a temperature above 0")
-        if not 0 < self.top_p <= 1 or not 0 < self.val_kwargs.top_p <= 1:
-            found.append(f"{where}: top_p must lie in (0, 1]")
         if self.max_model_len is not None and self.max_model_len < self.prompt_length + self.response_length:
             found.append(
                 f"{where}.max_model_len {self.max_model_len} is below prompt_length {self.prompt_length} + "

@@ -1,0 +1,147 @@
+"""Checks of the settings that one choice requires: a schedule, exact log-probs, registered names, the run's length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from verl.trainer.config.config import PPOTrainerConfig
+from verl.trainer.config.schedule import AsyncTrainingConfig
+from verl.utils.import_utils import import_external_libs
+
+
+def schedule_problems(config: PPOTrainerConfig) -> list[str]:
+    """Every setting that contradicts ``trainer.schedule``, with what to set."""
+    schedule, models = config.trainer.schedule, config.actor_rollout_ref
+    found = []
+    defaults = AsyncTrainingConfig()
+    given = [f.name for f in fields(defaults) if getattr(config.async_training, f.name) != getattr(defaults, f.name)]
+    if given and schedule != "fully_async":
+        found.append(
+            f"async_training.{', '.join(given)}: only trainer.schedule=fully_async has them, and the schedule is "
+            f"{schedule}; leave them out or change it"
+        )
+    if not config.has_rollout_ranks:
+        if config.rollout.nnodes:
+            found.append(
+                f"rollout.nnodes is {config.rollout.nnodes}, but trainer.schedule is {schedule}, which generates on "
+                "the devices of training; set trainer.schedule=one_step_off or fully_async, or rollout.nnodes=0"
+            )
+        if not models.hybrid_engine:
+            found.append(
+                "actor_rollout_ref.hybrid_engine is False; with trainer.schedule=sync actor and rollout share their "
+                "processes"
+            )
+        return found
+    needs = f"trainer.schedule={schedule}"
+    if config.rollout.nnodes == 0:
+        found.append(f"rollout.nnodes is 0; {needs} generates on devices of its own: give their hosts")
+    if models.hybrid_engine:
+        found.append(
+            f"actor_rollout_ref.hybrid_engine is True; with {needs} actor and rollout have processes of their own: set "
+            "it False"
+        )
+    if config.algorithm.filter_groups.enable:
+        found.append(f"algorithm.filter_groups.enable is True; dynamic sampling is not there with {needs}")
+    if models.rollout.rebalance_interval:
+        found.append(
+            f"actor_rollout_ref.rollout.rebalance_interval is {models.rollout.rebalance_interval}; with {needs} "
+            "prompts go to the replica with the fewest samples, set it 0"
+        )
+    return found + _pace_problems(config)
+
+
+def _pace_problems(config: PPOTrainerConfig) -> list[str]:
+    schedule, batch = config.async_training, config.data.train_batch_size
+    mini, every, found = config.actor_rollout_ref.actor.ppo_mini_batch_size, schedule.trigger_parameter_sync_step, []
+    if schedule.require_batches is not None and schedule.require_batches * mini != batch:
+        found.append(
+            f"async_training.require_batches {schedule.require_batches} x ppo_mini_batch_size {mini} is not "
+            f"data.train_batch_size {batch}, which a step trains on; leave it out"
+        )
+    for key in ("save_freq", "test_freq"):
+        freq = getattr(config.trainer, key)
+        if every > 0 and freq > 0 and freq % every:
+            found.append(
+                f"trainer.{key} is {freq}, which async_training.trigger_parameter_sync_step {every} does not divide: "
+                "both happen where weights are synced"
+            )
+    return found
+
+
+def exact_problems(config: PPOTrainerConfig) -> list[str]:
+    """Every setting under which the log-probs of rollout and training could differ by a rounding, with what to set."""
+    trainer, models = config.trainer, config.actor_rollout_ref
+    if not trainer.exact_log_probs:
+        return []
+    engine, rollout = models.actor.megatron, models.rollout
+    overrides = engine.override_transformer_config
+    actor, generation = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+    expected = (
+        ("trainer.device", trainer.device, ("auto", "cpu"), "only a CPU has exact ops"),
+        ("trainer.train_ops", trainer.train_ops, (None,), "exact_log_probs chooses it"),
+        ("trainer.rollout_ops", trainer.rollout_ops, (None,), "exact_log_probs chooses it"),
+        (f"{actor}.tensor_model_parallel_size", engine.tensor_model_parallel_size, (1,), "ranks add in another order"),
+        (f"{actor}.context_parallel_size", engine.context_parallel_size, (1,), "ranks add in another order"),
+        (f"{actor}.expert_tensor_parallel_size", engine.expert_tensor_parallel_size, (None, 1), "likewise"),
+        (f"{actor}.fix_router", engine.fix_router, (False,), "it routes by the place in the micro-batch"),
+        (
+            f"{actor}.override_transformer_config.moe_router_dtype",
+            overrides.get("moe_router_dtype", "fp32"),
+            ("fp32",),
+            "the rollout routes in float32",
+        ),
+        (
+            f"{actor}.override_transformer_config.moe_token_dispatcher_type",
+            overrides.get("moe_token_dispatcher_type", "alltoall"),
+            ("alltoall",),
+            "the other adds experts rank by rank",
+        ),
+        (f"{generation}.fix_router", rollout.fix_router, (False,), "it routes by the place in the step"),
+        (f"{generation}.tensor_model_parallel_size", rollout.tensor_model_parallel_size, (1,), "ranks add likewise"),
+        (f"{generation}.dtype", rollout.dtype, (engine.dtype,), f"{actor}.dtype has it"),
+        (f"{generation}.quantization", rollout.quantization, (None,), "training does not quantise"),
+    )
+    found = [
+        f"{key} is {value!r}; trainer.exact_log_probs needs {' or '.join(map(repr, allowed))}: {why}"
+        for key, value, allowed, why in expected
+        if value not in allowed
+    ]
+    has_split_experts = rollout.enable_expert_parallel and config.rollout_world_size > 1
+    if has_split_experts and rollout.expert_exchange != "dispatch":
+        found.append(
+            f"{generation}.expert_exchange is {rollout.expert_exchange!r}; trainer.exact_log_probs needs 'dispatch', "
+            f"which adds a token's experts at home and in order (or {generation}.enable_expert_parallel=False)"
+        )
+    if rollout.dtype != "float32" and rollout.temperature != 1.0:
+        found.append(
+            f"{generation}.temperature is {rollout.temperature}; with {rollout.dtype} trainer.exact_log_probs needs "
+            "1.0: training rounds the divided logits"
+        )
+    return found
+
+
+def registry_problems(config: PPOTrainerConfig) -> Iterator[str]:
+    """Every name that nothing is registered under, after the import of ``actor_rollout_ref.model.external_lib``.
+
+    The registries are imported here because their entries need torch, which importing the config must not.
+    """
+    from verl.trainer.ppo.algos import ESTIMATORS
+    from verl.trainer.ppo.policy_losses import LOSSES
+    from verl.workers.reward_manager import MANAGERS
+
+    models = config.actor_rollout_ref
+    try:
+        import_external_libs(models.model.external_lib)
+    except Exception as error:  # a process edge: the user's code runs here, and may raise anything
+        yield f"actor_rollout_ref.model.external_lib is {models.model.external_lib!r}: {type(error).__name__}: {error}"
+    for registry, name in (
+        (ESTIMATORS, config.algorithm.adv_estimator),
+        (LOSSES, models.actor.policy_loss.loss_mode),
+        (MANAGERS, config.reward_model.reward_manager),
+    ):
+        if name not in registry.names:
+            yield (
+                f"{registry.key} is {name!r}; expected one of {', '.join(registry.names)}, or a name that a module of "
+                "actor_rollout_ref.model.external_lib registers"
+            )
