@@ -40,8 +40,13 @@ def _config(case: Case) -> TransformerConfig:
     return replace(MODELS[case.model], sequence_parallel=case.layout.tensor_model_parallel_size > 1, **case.changes)
 
 
-def _engine(config: TransformerConfig, groups: ProcessGroups, optimizer_config: OptimizerConfig = PLAIN) -> Engine:
-    ddp = DistributedDataParallel(config, DDP, make_gpt_model(config, groups, reference_ops()), groups)
+def _engine(
+    config: TransformerConfig, groups: ProcessGroups, optimizer_config: OptimizerConfig = PLAIN, seed: int | None = None
+) -> Engine:
+    model = make_gpt_model(config, groups, reference_ops())
+    if seed is not None:
+        model.init_weights(seed)
+    ddp = DistributedDataParallel(config, DDP, model, groups)
     return ddp, get_megatron_optimizer(optimizer_config, ddp, groups, reference_ops())
 
 
@@ -61,9 +66,7 @@ def test_steps_leave_nothing_behind(one_rank: ProcessGroups, optimizer_config: O
     batch = packed_batch([16, 16], config.vocab_size)
 
     def train() -> Engine:
-        ddp, optimizer = _engine(config, one_rank, optimizer_config)
-        ddp.module.init_weights(0)  # type: ignore[operator]
-        optimizer.reload_model_params()
+        ddp, optimizer = _engine(config, one_rank, optimizer_config, seed=0)
         for _ in range(2):
             optimizer.zero_grad()
             ddp(batch.ids_T, batch.positions_T, batch.params, batch.labels_T).sum().backward()

@@ -19,11 +19,11 @@ from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, 
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.schedule_table import (
     Task,
-    convert_schedule_table_to_order,
     get_pp_rank_microbatches,
     get_schedule_table,
     group_sizes,
     neighbour,
+    rank_order,
     timetable,
 )
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -38,8 +38,9 @@ def test_tables_are_upstreams() -> None:
     assert table == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (3, 0), (4, 0), (3, 1), (4, 1)]
     counts = get_pp_rank_microbatches(5, 2, 3, pipeline_size=2, pipeline_rank=1)
     assert counts == (10, False, 3, 7)
-    order = convert_schedule_table_to_order(3, 2, table)
-    assert order == [1, 1, 1, 2, -2, 2, -2, 2, -2, 1, -1, 1, -1, 2, -1, 2, -2, -2, -1, -1]
+    order = rank_order(table, 2, 3, False, pipeline_size=2, rank=1)
+    signed = [-task.chunk - 1 if is_backward else task.chunk + 1 for is_backward, task in order]
+    assert signed == [1, 1, 1, 2, -2, 2, -2, 2, -2, 1, -1, 1, -1, 2, -1, 2, -2, -2, -1, -1]
     assert get_pp_rank_microbatches(5, 2, 3, True, pipeline_size=2, pipeline_rank=0) == (10, True, 10, 0)
     assert get_pp_rank_microbatches(5, 1, 3, pipeline_size=4, pipeline_rank=0) == (5, False, 3, 2)
 

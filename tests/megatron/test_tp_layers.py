@@ -7,7 +7,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron.core import tensor_parallel as tp
+from megatron.core.ops import reference_ops
+from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
 from megatron.core.tensor_parallel.weight_init import WeightInit
+from megatron.core.transformer.transformer_config import ModelParallelConfig
 from tests.megatron.model_helpers import one_process_groups
 from tests.parallel.launcher import run_ranks
 
@@ -22,13 +25,14 @@ def _full(*shape: int, seed: int) -> torch.Tensor:
 
 
 def _ranks() -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    for check in (_linears, _embedding, _losses, _mappings, _uneven_all_to_all):
-        check(group, group.rank(), group.size())
+    groups = initialize_model_parallel(2)
+    _linears(groups, groups.rank, 2)
+    _embedding(groups, groups.rank, 2)
+    for check in (_losses, _mappings, _uneven_all_to_all):
+        check(groups.tp, groups.rank, 2)
 
 
-def _linears(group: dist.ProcessGroup, rank: int, size: int) -> None:
+def _linears(groups: ProcessGroups, rank: int, size: int) -> None:
     x, out_grad = _full(6, 4, seed=0).float(), _full(6, 4, seed=1).float()
     init = WeightInit(seed=3, std=1.0)
     whole = [init.normal("up", 8, 4).requires_grad_(), init.normal("down", 4, 8).requires_grad_()]
@@ -36,9 +40,9 @@ def _linears(group: dist.ProcessGroup, rank: int, size: int) -> None:
     expected = F.linear(F.linear(x_whole, whole[0]), whole[1])
     expected.backward(out_grad)
     for is_sequence_parallel in (True, False):
-        options = {"group": group, "sequence_parallel": is_sequence_parallel, "dtype": torch.float32}
-        up = tp.ColumnParallelLinear(4, 8, **options)
-        down = tp.RowParallelLinear(8, 4, **options)
+        config = ModelParallelConfig(sequence_parallel=is_sequence_parallel)
+        up = tp.ColumnParallelLinear(config, groups, reference_ops(), 4, 8)
+        down = tp.RowParallelLinear(config, groups, reference_ops(), 8, 4)
         up.init_weights(init, "up")
         down.init_weights(init, "down")
 
@@ -55,12 +59,12 @@ def _linears(group: dist.ProcessGroup, rank: int, size: int) -> None:
         assert up.weight.tensor_model_parallel and up.weight.partition_dim == 0 and down.weight.partition_dim == 1
 
 
-def _embedding(group: dist.ProcessGroup, rank: int, size: int) -> None:
+def _embedding(groups: ProcessGroups, rank: int, size: int) -> None:
     ids = torch.tensor([0, 7, 3, 3, 5, 1])
     whole = WeightInit(3, 1.0).normal("words", 8, 4).requires_grad_()
     out_grad = _full(6, 4, seed=1).float()
     F.embedding(ids, whole).backward(out_grad)
-    words = tp.VocabParallelEmbedding(8, 4, group=group, sequence_parallel=True, dtype=torch.float32)
+    words = tp.VocabParallelEmbedding(ModelParallelConfig(sequence_parallel=True), groups, 8, 4)
     words.init_weights(WeightInit(3, 1.0), "words")
     y = words(ids)
     y.backward(out_grad.chunk(size)[rank])

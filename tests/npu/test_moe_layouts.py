@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.ops import TrainOps, reference_ops
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_model_parallel
-from megatron.core.tensor_parallel.weight_init import WeightInit
+from megatron.core.tensor_parallel.weight_init import WeightInit, init_weights
 from megatron.core.transformer.moe.aux_loss import set_aux_loss_scale
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay
@@ -38,7 +38,7 @@ def _outputs(groups: ProcessGroups, ops: TrainOps, device: torch.device, **chang
         **changes,
     )
     layer = MoELayer(config, groups, ops)
-    layer.init_weights(WeightInit(3, 0.2), "mlp")
+    init_weights(layer, WeightInit(3, 0.2), "mlp")
     layer.to(device)
     set_aux_loss_scale(layer, 1 / 16)
     generator = torch.Generator().manual_seed(1)

@@ -11,9 +11,8 @@ from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finite_check import FiniteCheck, NonFiniteGrads
-from megatron.core.distributed.frozen_params import FrozenParams, frozen_params
 from megatron.core.distributed.overlap import GradSync, wait_before_use
-from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
+from megatron.core.distributed.param_and_grad_buffer import FrozenParams, ParamAndGradBuffer, frozen_params
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.transformer.transformer_config import TransformerConfig
 

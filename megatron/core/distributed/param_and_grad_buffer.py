@@ -130,6 +130,26 @@ class ParamAndGradBuffer:
         return low, max(low, min(span[1], end) - start)
 
 
+class FrozenParams:
+    """Makes ``params`` (of one dtype) views of one flat tensor; the optimizer never sees them."""
+
+    def __init__(self, name: str, params: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self.name = name
+        self.param_ranges, numel = assign_ranges(params)
+        first = params[0][1]
+        self.params = OffloadableTensor(torch.zeros(numel, dtype=first.dtype, device=first.device))
+        move_into(self.params.tensor, params, self.param_ranges)
+
+
+def frozen_params(params: Sequence[tuple[str, nn.Parameter]]) -> list[FrozenParams]:
+    """One ``FrozenParams`` for each dtype among those of ``params`` that take no gradient."""
+    by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in params:
+        if not param.requires_grad:
+            by_dtype.setdefault(param.dtype, []).append((name, param))
+    return [FrozenParams(f"frozen_{str(dtype).removeprefix('torch.')}", of) for dtype, of in by_dtype.items()]
+
+
 def _layout_class(name: str, param: nn.Parameter, is_expert: bool) -> int:
     """Position of a parameter's kind in the buffer, 0 to 5; see ``ParamAndGradBuffer``.
 

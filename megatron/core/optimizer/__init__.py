@@ -3,9 +3,8 @@
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.ops import TrainOps
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, ParamShard
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_shard import ParamShard
 from megatron.core.parallel_state import ProcessGroups
 
 __all__ = ["DistributedOptimizer", "HybridDeviceOptimizer", "OptimizerConfig", "ParamShard", "get_megatron_optimizer"]

@@ -21,7 +21,6 @@ from megatron.core.distributed.offload import HostTensor, OffloadableTensor
 from megatron.core.ops import TrainOps
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32, local_square_sum
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_shard import ParamShard, param_shards_of
 from megatron.core.parallel_state import ProcessGroups
 
 logger = logging.getLogger(__name__)
@@ -65,6 +64,22 @@ class ShardState:
     def grads(self) -> torch.Tensor:
         """The gradients of these elements."""
         return self.buffer.grad_shard[self.start : self.start + self.numel]
+
+
+@dataclass(frozen=True)
+class ParamShard:
+    """Elements [start, stop) of one flattened local parameter and their optimizer state, as checkpoints save them.
+
+    name: the parameter's name in ``named_parameters`` of the wrapped module · shape: shape of the local parameter ·
+    tensors: flat views [stop - start] of the state itself (of the host's copy while offloaded) by "master", "exp_avg"
+    and "exp_avg_sq"; a save reads them, a load writes them in place.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    tensors: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -129,12 +144,6 @@ class DistributedOptimizer:
         """Set all gradients of the model to zero."""
         self.model.zero_grad_buffer()
 
-    @torch.no_grad()
-    def reload_model_params(self) -> None:
-        """Make the master weights equal to the model's again, after weights were loaded into the model."""
-        for state in self.shards:
-            state.master.tensor.copy_(state.params)
-
     def offload(self) -> None:
         """Move the state to the host and free its device storage."""
         for state in self.shards:
@@ -154,8 +163,15 @@ class DistributedOptimizer:
         ``use_distributed_optimizer`` every replica yields everything.
         """
         for state in self.shards:
-            current = {key: item.current for key, item in state.tensors.items()}
-            yield from param_shards_of(state.buffer, state.buffer.shard[0] + state.start, current)
+            tensors = {key: item.current for key, item in state.tensors.items()}
+            first = state.buffer.shard[0] + state.start
+            last = first + state.numel
+            for name, (param_start, param_stop) in state.buffer.param_ranges.items():
+                start, stop = max(param_start, first), min(param_stop, last)
+                if start < stop:
+                    own = {key: tensor[start - first : stop - first] for key, tensor in tensors.items()}
+                    shape = state.buffer.param_shapes[name]
+                    yield ParamShard(name, shape, start - param_start, stop - param_start, own)
 
     def state_dict(self) -> dict[str, torch.Tensor | float | int]:
         """Tensors (this rank's shards, not copies, on the host while offloaded) and scalars (equal on all ranks)."""

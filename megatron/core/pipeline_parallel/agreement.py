@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,9 @@ from torch import nn
 
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups
-from megatron.core.pipeline_parallel.microbatch_run import model_config
 from megatron.core.pipeline_parallel.p2p_communication import Shape
 from megatron.core.tensor_parallel.collectives import all_gather
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 MAX_SHOWN = 4
 
@@ -32,7 +33,7 @@ def microbatch_shapes(
     Raises ``ValueError`` on every rank, with the ranks and both numbers, when ranks that communicate within the step
     have different numbers or shapes of micro-batches: otherwise they would wait for one another for ever.
     """
-    layout, config = groups.layout, model_config(model)
+    layout, config = groups.layout, cast(TransformerConfig, model.config)
     tokens_per_rank, rest = divmod(num_tokens, layout.tensor_model_parallel_size)
     shapes = [(tokens_per_rank, config.hidden_size)] * num_microbatches if given is None else given
     is_mean = not config.calculate_per_token_loss

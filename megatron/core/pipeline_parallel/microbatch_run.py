@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from megatron.core.models.gpt.model_chunks import model_chunks
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.pipeline_parallel.p2p_communication import Shape
 from megatron.core.transformer.moe.aux_loss import set_aux_loss_scale
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 LossFunc = Callable[..., Any]
 ForwardStepFunc = Callable[[Iterator[Any], nn.Module], tuple[torch.Tensor, LossFunc]]
@@ -33,7 +34,6 @@ class MicroBatchRun:
         forward_step_func: ForwardStepFunc,
         data_iterator: Iterator[Any] | Sequence[Iterator[Any]],
         model: nn.Module,
-        num_microbatches: int,
         groups: ProcessGroups,
         shapes: Sequence[Shape],
         collect_non_loss_data: bool,
@@ -43,18 +43,18 @@ class MicroBatchRun:
             raise ValueError("collect_non_loss_data needs forward_only: without a loss there is nothing to derive")
         self.forward_step_func = forward_step_func
         self.model = model
-        self.chunks = _callable_chunks(model)
+        self.chunks = model_chunks(model)
         self.data_iterators = _iterators(data_iterator, len(self.chunks))
-        self.num_microbatches = num_microbatches
-        self.shapes = shapes
-        self.has_loss = groups.is_last_stage
+        self.groups, self.shapes = groups, shapes
+        self.config = cast(TransformerConfig, model.config)
+        self.device = next(model.parameters()).device
         self.collect_non_loss_data = collect_non_loss_data
         self.results: list[Any] = []
-        is_sum = model_config(model).calculate_per_token_loss
-        self.loss_scale = 1.0 if is_sum else 1.0 / num_microbatches
+        is_sum = self.config.calculate_per_token_loss
+        self.loss_scale = 1.0 if is_sum else 1.0 / len(shapes)
         if not is_sum and not forward_only:
             set_aux_loss_scale(model, self.loss_scale)
-        self._forward_only = forward_only
+        self.forward_only = forward_only
         self._num_forwards = [0] * len(self.chunks)
         self._num_backwards = [0] * len(self.chunks)
         self._in_flight: list[deque[_InFlight]] = [deque() for _ in self.chunks]
@@ -68,10 +68,10 @@ class MicroBatchRun:
             output, loss_func = self.forward_step_func(self.data_iterators[chunk], part)
         except StopIteration:
             raise ValueError(
-                f"data_iterator ended after {microbatch} micro-batches; num_microbatches is {self.num_microbatches}"
+                f"data_iterator ended after {microbatch} micro-batches; num_microbatches is {len(self.shapes)}"
             ) from None
         self._num_forwards[chunk] += 1
-        if self.has_loss and chunk == len(self.chunks) - 1:
+        if self.groups.is_last_stage and chunk == len(self.chunks) - 1:
             output = self._finish(output, loss_func)
         elif tuple(output.shape) != tuple(self.shapes[microbatch]):
             # The receiver has allocated the announced shape; another shape would be misread, or hang.
@@ -79,7 +79,7 @@ class MicroBatchRun:
                 f"micro-batch {microbatch}: the output of chunk {chunk} of this stage is {tuple(output.shape)}; "
                 f"tensor_shapes announced {tuple(self.shapes[microbatch])}"
             )
-        if not self._forward_only:
+        if not self.forward_only:
             self._in_flight[chunk].append(_InFlight.of(input_tensor, output))
         return output
 
@@ -89,7 +89,7 @@ class MicroBatchRun:
         self._num_backwards[chunk] += 1
         backward_of = getattr(self.model, "backward_of", None)
         # The last micro-batch of this chunk completes the gradients of its parameters, independent of the other chunks.
-        is_last = microbatch == self.num_microbatches - 1
+        is_last = microbatch == len(self.shapes) - 1
         with backward_of(microbatch, is_last) if backward_of else nullcontext():
             return self._in_flight[chunk].popleft().backward(output_grad)
 
@@ -141,17 +141,6 @@ class _Root(torch.autograd.Function):
             assert ctx.is_loss, "only a loss, a scalar, has no gradient from the next stage"
             return torch.ones_like(grad), None
         return output_grad, None
-
-
-def model_config(model: nn.Module) -> Any:
-    """Return the config of the model inside its wrappers."""
-    return model.config
-
-
-def _callable_chunks(model: nn.Module) -> Sequence[nn.Module]:
-    """Return the chunks, or the model with its wrapper, whose forward must run."""
-    chunks = model_chunks(model)
-    return chunks if len(chunks) > 1 else [model]
 
 
 def _iterators(given: Iterator[Any] | Sequence[Iterator[Any]], num_chunks: int) -> Sequence[Iterator[Any]]:

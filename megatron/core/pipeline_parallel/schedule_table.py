@@ -94,18 +94,6 @@ def get_pp_rank_microbatches(
     return total, num_warmup == total, num_warmup, total - num_warmup
 
 
-def convert_schedule_table_to_order(
-    num_warmup_microbatches: int, num_model_chunks: int, schedule_table: Sequence[Task]
-) -> list[int]:
-    """A rank's tasks as chunk numbers: c + 1 for a forward, -(c + 1) for a backward through chunk c."""
-    forwards = [chunk + 1 for _, chunk in schedule_table]
-    backwards = [chunk - num_model_chunks for _, chunk in schedule_table]
-    order = forwards[:num_warmup_microbatches]
-    for forward, backward in zip(forwards[num_warmup_microbatches:], backwards, strict=False):
-        order += [forward, backward]
-    return order + backwards[len(forwards) - num_warmup_microbatches :]
-
-
 @lru_cache(maxsize=64)
 def timetable(
     num_microbatches: int,
@@ -123,8 +111,10 @@ def timetable(
     """
     sizes = group_sizes(num_microbatches, microbatch_group_size_per_vp_stage, pipeline_size)
     table = get_schedule_table(num_microbatches, num_model_chunks, microbatch_group_size_per_vp_stage, pipeline_size)
+    group_size = max(sizes)
     todo = [
-        _order(table, num_model_chunks, max(sizes), forward_only, pipeline_size, rank) for rank in range(pipeline_size)
+        rank_order(table, num_model_chunks, group_size, forward_only, pipeline_size, rank)
+        for rank in range(pipeline_size)
     ]
     place, steps = [0] * pipeline_size, [list[Step]() for _ in todo]
     done: set[tuple[bool, int, Task]] = set()
@@ -162,7 +152,7 @@ def neighbour(rank: int, task: Task, step: int, num_model_chunks: int, pipeline_
     return (rank, Task(task.microbatch, chunk)) if 0 <= chunk < num_model_chunks else None
 
 
-def _order(
+def rank_order(
     table: Sequence[Task], num_model_chunks: int, group_size: int, forward_only: bool, pipeline_size: int, rank: int
 ) -> list[tuple[bool, Task]]:
     """(is_backward, task) of a rank in 1F1B order: warm-up forwards, pairs of both, the backwards that are left."""

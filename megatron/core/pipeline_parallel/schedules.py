@@ -12,39 +12,20 @@ from torch import nn
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.pipeline_parallel import p2p_communication as p2p
 from megatron.core.pipeline_parallel.agreement import microbatch_shapes
-from megatron.core.pipeline_parallel.interleaved import forward_backward_pipelining_with_interleaving
-from megatron.core.pipeline_parallel.microbatch_run import ForwardStepFunc, MicroBatchRun, model_config
-from megatron.core.pipeline_parallel.p2p_communication import PipelineLink, Shape
-from megatron.core.pipeline_parallel.schedule_table import (
-    convert_schedule_table_to_order,
-    get_pp_rank_microbatches,
-    get_schedule_table,
-)
-
-__all__ = [
-    "convert_schedule_table_to_order",
-    "forward_backward_no_pipelining",
-    "forward_backward_pipelining_with_interleaving",
-    "forward_backward_pipelining_without_interleaving",
-    "get_forward_backward_func",
-    "get_pp_rank_microbatches",
-    "get_schedule_table",
-]
+from megatron.core.pipeline_parallel.microbatch_run import ForwardStepFunc, MicroBatchRun
+from megatron.core.pipeline_parallel.p2p_communication import PipelineLink, Receiving, RingTransfers, Shape
+from megatron.core.pipeline_parallel.schedule_table import Task, timetable
 
 
 def get_forward_backward_func(groups: ProcessGroups) -> Callable[..., list[Any]]:
-    """The schedule for this pipeline size, with ``groups`` bound; its keywords are those of the functions here."""
-    if groups.layout.pipeline_model_parallel_size == 1:
-        return functools.partial(forward_backward_no_pipelining, groups=groups)
-    if groups.layout.virtual_pipeline_model_parallel_size > 1:
-        return functools.partial(forward_backward_pipelining_with_interleaving, groups=groups)
-    return functools.partial(forward_backward_pipelining_without_interleaving, groups=groups)
+    """``forward_backward`` with ``groups`` bound."""
+    return functools.partial(forward_backward, groups=groups)
 
 
-def forward_backward_no_pipelining(
+def forward_backward(
     *,
     forward_step_func: ForwardStepFunc,
-    data_iterator: Iterator[Any],
+    data_iterator: Iterator[Any] | Sequence[Iterator[Any]],
     model: nn.Module,
     num_microbatches: int,
     seq_length: int,
@@ -54,40 +35,13 @@ def forward_backward_no_pipelining(
     collect_non_loss_data: bool = False,
     tensor_shapes: Sequence[Shape] | None = None,
 ) -> list[Any]:
-    """Forward and backward of every micro-batch in turn; see the pipelined schedule for arguments and result."""
-    shapes = microbatch_shapes(
-        tensor_shapes, num_microbatches, seq_length * micro_batch_size, model, groups, forward_only
-    )
-    run = MicroBatchRun(
-        forward_step_func, data_iterator, model, num_microbatches, groups, shapes, collect_non_loss_data, forward_only
-    )
-    with torch.set_grad_enabled(not forward_only):
-        for _ in range(num_microbatches):
-            run.forward(None)
-            if not forward_only:
-                run.backward(None)
-    return run.results
+    """Forward and backward of every micro-batch, in the schedule for this pipeline size and number of chunks.
 
-
-def forward_backward_pipelining_without_interleaving(
-    *,
-    forward_step_func: ForwardStepFunc,
-    data_iterator: Iterator[Any],
-    model: nn.Module,
-    num_microbatches: int,
-    seq_length: int,
-    micro_batch_size: int,
-    groups: ProcessGroups,
-    forward_only: bool = False,
-    collect_non_loss_data: bool = False,
-    tensor_shapes: Sequence[Shape] | None = None,
-) -> list[Any]:
-    """1F1B (PipeDream-Flush, arXiv 2006.09503): at most PP - stage micro-batches are in flight on a stage.
-
-    ``forward_step_func(data_iterator, model) -> (output, loss_func)`` runs on every stage; ``loss_func(output) ->
-    (loss, metrics)`` on the last one. ``tensor_shapes[i]`` is the shape (T_i / TP, H) of what travels for
-    micro-batch i, equal on all stages; by default all are (seq_length * micro_batch_size / TP, H). Ranks that do not
-    agree on the micro-batches raise ``ValueError`` before anything moves (``agreement``); collective over the world.
+    ``forward_step_func(data_iterator, model) -> (output, loss_func)`` runs on every stage, with one chunk at a time;
+    ``loss_func(output) -> (loss, metrics)`` on the last one. ``tensor_shapes[i]`` is the shape (T_i / TP, H) of what
+    travels for micro-batch i, equal on all stages; by default all are (seq_length * micro_batch_size / TP, H). Ranks
+    that do not agree on the micro-batches raise ``ValueError`` before anything moves (``agreement``); collective over
+    the world.
 
     Gradients: with ``config.calculate_per_token_loss`` their plain sum over micro-batches (the caller has normalised
     the loss over the whole batch), else their mean. Nothing is reduced over data parallel ranks here.
@@ -98,33 +52,40 @@ def forward_backward_pipelining_without_interleaving(
     shapes = microbatch_shapes(
         tensor_shapes, num_microbatches, seq_length * micro_batch_size, model, groups, forward_only
     )
-    link = PipelineLink.of(groups, model_config(model).pipeline_dtype, next(model.parameters()).device)
-    run = MicroBatchRun(
-        forward_step_func, data_iterator, model, num_microbatches, groups, shapes, collect_non_loss_data, forward_only
-    )
+    run = MicroBatchRun(forward_step_func, data_iterator, model, groups, shapes, collect_non_loss_data, forward_only)
     with torch.set_grad_enabled(not forward_only):
-        if forward_only:
-            _all_forward(run, link, shapes)
+        if groups.layout.pipeline_model_parallel_size == 1:
+            _without_pipelining(run)
+        elif groups.layout.virtual_pipeline_model_parallel_size > 1:
+            _interleaved(run)
         else:
-            _one_forward_one_backward(run, link, shapes, groups)
+            _one_forward_one_backward(run)
     return run.results
 
 
-def _all_forward(run: MicroBatchRun, link: PipelineLink, shapes: Sequence[Shape]) -> None:
-    for shape in shapes:
-        p2p.send_forward(run.forward(p2p.recv_forward(shape, link)), link)
+def _without_pipelining(run: MicroBatchRun) -> None:
+    for _ in run.shapes:
+        run.forward(None)
+        if not run.forward_only:
+            run.backward(None)
 
 
-def _one_forward_one_backward(
-    run: MicroBatchRun, link: PipelineLink, shapes: Sequence[Shape], groups: ProcessGroups
-) -> None:
-    """Warm-up forwards, steady pairs, cool-down backwards; the i-th backward is that of the i-th forward."""
-    num_stages, num_microbatches = groups.layout.pipeline_model_parallel_size, len(shapes)
-    num_warmup = min(num_stages - 1 - groups.coords.pp, num_microbatches)
+def _one_forward_one_backward(run: MicroBatchRun) -> None:
+    """1F1B (PipeDream-Flush, arXiv 2006.09503): at most PP - stage micro-batches are in flight on a stage.
+
+    Warm-up forwards, steady pairs, cool-down backwards; the i-th backward is that of the i-th forward.
+    """
+    groups, shapes, num_microbatches = run.groups, run.shapes, len(run.shapes)
+    link = PipelineLink.of(groups, run.config.pipeline_dtype, run.device)
+    num_warmup = min(groups.layout.pipeline_model_parallel_size - 1 - groups.coords.pp, num_microbatches)
+    if run.forward_only:
+        num_warmup = num_microbatches
     num_steady = num_microbatches - num_warmup
 
     for i in range(num_warmup):
         p2p.send_forward(run.forward(p2p.recv_forward(shapes[i], link)), link)
+    if run.forward_only:
+        return
 
     input_tensor = p2p.recv_forward(shapes[num_warmup], link) if num_steady else None
     for i in range(num_steady):
@@ -137,3 +98,47 @@ def _one_forward_one_backward(
 
     for i in range(num_steady, num_microbatches):
         p2p.send_backward(run.backward(p2p.recv_backward(shapes[i], link)), link)
+
+
+def _interleaved(run: MicroBatchRun) -> None:
+    """Interleaved 1F1B: every stage has V chunks of the model, and the pipeline's bubble is V times smaller.
+
+    Narayanan et al. 2021 (arXiv 2104.04473, section 2.2), with upstream's tables of tasks.
+    ``config.microbatch_group_size_per_vp_stage`` micro-batches (default: the number of stages, which is also the least)
+    run through one chunk before the next begins. We differ in two points: any number of micro-batches works (upstream
+    refuses a last group smaller than the number of stages), and every transfer is posted at once and waited for when
+    it is used, so that it overlaps with computing (upstream's ``overlap_p2p_comm``).
+    """
+    groups, shapes = run.groups, run.shapes
+    num_stages = groups.layout.pipeline_model_parallel_size
+    num_chunks = groups.layout.virtual_pipeline_model_parallel_size
+    if len(run.chunks) != num_chunks:
+        raise ValueError(
+            f"the model has {len(run.chunks)} chunks; virtual_pipeline_model_parallel_size is {num_chunks}"
+        )
+    group_size = run.config.microbatch_group_size_per_vp_stage or num_stages
+    if group_size < num_stages:
+        raise ValueError(
+            f"microbatch_group_size_per_vp_stage is {group_size}; it must be at least the {num_stages} pipeline stages"
+        )
+    steps = timetable(len(shapes), num_chunks, num_stages, group_size, run.forward_only)[groups.coords.pp]
+    transfers = RingTransfers(groups, run.config.pipeline_dtype, run.device)
+    arriving: dict[tuple[bool, Task], Receiving] = {}
+    for step in steps:
+        result: torch.Tensor | None = None
+        if step.task is not None:
+            receiving = arriving.pop((step.is_backward, step.task), None)
+            received = None if receiving is None else receiving.wait()
+            # The chunk's micro-batches come in ascending order in both directions.
+            compute = run.backward if step.is_backward else run.forward
+            result = compute(received, step.task.chunk)
+        posted = transfers.exchange(
+            step.is_backward,
+            result if step.sends else None,
+            None if step.receives is None else shapes[step.receives.microbatch],
+            f"micro-batch {step.receives.microbatch}, chunk {step.receives.chunk}" if step.receives else "",
+        )
+        if step.receives is not None and posted is not None:
+            arriving[step.is_backward, step.receives] = posted
+    transfers.finish()
+    assert not arriving, f"received and not used: {sorted(arriving)}"

@@ -12,15 +12,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.core.ops import reference
-from megatron.core.ops.contract import Matmul
+from megatron.core.ops.contract import Matmul, TrainOps
+from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.mappings import (
+    all_to_all_hp2sp,
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.weight_init import WeightInit, rank_slice
+from megatron.core.transformer.transformer_config import ModelParallelConfig
 
 
 def set_tensor_model_parallel_attributes(
@@ -49,7 +51,56 @@ def set_tensor_model_parallel_attributes(
         setattr(param, name, value)
 
 
-class ColumnParallelLinear(nn.Module):
+class _SplitWeight(nn.Module):
+    """A weight [rows, columns] of which this rank holds its part of dimension ``dim``, and the group that shares it."""
+
+    weight: nn.Parameter  # None without has_weight
+
+    def __init__(
+        self,
+        config: ModelParallelConfig,
+        groups: ProcessGroups,
+        rows: int,
+        columns: int,
+        *,
+        dim: int,
+        stride: int = 1,
+        has_weight: bool = True,
+    ) -> None:
+        super().__init__()
+        self.group, self.dim = groups.tp, dim
+        self.sequence_parallel = config.sequence_parallel
+        if not has_weight:
+            self.register_parameter("weight", None)
+            return
+        shape, size = [rows, columns], groups.tp.size()
+        if shape[dim] % size:
+            raise ValueError(f"size {shape[dim]} does not divide over tensor_model_parallel_size {size}")
+        shape[dim] //= size
+        self.weight = nn.Parameter(torch.empty(*shape, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=dim, stride=stride)
+
+    def init_weights(self, init: WeightInit, name: str) -> None:
+        """Fill the weight with this rank's part of the tensor ``name``."""
+        if self.weight is not None:
+            shape = list(self.weight.shape)
+            shape[self.dim] *= self.group.size()
+            self.copy_parts(init.normal(name, *shape))
+
+    def copy_parts(self, *full: torch.Tensor) -> None:
+        """Fill the weight from full tensors, of each of which this rank takes its part."""
+        parts = [rank_slice(tensor, self.dim, self.group.rank(), self.group.size()) for tensor in full]
+        with torch.no_grad():
+            self.weight.copy_(torch.cat(parts))
+
+    def _sum_over_ranks(self, partial: torch.Tensor) -> torch.Tensor:
+        """Add the ranks' [T, H]: this rank's rows with sequence parallelism, otherwise all of them."""
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(partial, self.group)
+        return reduce_from_tensor_model_parallel_region(partial, self.group)
+
+
+class ColumnParallelLinear(_SplitWeight):
     """``y = x W^T`` with the rows of W [out/TP, in] split: every rank gives its part of the outputs.
 
     With ``sequence_parallel`` x is [T/TP, in] and is gathered here, and again for the weight gradient, so that only the
@@ -58,102 +109,82 @@ class ColumnParallelLinear(nn.Module):
     one.
     """
 
-    weight: nn.Parameter  # None without has_weight
-
     def __init__(
         self,
+        config: ModelParallelConfig,
+        groups: ProcessGroups,
+        ops: TrainOps,
         input_size: int,
         output_size: int,
         *,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
         stride: int = 1,
         has_weight: bool = True,
-        matmul: Matmul = reference.matmul,
     ) -> None:
-        super().__init__()
-        self.group = group
-        self.matmul = matmul
-        self.sequence_parallel = sequence_parallel and group.size() > 1
-        if not has_weight:
-            self.register_parameter("weight", None)
-            return
-        self.weight = nn.Parameter(torch.empty(_divide(output_size, group), input_size, dtype=dtype))
-        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=stride)
+        super().__init__(config, groups, output_size, input_size, dim=0, stride=stride, has_weight=has_weight)
+        self.matmul = ops.matmul
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         weight = self.weight if weight is None else weight
         assert weight is not None, "a layer without a weight of its own must be given one"
-        if self.sequence_parallel:
+        if self.sequence_parallel and self.group.size() > 1:
             y: torch.Tensor = _GatherLinear.apply(x, weight, self.group, self.matmul)
             return y
         return linear(copy_to_tensor_model_parallel_region(x, self.group), weight, self.matmul)
 
-    def init_weights(self, init: WeightInit, name: str) -> None:
-        """Fill the weight with this rank's rows of the tensor ``name``."""
-        self.copy_rows(init.normal(name, self.weight.shape[0] * self.group.size(), self.weight.shape[1]))
 
-    def copy_rows(self, *full: torch.Tensor) -> None:
-        """Fill the weight from full tensors that are stacked along their rows; each is split over the ranks."""
-        parts = [rank_slice(tensor, 0, self.group.rank(), self.group.size()) for tensor in full]
-        with torch.no_grad():
-            self.weight.copy_(torch.cat(parts))
-
-
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_SplitWeight):
     """``y = x W^T`` with the columns of W [out, in/TP] split: the ranks' partial outputs are added.
 
     x is [T, in/TP]. With ``sequence_parallel`` y is [T/TP, out], otherwise [T, out].
     """
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        matmul: Matmul = reference.matmul,
+        self, config: ModelParallelConfig, groups: ProcessGroups, ops: TrainOps, input_size: int, output_size: int
     ) -> None:
-        super().__init__()
-        self.group = group
-        self.matmul = matmul
-        self.sequence_parallel = sequence_parallel
-        self.weight = nn.Parameter(torch.empty(output_size, _divide(input_size, group), dtype=dtype))
-        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=1)
+        super().__init__(config, groups, output_size, input_size, dim=1)
+        self.matmul = ops.matmul
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        partial = linear(x, self.weight, self.matmul)
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(partial, self.group)
-        return reduce_from_tensor_model_parallel_region(partial, self.group)
+        return self._sum_over_ranks(linear(x, self.weight, self.matmul))
+
+
+class SequenceToSequenceLinear(ColumnParallelLinear):
+    """``y = x W^T`` from [T/TP, in] to [T/TP, out]: a rank computes its outputs of all tokens; an all-to-all follows.
+
+    Compared to ``ReplicatedLinear``, weight, gradient and optimizer state take 1/TP of the memory, and no gradients are
+    summed over TP, so copies cannot drift apart. In return x is gathered, once more in backward, and the outputs are
+    exchanged once in each direction.
+    """
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        return all_to_all_hp2sp(super().forward(x, weight), self.group)
+
+
+class ReplicatedLinear(nn.Module):
+    """``y = x W^T`` on the sequence shard [T/TP, in] -> [T/TP, out]; every rank holds W, whose gradient is partial."""
+
+    def __init__(self, config: ModelParallelConfig, ops: TrainOps, input_size: int, output_size: int) -> None:
+        super().__init__()
+        self.matmul = ops.matmul
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=False, sequence_parallel=config.sequence_parallel)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.matmul)
 
     def init_weights(self, init: WeightInit, name: str) -> None:
-        """Fill the weight with this rank's columns of the tensor ``name``."""
-        full = init.normal(name, self.weight.shape[0], self.weight.shape[1] * self.group.size())
+        """Fill the weight with the tensor ``name``."""
         with torch.no_grad():
-            self.weight.copy_(rank_slice(full, 1, self.group.rank(), self.group.size()))
+            self.weight.copy_(init.normal(name, *self.weight.shape))
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(_SplitWeight):
     """Embedding with the vocabulary split, [V/TP, H] on a rank: ids int64 [T] -> [T/TP, H], or [T, H] without SP."""
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        group: dist.ProcessGroup,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
+        self, config: ModelParallelConfig, groups: ProcessGroups, num_embeddings: int, embedding_dim: int
     ) -> None:
-        super().__init__()
-        self.group = group
-        self.sequence_parallel = sequence_parallel
-        self.weight = nn.Parameter(torch.empty(_divide(num_embeddings, group), embedding_dim, dtype=dtype))
-        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0)
+        super().__init__(config, groups, num_embeddings, embedding_dim, dim=0)
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         if self.group.size() == 1:
@@ -162,16 +193,7 @@ class VocabParallelEmbedding(nn.Module):
         local_T = ids_T - self.group.rank() * local_vocab
         elsewhere_T = (local_T < 0) | (local_T >= local_vocab)
         found_TH = F.embedding(local_T.masked_fill(elsewhere_T, 0), self.weight)
-        partial_TH = found_TH.masked_fill(elsewhere_T.unsqueeze(1), 0.0)
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(partial_TH, self.group)
-        return reduce_from_tensor_model_parallel_region(partial_TH, self.group)
-
-    def init_weights(self, init: WeightInit, name: str) -> None:
-        """Fill the weight with this rank's rows of the tensor ``name``."""
-        full = init.normal(name, self.weight.shape[0] * self.group.size(), self.weight.shape[1])
-        with torch.no_grad():
-            self.weight.copy_(rank_slice(full, 0, self.group.rank(), self.group.size()))
+        return self._sum_over_ranks(found_TH.masked_fill(elsewhere_T.unsqueeze(1), 0.0))
 
 
 class _GatherLinear(torch.autograd.Function):
@@ -224,9 +246,3 @@ class _Linear(torch.autograd.Function):
         grad_x = ctx.matmul(grad, weight) if ctx.needs_input_grad[0] else None
         grad_weight = ctx.matmul(grad.t(), x) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, None
-
-
-def _divide(size: int, group: dist.ProcessGroup) -> int:
-    if size % group.size():
-        raise ValueError(f"size {size} does not divide over tensor_model_parallel_size {group.size()}")
-    return size // group.size()

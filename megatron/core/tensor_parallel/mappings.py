@@ -16,32 +16,32 @@ import torch.distributed as dist
 
 from megatron.core.tensor_parallel import collectives
 
-_Operation = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
+Operation = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
 
 def copy_to_tensor_model_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Forward: x as it is. Backward: the sum over ``group``."""
-    return _map(x, group, _keep, _all_reduce)
+    return map_over_group(x, group, _keep, _all_reduce)
 
 
 def reduce_from_tensor_model_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Forward: the sum over ``group``. Backward: the gradient as it is."""
-    return _map(x, group, _all_reduce, _keep)
+    return map_over_group(x, group, _all_reduce, _keep)
 
 
 def scatter_to_tensor_model_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Forward: this rank's part of the last dim. Backward: the parts of all ranks."""
-    return _map(x, group, _split_last, _gather_last)
+    return map_over_group(x, group, _split_last, _gather_last)
 
 
 def gather_from_tensor_model_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Forward: the parts of all ranks side by side in the last dim. Backward: this rank's part."""
-    return _map(x, group, _gather_last, _split_last)
+    return map_over_group(x, group, _gather_last, _split_last)
 
 
 def scatter_to_sequence_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Forward: this rank's rows. Backward: the rows of all ranks."""
-    return _map(x, group, _split_rows, _gather_rows)
+    return map_over_group(x, group, _split_rows, _gather_rows)
 
 
 def gather_from_sequence_parallel_region(
@@ -51,12 +51,12 @@ def gather_from_sequence_parallel_region(
 
     ``tensor_parallel_output_grad=False`` says that the gradient is whole on every rank: it is split, not summed.
     """
-    return _map(x, group, _gather_rows, _scatter_sum if tensor_parallel_output_grad else _split_rows)
+    return map_over_group(x, group, _gather_rows, _scatter_sum if tensor_parallel_output_grad else _split_rows)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Forward: this rank's rows of the sum over ``group``. Backward: the rows of all ranks."""
-    return _map(x, group, _scatter_sum, _gather_rows)
+    return map_over_group(x, group, _scatter_sum, _gather_rows)
 
 
 @dataclass
@@ -115,7 +115,8 @@ def all_to_all_hp2sp(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return parts.unflatten(0, (size, rows)).transpose(0, 1).flatten(1)
 
 
-def _map(x: torch.Tensor, group: dist.ProcessGroup, forward: _Operation, backward: _Operation) -> torch.Tensor:
+def map_over_group(x: torch.Tensor, group: dist.ProcessGroup, forward: Operation, backward: Operation) -> torch.Tensor:
+    """``forward(x, group)``, whose gradient is ``backward(gradient, group)``; x itself in a group of one rank."""
     if group.size() == 1:
         return x
     mapped: torch.Tensor = _Mapping.apply(x, group, forward, backward)
@@ -125,7 +126,7 @@ def _map(x: torch.Tensor, group: dist.ProcessGroup, forward: _Operation, backwar
 class _Mapping(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, forward: _Operation, backward: _Operation
+        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, forward: Operation, backward: Operation
     ) -> torch.Tensor:
         ctx.group, ctx.operation = group, backward
         return forward(x, group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
+from torch import nn
 
 
 class WeightInit:
@@ -19,6 +20,16 @@ class WeightInit:
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").mul_(self.std)
+
+
+def init_weights(module: nn.Module, init: WeightInit, name: str) -> None:
+    """Fill ``module`` from the tensors under ``name``: by an ``init_weights`` of its own, else child by child."""
+    own = getattr(module, "init_weights", None)
+    if own is not None:
+        own(init, name)
+        return
+    for child_name, child in module.named_children():
+        init_weights(child, init, f"{name}.{child_name}")
 
 
 def rank_slice(full: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:

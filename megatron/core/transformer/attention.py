@@ -17,7 +17,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel.checkpoint import checkpoint
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.weight_init import WeightInit
 from megatron.core.transformer.norm import RMSNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -33,26 +32,12 @@ class SelfAttention(nn.Module):
         self.recomputes_attention = config.recomputes("core_attn") and not self.core_attention.keeps_only_inputs
         self.rotary = ops.rotary_interleaved
         self.num_groups = config.query_groups // groups.tp.size()
-        self.heads_per_group = config.num_attention_heads // config.query_groups
-        hidden, size = config.hidden_size, config.head_size
-        self.linear_qkv = ColumnParallelLinear(
-            hidden,
-            (config.num_attention_heads + 2 * config.query_groups) * size,
-            group=groups.tp,
-            sequence_parallel=config.sequence_parallel,
-            dtype=config.params_dtype,
-            matmul=ops.matmul,
-        )
+        heads, hidden, size = config.num_attention_heads, config.hidden_size, config.head_size
+        self.heads_per_group = heads // config.query_groups
+        self.linear_qkv = ColumnParallelLinear(config, groups, ops, hidden, (heads + 2 * config.query_groups) * size)
         self.q_layernorm = RMSNorm(config, ops, size) if config.qk_layernorm else None
         self.k_layernorm = RMSNorm(config, ops, size) if config.qk_layernorm else None
-        self.linear_proj = RowParallelLinear(
-            config.num_attention_heads * size,
-            hidden,
-            group=groups.tp,
-            sequence_parallel=config.sequence_parallel,
-            dtype=config.params_dtype,
-            matmul=ops.matmul,
-        )
+        self.linear_proj = RowParallelLinear(config, groups, ops, heads * size, hidden)
 
     def forward(
         self, x_TH: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor], packed_seq_params: PackedSeqParams
@@ -83,11 +68,3 @@ class SelfAttention(nn.Module):
         if not self.config.rotary_interleaved:
             x_TND = x_TND.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
         return self.rotary(x_TND, *rotary_cos_sin)
-
-    def init_weights(self, init: WeightInit, name: str) -> None:
-        """Fill both projections from the tensors of their names under ``name``; norms become ones."""
-        self.linear_qkv.init_weights(init, f"{name}.linear_qkv")
-        self.linear_proj.init_weights(init, f"{name}.linear_proj")
-        for norm in (self.q_layernorm, self.k_layernorm):
-            if norm is not None:
-                norm.init_weights()

@@ -19,23 +19,8 @@ class MLP(nn.Module):
         super().__init__()
         self.ffn_hidden_size = ffn_hidden_size
         self.swiglu = ops.swiglu
-        self.linear_fc1 = ColumnParallelLinear(
-            config.hidden_size,
-            2 * ffn_hidden_size,
-            group=groups.tp,
-            sequence_parallel=config.sequence_parallel,
-            dtype=config.params_dtype,
-            matmul=ops.matmul,
-            stride=2,
-        )
-        self.linear_fc2 = RowParallelLinear(
-            ffn_hidden_size,
-            config.hidden_size,
-            group=groups.tp,
-            sequence_parallel=config.sequence_parallel,
-            dtype=config.params_dtype,
-            matmul=ops.matmul,
-        )
+        self.linear_fc1 = ColumnParallelLinear(config, groups, ops, config.hidden_size, 2 * ffn_hidden_size, stride=2)
+        self.linear_fc2 = RowParallelLinear(config, groups, ops, ffn_hidden_size, config.hidden_size)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         y_TH: torch.Tensor = self.linear_fc2(self.swiglu(self.linear_fc1(x_TH)))
@@ -44,7 +29,7 @@ class MLP(nn.Module):
     def init_weights(self, init: WeightInit, name: str) -> None:
         """Fill the weights with this rank's parts of the tensors gate, up and down under ``name``."""
         hidden_size = self.linear_fc1.weight.shape[1]
-        self.linear_fc1.copy_rows(
+        self.linear_fc1.copy_parts(
             init.normal(f"{name}.gate", self.ffn_hidden_size, hidden_size),
             init.normal(f"{name}.up", self.ffn_hidden_size, hidden_size),
         )

@@ -15,12 +15,14 @@ from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel.checkpoint import CheckpointWithoutOutput, checkpoint
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    SequenceToSequenceLinear,
+)
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.tensor_parallel.weight_init import WeightInit
-from megatron.core.transformer.gathered_linear import SequenceToSequenceLinear
 from megatron.core.transformer.norm import RMSNorm
-from megatron.core.transformer.replicated_linear import ReplicatedLinear
 from megatron.core.transformer.rotary import attention_scale
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
@@ -45,26 +47,12 @@ class MLASelfAttention(nn.Module):
         self.rotary = ops.rotary_interleaved
 
         def by_heads(input_size: int, head_size: int) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                input_size,
-                heads * head_size,
-                group=groups.tp,
-                sequence_parallel=config.sequence_parallel,
-                dtype=config.params_dtype,
-                matmul=ops.matmul,
-            )
+            return ColumnParallelLinear(config, groups, ops, input_size, heads * head_size)
 
         def down(output_size: int) -> nn.Module:
-            if not groups.layout.mla_down_proj_column_parallel:
-                return ReplicatedLinear(config, ops, hidden, output_size)
-            return SequenceToSequenceLinear(
-                hidden,
-                output_size,
-                group=groups.tp,
-                sequence_parallel=config.sequence_parallel,
-                dtype=config.params_dtype,
-                matmul=ops.matmul,
-            )
+            if groups.layout.mla_down_proj_column_parallel:
+                return SequenceToSequenceLinear(config, groups, ops, hidden, output_size)
+            return ReplicatedLinear(config, ops, hidden, output_size)
 
         query_size = config.qk_head_dim + config.qk_pos_emb_head_dim
         if config.q_lora_rank is None:
@@ -76,14 +64,7 @@ class MLASelfAttention(nn.Module):
         self.linear_kv_down_proj = down(config.kv_lora_rank + config.qk_pos_emb_head_dim)
         self.kv_layernorm = RMSNorm(config, ops, config.kv_lora_rank)
         self.linear_kv_up_proj = by_heads(config.kv_lora_rank, config.qk_head_dim + config.v_head_dim)
-        self.linear_proj = RowParallelLinear(
-            heads * config.v_head_dim,
-            hidden,
-            group=groups.tp,
-            sequence_parallel=config.sequence_parallel,
-            dtype=config.params_dtype,
-            matmul=ops.matmul,
-        )
+        self.linear_proj = RowParallelLinear(config, groups, ops, heads * config.v_head_dim, hidden)
 
     def forward(
         self, x_TH: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor], packed_seq_params: PackedSeqParams
@@ -148,11 +129,3 @@ class MLASelfAttention(nn.Module):
         if self.core_attention.group.size() == 1:
             return q_TND, keys_of((k_nope, v_TND, k_rope)), v_TND
         return q_TND, k_nope, v_TND, k_rope
-
-    def init_weights(self, init: WeightInit, name: str) -> None:
-        """Fill every projection with its part of the tensor of its name under ``name``; norms become ones."""
-        for child_name, child in self.named_children():
-            if isinstance(child, RMSNorm):
-                child.init_weights()
-            elif isinstance(child, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
-                child.init_weights(init, f"{name}.{child_name}")

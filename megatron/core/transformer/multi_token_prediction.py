@@ -18,12 +18,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.checkpoint import checkpoint
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import all_to_all
-from megatron.core.tensor_parallel.weight_init import WeightInit
+from megatron.core.tensor_parallel.layers import SequenceToSequenceLinear
 from megatron.core.transformer.moe.aux_loss import AuxLossScaler
+from megatron.core.transformer.moe.router import without_counting
 from megatron.core.transformer.norm import RMSNorm
-from megatron.core.transformer.recompute import without_counting
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -39,17 +37,9 @@ class MultiTokenPredictionLayer(nn.Module):
     def __init__(self, config: TransformerConfig, groups: ProcessGroups, ops: TrainOps, depth: int) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.tp_group = groups.tp
         self.enorm = RMSNorm(config, ops, hidden)
         self.hnorm = RMSNorm(config, ops, hidden)
-        self.eh_proj = ColumnParallelLinear(
-            2 * hidden,
-            hidden,
-            group=groups.tp,
-            sequence_parallel=config.sequence_parallel,
-            dtype=config.params_dtype,
-            matmul=ops.matmul,
-        )
+        self.eh_proj = SequenceToSequenceLinear(config, groups, ops, 2 * hidden, hidden)
         self.transformer_layer = TransformerLayer(config, groups, ops, config.num_layers + depth - 1)
         self.final_layernorm = RMSNorm(config, ops, hidden)
 
@@ -57,24 +47,9 @@ class MultiTokenPredictionLayer(nn.Module):
         self, embedded_TH: torch.Tensor, hidden_TH: torch.Tensor, rotary_cos_sin: Rotary, params: PackedSeqParams
     ) -> torch.Tensor:
         both = torch.cat([self.enorm(embedded_TH), self.hnorm(hidden_TH)], dim=-1)
-        x_TH = self._columns_to_rows(self.eh_proj(both))
+        x_TH = self.eh_proj(both)
         y_TH: torch.Tensor = self.final_layernorm(self.transformer_layer(x_TH, rotary_cos_sin, params))
         return y_TH
-
-    def _columns_to_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H/TP] -> [T/TP, H]: each rank gets the columns of its own rows."""
-        size = self.tp_group.size()
-        if size == 1:
-            return x
-        rows = [x.shape[0] // size] * size
-        return all_to_all(self.tp_group, x, rows, rows).unflatten(0, (size, -1)).transpose(0, 1).flatten(1)
-
-    def init_weights(self, init: WeightInit, name: str) -> None:
-        """Fill the layer from tensors under ``name``; norms become ones."""
-        for norm in (self.enorm, self.hnorm, self.final_layernorm):
-            norm.init_weights()
-        self.eh_proj.init_weights(init, f"{name}.eh_proj")
-        self.transformer_layer.init_weights(init, f"{name}.transformer_layer")
 
 
 class MultiTokenPredictionBlock(nn.Module):
@@ -161,12 +136,6 @@ class MultiTokenPredictionBlock(nn.Module):
         weight = weight_T.sum()
         collectives.all_reduce(weight, self.groups.cp)
         return total / weight.clamp(min=1e-9)
-
-    def init_weights(self, init: WeightInit) -> None:
-        """Fill all depths."""
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, MultiTokenPredictionLayer)
-            layer.init_weights(init, f"mtp.layers.{index}")
 
 
 def collect_mtp_losses(model: nn.Module, config: TransformerConfig, groups: ProcessGroups) -> list[float]:

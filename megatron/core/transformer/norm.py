@@ -7,6 +7,7 @@ from torch import nn
 
 from megatron.core.ops import TrainOps
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.weight_init import WeightInit
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -23,6 +24,6 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rms_norm(x, self.weight, self.eps)
 
-    def init_weights(self) -> None:
-        """All ones."""
+    def init_weights(self, init: WeightInit, name: str) -> None:
+        """Fill the weight with ones."""
         nn.init.ones_(self.weight)

@@ -9,9 +9,9 @@ from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel.checkpoint import checkpoint
-from megatron.core.tensor_parallel.weight_init import WeightInit
+from megatron.core.tensor_parallel.weight_init import WeightInit, init_weights
+from megatron.core.transformer.moe.router import without_counting
 from megatron.core.transformer.norm import RMSNorm
-from megatron.core.transformer.recompute import without_counting
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -49,13 +49,12 @@ class TransformerBlock(nn.Module):
                 x_TH = _forward_layers(layers, x_TH, rotary_cos_sin, packed_seq_params)
         return x_TH if self.final_layernorm is None else self.final_layernorm(x_TH)
 
-    def init_weights(self, init: WeightInit) -> None:
-        """Fill all layers of this stage."""
+    def init_weights(self, init: WeightInit, name: str) -> None:
+        """Fill all layers of this stage, each under its number in the whole model; the norm becomes ones."""
         for layer in self.layers:
-            assert isinstance(layer, TransformerLayer)
-            layer.init_weights(init)
+            init_weights(layer, init, f"{name}.layers.{layer.global_layer}")
         if self.final_layernorm is not None:
-            self.final_layernorm.init_weights()
+            self.final_layernorm.init_weights(init, name)
 
     def _runs(self) -> list[tuple[list[nn.Module], bool]]:
         """Consecutive layers that are run together, and whether they are recomputed."""

@@ -9,13 +9,12 @@ from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel.checkpoint import CheckpointWithoutOutput, checkpoint
-from megatron.core.tensor_parallel.weight_init import WeightInit
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import without_counting
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.norm import RMSNorm
-from megatron.core.transformer.recompute import without_counting
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 
@@ -64,11 +63,3 @@ class TransformerLayer(nn.Module):
             return checkpoint(self.mlp, *arguments, recompute_context=lambda: without_counting(self.mlp))
         y_TH: torch.Tensor = self.mlp(*arguments)
         return y_TH
-
-    def init_weights(self, init: WeightInit, name: str | None = None) -> None:
-        """Fill the layer from tensors under ``name``, by default that of its global number."""
-        name = name or f"decoder.layers.{self.global_layer}"
-        self.input_layernorm.init_weights()
-        self.pre_mlp_layernorm.init_weights()
-        self.self_attention.init_weights(init, f"{name}.self_attention")
-        self.mlp.init_weights(init, f"{name}.mlp")

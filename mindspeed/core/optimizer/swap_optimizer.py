@@ -48,13 +48,6 @@ class SwapOptimizer(DistributedOptimizer):
         self.chunk_size = -(-num_elements // (NUM_SLOTS * swap_times * ALIGNMENT)) * ALIGNMENT
         self._make_lanes = make_lanes
 
-    @torch.no_grad()
-    def reload_model_params(self) -> None:
-        """Make the master weights equal to the model's again, after weights were loaded into the model."""
-        for state in self.shards:
-            # Cast on the host: the device has no room for the whole shard in float32.
-            state.master.tensor.copy_(state.params.cpu())
-
     def _new_states(self, buffer: ParamAndGradBuffer) -> list[ShardState]:
         numel, device = buffer.param_shard.numel(), buffer.params.tensor.device
         state = ShardState(buffer, 0, *(HostTensor.zeros(numel, device) for _ in range(3)))

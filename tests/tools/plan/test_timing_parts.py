@@ -9,11 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.parallel_layout import ParallelLayout
-from megatron.core.pipeline_parallel.schedule_table import (
-    convert_schedule_table_to_order,
-    get_pp_rank_microbatches,
-    get_schedule_table,
-)
+from megatron.core.pipeline_parallel.schedule_table import get_schedule_table, rank_order
 from tools.plan.devices import load_device
 from tools.plan.timing import load_constants
 from tools.plan.timing.lengths import length_distribution
@@ -142,15 +138,8 @@ def schedule_seconds(stages: Sequence[float], num_microbatches: int, num_chunks:
     orders: list[list[tuple[bool, int, int]]] = []
     for rank in range(size):
         table = get_schedule_table(num_microbatches, num_chunks, size)
-        _, _, warmup, _ = get_pp_rank_microbatches(
-            num_microbatches, num_chunks, size, pipeline_size=size, pipeline_rank=rank
-        )
-        forwards, backwards = iter(table), iter(table)
-        order = []
-        for signed in convert_schedule_table_to_order(warmup, num_chunks, table):
-            microbatch = next(forwards if signed > 0 else backwards).microbatch
-            order.append((signed < 0, microbatch, abs(signed) - 1))
-        orders.append(order)
+        order = rank_order(table, num_chunks, size, False, size, rank)
+        orders.append([(is_backward, task.microbatch, task.chunk) for is_backward, task in order])
     ended: dict[tuple[bool, int, int], float] = {}  # (is backward, micro-batch, virtual stage)
     free, place = [0.0] * size, [0] * size
     last = size * num_chunks - 1

@@ -14,7 +14,7 @@ from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
-from megatron.core.tensor_parallel.weight_init import WeightInit
+from megatron.core.tensor_parallel.weight_init import WeightInit, init_weights
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.rotary import RotaryEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -26,13 +26,7 @@ class LanguageModelEmbedding(nn.Module):
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroups) -> None:
         super().__init__()
-        self.word_embeddings = VocabParallelEmbedding(
-            config.vocab_size,
-            config.hidden_size,
-            group=groups.tp,
-            sequence_parallel=config.sequence_parallel,
-            dtype=config.params_dtype,
-        )
+        self.word_embeddings = VocabParallelEmbedding(config, groups, config.vocab_size, config.hidden_size)
 
     def forward(self, input_ids_T: torch.Tensor) -> torch.Tensor:
         hidden_TH: torch.Tensor = self.word_embeddings(input_ids_T)
@@ -81,12 +75,11 @@ class GPTModel(nn.Module):
         self.is_output_tied = self.post_process and config.share_embeddings_and_output_weights
         if self.post_process:
             self.output_layer = ColumnParallelLinear(
+                config,
+                groups,
+                ops,
                 config.hidden_size,
                 config.vocab_size,
-                group=groups.tp,
-                sequence_parallel=config.sequence_parallel,
-                dtype=config.params_dtype,
-                matmul=ops.matmul,
                 has_weight=not (self.is_output_tied and (self.pre_process or has_mtp)),
             )
         self.mtp = MultiTokenPredictionBlock(config, groups, ops) if has_mtp else None
@@ -145,14 +138,9 @@ class GPTModel(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Draw matrices from normal(0, ``init_method_std``), norms one, biases zero; equal in every layout."""
         init = WeightInit(seed, self.config.init_method_std)
-        if self.pre_process or self.mtp is not None:
-            self.embedding.word_embeddings.init_weights(init, "embedding.word_embeddings")
-        self.decoder.init_weights(init)
-        if self.mtp is not None:
-            self.mtp.init_weights(init)
-        if self.post_process and self.output_layer.weight is not None:
-            name = "embedding.word_embeddings" if self.is_output_tied else "output_layer"
-            self.output_layer.init_weights(init, name)
+        for name, child in self.named_children():
+            is_copy = name == "output_layer" and self.is_output_tied
+            init_weights(child, init, "embedding.word_embeddings" if is_copy else name)
 
     def _mark_shared_embedding(self) -> None:
         is_needed_last = self.config.share_embeddings_and_output_weights or self.config.mtp_num_layers is not None

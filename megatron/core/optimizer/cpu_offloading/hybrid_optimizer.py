@@ -57,13 +57,6 @@ class HybridDeviceOptimizer(DistributedOptimizer):
         for dtype in params:
             self.host_slots[f"parameters {dtype}"] = self._new_slots(dtype, config.pin_cpu_params)
 
-    @torch.no_grad()
-    def reload_model_params(self) -> None:
-        """Make the master weights equal to the model's again, after weights were loaded into the model."""
-        for state in self.shards:
-            # Cast on the host: the device may have no room for the host's part in float32.
-            state.master.tensor.copy_(state.params.to(state.master.tensor.device))
-
     def _new_states(self, buffer: ParamAndGradBuffer) -> list[ShardState]:
         numel = buffer.param_shard.numel()
         cut = min(-(-round(self.config.optimizer_offload_fraction * numel) // ALIGNMENT) * ALIGNMENT, numel)

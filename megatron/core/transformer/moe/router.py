@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -116,6 +119,19 @@ class TopKRouter(nn.Module):
         ones = torch.ones_like(chosen) if is_real_T is None else is_real_T.repeat_interleave(indices_TK.shape[1])
         # scatter_add_ where bincount would make the host wait for the device.
         return ones.new_zeros(self.num_experts).scatter_add_(0, chosen, ones)
+
+
+@contextmanager
+def without_counting(module: nn.Module) -> Iterator[None]:
+    """Routers inside ``module`` do not count the tokens that they route again."""
+    routers = [part for part in module.modules() if isinstance(part, TopKRouter)]
+    for router in routers:
+        router.is_counting = False
+    try:
+        yield
+    finally:
+        for router in routers:
+            router.is_counting = True
 
 
 def _balanced_logits(logits_TE: torch.Tensor, topk: int) -> torch.Tensor:

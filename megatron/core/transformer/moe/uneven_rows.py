@@ -3,53 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from megatron.core.tensor_parallel import collectives
+from megatron.core.tensor_parallel.mappings import map_over_group
 
 
 def gather_rows(x: torch.Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> torch.Tensor:
     """x [sizes[rank], ...] of every rank -> [sum(sizes), ...] in rank order; the gradient is summed over the group."""
-    if group.size() == 1:
-        return x
-    gathered: torch.Tensor = _Gather.apply(x, group, tuple(sizes))
-    return gathered
+    return map_over_group(x, group, partial(_gather, sizes=sizes), partial(_reduce_scatter, sizes=sizes))
 
 
 def reduce_scatter_rows(x: torch.Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> torch.Tensor:
     """x [sum(sizes), ...] of every rank -> this rank's [sizes[rank], ...] of the sum; transpose of ``gather_rows``."""
-    if group.size() == 1:
-        return x
-    scattered: torch.Tensor = _ReduceScatter.apply(x, group, tuple(sizes))
-    return scattered
+    return map_over_group(x, group, partial(_reduce_scatter, sizes=sizes), partial(_gather, sizes=sizes))
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> torch.Tensor:
-        ctx.group, ctx.sizes = group, sizes
-        return _gather(x, group, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _reduce_scatter(grad, ctx.group, ctx.sizes), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> torch.Tensor:
-        ctx.group, ctx.sizes = group, sizes
-        return _reduce_scatter(x, group, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _gather(grad, ctx.group, ctx.sizes), None, None
-
-
-def _gather(x: torch.Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> torch.Tensor:
+def _gather(x: torch.Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> torch.Tensor:
     """The collective takes the same number of rows from every rank: shorter inputs are padded."""
     most = max(sizes)
     assert x.shape[0] == sizes[group.rank()], f"{x.shape[0]} rows where {sizes[group.rank()]} were announced"
@@ -63,7 +36,7 @@ def _gather(x: torch.Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -
     return torch.cat([part[:size] for part, size in zip(gathered.split(most), sizes, strict=True)])
 
 
-def _reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...]) -> torch.Tensor:
+def _reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> torch.Tensor:
     most = max(sizes)
     if most == 0:
         return x
