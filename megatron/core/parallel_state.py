@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.parallel_layout import DEFAULT_ORDER, ParallelLayout, RankCoords
+from megatron.core.parallel_layout import ParallelLayout, RankCoords
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ GROUP_AXES: dict[str, tuple[tuple[str, ...], bool]] = {
     "edp": (("dp",), True),
 }
 
-# The one object behind the upstream getters: set by initialize_model_parallel, cleared by destroy_model_parallel.
+# The one object behind ``get_process_groups``: set by initialize_model_parallel, cleared by destroy_model_parallel.
 _GROUPS: ProcessGroups | None = None
 
 
@@ -76,39 +77,20 @@ def initialize_model_parallel(
     pipeline_model_parallel_size: int = 1,
     virtual_pipeline_model_parallel_size: int | None = None,
     *,
-    context_parallel_size: int = 1,
-    expert_model_parallel_size: int = 1,
-    expert_tensor_parallel_size: int | None = None,
     distributed_timeout_minutes: float = 30,
-    order: str = DEFAULT_ORDER,
-    num_layer_list: tuple[int, ...] | None = None,
-    num_layers_in_first_pipeline_stage: int | None = None,
-    num_layers_in_last_pipeline_stage: int | None = None,
-    noop_layers: tuple[int, ...] = (),
-    mla_down_proj_column_parallel: bool = False,
+    **layout: Any,
 ) -> ProcessGroups:
     """``initialize_from_layout`` with upstream's arguments; every rank must call it with the same ones.
 
-    ``expert_tensor_parallel_size=None`` means 1 (upstream: the TP size). The backend is the world's.
+    ``layout`` are the other fields of ``ParallelLayout``. The backend is the world's.
     """
-    return initialize_from_layout(
-        ParallelLayout(
-            world_size=_world_size(),
-            tensor_model_parallel_size=tensor_model_parallel_size,
-            pipeline_model_parallel_size=pipeline_model_parallel_size,
-            context_parallel_size=context_parallel_size,
-            expert_model_parallel_size=expert_model_parallel_size,
-            expert_tensor_parallel_size=1 if expert_tensor_parallel_size is None else expert_tensor_parallel_size,
-            num_layer_list=num_layer_list,
-            virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size or 1,
-            num_layers_in_first_pipeline_stage=num_layers_in_first_pipeline_stage,
-            num_layers_in_last_pipeline_stage=num_layers_in_last_pipeline_stage,
-            noop_layers=noop_layers,
-            mla_down_proj_column_parallel=mla_down_proj_column_parallel,
-            order=order,
-        ),
-        distributed_timeout_minutes,
-    )
+    sizes: dict[str, Any] = {
+        "world_size": _world_size(),
+        "tensor_model_parallel_size": tensor_model_parallel_size,
+        "pipeline_model_parallel_size": pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": virtual_pipeline_model_parallel_size or 1,
+    }
+    return initialize_from_layout(ParallelLayout(**sizes, **layout), distributed_timeout_minutes)
 
 
 def initialize_from_layout(
@@ -185,51 +167,3 @@ def get_process_groups() -> ProcessGroups:
     if _GROUPS is None:
         raise RuntimeError("model parallel groups do not exist; call initialize_model_parallel first")
     return _GROUPS
-
-
-def model_parallel_is_initialized() -> bool:
-    """Whether ``initialize_model_parallel`` has run."""
-    return _GROUPS is not None
-
-
-def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:
-    """Replicas of a dense weight: those with other sequences, or with the flag all of them."""
-    groups = get_process_groups()
-    return groups.dp_cp if with_context_parallel else groups.dp
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """TP coordinate of this rank."""
-    return get_process_groups().coords.tp
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    """Stage of this rank."""
-    return get_process_groups().coords.pp
-
-
-def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
-    """Place of this rank among the replicas."""
-    return get_data_parallel_group(with_context_parallel).rank()
-
-
-def get_expert_model_parallel_rank() -> int:
-    """EP coordinate of this rank."""
-    return get_process_groups().coords.ep
-
-
-def get_expert_data_parallel_rank() -> int:
-    """EDP coordinate of this rank."""
-    return get_process_groups().coords.edp
-
-
-def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the next stage (wraps around)."""
-    groups = get_process_groups()
-    return dist.get_global_rank(groups.pp, (groups.coords.pp + 1) % groups.layout.pipeline_model_parallel_size)
-
-
-def get_pipeline_model_parallel_prev_rank() -> int:
-    """Global rank of the previous stage (wraps around)."""
-    groups = get_process_groups()
-    return dist.get_global_rank(groups.pp, (groups.coords.pp - 1) % groups.layout.pipeline_model_parallel_size)

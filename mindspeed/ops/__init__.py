@@ -4,34 +4,21 @@ from __future__ import annotations
 
 from megatron.core.ops.contract import TrainOps
 from megatron.core.ops.fused_adamw import adamw_step
+from megatron.core.ops.reference import matmul, reference_ops
 from mindspeed.ops.fusion_attention import FusionAttention
 from mindspeed.ops.gating_topk import topk_router
 from mindspeed.ops.grouped_matmul import grouped_matmul
-from mindspeed.ops.matmul import matmul
 from mindspeed.ops.rms_norm import rms_norm
 from mindspeed.ops.rotary import rotary_interleaved
 from mindspeed.ops.swiglu import swiglu
 from mindspeed.ops.token_permute import token_permute, token_unpermute
 
-NAMES = {
-    "rms_norm": "native",
-    "swiglu": "native",
-    "rotary_interleaved": "native",
-    "core_attention": "native",
-    "attention_block": "native",
-    "attention_block_grad": "native",
-    "matmul": "native",
-    "grouped_matmul": "native",
-    "token_permute": "native",
-    "token_unpermute": "native",
-    "topk_router": "native choice for sigmoid scores, reference for softmax",
-    "adamw_step": "native",
-}
-
 
 def train_ops() -> TrainOps:
     """The Ascend table (provider ``mindspeed.ops:train_ops``); nothing touches a device before an op is called."""
     attention = FusionAttention()
+    names = dict.fromkeys(reference_ops().names, "native")
+    names["topk_router"] = "native choice for sigmoid scores, reference for softmax"
     return TrainOps(
         rms_norm=rms_norm,
         swiglu=swiglu,
@@ -39,13 +26,13 @@ def train_ops() -> TrainOps:
         core_attention=attention,
         attention_block=attention.block,
         attention_block_grad=attention.block_grad,
-        matmul=matmul,
+        matmul=matmul,  # torch_npu runs torch's own on the cube unit, and reads transposed operands as they lie
         grouped_matmul=grouped_matmul,
         token_permute=token_permute,
         token_unpermute=token_unpermute,
         topk_router=topk_router,
         adamw_step=adamw_step,
-        names=dict(NAMES),
+        names=names,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import CheckpointSaver, load_checkpoint, save_checkpoint
+from megatron.core.dist_checkpointing import CheckpointSaver, load_checkpoint
 from megatron.core.parallel_state import destroy_model_parallel, initialize_model_parallel
 from tests.megatron.ckpt_job import TrainingJob, read_whole, seed_all
 from tests.megatron.model_helpers import one_process_world
@@ -40,7 +40,7 @@ def _save(root: str, layouts: dict[str, Sizes]) -> None:
         job.train(1)
         CheckpointSaver(job.groups, max_chunk_bytes=8_000).save(Path(root) / name, *job.state, {"steps": 1})
         job.train(1)
-        save_checkpoint(Path(root) / f"{name}.end", *job.state, {}, job.groups)
+        CheckpointSaver(job.groups).save(Path(root) / f"{name}.end", *job.state, {})
         destroy_model_parallel()
 
 
@@ -53,7 +53,7 @@ def _resume(root: str, pairs: list[tuple[str, str, Sizes]]) -> list[list[float]]
         assert load_checkpoint(Path(root) / source, *job.state, job.groups, verify_digests=True) == {"steps": 1}
         numbers.append(torch.rand(2).tolist())
         job.train(1)
-        save_checkpoint(Path(root) / name, *job.state, {}, job.groups)
+        CheckpointSaver(job.groups).save(Path(root) / name, *job.state, {})
         destroy_model_parallel()
     return numbers
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import is_complete, load_checkpoint, save_checkpoint
+from megatron.core.dist_checkpointing import CheckpointSaver, is_complete, load_checkpoint
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.ops import reference_ops
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -56,7 +56,7 @@ def _check_resume(groups: ProcessGroups, directory: Path) -> None:
     never_stopped = _job(groups)
     _train(never_stopped, 3)
     extra = {"global_step": 3, "data": {"epoch": 0.1, "order": [2, 0, 1]}}
-    save_checkpoint(directory, *never_stopped, extra if groups.rank == 0 else {}, groups)
+    CheckpointSaver(groups).save(directory, *never_stopped, extra if groups.rank == 0 else {})
     assert is_complete(directory, verify_digests=True)
     want = _train(never_stopped, 3)
 
@@ -75,7 +75,7 @@ def test_resume_of_one_rank_is_bit_identical(one_rank: ProcessGroups, tmp_path: 
     _check_resume(one_rank, tmp_path / "a" / "step_3")
     job = _job(one_rank)
     load_checkpoint(tmp_path / "a" / "step_3", job[0].module, None, None, one_rank)
-    save_checkpoint(tmp_path / "a" / "step_3", *job, {"again": True}, one_rank)
+    CheckpointSaver(one_rank).save(tmp_path / "a" / "step_3", *job, {"again": True})
     assert load_checkpoint(tmp_path / "a" / "step_3", *job, one_rank) == {"again": True}
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["step_3"]
 
@@ -93,7 +93,7 @@ def _resume_at_two_layouts(directory: str) -> None:
     blocked = Path(directory) / "a file"
     blocked.touch()
     with pytest.raises(OSError, match="rank 0: .*a file"):  # on both ranks
-        save_checkpoint(blocked / "step_1", *job, {}, groups)
+        CheckpointSaver(groups).save(blocked / "step_1", *job, {})
 
 
 def _check_model_keys_are_saved_once(directory: Path) -> None:
@@ -110,7 +110,7 @@ def test_resume_of_two_ranks_is_bit_identical(tmp_path: Path) -> None:
 def test_without_process_groups_and_with_damage(tmp_path: Path) -> None:
     directory = tmp_path / "step_1"
     model = ToyStage(toy_config(), range(2))
-    save_checkpoint(directory, model, None, None, {"epoch": 1})
+    CheckpointSaver().save(directory, model, None, None, {"epoch": 1})
     other = ToyStage(toy_config(), range(2))
     torch.nn.init.zeros_(other.layers["0"].weight)
     assert load_checkpoint(directory, other, None, None) == {"epoch": 1}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import load_checkpoint, save_checkpoint
+from megatron.core.dist_checkpointing import CheckpointSaver, load_checkpoint
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.ops.cpu import cpu_ops
 from megatron.core.optimizer import (
@@ -114,14 +114,14 @@ def test_checkpoints_do_not_know_where_the_state_was(one_rank: ProcessGroups, tm
     stage = ToyStage(toy_config(), range(3))
     plain = _plain(one_rank, stage)
     _step(plain, 0), _step(plain, 1)
-    save_checkpoint(tmp_path / "plain", plain.model, plain, None, {}, one_rank)
+    CheckpointSaver(one_rank).save(tmp_path / "plain", plain.model, plain, None, {})
     config = replace(ON_HOST, optimizer_offload_fraction=0.3)
     hosted = get_megatron_optimizer(config, _model(one_rank, stage), one_rank, cpu_ops())
     load_checkpoint(tmp_path / "plain", hosted.model, hosted, None, one_rank)
     _step(plain, 2), _step(hosted, 2)
     _assert_same(hosted, plain)
     hosted.offload()
-    save_checkpoint(tmp_path / "hosted", hosted.model, hosted, None, {}, one_rank)
+    CheckpointSaver(one_rank).save(tmp_path / "hosted", hosted.model, hosted, None, {})
     fresh = _plain(one_rank, stage)
     load_checkpoint(tmp_path / "hosted", fresh.model, fresh, None, one_rank)
     _step(plain, 3), _step(fresh, 3)

@@ -26,13 +26,14 @@ def _members(tp: int, pp: int, ep: int) -> dict[str, list[int]]:
     assert total.item() == tp * pp
     assert groups.rank == dist.get_rank()
     assert groups.coords == groups.layout.coords(groups.rank)
-    assert parallel_state.get_tensor_model_parallel_rank() == members["tp"].index(groups.rank) == groups.coords.tp
-    assert parallel_state.get_pipeline_model_parallel_rank() == members["pp"].index(groups.rank) == groups.coords.pp
-    assert parallel_state.get_data_parallel_rank() == members["dp"].index(groups.rank) == groups.coords.dp
-    assert parallel_state.get_expert_model_parallel_rank() == members["ep"].index(groups.rank) == groups.coords.ep
-    assert parallel_state.get_expert_data_parallel_rank() == members["edp"].index(groups.rank) == groups.coords.edp
+    assert groups.tp.rank() == members["tp"].index(groups.rank) == groups.coords.tp
+    assert groups.pp.rank() == members["pp"].index(groups.rank) == groups.coords.pp
+    assert groups.dp.rank() == members["dp"].index(groups.rank) == groups.coords.dp
+    assert groups.ep.rank() == members["ep"].index(groups.rank) == groups.coords.ep
+    assert groups.edp.rank() == members["edp"].index(groups.rank) == groups.coords.edp
     parallel_state.destroy_model_parallel()
-    assert not parallel_state.model_parallel_is_initialized()
+    with pytest.raises(RuntimeError, match="call initialize_model_parallel"):
+        parallel_state.get_process_groups()
     return members
 
 

@@ -2,6 +2,6 @@
 
 from megatron.core.dist_checkpointing.loader import load_checkpoint, verify_checkpoint
 from megatron.core.dist_checkpointing.manifest import is_complete
-from megatron.core.dist_checkpointing.saver import CheckpointSaver, save_checkpoint
+from megatron.core.dist_checkpointing.saver import CheckpointSaver
 
-__all__ = ["CheckpointSaver", "is_complete", "load_checkpoint", "save_checkpoint", "verify_checkpoint"]
+__all__ = ["CheckpointSaver", "is_complete", "load_checkpoint", "verify_checkpoint"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import os
@@ -19,20 +18,14 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.core.dist_checkpointing.manifest import Manifest, file_problems, read_manifest
 from megatron.core.dist_checkpointing.mapping import Shard
 from megatron.core.dist_checkpointing.random_states import get_random_states, seed_from_states, set_random_states
 from megatron.core.dist_checkpointing.ranks import Ranks
-from megatron.core.dist_checkpointing.sharded_state import (
-    model_shards,
-    optimizer_shards,
-    placements,
-    random_state_shards,
-    unwrapped,
-)
+from megatron.core.dist_checkpointing.sharded_state import random_state_shards, training_shards
 from megatron.core.dist_checkpointing.writing import COMMON
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -65,11 +58,7 @@ def load_checkpoint(
     if problems:
         raise ValueError(f"checkpoint {source} cannot be loaded: " + "; ".join(problems))
     common = json.loads((source / COMMON).read_text())
-    module = unwrapped(model)
-    placed = placements(module, ranks.layout, ranks.rank)
-    shards = model_shards(module, placed)
-    if optimizer is not None:
-        shards += optimizer_shards(optimizer, placed)
+    shards = training_shards(model, optimizer, ranks)
     reader = dcp.FileSystemReader(source)
     metadata = reader.read_metadata()
     found = ranks.together("compare", lambda: (_problems(shards, metadata), {s.key for s in shards}))
@@ -98,35 +87,24 @@ def verify_checkpoint(directory: str | os.PathLike[str], groups: ProcessGroups |
     return [problem for own in found for problem in own]
 
 
-class _ShardPlanner(LoadPlanner):
+class _ShardPlanner(dcp.DefaultLoadPlanner):
     """Requests the parts of saved chunks that overlap ``shards`` and writes them there."""
 
     def __init__(self, shards: Sequence[Shard], metadata: Metadata) -> None:
-        self.metadata = metadata
+        super().__init__()
+        self._saved = metadata.state_dict_metadata
         self._shards: dict[str, dict[torch.Size, list[Shard]]] = {}
         for shard in shards:
             self._shards.setdefault(shard.key, {}).setdefault(torch.Size(shard.offsets), []).append(shard)
 
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Nothing to do: the constructor has everything."""
-
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
         for key, by_offsets in self._shards.items():
-            saved = self.metadata.state_dict_metadata[key]
+            saved = self._saved[key]
             assert isinstance(saved, TensorStorageMetadata)
             wanted = [ChunkStorageMetadata(at, torch.Size(shards[0].sizes)) for at, shards in by_offsets.items()]
             items += create_read_items_for_chunk_list(key, saved, wanted)
         return LoadPlan(items)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise AssertionError(f"{read_item.dest_index} is not a tensor")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return self._views(read_item)[0]

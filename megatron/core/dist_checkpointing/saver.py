@@ -13,17 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron.core.dist_checkpointing.mapping import Shard
 from megatron.core.dist_checkpointing.random_states import get_random_states
 from megatron.core.dist_checkpointing.ranks import Ranks
 from megatron.core.dist_checkpointing.save_plan import GlobalPlan, OwnedChunks, make_global_plan, owned_chunks
-from megatron.core.dist_checkpointing.sharded_state import (
-    model_shards,
-    optimizer_shards,
-    placements,
-    random_state_shards,
-    unwrapped,
-)
+from megatron.core.dist_checkpointing.sharded_state import random_state_shards, training_shards
 from megatron.core.dist_checkpointing.snapshot import Snapshot
 from megatron.core.dist_checkpointing.write_process import BackgroundWrite
 from megatron.core.dist_checkpointing.writing import Completion, RankJob, complete, write_rank
@@ -76,7 +69,9 @@ class CheckpointSaver:
         """
         self.wait()
         final = Path(directory).absolute()
-        shards = self._shards(model, optimizer)
+        shards = training_shards(model, optimizer, self.ranks)
+        shards += random_state_shards(get_random_states(next(model.parameters()).device), self.ranks.rank)
+        shards = [part for shard in shards for part in shard.split(self.max_chunk_bytes)]
         owned = owned_chunks(shards)
         is_planned = self._planned is not None and self._planned[0] == owned
         started = self.ranks.together(f"prepare {final}", lambda: (self._new_partial(final), is_planned))
@@ -113,15 +108,6 @@ class CheckpointSaver:
     def running(self) -> BackgroundWrite | None:
         """This rank's write since the last ``wait``; it may have finished."""
         return self._running
-
-    def _shards(self, model: nn.Module, optimizer: DistributedOptimizer | None) -> list[Shard]:
-        module = unwrapped(model)
-        placed = placements(module, self.ranks.layout, self.ranks.rank)
-        shards = model_shards(module, placed)
-        if optimizer is not None:
-            shards += optimizer_shards(optimizer, placed)
-        shards += random_state_shards(get_random_states(next(model.parameters()).device), self.ranks.rank)
-        return [part for shard in shards for part in shard.split(self.max_chunk_bytes)]
 
     def _new_partial(self, final: Path) -> Path:
         """On rank 0 a new empty directory; remove what interrupted saves of this checkpoint left."""
@@ -160,18 +146,6 @@ class CheckpointSaver:
             raise
         self.snapshot_bytes = snapshots[0].num_bytes
         self._running = BackgroundWrite(job, snapshots[0])
-
-
-def save_checkpoint(
-    directory: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: DistributedOptimizer | None,
-    scheduler: OptimizerParamScheduler | None,
-    extra: Mapping[str, Any],
-    groups: ProcessGroups | None = None,
-) -> None:
-    """A single ``CheckpointSaver.save`` in the foreground."""
-    CheckpointSaver(groups).save(directory, model, optimizer, scheduler, extra)
 
 
 def _common_state(

@@ -75,19 +75,10 @@ class DistributedDataParallel(nn.Module):
             buffer.grads.tensor.zero_()
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """A context for every backward of a step but the last, which starts reductions with ``overlap_grad_reduce``."""
-        self._is_last_backward = False
-        try:
-            yield
-        finally:
-            self._is_last_backward = True
-
-    @contextmanager
     def backward_of(self, micro_batch: int, is_last: bool) -> Iterator[None]:
-        """A context for the backward of one micro-batch; ``is_last``: it is the last backward of this step.
+        """A context for the backward of one micro-batch; ``check_for_nan_in_grad`` checks the gradients afterwards.
 
-        It does what ``no_sync`` does; with ``check_for_nan_in_grad`` it also checks the gradients afterwards.
+        Only the last backward of a step (``is_last``) starts reductions, with ``overlap_grad_reduce``.
         """
         self._micro_batch, self._is_last_backward = micro_batch, is_last
         try:
@@ -168,7 +159,7 @@ class DistributedDataParallel(nn.Module):
             assert buffer.grads.is_resident, f"backward while the gradients of {buffer.name} are offloaded"
             assert not self._grad_sync.has_started(buffer), (
                 f"a gradient of {name} after its reduction has started: with overlap_grad_reduce all backwards of a "
-                "step but the last run inside no_sync()"
+                "step but the last run inside backward_of(..., is_last=False)"
             )
             if param.grad is not None:
                 param.main_grad.add_(param.grad)  # type: ignore[attr-defined]

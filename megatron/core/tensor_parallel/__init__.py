@@ -12,11 +12,8 @@ from megatron.core.tensor_parallel.mappings import (
     all_to_all,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-    scatter_to_tensor_model_parallel_region,
 )
 
 __all__ = [
@@ -28,11 +25,8 @@ __all__ = [
     "checkpoint",
     "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
-    "gather_from_tensor_model_parallel_region",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
-    "scatter_to_sequence_parallel_region",
-    "scatter_to_tensor_model_parallel_region",
     "set_tensor_model_parallel_attributes",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_entropy",

@@ -29,29 +29,9 @@ def reduce_from_tensor_model_parallel_region(x: torch.Tensor, group: dist.Proces
     return map_over_group(x, group, _all_reduce, _keep)
 
 
-def scatter_to_tensor_model_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Forward: this rank's part of the last dim. Backward: the parts of all ranks."""
-    return map_over_group(x, group, _split_last, _gather_last)
-
-
-def gather_from_tensor_model_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Forward: the parts of all ranks side by side in the last dim. Backward: this rank's part."""
-    return map_over_group(x, group, _gather_last, _split_last)
-
-
-def scatter_to_sequence_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Forward: this rank's rows. Backward: the rows of all ranks."""
-    return map_over_group(x, group, _split_rows, _gather_rows)
-
-
-def gather_from_sequence_parallel_region(
-    x: torch.Tensor, group: dist.ProcessGroup, tensor_parallel_output_grad: bool = True
-) -> torch.Tensor:
-    """Forward: the rows of all ranks. Backward: this rank's rows of the summed gradient.
-
-    ``tensor_parallel_output_grad=False`` says that the gradient is whole on every rank: it is split, not summed.
-    """
-    return map_over_group(x, group, _gather_rows, _scatter_sum if tensor_parallel_output_grad else _split_rows)
+def gather_from_sequence_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Forward: the rows of all ranks. Backward: this rank's rows of the summed gradient."""
+    return map_over_group(x, group, _gather_rows, _scatter_sum)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -176,25 +156,9 @@ def _all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return total
 
 
-def _split_rows(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    rows, rest = divmod(x.shape[0], group.size())
-    assert rest == 0, f"{x.shape[0]} rows do not divide over {group.size()} ranks; pad the packed tokens"
-    return x[group.rank() * rows : (group.rank() + 1) * rows].clone()
-
-
 def _gather_rows(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return collectives.all_gather(x, group)[0]
 
 
 def _scatter_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return collectives.reduce_scatter(x, group)[0]
-
-
-def _split_last(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    assert x.shape[-1] % group.size() == 0, f"last dim {x.shape[-1]} does not divide over {group.size()} ranks"
-    return x.chunk(group.size(), dim=-1)[group.rank()].contiguous()
-
-
-def _gather_last(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    gathered = collectives.all_gather(x, group)[0]
-    return torch.cat(gathered.chunk(group.size(), dim=0), dim=-1)
