@@ -8,8 +8,13 @@ from pathlib import Path
 
 from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.cli_io import run_cli
-from mindspeed_llm.conversion.command import Request, add_run_flags, positive, run_request
+from mindspeed_llm.conversion.command import (
+    Request,
+    add_checkpoint_flags,
+    conversion_parser,
+    positive,
+    run_conversion,
+)
 from mindspeed_llm.conversion.engine import Conversion
 from mindspeed_llm.conversion.inputs import input_config, open_input
 from mindspeed_llm.conversion.rank_writer import RankWriter
@@ -40,46 +45,27 @@ def plan_shards(
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of ``python -m mindspeed_llm.convert_ckpt_deepseek3``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mindspeed_llm.convert_ckpt_deepseek3", description=__doc__, allow_abbrev=False
-    )
-    parser.add_argument("--load-dir", type=Path, required=True, help="checkpoint: Hugging Face form, shards, training")
-    parser.add_argument("--save-dir", type=Path, required=True, help="directory to make")
-    add_layout_flags(parser, "target", default=1)
-    parser.add_argument("--hf-config-dir", type=Path, help="where config.json is, for a training checkpoint")
+    parser = conversion_parser("convert_ckpt_deepseek3", __doc__)
+    add_checkpoint_flags(parser)
+    add_layout_flags(parser, "target")
     parser.add_argument("--num-layers", type=int, help="must agree with config.json, which is the default")
     parser.add_argument("--first-k-dense-replace", type=int, help="must agree with config.json, which is the default")
-    parser.add_argument("--num-nextn-predict-layers", type=int, default=0, help="MTP layers to write")
 
-    add_run_flags(parser)
+    def plan(given: argparse.Namespace) -> Request:
+        hf = input_config(given.hf_config_dir or given.load_dir)
+        layout, naming = given_layout(given, "target", hf)
+        _raise_layout_problems(_flag_problems(given, hf) + plan_problems(hf, layout))
+        num_mtp, config_dir = given.num_nextn_predict_layers, given.hf_config_dir
+        return plan_shards(given.load_dir, layout, naming, num_mtp, given.dry_run, config_dir)
 
-    def body(arguments: argparse.Namespace) -> None:
-        def request() -> Request:
-            hf = input_config(arguments.hf_config_dir or arguments.load_dir)
-            layout = shard_layout(
-                arguments.target_tensor_parallel_size,
-                arguments.target_pipeline_parallel_size,
-                arguments.target_expert_parallel_size,
-                tp_extend_ep=arguments.moe_tp_extend_ep,
-                num_layer_list=arguments.num_layer_list,
-                virtual_pipeline=num_chunks(arguments, hf, arguments.target_pipeline_parallel_size),
-                noop_layers=arguments.noop_layers,
-            )
-            _raise_layout_problems(_flag_problems(arguments, hf) + plan_problems(hf, layout))
-            num_mtp = arguments.num_nextn_predict_layers
-            naming, config_dir = expert_naming(arguments), arguments.hf_config_dir
-            return plan_shards(arguments.load_dir, layout, naming, num_mtp, arguments.dry_run, config_dir)
-
-        run_request(arguments, arguments.save_dir, request)
-
-    return run_cli(parser, body, argv)
+    return run_conversion(parser, plan, argv)
 
 
-def add_layout_flags(parser: argparse.ArgumentParser, prefix: str, default: int | None) -> None:
+def add_layout_flags(parser: argparse.ArgumentParser, prefix: str) -> None:
     """The layout flags that both directions share; ``prefix`` is target or source."""
     for axis in ("tensor", "pipeline", "expert"):
         parser.add_argument(
-            f"--{prefix}-{axis}-parallel-size", type=positive, default=default, help=f"{axis}-parallel size"
+            f"--{prefix}-{axis}-parallel-size", type=positive, help=f"{axis}-parallel size (default: 1)"
         )
     parser.add_argument(
         "--num-layer-list", type=layer_list, help="layers of each pipeline stage, as 7,7,8 (default: even)"
@@ -96,24 +82,39 @@ def add_layout_flags(parser: argparse.ArgumentParser, prefix: str, default: int 
     )
 
 
-def expert_naming(arguments: argparse.Namespace) -> Naming:
-    """How experts are stored under these flags; refuses the one combination that has no reader."""
-    if arguments.moe_tp_extend_ep and not arguments.moe_grouped_gemm:
+def given_layout(given: argparse.Namespace, prefix: str, hf: HFModelConfig) -> tuple[ParallelLayout, Naming]:
+    """The layout that the flags of ``add_layout_flags`` state, and how experts are stored in it.
+
+    ValueError when layers do not divide, and for the one combination that has no reader.
+    """
+    if given.moe_tp_extend_ep and not given.moe_grouped_gemm:
         raise ValueError(
             "--moe-tp-extend-ep needs --moe-grouped-gemm: MindSpeed-LLM cuts ungrouped experts over TP even then, "
             "and mixes up their gate and up halves; give both flags or neither"
         )
-    return "mindspeed_llm" if arguments.moe_grouped_gemm else "mindspeed_llm_ungrouped"
+    tensor, pipeline, expert = (
+        getattr(given, f"{prefix}_{axis}_parallel_size") or 1 for axis in ("tensor", "pipeline", "expert")
+    )
+    layout = shard_layout(
+        tensor,
+        pipeline,
+        expert,
+        tp_extend_ep=given.moe_tp_extend_ep,
+        num_layer_list=given.num_layer_list,
+        virtual_pipeline=_num_chunks(given, hf, pipeline),
+        noop_layers=given.noop_layers,
+    )
+    return layout, "mindspeed_llm" if given.moe_grouped_gemm else "mindspeed_llm_ungrouped"
 
 
-def num_chunks(arguments: argparse.Namespace, hf: HFModelConfig, pipeline_parallel: int) -> int:
-    """Virtual stages of a pipeline stage under these flags; ValueError when they do not divide."""
-    per_chunk = arguments.num_layers_per_virtual_pipeline_stage
+def _num_chunks(given: argparse.Namespace, hf: HFModelConfig, pipeline_parallel: int) -> int:
+    """Virtual stages of a pipeline stage."""
+    per_chunk = given.num_layers_per_virtual_pipeline_stage
     if per_chunk is None:
         return 1
-    if arguments.num_layer_list is not None:
+    if given.num_layer_list is not None:
         raise ValueError("--num-layer-list and --num-layers-per-virtual-pipeline-stage exclude each other")
-    num_slots = hf.num_hidden_layers + len(arguments.noop_layers)
+    num_slots = hf.num_hidden_layers + len(given.noop_layers)
     if num_slots % (pipeline_parallel * per_chunk):
         raise ValueError(
             f"--num-layers-per-virtual-pipeline-stage is {per_chunk}; {num_slots} layers and no-op layers do not "

@@ -7,8 +7,14 @@ from pathlib import Path
 
 from hf_formats.config import load_hf_config, read_config_dict
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.cli_io import companion_files, run_cli
-from mindspeed_llm.conversion.command import Request, add_run_flags, positive, run_request
+from mindspeed_llm.cli_io import companion_files
+from mindspeed_llm.conversion.command import (
+    Request,
+    add_checkpoint_flags,
+    conversion_parser,
+    positive,
+    run_conversion,
+)
 from mindspeed_llm.conversion.engine import Conversion
 from mindspeed_llm.conversion.hf_writer import (
     HFTensor,
@@ -18,11 +24,11 @@ from mindspeed_llm.conversion.hf_writer import (
     published_config,
     shards_by_bytes,
 )
-from mindspeed_llm.convert_ckpt_deepseek3 import add_layout_flags, expert_naming, num_chunks
+from mindspeed_llm.convert_ckpt_deepseek3 import add_layout_flags, given_layout
 from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
 from mindspeed_llm.hf_checkpoint import DEFAULT_SHARD_BYTES
 from mindspeed_llm.hf_shapes import hf_tensors
-from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint, read_layout, shard_layout
+from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint, read_layout
 from mindspeed_llm.weight_plan import Naming
 
 
@@ -71,67 +77,25 @@ def _open(
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of ``python -m mindspeed_llm.convert_ckpt_deepseek3_mcore2hf``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mindspeed_llm.convert_ckpt_deepseek3_mcore2hf",
-        description=f"{__doc__} The layout is read from layout.json; give it as flags for checkpoints without one.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--load-dir", type=Path, required=True, help="shards of either kind, or a training checkpoint")
-    parser.add_argument("--save-dir", type=Path, required=True, help="directory to make")
-    parser.add_argument("--hf-config-dir", type=Path, required=True, help="where config.json and tokenizer come from")
+    description = f"{__doc__}\nThe layout is read from layout.json; give it as flags for checkpoints without one."
+    parser = conversion_parser("convert_ckpt_deepseek3_mcore2hf", description)
+    add_checkpoint_flags(parser, needs_hf_config=True)
     parser.add_argument("--max-shard-bytes", type=positive, default=DEFAULT_SHARD_BYTES, help="size limit of a file")
-    add_layout_flags(parser, "source", default=None)
-    parser.add_argument("--num-nextn-predict-layers", type=int, default=0, help="MTP layers in the sharded checkpoint")
-
+    add_layout_flags(parser, "source")
     parser.add_argument("--fp8", action="store_true", help="quantise the weights again, as DeepSeek publishes them")
-    add_run_flags(parser)
 
-    def body(arguments: argparse.Namespace) -> None:
-        def request() -> Request:
-            layout, naming = _layout_of(arguments)
-            return plan_hf(
-                arguments.load_dir,
-                arguments.hf_config_dir,
-                layout,
-                naming,
-                arguments.num_nextn_predict_layers,
-                arguments.max_shard_bytes,
-                arguments.fp8,
-            )
+    def plan(given: argparse.Namespace) -> Request:
+        sizes = (getattr(given, f"source_{axis}_parallel_size") for axis in ("tensor", "pipeline", "expert"))
+        chunks, experts = given.num_layers_per_virtual_pipeline_stage, (given.moe_grouped_gemm, given.moe_tp_extend_ep)
+        is_given = any((*sizes, given.num_layer_list, chunks, given.noop_layers, *experts))
+        layout: ParallelLayout | None = None
+        naming: Naming = "mindspeed_llm"
+        if is_given or not (read_layout(given.load_dir) is not None or is_dcp(given.load_dir)):
+            layout, naming = given_layout(given, "source", load_hf_config(given.hf_config_dir))
+        num_mtp, max_bytes = given.num_nextn_predict_layers, given.max_shard_bytes
+        return plan_hf(given.load_dir, given.hf_config_dir, layout, naming, num_mtp, max_bytes, given.fp8)
 
-        run_request(arguments, arguments.save_dir, request)
-
-    return run_cli(parser, body, argv)
-
-
-def _layout_of(arguments: argparse.Namespace) -> tuple[ParallelLayout | None, Naming]:
-    """The layout that the flags state; None when there are none and the manifest is to say."""
-    sizes = [
-        arguments.source_tensor_parallel_size,
-        arguments.source_pipeline_parallel_size,
-        arguments.source_expert_parallel_size,
-    ]
-    others = (
-        arguments.num_layer_list,
-        arguments.num_layers_per_virtual_pipeline_stage,
-        arguments.noop_layers,
-        arguments.moe_grouped_gemm,
-        arguments.moe_tp_extend_ep,
-    )
-    has_own = read_layout(arguments.load_dir) is not None or is_dcp(arguments.load_dir)
-    if not any(sizes) and not any(others) and has_own:
-        return None, "mindspeed_llm"
-    tensor, pipeline, expert = (size or 1 for size in sizes)
-    layout = shard_layout(
-        tensor,
-        pipeline,
-        expert,
-        tp_extend_ep=arguments.moe_tp_extend_ep,
-        num_layer_list=arguments.num_layer_list,
-        virtual_pipeline=num_chunks(arguments, load_hf_config(arguments.hf_config_dir), pipeline),
-        noop_layers=arguments.noop_layers,
-    )
-    return layout, expert_naming(arguments)
+    return run_conversion(parser, plan, argv)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,15 @@ use_dist_checkpointing.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from mindspeed_llm.cli_io import run_cli
-from mindspeed_llm.conversion.command import Request, add_run_flags, positive, run_request
+from mindspeed_llm.conversion.command import (
+    Request,
+    add_checkpoint_flags,
+    conversion_parser,
+    positive,
+    run_conversion,
+)
 from mindspeed_llm.conversion.dcp_writer import DCPWriter
 from mindspeed_llm.conversion.engine import Conversion
 from mindspeed_llm.conversion.inputs import open_input
@@ -38,26 +42,16 @@ def plan_torch_dist(
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of ``python -m mindspeed_llm.convert_ckpt_torch_dist``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mindspeed_llm.convert_ckpt_torch_dist", description=__doc__, allow_abbrev=False
-    )
-    parser.add_argument("--load-dir", type=Path, required=True, help="checkpoint: Hugging Face form, shards, training")
-    parser.add_argument("--save-dir", type=Path, required=True, help="directory to make")
-    parser.add_argument("--hf-config-dir", type=Path, help="where config.json is, for a training checkpoint")
+    parser = conversion_parser("convert_ckpt_torch_dist", __doc__)
+    add_checkpoint_flags(parser)
     parser.add_argument("--num-files", type=positive, help="files to make (default: so many that one has 5 GB)")
-    parser.add_argument("--num-nextn-predict-layers", type=int, default=0, help="MTP layers to write")
-    add_run_flags(parser)
-
-    def body(arguments: argparse.Namespace) -> None:
-        def request() -> Request:
-            num_mtp = arguments.num_nextn_predict_layers
-            return plan_torch_dist(
-                arguments.load_dir, arguments.num_files, num_mtp, arguments.hf_config_dir, arguments.dry_run
-            )
-
-        run_request(arguments, arguments.save_dir, request)
-
-    return run_cli(parser, body, argv)
+    return run_conversion(
+        parser,
+        lambda given: plan_torch_dist(
+            given.load_dir, given.num_files, given.num_nextn_predict_layers, given.hf_config_dir, given.dry_run
+        ),
+        argv,
+    )
 
 
 if __name__ == "__main__":

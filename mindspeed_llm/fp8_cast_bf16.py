@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from mindspeed_llm.cli_io import run_cli
-from mindspeed_llm.conversion.command import Request, add_run_flags, positive, run_request
+from mindspeed_llm.conversion.command import Request, conversion_parser, positive, run_conversion
 from mindspeed_llm.conversion.engine import Conversion
 from mindspeed_llm.conversion.hf_writer import HFTensor, HFWriter, plain_config, shards_by_bytes
 from mindspeed_llm.conversion.inputs import open_input
@@ -35,23 +33,18 @@ def plan_cast(
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of ``python -m mindspeed_llm.fp8_cast_bf16``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mindspeed_llm.fp8_cast_bf16", description=__doc__, allow_abbrev=False
-    )
+    parser = conversion_parser("fp8_cast_bf16", __doc__)
     parser.add_argument("--input-fp8-hf-path", type=Path, required=True, help="directory as DeepSeek publishes it")
-    parser.add_argument("--output-bf16-hf-path", type=Path, required=True, help="directory to make")
+    parser.add_argument("--output-bf16-hf-path", dest="output", type=Path, required=True, help="directory to make")
     parser.add_argument("--max-shard-bytes", type=positive, default=DEFAULT_SHARD_BYTES, help="size limit of a file")
     parser.add_argument("--num-nextn-predict-layers", type=int, default=0, help="MTP layers to keep")
-    add_run_flags(parser)
-
-    def body(arguments: argparse.Namespace) -> None:
-        def request() -> Request:
-            source, num_mtp = arguments.input_fp8_hf_path, arguments.num_nextn_predict_layers
-            return plan_cast(source, arguments.max_shard_bytes, num_mtp, arguments.dry_run)
-
-        run_request(arguments, arguments.output_bf16_hf_path, request)
-
-    return run_cli(parser, body, argv)
+    return run_conversion(
+        parser,
+        lambda given: plan_cast(
+            given.input_fp8_hf_path, given.max_shard_bytes, given.num_nextn_predict_layers, given.dry_run
+        ),
+        argv,
+    )
 
 
 if __name__ == "__main__":

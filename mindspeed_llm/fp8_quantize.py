@@ -8,7 +8,6 @@ shared_head.head are copies of the main model's. Such a module is untrained; it 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,7 @@ import torch
 from hf_formats.config import HFModelConfig
 from hf_formats.fp8 import FP8_DTYPE
 from hf_formats.ranges import Ranges, shape_of
-from mindspeed_llm.cli_io import run_cli
-from mindspeed_llm.conversion.command import Request, add_run_flags, run_request
+from mindspeed_llm.conversion.command import Request, conversion_parser, run_conversion
 from mindspeed_llm.conversion.engine import Conversion, RunOptions, convert
 from mindspeed_llm.conversion.hf_writer import HFWriter, published, published_config, shards_by_count
 from mindspeed_llm.conversion.inputs import open_input
@@ -104,26 +102,18 @@ class WithMTP:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of ``python -m mindspeed_llm.fp8_quantize``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mindspeed_llm.fp8_quantize",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = conversion_parser("fp8_quantize", __doc__)
     parser.add_argument("--input-bf16-hf-path", type=Path, required=True, help="plain checkpoint")
-    parser.add_argument("--output-fp8-hf-path", type=Path, required=True, help="directory to make")
+    parser.add_argument("--output-fp8-hf-path", dest="output", type=Path, required=True, help="directory to make")
     parser.add_argument("--num-shards", type=int, default=4, help="number of safetensors files, at most")
     parser.add_argument("--num-nextn-predict-layers", type=int, default=1, help="MTP layers to write")
-    add_run_flags(parser)
-
-    def body(arguments: argparse.Namespace) -> None:
-        def request() -> Request:
-            num_mtp = arguments.num_nextn_predict_layers
-            return plan_quantize(arguments.input_bf16_hf_path, arguments.num_shards, num_mtp, arguments.dry_run)
-
-        run_request(arguments, arguments.output_fp8_hf_path, request)
-
-    return run_cli(parser, body, argv)
+    return run_conversion(
+        parser,
+        lambda given: plan_quantize(
+            given.input_bf16_hf_path, given.num_shards, given.num_nextn_predict_layers, given.dry_run
+        ),
+        argv,
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.ops import reference_ops
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups
-from megatron.core.tensor_parallel.weight_init import WeightInit
+from megatron.core.tensor_parallel.weight_init import WeightInit, init_weights
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from tests.megatron.model_helpers import one_process_world, tiny_config
 from tests.parallel.launcher import run_ranks
@@ -35,7 +35,7 @@ def make_layer(groups: ProcessGroups, **changes: Any) -> MoELayer:
     """A MoE layer of the tiny model with random weights, the same in every layout."""
     config = tiny_config(sequence_parallel=groups.tp.size() > 1, **changes)
     layer = MoELayer(config, groups, reference_ops())
-    layer.init_weights(WeightInit(seed=3, std=0.2), "mlp")
+    init_weights(layer, WeightInit(seed=3, std=0.2), "mlp")
     return layer
 
 
