@@ -15,60 +15,11 @@ from recipes.common.corpus import CorpusStyle, corpus_settings, examples, traini
 from recipes.common.recipe import load_recipe, recipe_names
 from recipes.common.tokenizer import write_tokenizer
 
-MAX_POSITIONS = 4096
-VOCAB_SIZE = 512
+TINY_MODEL = Path(__file__).with_name("tiny_model")
+# Every part of DeepSeek-V3, as small as possible: 0.8 million parameters. Weights start with a width of
+# 1 / sqrt(hidden_size): with DeepSeek's 0.006 so narrow a model learns very slowly.
+HF_CONFIG: dict[str, Any] = json.loads((TINY_MODEL / "config.json").read_text(encoding="utf-8"))
 NUM_SHARDS = 4
-# Every part of DeepSeek-V3, as small as possible: 0.8 million parameters.
-HF_CONFIG: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 4,
-    "topk_group": 2,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "ep_size": 1,
-    "q_lora_rank": 64,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-    "max_position_embeddings": MAX_POSITIONS,
-    "rope_theta": 10000.0,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 1024,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.08,  # 1 / sqrt(hidden_size): with DeepSeek's 0.006 so narrow a model learns very slowly
-    "use_cache": True,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-}
 
 
 def make_base_model(
@@ -91,26 +42,22 @@ def make_base_model(
     settings = {"seed": seed, "num_steps": num_steps, "batch_size": batch_size, "num_processes": num_processes}
 
     def build(building: Path) -> None:
+        from mindspeed_llm.fp8_quantize import quantize_checkpoint
+        from recipes.common.warmup import Warmup, run_warmup
+
+        rows = training_rows(train_parquet)
+        texts = [message["content"] for row in rows for message in row["prompt"]]
+        texts += [example.response for example in islice(examples(rows, seed, style), len(rows))]
         with tempfile.TemporaryDirectory(prefix="base_model_") as scratch:
-            _build(style, train_parquet, Path(scratch), building, settings)
+            plain, bf16 = Path(scratch) / "plain", Path(scratch) / "bf16"
+            write_text_atomically(plain / "config.json", json.dumps(HF_CONFIG, indent=2) + "\n")
+            positions = HF_CONFIG["max_position_embeddings"]
+            write_tokenizer(texts, plain, HF_CONFIG["vocab_size"], positions, style.whole_tokens)
+            run_warmup(Warmup(plain, train_parquet, style, bf16, **settings))
+            quantize_checkpoint(bf16, building, num_shards=NUM_SHARDS, num_mtp_layers=1)
 
     arguments = {**settings, "config": HF_CONFIG, "corpus": corpus_settings(style)}
     return run_once(output_dir, "make_base_model", arguments, [train_parquet], build)
-
-
-def _build(style: CorpusStyle, train_parquet: Path, scratch: Path, building: Path, settings: dict[str, int]) -> None:
-    from mindspeed_llm.fp8_quantize import quantize_checkpoint
-    from recipes.common.warmup import Warmup, run_warmup
-
-    plain = scratch / "plain"
-    write_text_atomically(plain / "config.json", json.dumps(HF_CONFIG, indent=2) + "\n")
-    rows = training_rows(train_parquet)
-    texts = [message["content"] for row in rows for message in row["prompt"]]
-    texts += [example.response for example in islice(examples(rows, settings["seed"], style), len(rows))]
-    write_tokenizer(texts, plain, VOCAB_SIZE, MAX_POSITIONS, style.whole_tokens)
-    bf16 = scratch / "bf16"
-    run_warmup(Warmup(plain, train_parquet, style, bf16, **settings))
-    quantize_checkpoint(bf16, building, num_shards=NUM_SHARDS, num_mtp_layers=1)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -125,15 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--num-processes", type=int, default=2, help="data-parallel processes; part of the result")
 
     def body(args: argparse.Namespace) -> None:
-        is_new = make_base_model(
-            load_recipe(args.recipe).corpus,
-            args.train_parquet,
-            args.output_dir,
-            args.seed,
-            args.num_steps,
-            args.batch_size,
-            args.num_processes,
-        )
+        options = dict(vars(args))
+        is_new = make_base_model(load_recipe(options.pop("recipe")).corpus, **options)
         say(f"base model {'written to' if is_new else 'is complete; nothing to do:'} {args.output_dir}")
 
     return run_cli(parser, body, argv)

@@ -7,26 +7,38 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tokenizers import Tokenizer
 
+from hf_formats.config import load_hf_config
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.ops import reference_ops
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mindspeed_llm.cli_io import say
+from mindspeed_llm.export_weights import export_weights
+from mindspeed_llm.hf_checkpoint import save_hf_checkpoint
+from mindspeed_llm.model import build_model
 from recipes.common.corpus import CorpusStyle, Example, examples, training_rows
 from recipes.common.tokenizer import EOS, chat_text
-
-if TYPE_CHECKING:
-    from megatron.core.packed_seq_params import PackedSeqParams
 
 PEAK_LR, MIN_LR, LR_WARMUP_STEPS = 4e-3, 4e-4, 20
 LONGEST_TEXT = 512  # tokens; a longer prompt teaches so small a model little, and costs the most
 MAX_BATCH_TOKENS = 4096  # long texts make smaller batches, so that the warm-up takes the same time on any data
 REPORT_EVERY = 50
 TIMEOUT_MINUTES = 10
+
+Tokens = tuple[list[int], list[int]]  # of a text: prompt and response
 
 
 @dataclass(frozen=True)
@@ -77,30 +89,10 @@ def _run_rank(rank: int, warmup: Warmup, rendezvous: str) -> None:
 
 def train(warmup: Warmup) -> None:
     """The warm-up on this rank of an initialised process group: pure data parallelism, fp32."""
-    from hf_formats.config import load_hf_config
-    from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.ops import reference_ops
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-    from mindspeed_llm.export_weights import export_weights
-    from mindspeed_llm.hf_checkpoint import save_hf_checkpoint
-    from mindspeed_llm.model import build_model
-
     groups, ops = parallel_state.initialize_model_parallel(), reference_ops()
     hf = load_hf_config(warmup.hf_dir)
     model = build_model(
-        hf,
-        groups,
-        ops,
-        params_dtype=torch.float32,
-        calculate_per_token_loss=True,
-        moe_router_bias_update_rate=1e-3,
+        hf, groups, ops, params_dtype=torch.float32, calculate_per_token_loss=True, moe_router_bias_update_rate=1e-3
     )
     model.init_weights(warmup.seed)
     ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model, groups)
@@ -136,8 +128,6 @@ def train(warmup: Warmup) -> None:
 
 def batches(warmup: Warmup, rank: int) -> Iterator[tuple[PackedTexts, int]]:
     """This rank's share of every batch, and the number of learned tokens in the whole batch."""
-    from tokenizers import Tokenizer
-
     tokenizer = Tokenizer.from_file(str(warmup.hf_dir / "tokenizer.json"))
     rows = training_rows(warmup.train_parquet)
     texts = _token_lists(examples(rows, warmup.seed, warmup.style), len(rows), tokenizer)
@@ -153,30 +143,30 @@ def batches(warmup: Warmup, rank: int) -> Iterator[tuple[PackedTexts, int]]:
         yield pack(batch[rank :: warmup.num_processes]), num_learned
 
 
-def _token_lists(texts: Iterator[Example], num_rows: int, tokenizer: Any) -> Iterator[tuple[list[int], list[int]]]:
+def _token_lists(texts: Iterator[Example], num_rows: int, tokenizer: Any) -> Iterator[Tokens]:
     """Yield (prompt, response) token ids forever; texts above ``LONGEST_TEXT`` are left out."""
     end = tokenizer.token_to_id(EOS)
-    prompts: dict[str, list[int]] = {}
+
+    @cache
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
     found_short = False
     for position, example in enumerate(texts):
-        text = chat_text(example.messages)
-        if text not in prompts:
-            prompts[text] = tokenizer.encode(text, add_special_tokens=False).ids
-        response = [*tokenizer.encode(example.response, add_special_tokens=False).ids, end]
-        if len(prompts[text]) + len(response) <= LONGEST_TEXT:
+        prompt, response = encode(chat_text(example.messages)), [*encode(example.response), end]
+        if len(prompt) + len(response) <= LONGEST_TEXT:
             found_short = True
-            yield prompts[text], response
+            yield prompt, response
         elif not found_short and position >= num_rows:
             raise ValueError(f"no problem of {num_rows} fits into {LONGEST_TEXT} tokens: give shorter ones")
 
 
-def _length(text: tuple[list[int], list[int]]) -> int:
+def _length(text: Tokens) -> int:
     return len(text[0]) + len(text[1])
 
 
-def pack(texts: Sequence[tuple[list[int], list[int]]]) -> PackedTexts:
+def pack(texts: Sequence[Tokens]) -> PackedTexts:
     """Concatenate texts; the last token of a text has no next one and is not learned from."""
-    from megatron.core.packed_seq_params import PackedSeqParams
 
     def packed(numbers: Iterable[Iterable[float]]) -> torch.Tensor:
         return torch.tensor(list(chain.from_iterable(numbers)))

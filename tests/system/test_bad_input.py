@@ -91,7 +91,7 @@ def test_layout_that_does_not_fit_the_model(prepared: Prepared, tmp_path: Path) 
     ]
     message = refused(prepared.environment(tmp_path / "run"), arguments)
     assert message.count(f"MODEL_PATH {prepared.model_path} (3 layers, 8 experts): ") >= 3
-    assert "8 experts do not divide over 6 rollout ranks" in message
+    assert "8 experts do not divide over the 6 rollout ranks" in message
 
 
 def test_missing_shard(prepared: Prepared, tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
+from recipes.common.base_model import TINY_MODEL
 from recipes.common.launcher import network
 from recipes.common.launcher.job import Job, has_shards, is_fp8, model_dimensions, model_dir
 from recipes.common.launcher.settings import NodeRole
@@ -21,7 +23,7 @@ LEAST_FREE_BYTES = 2**30
 def problems(job: Job, role: NodeRole) -> list[str]:
     """Every reason why this node cannot take part in the run, one text each; empty when it can."""
     settings = job.settings
-    found = [*validate_config(job.config), *layout_problems(job), *host_problems(job), *device_problems(job)]
+    found = [*config_problems(job), *host_problems(job), *device_problems(job)]
     found += writable_problems("OUTPUT_DIR", settings.output_dir)
     if settings.dist_ckpt_path is not None and not has_shards(settings.dist_ckpt_path):
         found += writable_problems("DIST_CKPT_PATH", settings.dist_ckpt_path)
@@ -91,29 +93,19 @@ def parquet_problems(job: Job) -> list[str]:
     ]
 
 
-def layout_problems(job: Job) -> list[str]:
-    """Faults of the layout for a model whose BF16 form does not exist yet: the tiny one, or a quantised one."""
+def config_problems(job: Job) -> list[str]:
+    """Faults of the config, also for a model whose BF16 form does not exist yet: the tiny one, or a quantised one."""
+    found = validate_config(job.config)
     path, dims = job.settings.model_path, model_dimensions(job.settings)
-    if path is None:
-        where, advice = "without MODEL_PATH the model is the tiny one", "set MODEL_PATH, or change"
-    elif is_fp8(path):
-        where, advice = f"MODEL_PATH {path}", "change"
-    else:
-        return []  # the config's own check reads this one
-    wanted = ("num_hidden_layers", "n_routed_experts", "num_attention_heads", "vocab_size")
-    num_layers, num_experts, num_heads, vocab_size = (dims.get(name) for name in wanted)
-    models, world = job.config.actor_rollout_ref, job.config.trainer.world_size
-    try:
-        layout = models.actor.megatron.layout(world)
-    except ValueError:
-        return []  # the config's own check reports it
-    with_model = layout.problems(num_layers, num_experts, num_heads, vocab_size)
-    problems = [problem for problem in with_model if problem not in layout.problems()]
-    over = models.rollout.experts_over(job.config.rollout_world_size)
-    if models.rollout.enable_expert_parallel and num_experts and num_experts % over:
-        problems.append(f"{num_experts} experts do not divide over {over} rollout ranks")
-    size = f"({num_layers} layers, {num_experts} experts)"
-    return [f"{where} {size}: {problem}; {advice} the layout" for problem in problems]
+    if path is not None and not is_fp8(path):
+        return found
+    model = replace(job.config.actor_rollout_ref.model, path=str(path or TINY_MODEL))
+    with_model = replace(job.config, actor_rollout_ref=replace(job.config.actor_rollout_ref, model=model))
+    where = f"MODEL_PATH {path}" if path else "without MODEL_PATH the model is the tiny one"
+    size = f"({dims.get('num_hidden_layers')} layers, {dims.get('n_routed_experts')} experts)"
+    advice = "change the layout" if path else "set MODEL_PATH, or change the layout"
+    of_model = [problem for problem in validate_config(with_model) if problem not in found]
+    return [*found, *(f"{where} {size}: {problem}; {advice}" for problem in of_model)]
 
 
 def model_problems(job: Job, path: Path) -> list[str]:

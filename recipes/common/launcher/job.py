@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.common.base_model import HF_CONFIG
+from recipes.common.base_model import TINY_MODEL
 from recipes.common.launcher.settings import Settings
 
 if TYPE_CHECKING:
@@ -140,11 +140,10 @@ def model_dir(settings: Settings) -> Path:
 
 def model_dimensions(settings: Settings) -> Mapping[str, Any]:
     """The config.json of the model that the run starts from; empty when it cannot be read, which the checks report."""
-    return HF_CONFIG if settings.model_path is None else _hf_config(settings.model_path)
+    return _hf_config(settings.model_path or TINY_MODEL)
 
 
 def _hf_config(model_path: Path) -> Mapping[str, Any]:
-    """The config.json of an HF directory; empty when it cannot be read, which the checks report."""
     try:
         found: dict[str, Any] = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
