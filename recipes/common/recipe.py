@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from recipes.common.corpus import CorpusStyle
     from recipes.common.launcher.job import Job
     from recipes.common.launcher.settings import Settings
-    from recipes.common.launcher.stages import Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
@@ -23,13 +22,13 @@ class Recipe:
     """One folder of ``recipes``; its ``recipe.py`` holds one of these as ``RECIPE``.
 
     ``input_variable`` is the environment variable that names the data; ``input_default`` and ``input_meaning`` describe
-    it in --help. ``input_problems(path)`` returns its faults, one sentence each, before anything starts.
-    ``data_stages(job)`` are the commands that make ``data/train.parquet`` and ``data/test.parquet`` from it, or from
-    generated problems where it is not set. ``accelerators`` are the devices on which ``full_config`` is the default.
-    ``eval_variable`` names the evaluation sets of a recipe that has several, ``name path name path ...``;
-    ``eval_problems`` returns its faults, ``eval_sets`` the names of the files that the data stages write to data/eval.
-    ``shards`` is the form of the weights that training starts from; with ``converts_back`` the last checkpoint is
-    converted to an HF directory.
+    it in --help. ``check_input(path)`` raises ValueError for its faults, before anything starts. Where it is not set,
+    ``problems_module`` generates problems as ``problems_output`` in the folder of the data. From either,
+    ``data_module`` with ``data_arguments(job, path)`` makes ``data/train.parquet`` and ``data/test.parquet``.
+    ``accelerators`` are the devices on which ``full_config`` is the default. ``eval_variable`` names the evaluation
+    sets of a recipe that has several, ``name path name path ...``; ``eval_problems`` returns its faults, ``eval_sets``
+    the names of the files that the data stages write to data/eval. ``shards`` is the form of the weights that training
+    starts from; with ``converts_back`` the last checkpoint is converted to an HF directory.
     """
 
     name: str
@@ -43,8 +42,11 @@ class Recipe:
     input_variable: str
     input_default: str
     input_meaning: str
-    input_problems: Callable[[Path], list[str]]
-    data_stages: Callable[[Job], list[Stage]]
+    check_input: Callable[[Path], object]
+    problems_module: str
+    problems_output: str
+    data_module: str
+    data_arguments: Callable[[Job, Path], Sequence[object]]
     shards: Literal["mp_rank", "torch_dist"] = "mp_rank"
     converts_back: bool = False
     eval_variable: str | None = None
@@ -53,19 +55,14 @@ class Recipe:
     eval_sets: Callable[[Settings], tuple[str, ...]] = lambda settings: ()
 
     @property
-    def folder(self) -> Path:
-        """Its folder."""
-        return RECIPES / self.name
-
-    @property
     def config_dir(self) -> Path:
         """Its named configs."""
-        return self.folder / "config"
+        return RECIPES / self.name / "config"
 
     @property
     def reward_path(self) -> Path:
         """The file with its ``compute_score``."""
-        return self.folder / self.reward
+        return RECIPES / self.name / self.reward
 
     @property
     def start_command(self) -> str:

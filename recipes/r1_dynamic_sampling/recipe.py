@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from recipes.common import arithmetic
 from recipes.common.corpus import CorpusStyle
 from recipes.common.launcher.job import Job
-from recipes.common.launcher.stages import Stage, module_stage, problems_stage
 from recipes.common.recipe import Recipe
 from recipes.r1_dynamic_sampling.arithmetic import EVAL_SETS, INSTRUCTION
 from recipes.r1_dynamic_sampling.prompt_data import HELD_OUT_SET, set_pairs
@@ -32,9 +31,10 @@ CORPUS = CorpusStyle(
 )
 
 
-def input_problems(prompt_data: Path) -> list[str]:
-    """Faults of PROMPT_DATA that are visible without reading its rows."""
-    return [] if prompt_data.is_file() else [f"PROMPT_DATA {prompt_data}: no such file; expected JSON lines"]
+def check_input(prompt_data: Path) -> None:
+    """ValueError for faults of PROMPT_DATA that are visible without reading its rows."""
+    if not prompt_data.is_file():
+        raise ValueError(f"PROMPT_DATA {prompt_data}: no such file; expected JSON lines")
 
 
 def eval_problems(text: str) -> list[str]:
@@ -53,16 +53,14 @@ def eval_sets(settings: Settings) -> tuple[str, ...]:
     return EVAL_SETS if settings.input_path is None else (HELD_OUT_SET,)
 
 
-def data_stages(job: Job) -> list[Stage]:
-    """Generated problems unless PROMPT_DATA is given; then parquet files of prompts and of every evaluation set."""
-    settings, out = job.settings, []
-    folder, words = settings.data_dir / "arithmetic", settings.eval_input.split()
-    if settings.input_path is None:
-        out.append(problems_stage(job, "recipes.r1_dynamic_sampling.arithmetic", folder))
-        words = words or [word for name in EVAL_SETS for word in (name, str(folder / f"{name}.jsonl"))]
-    arguments = ("--prompt_data", settings.input_path or folder / "prompts.jsonl", "--local_dir", settings.data_dir)
-    given = ("--eval_prompt_data", *words) if words else ()
-    return [*out, module_stage(job, "data", "Data", "recipes.r1_dynamic_sampling.prompt_data", *arguments, *given)]
+def data_arguments(job: Job, source: Path) -> list[object]:
+    """The options of ``prompt_data``; generated problems are a folder with a file of prompts and one of each set."""
+    words: list[object] = [*job.settings.eval_input.split()]
+    if job.settings.input_path is None:
+        words = words or [word for name in EVAL_SETS for word in (name, source / f"{name}.jsonl")]
+        source = source / "prompts.jsonl"
+    arguments: list[object] = ["--prompt_data", source, "--local_dir", job.settings.data_dir]
+    return [*arguments, "--eval_prompt_data", *words] if words else arguments
 
 
 RECIPE = Recipe(
@@ -77,8 +75,11 @@ RECIPE = Recipe(
     input_variable="PROMPT_DATA",
     input_default="a generated arithmetic set",
     input_meaning="JSON lines of prompt and label, as dapo-math-17k.jsonl",
-    input_problems=input_problems,
-    data_stages=data_stages,
+    check_input=check_input,
+    problems_module="recipes.r1_dynamic_sampling.arithmetic",
+    problems_output="arithmetic",
+    data_module="recipes.r1_dynamic_sampling.prompt_data",
+    data_arguments=data_arguments,
     shards="torch_dist",
     eval_variable="EVAL_PROMPT_DATA",
     eval_default="generated too, or the last 256 prompts of PROMPT_DATA",

@@ -7,7 +7,6 @@ from typing import Any
 
 from recipes.common.corpus import CorpusStyle
 from recipes.common.launcher.job import Job
-from recipes.common.launcher.stages import Stage, module_stage, problems_stage
 from recipes.common.recipe import Recipe
 from recipes.r1_zero.deepscaler import TAGS
 from recipes.r1_zero.json_to_parquet import SYSTEM_TEMPLATE, read_rows
@@ -39,26 +38,14 @@ CORPUS = CorpusStyle(
 )
 
 
-def input_problems(json_path: Path) -> list[str]:
-    """Faults of JSON_PATH."""
-    try:
-        read_rows(json_path)
-    except ValueError as error:
-        return [str(error).replace("--json_path", "JSON_PATH", 1)]
-    return []
-
-
-def data_stages(job: Job) -> list[Stage]:
-    """A generated arithmetic set unless JSON_PATH is given; then parquet files."""
-    settings, out = job.settings, []
-    json_path = settings.input_path or settings.data_dir / "arithmetic.json"
-    if settings.input_path is None:
-        out.append(problems_stage(job, "recipes.common.arithmetic", json_path))
+def data_arguments(job: Job, json_path: Path) -> list[object]:
+    """The options of ``json_to_parquet``, which drops prompts that are too long where a tokenizer is given."""
+    settings = job.settings
     arguments = ["--json_path", json_path, "--output_dir", settings.data_dir]
     arguments += ["--train_data_ratio", 0.9, "--seed", settings.seed]
     if settings.model_path is not None:
         arguments += ["--tokenizer", settings.model_path, "--max_prompt_length", job.config.data.max_prompt_length]
-    return [*out, module_stage(job, "data", "Data", "recipes.r1_zero.json_to_parquet", *arguments)]
+    return arguments
 
 
 RECIPE = Recipe(
@@ -73,6 +60,9 @@ RECIPE = Recipe(
     input_variable="JSON_PATH",
     input_default="a generated arithmetic set",
     input_meaning="problems as deepscaler.json: a list of problem, answer, solution",
-    input_problems=input_problems,
-    data_stages=data_stages,
+    check_input=read_rows,
+    problems_module="recipes.common.arithmetic",
+    problems_output="arithmetic.json",
+    data_module="recipes.r1_zero.json_to_parquet",
+    data_arguments=data_arguments,
 )

@@ -191,7 +191,7 @@ def test_the_plans_of_256_dies(
 def test_the_scripts_choose_their_configs(tmp_path: Path, script: str, config: str) -> None:
     """Run on a machine without NPUs, where the benchmark is that of the tiny model."""
     kept = {name: value for name, value in os.environ.items() if name not in ("CONFIG_NAME", "OUTPUT_DIR")}
-    path = RECIPE.folder / f"train_deepseekv3_256die_{script}.sh"
+    path = RECIPE.config_dir.parent / f"train_deepseekv3_256die_{script}.sh"
     environment = kept | {"SETUP": "no", "VENV_DIR": sys.prefix, "MASTER_ADDR": "192.0.2.77", "COLUMNS": "200"}
     if config.endswith("tiny"):
         del environment["MASTER_ADDR"]

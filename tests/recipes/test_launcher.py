@@ -393,11 +393,12 @@ def test_scripts_parse_and_help_needs_nothing() -> None:
 def test_every_recipe_has_its_parts_and_says_all_variables(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.name == name
-    for path in (recipe.reward_path, recipe.folder / recipe.script, recipe.config_dir / f"{recipe.tiny_config}.yaml"):
+    folder = ROOT / "recipes" / name
+    for path in (recipe.reward_path, folder / recipe.script, recipe.config_dir / f"{recipe.tiny_config}.yaml"):
         assert path.is_file(), path
     assert (recipe.config_dir / f"{recipe.full_config}.yaml").is_file()
     assert launch.main([name, "--help"]) == 0
-    readme = (recipe.folder / "README.md").read_text(encoding="utf-8")
+    readme = (folder / "README.md").read_text(encoding="utf-8")
     assert recipe.start_command in readme
     pages = readme + (ROOT / "docs" / "launcher.md").read_text(encoding="utf-8")
     for variable, (default, meaning) in variables(recipe).items():

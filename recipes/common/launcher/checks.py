@@ -13,6 +13,7 @@ from recipes.common.launcher import network
 from recipes.common.launcher.job import Job, has_shards, is_fp8, model_dimensions, model_dir
 from recipes.common.launcher.settings import NodeRole
 from recipes.common.launcher.stages import stages
+from recipes.common.recipe import Recipe
 from verl.trainer.config.data import file_list
 from verl.trainer.config.validate import validate_config
 from verl.utils.dataset.parquet import schema_problems
@@ -33,11 +34,20 @@ def problems(job: Job, role: NodeRole) -> list[str]:
         if settings.master_port == settings.ray_port:
             found.append(f"RAY_PORT and MASTER_PORT are both {settings.ray_port}; give each a port of its own")
         if settings.input_path is not None:
-            found += settings.recipe.input_problems(settings.input_path)
+            found += input_problems(settings.recipe, settings.input_path)
         if settings.model_path is not None:
             found += model_problems(job, settings.model_path)
         found += parquet_problems(job)
     return found
+
+
+def input_problems(recipe: Recipe, path: Path) -> list[str]:
+    """Faults of the recipe's input, with the name of its variable for the data script's option."""
+    try:
+        recipe.check_input(path)
+    except ValueError as error:
+        return [str(error).replace(f"--{recipe.input_variable.lower()}", recipe.input_variable, 1)]
+    return []
 
 
 def host_problems(job: Job) -> list[str]:

@@ -28,11 +28,6 @@ def module_stage(job: Job, name: str, title: str, module: str, *arguments: objec
     return Stage(name, title, (job.python, "-m", module, *map(str, arguments)))
 
 
-def problems_stage(job: Job, module: str, output: Path) -> Stage:
-    """The stage that generates arithmetic problems, for a recipe whose data is not given."""
-    return module_stage(job, "problems", "Problems", module, "--output", output, "--seed", job.settings.seed)
-
-
 def stages(job: Job) -> list[Stage]:
     """The stages before the training, in order: data, base model, BF16, shards."""
     settings = job.settings
@@ -56,10 +51,16 @@ def stages(job: Job) -> list[Stage]:
 
 
 def _data_stages(job: Job) -> list[Stage]:
-    given = [text for text in job.settings.overrides if text.lstrip("+").startswith("data.train_files=")]
-    if given:
+    """Generated problems unless the recipe's input is given; then parquet files."""
+    settings, recipe = job.settings, job.settings.recipe
+    if given := [text for text in settings.overrides if text.lstrip("+").startswith("data.train_files=")]:
         return [Stage("data", "Data", skip_reason=f"{given[-1]} is given")]
-    return job.settings.recipe.data_stages(job)
+    source = settings.input_path or settings.data_dir / recipe.problems_output
+    data = module_stage(job, "data", "Data", recipe.data_module, *recipe.data_arguments(job, source))
+    if settings.input_path is not None:
+        return [data]
+    arguments = ("--output", source, "--seed", settings.seed)
+    return [module_stage(job, "problems", "Problems", recipe.problems_module, *arguments), data]
 
 
 def _sharding_stage(job: Job) -> Stage:
