@@ -60,7 +60,7 @@ def _run_or_print(recipe: Recipe, arguments: Sequence[str], console: Console) ->
     job = Job(settings, resolve_config(settings))
     if "--print-plan" in arguments:
         role = _role_for_plan(job)
-        print_plan(job, role, checks.problems(job, role), console, os.environ, others)
+        print_plan(job, role, checks.problems(job, role), console, others)
         return 0
     role = find_role(settings, job.nnodes)
     if problems := checks.problems(job, role):

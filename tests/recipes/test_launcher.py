@@ -347,7 +347,7 @@ def test_all_own_processes_end_and_no_other(tmp_path: Path) -> None:
     )
     processes = OwnProcesses()
     try:
-        child = processes.start([sys.executable, "-c", script], dict(os.environ), subprocess.PIPE, tmp_path)
+        child = processes.start([sys.executable, "-c", script], dict(os.environ), subprocess.PIPE)
         assert child.stdout is not None
         assert child.stdout.readline() == b"up\n"
         ours = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
@@ -365,10 +365,10 @@ def test_all_own_processes_end_and_no_other(tmp_path: Path) -> None:
 def test_children_end_with_a_killed_launcher(tmp_path: Path) -> None:
     """As when the launcher is killed with SIGKILL: its child gets SIGTERM from the kernel."""
     script = (
-        "import os, sys, time, subprocess; from pathlib import Path;"
+        "import os, sys, time, subprocess;"
         "from recipes.common.launcher.processes import OwnProcesses;"
         "child = OwnProcesses().start([sys.executable, '-c', 'import time; time.sleep(60)'], dict(os.environ), "
-        "subprocess.DEVNULL, Path('.'));"
+        "subprocess.DEVNULL);"
         "time.sleep(0.5); print(child.pid, flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT)

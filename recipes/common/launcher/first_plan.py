@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ def plan_command(job: Job, scratch: Path) -> list[str]:
     (model / "config.json").write_text(json.dumps(dimensions), encoding="utf-8")
     overrides = run_overrides(job.settings, job.rollout_nnodes)
     return [
-        *(job.python, "-m", "tools.plan", str(directory / f"{name}.yaml")),
+        *(sys.executable, "-m", "tools.plan", str(directory / f"{name}.yaml")),
         *(text for text in overrides if not text.startswith("actor_rollout_ref.model.path=")),
         *("--device", device_profile(job, scratch), "--model", str(model)),
         *("--brief", "--output", str(scratch / "plan.json")),
@@ -108,9 +109,7 @@ def _run(command: list[str], log: Path, timeout_s: float) -> tuple[int | None, l
     status = None
     try:
         with log.open("wb") as output:
-            process = processes.start(
-                command, {**os.environ, **quiet, "PYTHONPATH": python_path(os.environ)}, output, ROOT
-            )
+            process = processes.start(command, {**os.environ, **quiet, "PYTHONPATH": python_path()}, output)
         status = process.wait(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         pass

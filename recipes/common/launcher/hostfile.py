@@ -128,9 +128,7 @@ class RemoteNodes:
         for start in starts:
             log = log_dir / f"node_{start.host.address}.log"
             with log.open("ab") as output:
-                process = self._processes.start(
-                    start.command, os.environ, output, ROOT, standard_input=start.script.encode()
-                )
+                process = self._processes.start(start.command, os.environ, output, standard_input=start.script.encode())
             self._nodes.append((start.host, log, process))
 
     def end(self, patience_s: float) -> list[str]:

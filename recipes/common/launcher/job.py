@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ class Job:
 
     settings: Settings
     config: PPOTrainerConfig
-    python: str = field(default=sys.executable)
 
     @property
     def rollout_nnodes(self) -> int:
@@ -72,19 +70,19 @@ def run_overrides(settings: Settings, rollout_nnodes: int = 0) -> list[str]:
 
     rollout_nnodes: how many of NNODES only generate; where that leaves none to train, nodes do both.
     """
-    out = settings.output_dir
-    model = model_dir(settings)
-    derived: dict[str, object] = {
-        "data.train_files": out / "data" / "train.parquet",
-        **{f"data.{key}": path for key, path in val_files(settings).items()},
+    data, eval_sets = settings.data_dir, settings.recipe.eval_sets(settings)
+    val_files: dict[str, object] = {f"data.val_files.{name}": data / "eval" / f"{name}.parquet" for name in eval_sets}
+    derived = {
+        "data.train_files": data / "train.parquet",
+        **(val_files or {"data.val_files": data / "test.parquet"}),
         "data.seed": settings.seed,
-        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.model.path": model_dir(settings),
         "actor_rollout_ref.actor.megatron.dist_checkpointing_path": settings.dist_ckpt_dir,
         "actor_rollout_ref.actor.megatron.seed": settings.seed,
         "actor_rollout_ref.rollout.seed": settings.seed,
         "custom_reward_function.path": settings.recipe.reward_path,
-        "trainer.default_local_dir": out / "checkpoints",
-        "trainer.report_dir": out,
+        "trainer.default_local_dir": settings.output_dir / "checkpoints",
+        "trainer.report_dir": settings.output_dir,
     }
     if settings.steps is not None:
         derived["trainer.total_training_steps"] = settings.steps
@@ -93,14 +91,6 @@ def run_overrides(settings: Settings, rollout_nnodes: int = 0) -> list[str]:
     if settings.npus_per_node is not None:
         derived["trainer.n_gpus_per_node"] = settings.npus_per_node
     return [*(f"{key}={_quoted(value)}" for key, value in derived.items()), *settings.overrides]
-
-
-def val_files(settings: Settings) -> dict[str, Path]:
-    """The evaluation files that the data stages make, by key below ``data``: one for each set, or one file."""
-    names = settings.recipe.eval_sets(settings)
-    if not names:
-        return {"val_files": settings.data_dir / "test.parquet"}
-    return {f"val_files.{name}": settings.data_dir / "eval" / f"{name}.parquet" for name in names}
 
 
 def _quoted(value: object) -> str:

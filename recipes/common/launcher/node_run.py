@@ -106,7 +106,7 @@ class NodeRun:
     def _notify_other_nodes(self, status: int, reason: str) -> None:
         command = nodes_stage(self.job, "end", "--status", str(status), "--reason", reason).command
         with self.watch_log.open("ab") as log:
-            process = self.processes.start(command, self.environment, log, ROOT)
+            process = self.processes.start(command, self.environment, log)
         try:
             process.wait(timeout=2 * nodes.END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -136,7 +136,7 @@ class NodeRun:
         self._run_stage(nodes_stage(self.job, "join", "--num-nodes", count, "--timeout-s", patience))
         with self.watch_log.open("wb") as log:
             command = nodes_stage(self.job, "watch", "--num-nodes", count).command
-            self.watch = self.processes.start(command, self.environment, log, ROOT)
+            self.watch = self.processes.start(command, self.environment, log)
 
     def _keep_trainings_apart(self) -> None:
         """Checkpoints of another seed, data set or model must not be resumed."""

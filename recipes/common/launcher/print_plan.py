@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -22,12 +23,7 @@ TEMP_DIR = "/tmp/rl_<random>"
 
 
 def print_plan(
-    job: Job,
-    role: NodeRole,
-    problems: list[str],
-    console: Console,
-    environment: Mapping[str, str],
-    others: Sequence[RemoteStart] = (),
+    job: Job, role: NodeRole, problems: list[str], console: Console, others: Sequence[RemoteStart] = ()
 ) -> None:
     """Print the plan of the whole run, as seen from any of its nodes; ``others`` are those that this one starts."""
     master = job.settings.master_addr or role.master_addr
@@ -38,14 +34,14 @@ def print_plan(
     _print_layout(job, console)
     for rank, node in enumerate(nodes):
         console.rule(f"Node {rank}: {'head' if node.is_head else 'worker'} {node.own_addr}")
-        _print_environment(job, node, environment, console, rank)
+        _print_environment(job, node, console, rank)
         console.print("\ncommands, in order:")
         for line in _commands(job, node, rank):
             console.print(f"  {line}")
     if others:
         console.rule("Started from here")
         for start in others:
-            console.print(shown(start, environment))
+            console.print(shown(start, os.environ))
     console.rule("Resolved config")
     console.print(to_yaml(job.config))
     if problems:
@@ -101,18 +97,18 @@ def _stage_layers(job: Job) -> str:
     return ", ".join([*ends, "the others even"]) if ends else "even"
 
 
-def _print_environment(job: Job, node: NodeRole, environment: Mapping[str, str], console: Console, rank: int) -> None:
+def _print_environment(job: Job, node: NodeRole, console: Console, rank: int) -> None:
     settings = job.settings
     console.print("started as:")
     given = {"NNODES": str(job.nnodes), "MASTER_ADDR": node.master_addr, "NODE_RANK": str(rank)}
     given |= {"CONFIG_NAME": settings.config_name, "OUTPUT_DIR": str(settings.output_dir)}
     names = [name for name in variables(settings.recipe) if name not in (*given, *SECRETS, HOSTFILE)]
-    given |= {name: environment[name] for name in names if environment.get(name)}
+    given |= {name: os.environ[name] for name in names if os.environ.get(name)}
     prefix = " ".join(f"{name}={shlex.quote(value)}" for name, value in given.items())
     overrides = "".join(f" {shlex.quote(text)}" for text in settings.overrides)
     console.print(f"  {prefix} {settings.recipe.start_command}{overrides}")
     console.print("\nenvironment of Ray and the workers:")
-    exported = run_variables(job, node, environment) | {"RAY_AUTH_TOKEN": "<the run's token>"}
+    exported = run_variables(job, node) | {"RAY_AUTH_TOKEN": "<the run's token>"}
     for name in sorted(exported):
         console.print(f"  {name}={exported[name]}")
 
@@ -125,6 +121,4 @@ def _commands(job: Job, node: NodeRole, rank: int) -> list[str]:
         return [ray, "# runs until the head says that the run has ended, or is lost"]
     count = str(job.nnodes)
     together = [nodes_stage(job, name, "--num-nodes", count) for name in ("join", "watch")] if job.nnodes > 1 else []
-    all_stages = [*together, *stages(job), driver_stage(job), *closing_stages(job)]
-    skipped = {stage.name: f"# {stage.title}: {stage.skip_reason}" for stage in all_stages if stage.skip_reason}
-    return [ray, *(skipped.get(stage.name) or stage.shown() for stage in all_stages)]
+    return [ray, *(stage.shown() for stage in (*together, *stages(job), driver_stage(job), *closing_stages(job)))]

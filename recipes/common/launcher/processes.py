@@ -42,7 +42,6 @@ class OwnProcesses:
         command: Sequence[str],
         environment: Mapping[str, str],
         output: IO[bytes] | int,
-        cwd: Path,
         standard_input: bytes = b"",
     ) -> subprocess.Popen[bytes]:
         """Start ``command`` with stdout and stderr to ``output``; it is sent SIGTERM if this process dies first.
@@ -55,7 +54,7 @@ class OwnProcesses:
             stdin=subprocess.PIPE if standard_input else subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            cwd=cwd,
+            cwd=ROOT,
             start_new_session=True,
         )
         if process.stdin is not None:
@@ -79,7 +78,7 @@ class OwnProcesses:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log, log_path.open("rb") as output:
             output.seek(0, os.SEEK_END)
-            process = self.start(command, environment, log, ROOT)
+            process = self.start(command, environment, log)
             partial = b""
             while True:
                 status = process.poll()  # before the read, which then has all that the command has written
@@ -121,9 +120,9 @@ class OwnProcesses:
         return found
 
 
-def python_path(environment: Mapping[str, str]) -> str:
+def python_path() -> str:
     """PYTHONPATH with the repository in front."""
-    return os.pathsep.join([str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))])
+    return os.pathsep.join([str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
 
 
 def how_it_ended(returncode: int) -> str:

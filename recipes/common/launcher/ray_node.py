@@ -8,6 +8,7 @@ import re
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -20,7 +21,6 @@ from recipes.common.launcher import network, nodes, run_logs
 from recipes.common.launcher.job import Job
 from recipes.common.launcher.processes import POLL_S, OwnProcesses, RunFailed, how_it_ended, python_path
 from recipes.common.launcher.settings import NodeRole
-from recipes.common.recipe import ROOT
 from verl.utils.net_utils import LOOPBACK, free_ports
 
 START_TIMEOUT_S = 90.0
@@ -36,7 +36,7 @@ def ray_command(
     job: Job, role: NodeRole, temp_dir: str, labels: Mapping[str, str], ports: tuple[str, str] = (FREE_PORT, FREE_PORT)
 ) -> tuple[str, ...]:
     """``ray start`` of one node in the foreground; ``ports`` are those of the client server and of the agent."""
-    command = [job.python, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     command += ["--node-ip-address", role.own_addr, "--temp-dir", temp_dir]
     if role.is_head:
         command += ["--head", "--port", str(job.settings.ray_port), "--include-dashboard", "false"]
@@ -66,15 +66,15 @@ def ray_environment(job: Job, role: NodeRole) -> dict[str, str]:
     """The whole environment of Ray and of the job's commands: this process's, the run's variables, Ray's token."""
     inherited = {name: value for name, value in os.environ.items() if name.lower() != "grpc_proxy"}
     token = shared_token(job.settings.output_dir, job.settings.ray_auth_token)
-    return {**inherited, **run_variables(job, role, os.environ), "RAY_AUTH_TOKEN": token}
+    return {**inherited, **run_variables(job, role), "RAY_AUTH_TOKEN": token}
 
 
-def run_variables(job: Job, role: NodeRole, environment: Mapping[str, str]) -> dict[str, str]:
+def run_variables(job: Job, role: NodeRole) -> dict[str, str]:
     """The variables that this launcher sets for Ray, the workers and the driver; Ray's token comes on top."""
-    given = (environment.get("no_proxy") or environment.get("NO_PROXY") or "").split(",")
+    given = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
     own = ["localhost", LOOPBACK, role.master_addr, role.own_addr]
     variables = {
-        "PYTHONPATH": python_path(environment),
+        "PYTHONPATH": python_path(),
         "RAY_ADDRESS": ray_address(job, role),
         "RAY_AUTH_MODE": "token",
         "RAY_COLOR_PREFIX": "0",
@@ -98,12 +98,12 @@ def run_variables(job: Job, role: NodeRole, environment: Mapping[str, str]) -> d
         variables["MASTER_PORT"] = str(job.settings.master_port)
     if job.device == "npu":
         variables["HCCL_SOCKET_IFNAME"] = role.interface
-        variables |= npu_variables(environment)
+        variables |= npu_variables(os.environ)
     elif job.device == "cuda":
         variables["NCCL_SOCKET_IFNAME"] = role.interface
     else:
         threads = max(1, (os.cpu_count() or 1) // job.npus_per_node)
-        variables["OMP_NUM_THREADS"] = environment.get("OMP_NUM_THREADS") or str(threads)
+        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(threads)
         variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     return variables
 
@@ -159,7 +159,7 @@ class RayNode:
         client, agent = map(str, free_ports(2, avoid=(self._port,)))
         command = ray_command(job, role, str(self._temp_dir), labels, (client, agent))
         with self._log_path.open("wb") as log:
-            self._process = processes.start(command, {**environment, nodes.END_FILE: str(self.end_file)}, log, ROOT)
+            self._process = processes.start(command, {**environment, nodes.END_FILE: str(self.end_file)}, log)
 
     def wait_until_up(self) -> None:
         """Wait until the head's port answers; RunFailed when Ray ends first or time runs out."""

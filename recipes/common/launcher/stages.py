@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +20,13 @@ class Stage:
     skip_reason: str | None = None
 
     def shown(self) -> str:
-        """The command as a line for a shell."""
-        return shlex.join(self.command)
+        """The command as a line for a shell; the reason as a comment where there is none."""
+        return f"# {self.title}: {self.skip_reason}" if self.skip_reason else shlex.join(self.command)
 
 
 def module_stage(job: Job, name: str, title: str, module: str, *arguments: object) -> Stage:
     """The stage that runs ``python -m module`` with these arguments as texts."""
-    return Stage(name, title, (job.python, "-m", module, *map(str, arguments)))
+    return Stage(name, title, (sys.executable, "-m", module, *map(str, arguments)))
 
 
 def stages(job: Job) -> list[Stage]:
