@@ -7,7 +7,6 @@ import json
 import random
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,8 +109,7 @@ def without_duplicates(problems: list[Problem], report: DataReport) -> list[Prob
     """The first of each problem text (white space made equal); the others go into the report."""
     first: dict[str, Problem] = {}
     for item in problems:
-        seen = first.setdefault(" ".join(item.problem.split()), item)
-        if seen is not item:
+        if (seen := first.setdefault(" ".join(item.problem.split()), item)) is not item:
             same_answer = seen.answer == item.answer
             report.duplicates.append({"index": item.index, "same_as": seen.index, "same_answer": same_answer})
     return list(first.values())
@@ -150,17 +148,16 @@ def _write_side(items: list[Problem], side: str, path: Path) -> None:
     write_parquet(rows, path, extra_texts=("answer",))
 
 
-def prompt_length_counter(tokenizer_path: str) -> Callable[[str], int]:
-    """A function from a problem to the number of tokens of its whole prompt under that tokenizer's chat template."""
+def prompt_lengths(problems: list[Problem], tokenizer_path: str) -> dict[int, int]:
+    """Index of a problem -> number of tokens of its whole prompt under that tokenizer's chat template."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
-
-    def count(problem: str) -> int:
-        text = tokenizer.apply_chat_template(messages(problem), tokenize=False, add_generation_prompt=True)
-        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    return count
+    lengths = {}
+    for item in problems:
+        text = tokenizer.apply_chat_template(messages(item.problem), tokenize=False, add_generation_prompt=True)
+        lengths[item.index] = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return lengths
 
 
 def convert(
@@ -187,8 +184,7 @@ def convert(
     report.skipped = [{"index": index, "reason": item} for index, item in enumerate(items) if isinstance(item, str)]
     problems = without_duplicates([item for item in items if not isinstance(item, str)], report)
     if tokenizer is not None and max_prompt_length is not None:
-        count = prompt_length_counter(tokenizer)
-        lengths = {item.index: count(item.problem) for item in problems}
+        lengths = prompt_lengths(problems, tokenizer)
         report.over_long = [{"index": i, "tokens": n} for i, n in lengths.items() if n > max_prompt_length]
         problems = [item for item in problems if lengths[item.index] <= max_prompt_length]
     train, test = split(problems, train_data_ratio, seed)

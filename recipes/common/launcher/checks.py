@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from dataclasses import replace
@@ -135,12 +134,3 @@ def model_problems(job: Job, path: Path) -> list[str]:
     except (ValueError, OSError) as error:
         return [f"MODEL_PATH: {error}"]
     return []
-
-
-def resume_hint(checkpoint_dir: Path) -> str:
-    """The advice after a failure: the checkpoint that the same command continues from."""
-    latest = checkpoint_dir / "latest_checkpointed_iteration.txt"
-    if latest.is_file():
-        step = latest.read_text(encoding="utf-8").strip()
-        return f"run the same command again to continue from {os.path.join(checkpoint_dir, f'global_step_{step}')}"
-    return "no checkpoint was written yet: the same command starts the training again; finished stages are kept"

@@ -146,3 +146,9 @@ def has_shards(directory: Path) -> bool:
     if not directory.is_dir():
         return False
     return (directory / ".metadata").is_file() or next(directory.glob("**/mp_rank_*"), None) is not None
+
+
+def latest_step(checkpoint_dir: Path) -> str | None:
+    """The step of the newest complete checkpoint; None when there is none."""
+    latest = checkpoint_dir / "latest_checkpointed_iteration.txt"
+    return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None

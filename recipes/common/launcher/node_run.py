@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from recipes.common.launcher import checks, network, nodes, ray_node, run_logs
-from recipes.common.launcher.job import Job
+from recipes.common.launcher import network, nodes, ray_node, run_logs
+from recipes.common.launcher.job import Job, latest_step
 from recipes.common.launcher.processes import POLL_S, OwnProcesses, RunFailed, how_it_ended
 from recipes.common.launcher.settings import NodeRole
 from recipes.common.launcher.stages import Stage, closing_stages, driver_stage, nodes_stage, stages
@@ -58,7 +58,7 @@ class NodeRun:
             reason = str(error)
             self.print(f"error: {reason}", "bold red")
             if self.is_training:
-                self.print(checks.resume_hint(Path(self.job.config.trainer.default_local_dir)), "yellow")
+                self._print_how_to_continue()
         except Stopped as error:
             status, reason = 128 + error.args[0], f"stopped by {error.args[0].name}"
             self.print(f"error: {reason}", "bold red")
@@ -69,6 +69,13 @@ class NodeRun:
     def print(self, text: str, style: str | None = None) -> None:
         """A line on the console as it is: no markup, no line breaks."""
         self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    def _print_how_to_continue(self) -> None:
+        folder = Path(self.job.config.trainer.default_local_dir)
+        advice = "no checkpoint was written yet: the same command starts the training again; finished stages are kept"
+        if step := latest_step(folder):
+            advice = f"run the same command again to continue from {folder / f'global_step_{step}'}"
+        self.print(advice, "yellow")
 
     def _elapsed(self) -> str:
         minutes, seconds = divmod(int(time.monotonic() - self.started), 60)

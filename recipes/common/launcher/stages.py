@@ -7,7 +7,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.common.launcher.job import Job, config_path, has_shards, model_dimensions, model_dir, run_overrides
+from recipes.common.launcher.job import (
+    Job,
+    config_path,
+    has_shards,
+    latest_step,
+    model_dimensions,
+    model_dir,
+    run_overrides,
+)
 
 
 @dataclass(frozen=True)
@@ -126,8 +134,7 @@ def closing_stages(job: Job) -> list[Stage]:
 def _export_stage(job: Job) -> Stage:
     """The conversion of the last checkpoint, in torch-dist shards, to an HF directory; call it when that is written."""
     checkpoints = Path(job.config.trainer.default_local_dir)
-    latest = checkpoints / "latest_checkpointed_iteration.txt"
-    step = latest.read_text(encoding="utf-8").strip() if latest.is_file() else "<last>"
+    step = latest_step(checkpoints) or "<last>"
     paths = ["--load-dir", checkpoints / f"global_step_{step}" / "actor", "--hf-config-dir", model_dir(job.settings)]
     paths += ["--save-dir", job.settings.output_dir / "trained_hf" / f"global_step_{step}", "--resume"]
     module = "mindspeed_llm.convert_ckpt_deepseek3_mcore2hf"
