@@ -25,6 +25,8 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0
 # Ray would start a worker per core ahead of need; tests start the few that they use.
 export RAY_enable_worker_prestart=0
+# Hundreds of processes import the same modules; images often forbid to keep them compiled, which costs half of the run.
+unset PYTHONDONTWRITEBYTECODE
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
 step() { echo "== $*"; }
