@@ -14,7 +14,6 @@ from tests.system.jobs import SMALL, Prepared, prepare
 from vllm.ops.reference import rollout_ops as reference_rollout_ops
 from vllm_ascend.ops import rollout_ops
 
-STEPS = 5
 TOLERANCE = 1e-3  # relative
 COMPARED = (
     "actor/pg_loss",
@@ -52,13 +51,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 
 
 @pytest.mark.timeout(600)
-def test_five_grpo_steps_on_the_device_equal_the_cpus(prepared: Prepared, tmp_path: Path) -> None:
-    runs = {device: run_on(device, prepared, tmp_path) for device in ("cpu", "npu")}
+@pytest.mark.parametrize("num_steps", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_grpo_steps_on_the_device_equal_the_cpus(prepared: Prepared, tmp_path: Path, num_steps: int) -> None:
+    runs = {device: run_on(device, num_steps, prepared, tmp_path) for device in ("cpu", "npu")}
     cpu, npu = ({step["step"]: step for step in read_metrics(tmp_path / device)} for device in runs)
-    assert sorted(cpu) == sorted(npu) == [*range(STEPS + 1)]
+    assert sorted(cpu) == sorted(npu) == [*range(num_steps + 1)]
     apart = [
         f"step {step}: {name} is {cpu[step][name]} on the CPU, {npu[step][name]} on the device"
-        for step in range(1, STEPS + 1)
+        for step in range(1, num_steps + 1)
         for name in COMPARED
         if not math.isclose(cpu[step][name], npu[step][name], rel_tol=TOLERANCE, abs_tol=1e-6)
     ]
@@ -68,12 +68,12 @@ def test_five_grpo_steps_on_the_device_equal_the_cpus(prepared: Prepared, tmp_pa
     assert (tmp_path / "npu" / "export_hf" / "config.json").is_file()
 
 
-def run_on(device: str, prepared: Prepared, folder: Path) -> str:
+def run_on(device: str, num_steps: int, prepared: Prepared, folder: Path) -> str:
     """The whole command to its good end; what it said."""
     kernels = folder / "kernels"
     kernels.mkdir(exist_ok=True)
-    environment = prepared.environment(folder / device, STEPS=STEPS, FAKE_NPU_COUNT=2, FAKE_NPU_CALLS_DIR=kernels)
-    changes = (f"trainer.device={device}", "trainer.save_freq=-1")
+    environment = prepared.environment(folder / device, STEPS=num_steps, FAKE_NPU_COUNT=2, FAKE_NPU_CALLS_DIR=kernels)
+    changes = (f"trainer.device={device}", "trainer.save_freq=-1", "data.val_max_samples=4")
     with Command(folder / f"{device}.log", environment, (*SMALL, *changes)) as command:
         assert command.wait() == 0, command.tail(80)
         assert command.left_behind() == []

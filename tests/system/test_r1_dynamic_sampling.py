@@ -1,4 +1,8 @@
-"""The whole job of recipes/r1_dynamic_sampling, small: sets by name, filter by path, two updates, two FP8 engines."""
+"""The whole job of recipes/r1_dynamic_sampling, small: sets by name, two updates, two FP8 engines, a user's own files.
+
+The filter comes from a file, the advantage estimator and the loss from another one, which the controller and every
+worker import.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,39 @@ from tests.system.command import read_metrics
 from tests.system.jobs import Job, prepare_r1_dynamic_sampling
 
 STEPS = 2
+LIBRARY = """
+import os
+from pathlib import Path
+
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_policy_loss_fn, register_adv_est, register_policy_loss
+
+
+def note(what):
+    Path(__file__).with_name(f"{what}-{os.getpid()}").touch()
+
+
+@register_adv_est("mine")
+def estimate(token_level_rewards, response_mask, index, **_unused):
+    note("estimator")
+    return get_adv_estimator_fn("grpo")(token_level_rewards, response_mask, index)
+
+
+@register_policy_loss("mine")
+def loss(old_log_prob, log_prob, advantages, config, sequence_mean):
+    note("loss")
+    return get_policy_loss_fn("vanilla")(old_log_prob, log_prob, 2 * advantages, config, sequence_mean)
+"""
 
 
 def test_from_json_lines_to_a_policy(tmp_path: Path) -> None:
-    job = Job(prepare_r1_dynamic_sampling(tmp_path), tmp_path, STEPS)
+    library = tmp_path / "mine.py"
+    library.write_text(LIBRARY)
+    overrides = (
+        f"actor_rollout_ref.model.external_lib={library}",
+        "algorithm.adv_estimator=mine",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=mine",
+    )
+    job = Job(prepare_r1_dynamic_sampling(tmp_path), tmp_path, STEPS, overrides)
     job.finish()
     run = job.output_dir
     steps = read_metrics(run)
@@ -21,5 +54,9 @@ def test_from_json_lines_to_a_policy(tmp_path: Path) -> None:
     for step in steps[1:]:
         assert step["train/num_gen_batches"] == 1 and step["train/dropped_surplus_groups"] > 0
         assert step["actor/grad_norm"] >= 0
+    assert any(step["actor/grad_norm"] > 0 for step in steps[1:])
     assert {"val/score", "val/sums/score", "val/comparisons/response_length"} <= steps[0].keys()
     assert (run / "report.html").is_file()
+    [controller] = (path.name.removeprefix("estimator-") for path in tmp_path.glob("estimator-*"))
+    workers = {path.name.removeprefix("loss-") for path in tmp_path.glob("loss-*")}
+    assert len(workers) == 2 and controller not in workers

@@ -105,7 +105,7 @@ def test_two_hosts_train_as_one(hosts: Hosts, prepared: Prepared, uninterrupted:
     assert without_measurements(mine) == without_measurements(expected[:3])
 
 
-@pytest.mark.parametrize("how", ["killed", "cut off"])
+@pytest.mark.parametrize("how", [pytest.param("killed", marks=pytest.mark.slow), "cut off"])
 def test_a_node_that_goes_away_ends_both(hosts: Hosts, prepared: Prepared, tmp_path: Path, how: str) -> None:
     """All processes of the other node die, or its cable is pulled, in the middle of training."""
     with (
