@@ -85,34 +85,42 @@ def hosts() -> Iterator[Hosts]:
             ip("netns", "del", name)
 
 
-def test_two_hosts_train_as_one(hosts: Hosts, prepared: Prepared, uninterrupted: Job, tmp_path: Path) -> None:
-    """One worker on each host: the metrics are those of two workers on one host."""
+def assert_equal_to_one_host(folder: Path, uninterrupted: Job) -> None:
+    """The metrics of the first two steps are those of two workers on one host."""
+    mine, expected = read_metrics(folder / "run")[:3], read_metrics(uninterrupted.output_dir)[:3]
+    assert [step["step"] for step in mine] == [0, 1, 2]
+    assert without_measurements(mine) == without_measurements(expected)
+
+
+@pytest.mark.slow
+def test_two_hosts_end_together(hosts: Hosts, prepared: Prepared, uninterrupted: Job, tmp_path: Path) -> None:
+    """One worker on each host; the run ends well on both."""
     with (
         hosts.start(prepared, tmp_path, rank=0, steps=2) as head,
         hosts.start(prepared, tmp_path, rank=1, steps=2) as worker,
     ):
-        head.wait_for(lambda: head.worker(0), "rank 0 on the head")
-        head.wait_for(lambda: worker.worker(1), "rank 1 on the other node")
-        assert head.worker(1) is None
         assert head.wait() == 0, head.tail()
         assert worker.wait(timeout_s=NOTICE_S) == 0, worker.tail()
         assert head.left_behind() == worker.left_behind() == []
-        assert f"{WORKER} (node 1) joined" in head.text()
-        assert f"Ray has all 2 nodes: {HEAD}, {WORKER}" in head.text()
         assert "the run is complete" in worker.text()
-    mine, expected = read_metrics(tmp_path / "run"), read_metrics(uninterrupted.output_dir)
-    assert [step["step"] for step in mine] == [0, 1, 2]
-    assert without_measurements(mine) == without_measurements(expected[:3])
+    assert_equal_to_one_host(tmp_path, uninterrupted)
 
 
 @pytest.mark.parametrize("how", [pytest.param("killed", marks=pytest.mark.slow), "cut off"])
-def test_a_node_that_goes_away_ends_both(hosts: Hosts, prepared: Prepared, tmp_path: Path, how: str) -> None:
-    """All processes of the other node die, or its cable is pulled, in the middle of training."""
+def test_two_hosts_train_as_one_until_one_goes_away(
+    hosts: Hosts, prepared: Prepared, uninterrupted: Job, tmp_path: Path, how: str
+) -> None:
+    """Two steps equal those of one host; then all processes of the other node die, or its cable is pulled."""
     with (
         hosts.start(prepared, tmp_path, rank=0, steps=1000) as head,
         hosts.start(prepared, tmp_path, rank=1, steps=1000) as worker,
     ):
-        head.wait_for(lambda: newest_step(tmp_path / "run"), "the first checkpoint")
+        head.wait_for(lambda: head.worker(0), "rank 0 on the head")
+        head.wait_for(lambda: worker.worker(1), "rank 1 on the other node")
+        assert head.worker(1) is None
+        assert f"{WORKER} (node 1) joined" in head.text()
+        assert f"Ray has all 2 nodes: {HEAD}, {WORKER}" in head.text()
+        head.wait_for(lambda: newest_step(tmp_path / "run") >= 2, "the second checkpoint")
         gone = time.monotonic()
         if how == "killed":
             worker.end()
@@ -126,6 +134,7 @@ def test_a_node_that_goes_away_ends_both(hosts: Hosts, prepared: Prepared, tmp_p
             assert worker.wait(timeout_s=NOTICE_S - (time.monotonic() - gone)) == 1
             assert f"the head {HEAD} went away: it gave no sign of life for {LOST_S:g} s" in worker.text()
         assert head.left_behind() == worker.left_behind() == []
+    assert_equal_to_one_host(tmp_path, uninterrupted)
 
 
 @pytest.mark.slow
