@@ -87,12 +87,10 @@ def print_differences(lines: Sequence[Line], results: Sequence[ScoringResult]) -
     """A line for each response whose status or parts changed, then the counts; the exit code."""
     changes: Counter[str] = Counter()
     for line, result in zip(lines, results, strict=True):
-        said = difference(line.record, result)
-        if said:
+        if changed := difference(line.record, result):
             changes[line.job.data_source] += 1
-            print(f"{line.place} uid {line.record['uid']} {line.job.data_source}: {said}")
-    totals = Counter(line.job.data_source for line in lines)
-    for source, total in sorted(totals.items()):
+            print(f"{line.place} uid {line.record['uid']} {line.job.data_source}: {changed}")
+    for source, total in sorted(Counter(line.job.data_source for line in lines).items()):
         print(f"{source}: {changes[source]} of {total} differ")
     before = sum(float(line.record["score"]) for line in lines) / max(len(lines), 1)
     after = sum(result.parts["score"] for result in results) / max(len(lines), 1)
@@ -102,14 +100,15 @@ def print_differences(lines: Sequence[Line], results: Sequence[ScoringResult]) -
 
 def difference(record: dict[str, Any], result: ScoringResult) -> str:
     """What changed between a line and a new result, empty when nothing did; texts and times are not compared."""
-    said = []
+    changes = []
     if record["status"] != result.status:
-        said.append(f"{record['status']} -> {result.status}" + (f" ({result.error})" if result.error else ""))
+        changes.append(f"{record['status']} -> {result.status}" + (f" ({result.error})" if result.error else ""))
     for name in sorted({*record["parts"], *result.parts}):
         old, new = record["parts"].get(name), result.parts.get(name)
         if old is None or new is None or abs(old - new) > _TOLERANCE:
-            said.append(f"{name} {_number(old)} -> {_number(new)}")
-    return ", ".join(said)
+            shown = ["none" if value is None else f"{value:g}" for value in (old, new)]
+            changes.append(f"{name} {shown[0]} -> {shown[1]}")
+    return ", ".join(changes)
 
 
 def _read(file: Path) -> Iterator[Line]:
@@ -146,10 +145,6 @@ def _check(function: RewardFunctionSpec) -> None:
         load_reward_function(function)
     except Exception as error:  # a process edge: the user's file runs here, and may raise anything
         raise ValueError(f"{function.name} of {function.path}: {type(error).__name__}: {error}") from error
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,8 +18,8 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -35,16 +35,14 @@ BROKEN_CODE = re.compile(r"\b(NameError|UnboundLocalError|ImportError|ModuleNotF
 RAISED = re.compile(r"(?!raise\b)[\w.]*(Error|Exception|Failed|Exit|Interrupt)\b")
 
 
-@dataclass(frozen=True)
-class Proof:
+class Proof(NamedTuple):
     """What the registry names for one id."""
 
     test: str  # pytest's node id
     env: str  # one of ENVS
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What came of one proof; `is_proven` None: it could not run here, and `why` says what is missing."""
 
     id: str
@@ -54,8 +52,7 @@ class Verdict:
     why: str
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What became of a test, and the message of its first failure or error."""
 
     kind: str  # "passed", "failure", "error" (outside of the test's body), "skipped", "timeout", "unfit" (block)
@@ -75,9 +72,8 @@ def read_registry(root: Path) -> tuple[dict[str, Proof], list[str]]:
                 f'{REGISTRY}: "{name}" must be {{ test = "tests/...py::test_name", env = "main" or "npu" }}'
             )
             continue
-        proofs[name] = Proof(entry["test"], entry["env"])
-        file, _, function = entry["test"].partition("::")
-        function = function.partition("[")[0]
+        proofs[name] = Proof(**entry)
+        file, _, function = entry["test"].partition("[")[0].partition("::")
         source = (root / file).read_text(encoding="utf-8") if (root / file).is_file() else ""
         if not function or f"def {function}(" not in source:
             problems.append(f'{REGISTRY}: "{name}" names {entry["test"]}, which is not there')
@@ -105,11 +101,18 @@ def without_block(source: str, adaptation: Adaptation) -> str:
     """
     lines = source.splitlines(keepends=True)
     where = f"{adaptation.path}:{adaptation.line}"
+    is_python = adaptation.path.endswith(".py")
     first = next((n for n in range(adaptation.line, len(lines)) if not COMMENT.match(lines[n])), len(lines))
     if adaptation.end_line is not None:
         last = adaptation.end_line - 1
-    elif adaptation.path.endswith(".py"):
-        last = _statement_end(source, first, where)
+    elif is_python:
+        statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+        ends = dict(map(_lines_of, reversed(statements)))  # the outermost of those that start on a line comes first
+        if first + 1 not in ends:
+            raise ValueError(
+                f"{where}: no statement starts on the line after the mark's comment; close the block with END"
+            )
+        last = ends[first + 1]
     else:
         last = first + 1
         while last < len(lines) and lines[last - 1].rstrip().endswith("\\"):
@@ -117,7 +120,7 @@ def without_block(source: str, adaptation: Adaptation) -> str:
     if not "".join(lines[first:last]).strip():
         raise ValueError(f"{where}: the mark covers no line")
     shorter = "".join(lines[:first] + lines[last:])
-    if adaptation.path.endswith(".py"):
+    if is_python:
         try:
             compile(shorter, adaptation.path, "exec", dont_inherit=True)
         except SyntaxError as error:
@@ -125,15 +128,10 @@ def without_block(source: str, adaptation: Adaptation) -> str:
     return shorter
 
 
-def _statement_end(source: str, first: int, where: str) -> int:
-    """The line number of the end of the statement that starts at index `first` of the lines."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.stmt):
-            decorators = getattr(node, "decorator_list", [])
-            start = min([node.lineno, *(decorator.lineno for decorator in decorators)])
-            if start == first + 1 and node.end_lineno is not None:
-                return node.end_lineno
-    raise ValueError(f"{where}: no statement starts on the line after the mark's comment; close the block with END")
+def _lines_of(node: ast.stmt) -> tuple[int, int]:
+    """The first line of a statement, its decorators included, and the last."""
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min(part.lineno for part in (node, *decorators)), node.end_lineno or node.lineno
 
 
 def prove(root: Path = ROOT, ids: Iterable[str] = ()) -> Iterator[Verdict]:

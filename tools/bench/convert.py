@@ -26,8 +26,10 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -63,21 +65,6 @@ class Subject:
     num_workers: int = 1
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds, CPU seconds and bytes written of one run of one subject."""
-
-    subject: str
-    seconds: float
-    cpu_s: float
-    num_bytes: int
-
-    @property
-    def rate(self) -> float:
-        """GB/s."""
-        return self.num_bytes / self.seconds / 1e9
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, and write all timings as JSON when asked."""
     parser = parser_of("convert", __doc__)
@@ -97,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = [subject for subject in every if only in subject.name and without not in subject.name]
         make_inputs(root, arguments.layers, arguments.experts, {subject.source for subject in chosen})
         timings = measure(root, chosen, arguments.rounds, arguments.cores_per_worker, arguments.cold)
-        write_report(arguments.json, [asdict(timing) for timing in timings])
+        write_report(arguments.json, timings)
         print("\n".join(table(timings)))
 
     return run_cli(parser, body, None if argv is None else list(argv))
@@ -115,8 +102,8 @@ def make_inputs(root: Path, num_layers: int, num_experts: int, sources: Collecti
 
 def measure(
     root: Path, subjects: Sequence[Subject], rounds: int, cores_per_worker: int = 0, is_cold: bool = False
-) -> list[Timing]:
-    """Every subject once a round, in turn."""
+) -> list[dict[str, Any]]:
+    """Seconds, CPU seconds and bytes written of every subject, once a round, in turn."""
     timings, output = [], root / "out"
     starts_s = {1: 0.0}
     for num_workers in {subject.num_workers for subject in subjects} - {1}:
@@ -133,10 +120,9 @@ def measure(
                 seconds, cpu_s = time.perf_counter() - start, time.process_time() - start_cpu
             seconds -= starts_s[subject.num_workers]
             num_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-            timing = Timing(subject.name, seconds, cpu_s, num_bytes)
-            figures = f"{seconds:7.2f} s, {cpu_s:6.2f} of CPU {timing.rate:6.2f} GB/s"
+            figures = f"{seconds:7.2f} s, {cpu_s:6.2f} of CPU {num_bytes / seconds / 1e9:6.2f} GB/s"
             report_progress(f"round {round_number} {subject.name:32} {figures}")
-            timings.append(timing)
+            timings.append({"subject": subject.name, "seconds": seconds, "cpu_s": cpu_s, "num_bytes": num_bytes})
     shutil.rmtree(output, ignore_errors=True)
     return timings
 
@@ -182,17 +168,22 @@ def start_seconds(num_workers: int) -> float:
 def subjects(root: Path, num_workers: int) -> list[Subject]:
     """In an order in which what is compared is near each other."""
     fp8, bf16, shards, out = root / "fp8", root / "bf16", root / "shards", root / "out"
+
+    def both(name: str, source: Path, work: Callable[..., None]) -> list[Subject]:
+        several = f"{name}, {num_workers} workers"
+        return [
+            Subject(name, source, partial(work, source, out)),
+            Subject(several, source, partial(work, source, out, num_workers), num_workers),
+        ]
+
     return [
-        Subject("copy of BF16", bf16, lambda: copy(bf16, out)),
-        Subject("FP8 to BF16", fp8, lambda: cast(fp8, out)),
-        Subject(f"FP8 to BF16, {num_workers} workers", fp8, lambda: cast(fp8, out, num_workers), num_workers),
-        Subject("FP8 to BF16, published algorithm", fp8, lambda: published_algorithm(fp8, out)),
-        Subject("as many bytes from memory", fp8, lambda: write_alone(bf16, out)),
-        Subject("copy of shards", shards, lambda: copy(shards, out)),
-        Subject("BF16 to shards", bf16, lambda: shard(bf16, out)),
-        Subject(f"BF16 to shards, {num_workers} workers", bf16, lambda: shard(bf16, out, num_workers), num_workers),
-        Subject("FP8 to shards", fp8, lambda: shard(fp8, out)),
-        Subject(f"FP8 to shards, {num_workers} workers", fp8, lambda: shard(fp8, out, num_workers), num_workers),
+        Subject("copy of BF16", bf16, partial(copy, bf16, out)),
+        *both("FP8 to BF16", fp8, cast),
+        Subject("FP8 to BF16, published algorithm", fp8, partial(published_algorithm, fp8, out)),
+        Subject("as many bytes from memory", fp8, partial(write_alone, bf16, out)),
+        Subject("copy of shards", shards, partial(copy, shards, out)),
+        *both("BF16 to shards", bf16, shard),
+        *both("FP8 to shards", fp8, shard),
     ]
 
 
@@ -215,12 +206,12 @@ def nothing(task: str, on_bytes: Callable[[int], None]) -> None:
 
 def copy(source: Path, target: Path) -> None:
     """Each file as the system copies it, made durable."""
-    for path in sorted(source.rglob("*")):
-        if path.is_file():
-            to = target / path.relative_to(source)
-            to.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, to)
-            sync_path(to)
+
+    def copy_file(path: str, to: str) -> None:
+        shutil.copyfile(path, to)
+        sync_path(Path(to))
+
+    shutil.copytree(source, target, copy_function=copy_file)
 
 
 def write_alone(like: Path, target: Path) -> None:
@@ -265,22 +256,22 @@ def published_algorithm(source: Path, target: Path) -> None:
     (target / "config.json").write_text(json.dumps(plain))
 
 
-def table(timings: Sequence[Timing]) -> list[str]:
+def table(timings: Sequence[dict[str, Any]]) -> list[str]:
     """Median rate of each subject, and what it is compared with."""
-    names = list(dict.fromkeys(timing.subject for timing in timings))
-    rates, cpu_s = (
-        {name: statistics.median(getattr(each, figure) for each in timings if each.subject == name) for name in names}
-        for figure in ("rate", "cpu_s")
-    )
-    copies = {name: rates.get("copy of shards" if "shards" in name else "copy of BF16") for name in names}
+    rates, cpu_s = {}, {}
+    for name in dict.fromkeys(timing["subject"] for timing in timings):
+        same = [timing for timing in timings if timing["subject"] == name]
+        rates[name] = statistics.median(timing["num_bytes"] / timing["seconds"] / 1e9 for timing in same)
+        cpu_s[name] = statistics.median(timing["cpu_s"] for timing in same)
+    copies = {name: rates.get("copy of shards" if "shards" in name else "copy of BF16") for name in rates}
     columns = {"": "<34", "GB/s": ">6.2f", "/ copy": ">7.2f", "CPU s": ">6.2f"}
     parts = {name: rates[name] / copy if copy else None for name, copy in copies.items()}
-    lines = aligned(columns, [(name, rates[name], parts[name], cpu_s[name]) for name in names])
-    for name in names:
+    lines = aligned(columns, [(name, rates[name], parts[name], cpu_s[name]) for name in rates])
+    for name in rates:
         one, _, several = name.partition(", ")
         if several.endswith("workers") and one in rates:
             lines.append(f"{name} / one: {rates[name] / rates[one]:.2f}")
-    if {"FP8 to BF16", "FP8 to BF16, published algorithm"} <= set(names):
+    if {"FP8 to BF16", "FP8 to BF16, published algorithm"} <= rates.keys():
         plain = rates["FP8 to BF16"] / rates["FP8 to BF16, published algorithm"]
         lines.append(f"FP8 to BF16 / published algorithm: {plain:.1f}")
     return lines

@@ -12,7 +12,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,25 +38,6 @@ COLUMNS = {
     "cpu s": ">7.3f",
     "last rank s": ">12.3f",
 }
-
-
-@dataclass(frozen=True)
-class Cost:
-    """One phase.
-
-    Attributes:
-        controller_s: until the controller is free again.
-        cpu_s: CPU time of the controller's process in that time.
-        last_s: of ``dispatch``: until the last consumer has its part.
-        megabytes: in the controller's batch.
-    """
-
-    phase: str
-    way: str
-    controller_s: float
-    cpu_s: float
-    megabytes: float
-    last_s: float = 0.0
 
 
 class Rank(Worker):
@@ -117,60 +97,53 @@ def generated(num_rows: int, prompt_length: int, response_length: int) -> DataPr
     )
 
 
-def measure(group: PlayedGroup, num_rows: int, lengths: tuple[int, int]) -> list[Cost]:
-    """Every phase, both ways."""
+def measure(group: PlayedGroup, num_rows: int, lengths: tuple[int, int]) -> dict[tuple[str, str], dict[str, float]]:
+    """What every (phase, way) costs.
+
+    ``controller_s`` until the controller is free again, ``cpu_s`` of its process in that time, ``megabytes`` of its
+    batch, and of a dispatch ``last_s`` until the last consumer has its part.
+    """
+    found: dict[tuple[str, str], dict[str, float]] = {}
+
+    def timed(phase: str, way: str, call: Callable[[], Any]) -> Any:
+        """What ``call`` returns, timed once nothing that was asked before is under way."""
+        group.ready([0] * group.world_size)
+        seconds, cpu = time.monotonic(), time.process_time()
+        output = call()
+        cost = {"controller_s": time.monotonic() - seconds, "cpu_s": time.process_time() - cpu}
+        request = output if isinstance(output, DataProto) else output[0]
+        found[phase, way] = cost | {"megabytes": request.num_tensor_bytes / 1e6, "last_s": 0.0}
+        return output
+
     prompts = DataProto.from_dict({"row": torch.arange(num_rows)})
-    answers, cost = _timed("collect", EITHER, group, lambda: group.generate(prompts, lengths, EITHER))
+    answers = timed("collect", EITHER, lambda: group.generate(prompts, lengths, EITHER))
     mask_BR = answers.batch["response_mask"]
     advantages = DataProto.from_dict({"advantages": torch.randn(num_rows, 1) * mask_BR})
-    found = [cost]
     for way in (BY_REFERENCE, THROUGH):
-        batch, collect = _timed("collect", way, group, partial(group.generate, prompts, lengths, way))
-        batch, deal = _timed("deal", way, group, partial(batch.select_idxs, torch.randperm(num_rows)))
+        batch = timed("collect", way, partial(group.generate, prompts, lengths, way))
+        batch = timed("deal", way, partial(batch.select_idxs, torch.randperm(num_rows)))
         batch.union(advantages)
         if way == BY_REFERENCE:
             batch.batch["response_mask"] = mask_BR
-        (start_s, request, pending), dispatch = _timed("dispatch", way, group, partial(_update, group, batch))
-        last_s = max(pending.get()) - start_s
-        found += [collect, deal, replace(dispatch, megabytes=request.num_tensor_bytes / 1e6, last_s=last_s)]
+        _, start_s, pending = timed("dispatch", way, partial(_update, group, batch))
+        found["dispatch", way]["last_s"] = max(pending.get()) - start_s
     return found
 
 
-def _update(group: PlayedGroup, batch: DataProto) -> tuple[float, DataProto, PendingCall]:
+def _update(group: PlayedGroup, batch: DataProto) -> tuple[DataProto, float, PendingCall]:
     start_s = time.monotonic()
     request = worker_batch(batch, "advantages")
-    return start_s, request, group.train(request)
+    return request, start_s, group.train(request)
 
 
-def _timed(phase: str, way: str, group: PlayedGroup, call: Callable[[], Any]) -> tuple[Any, Cost]:
-    """What ``call`` returns and what it took, once nothing that was asked before is under way."""
-    group.ready([0] * group.world_size)
-    seconds, cpu = time.monotonic(), time.process_time()
-    output = call()
-    cost = Cost(phase, way, time.monotonic() - seconds, time.process_time() - cpu, 0.0)
-    return output, replace(cost, megabytes=output.num_tensor_bytes / 1e6) if isinstance(output, DataProto) else cost
-
-
-def _medians(found: Sequence[Cost]) -> list[Cost]:
-    names = ("controller_s", "cpu_s", "megabytes", "last_s")
-    costs: dict[tuple[str, str], list[Cost]] = {}
-    for cost in found:
-        costs.setdefault((cost.phase, cost.way), []).append(cost)
-    return [
-        Cost(*key, **{name: statistics.median(getattr(cost, name) for cost in same) for name in names})
-        for key, same in costs.items()
-    ]
-
-
-def _report(found: Sequence[Cost]) -> None:
-    rows = [
-        (cost.phase, cost.way, cost.megabytes, cost.controller_s, cost.cpu_s, cost.last_s or None) for cost in found
-    ]
+def _report(found: dict[tuple[str, str], dict[str, float]]) -> None:
+    keys = ("megabytes", "controller_s", "cpu_s")
+    rows = [(*key, *(cost[name] for name in keys), cost["last_s"] or None) for key, cost in found.items()]
     print("\n".join(aligned(COLUMNS, rows)))
-    seconds = {(cost.phase, cost.way): cost.controller_s for cost in found}
-    ours, theirs = seconds["dispatch", BY_REFERENCE], seconds["dispatch", THROUGH]
+    ours, theirs = (found["dispatch", way]["controller_s"] for way in (BY_REFERENCE, THROUGH))
     by_reference, through = (
-        sum(value for (_, way), value in seconds.items() if way == chosen) for chosen in (BY_REFERENCE, THROUGH)
+        sum(cost["controller_s"] for (_, way), cost in found.items() if way == chosen)
+        for chosen in (BY_REFERENCE, THROUGH)
     )
     print(f"dispatch by reference: {ours:.3f} s")
     print(f"  {through / ours:5.1f} times that: the tensors through the controller (collect, deal, dispatch)")
@@ -196,10 +169,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         group.shutdown()
     finally:
         ray.shutdown()
-    found = _medians([cost for costs in rounds[1:] for cost in costs])
+    found = {
+        key: {name: statistics.median(costs[key][name] for costs in rounds[1:]) for name in cost}
+        for key, cost in rounds[0].items()
+    }
     print(f"{num_rows} rows of {sum(options.lengths)} tokens, {options.ranks} ranks")
     _report(found)
-    write_report(options.json, [asdict(cost) for cost in found])
+    write_report(options.json, [{"phase": phase, "way": way, **cost} for (phase, way), cost in found.items()])
     return 0
 
 

@@ -15,26 +15,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, MUTED, GRID = "#1f2937", "#6b7280", "#e5e7eb"
-SCORE, FORMAT, ACCURACY = "#2563eb", "#d97706", "#059669"
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One line of a figure."""
-
-    metric: str
-    label: str
-    colour: str
+COLOURS = ("#2563eb", "#d97706", "#059669")  # of a chart's curves, in order
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure: where it goes, what it says, what it shows."""
+    """One figure; ``curves`` maps the label of each line to its metric."""
 
     file_name: str
     title: str
     unit: str
-    curves: tuple[Curve, ...]
+    curves: dict[str, str]
     has_markers: bool = False
     is_score: bool = False
 
@@ -44,28 +35,15 @@ CHARTS = (
         "rewards.png",
         "Reward of training samples",
         "mean of a step",
-        (
-            Curve("critic/score/mean", "score", SCORE),
-            Curve("reward/format", "format", FORMAT),
-            Curve("reward/accuracy", "accuracy", ACCURACY),
-        ),
+        {"score": "critic/score/mean", "format": "reward/format", "accuracy": "reward/accuracy"},
         is_score=True,
     ),
-    Chart(
-        "response_len.png",
-        "Response length",
-        "tokens, mean of a step",
-        (Curve("response_length/mean", "mean", SCORE),),
-    ),
+    Chart("response_len.png", "Response length", "tokens, mean of a step", {"mean": "response_length/mean"}),
     Chart(
         "val_score.png",
         "Validation on held-out problems",
         "mean",
-        (
-            Curve("val/score", "score", SCORE),
-            Curve("val/format", "format", FORMAT),
-            Curve("val/accuracy", "accuracy", ACCURACY),
-        ),
+        {"score": "val/score", "format": "val/format", "accuracy": "val/accuracy"},
         has_markers=True,
         is_score=True,
     ),
@@ -79,10 +57,14 @@ def draw(run: RunData, chart: Chart) -> Figure:
 
     figure = Figure(figsize=(7.2, 4.0), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
-    shown = [curve for curve in chart.curves if run.series(curve.metric)]
-    for curve in shown:
-        _draw_curve(axes, run, curve, chart.has_markers)
-    _label_ends(axes, run, shown, chart.is_score)
+    ends = []  # value, step, label and colour of the last point of each line
+    for (label, metric), colour in zip(chart.curves.items(), COLOURS, strict=False):
+        if series := run.series(metric):
+            steps, values = zip(*series, strict=True)
+            marker = "o" if chart.has_markers or len(steps) == 1 else ""
+            axes.plot(steps, values, color=colour, linewidth=2.0, marker=marker, markersize=5, solid_capstyle="round")
+            ends.append((values[-1], steps[-1], label, colour))
+    _label_ends(axes, sorted(ends), chart.is_score)
     axes.set_title(chart.title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=22)
     axes.text(0, 1.03, chart.unit, transform=axes.transAxes, color=MUTED, fontsize=9)
     axes.set_xlabel("training step", color=MUTED, fontsize=9)
@@ -93,38 +75,28 @@ def draw(run: RunData, chart: Chart) -> Figure:
         side.set_visible(False)
     axes.margins(x=0.02)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if chart.is_score:
-        axes.set_ylim(0, 1.02)
-    else:
-        axes.set_ylim(bottom=0)
-    if not shown:
+    axes.set_ylim(0, 1.02 if chart.is_score else None)
+    if not ends:
         axes.text(0.5, 0.5, "nothing logged", transform=axes.transAxes, ha="center", color=MUTED)
     return figure
 
 
-def _draw_curve(axes: Axes, run: RunData, curve: Curve, has_markers: bool) -> None:
-    steps, values = zip(*run.series(curve.metric), strict=True)
-    marker = "o" if has_markers or len(steps) == 1 else ""
-    axes.plot(steps, values, color=curve.colour, linewidth=2.0, marker=marker, markersize=5, solid_capstyle="round")
-
-
-def _label_ends(axes: Axes, run: RunData, curves: list[Curve], is_score: bool) -> None:
+def _label_ends(axes: Axes, ends: list[tuple[float, int, str, str]], is_score: bool) -> None:
     """Name each line at its right end, moved apart where lines end close together."""
-    ends = sorted(((run.series(curve.metric)[-1], curve) for curve in curves), key=lambda end: end[0][1])
     low, high = (0.0, 1.02) if is_score else axes.get_ylim()
     gap, floor = 0.06 * (high - low), float("-inf")
     heights = []
-    for (_, value), _curve in ends:
+    for value, *_ in ends:
         floor = max(value, floor + gap)
         heights.append(floor)
     overshoot = max(0.0, heights[-1] - high) if heights else 0.0
-    for ((step, value), curve), height in zip(ends, heights, strict=True):
+    for (value, step, label, colour), height in zip(ends, heights, strict=True):
         axes.annotate(
-            f"{curve.label} {value:.2f}" if is_score else f"{curve.label} {value:.1f}",
+            f"{label} {value:.2f}" if is_score else f"{label} {value:.1f}",
             (step, height - overshoot),
             xytext=(8, 0),
             textcoords="offset points",
-            color=curve.colour,
+            color=colour,
             fontsize=9,
             fontweight="bold",
             va="center",

@@ -51,23 +51,18 @@ def render(run: RunData) -> str:
 
 
 def _head(run: RunData) -> str:
-    scores = [value for _, value in run.series("val/score")]
     tiles = []
-    if scores:
+    if scores := [value for _, value in run.series("val/score")]:
         tiles.append(("validation score", f"{scores[0]:.2f} → {scores[-1]:.2f}"))
-    steps = int(run.metrics[-1]["step"])
-    tiles.append(("training steps", str(steps)))
-    tiles.append(("time in the loop", duration(run.seconds())))
+    tiles += [("training steps", str(int(run.metrics[-1]["step"]))), ("time in the loop", duration(run.seconds()))]
     for title, metric, form in (
         ("last training score", "critic/score/mean", "{:.2f}"),
         ("tokens per s and device", "perf/throughput", "{:,.0f}"),
         ("mean response length", "response_length/mean", "{:.1f}"),
     ):
-        value = run.last(metric)
-        if value is not None:
-            tiles.append((title, form.format(value)))
-    gaps = [value for _, value in run.series("training/rollout_probs_diff_max")]
-    if gaps:
+        if series := run.series(metric):
+            tiles.append((title, form.format(series[-1][1])))
+    if gaps := [value for _, value in run.series("training/rollout_probs_diff_max")]:
         tiles.append(("largest trainer/rollout gap", f"{max(gaps):.1e}"))
     cells = "".join(f'<div class="tile"><span class="muted small">{t}</span><b>{v}</b></div>' for t, v in tiles)
     where = html.escape(str(run.run_dir))
@@ -143,11 +138,10 @@ def _data(run: RunData) -> str:
     if report is None:
         return ""
     skipped = "".join(f"<li>row {int(e['index'])}: {_text(e['reason'])}</li>" for e in report.get("skipped", []))
+    skipped_rows, duplicates, over_long = (len(report.get(key, [])) for key in ("skipped", "duplicates", "over_long"))
     counts = (
-        f"{report.get('rows_read')} rows read, {len(report.get('skipped', []))} skipped, "
-        f"{len(report.get('duplicates', []))} duplicates removed, "
-        f"{len(report.get('over_long', []))} over-long filtered, "
-        f"{report.get('train_rows')} for training, {report.get('test_rows')} held out"
+        f"{report.get('rows_read')} rows read, {skipped_rows} skipped, {duplicates} duplicates removed, {over_long} "
+        f"over-long filtered, {report.get('train_rows')} for training, {report.get('test_rows')} held out"
     )
     source = _text(report.get("json_path"))
     return f'<h2>Data</h2><div class="card">{source}: {html.escape(counts)}<ul>{skipped}</ul></div>'
@@ -156,11 +150,9 @@ def _data(run: RunData) -> str:
 def _restarts(run: RunData) -> str:
     if not run.restarts:
         return ""
-    rows = "".join(
-        f"<tr><td>{_text(restart.get('step'))}</td><td>{_text(restart.get('from_step'))}</td>"
-        f"<td>{_text(restart.get('cause'))}</td></tr>"
-        for restart in run.restarts
-    )
+    keys = ("step", "from_step", "cause")
+    cells = ("".join(f"<td>{_text(restart.get(key))}</td>" for key in keys) for restart in run.restarts)
+    rows = "".join(f"<tr>{row}</tr>" for row in cells)
     head = "<tr><th>failed in step</th><th>went back to</th><th>cause</th></tr>"
     return f'<h2>Restarts of workers</h2><div class="card"><table>{head}{rows}</table></div>'
 

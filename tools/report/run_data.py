@@ -25,11 +25,6 @@ class RunData:
         """(step, value) of every step that logged ``name``."""
         return [(int(row["step"]), row[name]) for row in self.metrics if name in row]
 
-    def last(self, name: str) -> float | None:
-        """The newest value of ``name``, None when it was never logged."""
-        found = self.series(name)
-        return found[-1][1] if found else None
-
     def phases(self) -> dict[str, float]:
         """Mean seconds of each phase over the training steps that had it, longest first, the whole step left out."""
         names = {name for row in self.metrics for name in row if name.startswith("timing_s/")}

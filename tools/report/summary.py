@@ -43,16 +43,13 @@ def closing_summary(run: RunData) -> RenderableType:
         (first_step, first), (last_step, last) = scores[0], scores[-1]
         facts.add_row("validation score", f"{first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})")
         facts.add_row("last validations", ", ".join(f"{value:.3f}" for _, value in scores[-3:]))
-    score = run.series("critic/score/mean")
-    if score:
+    if score := run.series("critic/score/mean"):
         facts.add_row("training score", f"{score[0][1]:.3f} -> {score[-1][1]:.3f}")
     facts.add_row("steps", f"{int(run.metrics[-1]['step'])} in {duration(run.seconds())}")
-    throughput = run.series("perf/throughput")
-    if throughput:
+    if throughput := run.series("perf/throughput"):
         facts.add_row("throughput", f"{throughput[-1][1]:,.1f} tokens per second and device in the last step")
         facts.add_row("last step", _phases(run.metrics[-1]))
-    gaps = [value for _, value in run.series("training/rollout_probs_diff_max")]
-    if gaps:
+    if gaps := [value for _, value in run.series("training/rollout_probs_diff_max")]:
         facts.add_row("trainer/rollout gap", f"at most {max(gaps):.1e} (probabilities of the sampled tokens)")
     if run.restarts:
         steps = ", ".join(str(restart["step"]) for restart in run.restarts)

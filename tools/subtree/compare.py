@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,13 @@ class ModuleDiff:
 
 @dataclass(frozen=True)
 class SubtreeDiff:
-    """Module paths on both sides, and the names of those that both have."""
+    """Two sides of a subtree: ours and the upstream's, or the upstream's old version and the new one."""
 
     shared: tuple[ModuleDiff, ...]
-    missing: tuple[str, ...]  # in the upstream only
-    ours_only: tuple[str, ...]
+    missing: tuple[str, ...]  # modules of the second side only
+    ours_only: tuple[str, ...]  # modules of the first side only
+    renamed: tuple[tuple[str, str], ...] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)  # module -> unified diff
 
     def counts(self) -> tuple[int, int, int, int]:
         """Names that are the same, differ, are missing, are ours only, in the shared modules."""

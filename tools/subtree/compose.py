@@ -39,8 +39,7 @@ def composed(git: Git, base: str, folder: str, tree: str, files: Mapping[str, st
             there = index.run("ls-files", "-z", "--", f"{folder}/").stdout
             index.run("update-index", "-z", "--force-remove", "--stdin", stdin=there)
             index.run("read-tree", f"--prefix={folder}/", tree)
-        for path, text in files.items():
-            index.run("update-index", "--add", "--cacheinfo", f"100644,{git.write_blob(text.encode())},{path}")
+        index.set_entries(f"100644 {git.write_blob(text.encode())}\t{path}" for path, text in files.items())
         return index.text("write-tree")
 
 
@@ -121,8 +120,7 @@ def _mark_conflicts(index: Git, merge: Merge, folder: str) -> None:
     paths = sorted({path for *_, path in merge.stages})
     lines = [f"0 {'0' * 40}\t{folder}/{path}" for path in paths]
     lines += [f"{mode} {blob} {number}\t{folder}/{path}" for mode, blob, number, path in merge.stages]
-    text = "".join(f"{line}\0" for line in lines)
-    index.run("update-index", "-z", "--index-info", stdin=text.encode(errors="surrogateescape"))
+    index.set_entries(lines)
 
 
 def version_records(

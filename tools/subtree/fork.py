@@ -103,16 +103,14 @@ def merge(git: Git, ours_tree: str, base: str, theirs: str, ours_name: str, thei
     )
     head, _, messages = done.stdout.decode(errors="surrogateescape").partition("\0\0")
     tree, *entries = head.split("\0")
-    stages = tuple(_stage(entry) for entry in entries)
+    stages = []
+    for entry in entries:
+        facts, path = entry.split("\t", 1)
+        mode, oid, number = facts.split()
+        stages.append((mode, oid, number, path))
     labels = {ours: ours_name, theirs: theirs_name}
     conflicts = tuple(_conflicts(messages, labels)) if done.returncode else ()
-    return Merge(_relabelled(git, tree, {path for *_, path in stages}, labels), conflicts, stages)
-
-
-def _stage(entry: str) -> tuple[str, str, str, str]:
-    facts, path = entry.split("\t", 1)
-    mode, oid, number = facts.split()
-    return mode, oid, number, path
+    return Merge(_relabelled(git, tree, {path for *_, path in stages}, labels), conflicts, tuple(stages))
 
 
 def _conflicts(messages: str, labels: dict[str, str]) -> list[Conflict]:
@@ -146,5 +144,5 @@ def _relabelled(git: Git, tree: str, paths: set[str], labels: dict[str, str]) ->
     with git.scratch() as scratch:
         index = Git(git.folder, scratch / "index")
         index.run("read-tree", tree)
-        index.run("update-index", "-z", "--index-info", stdin="".join(f"{line}\0" for line in changed).encode())
+        index.set_entries(changed)
         return index.text("write-tree")

@@ -90,6 +90,11 @@ class Git:
         listing = "".join(f"{path}\0" for path in paths).encode(errors="surrogateescape")
         self.run("checkout-index", "-q", "-z", "--stdin", f"--prefix={target}/", stdin=listing)
 
+    def set_entries(self, entries: Iterable[str]) -> None:
+        """Change the index by lines of ``git update-index --index-info``."""
+        text = "".join(f"{entry}\0" for entry in entries)
+        self.run("update-index", "-z", "--index-info", stdin=text.encode(errors="surrogateescape"))
+
     def write_blob(self, content: bytes) -> str:
         return self.text("hash-object", "-w", "--stdin", stdin=content)
 

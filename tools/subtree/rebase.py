@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tools.subtree import changes, compose, fork, guards, manifest, move, snapshot, upstream
-from tools.subtree.changes import Changes
+from tools.subtree.compare import SubtreeDiff, against
 from tools.subtree.git import Git
 from tools.subtree.manifest import Manifest
 
@@ -15,7 +16,7 @@ from tools.subtree.manifest import Manifest
 class Outcome:
     """What a rebase found and did."""
 
-    changes: Changes
+    changes: SubtreeDiff
     old: str  # versions, for people
     new: str
     is_fork: bool
@@ -24,16 +25,6 @@ class Outcome:
     notes: tuple[str, ...] = ()
     commit: str | None = None  # made; None when nothing was, or when the merge waits for a person
     is_waiting: bool = False  # the merge is in the working tree, not committed
-
-
-@dataclass(frozen=True)
-class _Versions:
-    """The commits of one rebase."""
-
-    before: fork.Squash
-    commit: str  # the upstream's own, at the new tag
-    split: str  # with the mirrored folder as its tree
-    source: Git  # the upstream's repository
 
 
 def rebase(root: Path, name: str, tag: str, spec: str | None, dry_run: bool = False) -> Outcome:
@@ -50,28 +41,34 @@ def rebase(root: Path, name: str, tag: str, spec: str | None, dry_run: bool = Fa
         outcome = _report(root, item, tag, spec)
         return replace(outcome, notes=outcome.notes + notes) if shallow else outcome
     compose.require_clean(git)
-    with move.stage(git) as folder:
-        versions = _versions(git, item, tag, spec, before)
-        found = changes.between(git, f"{before.commit}^{{tree}}", f"{versions.split}^{{tree}}", item)
-        outcome = Outcome(found, f"{item.version} ({before.split[:9]})", f"{tag} ({versions.split[:9]})", True)
-        if versions.split == before.split:
-            return replace(outcome, notes=(f"{name} holds {tag} already",))
-        return _merge(git, item, tag, versions, outcome, None if dry_run else folder)
-
-
-def _versions(git: Git, item: Manifest, tag: str, spec: str | None, before: fork.Squash) -> _Versions:
     source = upstream.repository(item, spec)
     if source is None:
         raise ValueError(
             f"{spec} is no git repository: {item.subtree}/ holds its upstream's files, and needs its commits"
         )
     commit = upstream.resolve(source, tag, spec or item.url)
-    return _Versions(before, commit, fork.fetch_split(git, source, commit, item.upstream_root), source)
+    with move.stage(git) as folder:
+        split = fork.fetch_split(git, source, commit, item.upstream_root)
+        found = changes.between(git, f"{before.commit}^{{tree}}", f"{split}^{{tree}}", item)
+        outcome = Outcome(found, f"{item.version} ({before.split[:9]})", f"{tag} ({split[:9]})", True)
+        if split == before.split:
+            return replace(outcome, notes=(f"{name} holds {tag} already",))
+        pinned = git.text("show", f"HEAD:{item.path}")
+        files = compose.version_records(git, item, pinned, tag, split, source, commit)
+        return _merge(git, item, tag, (before, split), files, outcome, None if dry_run else folder)
 
 
-def _merge(git: Git, item: Manifest, tag: str, versions: _Versions, outcome: Outcome, stage: Path | None) -> Outcome:
+def _merge(
+    git: Git,
+    item: Manifest,
+    tag: str,
+    versions: tuple[fork.Squash, str],
+    files: Mapping[str, str],
+    outcome: Outcome,
+    stage: Path | None,
+) -> Outcome:
     """Merge in git's object store, look at the result, and move it in; ``stage`` None only looks."""
-    before, split = versions.before, versions.split
+    before, split = versions
     ours = git.tree_of("HEAD", item.subtree)
     if ours is None:
         raise ValueError(
@@ -79,8 +76,6 @@ def _merge(git: Git, item: Manifest, tag: str, versions: _Versions, outcome: Out
         )
     squash = fork.squash(git, item.subtree, f"{split}^{{tree}}", split, before)
     merged = fork.merge(git, ours, before.commit, squash, "ours", f"{item.name} {tag}")
-    pinned = git.text("show", f"HEAD:{item.path}")
-    files = compose.version_records(git, item, pinned, tag, split, versions.source, versions.commit)
     tree = compose.composed(git, "HEAD", item.subtree, merged.tree, files)
     findings = _findings(git, item, (f"{before.commit}^{{tree}}", ours, merged.tree), tree)
     if not merged.conflicts:
@@ -103,9 +98,9 @@ def _findings(git: Git, item: Manifest, folder_trees: tuple[str, str, str], tree
     return [f"{item.subtree}/{line}" for line in own] + broken
 
 
-def _notes(item: Manifest, found: Changes) -> tuple[str, ...]:
+def _notes(item: Manifest, found: SubtreeDiff) -> tuple[str, ...]:
     moved = [f"{old} is {new} now" for old, new in found.renamed if old in item.mirrored_paths]
-    gone = [f"{module} is gone" for module in found.deleted if module in item.mirrored_paths]
+    gone = [f"{module} is gone" for module in found.ours_only if module in item.mirrored_paths]
     return tuple(f"{what}: correct 'mirrored' in {item.path}" for what in moved + gone)
 
 
@@ -124,7 +119,7 @@ def _report(root: Path, item: Manifest, tag: str, spec: str | None) -> Outcome:
     with upstream.checkout(item, spec, tag) as (folder, what):
         api = snapshot.record(item, folder, tag).modules
         note = f"{what}: compared with the recorded API of {recorded.pin} only, not by text"
-    return Outcome(changes.from_snapshot(recorded.modules, api), item.version, tag, False, notes=(note,))
+    return Outcome(against(recorded.modules, api), item.version, tag, False, notes=(note,))
 
 
 def _folder_tree(source: Git, item: Manifest, version: str, spec: str | None) -> str:

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from tools import marks
 from tools.subtree import compare, fork, snapshot
-from tools.subtree.changes import Changes
 from tools.subtree.compare import ModuleDiff, SubtreeDiff
 from tools.subtree.git import Git
 from tools.subtree.manifest import Manifest
@@ -111,22 +110,20 @@ def module_names(console: Console, item: ModuleDiff, before: str = "") -> None:
     say(console, *(f"{where}: {name} is ours only" for name in item.ours_only))
 
 
-def changed(console: Console, found: Changes, text: bool) -> None:
+def changed(console: Console, found: SubtreeDiff, text: bool) -> None:
     """What a new version changes in what we mirror."""
-    say(console, *(f"renamed   {old} -> {new}" for old, new in found.renamed))
-    say(console, *(f"deleted   {module}" for module in found.deleted))
-    say(console, *(f"new       {module}" for module in found.added))
-    for item in found.api:
-        say(console, *(f"deleted   {item.module}: {name}" for name in item.ours_only))
-        say(console, *(f"added     {item.module}: {name}" for name in item.missing))
+    lines = [f"renamed   {old} -> {new}" for old, new in found.renamed]
+    lines += [f"deleted   {module}" for module in found.ours_only]
+    lines += [f"new       {module}" for module in found.missing]
+    for item in found.shared:
+        lines += [f"deleted   {item.module}: {name}" for name in item.ours_only]
+        lines += [f"added     {item.module}: {name}" for name in item.missing]
         for name, old, new in item.differs:
-            say(console, f"changed   {item.module}: {name}", f"    from {old}", f"    to   {new}")
-    if found.texts and not text:
-        say(console, f"{len(found.texts)} mirrored module(s) with another text: --text shows it")
-    if found.is_empty():
-        say(console, "nothing changes in what we mirror")
-    for diff in found.texts.values() if text else ():
-        console.out(diff, highlight=False)
+            lines += [f"changed   {item.module}: {name}", f"    from {old}", f"    to   {new}"]
+    if found.texts:
+        counted = f"{len(found.texts)} mirrored module(s) with another text: --text shows it"
+        lines += found.texts.values() if text else [counted]
+    say(console, *(lines or ["nothing changes in what we mirror"]))
 
 
 def rebased(console: Console, name: str, folder: str, outcome: Outcome, text: bool, dry_run: bool) -> None:
