@@ -26,7 +26,7 @@ class Adaptation:
     id: str
     path: str
     line: int
-    end_line: int | None  # of the END mark; None when the mark covers one statement
+    end_line: int | None  # the END mark's line; None when the mark covers one statement
     what: str
     drop_when: str
 

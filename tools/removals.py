@@ -130,8 +130,8 @@ def without_block(source: str, adaptation: Adaptation) -> str:
 
 def _lines_of(node: ast.stmt) -> tuple[int, int]:
     """The first line of a statement, its decorators included, and the last."""
-    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
-    return min(part.lineno for part in (node, *decorators)), node.end_lineno or node.lineno
+    parts: list[ast.stmt | ast.expr] = [node, *getattr(node, "decorator_list", [])]
+    return min(part.lineno for part in parts), node.end_lineno or node.lineno
 
 
 def prove(root: Path = ROOT, ids: Iterable[str] = ()) -> Iterator[Verdict]:

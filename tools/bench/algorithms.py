@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.algorithms", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="directory of the runs, one folder each")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--most-steps", type=int, default=60, help="that an algorithm may take to GRPO's score")
+    parser.add_argument("--most-steps", type=int, default=60, help="an algorithm's limit to reach GRPO's score")
     parser.add_argument("--every", type=int, default=4, help="steps between two validations")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each algorithm")
     parser.add_argument("names", nargs="*", help=f"of {', '.join(ALGORITHMS)}; default: all")

@@ -51,7 +51,7 @@ from tools.bench.remote import report_progress
 _QUIET_S = 0.5
 _READ_BYTES = 8 << 20
 _BLOCK_BYTES = 4 << 20
-_FILE_BYTES = 4 * 10**8  # of BF16: several files for each worker
+_FILE_BYTES = 4 * 10**8  # the size of a BF16 file, so that each worker writes several
 _NUM_STARTS = 5
 
 
@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=2, help="decoder layers, the first dense")
     parser.add_argument("--experts", type=int, default=16, help="experts of a layer")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2, help="of the run that is compared with one worker")
-    parser.add_argument("--cores-per-worker", type=int, default=0, help="that a run may use; 0: all there are")
+    parser.add_argument("--workers", type=int, default=2, help="workers of the run that is compared with one worker")
+    parser.add_argument("--cores-per-worker", type=int, default=0, help="cores of a run for each worker; 0: all")
     parser.add_argument("--cold", action="store_true", help="inputs are not in the page cache")
     parser.add_argument("--only", default="", help="subjects whose names have this in them, say BF16")
     parser.add_argument("--leave-out", default="-", help="subjects whose names have this in them, say published")
@@ -143,8 +143,7 @@ def prepare_cache(root: Path, warm: Path | None) -> None:
 
 @contextmanager
 def on_cores(count: int) -> Iterator[None]:
-    """All threads of this process, and what they start, on `count` cores; on all for 0. ValueError for more than there
-    are."""
+    """Keep all threads of this process, and what they start, on ``count`` cores (0: all); ValueError for too many."""
     allowed = sorted(os.sched_getaffinity(0))
     threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
     if count > len(allowed):
@@ -159,14 +158,14 @@ def on_cores(count: int) -> Iterator[None]:
 
 
 def start_seconds(num_workers: int) -> float:
-    """Time in which worker processes are started and stopped."""
+    """The time to start and stop worker processes."""
     start = time.perf_counter()
     list(run_tasks(nothing, [str(worker) for worker in range(num_workers)], num_workers, lambda _: None))
     return time.perf_counter() - start
 
 
 def subjects(root: Path, num_workers: int) -> list[Subject]:
-    """In an order in which what is compared is near each other."""
+    """All subjects, in an order that puts those that are compared next to each other."""
     fp8, bf16, shards, out = root / "fp8", root / "bf16", root / "shards", root / "out"
 
     def both(name: str, source: Path, work: Callable[..., None]) -> list[Subject]:

@@ -41,11 +41,11 @@ COLUMNS = {
 
 
 class Rank(Worker):
-    """Gives what it has generated, and takes its part of a batch."""
+    """A rank that returns generated rows and receives its part of a batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._given: dict[str, DataProto] = {}
+        self._answers: dict[str, DataProto] = {}
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def ready(self, number: int) -> int:
@@ -55,15 +55,15 @@ class Rank(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate(self, prompts: DataProto, lengths: tuple[int, int], way: str) -> DataProto:
         """A row for each of ``prompts``, of full length, as it would be sent in this way; made at the first call."""
-        if not self._given:
+        if not self._answers:
             rows = generated(len(prompts), *lengths)
             places = np.zeros((len(rows), 3), dtype=np.int32)
-            self._given = {
+            self._answers = {
                 BY_REFERENCE: DataProto(row_refs=RowRefs(dict.fromkeys(TENSORS, places))),
                 THROUGH: rows.select(batch_keys=TENSORS),
                 EITHER: controller_batch(rows),
             }
-        return self._given[way]
+        return self._answers[way]
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def train(self, part: DataProto) -> float:
@@ -155,10 +155,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints a table; returns the exit code."""
     parser = parser_of("data_plane", __doc__)
     parser.add_argument("--prompts", type=int, default=512)
-    parser.add_argument("--samples", type=int, default=16, help="of each prompt")
+    parser.add_argument("--samples", type=int, default=16, help="samples of each prompt")
     parser.add_argument("--lengths", type=int, nargs=2, default=(1024, 3072), help="tokens of a prompt, of a response")
     parser.add_argument("--ranks", type=int, default=256)
-    parser.add_argument("--processes", type=int, default=2, help="that play the ranks")
+    parser.add_argument("--processes", type=int, default=2, help="processes that play the ranks")
     parser.add_argument("--rounds", type=int, default=3, help="after a first one that does not count")
     options = parser.parse_args(argv)
     num_rows = options.prompts * options.samples

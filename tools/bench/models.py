@@ -212,7 +212,7 @@ def prefill_work(hf: HFModelConfig, item_bytes: int, lengths: list[int]) -> Leas
 
 
 def read_weights(hf: HFModelConfig, num_tokens: int) -> float:
-    """Weights that a step over these tokens reads: of routed experts, as many as are expected to be chosen by any."""
+    """Weights that a step over these tokens reads, with as many routed experts as are expected to be chosen."""
     work = model_work(hf)
     share = 1 - (1 - work.topk / work.num_experts) ** num_tokens
     return work.dense_parameters - work.embedding + share * work.expert_parameters

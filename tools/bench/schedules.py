@@ -34,7 +34,7 @@ from tools.report.run_data import read_jsonl
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG_DIR, REWARD = ROOT / "recipes/r1_zero/config", ROOT / "recipes/r1_zero/deepscaler.py"
 ROLLOUT = "actor_rollout_ref.rollout"
-SCORE_SEQUENCES = 64  # that a rollout rank decodes at a time when the score counts; the more, the older samples get
+SCORE_SEQUENCES = 64  # a rollout rank decodes so many at a time for the score; more make samples older
 SYNC, FULLY_ASYNC = "sync", "fully_async"
 SEPARATE = ("trainer.n_gpus_per_node=2", "rollout.nnodes=1", "rollout.n_gpus_per_node=2")
 # The rollout's log-probs are the old ones, so that a step computes as much in every schedule.
@@ -226,18 +226,18 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=Path, required=True, help="directory of the inputs and runs; what is there stays"
     )
     parser.add_argument("--rounds", type=int, default=3, help="0: only the score")
-    parser.add_argument("--steps", type=int, default=20, help="of a run for the rate")
-    parser.add_argument("--filling", type=int, default=8, help="of these that come before those that count")
-    parser.add_argument("--prompts", type=int, default=64, help="of a step")
-    parser.add_argument("--samples", type=int, default=4, help="of a prompt")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a run for the rate")
+    parser.add_argument("--filling", type=int, default=8, help="first steps, which are not counted")
+    parser.add_argument("--prompts", type=int, default=64, help="prompts of a step")
+    parser.add_argument("--samples", type=int, default=4, help="samples of a prompt")
     parser.add_argument("--shortest", type=int, default=16, help="response, in tokens")
     parser.add_argument("--longest", type=int, default=1024, help="response, in tokens")
-    parser.add_argument("--sequences", type=int, default=80, help="that a rank which only generates decodes at a time")
+    parser.add_argument("--sequences", type=int, default=80, help="sequences that a rollout rank decodes at a time")
     parser.add_argument("--staleness", type=int, default=8, help="bound of fully_async, in versions")
-    parser.add_argument("--warmup-steps", type=int, default=350, help="of the base model")
+    parser.add_argument("--warmup-steps", type=int, default=350, help="steps that make the base model")
     parser.add_argument("--score", action="store_true", help="train on the arithmetic task too")
     parser.add_argument("--score-steps", type=int, default=20)
-    parser.add_argument("--least-ratio", type=float, default=1.5, help="of fully_async's samples per second to sync's")
+    parser.add_argument("--least-ratio", type=float, default=1.5, help="of samples per second, fully_async to sync")
     parser.add_argument("--margin", type=float, default=0.03, help="how far below sync's score is still a draw")
     parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=[FULLY_ASYNC])
     parser.add_argument("--overrides", nargs="*", default=[], help="key=value for every run")

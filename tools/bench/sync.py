@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--num-experts", type=int, default=16)
     parser.add_argument("--bucket-megabytes", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5, help="of all ways in turn, after one that is not counted")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of all ways, after one that is not counted")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:

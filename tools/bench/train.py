@@ -153,7 +153,7 @@ def _table(report: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{machine['threads']} threads; allocator {report['allocator']}; matmul peak: {peaks}",
-            "use: of the higher peak, as it was right before the step; padding is not counted as work",
+            "use: share of the higher peak, measured right before the step; padding is not counted as work",
             *aligned(COLUMNS, cells),
             *(_ratios(row, other) for row in ours for other in rows if _is_beside(other, row)),
         ]

@@ -56,7 +56,7 @@ _FORMS: tuple[tuple[str, str], ...] = (
     (r"use -1 for never$", "above 0, or -1 for never"),
     (r".* need a temperature above 0$", "above 0"),
 )
-_SIZES = re.compile(r"(?<=max_num_seqs) \d+| \(\d+\)")  # of the config that was probed
+_SIZES = re.compile(r"(?<=max_num_seqs) \d+| \(\d+\)")  # sizes of the config that was probed, left out of the page
 
 
 @dataclass(frozen=True)

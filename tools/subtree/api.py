@@ -68,25 +68,22 @@ def _add(found: dict[str, str], name: str, signature: str) -> None:
 
 def _signature(function: Function, method: bool) -> str:
     args = function.args
-    positional = [*args.posonlyargs, *args.args]
-    first_default = len(positional) - len(args.defaults)
-    parts = [arg.arg + ("=" if index >= first_default else "") for index, arg in enumerate(positional)]
-    if method and parts and parts[0] in ("self", "cls"):
-        parts = parts[1:]
-    if args.vararg:
-        parts.append("*" + args.vararg.arg)
-    elif args.kwonlyargs:
-        parts.append("*")
-    parts += [
-        arg.arg + ("=" if default else "") for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
-    ]
-    if args.kwarg:
-        parts.append("**" + args.kwarg.arg)
-    return f"({', '.join(parts)})"
+    positional = [ast.arg(arg.arg) for arg in (*args.posonlyargs, *args.args)]
+    if method and positional and positional[0].arg in ("self", "cls"):
+        positional = positional[1:]
+    value = ast.Name("")  # what a default value is shown as
+    plain = ast.arguments(
+        args=positional,
+        vararg=args.vararg and ast.arg(args.vararg.arg),
+        kwonlyargs=[ast.arg(arg.arg) for arg in args.kwonlyargs],
+        kw_defaults=[default and value for default in args.kw_defaults],
+        kwarg=args.kwarg and ast.arg(args.kwarg.arg),
+        defaults=[value] * min(len(args.defaults), len(positional)),
+        posonlyargs=[],
+    )
+    return f"({ast.unparse(plain)})"
 
 
 def _fields(node: ast.ClassDef) -> str:
-    names = [
-        item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-    ]
+    names = [name for item in node.body if isinstance(item, ast.AnnAssign) for name in _assigned(item)]
     return f"class({', '.join(names)})" if names else "class"

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tools import adaptations
-from tools.subtree import manifest, move, snapshot, upstream
-from tools.subtree.fork import Merge
+from tools.subtree import fork, manifest, move, snapshot, upstream
 from tools.subtree.git import Git
 from tools.subtree.manifest import FOLDER, Manifest
 
@@ -58,7 +57,7 @@ def with_adaptations(git: Git, tree: str) -> tuple[str, list[str]]:
 
 
 def move_in(
-    git: Git, stage: Path, tree: str, squash: str, message: str, waits: Merge | None, folder: str
+    git: Git, stage: Path, tree: str, squash: str, message: str, waits: fork.Merge | None, folder: str
 ) -> str | None:
     """Make ``tree`` the next commit, a merge of HEAD and ``squash``, and bring the working tree to it, in one move.
 
@@ -116,35 +115,35 @@ def _refuse_to_overwrite(git: Git, new: Iterable[str], old: Iterable[str]) -> No
         )
 
 
-def _mark_conflicts(index: Git, merge: Merge, folder: str) -> None:
+def _mark_conflicts(index: Git, merge: fork.Merge, folder: str) -> None:
     paths = sorted({path for *_, path in merge.stages})
     lines = [f"0 {'0' * 40}\t{folder}/{path}" for path in paths]
     lines += [f"{mode} {blob} {number}\t{folder}/{path}" for mode, blob, number, path in merge.stages]
     index.set_entries(lines)
 
 
-def version_records(
-    git: Git, item: Manifest, manifest_text: str, tag: str, split: str, source: Git, commit: str
-) -> dict[str, str]:
-    """What `third_party/` says of a version: manifest with the new pin, API snapshot, licence files; text by path.
+def fetch_version(
+    git: Git, item: Manifest, manifest_text: str, tag: str, spec: str | None
+) -> tuple[str, dict[str, str]]:
+    """Fetch a version of an upstream: the commit here whose tree is the mirrored folder, and its files of third_party/.
 
-    ``split`` is the commit here whose tree is the mirrored folder, ``commit`` the upstream's own, in ``source``.
+    These are the manifest with the new pin, the API snapshot and the upstream's licence files, text by path.
     """
-    return {
-        item.path: manifest.with_pin(manifest_text, tag, commit),
-        snapshot.path_of(item.name): _api(git, item, f"{split}^{{tree}}", tag),
-        **(_licences(source, item, commit) if item.upstream_root else {}),
-    }
-
-
-def _api(git: Git, item: Manifest, tree: str, tag: str) -> str:
+    source = upstream.repository(item, spec)
+    if source is None:
+        raise ValueError(
+            f"{spec} is no git repository: {item.subtree}/ holds its upstream's files, and needs its commits"
+        )
+    commit = upstream.resolve(source, tag, spec or item.url)
+    split = fork.fetch_split(git, source, commit, item.upstream_root)
     with git.scratch() as scratch:
-        recorded = snapshot.record(item, upstream.export(git, tree, scratch), tag)
-    return snapshot.render(item.name, recorded)
-
-
-def _licences(source: Git, item: Manifest, commit: str) -> dict[str, str]:
-    """The licence files at the upstream's root: a folder that is taken alone would come without them."""
-    names = source.fields("ls-tree", "-z", "--name-only", commit)
-    wanted = [name for name in names if name.upper().startswith(LICENCE_FILES)]
-    return {f"{FOLDER}/licences/{item.name}/{name}": source.text("show", f"{commit}:{name}") + "\n" for name in wanted}
+        recorded = snapshot.record(item, upstream.export(git, f"{split}^{{tree}}", scratch), tag)
+    files = {
+        item.path: manifest.with_pin(manifest_text, tag, commit),
+        snapshot.path_of(item.name): snapshot.render(item.name, recorded),
+    }
+    if item.upstream_root:  # a folder that is taken alone would come without the licence files at the root
+        names = source.fields("ls-tree", "-z", "--name-only", commit)
+        for name in [name for name in names if name.upper().startswith(LICENCE_FILES)]:
+            files[f"{FOLDER}/licences/{item.name}/{name}"] = source.text("show", f"{commit}:{name}") + "\n"
+    return split, files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "third_party"
 MANIFESTS = ROOT / FOLDER
-REQUIRED = ("name", "url", "licence", "subtree", "upstream_root")
-OPTIONAL = ("tag", "commit", "licence_note", "why", "mirrored", "recipes_pin")
 NAME = re.compile(r"[a-z0-9_]+")
 
 
@@ -25,14 +23,14 @@ class Manifest:
     name: str
     url: str
     licence: str  # SPDX identifier of the upstream
-    licence_note: str  # what to know before taking one of its files
     subtree: str  # our folder; "" when only facts were taken
     upstream_root: str  # the folder of the upstream's checkout that our folder mirrors; "" = all of it
-    tag: str
-    commit: str
-    why: str
-    recipes_pin: str  # what the published Ascend recipes pin, when that is another version
-    mirrored: tuple[str, ...]  # module paths below the subtree, or patterns, that have the upstream's path and names
+    licence_note: str = ""  # what to know before taking one of its files
+    tag: str = ""
+    commit: str = ""
+    why: str = ""
+    recipes_pin: str = ""  # what the published Ascend recipes pin, when that is another version
+    mirrored: tuple[str, ...] = ()  # module paths below the subtree, or patterns, with the upstream's path and names
 
     @property
     def version(self) -> str:
@@ -81,16 +79,16 @@ def parse(text: str, source: str) -> Manifest:
         table: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{source}: {error}") from error
-    wrong = [f"missing key '{key}'" for key in REQUIRED if key not in table]
-    wrong += [f"unknown key '{key}'" for key in table if key not in REQUIRED + OPTIONAL]
+    known = {field.name: field.default for field in fields(Manifest)}
+    wrong = [f"missing key '{key}'" for key in known if known[key] is MISSING and key not in table]
+    wrong += [f"unknown key '{key}'" for key in table if key not in known]
     if not table.get("tag") and not table.get("commit"):
         wrong.append("neither 'tag' nor 'commit': a manifest pins one version")
     if "name" in table and not NAME.fullmatch(str(table["name"])):
         wrong.append(f"name = '{table['name']}': expected lower-case letters, digits and _")
     if wrong:
         raise ValueError(f"{source}: {'; '.join(wrong)}")
-    texts = {key: str(table.get(key, "")) for key in (*REQUIRED, *OPTIONAL) if key != "mirrored"}
-    return Manifest(**texts, mirrored=tuple(table.get("mirrored", ())))
+    return Manifest(**{key: tuple(value) if key == "mirrored" else str(value) for key, value in table.items()})
 
 
 def with_pin(text: str, tag: str, commit: str) -> str:

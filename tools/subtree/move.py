@@ -37,7 +37,7 @@ class Plan:
     merge_head: str
     new: dict[str, str]  # files to write: changed and added
     old: dict[str, str]  # files that are there now: changed and removed
-    message: str  # of the reflog
+    message: str  # for the reflog
 
     @property
     def removed(self) -> list[str]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tools.subtree import changes, compose, fork, guards, manifest, move, snapshot, upstream
-from tools.subtree.compare import SubtreeDiff, against
+from tools.subtree import compare, compose, fork, guards, manifest, move, snapshot, upstream
+from tools.subtree.compare import SubtreeDiff
 from tools.subtree.git import Git
 from tools.subtree.manifest import Manifest
 
@@ -41,20 +41,13 @@ def rebase(root: Path, name: str, tag: str, spec: str | None, dry_run: bool = Fa
         outcome = _report(root, item, tag, spec)
         return replace(outcome, notes=outcome.notes + notes) if shallow else outcome
     compose.require_clean(git)
-    source = upstream.repository(item, spec)
-    if source is None:
-        raise ValueError(
-            f"{spec} is no git repository: {item.subtree}/ holds its upstream's files, and needs its commits"
-        )
-    commit = upstream.resolve(source, tag, spec or item.url)
     with move.stage(git) as folder:
-        split = fork.fetch_split(git, source, commit, item.upstream_root)
-        found = changes.between(git, f"{before.commit}^{{tree}}", f"{split}^{{tree}}", item)
+        pinned = git.text("show", f"HEAD:{item.path}")
+        split, files = compose.fetch_version(git, item, pinned, tag, spec)
+        found = compare.between(git, f"{before.commit}^{{tree}}", f"{split}^{{tree}}", item)
         outcome = Outcome(found, f"{item.version} ({before.split[:9]})", f"{tag} ({split[:9]})", True)
         if split == before.split:
             return replace(outcome, notes=(f"{name} holds {tag} already",))
-        pinned = git.text("show", f"HEAD:{item.path}")
-        files = compose.version_records(git, item, pinned, tag, split, source, commit)
         return _merge(git, item, tag, (before, split), files, outcome, None if dry_run else folder)
 
 
@@ -92,9 +85,9 @@ def _merge(
 
 
 def _findings(git: Git, item: Manifest, folder_trees: tuple[str, str, str], tree: str) -> list[str]:
-    base, ours, merged = (changes.texts(git, oid, suffix="") for oid in folder_trees)
+    base, ours, merged = (compare.texts(git, oid, suffix="") for oid in folder_trees)
     own = guards.lost_lines(base, ours, merged) + guards.cut_blocks(ours, merged)
-    broken = guards.broken_names(changes.texts(git, "HEAD"), changes.texts(git, tree))
+    broken = guards.broken_names(compare.texts(git, "HEAD"), compare.texts(git, tree))
     return [f"{item.subtree}/{line}" for line in own] + broken
 
 
@@ -109,7 +102,7 @@ def _report(root: Path, item: Manifest, tag: str, spec: str | None) -> Outcome:
     source = upstream.repository(item, spec, (item.version, tag))
     if source is not None:
         old, new = (_folder_tree(source, item, version, spec) for version in (item.version, tag))
-        return Outcome(changes.between(source, old, new, item), item.version, tag, False)
+        return Outcome(compare.between(source, old, new, item), item.version, tag, False)
     recorded = snapshot.load(item.name, root)
     if recorded is None:
         raise ValueError(
@@ -119,7 +112,7 @@ def _report(root: Path, item: Manifest, tag: str, spec: str | None) -> Outcome:
     with upstream.checkout(item, spec, tag) as (folder, what):
         api = snapshot.record(item, folder, tag).modules
         note = f"{what}: compared with the recorded API of {recorded.pin} only, not by text"
-    return Outcome(against(recorded.modules, api), item.version, tag, False, notes=(note,))
+    return Outcome(compare.against(recorded.modules, api), item.version, tag, False, notes=(note,))
 
 
 def _folder_tree(source: Git, item: Manifest, version: str, spec: str | None) -> str:

@@ -49,13 +49,8 @@ def take_files(root: Path, item: Manifest, manifest_text: str, tag: str, spec: s
         raise ValueError(
             f"{item.subtree}/ is there already: `rebase {item.name} --tag {tag}` moves it to another version"
         )
-    source = upstream.repository(item, spec)
-    if source is None:
-        raise ValueError(f"{spec} is no git repository: files are taken from one, so that later versions can be merged")
-    commit = upstream.resolve(source, tag, spec or item.url)
     with move.stage(git) as folder:
-        split = fork.fetch_split(git, source, commit, item.upstream_root)
-        files = compose.version_records(git, item, manifest_text, tag, split, source, commit)
+        split, files = compose.fetch_version(git, item, manifest_text, tag, spec)
         squash = fork.squash(git, item.subtree, f"{split}^{{tree}}", split, None)
         tree = compose.composed(git, "HEAD", item.subtree, f"{split}^{{tree}}", files)
         message = f"Take {item.name} {tag} as {item.subtree}/\n\nFrom {item.url}, licence {item.licence}.\n"

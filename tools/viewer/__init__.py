@@ -1,1 +1,1 @@
-"""One page to read recorded samples: filters, and every token coloured by its log-probs."""
+"""One page to read saved samples: filters, and every token coloured by its log-probs."""

@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.viewer", description=__doc__)
     parser.add_argument("run_dir", type=Path, help="a run's OUTPUT_DIR (trainer.report_dir)")
     parser.add_argument("--steps", default=None, help="only these, for example 10,20; default: the newest that fit")
-    parser.add_argument("--max-samples", type=int, default=2000, help="of the page (default 2000, some 10 MB)")
+    parser.add_argument("--max-samples", type=int, default=2000, help="samples on the page (default 2000, some 10 MB)")
     parser.add_argument("--output", type=Path, default=None, help="default: RUN_DIR/samples.html")
     arguments = parser.parse_args(argv)
     output = arguments.output or arguments.run_dir / "samples.html"

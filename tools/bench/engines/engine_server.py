@@ -34,9 +34,13 @@ class Channel:
 
 
 def serve(build: Callable[[dict[str, Any]], Any]) -> None:
-    """Makes the engine and answers {"command": one of its methods, ...its arguments} until there are no more."""
+    """Build the engine and answer requests until there are no more; see ``answer_all``."""
     channel = Channel()
-    engine = build(channel.options)
+    answer_all(channel, build(channel.options))
+
+
+def answer_all(channel: Channel, engine: Any) -> None:
+    """Answer each {"command": a method of the engine, ...its arguments}."""
     channel.answer({"name": engine.name})
     for request in channel.requests():
         channel.answer(getattr(engine, request.pop("command"))(**request))

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from engine_server import Channel, Stopwatch
+from engine_server import Channel, Stopwatch, answer_all
 
 
 def reward_of(text: str) -> float:
@@ -87,14 +87,6 @@ class OurStep:
             "reward": float(rewards_BR.sum(-1).mean()),
             "grad_norm": float(metrics["actor/grad_norm"]),
         }
-
-
-def run_ours(channel: Channel) -> None:
-    """Answers every request with a step."""
-    engine = OurStep(channel.options)
-    channel.answer({"name": engine.name})
-    for request in channel.requests():
-        channel.answer(engine.step(request["prompts"]))
 
 
 def run_trl(channel: Channel) -> None:
@@ -189,4 +181,7 @@ def _grpo_config(options: dict[str, Any], output_dir: str) -> Any:
 
 if __name__ == "__main__":
     opened = Channel()
-    {"ours": run_ours, "trl": run_trl}[opened.options["engine"]](opened)
+    if opened.options["engine"] == "ours":
+        answer_all(opened, OurStep(opened.options))
+    else:
+        run_trl(opened)
