@@ -88,7 +88,8 @@ def parse(text: str, source: str) -> Manifest:
         wrong.append(f"name = '{table['name']}': expected lower-case letters, digits and _")
     if wrong:
         raise ValueError(f"{source}: {'; '.join(wrong)}")
-    return Manifest(**{key: tuple(value) if key == "mirrored" else str(value) for key, value in table.items()})
+    values: dict[str, Any] = {key: str(value) for key, value in table.items()}
+    return Manifest(**values | {"mirrored": tuple(table.get("mirrored", ()))})
 
 
 def with_pin(text: str, tag: str, commit: str) -> str:
