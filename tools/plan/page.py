@@ -13,7 +13,7 @@ from tools.plan.rank_plan import RankPlan
 from tools.plan.timing import StepTime
 from tools.plan.timing.show import phase_rows
 from tools.plan.whole import WholePlan
-from tools.report.page import STYLE
+from tools.report.page import page_style
 
 FACTS = (
     (
@@ -40,7 +40,7 @@ def render(plan: WholePlan, step: StepTime | None) -> str:
     body = "".join(
         [_head(plan, step), _problems(plan), _memory(plan), _time(step), _owners(plan), _calls(plan), _facts()]
     )
-    style = STYLE + ".charts.one { grid-template-columns: 1fr; } td.num, th.num { text-align: right; }"
+    style = page_style() + ".charts.one { grid-template-columns: 1fr; } td.num, th.num { text-align: right; }"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"

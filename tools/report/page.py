@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+from pathlib import Path
 from typing import Any
 
 from tools.report.curves import CHARTS, as_svg
@@ -12,29 +13,10 @@ from tools.report.run_data import RunData
 MAX_TRANSCRIPTS = 12
 MAX_CHARS = 2000
 
-STYLE = """
-:root { --ink: #1f2937; --muted: #6b7280; --line: #e5e7eb; --card: #ffffff; --page: #f8fafc; --bar: #2563eb; }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.55 system-ui, sans-serif; }
-main { max-width: 1080px; margin: 0 auto; padding: 32px 20px 64px; }
-h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 40px 0 12px; }
-.muted { color: var(--muted); } .small { font-size: 13px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px; margin-top: 20px; }
-.tile, .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 14px 16px; }
-.tile b { display: block; font-size: 22px; font-variant-numeric: tabular-nums; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 12px; }
-.charts svg { width: 100%; height: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-td, th { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-.wide { width: 60%; }
-.bar { background: var(--bar); height: 10px; border-radius: 3px; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 6px 0 0; font: 13px/1.5 ui-monospace, monospace; }
-.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 16px; margin-top: 10px; }
-.badge { display: inline-block; border-radius: 9px; padding: 0 8px; font-size: 12px; }
-.badge { background: #fee2e2; color: #991b1b; }
-.badge.good { background: #dcfce7; color: #166534; }
-@media (max-width: 700px) { .pair, .charts { grid-template-columns: 1fr; } }
-"""
+
+def page_style() -> str:
+    """The style sheet of the pages."""
+    return Path(__file__).with_name("report.css").read_text(encoding="utf-8")
 
 
 def render(run: RunData) -> str:
@@ -46,7 +28,8 @@ def render(run: RunData) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{name}: training report</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n"
+        f"<title>{name}: training report</title><style>{page_style()}</style></head>"
+        f"<body><main>{body}</main></body></html>\n"
     )
 
 

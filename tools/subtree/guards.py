@@ -27,13 +27,13 @@ def lost_lines(base: Texts, ours: Texts, merged: Texts) -> list[str]:
 
 def cut_blocks(ours: Texts, merged: Texts) -> list[str]:
     """Marked adaptations of ours that are not whole in the merged files."""
-    everything = [merged_text.splitlines() for merged_text in merged.values()]
+    everything = ["\n".join(["", *text.splitlines(), ""]) for text in merged.values()]
     found = []
     for path, text in ours.items():
         lines = text.splitlines()
         for mark in marks.parse(path, lines)[0]:
             block = lines[mark.line - 1 : mark.end_line or _end_of_statement(lines, mark.line)]
-            if not any(_contains(other, block) for other in everything):
+            if not any("\n".join(["", *block, ""]) in other for other in everything):
                 found.append(f"{path}:{mark.line}: the adaptation '{mark.id}' is not as we wrote it any more")
     return found
 
@@ -69,11 +69,6 @@ def broken_names(before: Texts, after: Texts) -> list[str]:
 
 def _lines(texts: Texts) -> Counter[str]:
     return Counter(line for text in texts.values() for line in text.splitlines() if line.strip())
-
-
-def _contains(lines: list[str], block: list[str]) -> bool:
-    starts = (index for index, line in enumerate(lines) if line == block[0])
-    return any(lines[index : index + len(block)] == block for index in starts)
 
 
 def _end_of_statement(lines: list[str], mark_line: int) -> int:
