@@ -26,7 +26,7 @@ from recipes.math_lighteval.recipe import CORPUS
 from recipes.math_lighteval.reward import compute_score
 from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
-from verl.utils.dataset.parquet import schema_problems
+from verl.utils.parquet import schema_problems
 from verl.workers.engine_setup import engine_problems
 
 RECIPE = load_recipe("math_lighteval")

@@ -24,7 +24,7 @@ from tests.mindspeed_llm.test_weight_plan import DEEPSEEK_V3
 from tests.recipes.seed_table import check_table, table_after
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 from verl.trainer.ppo.filter_groups import check_reward_nonzero_std, load_filter
-from verl.utils.dataset.parquet import schema_problems
+from verl.utils.parquet import schema_problems
 from verl.workers.engine_setup import engine_problems
 
 RECIPE = load_recipe("r1_dynamic_sampling")

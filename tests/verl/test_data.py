@@ -13,7 +13,7 @@ import pytest
 from recipes.common.tokenizer import write_tokenizer
 from verl.protocol import DataProto
 from verl.utils.dataset import ResumableLoader, RLHFDataset, collate_fn
-from verl.utils.dataset.parquet import schema_problems
+from verl.utils.parquet import schema_problems
 from verl.utils.tokenizer import hf_tokenizer
 
 

@@ -17,7 +17,7 @@ from verl.trainer.ppo.filter_groups import load_filter
 from verl.trainer.ppo.saved_rollouts import FILES
 from verl.trainer.ppo.step_files import steps_of
 from verl.trainer.reward_preflight import reward_problems
-from verl.utils.dataset.parquet import schema_problems
+from verl.utils.parquet import schema_problems
 from verl.workers.engine_setup import engine_problems, trained_model
 from vllm.transformers_utils.config import load_config as load_rollout_config
 

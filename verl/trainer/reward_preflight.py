@@ -8,7 +8,7 @@ from pathlib import Path
 
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.data import file_list
-from verl.utils.dataset.parquet import data_sources, schema_problems
+from verl.utils.parquet import data_sources, schema_problems
 from verl.utils.reward_score import code_answers
 from verl.utils.reward_score.default import CODE_SOURCES, has_default
 from verl.utils.reward_score.functions import load_reward_function

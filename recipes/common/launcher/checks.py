@@ -15,7 +15,7 @@ from recipes.common.launcher.stages import stages
 from recipes.common.recipe import Recipe
 from verl.trainer.config.data import file_list
 from verl.trainer.config.validate import validate_config
-from verl.utils.dataset.parquet import schema_problems
+from verl.utils.parquet import schema_problems
 
 LEAST_FREE_BYTES = 2**30
 

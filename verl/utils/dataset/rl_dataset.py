@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.protocol_storage import as_rows
-from verl.utils.dataset.parquet import read_rows
+from verl.utils.parquet import read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
