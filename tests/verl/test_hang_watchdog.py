@@ -60,7 +60,7 @@ def test_every_call_of_the_trainer_is_a_phase() -> None:
     from verl.workers.megatron_workers import ActorRolloutRefWorker  # not in the ranks of the other tests: it is slow
 
     calls = ("generate_sequences", "compute_log_prob", "compute_ref_log_prob", "update_actor", "export_hf")
-    calls += ("save_checkpoint", "load_checkpoint", "wait_for_checkpoint", "verify_checkpoint", "_build_models")
+    calls += ("save_checkpoint", "load_checkpoint", "wait_for_checkpoint", "verify_checkpoint", "build_models")
     for name in calls:
         assert hasattr(getattr(ActorRolloutRefWorker, name), "__wrapped__"), f"{name} is no worker phase"
 

@@ -157,9 +157,9 @@ class WatchedWorker(ActorRolloutRefWorker):
         self._note()
         return super()._build_ref(ops)
 
-    def _new_rollout(self, rollout_class: type[BaseRollout]) -> BaseRollout:
+    def new_rollout(self, rollout_class: type[BaseRollout]) -> BaseRollout:
         self._note()
-        return super()._new_rollout(rollout_class)
+        return super().new_rollout(rollout_class)
 
     def _note(self) -> None:
         held: dict[str, int] = {}

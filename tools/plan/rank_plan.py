@@ -76,7 +76,7 @@ def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: 
             is_update = name == UPDATE
             calls.append(_plan_update(worker, size, log) if is_update else _plan_call(worker, name, size, log))
         with worker.timeline.span("save"):
-            worker._with_training_state()
+            worker.onload_training_state()
         return RankPlan(
             rank,
             worker.groups.coords,
@@ -245,19 +245,15 @@ def _device_state(worker: PlannedWorker, generation: GenerationPlan) -> dict[str
     worker.optimizer.onload()
     state = _by_kind(ledger(worker.actor_module, worker.optimizer), ON_DEVICE)
     if worker.ref is not None:
-        state["reference"] = _reference_bytes(worker)
+        state["reference"] = worker.ref_weights.host_bytes
     return state | {f"rollout {owner}": num_bytes for owner, num_bytes in generation.state_bytes.items()}
 
 
 def _host_state(worker: PlannedWorker) -> dict[str, int]:
     state = _by_kind(ledger(worker.actor_module, worker.optimizer), ON_HOST)
     if worker.ref is not None:
-        state["reference"] = _reference_bytes(worker)
+        state["reference"] = worker.ref_weights.host_bytes
     return state
-
-
-def _reference_bytes(worker: PlannedWorker) -> int:
-    return sum(host.nbytes for host in worker.ref_weights._host)
 
 
 def _by_kind(entries: Sequence[LedgerEntry], place: str) -> dict[str, int]:

@@ -76,7 +76,7 @@ def plan_rollout(worker: PlannedWorker, num_prompts: int, prompt_length: int, re
     first = len(worker.timeline.phases)
     sync = plan_weight_sync(worker)
     worker.sync_samples_only()
-    worker._offload_for_rollout()
+    worker.offload_for_rollout()
     with worker.sharding_manager:
         generation = plan_generation(worker, num_prompts, prompt_length, response_length)
     return RolloutPlan(sync, generation, tuple(worker.timeline.phases[first:]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +57,6 @@ class Spread:
         return ((first + torch.arange(num_tokens * topk)) % num_experts).view(num_tokens, topk)
 
 
-@lru_cache(maxsize=8)
-def _chosen(spread: Spread, num_tokens: int, topk: int, num_experts: int) -> Tensor:
-    return spread.chosen(num_tokens, topk, num_experts)
-
-
-@lru_cache(maxsize=256)
 def _exchanged(
     spread: Spread, num_rows: int, step_tokens: int, topk: int, start: int, stop: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -130,13 +124,18 @@ class _Given:
     log: CollectiveLog
     step_tokens: int = field(default=0, init=False)  # of this replica in the step that runs
 
+    def __post_init__(self) -> None:
+        # The caches belong to the rank: tensors in a cache of the process would count in its first rank only.
+        self._chosen = lru_cache(maxsize=8)(self.spread.chosen)
+        self._exchanged = lru_cache(maxsize=256)(partial(_exchanged, self.spread))
+
     def norm_rope_write_kv(self, cache: KVCache, kv_TD: Tensor, *others: Any) -> None:
         self.step_tokens = len(kv_TD)
         self.table.norm_rope_write_kv(cache, kv_TD, *others)
 
     def topk_router(self, logits_TE: Tensor, bias_E: Tensor | None, top_k: int, *others: Any) -> tuple[Tensor, Tensor]:
         weights_TK, _ = self.table.topk_router(logits_TE, bias_E, top_k, *others)
-        return weights_TK, _chosen(self.spread, logits_TE.shape[0], top_k, logits_TE.shape[1]).clone()
+        return weights_TK, self._chosen(logits_TE.shape[0], top_k, logits_TE.shape[1]).clone()
 
     def fused_experts(
         self,
@@ -166,7 +165,7 @@ class _Given:
         num_rows, top_k = ids_TK.shape
         if self.kind == "npu" and has_kernel(x_TH.shape[1], x_TH.dtype != torch.float32):
             return self._by_kernels(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, group)
-        _, received = _exchanged(self.spread, num_rows, self.step_tokens, top_k, 0, num_rows)
+        _, received = self._exchanged(num_rows, self.step_tokens, top_k, 0, num_rows)
         known = _KnownCounts(group.rank_in_group, group.world_size, group.group, received)
         experts = self._experts_of_all()
         return all_to_all_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, known, experts)
@@ -194,7 +193,7 @@ class _Given:
         ranks, (num_rows, top_k) = tuple(dist.get_process_group_ranks(group.group)), ids_TK.shape
 
         def note(kernel: str, start: int, stop: int) -> None:
-            there, back = _exchanged(self.spread, num_rows, self.step_tokens, top_k, start, stop)
+            there, back = self._exchanged(num_rows, self.step_tokens, top_k, start, stop)
             sent, received = (there, back) if kernel == "dispatch" else (back, there)
             sizes = (sum(sent) * x_TH.shape[1], sum(received) * x_TH.shape[1])
             dtype = str(x_TH.dtype).removeprefix("torch.")

@@ -10,7 +10,7 @@ from verl.workers.row_store import RowStore
 class PlannedRowStore(RowStore):
     """A row store without the server: there is no other rank."""
 
-    def _open(self, group: dist.ProcessGroup) -> None:
+    def open_server(self, group: dist.ProcessGroup) -> None:
         self._addresses = []
 
     def close(self) -> None:

@@ -80,10 +80,7 @@ class PlannedWorker(ActorRolloutRefWorker):
         self.device = DEVICE
         self.hf_config = load_hf_config(self.config.model.path)
         self.groups = own_groups(self.run_config.training_layout, self.rank)
-        coords = self.groups.coords
-        is_collect = self.groups.is_last_stage and coords.tp == 0 and coords.cp == 0
-        self._register_dispatch_collect_info("train", coords.dp, is_collect)
-        self._build_models(train_ops(self.kind, self.routing()))
+        self.build_models(train_ops(self.kind, self.routing()))
 
     def routing(self) -> Routing:
         """How tokens reach this rank's experts in training."""
@@ -92,17 +89,17 @@ class PlannedWorker(ActorRolloutRefWorker):
         num_local = num_experts // ep.size()
         return Routing(self.load, ep.rank() * num_local, num_local, ep.size())
 
-    def _new_model(self, ops: TrainOps, hf: HFModelConfig, engine: McoreEngineConfig) -> GPTModel | ModelChunks:
+    def new_model(self, ops: TrainOps, hf: HFModelConfig, engine: McoreEngineConfig) -> GPTModel | ModelChunks:
         with torch.device(DEVICE):
             return build_model(hf, self.groups, ops, **model_fields(self.config, engine))
 
-    def _build_actor(self, ops: TrainOps) -> None:
-        super()._build_actor(ops)
+    def build_actor(self, ops: TrainOps) -> None:
+        super().build_actor(ops)
         # The optimizer makes states of the host without telling the allocator that they are the host's.
         held = ledger(self.actor_module, self.optimizer)
         self.platform.planned.move_to_host(sum(entry.num_bytes for entry in held if entry.device == ON_HOST))
 
-    _transfer_plan = staticmethod(shared_plan)
+    build_transfer_plan = staticmethod(shared_plan)
 
     def sync_samples_only(self) -> None:
         """Let every later weight sync move only the largest part of each dtype per round, through its whole buffers."""
@@ -110,14 +107,14 @@ class PlannedWorker(ActorRolloutRefWorker):
         self.rollout.takes_samples = True
         move_largest_only(self.sharding_manager.sync.transfer)
 
-    def _new_rollout(self, rollout_class: type[BaseRollout]) -> BaseRollout:
+    def new_rollout(self, rollout_class: type[BaseRollout]) -> BaseRollout:
         spread = rollout_spread(self.config.rollout, self.hf_config, self.rank, self.world_size, self.load)
         ops = rollout_ops(self.kind, spread, ordinary_token(self.config.model.path), self.platform.planned.log)
         assert rollout_class is vLLMRollout, rollout_class
         return PlannedRollout(self.config.rollout, self.config.model.path, rollout_ops=ops, device=self.platform)
 
-    def _new_row_store(self) -> RowStore:
+    def new_row_store(self) -> RowStore:
         return PlannedRowStore(self.groups.world, self.device, self.config.nccl_timeout)
 
-    def _fetch(self, data: DataProto, actor: MegatronPPOActor, columns: tuple[str, ...]) -> DataProto:
+    def fetch_rows(self, data: DataProto, actor: MegatronPPOActor, columns: tuple[str, ...]) -> DataProto:
         return data

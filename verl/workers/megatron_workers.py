@@ -73,7 +73,7 @@ class ActorRolloutRefWorker(Worker):
         self.hf_config = load_hf_config(self.config.model.path)
         self.groups = self._init_groups()
         self.watchdog = make_watchdog(self.run_config, self.groups)
-        self._build_models(ops)
+        self.build_models(ops)
         return {"training": ops.names, "rollout": load_provider(self.rollout_ops_provider)().implementations}
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_ROLLOUT))
@@ -88,7 +88,7 @@ class ActorRolloutRefWorker(Worker):
         keeps_earlier = bool(prompts.meta_info.get("keeps_rows", False))
         if not keeps_earlier:
             self.row_store.drop()
-        self._offload_for_rollout()
+        self.offload_for_rollout()
         with self.sharding_manager as manager:
             start_s = now_s()
             output = self.rollout.generate_sequences(prompts)
@@ -110,7 +110,7 @@ class ActorRolloutRefWorker(Worker):
         rollout = self.config.rollout
         with training_phase():
             log_probs = self.actor.compute_log_prob(
-                self._fetch(data, self.actor, self.actor.scored_columns),
+                self.fetch_rows(data, self.actor, self.actor.scored_columns),
                 micro_batch_size=rollout.log_prob_micro_batch_size_per_gpu,
                 max_token_len=rollout.log_prob_max_token_len_per_gpu if rollout.log_prob_use_dynamic_bsz else None,
             )
@@ -131,7 +131,7 @@ class ActorRolloutRefWorker(Worker):
             self.ref_weights.onload()
         with training_phase():
             log_probs = self.ref.compute_log_prob(
-                self._fetch(data, self.ref, self.ref.scored_columns),
+                self.fetch_rows(data, self.ref, self.ref.scored_columns),
                 micro_batch_size=ref.log_prob_micro_batch_size_per_gpu,
                 max_token_len=ref.log_prob_max_token_len_per_gpu if ref.log_prob_use_dynamic_bsz else None,
             )
@@ -150,7 +150,7 @@ class ActorRolloutRefWorker(Worker):
             self.actor_module.onload_grads()
             self.optimizer.onload()
         with training_phase():
-            metrics = self.actor.update_policy(self._fetch(data, self.actor, self.actor.trained_columns))
+            metrics = self.actor.update_policy(self.fetch_rows(data, self.actor, self.actor.trained_columns))
         with self.timeline.span("offload"):
             if megatron.grad_offload:
                 self.actor_module.offload_grads()
@@ -183,7 +183,7 @@ class ActorRolloutRefWorker(Worker):
         """
         if hdfs_path is not None:
             raise ValueError(f"hdfs_path={hdfs_path!r}: only file systems that are mounted are supported")
-        self._with_training_state()
+        self.onload_training_state()
         self.checkpoint_manager.save_checkpoint(checkpoint_path, global_step, latest_path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -202,7 +202,7 @@ class ActorRolloutRefWorker(Worker):
     @worker_phase
     def load_checkpoint(self, checkpoint_path: str) -> int:
         """Collective; returns the global step of the checkpoint."""
-        self._with_training_state()
+        self.onload_training_state()
         return self.checkpoint_manager.load_checkpoint(checkpoint_path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -212,14 +212,19 @@ class ActorRolloutRefWorker(Worker):
         self.actor_module.onload_params()
         self.checkpoint_manager.export_hf(path)
 
-    _transfer_plan = staticmethod(build_plan)  # the plan of the weight sync
+    build_transfer_plan = staticmethod(build_plan)  # makes the plan of the weight sync
 
     @worker_phase
-    def _build_models(self, ops: TrainOps) -> None:
-        self._build_actor(ops)
+    def build_models(self, ops: TrainOps) -> None:
+        """Builds the actor, the reference and the rollout engine on a rank that has its groups."""
+        # All ranks of a replica take the same rows; context-parallel ones then keep their parts of the tokens.
+        coords = self.groups.coords
+        is_collect = self.groups.is_last_stage and coords.tp == 0 and coords.cp == 0
+        self._register_dispatch_collect_info(_TRAIN, coords.dp, is_collect)
+        self.build_actor(ops)
         # Free the device: it need not hold two models, and a rollout engine that sizes its cache counts everything that
         # is on the device as taken for ever.
-        self._offload_for_rollout()
+        self.offload_for_rollout()
         if self.config.actor.megatron.param_offload:
             self.actor_module.offload_params()
         self.ref = self._build_ref(ops) if self.role.endswith("ref") else None
@@ -229,14 +234,10 @@ class ActorRolloutRefWorker(Worker):
         join_world(self.device_type, self.config.nccl_timeout)
         layout = self.run_config.training_layout
         num_other_ranks = self.world_size - layout.world_size  # ranks that only generate
-        groups = initialize_from_layout(layout, self.config.nccl_timeout / 60, num_other_ranks=num_other_ranks)
-        # All ranks of a replica take the same rows; context-parallel ones then keep their parts of the tokens.
-        coords = groups.coords
-        is_collect = groups.is_last_stage and coords.tp == 0 and coords.cp == 0
-        self._register_dispatch_collect_info(_TRAIN, coords.dp, is_collect)
-        return groups
+        return initialize_from_layout(layout, self.config.nccl_timeout / 60, num_other_ranks=num_other_ranks)
 
-    def _new_model(self, ops: TrainOps, hf: HFModelConfig, engine: McoreEngineConfig) -> GPTModel | ModelChunks:
+    def new_model(self, ops: TrainOps, hf: HFModelConfig, engine: McoreEngineConfig) -> GPTModel | ModelChunks:
+        """This rank's part of a model with its weights."""
         model = build_model(hf, self.groups, ops, **model_fields(self.config, engine)).to(self.device)
         if not (self.config.actor.load_weight and engine.load_weight):
             model.init_weights(engine.seed)
@@ -251,10 +252,11 @@ class ActorRolloutRefWorker(Worker):
         load_weights(model, plan, source)
         return model
 
-    def _build_actor(self, ops: TrainOps) -> None:
+    def build_actor(self, ops: TrainOps) -> None:
+        """Builds the trained model, its optimizer and what saves both."""
         config = self.config.actor
         hf = trained_model(self.hf_config, config.megatron)
-        model = self._new_model(ops, hf, config.megatron)
+        model = self.new_model(ops, hf, config.megatron)
         self.actor_module = DistributedDataParallel(model.config, ddp_config(config.megatron), model, self.groups)
         make_optimizer = load_provider(config.megatron.optimizer_provider)
         optim = config.optim
@@ -290,7 +292,7 @@ class ActorRolloutRefWorker(Worker):
         )
 
     def _build_ref(self, ops: TrainOps) -> MegatronPPOActor:
-        model = self._new_model(ops, self.hf_config, self.config.ref.megatron or self.config.actor.megatron)
+        model = self.new_model(ops, self.hf_config, self.config.ref.megatron or self.config.actor.megatron)
         self.ref_weights = HostResidentModel(model)
         return MegatronPPOActor(self.config.actor, model.config, self.groups, model)
 
@@ -298,8 +300,8 @@ class ActorRolloutRefWorker(Worker):
         config = self.config.rollout
         replica, index = divmod(self.rank, config.tensor_model_parallel_size)
         self._register_dispatch_collect_info(_ROLLOUT, replica, index == 0)
-        self.rollout = self._new_rollout(get_rollout_class(config.name, config.mode))
-        self.row_store = self._new_row_store()
+        self.rollout = self.new_rollout(get_rollout_class(config.name, config.mode))
+        self.row_store = self.new_row_store()
         self.sharding_manager = MegatronVLLMShardingManager(
             self.actor_module,
             self.rollout,
@@ -311,15 +313,17 @@ class ActorRolloutRefWorker(Worker):
             device=self.device,
             timeline=self.timeline,
             accelerator=get_torch_device(self.device_type),
-            build_plan=self._transfer_plan,
+            build_plan=self.build_transfer_plan,
         )
 
-    def _new_rollout(self, rollout_class: type[BaseRollout]) -> BaseRollout:
+    def new_rollout(self, rollout_class: type[BaseRollout]) -> BaseRollout:
+        """The rollout engine, still without weights."""
         return rollout_class(
             self.config.rollout, self.config.model.path, rollout_ops=self.rollout_ops_provider, device=self.device
         )
 
-    def _new_row_store(self) -> RowStore:
+    def new_row_store(self) -> RowStore:
+        """The store of the rows that this rank generates."""
         return RowStore(self.groups.world, self.device, self.config.nccl_timeout)
 
     def _log_prob_output(self, data: DataProto, name: str, log_probs: Tensor | None) -> DataProto:
@@ -332,17 +336,19 @@ class ActorRolloutRefWorker(Worker):
         stored = self.row_store.store(name, log_probs)
         return stored.union(output) if self.controller_needs_log_probs else stored
 
-    def _fetch(self, data: DataProto, actor: MegatronPPOActor, columns: tuple[str, ...]) -> DataProto:
+    def fetch_rows(self, data: DataProto, actor: MegatronPPOActor, columns: tuple[str, ...]) -> DataProto:
         """The rows of ``data`` with ``columns``; of a rollout's experts only those of this rank's layers."""
         with self.timeline.span("fetch_rows"):
             return self.row_store.fetch(data, columns, actor.moe_layers)
 
-    def _offload_for_rollout(self) -> None:
+    def offload_for_rollout(self) -> None:
+        """Frees the device of the gradients, and of the optimizer's state if it is offloaded."""
         self.actor_module.offload_grads()
         if self.config.actor.megatron.optimizer_offload:
             self.optimizer.offload()
 
-    def _with_training_state(self) -> None:
+    def onload_training_state(self) -> None:
+        """Brings the weights and the optimizer's state to the device."""
         self.actor_module.onload_params()
         self.optimizer.onload()
 

@@ -72,9 +72,9 @@ class RowStore:
         self._timeout_s = timeout_s
         self._batch = 0
         self._columns: dict[tuple[int, str], np.ndarray] = {}
-        self._open(group)
+        self.open_server(group)
 
-    def _open(self, group: dist.ProcessGroup) -> None:
+    def open_server(self, group: dist.ProcessGroup) -> None:
         """Start this rank's server and exchange addresses."""
         self._server = RowServer(_own_host(), self._rows_of)
         self._addresses = [self._server.address] * group.size()

@@ -18,7 +18,7 @@ class SavedRolloutWorker(ActorRolloutRefWorker):
     @worker_phase
     def take_rows(self, rows: DataProto) -> DataProto:
         """Stores its share of the next step's rows and returns references; frees those of the step before."""
-        self._offload_for_rollout()
+        self.offload_for_rollout()
         return self.row_store.store_generated(rows, replica_size=1)
 
     def _build_rollout(self) -> None:

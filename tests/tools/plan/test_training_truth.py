@@ -57,7 +57,7 @@ def run(model_dir: str, overrides: list[str]) -> Outcome:
     worker.actor_module.onload_grads()
     worker.optimizer.onload()
     held = ledger(worker.actor_module, worker.optimizer)
-    worker._offload_for_rollout()
+    worker.offload_for_rollout()
     log, meter = CollectiveLog(), MemoryMeter()
     with log, meter:
         done = run_training(worker, _rows(config), log, meter, before_call=lambda: time.sleep(GLOO_KEEPS_S))
@@ -67,7 +67,7 @@ def run(model_dir: str, overrides: list[str]) -> Outcome:
 
 class TrainingOnly(PlannedWorker):
     def _build_rollout(self) -> None:
-        self._offload_for_rollout()
+        self.offload_for_rollout()
 
 
 def plan(model_dir: str, world_size: int, rank: int, overrides: list[str]) -> Outcome:
@@ -81,7 +81,7 @@ def plan(model_dir: str, world_size: int, rank: int, overrides: list[str]) -> Ou
         worker.actor_module.onload_grads()
         worker.optimizer.onload()
         held = ledger(worker.actor_module, worker.optimizer)
-        worker._offload_for_rollout()
+        worker.offload_for_rollout()
         device.meter = worker.timeline.meter = meter
         return run_training(worker, _rows(config), log, meter), held
 

@@ -21,6 +21,11 @@ class HostResidentModel:
         self.is_onloaded = True
         self.offload()
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the weights on the host."""
+        return sum(host.nbytes for host in self._host)
+
     @torch.no_grad()
     def onload(self) -> None:
         """Allocates device storage and fills it from the host."""
