@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from hf_formats.config import HFModelConfig, load_hf_config
 from recipes.common.recipe import RECIPES
@@ -20,13 +21,20 @@ READS_NO_WEIGHTS = tuple(f"actor_rollout_ref.{part}.megatron.use_dist_checkpoint
 class PlannedRun:
     """A run that can be planned.
 
-    name: the config's name · config: its ``model.path`` has a config.json, and its hang watchdog is off.
+    name: the config's name · config: its ``model.path`` has a config.json, and its hang watchdog is off · arguments:
+    those of ``planned_run``.
     """
 
     name: str
     config: PPOTrainerConfig
     hf: HFModelConfig
     device: DeviceProfile
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def changed(self, overrides: Sequence[str]) -> PlannedRun:
+        """The run with further overrides; ValueError as ``planned_run``."""
+        given = self.arguments
+        return planned_run(**given | {"overrides": (*given["overrides"], *overrides), "device": self.device})
 
 
 def known_configs() -> dict[str, Path]:
@@ -68,7 +76,8 @@ def planned_run(
     config = replace(config, actor_rollout_ref=worker)
     if config.has_rollout_ranks:
         raise ValueError(f"trainer.schedule={config.trainer.schedule}: only schedule=sync can be planned rank by rank")
-    return PlannedRun(path.stem, config, load_hf_config(str(folder)), device)
+    arguments = {"name": name, "overrides": overrides, "nodes": nodes, "model": model}
+    return PlannedRun(path.stem, config, load_hf_config(str(folder)), device, arguments)
 
 
 def _model_folder(config: PPOTrainerConfig, name: str, model: str | None) -> Path:
@@ -77,13 +86,13 @@ def _model_folder(config: PPOTrainerConfig, name: str, model: str | None) -> Pat
         return here
     if model is not None and (Path(model) / "config.json").is_file():
         return Path(model)
-    wanted = model or next((known for mark, known in _MARKS.items() if mark in name), None)
+    wanted = model or next((known for mark, known in _MARKS.items() if mark in name), "")
     if wanted not in known_models():
         raise ValueError(
             f"no model to plan: actor_rollout_ref.model.path={config.actor_rollout_ref.model.path} has no config.json; "
             f"give --model, one of {', '.join(known_models())} or a folder with a config.json"
         )
-    return MODELS / str(wanted)
+    return MODELS / wanted
 
 
 _MARKS = {"671b": "deepseek_v3", "moonlight": "moonlight_16b"}

@@ -14,7 +14,7 @@ from tools.plan.rank_plan import StepSize
 from tools.plan.search.bound import Bounds, RolloutKnobs
 from tools.plan.search.layouts import layer_lists, rollout_layouts, training_layouts
 from tools.plan.search.overrides import overrides_of
-from tools.plan.search.rank import Ranking, memory, own_candidate, ranking
+from tools.plan.search.rank import Ranking, own_candidate, ranking
 from tools.plan.search.weights import rollout_rank, training_stage
 from tools.plan.setup import PlannedRun, planned_run
 from tools.plan.timing import RunShape, load_constants
@@ -91,7 +91,7 @@ def test_the_best_on_256_dies_is_at_least_as_fast_as_the_recipe(
 ) -> None:
     run, shape, size, found = a3
     own = own_candidate(run, shape, size, load_constants())
-    budget = Bounds(run.config, run.hf, run.device, size).device.budget_bytes
+    budget = run.device.budget_bytes
     assert max(own.bytes.values()) <= budget
     assert found.best[0].step.total_s <= own.step.total_s
     assert all(max(candidate.bytes.values()) <= budget for candidate in found.best)
@@ -106,13 +106,16 @@ def test_overrides_make_the_layout(which: str, request: pytest.FixtureRequest) -
     for candidate in (found.best[0], found.best[len(found.best) // 2], found.best[-1]):
         other, made, _ = planned(config, *overrides_of(candidate, run.config))
         assert validate_config(other.config) == []
-        assert made.rollout == candidate.rollout
+        assert made.rollout == candidate.shape.rollout
         assert RolloutKnobs.of(other.config) == candidate.knobs
-        assert (made.train.update, made.train.log_prob) == (candidate.train.update, candidate.train.log_prob)
-        again = candidate.train.recomputed_layers
-        most = max(candidate.train.layout.num_layer_list or (run.hf.num_hidden_layers,))
+        assert (made.train.update, made.train.log_prob) == (
+            candidate.shape.train.update,
+            candidate.shape.train.log_prob,
+        )
+        again = candidate.shape.train.recomputed_layers
+        most = max(candidate.shape.train.layout.num_layer_list or (run.hf.num_hidden_layers,))
         assert made.train.recomputed_layers == (most if again < 0 else again)
-        layout = candidate.train.layout
+        layout = candidate.shape.train.layout
         if layout.pipeline_model_parallel_size == 1:
             layout = replace(layout, num_layer_list=None)
         assert made.train.layout == layout
@@ -129,8 +132,8 @@ def test_the_bound_is_what_was_planned() -> None:
     )
     for overrides, expected in cases:
         run, shape, size = planned(A3, *overrides)
-        bounds = Bounds(run.config, run.hf, run.device, size)
-        found = memory(bounds, shape, RolloutKnobs.of(run.config))
+        bounds = Bounds(run, size)
+        found = bounds.memory(shape, RolloutKnobs.of(run.config))
         for phase, gib in expected.items():
             assert gib * 0.99 <= found[phase] / GIB <= gib * 1.08, (overrides, phase)
         assert bounds.rollout_weights(shape.rollout) / GIB == pytest.approx(21.86, abs=0.01)
@@ -140,5 +143,5 @@ def test_a_cache_that_the_engine_refuses_does_not_fit() -> None:
     own = "actor_rollout_ref.rollout.gpu_memory_utilization="
     for share, is_refused in (("0.8", False), ("0.4", True)):
         run, shape, size = planned(A3, own + share)
-        found = memory(Bounds(run.config, run.hf, run.device, size), shape, RolloutKnobs.of(run.config))
+        found = Bounds(run, size).memory(shape, RolloutKnobs.of(run.config))
         assert (found["generate"] == inf) == is_refused

@@ -17,7 +17,7 @@ from tools.plan.device import MemoryMeter
 from tools.plan.devices import load_device
 from tools.plan.rank_plan import StepSize
 from tools.plan.search.rank import ranking
-from tools.plan.search.verify import Request, verified
+from tools.plan.search.verify import verified
 from tools.plan.setup import planned_run
 from tools.plan.timing import RunShape, load_constants
 from tools.plan.training import UPDATE, Rows, batch_of
@@ -37,7 +37,7 @@ def found_layout() -> list[str]:
     assert run.config.trainer.world_size == NUM_RANKS
     size = StepSize(run.config.data.max_prompt_length, run.config.data.max_response_length)
     fastest = ranking(run, RunShape.of(run.config, run.hf), size, load_constants()).best
-    tried = verified(Request("moonlight_16b_8gpu", (), None, None), run, fastest, size, 1)
+    tried = verified(run, fastest, size, 1)
     best = next(found for found in tried if not found.problems)
     return [text for text in best.overrides if text.partition("=")[0].endswith(LAYOUT_KEYS)]
 

@@ -11,12 +11,12 @@ import pytest
 
 from recipes.common.recipe import ROOT
 from tools.plan.devices import load_device
+from tools.plan.tables import time_table, variation_table
 from tools.plan.timing import (
     MicroBatches,
     RunShape,
     load_constants,
     predict,
-    ranked,
     sensitivity,
 )
 from tools.plan.timing.calibrate import PHASE_BAR, TOTAL_BAR, calibrated, tables, write_constants
@@ -24,7 +24,6 @@ from tools.plan.timing.constants import TABLE, Constants
 from tools.plan.timing.cost import PHASES
 from tools.plan.timing.fit import LeftOut, is_main
 from tools.plan.timing.published import published_model, published_runs
-from tools.plan.timing.show import phase_rows, variation_rows
 from verl.trainer.config import load_config
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "time_model.md"
@@ -150,7 +149,7 @@ def test_a_shape_that_cannot_be_is_refused() -> None:
 
 def test_sensitivity_goes_the_way_it_must() -> None:
     shape, device, constants = shape_of("r1_zero", "r1_ascend_671b_256die"), load_device("a3"), load_constants()
-    step = {variation.what: variation.step for variation in sensitivity(shape, device, constants)}
+    step = dict(sensitivity(shape, device, constants))
     now = step["as it is"].total_s
     # TP1 PP8 EP32 needs 256 ranks at a time, so the next size is another 16 nodes.
     assert step["16 more nodes"].total_s < now
@@ -159,17 +158,6 @@ def test_sensitivity_goes_the_way_it_must() -> None:
     assert step["experts loaded evenly"].total_s < now < step["experts loaded twice as unevenly"].total_s
     assert step["decode without graphs"].seconds["rollout"] > step["as it is"].seconds["rollout"]
     assert step["rows through the controller"].total_s > now
-
-
-def test_ranking_puts_the_faster_layout_first() -> None:
-    shape, device, constants = shape_of("r1_zero", "r1_ascend_671b_256die"), load_device("a3"), load_constants()
-    spare = replace(shape, name="no recomputation", train=replace(shape.train, recomputed_layers=0))
-    padded = replace(shape, name="padded", train=replace(shape.train, log_prob=MicroBatches(4, is_padded=True)))
-    assert [best.name for best, _ in ranked([padded, shape, spare], device, constants)] == [
-        "no recomputation",
-        "r1_ascend_671b_256die",
-        "padded",
-    ]
 
 
 def test_generation_that_never_stops_has_no_tail() -> None:
@@ -183,14 +171,14 @@ def test_generation_that_never_stops_has_no_tail() -> None:
 def test_tables_show_the_error_beside_each_prediction() -> None:
     shape, constants = shape_of("r1_zero", "r1_ascend_671b_256die"), load_constants()
     step = predict(shape, load_device("a3"), constants)
-    rows = {phase: rest for phase, *rest in phase_rows(step)}
+    rows = {phase: rest for phase, *rest in time_table(step).rows}
     _, error, mostly = rows["update"]
     assert error == "up to 8% (3 rows)"
     assert mostly.startswith("compute ")
     assert rows["step"][:2] == [f"{step.total_s:,.1f}", "up to 14% (4 rows)"]
     assert "old_log_prob" not in rows
-    assert phase_rows(predict(shape, load_device("cpu"), constants))[-1][2] == "no published row"
-    changes = variation_rows(sensitivity(shape, load_device("a3"), constants))
+    assert time_table(predict(shape, load_device("cpu"), constants)).rows[-1][2] == "no published row"
+    changes = variation_table(sensitivity(shape, load_device("a3"), constants)).rows
     assert changes[0][:3] == ("as it is", f"{step.total_s:,.1f}", "")
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
-from tools.plan.devices import DeviceProfile
 from tools.plan.rank_plan import StepSize
 from tools.plan.search.weights import rollout_rank, training_stage
+from tools.plan.setup import PlannedRun
 from tools.plan.timing import MicroBatches, RolloutShape, RunShape
 from tools.plan.whole import PROCESS_BYTES
 from verl.trainer.config import PPOTrainerConfig
@@ -50,16 +49,19 @@ class RolloutKnobs:
 class Bounds:
     """Device memory of every layout of one run, and what there is of it."""
 
-    config: PPOTrainerConfig
-    hf: HFModelConfig
-    device: DeviceProfile
+    run: PlannedRun
     size: StepSize
+
+    def memory(self, shape: RunShape, knobs: RolloutKnobs) -> dict[str, float]:
+        """Phase -> bound."""
+        training = {"log_prob": self.log_prob_bytes(shape), "update": self.update_bytes(shape)}
+        return self.rollout_bytes(shape, knobs) | training
 
     def log_prob_bytes(self, shape: RunShape) -> float:
         """The memory of the fullest stage in a pass without a backward; 0 when there is no such pass."""
         if not (shape.has_reference or shape.has_old_log_prob):
             return 0.0
-        engine = self.config.actor_rollout_ref.actor.megatron
+        engine = self.run.config.actor_rollout_ref.actor.megatron
         tokens, most = self.tokens(shape, shape.train.log_prob), 0.0
         for stage in range(shape.train.layout.pipeline_model_parallel_size):
             stays, params = self._held(shape, stage)
@@ -81,8 +83,8 @@ class Bounds:
         """Phase -> bytes of the rank whose training weights are fewest, which has the largest cache."""
         weights = self.rollout_weights(shape.rollout)
         held = [self._held(shape, stage) for stage in range(shape.train.layout.pipeline_model_parallel_size)]
-        buckets = 2 * self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * 2**20
-        is_offloaded = self.config.actor_rollout_ref.actor.megatron.param_offload
+        buckets = 2 * self.run.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * 2**20
+        is_offloaded = self.run.config.actor_rollout_ref.actor.megatron.param_offload
         kept = [stays + (0.0 if is_offloaded else params) for stays, params in held]  # while the engine generates
         cache = self._cache_bytes(shape.rollout.tp, min(kept) + weights)
         if not self._holds_a_sequence(shape.rollout.tp, max(kept) + weights):
@@ -96,32 +98,32 @@ class Bounds:
 
     def rollout_weights(self, rollout: RolloutShape) -> float:
         """Bytes of weights on a rollout rank."""
-        parameters, routers = rollout_rank(self.hf, rollout.tp, rollout.expert_ranks)
+        parameters, routers = rollout_rank(self.run.hf, rollout.tp, rollout.expert_ranks)
         return parameters * rollout.weight_bytes + routers * ROUTER_BYTES
 
     def host_bytes(self, shape: RunShape) -> float:
         """The host memory of a node whose ranks all need as much as the one that needs most."""
-        engine, layout = self.config.actor_rollout_ref.actor.megatron, shape.train.layout
+        engine, layout = self.run.config.actor_rollout_ref.actor.megatron, shape.train.layout
         most = 0.0
         for stage in range(layout.pipeline_model_parallel_size):
-            params = sum(training_stage(self.hf, layout, stage)) * self._param_bytes
+            params = sum(training_stage(self.run.hf, layout, stage)) * self._param_bytes
             state = 0.0 if shape.train.optimizer == "resident" else self._owned(shape, stage) * STATE_BYTES
             most = max(most, params * (engine.param_offload + shape.has_reference) + state)
-        return (most + PROCESS_BYTES) * self.config.trainer.n_gpus_per_node
+        return (most + PROCESS_BYTES) * self.run.config.trainer.n_gpus_per_node
 
     @property
     def _param_bytes(self) -> int:
-        return 4 if self.config.actor_rollout_ref.actor.megatron.dtype == "float32" else 2
+        return 4 if self.run.config.actor_rollout_ref.actor.megatron.dtype == "float32" else 2
 
     def _owned(self, shape: RunShape, stage: int) -> float:
         layout = shape.train.layout
-        dense, experts = training_stage(self.hf, layout, stage)
+        dense, experts = training_stage(self.run.hf, layout, stage)
         replicas = layout.data_parallel_size * layout.context_parallel_size
         return dense / replicas + experts / layout.expert_data_parallel_size
 
     def _held(self, shape: RunShape, stage: int) -> tuple[float, float]:
         """(what stays on the device beside weights while the rollout is there, weights) of a rank of ``stage``."""
-        count = sum(training_stage(self.hf, shape.train.layout, stage))
+        count = sum(training_stage(self.run.hf, shape.train.layout, stage))
         stays = 0.0 if shape.train.optimizer != "resident" else self._owned(shape, stage) * STATE_BYTES
         return stays, count * float(self._param_bytes)  # gradients always leave for the rollout
 
@@ -136,7 +138,7 @@ class Bounds:
 
     def kept_layer_bytes(self, is_moe: bool, tokens: float, layout: ParallelLayout) -> float:
         """What the backward of a layer needs of its forward, without recomputation."""
-        hf = self.hf
+        hf = self.run.hf
         heads, hidden = hf.num_attention_heads, hf.hidden_size
         if hf.is_mla:
             attention = heads * (2 * hf.qk_head_dim + hf.qk_nope_head_dim + 3 * hf.v_head_dim)
@@ -159,11 +161,11 @@ class Bounds:
     def _backward(self, shape: RunShape, stage: int, tokens: float) -> float:
         layout, train = shape.train.layout, shape.train
         tp = layout.tensor_model_parallel_size
-        numbers = layout.stage_layers(stage, self.hf.num_hidden_layers)
+        numbers = layout.stage_layers(stage, self.run.hf.num_hidden_layers)
         again = len(numbers) if train.recomputed_layers < 0 else min(train.recomputed_layers, len(numbers))
-        inputs = tokens / tp * self.hf.hidden_size * self._param_bytes
+        inputs = tokens / tp * self.run.hf.hidden_size * self._param_bytes
         kept = again * inputs + sum(
-            self.kept_layer_bytes(self.hf.is_moe_layer(number), tokens, layout) for number in numbers[again:]
+            self.kept_layer_bytes(self.run.hf.is_moe_layer(number), tokens, layout) for number in numbers[again:]
         )
         in_flight = layout.pipeline_model_parallel_size - stage
         needed = BACKWARD_LAYERS * self._largest_layer(shape, stage, tokens)
@@ -171,39 +173,41 @@ class Bounds:
 
     def _largest_layer(self, shape: RunShape, stage: int, tokens: float) -> float:
         layout = shape.train.layout
-        kinds = {self.hf.is_moe_layer(number) for number in layout.stage_layers(stage, self.hf.num_hidden_layers)}
+        kinds = {
+            self.run.hf.is_moe_layer(number) for number in layout.stage_layers(stage, self.run.hf.num_hidden_layers)
+        }
         return max(self.kept_layer_bytes(kind, tokens, layout) for kind in kinds)
 
     def _head(self, shape: RunShape, stage: int, tokens: float) -> float:
         layout = shape.train.layout
         if stage != layout.pipeline_model_parallel_size - 1:
             return 0.0
-        return tokens * self.hf.vocab_size / layout.tensor_model_parallel_size * HEAD_BYTES
+        return tokens * self.run.hf.vocab_size / layout.tensor_model_parallel_size * HEAD_BYTES
 
     def _cache_bytes(self, tp: int, used: float) -> float:
         """Bytes of the KV cache, as the engine sizes it beside its weights and the training state that stays."""
-        rollout = self.config.actor_rollout_ref.rollout
+        rollout = self.run.config.actor_rollout_ref.rollout
         if rollout.num_gpu_blocks_override is not None:
             return float(self._block_bytes(tp) * rollout.num_gpu_blocks_override)
         most = self._sequence_bytes(tp) * rollout.max_num_seqs
-        if self.device.family == "cpu":
-            return min(most, self.device.memory_bytes * KV_CACHE_FRACTION_OF_HOST * rollout.gpu_memory_utilization)
-        allowed = self.device.memory_bytes * rollout.gpu_memory_utilization
-        taken = used + self.device.reserved_bytes
+        if self.run.device.family == "cpu":
+            return min(most, self.run.device.memory_bytes * KV_CACHE_FRACTION_OF_HOST * rollout.gpu_memory_utilization)
+        allowed = self.run.device.memory_bytes * rollout.gpu_memory_utilization
+        taken = used + self.run.device.reserved_bytes
         return max(0.0, min(most, allowed * (1 - ACTIVATION_FRACTION) - taken))
 
     def _holds_a_sequence(self, tp: int, used: float) -> bool:
         """Whether the cache of the fullest stage is one that the engine does not refuse."""
-        is_given = self.config.actor_rollout_ref.rollout.num_gpu_blocks_override is not None
+        is_given = self.run.config.actor_rollout_ref.rollout.num_gpu_blocks_override is not None
         return is_given or self._cache_bytes(tp, used) >= self._sequence_bytes(tp)
 
     def _sequence_bytes(self, tp: int) -> float:
         """Bytes of the cache of one sequence of the greatest length."""
-        rollout = self.config.actor_rollout_ref.rollout
+        rollout = self.run.config.actor_rollout_ref.rollout
         return float(self._block_bytes(tp) * -(-rollout.context_length // rollout.block_size))
 
     def _block_bytes(self, tp: int) -> int:
-        rollout, hf = self.config.actor_rollout_ref.rollout, self.hf
+        rollout, hf = self.run.config.actor_rollout_ref.rollout, self.run.hf
         width = hf.kv_lora_rank + hf.qk_rope_head_dim
         if not hf.is_mla:
             width = 2 * max(1, hf.num_key_value_heads // tp) * hf.head_dim
@@ -211,11 +215,11 @@ class Bounds:
         return width * hf.num_hidden_layers * item * rollout.block_size
 
     def _most_sequences(self, shape: RunShape) -> int:
-        return max(self.config.actor_rollout_ref.rollout.cudagraph_capture_sizes or [shape.rollout.max_num_seqs])
+        return max(self.run.config.actor_rollout_ref.rollout.cudagraph_capture_sizes or [shape.rollout.max_num_seqs])
 
     def _prefill(self, shape: RunShape, knobs: RolloutKnobs) -> float:
         """What the largest prefill step needs: its experts, or its attention, or the sampler."""
-        hf, rollout, item = self.hf, shape.rollout, shape.rollout.weight_bytes
+        hf, rollout, item = self.run.hf, shape.rollout, shape.rollout.weight_bytes
         tokens = knobs.max_num_batched_tokens
         context = tokens + self.size.prompt_length + self.size.response_length
         head = hf.qk_nope_head_dim + 2 * hf.v_head_dim + 3 * hf.qk_head_dim if hf.is_mla else 4 * hf.head_dim
@@ -227,7 +231,7 @@ class Bounds:
 
     def _experts(self, shape: RunShape, knobs: RolloutKnobs, tokens: int) -> float:
         """Bytes of one layer's routed experts, for ``tokens`` tokens of each replica."""
-        hf, rollout, item = self.hf, shape.rollout, shape.rollout.weight_bytes
+        hf, rollout, item = self.run.hf, shape.rollout, shape.rollout.weight_bytes
         hidden, inner, topk = hf.hidden_size, hf.moe_intermediate_size, hf.num_experts_per_tok
         if not hf.n_routed_experts:
             return tokens * 3.0 * hf.intermediate_size / rollout.tp * item
@@ -237,11 +241,11 @@ class Bounds:
             gathered = tokens * (rollout.dp if is_shared else 1)
             width = inner if is_shared else inner // rollout.tp
             # Ascend's experts carry every choice along, those of other ranks too.
-            rows = gathered * topk / (span if is_shared and self.device.family != "ascend" else 1)
+            rows = gathered * topk / (span if is_shared and self.run.device.family != "ascend" else 1)
             return (rows * (3.0 * hidden + width) + 2.0 * gathered * hidden) * item
         num_here = hf.n_routed_experts // span
         own = tokens / rollout.tp
-        if self.device.family == "ascend":
+        if self.run.device.family == "ascend":
             at_once = min(own, tokens_of_a_call(hidden, topk, num_here, span))
             rows = at_once * span * min(num_here, topk)
             return (rows * (2.0 * hidden + 3 * inner) + 2 * own * hidden) * item

@@ -19,7 +19,7 @@ def overrides_of(candidate: Candidate, config: PPOTrainerConfig) -> list[str]:
 
 
 def _training(candidate: Candidate, config: PPOTrainerConfig) -> dict[str, object]:
-    layout = candidate.train.layout
+    layout = candidate.shape.train.layout
     said = config.actor_rollout_ref.actor.megatron.override_transformer_config
     found: dict[str, object] = {
         f"{ENGINE}.tensor_model_parallel_size": layout.tensor_model_parallel_size,
@@ -36,7 +36,7 @@ def _training(candidate: Candidate, config: PPOTrainerConfig) -> dict[str, objec
     for key in (*ends, "noop_layers", "pipeline_num_transformer_layers", "recompute_modules"):
         if said.get(key) is not None:
             found[f"{FIELDS}.{key}"] = None
-    layers = candidate.train.recomputed_layers
+    layers = candidate.shape.train.recomputed_layers
     most = max(layout.num_layer_list or (candidate.shape.model.num_hidden_layers,))
     values = (None, None, None) if layers == 0 else ("full", "block", most if layers < 0 else layers)
     for key, value in zip(_RECOMPUTED, values, strict=True):
@@ -46,7 +46,7 @@ def _training(candidate: Candidate, config: PPOTrainerConfig) -> dict[str, objec
 
 
 def _batches(candidate: Candidate, config: PPOTrainerConfig) -> dict[str, object]:
-    update, log_prob = candidate.train.update, candidate.train.log_prob
+    update, log_prob = candidate.shape.train.update, candidate.shape.train.log_prob
     found: dict[str, object] = {}
     if config.actor_rollout_ref.actor.use_dynamic_bsz:
         found[f"{MODELS}.actor.ppo_max_token_len_per_gpu"] = update.token_budget
@@ -61,7 +61,7 @@ def _batches(candidate: Candidate, config: PPOTrainerConfig) -> dict[str, object
 
 
 def _rollout(candidate: Candidate) -> dict[str, object]:
-    rollout, knobs = candidate.rollout, candidate.knobs
+    rollout, knobs = candidate.shape.rollout, candidate.knobs
     return {
         f"{ROLLOUT}.tensor_model_parallel_size": rollout.tp,
         f"{ROLLOUT}.data_parallel_size": rollout.dp,

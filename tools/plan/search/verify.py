@@ -9,7 +9,7 @@ from tools.plan.matching import problems as call_problems
 from tools.plan.rank_plan import StepSize
 from tools.plan.search.overrides import overrides_of
 from tools.plan.search.rank import Candidate
-from tools.plan.setup import PlannedRun, planned_run
+from tools.plan.setup import PlannedRun
 from tools.plan.training import OLD, REF, UPDATE
 from tools.plan.whole import WholePlan, calls_between_stages, plan_run
 from verl.trainer.config import validate_config
@@ -17,21 +17,6 @@ from verl.trainer.config import validate_config
 TRIES_FOR_EACH = 4
 TRAINING = (OLD, REF, UPDATE)
 GENERATION = ("prefill", "decode", "generate_end")
-
-
-@dataclass(frozen=True)
-class Request:
-    """The command line's arguments of ``planned_run``."""
-
-    name: str
-    overrides: tuple[str, ...]
-    nodes: int | None
-    model: str | None
-
-    def run(self, own: PlannedRun, more: Sequence[str]) -> PlannedRun:
-        """The run with ``more`` overrides; ValueError as ``planned_run``."""
-        given = [*self.overrides, *more]
-        return planned_run(self.name, given, own.device, nodes=self.nodes, model=self.model)
 
 
 @dataclass(frozen=True)
@@ -45,8 +30,7 @@ class Verified:
 
 
 def verified(
-    request: Request,
-    own: PlannedRun,
+    run: PlannedRun,
     candidates: Sequence[Candidate],
     size: StepSize,
     count: int,
@@ -58,17 +42,15 @@ def verified(
     """
     tried: list[Verified] = []
     bad_halves: set[object] = set()
-    good = 0
     for candidate in candidates:
-        if good == count or len(tried) == TRIES_FOR_EACH * count:
+        if sum(not found.problems for found in tried) == count or len(tried) == TRIES_FOR_EACH * count:
             break
-        halves = (candidate.train, (candidate.rollout, candidate.knobs))
-        if any(half in bad_halves for half in halves):
+        halves = (candidate.shape.train, (candidate.shape.rollout, candidate.knobs))
+        if bad_halves & set(halves):
             continue
-        found = plan_candidate(request, own, candidate, size)
+        found = _planned(run, candidate, size)
         tried.append(found)
         report(found)
-        good += not found.problems
         if found.problems and found.plan is not None and found.plan.stages:
             at_fault = halves_at_fault(found.plan)
             bad_halves |= {half for half, is_bad in zip(halves, at_fault, strict=True) if is_bad}
@@ -79,27 +61,27 @@ def halves_at_fault(plan: WholePlan) -> tuple[bool, bool]:
     """Whether the (training, rollout) half of ``plan`` would not work with another one either; neither when only the
     two together do not, as where both models lie on the device for the weight sync.
     """
-    budget, device = plan.run.device.budget_bytes, plan.run.device
-    full = {phase.name for rank in plan.stages for phase in rank.phases if phase.peak_bytes > budget}
+    device = plan.run.device
+    full = {phase.name for rank in plan.stages for phase in rank.phases if phase.peak_bytes > device.budget_bytes}
     training, rollout = bool(full & set(TRAINING)), bool(full & {"prefill", "decode", "wake_kv_cache"})
     if not plan.is_whole:
         return training, rollout
-    training = training or plan.host_bytes > device.host_memory_bytes
     calls = calls_between_stages(plan.layout, plan.stages)
 
     def has_problems(names: Sequence[str]) -> bool:
         return bool(call_problems({rank: [p for p in phases if p.name in names] for rank, phases in calls.items()}))
 
-    return training or has_problems(TRAINING), rollout or has_problems(GENERATION)
+    training = training or plan.host_bytes > device.host_memory_bytes or has_problems(TRAINING)
+    return training, rollout or has_problems(GENERATION)
 
 
-def plan_candidate(request: Request, own: PlannedRun, candidate: Candidate, size: StepSize) -> Verified:
-    """The plan of a candidate's ranks."""
-    overrides = overrides_of(candidate, own.config)
+def _planned(run: PlannedRun, candidate: Candidate, size: StepSize) -> Verified:
+    overrides = tuple(overrides_of(candidate, run.config))
     try:
-        run = request.run(own, overrides)
+        changed = run.changed(overrides)
     except ValueError as error:
-        return Verified(candidate, tuple(overrides), None, (str(error),))
-    problems = validate_config(run.config)
-    plan = None if problems else plan_run(run, size, ends_when_full=True)
-    return Verified(candidate, tuple(overrides), plan, tuple(problems) or (plan.problems if plan else ()))
+        return Verified(candidate, overrides, None, (str(error),))
+    if problems := validate_config(changed.config):
+        return Verified(candidate, overrides, None, tuple(problems))
+    plan = plan_run(changed, size, ends_when_full=True)
+    return Verified(candidate, overrides, plan, plan.problems)

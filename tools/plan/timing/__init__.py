@@ -1,15 +1,16 @@
 """Seconds of a step and of its phases, predicted from the run's shape, the device and constants of published runs."""
 
-from tools.plan.timing.constants import Constants, load_constants
+from tools.plan.timing.constants import Constants, PhaseError, load_constants
 from tools.plan.timing.cost import PHASES, StepTime, predict
 from tools.plan.timing.run_shape import Lengths, MicroBatches, RolloutShape, RunShape, TrainShape
-from tools.plan.timing.sensitivity import Variation, ranked, sensitivity
+from tools.plan.timing.sensitivity import Variation, sensitivity
 
 __all__ = [
     "PHASES",
     "Constants",
     "Lengths",
     "MicroBatches",
+    "PhaseError",
     "RolloutShape",
     "RunShape",
     "StepTime",
@@ -17,6 +18,5 @@ __all__ = [
     "Variation",
     "load_constants",
     "predict",
-    "ranked",
     "sensitivity",
 ]

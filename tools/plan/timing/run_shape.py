@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 from hf_formats.config import HFModelConfig
 from megatron.core.parallel_layout import ParallelLayout
@@ -172,6 +173,10 @@ class RunShape:
     sync: str = "direct"
     gen_prompts: int = 0
     expert_load_spread: float | None = None
+
+    def with_train(self, **changes: Any) -> RunShape:
+        """The shape with other fields of ``train``."""
+        return replace(self, train=replace(self.train, **changes))
 
     @property
     def num_sequences(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import TypeAlias
 
 from tools.plan.devices import DeviceProfile
 from tools.plan.timing.constants import Constants
@@ -11,15 +11,7 @@ from tools.plan.timing.cost import StepTime, predict
 from tools.plan.timing.run_shape import RunShape
 
 WIDER_SPREAD = 0.9
-
-
-@dataclass(frozen=True)
-class Variation:
-    """A changed run: what was changed, its shape and its predicted step."""
-
-    what: str
-    shape: RunShape
-    step: StepTime
+Variation: TypeAlias = tuple[str, StepTime]  # what was changed, and the predicted step
 
 
 def sensitivity(shape: RunShape, device: DeviceProfile, constants: Constants) -> list[Variation]:
@@ -27,11 +19,16 @@ def sensitivity(shape: RunShape, device: DeviceProfile, constants: Constants) ->
     load = shape.expert_load_spread
     if load is None:
         load = constants.rates(device.family).expert_load_spread
+    lengths = shape.lengths
+    longer = replace(
+        lengths, response_mean=2.0 * lengths.response_mean, response_limit=int(2.0 * lengths.response_limit)
+    )
+    wider = replace(lengths, spread=WIDER_SPREAD)
     changed = [
         ("as it is", shape),
         *more_nodes(shape, device),
-        ("twice the response length", longer_responses(shape, 2.0)),
-        (f"response lengths spread {WIDER_SPREAD} instead of {shape.lengths.spread}", wider_lengths(shape)),
+        ("twice the response length", replace(shape, lengths=longer)),
+        (f"response lengths spread {WIDER_SPREAD} instead of {lengths.spread}", replace(shape, lengths=wider)),
     ]
     if shape.model.n_routed_experts:
         changed += [
@@ -42,8 +39,7 @@ def sensitivity(shape: RunShape, device: DeviceProfile, constants: Constants) ->
         changed.append(("decode without graphs", replace(shape, rollout=replace(shape.rollout, has_graphs=False))))
     if shape.dispatch == "direct":
         changed.append(("rows through the controller", replace(shape, dispatch="controller")))
-    possible = [(what, other) for what, other in changed if not other.problems()]
-    return [Variation(what, other, predict(other, device, constants)) for what, other in possible]
+    return [(what, predict(other, device, constants)) for what, other in changed if not other.problems()]
 
 
 def more_nodes(shape: RunShape, device: DeviceProfile) -> list[tuple[str, RunShape]]:
@@ -63,27 +59,3 @@ def more_nodes(shape: RunShape, device: DeviceProfile) -> list[tuple[str, RunSha
         if not wider.problems():
             return [(f"{more} more node{'s' if more > 1 else ''}", wider)]
     return []
-
-
-def longer_responses(shape: RunShape, factor: float) -> RunShape:
-    """Mean and limit of the response lengths times ``factor``."""
-    lengths = shape.lengths
-    return replace(
-        shape,
-        lengths=replace(
-            lengths,
-            response_mean=factor * lengths.response_mean,
-            response_limit=int(factor * lengths.response_limit),
-        ),
-    )
-
-
-def wider_lengths(shape: RunShape) -> RunShape:
-    """Response lengths of the same mean that differ more."""
-    return replace(shape, lengths=replace(shape.lengths, spread=WIDER_SPREAD))
-
-
-def ranked(shapes: Iterable[RunShape], device: DeviceProfile, constants: Constants) -> list[tuple[RunShape, StepTime]]:
-    """Shapes with their predicted steps, most tokens a second and device first; for a search over layouts."""
-    timed = [(shape, predict(shape, device, constants)) for shape in shapes]
-    return sorted(timed, key=lambda pair: -pair[1].tokens_per_s_device)

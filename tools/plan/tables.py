@@ -1,0 +1,119 @@
+"""The tables of a plan, for the console and for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from megatron.core.parallel_layout import ParallelLayout
+from tools.plan.devices import GIB
+from tools.plan.timing import PhaseError, StepTime, Variation
+from tools.plan.whole import WholePlan
+
+LINKS = ("node", "domain", "cluster")
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A title, the columns' names and the cells; a column whose first cell is a number is one of numbers."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+    def is_number(self, column: int) -> bool:
+        """Whether the column is aligned to the right."""
+        return bool(self.rows) and self.rows[0][column][:1].isdigit()
+
+
+def state_table(plan: WholePlan) -> TextTable:
+    """Bytes by owner on the device and on the host of each stage's rank."""
+    rows = []
+    for place in ("device", "host"):
+        states = [rank.device_state if place == "device" else rank.host_state for rank in plan.stages]
+        least = GIB // 1000 if place == "device" else 0
+        for owner in dict.fromkeys(owner for state in states for owner in state):
+            if any(state.get(owner, 0) >= least for state in states):
+                rows.append((f"{place} {owner}", *(f"{state.get(owner, 0) / GIB:.2f}" for state in states)))
+    return TextTable("State of a rank, GiB (exact), while it is there", ("where, what", *_stages(plan)), rows)
+
+
+def phase_table(plan: WholePlan) -> TextTable:
+    """The peak of each phase on each stage's rank, and the bytes after it."""
+    rows = [
+        (phases[0].name, *(f"{phase.peak_bytes / GIB:.2f} {phase.after_bytes / GIB:.2f}" for phase in phases))
+        for phases in zip(*(rank.phases for rank in plan.stages), strict=True)
+    ]
+    return TextTable(
+        "Device memory by phase, GiB: the most, and what is left after it", ("phase", *_stages(plan)), rows
+    )
+
+
+def call_table(plan: WholePlan) -> TextTable:
+    """The calls of each phase and their traffic."""
+    counts: dict[str, int] = {}
+    for rank in plan.stages:
+        for calls in rank.calls:
+            counts[calls.phase] = max(counts.get(calls.phase, 0), len(calls))
+    rows = [
+        (phase, f"{count:,}", *(f"{plan.traffic.get(phase, {}).get(link, 0) / 1e9:,.1f}" for link in LINKS))
+        for phase, count in counts.items()
+    ]
+    title = "Calls to other ranks in a step (exact), and GB that the busiest rank's hold, by the slowest link"
+    return TextTable(title, ("phase", "calls", *LINKS), rows)
+
+
+def time_table(step: StepTime) -> TextTable:
+    """Seconds of each phase, their error among published rows and their largest terms; the whole step last."""
+    rows = []
+    for phase, seconds in step.seconds.items():
+        if seconds > 0:
+            mostly = ", ".join(f"{name} {spent:,.1f}" for name, spent in step.dominant(phase) if spent > 0.05 * seconds)
+            rows.append((phase, f"{seconds:,.1f}", _off_by(step.errors.get(phase)), mostly))
+    rate = f"{step.tokens_per_s_device:,.1f} tokens/s/device"
+    rows.append(("step", f"{step.total_s:,.1f}", _off_by(step.errors.get("total")), rate))
+    return TextTable("Time of a step (modelled)", ("phase", "seconds", "off by, of published rows", "mostly"), rows)
+
+
+def variation_table(variations: Sequence[Variation]) -> TextTable:
+    """What differs, seconds, change beside the first, tokens per second and device."""
+    _, first = variations[0]
+    rows = [
+        (
+            what,
+            f"{step.total_s:,.1f}",
+            f"{step.total_s / first.total_s - 1:+.0%}" if step is not first else "",
+            f"{step.tokens_per_s_device:,.1f}",
+        )
+        for what, step in variations
+    ]
+    return TextTable("Sensitivity", ("with", "seconds", "change", "tokens/s/device"), rows)
+
+
+def layout_text(layout: ParallelLayout) -> str:
+    """Sizes of the axes that are more than 1, and the layers of uneven stages: ``TP4 PP3 (6, 8 x 2)``."""
+    sizes = {
+        "TP": layout.tensor_model_parallel_size,
+        "PP": layout.pipeline_model_parallel_size,
+        "CP": layout.context_parallel_size,
+        "DP": layout.data_parallel_size,
+        "EP": layout.expert_model_parallel_size,
+        "ETP": layout.expert_tensor_parallel_size,
+    }
+    text = " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1 or axis == "TP")
+    runs = [(count, len(list(same))) for count, same in groupby(layout.num_layer_list or ())]
+    if len(runs) < 2:
+        return text
+    return f"{text} ({', '.join(f'{count} x {times}' if times > 1 else str(count) for count, times in runs)})"
+
+
+def _stages(plan: WholePlan) -> tuple[str, ...]:
+    return tuple(f"stage {rank.coords.pp}" for rank in plan.stages)
+
+
+def _off_by(error: PhaseError | None) -> str:
+    """The largest leave-one-out error, and of how many published rows."""
+    if error is None:
+        return "no published row"
+    return f"up to {error.error:.0%} ({error.rows} row{'s' if error.rows > 1 else ''})"
