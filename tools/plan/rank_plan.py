@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.core.memory_ledger import ON_DEVICE, ON_HOST, LedgerEntry, ledger
@@ -11,12 +11,11 @@ from megatron.core.parallel_layout import RankCoords
 from tools.plan.collectives import Collective, CollectiveLog
 from tools.plan.device import MemoryMeter, PlannedDevice
 from tools.plan.devices import DeviceProfile
-from tools.plan.phase_memory import PhaseMemory
 from tools.plan.platform import PLATFORMS
 from tools.plan.repeated import RepeatedCalls, exact, repeated_within, steps, what_repeats
-from tools.plan.rollout import GenerationPlan, plan_rollout
-from tools.plan.training import OLD, REF, UPDATE, Rows, batch_of, training_calls
-from tools.plan.worker import PlannedWorker
+from tools.plan.rollout import plan_rollout
+from tools.plan.training import OLD, UPDATE, StepSize, batch_of, training_calls
+from tools.plan.worker import PhaseMemory, PlannedWorker
 from tools.plan.world import planned_rank
 from verl.trainer.config import PPOTrainerConfig
 
@@ -30,7 +29,7 @@ class RankPlan:
 
     num_parameters: the parameters that this rank counts, so that the sum over the stages is the model's · device_state,
     host_state: owner -> bytes while it is there · phases: the step's phases in order; a phase within another comes
-    before it · calls: the collectives of each phase · generation: the rollout engine's part.
+    before it · calls: the collectives of each phase · sync_bytes: see ``planned_sync``.
     """
 
     rank: int
@@ -40,7 +39,6 @@ class RankPlan:
     host_state: dict[str, int]
     phases: tuple[PhaseMemory, ...]
     calls: tuple[RepeatedCalls, ...]
-    generation: GenerationPlan
     sync_bytes: dict[str, int]
 
     @property
@@ -54,97 +52,67 @@ class RankPlan:
         return sum(self.host_state.values())
 
 
-@dataclass(frozen=True)
-class StepSize:
-    """Rows of a step and their tokens; ``load``: see ``tools.plan.ops.Routing``."""
-
-    prompt_length: int
-    response_length: int
-    load: float = 1.0
-
-
 def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: StepSize) -> RankPlan:
     """Builds ``rank`` and runs its step on a planned device; takes seconds for a stage of 671B parameters.
 
     ValueError when the run would refuse: what does not divide, or a rollout engine without room for its cache.
     """
-    with _worker(config, device, rank, size) as (worker, log):
+    kind, trainer = KINDS[device.family], config.trainer
+    planned = PlannedDevice(CollectiveLog(), MemoryMeter(), has_host_memory=kind != "cpu")
+    platform = PLATFORMS[kind](device.memory_bytes, device.reserved_bytes, planned)
+    with planned_rank(rank, trainer.world_size, trainer.n_gpus_per_node), planned:
+        worker = PlannedWorker(config, kind, size.load, platform)
+        worker.init_model()
         worker.timeline.phases.clear()
-        rollout = plan_rollout(worker, _rows_of_replica(config), size.prompt_length, size.response_length)
-        calls = [exact("weight_sync", rollout.sync.calls), *_generation_calls(rollout.generation)]
+        num_rows = config.gen_batch_size * config.actor_rollout_ref.rollout.n // config.rollout_replicas
+        rollout = plan_rollout(worker, num_rows, size.prompt_length, size.response_length)
+        calls = [exact("weight_sync", rollout.sync_calls)]
+        for name, step in (("prefill", rollout.prefill), ("decode", rollout.decode)):
+            if step is not None:
+                calls.append(steps(name, step.calls, step.num_steps))
+        calls.append(exact("generate_end", rollout.closing_calls))
         for name in training_calls(config):
-            is_update = name == UPDATE
-            calls.append(_plan_update(worker, size, log) if is_update else _plan_call(worker, name, size, log))
+            calls.append(_plan_update(worker, size) if name == UPDATE else _plan_call(worker, name, size))
         with worker.timeline.span("save"):
             worker.onload_training_state()
+        worker.actor_module.onload_grads()
+        held = ledger(worker.actor_module, worker.optimizer)
+        reference = {} if worker.ref is None else {"reference": worker.ref_weights.host_bytes}
+        rollout_state = {f"rollout {owner}": num_bytes for owner, num_bytes in rollout.state_bytes.items()}
         return RankPlan(
             rank,
             worker.groups.coords,
             _counted_parameters(worker),
-            _device_state(worker, rollout.generation),
-            _host_state(worker),
+            _by_owner(held, ON_DEVICE) | reference | rollout_state,
+            _by_owner(held, ON_HOST) | reference,
             tuple(worker.timeline.phases),
             tuple(calls),
-            rollout.generation,
-            {
-                "sent": rollout.sync.sent_bytes,
-                "received": rollout.sync.received_bytes,
-                "kept": rollout.sync.kept_bytes,
-                "buckets": rollout.sync.peak_bucket_bytes,
-            },
+            rollout.sync_bytes,
         )
 
 
-@contextmanager
-def _worker(
-    config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: StepSize
-) -> Iterator[tuple[PlannedWorker, CollectiveLog]]:
-    kind = KINDS[device.family]
-    log, meter = CollectiveLog(), MemoryMeter()
-    planned = PlannedDevice(log, meter, has_host_memory=kind != "cpu")
-    platform = PLATFORMS[kind](device.memory_bytes, device.reserved_bytes, planned)
-    trainer = config.trainer
-    with planned_rank(rank, trainer.world_size, trainer.n_gpus_per_node), planned:
-        worker = PlannedWorker(config, kind, size.load, platform)
-        with log.phase("init"):
-            worker.init_model()
-        yield worker, log
-
-
-def _rows_of_replica(config: PPOTrainerConfig) -> int:
-    return config.gen_batch_size * config.actor_rollout_ref.rollout.n // config.rollout_replicas
-
-
-def _generation_calls(generation: GenerationPlan) -> list[RepeatedCalls]:
-    kinds = (("prefill", generation.prefill), ("decode", generation.decode))
-    found = [steps(name, step.calls, step.num_steps) for name, step in kinds if step is not None]
-    return [*found, exact("generate_end", generation.closing_calls)]
-
-
-def _plan_call(worker: PlannedWorker, name: str, size: StepSize, log: CollectiveLog) -> RepeatedCalls:
+def _plan_call(worker: PlannedWorker, name: str, size: StepSize) -> RepeatedCalls:
     """A training call with as many micro-batches as its pipeline holds at one time, and what every further one adds.
 
     The second of two runs has one micro-batch more (with virtual stages, one for each stage), and its additional calls
     are those that every further one adds. In a deep pipeline two small runs show which of the calls these are.
     """
-    config = worker.run_config
-    rows, per_micro = micro_batches(config, name, size)
+    rows, per_micro = _micro_batches(worker.run_config, name, size)
     total = -(-rows // per_micro)
     num_stages = worker.groups.layout.pipeline_model_parallel_size
     unit = _unit(worker)
     in_flight = num_stages - worker.groups.coords.pp if name == UPDATE else 1
     few = 2 * num_stages if unit > 1 else in_flight + 1
     if total <= few + unit:
-        return exact(name, _run(worker, name, rows, size, log))
-    before = _run(worker, name, few * per_micro, size, log)
-    num_phases = len(worker.timeline.phases)
+        return exact(name, _run(worker, name, rows, size))
+    before = _run(worker, name, few * per_micro, size)
     parts = None
-    if few > MANY and unit == 1:
-        one, two = (_run(worker, name, count * per_micro, size, log) for count in (1, 2))
-        parts = repeated_within(before, one, two)
-    if parts is None:
-        parts = what_repeats(before, _run(worker, name, (few + unit) * per_micro, size, log))
-    del worker.timeline.phases[num_phases:]  # these runs need no more memory
+    with worker.timeline.paused():  # these runs need no more memory
+        if few > MANY and unit == 1:
+            one, two = (_run(worker, name, count * per_micro, size) for count in (1, 2))
+            parts = repeated_within(before, one, two)
+        if parts is None:
+            parts = what_repeats(before, _run(worker, name, (few + unit) * per_micro, size))
     return RepeatedCalls(name, parts, total // unit, few // unit)
 
 
@@ -154,7 +122,7 @@ def _unit(worker: PlannedWorker) -> int:
     return layout.pipeline_model_parallel_size if layout.virtual_pipeline_model_parallel_size > 1 else 1
 
 
-def _plan_update(worker: PlannedWorker, size: StepSize, log: CollectiveLog) -> RepeatedCalls:
+def _plan_update(worker: PlannedWorker, size: StepSize) -> RepeatedCalls:
     """An update: one mini-batch as ``_plan_call`` plans it, repeated.
 
     Two more runs, with one and with two of the smallest mini-batches, show what comes before and after all of them.
@@ -162,72 +130,55 @@ def _plan_update(worker: PlannedWorker, size: StepSize, log: CollectiveLog) -> R
     config = worker.run_config
     actor = config.actor_rollout_ref.actor
     worker.actor.config = replace(actor, ppo_epochs=1)
-    calls = _plan_call(worker, UPDATE, size, log)
+    calls = _plan_call(worker, UPDATE, size)
     num_mini_batches = -(-config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
     if num_mini_batches > 1:
-        num_phases = len(worker.timeline.phases)
-        most, per_micro = micro_batches(config, UPDATE, size)
-        rows, data_parallel = min(per_micro * _unit(worker), most), worker.groups.dp.size()
-        worker.actor.config = replace(actor, ppo_epochs=1, ppo_mini_batch_size=rows * data_parallel)
-        one, two = (_run(worker, UPDATE, count * rows, size, log, samples_per_prompt=1) for count in (1, 2))
+        most, per_micro = _micro_batches(config, UPDATE, size)
+        rows = min(per_micro * _unit(worker), most)
+        mini_batch_size = rows * worker.groups.dp.size()
+        worker.actor.config = replace(actor, ppo_epochs=1, ppo_mini_batch_size=mini_batch_size)
+        with worker.timeline.paused():
+            one, two = (_run(worker, UPDATE, count * rows, size, samples_per_prompt=1) for count in (1, 2))
         calls = calls.repeated(num_mini_batches, one, two)
-        del worker.timeline.phases[num_phases:]
     worker.actor.config = actor
     return calls
 
 
 def _run(
-    worker: PlannedWorker,
-    name: str,
-    rows: int,
-    size: StepSize,
-    log: CollectiveLog,
-    *,
-    samples_per_prompt: int | None = None,
+    worker: PlannedWorker, name: str, rows: int, size: StepSize, *, samples_per_prompt: int | None = None
 ) -> tuple[Collective, ...]:
-    batch = batch_of(Rows(rows, size.prompt_length, size.response_length), worker.run_config)
+    """The collectives of a training call with ``rows`` rows, which is a phase of the timeline."""
+    log, batch = worker.platform.planned.log, batch_of(rows, size, worker.run_config)
     if samples_per_prompt is not None:
         batch.meta_info["rollout_n"] = samples_per_prompt
     if name == UPDATE and worker.config.actor.records_routing:
-        num_phases = len(worker.timeline.phases)
-        with log.paused():
+        with log.paused(), worker.timeline.paused():
             worker.compute_log_prob(batch)  # an update replays the routing of these very rows
-        del worker.timeline.phases[num_phases:]
     with log.apart() as calls:
         getattr(worker, name)(batch)
     return tuple(calls)
 
 
-def micro_batches(config: PPOTrainerConfig, name: str, size: StepSize) -> tuple[int, int]:
+def _micro_batches(config: PPOTrainerConfig, name: str, size: StepSize) -> tuple[int, int]:
     """(rows of one data-parallel rank in one pass of a training call, rows of a micro-batch)."""
-    actor, rollout, ref = (getattr(config.actor_rollout_ref, part) for part in ("actor", "rollout", "ref"))
-    layout = config.training_layout
-    prompts = actor.ppo_mini_batch_size if name == UPDATE else config.data.train_batch_size
-    rows = max(1, prompts * rollout.n // layout.data_parallel_size)
-    of_log_probs = {OLD: rollout, REF: ref}.get(name)
-    if of_log_probs is None:
-        by_tokens, samples, tokens = (
-            actor.use_dynamic_bsz,
-            actor.ppo_micro_batch_size_per_gpu,
-            actor.ppo_max_token_len_per_gpu,
-        )
+    models, layout = config.actor_rollout_ref, config.training_layout
+    actor, scores = models.actor, models.rollout if name == OLD else models.ref
+    if name == UPDATE:
+        prompts, samples = actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu
+        tokens = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else 0
     else:
-        by_tokens, samples, tokens = (
-            of_log_probs.log_prob_use_dynamic_bsz,
-            of_log_probs.log_prob_micro_batch_size_per_gpu,
-            of_log_probs.log_prob_max_token_len_per_gpu,
-        )
-    if by_tokens:
+        prompts, samples = config.data.train_batch_size, scores.log_prob_micro_batch_size_per_gpu
+        tokens = scores.log_prob_max_token_len_per_gpu if scores.log_prob_use_dynamic_bsz else 0
+    rows = max(1, prompts * models.rollout.n // layout.data_parallel_size)
+    if tokens:
         samples = max(1, tokens * layout.context_parallel_size // (size.prompt_length + size.response_length))
     return rows, min(samples or rows, rows)
 
 
 def _counted_parameters(worker: PlannedWorker) -> int:
     """Elements of the checkpoint's tensors on this rank's stage, each counted once over all ranks of the stage."""
-    layout = worker.groups.layout
-    total = 0
-    module = worker.actor_module.module
-    total += sum(buffer.numel() for name, buffer in module.named_buffers() if name.endswith("router.expert_bias"))
+    layout, module = worker.groups.layout, worker.actor_module.module
+    total = sum(buffer.numel() for name, buffer in module.named_buffers() if name.endswith("router.expert_bias"))
     for name, param in module.named_parameters():
         if getattr(param, "shared", False) or ".mtp." in f".{name}":
             continue
@@ -239,26 +190,9 @@ def _counted_parameters(worker: PlannedWorker) -> int:
     return total
 
 
-def _device_state(worker: PlannedWorker, generation: GenerationPlan) -> dict[str, int]:
-    worker.actor_module.onload_params()
-    worker.actor_module.onload_grads()
-    worker.optimizer.onload()
-    state = _by_kind(ledger(worker.actor_module, worker.optimizer), ON_DEVICE)
-    if worker.ref is not None:
-        state["reference"] = worker.ref_weights.host_bytes
-    return state | {f"rollout {owner}": num_bytes for owner, num_bytes in generation.state_bytes.items()}
-
-
-def _host_state(worker: PlannedWorker) -> dict[str, int]:
-    state = _by_kind(ledger(worker.actor_module, worker.optimizer), ON_HOST)
-    if worker.ref is not None:
-        state["reference"] = worker.ref_weights.host_bytes
-    return state
-
-
-def _by_kind(entries: Sequence[LedgerEntry], place: str) -> dict[str, int]:
-    found: dict[str, int] = {}
+def _by_owner(entries: Sequence[LedgerEntry], place: str) -> dict[str, int]:
+    found: Counter[str] = Counter()
     for entry in entries:
         if entry.device == place:
-            found[entry.what] = found.get(entry.what, 0) + entry.num_bytes
-    return found
+            found[entry.what] += entry.num_bytes
+    return dict(found)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, ItemsView, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, ItemsView, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from math import lcm
 from operator import itemgetter
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar, cast
 
 import torch
 
@@ -24,52 +24,31 @@ from vllm.model_executor.model_loader.shard import Shard
 from vllm.transformers_utils.config import HFConfig
 
 Item = TypeVar("Item")
+_built: dict[Hashable, TransferPlan] = {}  # the last plan, by the arguments of `shared_plan`
 
 
-@dataclass(frozen=True)
-class SyncPlan:
-    """One rank's part in a weight sync.
+def planned_sync(worker: ActorRolloutRefWorker) -> tuple[dict[str, int], tuple[Collective, ...]]:
+    """The weight sync of a worker that is built, without moving anything: its bytes and its calls.
 
-    sent_bytes, received_bytes: what goes over the network · kept_bytes: what goes from its training weights to its
-    rollout weights without a buffer · num_rounds: the number of all-to-alls, the same on all ranks · peak_bucket_bytes:
-    all buffers that are alive together · calls: the all-to-alls and the comparison of correct digests.
+    Bytes: ``sent`` and ``received`` go over the network, ``kept`` go from the rank's training weights to its rollout
+    weights without a buffer, and ``buckets`` are all buffers that are alive together. Calls: an all-to-all each round
+    and the comparison of correct digests.
     """
-
-    sent_bytes: int
-    received_bytes: int
-    kept_bytes: int
-    num_rounds: int
-    peak_bucket_bytes: int
-    calls: tuple[Collective, ...]
-
-
-def plan_weight_sync(worker: ActorRolloutRefWorker) -> SyncPlan:
-    """The weight sync of a worker that is built; nothing is moved."""
     sync = worker.sharding_manager.sync
-    rounds, group = sync.transfer.rounds, sync.group
-    ranks = tuple(torch.distributed.get_process_group_ranks(group))
-    calls = [
-        Collective(
-            "all_to_all",
-            "world",
-            ranks,
-            "uint8",
-            sum(round_.sent_bytes),
-            sum(round_.received_bytes),
-            (tuple(round_.sent_bytes), tuple(round_.received_bytes)),
-            -1,
-        )
-        for round_ in rounds
-    ]
-    calls.append(Collective("all_reduce", "world", ranks, "int64", 2, 2, None, -1))  # of the digests
-    return SyncPlan(
-        sent_bytes=sum(sum(round_.sent_bytes) for round_ in rounds),
-        received_bytes=sum(sum(round_.received_bytes) for round_ in rounds),
-        kept_bytes=sum(transfer.num_bytes for round_ in rounds for transfer in round_.local),
-        num_rounds=len(rounds),
-        peak_bucket_bytes=sync.transfer.peak_bytes,
-        calls=tuple(calls),
-    )
+    rounds, ranks = sync.transfer.rounds, tuple(torch.distributed.get_process_group_ranks(sync.group))
+    calls = []
+    for round_ in rounds:
+        sent, received = tuple(round_.sent_bytes), tuple(round_.received_bytes)
+        sizes = (sum(sent), sum(received))
+        calls.append(Collective("all_to_all", "world", ranks, "uint8", *sizes, (sent, received), -1))
+    num_bytes = {
+        "sent": sum(call.sent for call in calls),
+        "received": sum(call.received for call in calls),
+        "kept": sum(transfer.num_bytes for round_ in rounds for transfer in round_.local),
+        "buckets": sync.transfer.peak_bytes,
+    }
+    digests = Collective("all_reduce", "world", ranks, "int64", 2, 2, None, -1)
+    return num_bytes, (*calls, digests)
 
 
 def move_largest_only(transfer: WeightTransfer) -> None:
@@ -110,48 +89,25 @@ def shared_plan(
     """`build_plan`, called once for all ranks that this process plans: the plan is the same on all of them, and it
     takes longer than everything else of a rank.
     """
-    ends = tuple(_shards_key(rollout_shards[rank]) for rank in (min(rollout_shards), max(rollout_shards)))
-    return _built(_PlanRequest(hf, layout, params_dtype, num_ranks, bucket_bytes, ranks_per_node, ends, rollout_shards))
+    # The first and the last of an engine's ranks determine the shards of all.
+    ends = tuple(cast(LazyShards, rollout_shards[rank]).key for rank in (min(rollout_shards), max(rollout_shards)))
+    key = (hf, layout, params_dtype, ends, num_ranks, bucket_bytes, ranks_per_node)
+    if key not in _built:
+        gc.disable()  # it would traverse millions of new objects again and again, and none of them are in a cycle
+        try:
+            sizes = {"bucket_bytes": bucket_bytes, "ranks_per_node": ranks_per_node}
+            plan = build_plan(hf, layout, params_dtype, rollout_shards, num_ranks, **sizes)
+        finally:
+            gc.enable()
+        _shards.cache_clear()  # large where experts are cut over ranks: each rank then owns a part of every expert
+        _built.clear()
+        _built[key] = plan
+    return _built[key]
 
 
-@dataclass(frozen=True)
-class _PlanRequest:
-    """Arguments of `build_plan`. The first and the last of an engine's ranks determine the shards of all."""
-
-    hf: HFModelConfig
-    layout: ParallelLayout
-    params_dtype: torch.dtype
-    num_ranks: int
-    bucket_bytes: int
-    ranks_per_node: int
-    ends: tuple[ShardsKey, ...]
-    rollout_shards: Mapping[int, RankShards] = field(compare=False)
-
-
-def _shards_key(shards: RankShards) -> ShardsKey:
-    assert isinstance(shards, LazyShards), type(shards)
-    return shards.key
-
-
-@lru_cache(maxsize=1)
-def _built(request: _PlanRequest) -> TransferPlan:
-    gc.disable()  # it would traverse millions of new objects again and again, and none of them are in a cycle
-    try:
-        plan = build_plan(
-            request.hf,
-            request.layout,
-            request.params_dtype,
-            request.rollout_shards,
-            request.num_ranks,
-            bucket_bytes=request.bucket_bytes,
-            ranks_per_node=request.ranks_per_node,
-        )
-    finally:
-        gc.enable()
-    _shards.cache_clear()  # large where experts are cut over ranks: each rank then owns a part of every expert
-    return plan
-
-
+_built: dict[
+    Hashable, TransferPlan
+] = {}  # the last plan; the first and the last of an engine's ranks decide its shards
 ShardsKey: TypeAlias = tuple[HFConfig, ParallelConfig, torch.dtype, str | None]  # arguments of `rank_shards`
 
 

@@ -13,10 +13,10 @@ from mindspeed_llm.conversion.pool import run_tasks
 from tools.plan.collectives import Collective, Phase
 from tools.plan.devices import GIB, DeviceProfile
 from tools.plan.matching import problems as call_problems
-from tools.plan.rank_plan import RankPlan, StepSize, plan_rank
+from tools.plan.rank_plan import RankPlan, plan_rank
 from tools.plan.repeated import RepeatedCalls
 from tools.plan.setup import PlannedRun
-from tools.plan.training import OLD, REF, UPDATE
+from tools.plan.training import OLD, REF, UPDATE, StepSize
 from verl.trainer.config import PPOTrainerConfig
 
 PROCESS_BYTES = 3 * GIB  # a worker's memory beside its tensors: Python, torch, communicators; modelled, see README

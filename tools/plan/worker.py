@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from hf_formats.config import HFModelConfig, load_hf_config
 from megatron.core.memory_ledger import ON_HOST, ledger
 from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps
 from mindspeed_llm.model import build_model
-from tools.plan.device import DEVICE
+from tools.plan.device import DEVICE, MemoryMeter
 from tools.plan.ops import Routing, train_ops
-from tools.plan.phase_memory import MemoryTimeline
 from tools.plan.platform import PlannedPlatform
 from tools.plan.rollout_ops import ordinary_token, rollout_ops, rollout_spread
-from tools.plan.rows import PlannedRowStore
 from tools.plan.sync import LazyShards, lazy_shards, move_largest_only, shared_plan
 from tools.plan.world import own_groups
 from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig
+from verl.utils.timeline import Timeline
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import McoreEngineConfig
 from verl.workers.engine_setup import model_fields
@@ -31,6 +33,56 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from verl.workers.row_store import RowStore
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.shard_writer import WeightUpdate
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes on the device when phase ``name`` starts, at most during it, and when it ends."""
+
+    name: str
+    before_bytes: int
+    peak_bytes: int
+    after_bytes: int
+
+
+class MemoryTimeline(Timeline):
+    """A worker's timeline that records bytes instead of seconds; a phase within another one is recorded before it."""
+
+    def __init__(self, meter: MemoryMeter) -> None:
+        super().__init__()
+        self.meter = meter
+        self.phases: list[PhaseMemory] = []
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """See ``Timeline``."""
+        meter = self.meter
+        meter.settle()
+        before, outer_peak = meter.now_bytes, meter.peak_bytes
+        meter.peak_bytes = before
+        try:
+            yield
+        finally:
+            meter.settle()
+            self.phases.append(PhaseMemory(name, before, meter.peak_bytes, meter.now_bytes))
+            meter.peak_bytes = max(outer_peak, meter.peak_bytes)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not record the phases inside."""
+        num_phases = len(self.phases)
+        yield
+        del self.phases[num_phases:]
+
+
+class PlannedRowStore(RowStore):
+    """A row store without the server: there is no other rank."""
+
+    def open_server(self, group: dist.ProcessGroup) -> None:
+        """Does nothing: nobody fetches rows."""
+
+    def close(self) -> None:
+        """Does nothing: there is no server."""
 
 
 class PlannedRollout(vLLMRollout):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tools.plan.devices import load_device
-from tools.plan.rank_plan import RankPlan, StepSize, plan_rank
+from tools.plan.rank_plan import RankPlan, plan_rank
 from tools.plan.setup import planned_run
+from tools.plan.training import StepSize
 
 LAYERS = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_num_layers"
 MEGATRON = "actor_rollout_ref.actor.megatron"

@@ -15,8 +15,9 @@ from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
 from tools.plan.collectives import Collective, Phase
 from tools.plan.devices import load_device
 from tools.plan.matching import problems
-from tools.plan.rank_plan import StepSize, plan_rank
+from tools.plan.rank_plan import plan_rank
 from tools.plan.setup import planned_run
+from tools.plan.training import StepSize
 from tools.plan.whole import slow_groups
 from verl.trainer.config import load_config
 

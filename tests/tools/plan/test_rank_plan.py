@@ -14,8 +14,8 @@ from tools.plan.collectives import CollectiveLog
 from tools.plan.device import MemoryMeter, PlannedDevice
 from tools.plan.devices import load_device
 from tools.plan.platform import PlannedCpu
-from tools.plan.rank_plan import StepSize, plan_rank
-from tools.plan.training import Rows
+from tools.plan.rank_plan import plan_rank
+from tools.plan.training import StepSize
 from tools.plan.worker import PlannedWorker
 from tools.plan.world import planned_rank
 from verl.trainer.config import PPOTrainerConfig, load_config
@@ -46,7 +46,7 @@ def assert_planned_whole(config: PPOTrainerConfig, rank: int) -> None:
         worker = PlannedWorker(config, "cpu", 1.0, PlannedCpu(8 << 30, 0, device))
         worker.init_model()
         rows = 16 // worker.groups.layout.data_parallel_size
-        whole = run_training(worker, Rows(rows, 10, 8), log, device.meter)
+        whole = run_training(worker, rows, StepSize(10, 8), log, device.meter)
     planned_calls = {calls.phase: calls for calls in planned.calls}
     for name, phase in whole.items():
         assert planned_calls[name].outside < planned_calls[name].count, f"{name}: was run whole"

@@ -62,32 +62,33 @@ def test_rank_of_671b(tmp_path: Path) -> None:
     weights = sum(
         torch.Size(stop - start for start, stop in slice_.ranges).numel() * slice_.dtype.itemsize for slice_ in held
     )
-    generation, phases = plan.generation, {phase.name: phase for phase in plan.phases}
-    assert generation.state_bytes["weights"] == weights
+    phases = {phase.name: phase for phase in worker.timeline.phases}
+    assert plan.state_bytes["weights"] == weights
     training = phases["onload"].after_bytes
     # The training weights have left before the engine counts its blocks.
     spare = int(share * TOTAL) - RESERVED - weights - int(int(share * TOTAL) * 0.1)
     token_bytes = CHANNELS * 2 * LAYERS
-    assert generation.num_blocks == pytest.approx(spare // (token_bytes * BLOCK), abs=2)  # less tables of a few MB
+    assert plan.num_blocks == pytest.approx(spare // (token_bytes * BLOCK), abs=2)  # less tables of a few MB
     num_scratch = SEQUENCES // BLOCK
-    assert generation.state_bytes["kv_cache"] == (generation.num_blocks + num_scratch) * BLOCK * token_bytes
-    assert generation.num_sequences_fit == generation.num_blocks // ((PROMPT + RESPONSE) // BLOCK)
+    assert plan.state_bytes["kv_cache"] == (plan.num_blocks + num_scratch) * BLOCK * token_bytes
 
     # The cache comes when the training weights have left, and both are gone at the end.
     assert phases["wake_weights"].after_bytes == pytest.approx(training + weights, abs=16 << 20)
-    assert phases["weight_sync"].peak_bytes <= phases["wake_weights"].after_bytes + plan.sync.peak_bucket_bytes + (
+    assert phases["weight_sync"].peak_bytes <= phases["wake_weights"].after_bytes + plan.sync_bytes["buckets"] + (
         16 << 20
     )
-    cache = generation.state_bytes["kv_cache"]
+    cache = plan.state_bytes["kv_cache"]
     assert phases["wake_kv_cache"].after_bytes == pytest.approx(weights + cache, abs=16 << 20)
     assert phases["sleep"].after_bytes < 64 << 20
 
     traffic = transfer_plan.traffic()
-    assert (plan.sync.sent_bytes, plan.sync.received_bytes) == pytest.approx(
+    assert (plan.sync_bytes["sent"], plan.sync_bytes["received"]) == pytest.approx(
         (traffic.sent[37], traffic.received[37]), rel=1e-4
     )  # parts of a message are aligned
-    assert plan.sync.kept_bytes + plan.sync.received_bytes == pytest.approx(weights, rel=0.02)  # norms travel as fp32
-    prefill, decode = generation.prefill, generation.decode
+    assert plan.sync_bytes["kept"] + plan.sync_bytes["received"] == pytest.approx(
+        weights, rel=0.02
+    )  # norms travel as fp32
+    prefill, decode = plan.prefill, plan.decode
     assert prefill is not None and decode is not None
     assert (decode.num_steps, decode.num_tokens, prefill.num_tokens) == (RESPONSE, SEQUENCES, 1024)
     # Every rank computes on the tokens of all 128 replicas, whose 8 choices are all carried along.
@@ -100,8 +101,8 @@ def test_ranks_share_the_transfer_plan_and_dispatch_takes_less(tmp_path: Path) -
         first = worker.sharding_manager.sync.plan
     with worker_of(tmp_path, 255, EXCHANGE + "dispatch") as worker:
         assert worker.sharding_manager.sync.plan is first
-        generation = plan_rollout(worker, ROWS, PROMPT, RESPONSE).generation
-    prefill, decode = generation.prefill, generation.decode
+        plan = plan_rollout(worker, ROWS, PROMPT, RESPONSE)
+    prefill, decode = plan.prefill, plan.decode
     assert prefill is not None and decode is not None
     assert prefill.peak_bytes < 1 << 30 and decode.peak_bytes < 1 << 30
     # Each of two TP ranks sends half of its replica's tokens away, and as many choices come, in all calls of a layer.

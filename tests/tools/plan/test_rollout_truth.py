@@ -219,17 +219,17 @@ def test_totals_are_steps_times_calls(name: str, model_dir: str) -> None:
     for rank, seen in enumerate(real):
         with planned_worker(model_dir, rank, world_size, overrides) as worker:
             plan = plan_rollout(worker, len(EVEN) * NUM_SAMPLES, EVEN[0], RESPONSE_LENGTH)
-        generation, (phase,) = plan.generation, [phase for phase in seen.phases if phase.name]
-        num_sync = len(plan.sync.calls)
-        assert phase.calls[:num_sync] == plan.sync.calls
-        prefill, decode = generation.prefill, generation.decode
+        (phase,) = (phase for phase in seen.phases if phase.name)
+        num_sync = len(plan.sync_calls)
+        assert phase.calls[:num_sync] == plan.sync_calls
+        prefill, decode = plan.prefill, plan.decode
         assert prefill is not None and decode is not None
         num_calls = prefill.num_steps * len(prefill.calls) + decode.num_steps * len(decode.calls)
-        assert len(phase.calls) == num_sync + num_calls + len(generation.closing_calls)
-        assert prefill.num_steps + decode.num_steps + bool(generation.closing_calls) == len(seen.steps)
+        assert len(phase.calls) == num_sync + num_calls + len(plan.closing_calls)
+        assert prefill.num_steps + decode.num_steps + bool(plan.closing_calls) == len(seen.steps)
         for step in (prefill, decode):
             alike = [other for other in seen.steps if other.calls == step.calls]
             assert any(step.peak_bytes == pytest.approx(other.peak_bytes, rel=0.1) for other in alike), (step, seen)
-        state = generation.state_bytes
+        state = plan.state_bytes
         assert state["weights"] == seen.report["weights_bytes"] and state["kv_cache"] == seen.report["kv_cache_bytes"]
-        assert state["graphs"] == 0 and generation.num_blocks == seen.report["num_gpu_blocks"]
+        assert state["graphs"] == 0 and plan.num_blocks == seen.report["num_gpu_blocks"]

@@ -10,7 +10,6 @@ import pytest
 
 from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.devices import load_device
-from tools.plan.rank_plan import StepSize
 from tools.plan.search.bound import Bounds, RolloutKnobs
 from tools.plan.search.layouts import layer_lists, rollout_layouts, training_layouts
 from tools.plan.search.overrides import overrides_of
@@ -18,6 +17,7 @@ from tools.plan.search.rank import Ranking, own_candidate, ranking
 from tools.plan.search.weights import rollout_rank, training_stage
 from tools.plan.setup import PlannedRun, planned_run
 from tools.plan.timing import RunShape, load_constants
+from tools.plan.training import StepSize
 from verl.trainer.config import validate_config
 
 A3, MOONLIGHT = ("r1_ascend_671b_256die", "a3", 16), ("moonlight_16b_8gpu", "h100", None)
@@ -108,14 +108,12 @@ def test_overrides_make_the_layout(which: str, request: pytest.FixtureRequest) -
         assert validate_config(other.config) == []
         assert made.rollout == candidate.shape.rollout
         assert RolloutKnobs.of(other.config) == candidate.knobs
-        assert (made.train.update, made.train.log_prob) == (
-            candidate.shape.train.update,
-            candidate.shape.train.log_prob,
-        )
-        again = candidate.shape.train.recomputed_layers
-        most = max(candidate.shape.train.layout.num_layer_list or (run.hf.num_hidden_layers,))
+        train = candidate.shape.train
+        assert (made.train.update, made.train.log_prob) == (train.update, train.log_prob)
+        again = train.recomputed_layers
+        most = max(train.layout.num_layer_list or (run.hf.num_hidden_layers,))
         assert made.train.recomputed_layers == (most if again < 0 else again)
-        layout = candidate.shape.train.layout
+        layout = train.layout
         if layout.pipeline_model_parallel_size == 1:
             layout = replace(layout, num_layer_list=None)
         assert made.train.layout == layout

@@ -15,12 +15,11 @@ from tests.tools.plan.training_calls import run_training
 from tools.plan.collectives import CollectiveLog
 from tools.plan.device import MemoryMeter
 from tools.plan.devices import load_device
-from tools.plan.rank_plan import StepSize
 from tools.plan.search.rank import ranking
 from tools.plan.search.verify import verified
 from tools.plan.setup import planned_run
 from tools.plan.timing import RunShape, load_constants
-from tools.plan.training import UPDATE, Rows, batch_of
+from tools.plan.training import UPDATE, StepSize, batch_of
 from verl.protocol import DataProto
 from verl.trainer.config import load_config, validate_config
 from verl.workers.megatron_workers import ActorRolloutRefWorker
@@ -77,9 +76,9 @@ def step(model_dir: str, layout: list[str]) -> dict[str, float]:
     worker.init_model()
     worker.generate_sequences(_prompts(8 * SAMPLES // config.rollout_replicas))
     data_parallel = worker.groups.layout.data_parallel_size
-    rows = Rows(8 * SAMPLES // data_parallel, PROMPT, RESPONSE)
-    run_training(worker, rows, CollectiveLog(), MemoryMeter())
-    metrics = getattr(worker, UPDATE)(batch_of(rows, config)).meta_info["metrics"]
+    rows, size = 8 * SAMPLES // data_parallel, StepSize(PROMPT, RESPONSE)
+    run_training(worker, rows, size, CollectiveLog(), MemoryMeter())
+    metrics = getattr(worker, UPDATE)(batch_of(rows, size, config)).meta_info["metrics"]
     worker.row_store.close()
     return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
 

@@ -11,10 +11,10 @@ from hf_formats.config import load_hf_config
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
 from tools.plan.devices import load_device
-from tools.plan.rank_plan import StepSize, plan_rank
+from tools.plan.rank_plan import plan_rank
 from tools.plan.search.verify import halves_at_fault
 from tools.plan.setup import PlannedRun
-from tools.plan.training import UPDATE
+from tools.plan.training import UPDATE, StepSize
 from tools.plan.whole import WholePlan, plan_run
 from verl.trainer.config import load_config
 

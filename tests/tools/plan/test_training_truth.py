@@ -16,13 +16,13 @@ from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
 from tools.plan.collectives import CollectiveLog
 from tools.plan.device import MemoryMeter, PlannedDevice
 from tools.plan.platform import PlannedCpu
-from tools.plan.training import Rows
+from tools.plan.training import StepSize
 from tools.plan.worker import PlannedWorker
 from tools.plan.world import planned_rank
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 
-PROMPT, RESPONSE = 10, 8
+SIZE = StepSize(10, 8)
 PEAK_TOLERANCE = 0.1
 GLOO_KEEPS_S = 0.05  # its threads hold the tensors of a collective for some milliseconds after it is done
 Outcome = tuple[dict[str, TrainingPhase], list[Any]]
@@ -41,10 +41,9 @@ def _config(model_dir: str, world_size: int, overrides: list[str]) -> PPOTrainer
     return config
 
 
-def _rows(config: PPOTrainerConfig) -> Rows:
+def _num_rows(config: PPOTrainerConfig) -> int:
     layout = config.training_layout
-    num = config.data.train_batch_size * config.actor_rollout_ref.rollout.n // layout.data_parallel_size
-    return Rows(num, PROMPT, RESPONSE)
+    return config.data.train_batch_size * config.actor_rollout_ref.rollout.n // layout.data_parallel_size
 
 
 def run(model_dir: str, overrides: list[str]) -> Outcome:
@@ -60,7 +59,7 @@ def run(model_dir: str, overrides: list[str]) -> Outcome:
     worker.offload_for_rollout()
     log, meter = CollectiveLog(), MemoryMeter()
     with log, meter:
-        done = run_training(worker, _rows(config), log, meter, before_call=lambda: time.sleep(GLOO_KEEPS_S))
+        done = run_training(worker, _num_rows(config), SIZE, log, meter, before_call=lambda: time.sleep(GLOO_KEEPS_S))
     worker.row_store.close()
     return done, held
 
@@ -83,7 +82,7 @@ def plan(model_dir: str, world_size: int, rank: int, overrides: list[str]) -> Ou
         held = ledger(worker.actor_module, worker.optimizer)
         worker.offload_for_rollout()
         device.meter = worker.timeline.meter = meter
-        return run_training(worker, _rows(config), log, meter), held
+        return run_training(worker, _num_rows(config), SIZE, log, meter), held
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -18,7 +18,8 @@ from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.tools.plan.trained_step import train_a_step
 from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
 from tools.plan.devices import load_device
-from tools.plan.rank_plan import RankPlan, StepSize, plan_rank
+from tools.plan.rank_plan import RankPlan, plan_rank
+from tools.plan.training import StepSize
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 from verl.utils.dataset import RLHFDataset
 from verl.utils.tokenizer import hf_tokenizer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tools.plan.collectives import CollectiveLog, Phase
 from tools.plan.device import MemoryMeter
-from tools.plan.training import Rows, batch_of, training_calls
+from tools.plan.training import StepSize, batch_of, training_calls
 from verl.workers.megatron_workers import ActorRolloutRefWorker
 
 
@@ -25,7 +25,8 @@ class TrainingPhase:
 
 def run_training(
     worker: ActorRolloutRefWorker,
-    rows: Rows,
+    num_rows: int,
+    size: StepSize,
     log: CollectiveLog,
     meter: MemoryMeter,
     before_call: Callable[[], None] = lambda: None,
@@ -34,7 +35,7 @@ def run_training(
 
     before_call: waits until real process groups have let go of what the call before it sent.
     """
-    batch = batch_of(rows, worker.run_config)
+    batch = batch_of(num_rows, size, worker.run_config)
     done = {}
     for name in training_calls(worker.run_config):
         before_call()

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from math import inf
 
 from megatron.core.parallel_layout import ParallelLayout
-from tools.plan.rank_plan import StepSize
 from tools.plan.search.weights import rollout_rank, training_stage
 from tools.plan.setup import PlannedRun
 from tools.plan.timing import MicroBatches, RolloutShape, RunShape
+from tools.plan.training import StepSize
 from tools.plan.whole import PROCESS_BYTES
 from verl.trainer.config import PPOTrainerConfig
 from vllm.platforms.cpu import KV_CACHE_FRACTION_OF_HOST

@@ -8,7 +8,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from tools.plan.devices import GIB
-from tools.plan.rank_plan import RankPlan, StepSize
+from tools.plan.rank_plan import RankPlan
 from tools.plan.search.bound import Bounds, RolloutKnobs
 from tools.plan.search.layouts import rollout_settings
 from tools.plan.search.rank import ranking
@@ -16,6 +16,7 @@ from tools.plan.search.show import describe, differences
 from tools.plan.search.verify import TRAINING
 from tools.plan.setup import PlannedRun
 from tools.plan.timing import Constants, RunShape, predict
+from tools.plan.training import StepSize
 from tools.plan.whole import WholePlan, layout_problems, plan_run
 from verl.trainer.config import validate_config
 

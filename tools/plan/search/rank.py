@@ -8,7 +8,6 @@ from itertools import islice, product
 from operator import itemgetter
 
 from megatron.core.parallel_layout import ParallelLayout
-from tools.plan.rank_plan import StepSize
 from tools.plan.search.bound import Bounds, RolloutKnobs
 from tools.plan.search.layouts import (
     log_prob_batches,
@@ -22,6 +21,7 @@ from tools.plan.timing import Constants, RunShape, StepTime, TrainShape, predict
 from tools.plan.timing.rollout import rollout_seconds
 from tools.plan.timing.training import log_prob_seconds, update_seconds
 from tools.plan.timing.transitions import offload_seconds, weight_sync_seconds
+from tools.plan.training import StepSize
 
 KEPT_TRAINING = 400  # of the fastest training layouts, combined with every rollout layout
 

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tools.plan.matching import problems as call_problems
-from tools.plan.rank_plan import StepSize
 from tools.plan.search.overrides import overrides_of
 from tools.plan.search.rank import Candidate
 from tools.plan.setup import PlannedRun
-from tools.plan.training import OLD, REF, UPDATE
+from tools.plan.training import OLD, REF, UPDATE, StepSize
 from tools.plan.whole import WholePlan, calls_between_stages, plan_run
 from verl.trainer.config import validate_config
 

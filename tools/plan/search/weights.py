@@ -70,8 +70,7 @@ def rollout_rank(hf: HFModelConfig, tp: int, expert_ranks: int) -> tuple[int, in
     total = Parameters(cut=hf.vocab_size * hf.hidden_size * (1 if hf.tie_word_embeddings else 2), whole=hf.hidden_size)
     for number in range(hf.num_hidden_layers):
         total += layer(hf, hf.is_moe_layer(number), False)
-    num_moe = sum(map(hf.is_moe_layer, range(hf.num_hidden_layers)))
-    routers = num_moe * hf.hidden_size * hf.n_routed_experts
+    routers = hf.num_moe_layers * hf.hidden_size * hf.n_routed_experts
     return sum(total.on_rank(tp, expert_ranks)) - routers, routers
 
 

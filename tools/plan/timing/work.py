@@ -81,12 +81,11 @@ class ModelWork:
 @lru_cache(maxsize=64)
 def model_work(hf: HFModelConfig) -> ModelWork:
     """The work of ``hf``; multi-token-prediction modules are not counted."""
-    num_moe = sum(hf.is_moe_layer(layer) for layer in range(hf.num_hidden_layers))
     hidden = hf.hidden_size
     return ModelWork(
         layer=_latent_layer(hf) if hf.is_mla else _grouped_query_layer(hf),
         num_layers=hf.num_hidden_layers,
-        num_dense=hf.num_hidden_layers - num_moe,
+        num_dense=hf.num_hidden_layers - hf.num_moe_layers,
         num_experts=hf.n_routed_experts,
         topk=hf.num_experts_per_tok,
         hidden=hidden,
