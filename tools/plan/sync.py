@@ -105,9 +105,6 @@ def shared_plan(
     return _built[key]
 
 
-_built: dict[
-    Hashable, TransferPlan
-] = {}  # the last plan; the first and the last of an engine's ranks decide its shards
 ShardsKey: TypeAlias = tuple[HFConfig, ParallelConfig, torch.dtype, str | None]  # arguments of `rank_shards`
 
 
