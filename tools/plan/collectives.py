@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -51,61 +49,35 @@ class Collective(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of the larger side, in this rank's memory."""
-        return max(self.sent, self.received) * _itemsize(self.dtype)
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return max(self.sent, self.received) * dtype.itemsize
 
     def __str__(self) -> str:
         where = f"rank {self.peer}" if self.peer >= 0 else f"{len(self.ranks)} ranks of {self.group}"
         return f"{self.kind} of {max(self.sent, self.received):,} {self.dtype} with {where}"
 
 
-@dataclass(frozen=True)
-class Phase:
-    """A rank's calls in one phase of a step, in order."""
-
-    name: str
-    calls: tuple[Collective, ...]
-
-
 class CollectiveLog(TorchDispatchMode):
-    """Records the collectives of this rank while it is active, by phase; they run as they would without it."""
+    """Records the collectives of this rank in order while it is active; they run as they would without it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._phases: list[tuple[str, list[Collective]]] = [("", [])]
+        self.calls: list[Collective] = []
         self._is_paused = False
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Record the calls inside as phase ``name``; phases do not nest."""
-        self._phases.append((name, []))
-        try:
-            yield
-        finally:
-            self._phases.append(("", []))
-
-    @property
-    def phases(self) -> list[Phase]:
-        """All phases with calls, in order; calls outside of every phase have the name ""."""
-        return [Phase(name, tuple(calls)) for name, calls in self._phases if calls]
-
-    def add(self, func: Any, args: Sequence[Any]) -> None:
-        """Record a call of one of torch's collective operators."""
-        self.note(describe(func, args))
-
     def note(self, call: Collective) -> None:
-        """Record a call that is none of torch's."""
+        """Record a call."""
         if not self._is_paused:
-            self._phases[-1][1].append(call)
+            self.calls.append(call)
 
     @contextmanager
     def apart(self) -> Iterator[list[Collective]]:
-        """Record the calls inside in the list that this yields, and in no phase."""
-        calls: list[Collective] = []
-        before, self._phases = self._phases, [("", calls)]
+        """Record the calls inside in the list that this yields only."""
+        before, self.calls = self.calls, []
         try:
-            yield calls
+            yield self.calls
         finally:
-            self._phases = before
+            self.calls = before
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -118,7 +90,7 @@ class CollectiveLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self.add(func, args)
+            self.note(describe(func, args))
         return func(*args, **(kwargs or {}))
 
 
@@ -129,16 +101,19 @@ def describe(func: Any, args: Sequence[Any]) -> Collective:
         raise NotImplementedError(f"{name} is a collective that plans do not know; add it to {__name__}")
     kind, sent_at, received_at = _KINDS[name]
     group = next(dist.ProcessGroup.unbox(x) for x in args if _is_group(x))
-    ranks = _ranks(group)
+    if group not in _RANKS:
+        _RANKS[group] = tuple(dist.get_process_group_ranks(group))
+    ranks = _RANKS[group]
     sent = [] if sent_at is None else _tensors(args[sent_at])
     received = [] if received_at is None else _tensors(args[received_at])
     splits = None
     if kind == "all_to_all" and args[3]:
         splits = (tuple(args[4]), tuple(args[3]))
     peer = ranks[args[2]] if kind in POINT_TO_POINT else -1
+    purpose = {"default_pg": "world", "undefined": "engine"}.get(group.group_desc, group.group_desc)
     dtype = str((sent or received or [torch.empty(0)])[0].dtype).removeprefix("torch.")
     num_sent, num_received = (sum(x.numel() for x in tensors) for tensors in (sent, received))
-    return Collective(kind, _purpose(group), ranks, dtype, num_sent, num_received, splits, peer)
+    return Collective(kind, purpose, ranks, dtype, num_sent, num_received, splits, peer)
 
 
 def returned(func: Any, args: Sequence[Any], work: Any) -> Any:
@@ -150,25 +125,7 @@ def _is_group(x: Any) -> bool:
     return isinstance(x, torch.ScriptObject) and x._type().qualified_name().endswith("c10d.ProcessGroup")
 
 
-def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
-    known: tuple[int, ...] | None = _RANKS.get(group)
-    if known is None:
-        known = _RANKS[group] = tuple(dist.get_process_group_ranks(group))
-    return known
-
-
-def _purpose(group: dist.ProcessGroup) -> str:
-    purpose = group.group_desc
-    return {"default_pg": "world", "undefined": "engine"}.get(purpose, purpose)
-
-
 def _tensors(x: Any) -> list[torch.Tensor]:
     if isinstance(x, torch.Tensor):
         return [x]
     return [tensor for part in x for tensor in _tensors(part)]
-
-
-@cache
-def _itemsize(dtype: str) -> int:
-    size: int = getattr(torch, dtype).itemsize
-    return size

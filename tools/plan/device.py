@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from tools.plan.collectives import CollectiveLog, returned
+from tools.plan.collectives import CollectiveLog, describe, returned
 from tools.plan.known_outputs import KnownOutputs
 
 DEVICE = torch.device("meta")
@@ -137,7 +137,7 @@ class PlannedDevice(TorchDispatchMode):
         return outputs
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.log.add(func, args)
+        self.log.note(describe(func, args))
         if any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_iter(list(args))):
             from torch._C._distributed_c10d import FakeWork
 

@@ -10,6 +10,7 @@ from typing import Any
 
 PROFILES = Path(__file__).with_name("devices")
 FAMILIES = ("ascend", "cuda", "cpu")
+LINKS = ("domain_link", "scale_out_link")
 GIB = 1 << 30
 RESERVED_BYTES = {"ascend": 4 << 30, "cuda": 2 << 30, "cpu": 0}  # driver, context and communicators' buffers: modelled
 
@@ -34,34 +35,21 @@ class Link:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """One device as the planner sees it; published peaks, no efficiencies (those are in ``timing/constants.toml``).
+    """One device as the planner sees it; published peaks, no efficiencies (those are in ``timing/constants.toml``)."""
 
-    Attributes:
-        name: for people.
-        family: whose software runs on it; chooses the efficiencies.
-        memory_gib: of one device, as its driver shows it.
-        host_memory_gib, host_memory_gbs: of a node, which its devices share.
-        peak_bf16_tflops, peak_fp8_tflops: dense matrix products; no FP8 is 0.
-        hbm_gbs: device memory, GB/s.
-        devices_per_node: devices that share a host.
-        domain_devices: consecutive devices joined by the fast links, which may reach over nodes.
-        domain_link, scale_out_link: the links inside such a domain and between two of them.
-        host_link_gbs: device memory to host memory, one direction, with every device of the node at it.
-    """
-
-    name: str
-    family: str
-    memory_gib: float
-    host_memory_gib: float
-    host_memory_gbs: float
-    peak_bf16_tflops: float
-    hbm_gbs: float
-    devices_per_node: int
-    domain_devices: int
-    domain_link: Link
-    scale_out_link: Link
-    host_link_gbs: float
-    peak_fp8_tflops: float = 0.0
+    name: str  # for people
+    family: str  # whose software runs on it; chooses the efficiencies
+    memory_gib: float  # of one device, as its driver shows it
+    host_memory_gib: float  # of a node's host, which its devices share
+    host_memory_gbs: float  # rate of that memory
+    peak_bf16_tflops: float  # dense matrix products
+    hbm_gbs: float  # device memory, GB/s
+    devices_per_node: int  # devices that share a host
+    domain_devices: int  # consecutive devices joined by the fast links, which may reach over nodes
+    domain_link: Link  # inside such a domain
+    scale_out_link: Link  # between two domains
+    host_link_gbs: float  # device memory to host memory, one direction, with every device of the node at it
+    peak_fp8_tflops: float = 0.0  # 0 without FP8
 
     @property
     def memory_bytes(self) -> int:
@@ -119,46 +107,39 @@ def load_device(device: str) -> DeviceProfile:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not TOML: {error}") from None
-    problems = _problems(raw)
-    if problems:
+    if problems := _problems(raw):
         raise ValueError(f"{path} has {len(problems)} problem(s):\n" + "\n".join(f"  - {line}" for line in problems))
-    links = {key: Link(**raw[key]) for key in ("domain_link", "scale_out_link")}
-    return DeviceProfile(**{**raw, **links})
+    return DeviceProfile(**{**raw, **{key: Link(**raw[key]) for key in LINKS}})
 
 
 def _problems(raw: dict[str, Any]) -> list[str]:
-    known = {field.name for field in fields(DeviceProfile)}
-    found = [_unknown(key, known) for key in raw if key not in known]
-    found += [
-        f"{field.name} is missing"
-        for field in fields(DeviceProfile)
-        if field.name not in raw and field.default is MISSING
-    ]
+    found = _unknown_or_missing(raw, DeviceProfile)
     if raw.get("family", FAMILIES[0]) not in FAMILIES:
         found.append(f"family is {raw['family']!r}; expected one of {', '.join(FAMILIES)}")
-    for key, value in raw.items():
-        if key in ("domain_link", "scale_out_link"):
-            found += _link_problems(key, value)
-        elif key in known - {"name", "family"} and not (isinstance(value, int | float) and value > 0):
-            found.append(f"{key} is {value!r}; expected a number above 0")
+    numbers = {key: value for key, value in raw.items() if key not in ("name", "family", *LINKS)}
+    for key in [key for key in LINKS if key in raw]:
+        if isinstance(raw[key], dict):
+            found += _unknown_or_missing(raw[key], Link, f"{key}.")
+            numbers |= {f"{key}.{name}": value for name, value in raw[key].items()}
+        else:
+            found.append(f"{key} is {raw[key]!r}; expected a table with gbs and latency_us")
+    found += [
+        f"{key} is {value!r}; expected a number above 0"
+        for key, value in numbers.items()
+        if not (isinstance(value, int | float) and value > 0)
+    ]
     node, domain = raw.get("devices_per_node"), raw.get("domain_devices")
     if isinstance(node, int) and isinstance(domain, int) and domain < node:
         found.append(f"domain_devices is {domain}, below devices_per_node {node}: the fast links join at least a node")
     return found
 
 
-def _link_problems(key: str, value: Any) -> list[str]:
-    names = {field.name for field in fields(Link)}
-    if not isinstance(value, dict):
-        return [f"{key} is {value!r}; expected a table with {' and '.join(sorted(names))}"]
-    found = [_unknown(name, names, f"{key}.") for name in value if name not in names]
-    return found + [
-        f"{key}.{name} is {value.get(name)!r}; expected a number above 0"
-        for name in sorted(names)
-        if not (isinstance(value.get(name), int | float) and value[name] > 0)
+def _unknown_or_missing(raw: dict[str, Any], of: type, prefix: str = "") -> list[str]:
+    known = {field.name: field.default is MISSING for field in fields(of)}
+    found = [
+        f"unknown key {prefix}{key}; the nearest known key is "
+        f"{prefix}{difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]}"
+        for key in raw
+        if key not in known
     ]
-
-
-def _unknown(key: str, known: set[str], prefix: str = "") -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return f"unknown key {prefix}{key}; the nearest known key is {prefix}{near[0]}"
+    return found + [f"{prefix}{key} is missing" for key, is_needed in known.items() if is_needed and key not in raw]

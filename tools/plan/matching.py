@@ -6,26 +6,32 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tools.plan.collectives import POINT_TO_POINT, Collective, Phase
+from tools.plan.collectives import POINT_TO_POINT, Collective
 
 MAX_SHOWN = 8
+PhaseCall = tuple[str, Collective]  # a call and its phase
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A rank's calls in one phase of a step, in order."""
+
+    name: str
+    calls: tuple[Collective, ...]
 
 
 @dataclass
 class _Rank:
     """The state of one rank: its calls with their phases, and the index of the next one."""
 
-    calls: list[tuple[str, Collective]]
+    calls: list[PhaseCall]
     at: int = 0
+    num_posted: int = 0  # calls up to the end of the last batch of sends and receives that was posted
     counts: dict[tuple[int, ...], int] = field(default_factory=dict)  # collectives of each group so far
 
     @property
     def is_done(self) -> bool:
         return self.at == len(self.calls)
-
-    @property
-    def phase(self) -> str:
-        return self.calls[min(self.at, len(self.calls) - 1)][0]
 
 
 def problems(of_ranks: Mapping[int, Sequence[Phase]]) -> list[str]:
@@ -45,91 +51,106 @@ def problems(of_ranks: Mapping[int, Sequence[Phase]]) -> list[str]:
         for phase, call in state.calls
         for member in set(call.ranks) - ranks.keys()
     ]
-    if found:
-        return found[:MAX_SHOWN]
-    return _run(ranks)
+    return (found or _Run(ranks).problems())[:MAX_SHOWN]
 
 
-def _run(ranks: Mapping[int, _Rank]) -> list[str]:
-    sent: dict[tuple[int, int], deque[tuple[str, Collective]]] = defaultdict(deque)
-    waiting: dict[tuple[tuple[int, ...], int], dict[int, tuple[str, Collective]]] = defaultdict(dict)
-    found: list[str] = []
-    active = deque(ranks)
-    blocked_on: dict[int, set[int]] = defaultdict(set)  # source of a message -> who waits for it
-    while active and len(found) < MAX_SHOWN:
-        rank = active.popleft()
-        state = ranks[rank]
-        while not state.is_done:
-            phase, call = state.calls[state.at]
-            if call.kind in POINT_TO_POINT:
-                woken = _post(rank, state, sent)
-                active.extend(source for target in woken for source in blocked_on.pop((target), ()))
-                waits_for = _receive(rank, state, sent, found)
-                if waits_for is not None:
-                    blocked_on[waits_for].add(rank)
+class _Run:
+    """The ranks making their calls, each as far as it can."""
+
+    def __init__(self, ranks: Mapping[int, _Rank]) -> None:
+        self.ranks = ranks
+        self.found: list[str] = []
+        self.active = deque(ranks)
+        self.sent: dict[tuple[int, int], deque[PhaseCall]] = defaultdict(deque)  # (source, target) -> messages
+        self.blocked_on: dict[int, set[int]] = defaultdict(set)  # source of a message -> who waits for it
+        # (members, number of the group's collective) -> rank -> its call
+        self.waiting: dict[tuple[tuple[int, ...], int], dict[int, PhaseCall]] = defaultdict(dict)
+
+    def problems(self) -> list[str]:
+        """The problems of the whole run, or as many as are shown."""
+        while self.active and len(self.found) < MAX_SHOWN:
+            rank = self.active.popleft()
+            state = self.ranks[rank]
+            while not state.is_done:
+                is_message = state.calls[state.at][1].kind in POINT_TO_POINT
+                if not (self._exchange(rank, state) if is_message else self._collective(rank, state)):
                     break
-                continue
-            key = (call.ranks, state.counts.get(call.ranks, 0))
-            here = waiting[key]
-            here[rank] = (phase, call)
-            if len(here) < len(call.ranks):
-                break
-            del waiting[key]
-            found += _differences(here)
-            for member in call.ranks:
-                other = ranks[member]
-                other.counts[call.ranks] = key[1] + 1
-                other.at += 1
-                if member != rank:
-                    active.append(member)
-    if not found:
-        found = _stuck(ranks, waiting, sent)
-    return found[:MAX_SHOWN]
+        return self.found or self._stuck()
 
-
-def _batch(state: _Rank) -> range:
-    """Indices of the neighbouring sends and receives from the present call on."""
-    end = state.at
-    while end < len(state.calls) and state.calls[end][1].kind in POINT_TO_POINT:
-        end += 1
-    return range(state.at, end)
-
-
-def _post(rank: int, state: _Rank, sent: dict[tuple[int, int], deque[tuple[str, Collective]]]) -> list[int]:
-    """Post the sends of the batch that begins here, once; returns this rank when anything was sent."""
-    posted = []
-    for index in _batch(state):
-        phase, call = state.calls[index]
-        if call.kind == "send":
-            sent[rank, call.peer].append((phase, call))
-            state.calls[index] = (phase, call._replace(kind="sent"))
-            posted = [rank]
-    return posted
-
-
-def _receive(
-    rank: int, state: _Rank, sent: dict[tuple[int, int], deque[tuple[str, Collective]]], found: list[str]
-) -> int | None:
-    """Pass the sends and the receives that have their message; return the rank that the next receive waits for."""
-    while not state.is_done:
+    def _collective(self, rank: int, state: _Rank) -> bool:
+        """Come to a collective; whether the other members have come too, which ends it for all."""
         phase, call = state.calls[state.at]
-        if call.kind == "recv":
-            arrived = sent[call.peer, rank]
-            if not arrived:
-                return call.peer
-            from_phase, message = arrived.popleft()
-            if (from_phase, message.sent, message.dtype) != (phase, call.received, call.dtype):
-                found.append(
-                    f"rank {rank}, {phase}: receives {call.received:,} {call.dtype} from rank {call.peer}, which sends "
-                    f"{message.sent:,} {message.dtype} in {from_phase}"
-                )
-        elif call.kind != "sent":
-            return None
-        state.at += 1
-    return None
+        key = (call.ranks, state.counts.get(call.ranks, 0))
+        here = self.waiting[key]
+        here[rank] = (phase, call)
+        if len(here) < len(call.ranks):
+            return False
+        del self.waiting[key]
+        self.found += _differences(here)
+        for member in call.ranks:
+            other = self.ranks[member]
+            other.counts[call.ranks] = key[1] + 1
+            other.at += 1
+            if member != rank:
+                self.active.append(member)
+        return True
+
+    def _exchange(self, rank: int, state: _Rank) -> bool:
+        """Post the batch of sends and receives that begins here, once; pass what has arrived, and return whether that
+        is all of the batch.
+        """
+        end = state.at
+        while end < len(state.calls) and state.calls[end][1].kind in POINT_TO_POINT:
+            phase, call = state.calls[end]
+            if call.kind == "send" and end >= state.num_posted:
+                self.sent[rank, call.peer].append((phase, call))
+                self.active.extend(self.blocked_on.pop(rank, ()))
+            end += 1
+        state.num_posted = end
+        for phase, call in state.calls[state.at : end]:
+            if call.kind == "recv":
+                arrived = self.sent[call.peer, rank]
+                if not arrived:
+                    self.blocked_on[call.peer].add(rank)
+                    return False
+                from_phase, message = arrived.popleft()
+                if (from_phase, message.sent, message.dtype) != (phase, call.received, call.dtype):
+                    self.found.append(
+                        f"rank {rank}, {phase}: receives {call.received:,} {call.dtype} from rank {call.peer}, which "
+                        f"sends {message.sent:,} {message.dtype} in {from_phase}"
+                    )
+            state.at += 1
+        return True
+
+    def _stuck(self) -> list[str]:
+        """Who waits for whom when no rank can proceed, or the messages that nobody received."""
+        found = []
+        for (members, _), here in self.waiting.items():
+            absent = [self._where(rank) for rank in members if rank not in here]
+            rank = min(here)
+            phase, call = here[rank]
+            found.append(f"rank {rank}, {phase}: waits for ever in {call}; without it: {'; '.join(absent[:2])}")
+        for rank, state in self.ranks.items():
+            if not state.is_done and state.calls[state.at][1].kind == "recv":
+                phase, call = state.calls[state.at]
+                found.append(f"rank {rank}, {phase}: waits for ever in {call}; {self._where(call.peer)}")
+        if found:
+            return found
+        return [
+            f"rank {source}, {messages[0][0]}: {messages[0][1]} is never received; {self._where(target)}"
+            for (source, target), messages in self.sent.items()
+            if messages
+        ][:1]
+
+    def _where(self, rank: int) -> str:
+        state = self.ranks[rank]
+        if state.is_done:
+            return f"rank {rank} has no further call"
+        phase, call = state.calls[state.at]
+        return f"rank {rank} is in {phase} at {call}"
 
 
-def _differences(here: Mapping[int, tuple[str, Collective]]) -> list[str]:
+def _differences(here: Mapping[int, PhaseCall]) -> list[str]:
     """The first difference between the calls of one collective's members."""
     leader = min(here)
     phase, call = here[leader]
@@ -139,51 +160,15 @@ def _differences(here: Mapping[int, tuple[str, Collective]]) -> list[str]:
             call.kind != "all_to_all" and (other.sent, other.received) != (call.sent, call.received)
         ):
             return [f"rank {leader}, {phase}: {call}; rank {rank}, {other_phase}: {other}"]
-    if call.kind != "all_to_all" or any(other.splits is None for _, other in here.values()):
+    splits = {rank: other.splits for rank, (_, other) in here.items() if other.splits is not None}
+    if call.kind != "all_to_all" or len(splits) < len(here):
         return []
-    positions = {rank: position for position, rank in enumerate(call.ranks)}
-    for source in call.ranks:
-        for target in call.ranks:
-            given = here[source][1].splits[0][positions[target]]  # type: ignore[index]
-            taken = here[target][1].splits[1][positions[source]]  # type: ignore[index]
+    for i, source in enumerate(call.ranks):
+        for j, target in enumerate(call.ranks):
+            given, taken = splits[source][0][j], splits[target][1][i]
             if given != taken:
                 return [
                     f"rank {source}, {here[source][0]}: all_to_all with {len(call.ranks)} ranks of {call.group} sends "
                     f"{given:,} rows to rank {target}, which expects {taken:,} in {here[target][0]}"
                 ]
     return []
-
-
-def _stuck(
-    ranks: Mapping[int, _Rank],
-    waiting: Mapping[tuple[tuple[int, ...], int], Mapping[int, tuple[str, Collective]]],
-    sent: Mapping[tuple[int, int], Sequence[tuple[str, Collective]]],
-) -> list[str]:
-    """Who waits for whom when no rank can proceed, or the messages that nobody received."""
-    found = []
-    for (members, _), here in waiting.items():
-        absent = [rank for rank in members if rank not in here]
-        rank = min(here)
-        phase, call = here[rank]
-        others = "; ".join(_where(ranks, other) for other in absent[:2])
-        if here.keys() and not ranks[rank].is_done:
-            found.append(f"rank {rank}, {phase}: waits for ever in {call}; without it: {others}")
-    for rank, state in ranks.items():
-        if not state.is_done and state.calls[state.at][1].kind == "recv":
-            phase, call = state.calls[state.at]
-            found.append(f"rank {rank}, {phase}: waits for ever in {call}; {_where(ranks, call.peer)}")
-    for (source, target), messages in sent.items():
-        if messages and not found:
-            phase, call = messages[0]
-            found.append(
-                f"rank {source}, {phase}: {call._replace(kind='send')} is never received; {_where(ranks, target)}"
-            )
-    return found
-
-
-def _where(ranks: Mapping[int, _Rank], rank: int) -> str:
-    state = ranks[rank]
-    if state.is_done:
-        return f"rank {rank} has no further call"
-    phase, call = state.calls[state.at]
-    return f"rank {rank} is in {phase} at {call._replace(kind='send') if call.kind == 'sent' else call}"

@@ -10,8 +10,9 @@ from functools import lru_cache, partial
 
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.conversion.pool import run_tasks
-from tools.plan.collectives import Collective, Phase
+from tools.plan.collectives import Collective
 from tools.plan.devices import GIB, DeviceProfile
+from tools.plan.matching import Phase
 from tools.plan.matching import problems as call_problems
 from tools.plan.rank_plan import RankPlan, plan_rank
 from tools.plan.repeated import RepeatedCalls

@@ -12,9 +12,9 @@ import pytest
 from megatron.core.parallel_layout import ParallelLayout
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
-from tools.plan.collectives import Collective, Phase
+from tools.plan.collectives import Collective
 from tools.plan.devices import load_device
-from tools.plan.matching import problems
+from tools.plan.matching import Phase, problems
 from tools.plan.rank_plan import plan_rank
 from tools.plan.setup import planned_run
 from tools.plan.training import StepSize

@@ -50,7 +50,7 @@ def assert_planned_whole(config: PPOTrainerConfig, rank: int) -> None:
     planned_calls = {calls.phase: calls for calls in planned.calls}
     for name, phase in whole.items():
         assert planned_calls[name].outside < planned_calls[name].count, f"{name}: was run whole"
-        assert list(planned_calls[name].whole()) == list(phase.collectives.calls), name
+        assert list(planned_calls[name].whole()) == list(phase.collectives), name
 
 
 @pytest.mark.parametrize(

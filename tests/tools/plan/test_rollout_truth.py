@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
 from tests.parallel.launcher import run_ranks
-from tools.plan.collectives import Collective, CollectiveLog, Phase
+from tools.plan.collectives import Collective, CollectiveLog
 from tools.plan.device import MemoryMeter, PlannedDevice
 from tools.plan.platform import PLATFORMS
 from tools.plan.rollout import plan_rollout
@@ -73,7 +73,8 @@ class Step(NamedTuple):
 class Seen(NamedTuple):
     """What a rank did."""
 
-    phases: list[Phase]
+    generation: list[Collective]
+    others: list[Collective]
     report: dict[str, int]
     steps: list[Step]
 
@@ -126,7 +127,7 @@ def watch(worker: ActorRolloutRefWorker, lengths: tuple[int, ...], log: Collecti
     """A sync and a generation; then another, step by step."""
     tp = worker.config.rollout.tensor_model_parallel_size
     mine = prompts(worker.rank // tp, lengths)
-    with log.phase("generate"):
+    with log.apart() as generation:
         worker.generate_sequences(mine)
     with worker.sharding_manager:
         report = worker.rollout.inference_engine.get_memory_report()
@@ -135,7 +136,7 @@ def watch(worker: ActorRolloutRefWorker, lengths: tuple[int, ...], log: Collecti
             # Threads of gloo let go of a step's tensors when they come to it; the least of a few tries has none.
             generations = [measured(worker, mine, log, meter) for _ in range(3)]
             steps = [min(tries, key=lambda step: step.peak_bytes) for tries in zip(*generations, strict=True)]
-    return Seen(log.phases, report, steps)
+    return Seen(generation, log.calls, report, steps)
 
 
 def measured(worker: ActorRolloutRefWorker, rows: DataProto, log: CollectiveLog, meter: MemoryMeter) -> list[Step]:
@@ -196,11 +197,11 @@ def test_plan_is_what_ranks_do(name: str, model_dir: str) -> None:
         with planned_worker(model_dir, rank, world_size, overrides) as worker:
             planned = worker.platform.planned
             plan = watch(worker, RAGGED, planned.log, planned.meter)
-        for phase, expected in zip(plan.phases, seen.phases, strict=True):
-            assert phase.name == expected.name
-            for index, (ours, theirs) in enumerate(zip(phase.calls, expected.calls, strict=False)):
-                assert ours == theirs, f"rank {rank}, call {index} of {phase.name!r}"
-            assert len(phase.calls) == len(expected.calls), f"rank {rank}, {phase.name!r}"
+        for name in ("generation", "others"):
+            planned_calls, expected = getattr(plan, name), getattr(seen, name)
+            for index, (ours, theirs) in enumerate(zip(planned_calls, expected, strict=False)):
+                assert ours == theirs, f"rank {rank}, call {index} of {name}"
+            assert len(planned_calls) == len(expected), f"rank {rank}, {name}"
         for key in ("weights_bytes", "kv_cache_bytes", "num_gpu_blocks", "device_total_bytes"):
             assert plan.report[key] == seen.report[key], key
         for ours, theirs in zip(plan.steps, seen.steps, strict=True):
@@ -219,13 +220,12 @@ def test_totals_are_steps_times_calls(name: str, model_dir: str) -> None:
     for rank, seen in enumerate(real):
         with planned_worker(model_dir, rank, world_size, overrides) as worker:
             plan = plan_rollout(worker, len(EVEN) * NUM_SAMPLES, EVEN[0], RESPONSE_LENGTH)
-        (phase,) = (phase for phase in seen.phases if phase.name)
         num_sync = len(plan.sync_calls)
-        assert phase.calls[:num_sync] == plan.sync_calls
+        assert tuple(seen.generation[:num_sync]) == plan.sync_calls
         prefill, decode = plan.prefill, plan.decode
         assert prefill is not None and decode is not None
         num_calls = prefill.num_steps * len(prefill.calls) + decode.num_steps * len(decode.calls)
-        assert len(phase.calls) == num_sync + num_calls + len(plan.closing_calls)
+        assert len(seen.generation) == num_sync + num_calls + len(plan.closing_calls)
         assert prefill.num_steps + decode.num_steps + bool(plan.closing_calls) == len(seen.steps)
         for step in (prefill, decode):
             alike = [other for other in seen.steps if other.calls == step.calls]

@@ -109,7 +109,7 @@ def serve(address: tuple[str, int], overrides: list[str]) -> RankStep:
                 _send(controller, getattr(worker, method)(*args, **kwargs))
         spans = [span.name for span in worker.take_timeline().spans]
     worker.row_store.close()
-    return RankStep([call for phase in log.phases for call in phase.calls], spans)
+    return RankStep(log.calls, spans)
 
 
 def _send(file: BinaryIO, message: Any) -> None:

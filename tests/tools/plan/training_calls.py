@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tools.plan.collectives import CollectiveLog, Phase
+from tools.plan.collectives import Collective, CollectiveLog
 from tools.plan.device import MemoryMeter
 from tools.plan.training import StepSize, batch_of, training_calls
 from verl.workers.megatron_workers import ActorRolloutRefWorker
@@ -18,7 +18,7 @@ class TrainingPhase:
     peak_bytes: most that were alive at one time · left_bytes: still alive when it ended.
     """
 
-    collectives: Phase
+    collectives: tuple[Collective, ...]
     peak_bytes: int
     left_bytes: int
 
@@ -41,8 +41,7 @@ def run_training(
         before_call()
         before = meter.now_bytes
         meter.peak_bytes = before
-        with log.phase(name):
+        with log.apart() as calls:
             getattr(worker, name)(batch)
-        phase = next((phase for phase in reversed(log.phases) if phase.name == name), Phase(name, ()))
-        done[name] = TrainingPhase(phase, meter.peak_bytes - before, meter.now_bytes - before)
+        done[name] = TrainingPhase(tuple(calls), meter.peak_bytes - before, meter.now_bytes - before)
     return done

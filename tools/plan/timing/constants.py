@@ -13,57 +13,33 @@ ALL = "all"  # the family of a constant that every device shares
 
 @dataclass(frozen=True)
 class Rates:
-    """Every constant that one device family needs.
+    """Every constant that one device family needs."""
 
-    Attributes:
-        train_efficiency: share of peak that a training pass reaches while it computes, host and vector work included.
-        decode_efficiency: share of peak that the matrix products of a decode step reach.
-        memory_efficiency: share of the rate of device memory that decoding reaches.
-        link_efficiency: share of a link's rate that a collective reaches.
-        host_link_efficiency: share of the host link's rate that copies of weights and optimizer state reach.
-        expert_load_spread: standard deviation of the tokens of an expert over their mean, in one layer and micro-batch.
-        layer_pass_s: least seconds of one layer in one pass of a micro-batch: kernels that are launched one by one.
-        decode_layer_s: seconds of one layer in a decode step before any weight is read: kernels, collectives, waits.
-        eager_layer_s: the same without recorded graphs, when the host launches kernel after kernel.
-        decode_host_s: seconds of a decode step outside the model: scheduling, inputs, sampling.
-        decode_host_s_per_sequence: and of each running sequence.
-        host_sync_s, device_sync_s: one agreement of all replicas; a step has two.
-        generation_fixed_s: seconds of a generation outside its steps: memory given back and taken.
-        switch_fixed_s: seconds between training and generation besides copies: memory given back and taken there.
-        tensor_sync_s: seconds of gathering one tensor in a ``per_tensor`` weight sync.
-        gather_sync_gbs: rate at which a ``per_tensor`` sync gathers the whole model to every rank.
-        packed_sync_gbs: the same of a ``packed`` sync.
-        direct_sync_gbs: rate at which a ``direct`` sync brings a rank its own weights.
-        dispatch_gbs: rate at which a controller writes the rows of all ranks, one after another.
-        reward_s: seconds of grading one response.
-        multistream_us, reduce_scatter_us, kv_nz_us, no_transpose_us: what a layer's decode step takes longer without.
-    """
-
-    train_efficiency: float
-    decode_efficiency: float
-    memory_efficiency: float
-    link_efficiency: float
-    host_link_efficiency: float
-    expert_load_spread: float
-    layer_pass_s: float
-    decode_layer_s: float
-    eager_layer_s: float
-    decode_host_s: float
-    decode_host_s_per_sequence: float
-    host_sync_s: float
-    device_sync_s: float
-    generation_fixed_s: float
-    switch_fixed_s: float
-    tensor_sync_s: float
-    gather_sync_gbs: float
-    packed_sync_gbs: float
-    direct_sync_gbs: float
-    dispatch_gbs: float
-    reward_s: float
-    multistream_us: float
-    reduce_scatter_us: float
-    kv_nz_us: float
-    no_transpose_us: float
+    train_efficiency: float  # share of peak that a training pass reaches, host and vector work included
+    decode_efficiency: float  # share of peak that the matrix products of a decode step reach
+    memory_efficiency: float  # share of the rate of device memory that decoding reaches
+    link_efficiency: float  # share of a link's rate that a collective reaches
+    host_link_efficiency: float  # share of the host link's rate that copies of weights and optimizer state reach
+    expert_load_spread: float  # standard deviation of an expert's tokens over their mean, a layer and micro-batch
+    layer_pass_s: float  # least seconds of one layer in one pass of a micro-batch: kernels that are launched one by one
+    decode_layer_s: float  # seconds of a layer in a decode step besides reading weights: kernels, collectives, waits
+    eager_layer_s: float  # the same without captured graphs, when the host launches kernel after kernel
+    decode_host_s: float  # seconds of a decode step outside the model: scheduling, inputs, sampling
+    decode_host_s_per_sequence: float  # and of each running sequence
+    host_sync_s: float  # one agreement of all replicas over their hosts; a step has two
+    device_sync_s: float  # the same over their devices
+    generation_fixed_s: float  # seconds of a generation outside its steps: memory given back and taken
+    switch_fixed_s: float  # seconds between training and generation besides copies: memory given back and taken there
+    tensor_sync_s: float  # seconds of gathering one tensor in a ``per_tensor`` weight sync
+    gather_sync_gbs: float  # rate at which a ``per_tensor`` sync gathers the whole model to every rank
+    packed_sync_gbs: float  # the same of a ``packed`` sync
+    direct_sync_gbs: float  # rate at which a ``direct`` sync brings a rank its own weights
+    dispatch_gbs: float  # rate at which a controller writes the rows of all ranks, one after another
+    reward_s: float  # seconds of grading one response
+    multistream_us: float  # microseconds that a layer's decode step takes longer without several streams
+    reduce_scatter_us: float  # the same without reduce-scatter after attention
+    kv_nz_us: float  # the same without the NZ layout of the cache
+    no_transpose_us: float  # the same where a rank with one expert transposes its weights
 
 
 @dataclass(frozen=True)

@@ -18,21 +18,13 @@ GENERATION = ("rollout",)  # what other ranks do at the same time in a schedule 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A predicted step.
+    """A predicted step."""
 
-    Attributes:
-        terms: seconds of each phase, by what they go to.
-        total_s: of the step; phases that run side by side count once.
-        tokens: prompts and responses that the step trains on.
-        num_devices: of the run.
-        errors: of each phase and of ``total``, the largest leave-one-out error among published rows of this device
-            family; without any, the phase is absent.
-    """
-
-    terms: Mapping[str, Mapping[str, float]]
-    total_s: float
-    tokens: float
-    num_devices: int
+    terms: Mapping[str, Mapping[str, float]]  # seconds of each phase, by what they go to
+    total_s: float  # of the step; phases that run side by side count once
+    tokens: float  # prompts and responses that the step trains on
+    num_devices: int  # of the run
+    # phase or ``total`` -> largest leave-one-out error among published rows of this device family, if there are any
     errors: Mapping[str, PhaseError] = field(default_factory=dict)
 
     @property

@@ -64,15 +64,15 @@ def _run(row: dict[str, Any]) -> PublishedRun:
     rollout: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in row["rollout"].items()
     }
-    of_run = {"num_prompts", "samples", "has_reference", "has_old_log_prob", "schedule", "dispatch", "sync"}
-    of_run |= {"expert_load_spread"}
+    given = {"name", "model", "lengths", "train", "rollout"}
+    plain = {field.name for field in fields(RunShape)} - given
     shape = RunShape(
         name=row["name"],
         model=published_model(row.get("model", "deepseek_v3")),
         lengths=Lengths(**row["lengths"]),
         train=TrainShape(layout=ParallelLayout.from_json(row["layout"]), **train),
         rollout=RolloutShape(**rollout),
-        **{key: value for key, value in row.items() if key in of_run},
+        **{key: value for key, value in row.items() if key in plain},
     )
     if problems := shape.problems():
         raise ValueError(f"{TABLE.name}: {row['name']}: " + "; ".join(problems))

@@ -22,19 +22,13 @@ OPTIMIZERS = ("resident", "offloaded", "swapped", "cpu")
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of prompts and responses.
+    """Tokens of prompts and responses."""
 
-    Attributes:
-        prompt_mean, response_mean: over the batch.
-        prompt_limit, response_limit: what they are cut or padded to.
-        spread: standard deviation of the logarithm of response lengths before the cut; 0 makes all equal.
-    """
-
-    prompt_mean: float
+    prompt_mean: float  # over the batch
     response_mean: float
-    prompt_limit: int
+    prompt_limit: int  # what they are cut or padded to
     response_limit: int
-    spread: float = DEFAULT_SPREAD
+    spread: float = DEFAULT_SPREAD  # standard deviation of the logarithm of uncut response lengths; 0: all equal
 
     @property
     def responses(self) -> LengthDistribution:
@@ -56,74 +50,47 @@ class Lengths:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """How the samples of a data-parallel rank are cut.
+    """How the samples of a data-parallel rank are cut."""
 
-    Attributes:
-        samples: of one micro-batch; 0 = filled by tokens.
-        token_budget: packed tokens of a micro-batch on each rank; context parallelism has CP times as many.
-        is_padded: every row is as long as the micro-batch's longest.
-    """
-
-    samples: int = 0
-    token_budget: int = 0
-    is_padded: bool = False
+    samples: int = 0  # of one micro-batch; 0 = filled by tokens
+    token_budget: int = 0  # packed tokens of a micro-batch on each rank; context parallelism has CP times as many
+    is_padded: bool = False  # every row is as long as the micro-batch's longest
 
 
 @dataclass(frozen=True)
 class TrainShape:
-    """The training engine.
+    """The training engine."""
 
-    Attributes:
-        layout: of its ranks.
-        update, log_prob: micro-batches of the two kinds of pass.
-        mini_batches: optimizer steps of an update.
-        recomputed_layers: of each stage, forward again in the backward pass; -1 = all.
-        optimizer: where its state lives: ``resident`` on the device, ``offloaded`` to host memory for the rollout,
-            ``swapped`` through the device during the update, ``cpu`` with the arithmetic on the host too.
-        offloads: weights leave the device for the rollout.
-        exchange_beside: what the experts' exchange runs beside: nothing, the ``shared`` experts, or all ``experts`` and
-            their gradients (MindSpeed's overlap).
-        is_balanced: rows are balanced over data-parallel ranks by length.
-    """
-
-    layout: ParallelLayout
+    layout: ParallelLayout  # of its ranks
     update: MicroBatches
     log_prob: MicroBatches
-    mini_batches: int = 1
-    recomputed_layers: int = 0
+    mini_batches: int = 1  # optimizer steps of an update
+    recomputed_layers: int = 0  # of each stage, forward again in the backward pass; -1 = all
+    # Where its state is: ``resident`` on the device, ``offloaded`` to host memory for the rollout, ``swapped`` through
+    # the device during the update, ``cpu`` with the arithmetic on the host too.
     optimizer: str = "resident"
-    offloads: bool = False
+    offloads: bool = False  # weights leave the device for the rollout
+    # What the experts' exchange runs beside: nothing, the ``shared`` experts, or all ``experts`` and their gradients
+    # (MindSpeed's overlap).
     exchange_beside: str = "nothing"
-    is_balanced: bool = False
+    is_balanced: bool = False  # rows are balanced over data-parallel ranks by length
 
 
 @dataclass(frozen=True)
 class RolloutShape:
-    """The rollout engine.
+    """The rollout engine."""
 
-    Attributes:
-        world_size: ranks that generate.
-        tp, dp: tensor-parallel ranks, and replicas of them that share experts.
-        has_expert_parallel: experts are spread over tp x dp ranks, else each is cut over tp.
-        max_num_seqs: running sequences of a replica.
-        memory_share: of device memory, for weights and cache.
-        weight_bytes: of one parameter.
-        has_graphs, graph_sizes: decode steps are recorded, for these numbers of sequences; empty = powers of two.
-        host_sync: replicas agree on each step through host memory (gloo) instead of their devices.
-        lacks: of ``DECODE_FEATURES``.
-    """
-
-    world_size: int
-    tp: int
-    dp: int
-    has_expert_parallel: bool = True
-    max_num_seqs: int = 1024
-    memory_share: float = 0.8
-    weight_bytes: float = 2.0
-    has_graphs: bool = True
-    graph_sizes: tuple[int, ...] = ()
-    host_sync: bool = False
-    lacks: tuple[str, ...] = ()
+    world_size: int  # ranks that generate
+    tp: int  # tensor-parallel ranks of a replica
+    dp: int  # replicas that share experts
+    has_expert_parallel: bool = True  # experts are spread over tp x dp ranks, else each is cut over tp
+    max_num_seqs: int = 1024  # running sequences of a replica
+    memory_share: float = 0.8  # of device memory, for weights and cache
+    weight_bytes: float = 2.0  # of one parameter
+    has_graphs: bool = True  # decode steps are captured
+    graph_sizes: tuple[int, ...] = ()  # for these numbers of sequences; empty = powers of two
+    host_sync: bool = False  # replicas agree on each step through host memory (gloo) instead of their devices
+    lacks: tuple[str, ...] = ()  # of ``DECODE_FEATURES``
 
     @property
     def replicas(self) -> int:
@@ -138,41 +105,27 @@ class RolloutShape:
 
 @dataclass(frozen=True)
 class RunShape:
-    """One step of a run, for ``predict``.
-
-    Attributes:
-        name: for people.
-        model: its figures.
-        lengths: of prompts and responses.
-        num_prompts, samples: prompts of a step and responses to each.
-        train, rollout: the two engines.
-        has_reference, has_old_log_prob: passes before the update.
-        reward_workers: processes that grade while log-probs are computed; 0 = the controller does, one by one.
-        schedule: ``sync``, or generation on ranks of its own ahead of training, step by step (``one_step_off``) or
-            without a stop (``fully_async``).
-        dispatch: how rows reach the ranks: by reference from rank to rank (``direct``), or through the controller, once
-            for every rank.
-        sync: how weights reach the rollout: only what each rank needs (``direct``), gathered in large buckets
-            (``packed``) or one tensor at a time (``per_tensor``).
-        gen_prompts: prompts that a step generates for; 0 = num_prompts.
-        expert_load_spread: instead of the constant of that name; 0 = every expert gets as many tokens.
-    """
+    """One step of a run, for ``predict``."""
 
     name: str
     model: HFModelConfig
     lengths: Lengths
     num_prompts: int
-    samples: int
+    samples: int  # responses to each prompt
     train: TrainShape
     rollout: RolloutShape
     has_reference: bool = True
     has_old_log_prob: bool = False
-    reward_workers: int = 0
+    reward_workers: int = 0  # processes that grade while log-probs are computed; 0 = the controller does, one by one
+    # ``sync``, or generation on ranks of its own ahead of training, step by step (``one_step_off``) or without a stop
+    # (``fully_async``).
     schedule: str = "sync"
-    dispatch: str = "direct"
+    dispatch: str = "direct"  # rows go from rank to rank (``direct``), or from the ``controller`` to one rank at a time
+    # Each rollout rank gets the weights that it needs (``direct``), or all of them, gathered in large buckets
+    # (``packed``) or one tensor at a time (``per_tensor``).
     sync: str = "direct"
-    gen_prompts: int = 0
-    expert_load_spread: float | None = None
+    gen_prompts: int = 0  # prompts that a step generates for; 0 = num_prompts
+    expert_load_spread: float | None = None  # instead of the constant; 0 = every expert gets as many tokens
 
     def with_train(self, **changes: Any) -> RunShape:
         """The shape with other fields of ``train``."""

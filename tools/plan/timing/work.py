@@ -14,27 +14,17 @@ from hf_formats.config import HFModelConfig
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Parameters of one layer's parts, and operations of attention itself.
+    """Parameters of one layer's parts, and operations of attention itself."""
 
-    Attributes:
-        attention: projections.
-        dense_mlp: of a layer without experts.
-        expert, shared, router: one routed expert, the shared experts, the gate.
-        score: operations for one query and one key, scores and values together, in training and prefill.
-        absorbed_score: the same in decoding, where latent attention works on the compressed cache.
-        cache: numbers that one token leaves in the cache.
-        cache_shards: tensor-parallel ranks that it can be split over; 1: each has it whole.
-    """
-
-    attention: float
-    dense_mlp: float
-    expert: float
-    shared: float
-    router: float
-    score: float
-    absorbed_score: float
-    cache: float
-    cache_shards: int
+    attention: float  # projections
+    dense_mlp: float  # of a layer without experts
+    expert: float  # one routed expert
+    shared: float  # the shared experts
+    router: float  # the gate
+    score: float  # operations for one query and one key, scores and values together, in training and prefill
+    absorbed_score: float  # the same in decoding, where latent attention works on the compressed cache
+    cache: float  # numbers that one token leaves in the cache
+    cache_shards: int  # tensor-parallel ranks that it can be split over; 1: each has it whole
 
 
 @dataclass(frozen=True)
