@@ -127,6 +127,10 @@ class RunShape:
     gen_prompts: int = 0  # prompts that a step generates for; 0 = num_prompts
     expert_load_spread: float | None = None  # instead of the constant; 0 = every expert gets as many tokens
 
+    def load_spread(self, usual: float) -> float:
+        """The standard deviation of an expert's tokens over their mean: ``usual`` where the shape has none."""
+        return usual if self.expert_load_spread is None else self.expert_load_spread
+
     def with_train(self, **changes: Any) -> RunShape:
         """The shape with other fields of ``train``."""
         return replace(self, train=replace(self.train, **changes))

@@ -16,9 +16,7 @@ Variation: TypeAlias = tuple[str, StepTime]  # what was changed, and the predict
 
 def sensitivity(shape: RunShape, device: DeviceProfile, constants: Constants) -> list[Variation]:
     """The shape as it is, then each variation that it allows."""
-    load = shape.expert_load_spread
-    if load is None:
-        load = constants.rates(device.family).expert_load_spread
+    load = shape.load_spread(constants.rates(device.family).expert_load_spread)
     lengths = shape.lengths
     longer = replace(
         lengths, response_mean=2.0 * lengths.response_mean, response_limit=int(2.0 * lengths.response_limit)
