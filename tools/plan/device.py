@@ -16,6 +16,10 @@ from tools.plan.collectives import CollectiveLog, describe, returned
 from tools.plan.known_outputs import KnownOutputs
 
 DEVICE = torch.device("meta")
+_COPY, _MOVE = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
+_TO_SCALAR, _IS_PINNED = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_pinned.default
+_SPECIAL = {_COPY, _MOVE, _TO_SCALAR, _IS_PINNED}
+_AS_USUAL = object()
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -102,19 +106,12 @@ class PlannedDevice(TorchDispatchMode):
         super().__init__()
         self.log, self.meter, self.has_host_memory = log, meter, has_host_memory
         self._known = KnownOutputs()
-        self._host_bytes = 0
-        self._host: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
-
-    @property
-    def host_bytes(self) -> int:
-        """Pinned host memory that is held now."""
-        return self._host_bytes + sum(self._host.values())
+        self._host: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # pinned
 
     def move_to_host(self, num_bytes: int) -> None:
         """Count so many bytes of the device as memory of its host from now on."""
         if self.has_host_memory:
             self.meter.now_bytes -= num_bytes
-            self._host_bytes += num_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -125,11 +122,8 @@ class PlannedDevice(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if kwargs.get("pin_memory"):
             return self._pinned(func, args, kwargs)
-        special = _SPECIAL.get(func)
-        if special is not None:
-            found, result = special(self, func, args, kwargs)
-            if found:
-                return result
+        if func in _SPECIAL and (result := self._special(func, args, kwargs)) is not _AS_USUAL:
+            return result
         if _is_mixed(args, kwargs):
             args, kwargs = _on_meta((args, kwargs))
         outputs = func(*args, **kwargs) if _is_view(func) else self._known.of(func, args, kwargs)
@@ -147,14 +141,27 @@ class PlannedDevice(TorchDispatchMode):
     def _pinned(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         planned: torch.Tensor = func(*args, **(kwargs | {"pin_memory": False, "device": DEVICE}))
         if self.has_host_memory:
-            self._host[planned.untyped_storage()] = planned.untyped_storage().nbytes()
+            self._host.add(planned.untyped_storage())
         else:
             self.meter.count(func, planned)
         return planned
 
-    def is_pinned(self, x: torch.Tensor) -> bool:
-        """Whether ``x`` stands for host memory."""
-        return x.untyped_storage() in self._host
+    def _special(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation that reads, moves or asks about a device tensor, or ``_AS_USUAL``."""
+        x = args[0]
+        if func is _COPY:
+            return x if x.is_meta or args[1].is_meta else _AS_USUAL
+        if func is _IS_PINNED:
+            return x.untyped_storage() in self._host if x.is_meta else _AS_USUAL
+        if func is _TO_SCALAR:
+            return torch.zeros((), dtype=x.dtype).item() if x.is_meta else _AS_USUAL
+        device, dtype = kwargs.get("device"), kwargs.get("dtype") or x.dtype
+        if device is None or torch.device(device) == x.device:
+            return _AS_USUAL
+        if x.is_meta:
+            return torch.zeros(x.shape, dtype=dtype)
+        is_copied = self.has_host_memory or dtype != x.dtype
+        return _AS_USUAL if is_copied else func(*args, **kwargs)
 
 
 @cache
@@ -192,35 +199,3 @@ def _is_mixed(args: Any, kwargs: Any) -> bool:
 def _on_meta(args: Any) -> Any:
     """Put host tensors beside device tensors on the meta device: the result has no value anyway."""
     return tree_map_only(torch.Tensor, lambda x: x if x.is_meta else torch.empty_like(x, device=DEVICE), args)
-
-
-def _moved(mode: PlannedDevice, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    x, device = args[0], kwargs.get("device")
-    if device is None or torch.device(device) == x.device:
-        return False, None
-    if x.is_meta:
-        return True, torch.zeros(x.shape, dtype=kwargs.get("dtype") or x.dtype)
-    is_copied = mode.has_host_memory or kwargs.get("dtype") not in (None, x.dtype)
-    return not is_copied, None if is_copied else func(*args, **kwargs)
-
-
-def _to_scalar(mode: PlannedDevice, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    x = args[0]
-    return x.is_meta, torch.zeros((), dtype=x.dtype).item() if x.is_meta else None
-
-
-def _copy(mode: PlannedDevice, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    target, source = args[:2]
-    return source.is_meta or target.is_meta, target
-
-
-def _pinned(mode: PlannedDevice, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    return args[0].is_meta, mode.is_pinned(args[0]) if args[0].is_meta else None
-
-
-_SPECIAL = {
-    torch.ops.aten._to_copy.default: _moved,
-    torch.ops.aten._local_scalar_dense.default: _to_scalar,
-    torch.ops.aten.copy_.default: _copy,
-    torch.ops.aten.is_pinned.default: _pinned,
-}

@@ -62,18 +62,19 @@ class Bounds:
         if not (shape.has_reference or shape.has_old_log_prob):
             return 0.0
         engine = self.run.config.actor_rollout_ref.actor.megatron
-        tokens, most = self.tokens(shape, shape.train.log_prob), 0.0
-        for stage in range(shape.train.layout.pipeline_model_parallel_size):
-            stays, params = self._held(shape, stage)
-            weights = params * (2 if shape.has_reference and not engine.param_offload else 1)
-            most = max(most, stays + weights + MARGIN * self._forward(shape, stage, tokens))
-        return most
+        tokens, models = (
+            self.tokens(shape, shape.train.log_prob),
+            1 + (shape.has_reference and not engine.param_offload),
+        )
+        return max(
+            stays + params * models + MARGIN * self._forward(shape, stage, tokens)
+            for stage, (stays, params) in enumerate(self._held(shape))
+        )
 
     def update_bytes(self, shape: RunShape) -> float:
         """The memory of the fullest stage in the update."""
         tokens, most = self.tokens(shape, shape.train.update), 0.0
-        for stage in range(shape.train.layout.pipeline_model_parallel_size):
-            stays, params = self._held(shape, stage)
+        for stage, (stays, params) in enumerate(self._held(shape)):
             moving = self._owned(shape, stage) * STATE_BYTES if shape.train.optimizer == "offloaded" else 0.0
             grads = params / self._param_bytes * GRADIENT_BYTES
             most = max(most, stays + moving + params + grads + MARGIN * self._backward(shape, stage, tokens))
@@ -82,7 +83,7 @@ class Bounds:
     def rollout_bytes(self, shape: RunShape, knobs: RolloutKnobs) -> dict[str, float]:
         """Phase -> bytes of the rank whose training weights are fewest, which has the largest cache."""
         weights = self.rollout_weights(shape.rollout)
-        held = [self._held(shape, stage) for stage in range(shape.train.layout.pipeline_model_parallel_size)]
+        held = self._held(shape)
         buckets = 2 * self.run.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * 2**20
         is_offloaded = self.run.config.actor_rollout_ref.actor.megatron.param_offload
         kept = [stays + (0.0 if is_offloaded else params) for stays, params in held]  # while the engine generates
@@ -103,12 +104,11 @@ class Bounds:
 
     def host_bytes(self, shape: RunShape) -> float:
         """The host memory of a node whose ranks all need as much as the one that needs most."""
-        engine, layout = self.run.config.actor_rollout_ref.actor.megatron, shape.train.layout
-        most = 0.0
-        for stage in range(layout.pipeline_model_parallel_size):
-            params = sum(training_stage(self.run.hf, layout, stage)) * self._param_bytes
-            state = 0.0 if shape.train.optimizer == "resident" else self._owned(shape, stage) * STATE_BYTES
-            most = max(most, params * (engine.param_offload + shape.has_reference) + state)
+        copies = self.run.config.actor_rollout_ref.actor.megatron.param_offload + shape.has_reference
+        state = 0 if shape.train.optimizer == "resident" else STATE_BYTES
+        most = max(
+            params * copies + self._owned(shape, stage) * state for stage, (_, params) in enumerate(self._held(shape))
+        )
         return (most + PROCESS_BYTES) * self.run.config.trainer.n_gpus_per_node
 
     @property
@@ -121,11 +121,19 @@ class Bounds:
         replicas = layout.data_parallel_size * layout.context_parallel_size
         return dense / replicas + experts / layout.expert_data_parallel_size
 
-    def _held(self, shape: RunShape, stage: int) -> tuple[float, float]:
-        """(what stays on the device beside weights while the rollout is there, weights) of a rank of ``stage``."""
-        count = sum(training_stage(self.run.hf, shape.train.layout, stage))
-        stays = 0.0 if shape.train.optimizer != "resident" else self._owned(shape, stage) * STATE_BYTES
-        return stays, count * float(self._param_bytes)  # gradients always leave for the rollout
+    def _held(self, shape: RunShape) -> list[tuple[float, float]]:
+        """(what stays on the device beside weights while the rollout is there, weights) of a rank of each stage.
+
+        Gradients always leave for the rollout.
+        """
+        state = STATE_BYTES if shape.train.optimizer == "resident" else 0
+        return [
+            (
+                self._owned(shape, stage) * state,
+                sum(training_stage(self.run.hf, shape.train.layout, stage)) * float(self._param_bytes),
+            )
+            for stage in range(shape.train.layout.pipeline_model_parallel_size)
+        ]
 
     def tokens(self, shape: RunShape, cut: MicroBatches) -> float:
         """Tokens of a micro-batch of the longest rows, on one context-parallel rank."""

@@ -16,7 +16,6 @@ from vllm.ops import reference
 from vllm_ascend.ops.exchanged_experts import tokens_of_a_call
 
 MAX_CP = 8
-MAX_UPDATE_SAMPLES, MAX_LOG_PROB_SAMPLES = 8, 32
 LEAST_PREFILL_TOKENS = 256
 
 
@@ -75,20 +74,17 @@ def layer_lists(num_layers: int, pp: int) -> list[tuple[int, ...] | None]:
 def update_batches(config: PPOTrainerConfig, data_parallel: int) -> list[MicroBatches]:
     """Micro-batches of an update: samples that divide a rank's rows, or the config's tokens and multiples of them."""
     actor = config.actor_rollout_ref.actor
-    if actor.use_dynamic_bsz:
-        return [MicroBatches(token_budget=actor.ppo_max_token_len_per_gpu * more) for more in (1, 2, 4)]
     rows = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n // data_parallel
-    return _samples(rows, actor.ppo_micro_batch_size_per_gpu, MAX_UPDATE_SAMPLES)
+    tokens = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else 0
+    return _batches(rows, actor.ppo_micro_batch_size_per_gpu, tokens, most_samples=8, most_tokens=4)
 
 
 def log_prob_batches(config: PPOTrainerConfig, data_parallel: int) -> list[MicroBatches]:
     """The same of the passes before it."""
-    models = config.actor_rollout_ref
-    ref = models.ref
-    if ref.log_prob_use_dynamic_bsz:
-        return [MicroBatches(token_budget=ref.log_prob_max_token_len_per_gpu * more) for more in (1, 2, 4, 8)]
-    rows = config.data.train_batch_size * models.rollout.n // data_parallel
-    return _samples(rows, ref.log_prob_micro_batch_size_per_gpu, MAX_LOG_PROB_SAMPLES)
+    ref = config.actor_rollout_ref.ref
+    rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n // data_parallel
+    tokens = ref.log_prob_max_token_len_per_gpu if ref.log_prob_use_dynamic_bsz else 0
+    return _batches(rows, ref.log_prob_micro_batch_size_per_gpu, tokens, most_samples=32, most_tokens=8)
 
 
 def rollout_layouts(
@@ -149,9 +145,11 @@ def _indivisible(hf: HFModelConfig, tp: int, etp: int) -> bool:
     return any(width % tp for width in widths) or bool(hf.moe_intermediate_size % etp)
 
 
-def _samples(rows: int, own: int | None, most: int) -> list[MicroBatches]:
-    sizes = {size for size in (1, 2, 4, 8, 16, 32) if size <= most}
-    return [MicroBatches(samples=size) for size in sorted({own or 1} | sizes) if size <= rows and rows % size == 0]
+def _batches(rows: int, own: int | None, tokens: int, *, most_samples: int, most_tokens: int) -> list[MicroBatches]:
+    if tokens:
+        return [MicroBatches(token_budget=tokens * more) for more in (1, 2, 4, 8) if more <= most_tokens]
+    sizes = {own or 1, *(size for size in (1, 2, 4, 8, 16, 32) if size <= most_samples)}
+    return [MicroBatches(samples=size) for size in sorted(sizes) if size <= rows and rows % size == 0]
 
 
 def _can_dispatch(hf: HFModelConfig, device: DeviceProfile, shape: RolloutShape) -> bool:

@@ -17,6 +17,8 @@ class LayerWork:
     """Parameters of one layer's parts, and operations of attention itself."""
 
     attention: float  # projections
+    latent_down: float  # those of them that project down to latents, which tensor parallelism may leave whole
+    latent_norms: float  # norms of latents, or of heads; not among the projections
     dense_mlp: float  # of a layer without experts
     expert: float  # one routed expert
     shared: float  # the shared experts
@@ -110,12 +112,15 @@ def busiest_rank(num_experts: int, num_ranks: int, load_spread: float) -> float:
 def _latent_layer(hf: HFModelConfig) -> LayerWork:
     heads, hidden = hf.num_attention_heads, hf.hidden_size
     query_out = heads * hf.qk_head_dim
-    query = hidden * query_out if hf.q_lora_rank is None else hf.q_lora_rank * (hidden + query_out)
-    latent = hidden * (hf.kv_lora_rank + hf.qk_rope_head_dim)
+    q_rank = hf.q_lora_rank or 0
+    query = q_rank * query_out if q_rank else hidden * query_out
+    down = hidden * (q_rank + hf.kv_lora_rank + hf.qk_rope_head_dim)
     up = hf.kv_lora_rank * heads * (hf.qk_nope_head_dim + hf.v_head_dim)
     cache = hf.kv_lora_rank + hf.qk_rope_head_dim
     return LayerWork(
-        attention=query + latent + up + heads * hf.v_head_dim * hidden,
+        attention=query + down + up + heads * hf.v_head_dim * hidden,
+        latent_down=down,
+        latent_norms=q_rank + hf.kv_lora_rank,
         score=2.0 * heads * (hf.qk_head_dim + hf.v_head_dim),
         absorbed_score=2.0 * heads * (cache + hf.kv_lora_rank),
         cache=cache,
@@ -129,6 +134,8 @@ def _grouped_query_layer(hf: HFModelConfig) -> LayerWork:
     score = 4.0 * heads * hf.head_dim
     return LayerWork(
         attention=hidden * hf.head_dim * (2 * heads + 2 * groups),
+        latent_down=0,
+        latent_norms=2 * hf.head_dim,
         score=score,
         absorbed_score=score,
         cache=2 * groups * hf.head_dim,
