@@ -59,11 +59,6 @@ class Step:
     def num_tokens(self) -> int:
         return sum(row.num_new for row in self.rows)
 
-    @property
-    def num_context(self) -> int:
-        """Tokens that its tokens see at most, over all sequences."""
-        return sum(row.num_computed + row.num_new for row in self.rows)
-
 
 @dataclass(frozen=True)
 class Steps:
@@ -157,14 +152,8 @@ def _advance(scheduler: Scheduler, num_steps: int, token: int) -> None:
 
 
 def _kept(step: SchedulerOutput) -> Step:
-    rows = tuple(
-        Row(
-            int(request.request_id),
-            len(request.token_ids),
-            request.num_computed_tokens,
-            num_new,
-            tuple(request.block_ids),
-        )
-        for request, num_new in zip(step.requests, step.num_tokens, strict=True)
-    )
-    return Step(rows, tuple(step.block_copies))
+    rows = []
+    for request, num_new in zip(step.requests, step.num_tokens, strict=True):
+        tokens, blocks = len(request.token_ids), tuple(request.block_ids)
+        rows.append(Row(int(request.request_id), tokens, request.num_computed_tokens, num_new, blocks))
+    return Step(tuple(rows), tuple(step.block_copies))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 from megatron.core.parallel_layout import ParallelLayout
@@ -70,7 +71,10 @@ class WholePlan:
     def host_bytes(self) -> int:
         """Host memory of the fullest node: its ranks' tensors and their processes."""
         assert self.is_whole, len(self.stages)
-        return max(host_bytes_of_nodes(self.run.config, self.stages), default=0)
+        of_stage = {plan.coords.pp: plan.host_bytes + PROCESS_BYTES for plan in self.stages}
+        per_node = self.run.config.trainer.n_gpus_per_node
+        nodes = (range(first, first + per_node) for first in range(0, self.layout.world_size, per_node))
+        return max(sum(of_stage[self.layout.stage(rank)] for rank in node) for node in nodes)
 
 
 def plan_run(
@@ -80,48 +84,52 @@ def plan_run(
 
     ends_when_full: the first rank that is too full ends it; ``is_whole`` then says that stages are missing.
     """
-    layout = run.config.training_layout
-    found = layout_problems(layout, run)
-    if found:
+    layout, budget = run.config.training_layout, run.device.budget_bytes
+    if found := layout_problems(layout, run):
         return WholePlan(run, size, (), 0, tuple(found))
     ranks = layout.members(0, ("pp",))  # the first of each stage
     planned: list[RankPlan] = []
     try:
         for plan in _plan_ranks(run, size, ranks, processes or os.cpu_count() or 1):
             planned.append(plan)
-            if ends_when_full and plan.peak.peak_bytes > run.device.budget_bytes:
+            if ends_when_full and plan.peak.peak_bytes > budget:
                 break
     except ValueError as error:
         return WholePlan(run, size, (), 0, (str(error),))
     stages = tuple(sorted(planned, key=lambda plan: plan.rank))
+    found = [
+        f"rank {plan.rank} (stage {plan.coords.pp}) needs {plan.peak.peak_bytes / GIB:.1f} GiB in {plan.peak.name}; "
+        f"a {run.device.name} has {budget / GIB:.1f} for it ({run.device.memory_bytes / GIB:.0f} less "
+        f"{run.device.reserved_bytes / GIB:.0f} of the driver and communicators)"
+        for plan in stages
+        if plan.peak.peak_bytes > budget
+    ]
     if len(stages) < len(ranks):
-        return WholePlan(run, size, stages, 0, tuple(_full_ranks(run, stages)))
-    total = sum(plan.num_parameters for plan in stages)
-    found = [*_memory_problems(run, stages), *call_problems(calls_between_stages(layout, stages))]
-    return WholePlan(run, size, stages, total, tuple(found), _traffic(run, stages))
+        return WholePlan(run, size, stages, 0, tuple(found))
+    whole = WholePlan(run, size, stages, sum(plan.num_parameters for plan in stages), (), _traffic(run, stages))
+    if whole.host_bytes > run.device.host_memory_bytes:
+        needs, has = whole.host_bytes / GIB, run.device.host_memory_bytes / GIB
+        found.append(f"a node's ranks need {needs:.0f} GiB of host memory; it has {has:.0f}")
+    return replace(whole, problems=(*found, *call_problems(calls_between_stages(layout, stages))))
 
 
 def layout_problems(layout: ParallelLayout, run: PlannedRun) -> list[str]:
     """Every size of the layout that does not divide what it must."""
     hf = run.hf
     found = layout.problems(hf.num_hidden_layers, hf.n_routed_experts or None, hf.num_attention_heads, hf.vocab_size)
-    rollout_tp = run.config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if rollout_tp and run.config.trainer.world_size % rollout_tp:
-        found.append(f"world size {run.config.trainer.world_size} is not a multiple of rollout TP {rollout_tp}")
+    world_size, tp = run.config.trainer.world_size, run.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if tp and world_size % tp:
+        found.append(f"world size {world_size} is not a multiple of rollout TP {tp}")
     return found
 
 
 def slow_groups(layout: ParallelLayout, run: PlannedRun) -> list[str]:
     """Tensor parallelism over more devices than the fast links join: it works, and every layer waits for slow links."""
-    domain = max(run.device.devices_per_node, run.device.domain_devices)
+    domain, rollout = max(run.device.devices_per_node, run.device.domain_devices), run.config.actor_rollout_ref.rollout
     found = []
     for phase, what, tp in (
-        ("update_actor", "tensor_model_parallel_size", layout.tensor_model_parallel_size),
-        (
-            "decode",
-            "rollout.tensor_model_parallel_size",
-            run.config.actor_rollout_ref.rollout.tensor_model_parallel_size,
-        ),
+        (UPDATE, "tensor_model_parallel_size", layout.tensor_model_parallel_size),
+        ("decode", "rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
     ):
         if tp > domain:
             found.append(
@@ -154,38 +162,6 @@ def _plan_task(
     return plan_rank(config, device, int(rank), size)
 
 
-def host_bytes_of_nodes(config: PPOTrainerConfig, stages: Sequence[RankPlan]) -> list[int]:
-    """Host memory of each node's ranks."""
-    layout = config.training_layout
-    of_stage = {plan.coords.pp: plan.host_bytes + PROCESS_BYTES for plan in stages}
-    per_node = config.trainer.n_gpus_per_node
-    return [
-        sum(of_stage[layout.stage(rank)] for rank in range(first, first + per_node))
-        for first in range(0, layout.world_size, per_node)
-    ]
-
-
-def _memory_problems(run: PlannedRun, stages: Sequence[RankPlan]) -> list[str]:
-    device, found = run.device, _full_ranks(run, stages)
-    fullest = max(host_bytes_of_nodes(run.config, stages), default=0)
-    if fullest > device.host_memory_bytes:
-        found.append(
-            f"a node's ranks need {fullest / GIB:.0f} GiB of host memory; it has {device.host_memory_bytes / GIB:.0f}"
-        )
-    return found
-
-
-def _full_ranks(run: PlannedRun, stages: Sequence[RankPlan]) -> list[str]:
-    device = run.device
-    return [
-        f"rank {plan.rank} (stage {plan.coords.pp}) needs {plan.peak.peak_bytes / GIB:.1f} GiB in {plan.peak.name}; "
-        f"a {device.name} has {device.budget_bytes / GIB:.1f} for it ({device.memory_bytes / GIB:.0f} less "
-        f"{device.reserved_bytes / GIB:.0f} of the driver and communicators)"
-        for plan in stages
-        if plan.peak.peak_bytes > device.budget_bytes
-    ]
-
-
 def calls_between_stages(layout: ParallelLayout, stages: Sequence[RankPlan]) -> dict[int, list[Phase]]:
     """The calls between stages, as if each stage were one rank: within a stage all members make the same calls."""
     counts: dict[str, int] = {}
@@ -207,17 +183,11 @@ def _projected(calls: RepeatedCalls, count: int, layout: ParallelLayout, plan: R
     """
     has_sizes = calls.phase in (OLD, REF, UPDATE)
     for call in calls.of(count, CHECKED_MINI_BATCHES):
-        others = (plan.rank, call.peer) if call.peer >= 0 else call.ranks
-        crossed = _stages_of(layout, tuple(others))
+        crossed = _stages_of(layout, (plan.rank, call.peer) if call.peer >= 0 else call.ranks)
         if len(crossed) == 1:
             continue
-        if call.peer >= 0:
-            (peer,) = set(crossed) - {plan.coords.pp}
-            yield call._replace(peer=peer, ranks=crossed)
-        elif has_sizes:
-            yield call._replace(ranks=crossed)
-        else:
-            yield call._replace(ranks=crossed, splits=None, sent=0, received=0)
+        call = call._replace(ranks=crossed, peer=layout.stage(call.peer) if call.peer >= 0 else -1)
+        yield call if has_sizes or call.peer >= 0 else call._replace(splits=None, sent=0, received=0)
 
 
 @lru_cache(maxsize=1024)
@@ -231,21 +201,15 @@ def _traffic(run: PlannedRun, stages: Sequence[RankPlan]) -> dict[str, dict[str,
     found: dict[str, dict[str, int]] = {}
     for plan in stages:
         for calls in plan.calls:
-            by_link = _by_link(run.device, plan.rank, calls)
+            sums: Counter[str] = Counter()
+            for call, times in calls.counted():
+                others = (plan.rank, call.peer) if call.peer >= 0 else call.ranks
+                if len(others) > 1:
+                    sums[_slowest_link(run.device, min(others), max(others))] += call.num_bytes * times
             largest = found.setdefault(calls.phase, {})
-            for link, num_bytes in by_link.items():
+            for link, num_bytes in sums.items():
                 largest[link] = max(largest.get(link, 0), num_bytes)
     return found
-
-
-def _by_link(device: DeviceProfile, rank: int, calls: RepeatedCalls) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for call, times in calls.counted():
-        others = (rank, call.peer) if call.peer >= 0 else call.ranks
-        if len(others) > 1:
-            link = _slowest_link(device, min(others), max(others))
-            sums[link] = sums.get(link, 0) + call.num_bytes * times
-    return sums
 
 
 def _slowest_link(device: DeviceProfile, first: int, last: int) -> str:

@@ -61,11 +61,8 @@ class Bounds:
         """The memory of the fullest stage in a pass without a backward; 0 when there is no such pass."""
         if not (shape.has_reference or shape.has_old_log_prob):
             return 0.0
-        engine = self.run.config.actor_rollout_ref.actor.megatron
-        tokens, models = (
-            self.tokens(shape, shape.train.log_prob),
-            1 + (shape.has_reference and not engine.param_offload),
-        )
+        is_offloaded = self.run.config.actor_rollout_ref.actor.megatron.param_offload
+        tokens, models = self.tokens(shape, shape.train.log_prob), 1 + (shape.has_reference and not is_offloaded)
         return max(
             stays + params * models + MARGIN * self._forward(shape, stage, tokens)
             for stage, (stays, params) in enumerate(self._held(shape))
