@@ -36,7 +36,7 @@ class PlannedGraphPool(GraphPool):
             with self._planned.meter.paused():
                 run()
 
-        return CapturedGraph(output, replay, _nothing)
+        return CapturedGraph(output, replay, release=lambda: None)  # the memory belongs to the pool
 
 
 class PlannedPlatform(Platform):
@@ -94,7 +94,3 @@ class PlannedNpu(PlannedPlatform, NPUPlatform):
 
 
 PLATFORMS: dict[str, type[PlannedPlatform]] = {"cpu": PlannedCpu, "cuda": PlannedCuda, "npu": PlannedNpu}
-
-
-def _nothing() -> None:
-    """Free nothing: the memory belongs to the pool."""

@@ -9,18 +9,21 @@ MODELS = "actor_rollout_ref"
 ENGINE = f"{MODELS}.actor.megatron"
 FIELDS = f"{ENGINE}.override_transformer_config"
 ROLLOUT = f"{MODELS}.rollout"
+_REMOVED = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "noop_layers",
+    "pipeline_num_transformer_layers",
+    "recompute_modules",
+)
 _RECOMPUTED = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 
 
 def overrides_of(candidate: Candidate, config: PPOTrainerConfig) -> list[str]:
     """What makes ``config`` the candidate."""
-    given = {**_training(candidate, config), **_batches(candidate, config), **_rollout(candidate)}
-    return [f"{key}={_text(value)}" for key, value in given.items()]
-
-
-def _training(candidate: Candidate, config: PPOTrainerConfig) -> dict[str, object]:
-    layout = candidate.shape.train.layout
-    said = config.actor_rollout_ref.actor.megatron.override_transformer_config
+    train, rollout, knobs = candidate.shape.train, candidate.shape.rollout, candidate.knobs
+    actor, layout = config.actor_rollout_ref.actor, train.layout
+    own_fields = actor.megatron.override_transformer_config
     found: dict[str, object] = {
         f"{ENGINE}.tensor_model_parallel_size": layout.tensor_model_parallel_size,
         f"{ENGINE}.pipeline_model_parallel_size": layout.pipeline_model_parallel_size,
@@ -32,37 +35,21 @@ def _training(candidate: Candidate, config: PPOTrainerConfig) -> dict[str, objec
         f"{ENGINE}.moe_tp_extend_ep": False,
         f"{MODELS}.model.enable_gradient_checkpointing": False,
     }
-    ends = [f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
-    for key in (*ends, "noop_layers", "pipeline_num_transformer_layers", "recompute_modules"):
-        if said.get(key) is not None:
-            found[f"{FIELDS}.{key}"] = None
-    layers = candidate.shape.train.recomputed_layers
+    again = train.recomputed_layers
     most = max(layout.num_layer_list or (candidate.shape.model.num_hidden_layers,))
-    values = (None, None, None) if layers == 0 else ("full", "block", most if layers < 0 else layers)
-    for key, value in zip(_RECOMPUTED, values, strict=True):
-        if value is not None or said.get(key) is not None:
-            found[f"{FIELDS}.{key}"] = value
-    return found
-
-
-def _batches(candidate: Candidate, config: PPOTrainerConfig) -> dict[str, object]:
-    update, log_prob = candidate.shape.train.update, candidate.shape.train.log_prob
-    found: dict[str, object] = {}
-    if config.actor_rollout_ref.actor.use_dynamic_bsz:
-        found[f"{MODELS}.actor.ppo_max_token_len_per_gpu"] = update.token_budget
+    values = (None, None, None) if again == 0 else ("full", "block", most if again < 0 else again)
+    fields = dict.fromkeys(_REMOVED) | dict(zip(_RECOMPUTED, values, strict=True))
+    found |= {f"{FIELDS}.{key}": value for key, value in fields.items() if (value, own_fields.get(key)) != (None, None)}
+    if actor.use_dynamic_bsz:
+        found[f"{MODELS}.actor.ppo_max_token_len_per_gpu"] = train.update.token_budget
     else:
-        found[f"{MODELS}.actor.ppo_micro_batch_size_per_gpu"] = update.samples
-    key, value = "log_prob_micro_batch_size_per_gpu", log_prob.samples
+        found[f"{MODELS}.actor.ppo_micro_batch_size_per_gpu"] = train.update.samples
+    key, value = "log_prob_micro_batch_size_per_gpu", train.log_prob.samples
     if config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz:
-        key, value = "log_prob_max_token_len_per_gpu", log_prob.token_budget
-    for part in ("ref", "rollout"):
-        found[f"{MODELS}.{part}.{key}"] = value
-    return found
-
-
-def _rollout(candidate: Candidate) -> dict[str, object]:
-    rollout, knobs = candidate.shape.rollout, candidate.knobs
-    return {
+        key, value = "log_prob_max_token_len_per_gpu", train.log_prob.token_budget
+    found |= {
+        f"{MODELS}.ref.{key}": value,
+        f"{ROLLOUT}.{key}": value,
         f"{ROLLOUT}.tensor_model_parallel_size": rollout.tp,
         f"{ROLLOUT}.data_parallel_size": rollout.dp,
         f"{ROLLOUT}.enable_expert_parallel": rollout.has_expert_parallel,
@@ -70,6 +57,7 @@ def _rollout(candidate: Candidate) -> dict[str, object]:
         f"{ROLLOUT}.max_num_batched_tokens": knobs.max_num_batched_tokens,
         f"{ROLLOUT}.enforce_eager": knobs.enforce_eager,
     }
+    return [f"{key}={_text(value)}" for key, value in found.items()]
 
 
 def _text(value: object) -> str:

@@ -57,9 +57,26 @@ def worst_errors(alone: Iterable[LeftOut]) -> dict[str, dict[str, PhaseError]]:
 
 def tables(constants: Constants, alone: Sequence[LeftOut]) -> str:
     """What the command prints, in Markdown."""
-    runs = [left.run for left in alone]
-    grouped = leave_out(runs, constants, whole_group=True)
-    return "\n".join([*_rows(alone, grouped), "", *_constants(constants, alone)])
+    grouped = leave_out([left.run for left in alone], constants, whole_group=True)
+    lines = [
+        "| run | phase | published s | predicted s | error | without its group | bar |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for left, without in zip(alone, grouped, strict=True):
+        name = left.run.name
+        for miss, other in zip(left.misses, without.misses, strict=True):
+            phase, errors = miss.phase.replace("+", " + "), f"{miss.error:+.0%} | {other.error:+.0%}"
+            seconds = (f"{x:.0f}" if x >= 100 else f"{x:.1f}" for x in (miss.published_s, miss.predicted_s))
+            lines.append(f"| {name} | {phase} | {' | '.join(seconds)} | {errors} | {_verdict(miss, left)} |")
+            name = ""
+    lines += ["", "| fitted constant | value | prior | range without a row | fitted on |", "|---|---|---|---|---|"]
+    for constant in constants.fitted:
+        values = [left.constants.by_key[constant.key].value for left in alone]
+        lines.append(
+            f"| `{constant.key}` | {constant.value:.3g} | {constant.prior:.3g} | "
+            f"{min(values):.3g} to {max(values):.3g} | {constant.origin} |"
+        )
+    return "\n".join(lines)
 
 
 def write_constants(constants: Constants, path: Path) -> None:
@@ -76,46 +93,11 @@ def write_constants(constants: Constants, path: Path) -> None:
     write_text_atomically(path, text + "\n")
 
 
-def _rows(alone: Sequence[LeftOut], grouped: Sequence[LeftOut]) -> list[str]:
-    lines = [
-        "| run | phase | published s | predicted s | error | without its group | bar |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for left, without in zip(alone, grouped, strict=True):
-        name = left.run.name
-        for miss, other in zip(left.misses, without.misses, strict=True):
-            phase = miss.phase.replace("+", " + ")
-            lines.append(
-                f"| {name} | {phase} | {_shown(miss.published_s)} | {_shown(miss.predicted_s)} | {miss.error:+.0%} | "
-                f"{other.error:+.0%} | {_verdict(miss, left)} |"
-            )
-            name = ""
-    return lines
-
-
-def _shown(seconds: float) -> str:
-    return f"{seconds:.0f}" if seconds >= 100 else f"{seconds:.1f}"
-
-
 def _verdict(miss: Miss, left: LeftOut) -> str:
     if not is_main(miss, left.run):
         return "small"
     bar = TOTAL_BAR if miss.phase == "total" else PHASE_BAR
     return f"within {bar:.0%}" if abs(miss.error) <= bar else f"**misses {bar:.0%}**"
-
-
-def _constants(constants: Constants, alone: Sequence[LeftOut]) -> list[str]:
-    lines = [
-        "| fitted constant | value | prior | range without a row | fitted on |",
-        "|---|---|---|---|---|",
-    ]
-    for constant in constants.fitted:
-        values = [left.constants.by_key[constant.key].value for left in alone]
-        lines.append(
-            f"| `{constant.key}` | {constant.value:.3g} | {constant.prior:.3g} | "
-            f"{min(values):.3g} to {max(values):.3g} | {constant.origin} |"
-        )
-    return lines
 
 
 if __name__ == "__main__":

@@ -58,11 +58,6 @@ class Constant:
     spread: float = 0.0
 
     @property
-    def is_fitted(self) -> bool:
-        """Whether ``calibrate`` sets it."""
-        return self.spread > 0
-
-    @property
     def key(self) -> str:
         """``family.name``."""
         return f"{self.family}.{self.name}"
@@ -89,17 +84,15 @@ class Constants:
     @property
     def fitted(self) -> list[Constant]:
         """Those that ``calibrate`` sets."""
-        return [constant for constant in self.by_key.values() if constant.is_fitted]
+        return [constant for constant in self.by_key.values() if constant.spread > 0]
 
     def rates(self, family: str) -> Rates:
         """What ``family`` works with: its own constants, and where it has none, those of all."""
-        values = {}
-        for known in fields(Rates):
-            constant = self.by_key.get(f"{family}.{known.name}") or self.by_key.get(f"{ALL}.{known.name}")
-            if constant is None:
-                raise ValueError(f"{TABLE.name} has neither {family}.{known.name} nor {ALL}.{known.name}")
-            values[known.name] = constant.value
-        return Rates(**values)
+        names = [known.name for known in fields(Rates)]
+        found = {name: self.by_key.get(f"{family}.{name}") or self.by_key.get(f"{ALL}.{name}") for name in names}
+        if missing := [name for name, constant in found.items() if constant is None]:
+            raise ValueError(f"{TABLE.name} has neither {family}.{missing[0]} nor {ALL}.{missing[0]}")
+        return Rates(**{name: constant.value for name, constant in found.items() if constant is not None})
 
     def with_values(self, values: Mapping[str, float]) -> Constants:
         """The same with other values, by ``family.name``."""

@@ -12,9 +12,6 @@ from tools.plan.timing.run_shape import RunShape
 from tools.plan.timing.training import log_prob_seconds, update_seconds
 from tools.plan.timing.transitions import dispatch_seconds, offload_seconds, reward_seconds, weight_sync_seconds
 
-PHASES = ("weight_sync", "offload", "rollout", "reward", "old_log_prob", "reference", "update")
-GENERATION = ("rollout",)  # what other ranks do at the same time in a schedule that generates ahead
-
 
 @dataclass(frozen=True)
 class StepTime:
@@ -60,7 +57,7 @@ def predict(shape: RunShape, device: DeviceProfile, constants: Constants) -> Ste
     if shape.reward_workers:  # graded in processes of their own while log-probs are computed
         total -= min(seconds["reward"], seconds["old_log_prob"] + seconds["reference"])
     if shape.schedule != "sync":
-        ahead = sum(seconds[phase] for phase in GENERATION)
+        ahead = seconds["rollout"]  # other ranks generate at the same time
         total = seconds["weight_sync"] + max(ahead, total - ahead - seconds["weight_sync"])
     return StepTime(
         terms=terms,

@@ -18,7 +18,7 @@ from math import copysign, exp, log, sqrt
 import numpy as np
 
 from tools.plan.timing.constants import ALL, Constants
-from tools.plan.timing.cost import StepTime, predict
+from tools.plan.timing.cost import predict
 from tools.plan.timing.published import PublishedRun
 
 NOISE = 0.1  # what a published phase may differ from run to run and by what is not modelled, as a share
@@ -31,7 +31,6 @@ STEPS = 12
 class Miss:
     """One published number beside the predicted. ``phase``: as published, or ``total``."""
 
-    run: str
     phase: str
     published_s: float
     predicted_s: float
@@ -54,8 +53,11 @@ class LeftOut:
 def compare(run: PublishedRun, constants: Constants) -> list[Miss]:
     """Every published number of ``run`` beside its prediction, the total last."""
     step = predict(run.shape, run.device, constants)
-    found = [Miss(run.name, phase, seconds, _of_phases(step, phase)) for phase, seconds in run.seconds.items()]
-    return [*found, Miss(run.name, "total", run.total_s, step.total_s)]
+    found = [
+        Miss(phases, seconds, sum(step.seconds[phase] for phase in phases.split("+")))
+        for phases, seconds in run.seconds.items()
+    ]
+    return [*found, Miss("total", run.total_s, step.total_s)]
 
 
 def is_main(miss: Miss, run: PublishedRun) -> bool:
@@ -119,11 +121,6 @@ def leave_out(runs: Sequence[PublishedRun], constants: Constants, *, whole_group
             fits[names] = fit(kept, constants, tolerance=1e-5)
         found.append(LeftOut(run, fits[names], compare(run, fits[names])))
     return found
-
-
-def _of_phases(step: StepTime, phases: str) -> float:
-    seconds = step.seconds
-    return sum(seconds[phase] for phase in phases.split("+"))
 
 
 def _softened(residual: float) -> float:

@@ -157,34 +157,23 @@ class RunShape:
         found = self.train.layout.problems(
             model.num_hidden_layers, model.n_routed_experts or None, model.num_attention_heads, model.vocab_size
         )
+        engine, data_parallel = f"TP {rollout.tp} x DP {rollout.dp}", self.train.layout.data_parallel_size
         if not rollout.tp * rollout.dp or rollout.world_size % (rollout.tp * rollout.dp):
-            found.append(
-                f"rollout: {rollout.world_size} ranks do not divide into engines of TP {rollout.tp} x DP {rollout.dp}"
-            )
-        data_parallel = self.train.layout.data_parallel_size
+            found.append(f"rollout: {rollout.world_size} ranks do not divide into engines of {engine}")
         if data_parallel and self.num_sequences % data_parallel:
-            found.append(
-                f"{self.num_sequences} sequences do not divide over data_parallel_size "
-                f"{self.train.layout.data_parallel_size}"
-            )
+            found.append(f"{self.num_sequences} sequences do not divide over data_parallel_size {data_parallel}")
         if rollout.has_expert_parallel and rollout.expert_ranks and model.n_routed_experts % rollout.expert_ranks:
-            found.append(
-                f"rollout: {model.n_routed_experts} experts do not divide over TP {rollout.tp} x DP {rollout.dp} ranks"
-            )
+            found.append(f"rollout: {model.n_routed_experts} experts do not divide over {engine} ranks")
         for what, value, allowed in (
             ("dispatch", self.dispatch, DISPATCHES),
             ("sync", self.sync, SYNCS),
             ("train.optimizer", self.train.optimizer, OPTIMIZERS),
             ("train.exchange_beside", self.train.exchange_beside, BESIDE),
             ("schedule", self.schedule, SCHEDULES),
+            *(("rollout.lacks", feature, DECODE_FEATURES) for feature in rollout.lacks),
         ):
             if value not in allowed:
                 found.append(f"{what} is {value!r}; expected one of {', '.join(allowed)}")
-        found += [
-            f"rollout.lacks has {name!r}; known: {', '.join(DECODE_FEATURES)}"
-            for name in rollout.lacks
-            if name not in DECODE_FEATURES
-        ]
         return found
 
     @staticmethod
@@ -195,10 +184,15 @@ class RunShape:
         their devices. ValueError with every problem of the shape.
         """
         models, trainer = config.actor_rollout_ref, config.trainer
-        actor, rollout, engine = models.actor, models.rollout, models.actor.megatron
-        world, makes = trainer.world_size, config.rollout_world_size
-        given = models.model
+        actor, ref, rollout, engine = models.actor, models.ref, models.rollout, models.actor.megatron
+        num_rollout_ranks, given = config.rollout_world_size, models.model
         fields = engine.transformer_fields(given.gradient_checkpointing_kwargs, given.enable_gradient_checkpointing)
+        update = MicroBatches(samples=actor.ppo_micro_batch_size_per_gpu or 1)
+        if actor.use_dynamic_bsz:
+            update = MicroBatches(token_budget=actor.ppo_max_token_len_per_gpu)
+        log_prob = MicroBatches(samples=ref.log_prob_micro_batch_size_per_gpu or 1)
+        if ref.log_prob_use_dynamic_bsz:
+            log_prob = MicroBatches(token_budget=ref.log_prob_max_token_len_per_gpu)
         shape = RunShape(
             name=name,
             model=hf,
@@ -207,15 +201,9 @@ class RunShape:
             samples=rollout.n,
             gen_prompts=config.gen_batch_size,
             train=TrainShape(
-                layout=engine.layout(world),
-                update=_micro_batches(
-                    actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu
-                ),
-                log_prob=_micro_batches(
-                    models.ref.log_prob_use_dynamic_bsz,
-                    models.ref.log_prob_micro_batch_size_per_gpu,
-                    models.ref.log_prob_max_token_len_per_gpu,
-                ),
+                layout=engine.layout(trainer.world_size),
+                update=update,
+                log_prob=log_prob,
                 mini_batches=ceil(config.data.train_batch_size / actor.ppo_mini_batch_size) * actor.ppo_epochs,
                 recomputed_layers=_recomputed_layers(fields),
                 optimizer=_optimizer(config),
@@ -224,10 +212,10 @@ class RunShape:
                 is_balanced=trainer.balance_batch,
             ),
             rollout=RolloutShape(
-                world_size=makes,
+                world_size=num_rollout_ranks,
                 tp=rollout.tensor_model_parallel_size,
-                dp=rollout.replicas_per_engine(makes),
-                has_expert_parallel=rollout.enable_expert_parallel and makes > 1,
+                dp=rollout.replicas_per_engine(num_rollout_ranks),
+                has_expert_parallel=rollout.enable_expert_parallel and num_rollout_ranks > 1,
                 max_num_seqs=rollout.max_num_seqs,
                 memory_share=rollout.gpu_memory_utilization,
                 weight_bytes={"fp8": 1.0}.get(rollout.quantization or "", 4.0 if rollout.dtype == "float32" else 2.0),
@@ -256,10 +244,6 @@ def default_lengths(config: PPOTrainerConfig) -> Lengths:
         response_limit=limit,
         spread=0.0 if is_fixed else DEFAULT_SPREAD,
     )
-
-
-def _micro_batches(by_tokens: bool, samples: int | None, token_budget: int) -> MicroBatches:
-    return MicroBatches(token_budget=token_budget) if by_tokens else MicroBatches(samples=samples or 1)
 
 
 def _recomputed_layers(fields: dict[str, object]) -> int:
