@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 POINT_TO_POINT = ("send", "recv")
 # torch's operator -> (our name, arguments that are sent, arguments that are received into)
@@ -104,8 +105,8 @@ def describe(func: Any, args: Sequence[Any]) -> Collective:
     if group not in _RANKS:
         _RANKS[group] = tuple(dist.get_process_group_ranks(group))
     ranks = _RANKS[group]
-    sent = [] if sent_at is None else _tensors(args[sent_at])
-    received = [] if received_at is None else _tensors(args[received_at])
+    sent = [] if sent_at is None else tree_leaves(args[sent_at])
+    received = [] if received_at is None else tree_leaves(args[received_at])
     splits = None
     if kind == "all_to_all" and args[3]:
         splits = (tuple(args[4]), tuple(args[3]))
@@ -123,9 +124,3 @@ def returned(func: Any, args: Sequence[Any], work: Any) -> Any:
 
 def _is_group(x: Any) -> bool:
     return isinstance(x, torch.ScriptObject) and x._type().qualified_name().endswith("c10d.ProcessGroup")
-
-
-def _tensors(x: Any) -> list[torch.Tensor]:
-    if isinstance(x, torch.Tensor):
-        return [x]
-    return [tensor for part in x for tensor in _tensors(part)]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._pytree import tree_iter
 
 _MOST = 1 << 16  # entries; then the table is cleared
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -79,7 +80,7 @@ def _described(outputs: Any, args: Any, kwargs: Any) -> Any:
     tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
     if type(tensors) is not tuple or not all(type(x) is Tensor and x.is_meta for x in tensors):
         return False
-    given = {x.untyped_storage()._cdata for x in _tensors((args, tuple(kwargs.values())))}
+    given = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
     storages = [x.untyped_storage() for x in tensors]
     if any(x.is_complex() or x.storage_offset() for x in tensors):
         return False
@@ -93,11 +94,3 @@ def _described(outputs: Any, args: Any, kwargs: Any) -> Any:
 
 def _empty(form: _Form) -> Tensor:
     return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
-
-
-def _tensors(x: Any) -> list[Tensor]:
-    if isinstance(x, Tensor):
-        return [x]
-    if isinstance(x, (list, tuple)):
-        return [tensor for part in x for tensor in _tensors(part)]
-    return []

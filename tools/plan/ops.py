@@ -49,36 +49,19 @@ def train_ops(device: str, routing: Routing) -> TrainOps:
 
     The one of npu keeps the tensors that torch_npu's kernels keep; its results have shapes and no values.
     """
-    table = {"cpu": cpu_ops, "cuda": _cuda_ops, "npu": _npu_ops}[device]()
+    table = cpu_ops() if device == "cpu" else reference_ops()
+    if device != "cpu":
+        table = replace(table, attention_block=_attention_block, attention_block_grad=_attention_block_grad)
+        table = replace(table, core_attention=_padded_attention, grouped_matmul=_grouped_matmul)
+    if device == "npu":
+        table = replace(table, rms_norm=_rms_norm, swiglu=_swiglu, rotary_interleaved=_rotary)
+        table = replace(table, core_attention=_core_attention)
 
     def route(logits_TE: Tensor, *, topk: int, chosen_TK: Tensor | None = None, **how: Any) -> tuple[Tensor, Tensor]:
         chosen_TK = routing.chosen(logits_TE.shape[0], topk, logits_TE.shape[1])  # also where choices are replayed
         return topk_router(logits_TE, topk=topk, chosen_TK=chosen_TK, **how)
 
     return replace(table, topk_router=route)
-
-
-def _cuda_ops() -> TrainOps:
-    return replace(
-        reference_ops(),
-        core_attention=_padded_attention,
-        attention_block=_attention_block,
-        attention_block_grad=_attention_block_grad,
-        grouped_matmul=_grouped_matmul,
-    )
-
-
-def _npu_ops() -> TrainOps:
-    return replace(
-        reference_ops(),
-        rms_norm=_rms_norm,
-        swiglu=_swiglu,
-        rotary_interleaved=_rotary,
-        core_attention=_core_attention,
-        attention_block=_attention_block,
-        attention_block_grad=_attention_block_grad,
-        grouped_matmul=_grouped_matmul,
-    )
 
 
 class _Kept(torch.autograd.Function):

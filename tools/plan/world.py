@@ -24,10 +24,11 @@ def planned_rank(rank: int, world_size: int, ranks_per_node: int) -> Iterator[No
     Groups are made and used as usual, and their collectives move nothing: tensors on meta have no values, and
     a host tensor is gathered as if every rank had sent the same, which holds for everything that ranks agree on.
     """
-    _register()
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _new_backend, devices=["cpu", "meta"])
     if dist.is_initialized():
         raise RuntimeError("torch.distributed is initialised already; a plan needs a process of its own")
-    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    before = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     local_rank, num_local = rank % ranks_per_node, min(ranks_per_node, world_size)
     values = (rank, world_size, local_rank, num_local, "127.0.0.1")
     os.environ.update({name: str(value) for name, value in zip(_ENVIRONMENT, values, strict=True)})
@@ -36,11 +37,9 @@ def planned_rank(rank: int, world_size: int, ranks_per_node: int) -> Iterator[No
         yield
     finally:
         dist.destroy_process_group()
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in _ENVIRONMENT:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def own_groups(layout: ParallelLayout, rank: int) -> ProcessGroups:
@@ -54,11 +53,6 @@ def own_groups(layout: ParallelLayout, rank: int) -> ProcessGroups:
         world = dist.new_group(list(range(layout.world_size)), group_desc="world", use_local_synchronization=True)
     assert world is not None, "inside planned_rank"
     return ProcessGroups(layout=layout, rank=rank, coords=layout.coords(rank), world=world, **groups)
-
-
-def _register() -> None:
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _new_backend, devices=["cpu", "meta"])
 
 
 def _new_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:

@@ -45,12 +45,17 @@ class RolloutKnobs:
         return RolloutKnobs(rollout.max_num_batched_tokens, rollout.expert_exchange, rollout.enforce_eager)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bounds:
     """Device memory of every layout of one run, and what there is of it."""
 
     run: PlannedRun
     size: StepSize
+
+    def __post_init__(self) -> None:
+        self.config, self.hf, self.device = self.run.config, self.run.hf, self.run.device
+        self.engine, self.settings = self.config.actor_rollout_ref.actor.megatron, self.config.actor_rollout_ref.rollout
+        self.param_bytes = 4 if self.engine.dtype == "float32" else 2
 
     def memory(self, shape: RunShape, knobs: RolloutKnobs) -> dict[str, float]:
         """Phase -> bound."""
@@ -61,33 +66,33 @@ class Bounds:
         """The memory of the fullest stage in a pass without a backward; 0 when there is no such pass."""
         if not (shape.has_reference or shape.has_old_log_prob):
             return 0.0
-        is_offloaded = self.run.config.actor_rollout_ref.actor.megatron.param_offload
-        tokens, models = self.tokens(shape, shape.train.log_prob), 1 + (shape.has_reference and not is_offloaded)
-        return max(
-            stays + params * models + MARGIN * self._forward(shape, stage, tokens)
-            for stage, (stays, params) in enumerate(self._held(shape))
-        )
+        models = 1 + (shape.has_reference and not self.engine.param_offload)
+        tokens, most = self.tokens(shape, shape.train.log_prob), 0.0
+        for stage, (stays, params) in enumerate(self._held(shape)):
+            layers, head = self._largest_layer(shape, stage, tokens), self._head(shape, stage, tokens)
+            most = max(most, stays + params * models + MARGIN * max(FORWARD_LAYERS * layers, head))
+        return most
 
     def update_bytes(self, shape: RunShape) -> float:
         """The memory of the fullest stage in the update."""
         tokens, most = self.tokens(shape, shape.train.update), 0.0
         for stage, (stays, params) in enumerate(self._held(shape)):
             moving = self._owned(shape, stage) * STATE_BYTES if shape.train.optimizer == "offloaded" else 0.0
-            grads = params / self._param_bytes * GRADIENT_BYTES
+            grads = params / self.param_bytes * GRADIENT_BYTES
             most = max(most, stays + moving + params + grads + MARGIN * self._backward(shape, stage, tokens))
         return most
 
     def rollout_bytes(self, shape: RunShape, knobs: RolloutKnobs) -> dict[str, float]:
         """Phase -> bytes of the rank whose training weights are fewest, which has the largest cache."""
-        weights = self.rollout_weights(shape.rollout)
-        held = self._held(shape)
-        buckets = 2 * self.run.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * 2**20
-        is_offloaded = self.run.config.actor_rollout_ref.actor.megatron.param_offload
+        tp, weights, held = shape.rollout.tp, self.rollout_weights(shape.rollout), self._held(shape)
+        buckets = 2 * self.settings.update_weights_bucket_megabytes * 2**20
+        is_offloaded = self.engine.param_offload
         kept = [stays + (0.0 if is_offloaded else params) for stays, params in held]  # while the engine generates
-        cache = self._cache_bytes(shape.rollout.tp, min(kept) + weights)
-        if not self._holds_a_sequence(shape.rollout.tp, max(kept) + weights):
-            cache = inf
-        graphs = 0.0 if knobs.enforce_eager else self._experts(shape, knobs, self._most_sequences(shape))
+        cache, least = self._cache_bytes(tp, min(kept) + weights), self._cache_bytes(tp, max(kept) + weights)
+        if self.settings.num_gpu_blocks_override is None and least < self._sequence_bytes(tp):
+            cache = inf  # the engine of the fullest stage refuses a cache that does not hold a sequence
+        most_sequences = max(self.settings.cudagraph_capture_sizes or [shape.rollout.max_num_seqs])
+        graphs = 0.0 if knobs.enforce_eager else self._experts(shape, knobs, most_sequences)
         state = min(kept) + weights + cache + graphs
         return {
             "weight_sync": max(map(sum, held)) + weights + buckets,
@@ -96,25 +101,21 @@ class Bounds:
 
     def rollout_weights(self, rollout: RolloutShape) -> float:
         """Bytes of weights on a rollout rank."""
-        parameters, routers = rollout_rank(self.run.hf, rollout.tp, rollout.expert_ranks)
+        parameters, routers = rollout_rank(self.hf, rollout.tp, rollout.expert_ranks)
         return parameters * rollout.weight_bytes + routers * ROUTER_BYTES
 
     def host_bytes(self, shape: RunShape) -> float:
         """The host memory of a node whose ranks all need as much as the one that needs most."""
-        copies = self.run.config.actor_rollout_ref.actor.megatron.param_offload + shape.has_reference
+        copies = self.engine.param_offload + shape.has_reference
         state = 0 if shape.train.optimizer == "resident" else STATE_BYTES
         most = max(
             params * copies + self._owned(shape, stage) * state for stage, (_, params) in enumerate(self._held(shape))
         )
-        return (most + PROCESS_BYTES) * self.run.config.trainer.n_gpus_per_node
-
-    @property
-    def _param_bytes(self) -> int:
-        return 4 if self.run.config.actor_rollout_ref.actor.megatron.dtype == "float32" else 2
+        return (most + PROCESS_BYTES) * self.config.trainer.n_gpus_per_node
 
     def _owned(self, shape: RunShape, stage: int) -> float:
         layout = shape.train.layout
-        dense, experts = training_stage(self.run.hf, layout, stage)
+        dense, experts = training_stage(self.hf, layout, stage)
         replicas = layout.data_parallel_size * layout.context_parallel_size
         return dense / replicas + experts / layout.expert_data_parallel_size
 
@@ -124,12 +125,10 @@ class Bounds:
         Gradients always leave for the rollout.
         """
         state = STATE_BYTES if shape.train.optimizer == "resident" else 0
+        layout, item = shape.train.layout, float(self.param_bytes)
         return [
-            (
-                self._owned(shape, stage) * state,
-                sum(training_stage(self.run.hf, shape.train.layout, stage)) * float(self._param_bytes),
-            )
-            for stage in range(shape.train.layout.pipeline_model_parallel_size)
+            (self._owned(shape, stage) * state, sum(training_stage(self.hf, layout, stage)) * item)
+            for stage in range(layout.pipeline_model_parallel_size)
         ]
 
     def tokens(self, shape: RunShape, cut: MicroBatches) -> float:
@@ -143,7 +142,7 @@ class Bounds:
 
     def kept_layer_bytes(self, is_moe: bool, tokens: float, layout: ParallelLayout) -> float:
         """What the backward of a layer needs of its forward, without recomputation."""
-        hf = self.run.hf
+        hf = self.hf
         heads, hidden = hf.num_attention_heads, hf.hidden_size
         if hf.is_mla:
             attention = heads * (2 * hf.qk_head_dim + hf.qk_nope_head_dim + 3 * hf.v_head_dim)
@@ -157,20 +156,16 @@ class Bounds:
             values += 3 * hidden + 3 * hf.shared_expert_intermediate_size + self.size.load * routed
         else:
             values += 3 * hf.intermediate_size
-        return values * tokens / layout.tensor_model_parallel_size * self._param_bytes
-
-    def _forward(self, shape: RunShape, stage: int, tokens: float) -> float:
-        layers = FORWARD_LAYERS * self._largest_layer(shape, stage, tokens)
-        return max(layers, self._head(shape, stage, tokens))
+        return values * tokens / layout.tensor_model_parallel_size * self.param_bytes
 
     def _backward(self, shape: RunShape, stage: int, tokens: float) -> float:
         layout, train = shape.train.layout, shape.train
         tp = layout.tensor_model_parallel_size
-        numbers = layout.stage_layers(stage, self.run.hf.num_hidden_layers)
+        numbers = layout.stage_layers(stage, self.hf.num_hidden_layers)
         again = len(numbers) if train.recomputed_layers < 0 else min(train.recomputed_layers, len(numbers))
-        inputs = tokens / tp * self.run.hf.hidden_size * self._param_bytes
+        inputs = tokens / tp * self.hf.hidden_size * self.param_bytes
         kept = again * inputs + sum(
-            self.kept_layer_bytes(self.run.hf.is_moe_layer(number), tokens, layout) for number in numbers[again:]
+            self.kept_layer_bytes(self.hf.is_moe_layer(number), tokens, layout) for number in numbers[again:]
         )
         in_flight = layout.pipeline_model_parallel_size - stage
         needed = BACKWARD_LAYERS * self._largest_layer(shape, stage, tokens)
@@ -178,53 +173,43 @@ class Bounds:
 
     def _largest_layer(self, shape: RunShape, stage: int, tokens: float) -> float:
         layout = shape.train.layout
-        kinds = {
-            self.run.hf.is_moe_layer(number) for number in layout.stage_layers(stage, self.run.hf.num_hidden_layers)
-        }
+        kinds = {self.hf.is_moe_layer(number) for number in layout.stage_layers(stage, self.hf.num_hidden_layers)}
         return max(self.kept_layer_bytes(kind, tokens, layout) for kind in kinds)
 
     def _head(self, shape: RunShape, stage: int, tokens: float) -> float:
         layout = shape.train.layout
         if stage != layout.pipeline_model_parallel_size - 1:
             return 0.0
-        return tokens * self.run.hf.vocab_size / layout.tensor_model_parallel_size * HEAD_BYTES
+        return tokens * self.hf.vocab_size / layout.tensor_model_parallel_size * HEAD_BYTES
 
     def _cache_bytes(self, tp: int, used: float) -> float:
         """Bytes of the KV cache, as the engine sizes it beside its weights and the training state that stays."""
-        rollout = self.run.config.actor_rollout_ref.rollout
+        rollout = self.settings
         if rollout.num_gpu_blocks_override is not None:
             return float(self._block_bytes(tp) * rollout.num_gpu_blocks_override)
         most = self._sequence_bytes(tp) * rollout.max_num_seqs
-        if self.run.device.family == "cpu":
-            return min(most, self.run.device.memory_bytes * KV_CACHE_FRACTION_OF_HOST * rollout.gpu_memory_utilization)
-        allowed = self.run.device.memory_bytes * rollout.gpu_memory_utilization
-        taken = used + self.run.device.reserved_bytes
+        if self.device.family == "cpu":
+            return min(most, self.device.memory_bytes * KV_CACHE_FRACTION_OF_HOST * rollout.gpu_memory_utilization)
+        allowed = self.device.memory_bytes * rollout.gpu_memory_utilization
+        taken = used + self.device.reserved_bytes
         return max(0.0, min(most, allowed * (1 - ACTIVATION_FRACTION) - taken))
-
-    def _holds_a_sequence(self, tp: int, used: float) -> bool:
-        """Whether the cache of the fullest stage is one that the engine does not refuse."""
-        is_given = self.run.config.actor_rollout_ref.rollout.num_gpu_blocks_override is not None
-        return is_given or self._cache_bytes(tp, used) >= self._sequence_bytes(tp)
 
     def _sequence_bytes(self, tp: int) -> float:
         """Bytes of the cache of one sequence of the greatest length."""
-        rollout = self.run.config.actor_rollout_ref.rollout
+        rollout = self.settings
         return float(self._block_bytes(tp) * -(-rollout.context_length // rollout.block_size))
 
     def _block_bytes(self, tp: int) -> int:
-        rollout, hf = self.run.config.actor_rollout_ref.rollout, self.run.hf
+        rollout, hf = self.settings, self.hf
         width = hf.kv_lora_rank + hf.qk_rope_head_dim
         if not hf.is_mla:
             width = 2 * max(1, hf.num_key_value_heads // tp) * hf.head_dim
         item = 4 if rollout.dtype == "float32" else 2
         return width * hf.num_hidden_layers * item * rollout.block_size
 
-    def _most_sequences(self, shape: RunShape) -> int:
-        return max(self.run.config.actor_rollout_ref.rollout.cudagraph_capture_sizes or [shape.rollout.max_num_seqs])
-
     def _prefill(self, shape: RunShape, knobs: RolloutKnobs) -> float:
         """What the largest prefill step needs: its experts, or its attention, or the sampler."""
-        hf, rollout, item = self.run.hf, shape.rollout, shape.rollout.weight_bytes
+        hf, rollout, item = self.hf, shape.rollout, shape.rollout.weight_bytes
         tokens = knobs.max_num_batched_tokens
         context = tokens + self.size.prompt_length + self.size.response_length
         head = hf.qk_nope_head_dim + 2 * hf.v_head_dim + 3 * hf.qk_head_dim if hf.is_mla else 4 * hf.head_dim
@@ -236,7 +221,7 @@ class Bounds:
 
     def _experts(self, shape: RunShape, knobs: RolloutKnobs, tokens: int) -> float:
         """Bytes of one layer's routed experts, for ``tokens`` tokens of each replica."""
-        hf, rollout, item = self.run.hf, shape.rollout, shape.rollout.weight_bytes
+        hf, rollout, item = self.hf, shape.rollout, shape.rollout.weight_bytes
         hidden, inner, topk = hf.hidden_size, hf.moe_intermediate_size, hf.num_experts_per_tok
         if not hf.n_routed_experts:
             return tokens * 3.0 * hf.intermediate_size / rollout.tp * item
@@ -246,11 +231,11 @@ class Bounds:
             gathered = tokens * (rollout.dp if is_shared else 1)
             width = inner if is_shared else inner // rollout.tp
             # Ascend's experts carry every choice along, those of other ranks too.
-            rows = gathered * topk / (span if is_shared and self.run.device.family != "ascend" else 1)
+            rows = gathered * topk / (span if is_shared and self.device.family != "ascend" else 1)
             return (rows * (3.0 * hidden + width) + 2.0 * gathered * hidden) * item
         num_here = hf.n_routed_experts // span
         own = tokens / rollout.tp
-        if self.run.device.family == "ascend":
+        if self.device.family == "ascend":
             at_once = min(own, tokens_of_a_call(hidden, topk, num_here, span))
             rows = at_once * span * min(num_here, topk)
             return (rows * (2.0 * hidden + 3 * inner) + 2 * own * hidden) * item
