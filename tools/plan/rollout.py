@@ -72,7 +72,7 @@ def plan_rollout(worker: PlannedWorker, num_rows: int, prompt_length: int, respo
             engine.cache.block_size,
             engine.cache.enable_prefix_caching,
             engine.scheduler,
-            ordinary_token(worker.config.model.path),
+            ordinary_token(worker.hf_config),
         )
         steps = count_steps(load)
         before = planned.meter.now_bytes

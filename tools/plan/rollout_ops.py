@@ -6,10 +6,8 @@ The planner decides what a program's course depends on: the experts that tokens 
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -56,22 +54,21 @@ class Spread:
         first = place * num_tokens * topk if self.is_dispatched else 0
         return ((first + torch.arange(num_tokens * topk)) % num_experts).view(num_tokens, topk)
 
+    def exchanged(
+        self, num_rows: int, step_tokens: int, topk: int, start: int, stop: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Choices that this rank sends to each rank, and gets of each, of the rows [start, stop) of everyone's
+        `num_rows`, when every replica has `step_tokens` tokens.
+        """
+        num_here = self.num_experts // self.num_ranks
 
-def _exchanged(
-    spread: Spread, num_rows: int, step_tokens: int, topk: int, start: int, stop: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Choices that the rank of `spread` sends to each rank, and gets of each, of the rows [start, stop) of everyone's
-    `num_rows`, when every replica has `step_tokens` tokens.
-    """
-    num_here = spread.num_experts // spread.num_ranks
+        def ranks_chosen(place: int) -> Tensor:
+            num_active = min(max(step_tokens - place % self.tp * num_rows, 0), num_rows)
+            return self.chosen(num_rows, topk, self.num_experts, place)[start : min(stop, num_active)] // num_here
 
-    def ranks_chosen(place: int) -> Tensor:
-        num_active = min(max(step_tokens - place % spread.tp * num_rows, 0), num_rows)
-        return spread.chosen(num_rows, topk, spread.num_experts, place)[start : min(stop, num_active)] // num_here
-
-    sent = torch.bincount(ranks_chosen(spread.place).flatten(), minlength=spread.num_ranks)
-    received = [int((ranks_chosen(place) == spread.place).sum()) for place in range(spread.num_ranks)]
-    return tuple(sent.tolist()), tuple(received)
+        sent = torch.bincount(ranks_chosen(self.place).flatten(), minlength=self.num_ranks)
+        received = [int((ranks_chosen(place) == self.place).sum()) for place in range(self.num_ranks)]
+        return tuple(sent.tolist()), tuple(received)
 
 
 def rollout_spread(config: RolloutConfig, hf: HFModelConfig, rank: int, num_ranks: int, load: float) -> Spread:
@@ -81,12 +78,9 @@ def rollout_spread(config: RolloutConfig, hf: HFModelConfig, rank: int, num_rank
     return Spread(load, rank % span, span, hf.n_routed_experts, tp, config.expert_exchange == "dispatch" and span > 1)
 
 
-def ordinary_token(model_path: str) -> int:
+def ordinary_token(hf: HFModelConfig) -> int:
     """The first token that is not an end-of-sequence token."""
-    config = json.loads((Path(model_path) / "config.json").read_text())
-    end = config.get("eos_token_id")
-    ends = set(end) if isinstance(end, list) else {end}
-    return next(token for token in itertools.count() if token not in ends)
+    return next(token for token in itertools.count() if token not in hf.eos_token_ids)
 
 
 def rollout_ops(kind: str, spread: Spread, token: int, log: CollectiveLog) -> RolloutOps:
@@ -96,21 +90,15 @@ def rollout_ops(kind: str, spread: Spread, token: int, log: CollectiveLog) -> Ro
         token: that every row samples.
         log: gets the collectives that are kernels and not torch's.
     """
-    table = {"cpu": _cpu_ops, "cuda": reference.rollout_ops, "npu": npu_ops}[kind]()
+    if kind == "npu":
+        table = npu_ops()
+    elif kind == "cpu" and has_compiler():  # nothing is launched: the kernels would read addresses that are not mapped
+        table = cpu_table(best_products(), launch=lambda name, *arguments: None)
+    else:
+        table = reference.rollout_ops()
     given = _Given(kind, table, spread, token, log)
-    entries = {name: getattr(given, name) for name in _GIVEN}
-    return replace(table, **entries)
-
-
-_GIVEN = ("norm_rope_write_kv", "topk_router", "fused_experts", "exchanged_experts", "sample")
-
-
-def _cpu_ops() -> RolloutOps:
-    return cpu_table(best_products(), launch=_no_launch) if has_compiler() else reference.rollout_ops()
-
-
-def _no_launch(name: str, *arguments: object) -> None:
-    """Launch nothing: the kernels would read addresses that are not mapped."""
+    names = ("norm_rope_write_kv", "topk_router", "fused_experts", "exchanged_experts", "sample")
+    return replace(table, **{name: getattr(given, name) for name in names})
 
 
 @dataclass
@@ -127,7 +115,7 @@ class _Given:
     def __post_init__(self) -> None:
         # The caches belong to the rank: tensors in a cache of the process would count in its first rank only.
         self._chosen = lru_cache(maxsize=8)(self.spread.chosen)
-        self._exchanged = lru_cache(maxsize=256)(partial(_exchanged, self.spread))
+        self._exchanged = lru_cache(maxsize=256)(self.spread.exchanged)
 
     def norm_rope_write_kv(self, cache: KVCache, kv_TD: Tensor, *others: Any) -> None:
         self.step_tokens = len(kv_TD)

@@ -132,14 +132,10 @@ class PlannedWorker(ActorRolloutRefWorker):
         self.device = DEVICE
         self.hf_config = load_hf_config(self.config.model.path)
         self.groups = own_groups(self.run_config.training_layout, self.rank)
-        self.build_models(train_ops(self.kind, self.routing()))
-
-    def routing(self) -> Routing:
-        """How tokens reach this rank's experts in training."""
-        num_experts = self.hf_config.n_routed_experts
         ep = self.groups.ep
-        num_local = num_experts // ep.size()
-        return Routing(self.load, ep.rank() * num_local, num_local, ep.size())
+        num_local = self.hf_config.n_routed_experts // ep.size()
+        routing = Routing(self.load, ep.rank() * num_local, num_local, ep.size())
+        self.build_models(train_ops(self.kind, routing))
 
     def new_model(self, ops: TrainOps, hf: HFModelConfig, engine: McoreEngineConfig) -> GPTModel | ModelChunks:
         with torch.device(DEVICE):
@@ -161,7 +157,7 @@ class PlannedWorker(ActorRolloutRefWorker):
 
     def new_rollout(self, rollout_class: type[BaseRollout]) -> BaseRollout:
         spread = rollout_spread(self.config.rollout, self.hf_config, self.rank, self.world_size, self.load)
-        ops = rollout_ops(self.kind, spread, ordinary_token(self.config.model.path), self.platform.planned.log)
+        ops = rollout_ops(self.kind, spread, ordinary_token(self.hf_config), self.platform.planned.log)
         assert rollout_class is vLLMRollout, rollout_class
         return PlannedRollout(self.config.rollout, self.config.model.path, rollout_ops=ops, device=self.platform)
 

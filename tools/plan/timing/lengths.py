@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import exp, sqrt
 from statistics import NormalDist
@@ -20,15 +21,19 @@ class LengthDistribution:
     points: tuple[float, ...]
     below: tuple[float, ...]
 
-    @property
+    @cached_property
     def mean(self) -> float:
         """Expected length."""
-        return _moments(self)[0]
+        return sum((high - low) * point for point, (low, high) in self._intervals)
 
-    @property
+    @cached_property
     def mean_square(self) -> float:
         """Expected square of the length, which attention pays for."""
-        return _moments(self)[1]
+        return sum((high - low) * point * point for point, (low, high) in self._intervals)
+
+    @property
+    def _intervals(self) -> Iterable[tuple[float, tuple[float, float]]]:
+        return zip(self.points, pairwise((0.0, *self.below)), strict=True)
 
     @property
     def longest(self) -> float:
@@ -71,13 +76,6 @@ def length_distribution(mean: float, limit: float, spread: float = DEFAULT_SPREA
     # The intervals that the limit has cut are one.
     first = next((place for place, point in enumerate(points) if point == points[-1]), len(points) - 1)
     return LengthDistribution(tuple(points[: first + 1]), (*_EDGES[1 : first + 1], 1.0))
-
-
-@lru_cache(maxsize=256)
-def _moments(lengths: LengthDistribution) -> tuple[float, float]:
-    shares = [high - low for low, high in pairwise((0.0, *lengths.below))]
-    mean = sum(share * point for share, point in zip(shares, lengths.points, strict=True))
-    return mean, sum(share * point * point for share, point in zip(shares, lengths.points, strict=True))
 
 
 @lru_cache(maxsize=4096)
