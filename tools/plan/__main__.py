@@ -12,12 +12,11 @@ from rich.console import Console
 
 from tools.plan.console import print_brief, print_plain, print_plan, print_table
 from tools.plan.devices import known_devices, load_device
-from tools.plan.load import BALANCED, expert_load
 from tools.plan.page import write_page
 from tools.plan.report import write_json
 from tools.plan.search.explain import explain
 from tools.plan.search.show import search
-from tools.plan.setup import known_configs, known_models, planned_run
+from tools.plan.setup import BALANCED, expert_load, known_configs, known_models, planned_run
 from tools.plan.tables import variation_table
 from tools.plan.timing import RunShape, load_constants, predict, sensitivity
 from tools.plan.timing.run_shape import default_lengths

@@ -6,7 +6,7 @@ Torch computes many of them in Python, which takes up to milliseconds; a pass ca
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,6 @@ from torch.utils._pytree import tree_iter
 
 _MOST = 1 << 16  # entries; then the table is cleared
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_PASSED_ON, _NOTHING = "the first argument", "nothing"
-
-
-class _Form(NamedTuple):
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class _Unknown(Exception):
@@ -32,7 +25,7 @@ class KnownOutputs:
     """Outputs of operations that make new tensors or write into their first argument; others run every time."""
 
     def __init__(self) -> None:
-        self._of: dict[Any, Any] = {}
+        self._of: dict[Any, Callable[..., Any]] = {}
 
     def of(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What ``func(*args, **kwargs)`` returns; every tensor among the arguments is on the meta device."""
@@ -40,22 +33,14 @@ class KnownOutputs:
             key = (func, torch.is_inference_mode_enabled(), _key(args), _key(tuple(kwargs.items())) if kwargs else ())
         except _Unknown:
             return func(*args, **kwargs)
-        known = self._of.get(key)
-        if known is None:
-            outputs = func(*args, **kwargs)
-            if len(self._of) >= _MOST:
-                self._of.clear()
-            self._of[key] = _described(outputs, args, kwargs)
-            return outputs
-        if type(known) is _Form:
-            return _empty(known)
-        if known is _PASSED_ON:
-            return args[0]
-        if known is _NOTHING:
-            return None
-        if type(known) is tuple:
-            return tuple(_empty(form) for form in known)
-        return func(*args, **kwargs)
+        make = self._of.get(key)
+        if make is not None:
+            return make(func, args, kwargs)
+        outputs = func(*args, **kwargs)
+        if len(self._of) >= _MOST:
+            self._of.clear()
+        self._of[key] = _maker(outputs, args, kwargs)
+        return outputs
 
 
 def _key(x: Any) -> Any:
@@ -71,26 +56,34 @@ def _key(x: Any) -> Any:
     raise _Unknown
 
 
-def _described(outputs: Any, args: Any, kwargs: Any) -> Any:
-    """How to make the outputs again; False when they are no new tensors, each with a storage of its own."""
+def _maker(outputs: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
+    """What makes the outputs of ``(func, args, kwargs)`` again: ``func`` itself, unless they are the first argument or
+    new tensors, each with a storage of its own.
+    """
     if outputs is None:
-        return _NOTHING
+        return lambda func, args, kwargs: None
     if args and outputs is args[0]:
-        return _PASSED_ON
+        return lambda func, args, kwargs: args[0]
     tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
     if type(tensors) is not tuple or not all(type(x) is Tensor and x.is_meta for x in tensors):
-        return False
+        return _call
     given = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
     storages = [x.untyped_storage() for x in tensors]
     if any(x.is_complex() or x.storage_offset() for x in tensors):
-        return False
+        return _call
     if len({x._cdata for x in storages} - given) < len(tensors):
-        return False
-    forms = tuple(_Form(x.shape, x.stride(), x.dtype) for x in tensors)
-    if any(_empty(form).untyped_storage().nbytes() != x.nbytes() for form, x in zip(forms, storages, strict=True)):
-        return False
-    return forms[0] if isinstance(outputs, Tensor) else forms
+        return _call
+    forms = tuple((x.shape, x.stride(), x.dtype) for x in tensors)
+    if any(_empty(*form).untyped_storage().nbytes() != x.nbytes() for form, x in zip(forms, storages, strict=True)):
+        return _call
+    if isinstance(outputs, Tensor):
+        return lambda func, args, kwargs: _empty(*forms[0])
+    return lambda func, args, kwargs: tuple(_empty(*form) for form in forms)
 
 
-def _empty(form: _Form) -> Tensor:
-    return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
+def _call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def _empty(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")

@@ -1,7 +1,8 @@
-"""The run to plan: a recipe's config with the given model, nodes and device."""
+"""The run to plan: a recipe's config with the given model, nodes and device, and how evenly its experts are loaded."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +14,9 @@ from tools.plan.devices import DeviceProfile
 from verl.trainer.config import PPOTrainerConfig, load_config
 
 MODELS = Path(__file__).with_name("models")
+MODEL_OF_CONFIG = {"671b": "deepseek_v3", "moonlight": "moonlight_16b"}  # part of a config's name -> model
+BALANCED, WORST = "balanced", "worst"
+EXPERT_LOAD = "actor/expert_load_max"
 # A plan needs no checkpoint, and a recipe's config names none until it is launched.
 READS_NO_WEIGHTS = tuple(f"actor_rollout_ref.{part}.megatron.use_dist_checkpointing=False" for part in ("actor", "ref"))
 
@@ -80,19 +84,46 @@ def planned_run(
     return PlannedRun(path.stem, config, load_hf_config(str(folder)), device, arguments)
 
 
+def expert_load(text: str, num_ranks: int) -> float:
+    """``balanced`` (1), ``worst`` (all to one of ``num_ranks``), a number, or the largest of a run's metrics.jsonl.
+
+    Raises:
+        ValueError: it is none of these, less than 1, or the run did not measure it.
+    """
+    if text in (BALANCED, WORST):
+        return 1.0 if text == BALANCED else float(num_ranks)
+    try:
+        load = float(text)
+    except ValueError:
+        load = _measured(Path(text))
+    if not load >= 1.0:
+        raise ValueError(f"--load {load:g}: the fullest rank has at least the mean; 1 is balanced")
+    return load
+
+
+def _measured(path: Path) -> float:
+    if not path.is_file():
+        raise ValueError(f"--load {path}: neither {BALANCED}, {WORST} nor a number, and there is no such file")
+    try:
+        steps = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+        loads = [float(step[EXPERT_LOAD]) for step in steps if EXPERT_LOAD in step]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--load {path}: not a run's metrics.jsonl: {error}") from error
+    if not loads:
+        raise ValueError(f"--load {path}: no step has {EXPERT_LOAD}; a run measures it with expert parallelism")
+    return max(loads)
+
+
 def _model_folder(config: PPOTrainerConfig, name: str, model: str | None) -> Path:
     here = Path(config.actor_rollout_ref.model.path or "-").expanduser()
     if model is None and (here / "config.json").is_file():
         return here
     if model is not None and (Path(model) / "config.json").is_file():
         return Path(model)
-    wanted = model or next((known for mark, known in _MARKS.items() if mark in name), "")
+    wanted = model or next((known for mark, known in MODEL_OF_CONFIG.items() if mark in name), "")
     if wanted not in known_models():
         raise ValueError(
             f"no model to plan: actor_rollout_ref.model.path={config.actor_rollout_ref.model.path} has no config.json; "
             f"give --model, one of {', '.join(known_models())} or a folder with a config.json"
         )
     return MODELS / wanted
-
-
-_MARKS = {"671b": "deepseek_v3", "moonlight": "moonlight_16b"}

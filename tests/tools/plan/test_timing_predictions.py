@@ -19,9 +19,8 @@ from tools.plan.timing import (
     predict,
     sensitivity,
 )
-from tools.plan.timing.calibrate import PHASE_BAR, TOTAL_BAR, calibrated, tables, write_constants
+from tools.plan.timing.calibrate import PHASE_BAR, TOTAL_BAR, LeftOut, calibrated, is_main, tables, write_constants
 from tools.plan.timing.constants import TABLE, Constants
-from tools.plan.timing.fit import LeftOut, is_main
 from tools.plan.timing.published import published_model, published_runs
 from verl.trainer.config import load_config
 

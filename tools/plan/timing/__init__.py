@@ -1,9 +1,8 @@
 """Seconds of a step and of its phases, predicted from the run's shape, the device and constants of published runs."""
 
 from tools.plan.timing.constants import Constants, PhaseError, load_constants
-from tools.plan.timing.cost import StepTime, predict
+from tools.plan.timing.cost import StepTime, Variation, predict, sensitivity
 from tools.plan.timing.run_shape import Lengths, MicroBatches, RolloutShape, RunShape, TrainShape
-from tools.plan.timing.sensitivity import Variation, sensitivity
 
 __all__ = [
     "Constants",

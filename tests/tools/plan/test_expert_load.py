@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.plan.load import METRIC, expert_load
+from tools.plan.setup import EXPERT_LOAD, expert_load
 
 
 @pytest.mark.parametrize(("text", "load"), [("balanced", 1.0), ("worst", 32.0), ("2.5", 2.5), ("1", 1.0), ("64", 64.0)])
@@ -18,7 +18,7 @@ def test_words_and_numbers(text: str, load: float) -> None:
 def test_of_a_run_the_largest(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(
-        "".join(json.dumps({"step": step, METRIC: load}) + "\n" for step, load in ((1, 1.5), (2, 2.25), (3, 1.75)))
+        "".join(json.dumps({"step": step, EXPERT_LOAD: load}) + "\n" for step, load in ((1, 1.5), (2, 2.25), (3, 1.75)))
     )
     assert expert_load(str(path), 8) == 2.25
 
