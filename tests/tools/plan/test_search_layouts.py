@@ -58,13 +58,13 @@ def test_layers_are_even_or_as_the_recipes_have_them() -> None:
 
 def test_layouts_divide_and_contain_the_recipes() -> None:
     run, shape, _ = planned(A3)
-    layouts = set(training_layouts(run.config, run.hf, run.device))
+    layouts = set(training_layouts(run))
     assert shape.train.layout in layouts
     four = replace(shape.train.layout, tensor_model_parallel_size=4, num_layer_list=(7, 7, 8, 8, 8, 8, 8, 7))
     assert four in layouts
     for layout in layouts:
         assert layout.problems(run.hf.num_hidden_layers, run.hf.n_routed_experts, run.hf.num_attention_heads) == []
-    rollouts = list(rollout_layouts(run.config, run.hf, run.device, shape.rollout))
+    rollouts = list(rollout_layouts(run, shape.rollout))
     assert shape.rollout in rollouts
     assert all(not replace(shape, rollout=rollout).problems() for rollout in rollouts)
 

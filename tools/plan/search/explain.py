@@ -73,7 +73,7 @@ def what_gives(plan: WholePlan, shape: RunShape) -> list[str]:
             one = replace(log_prob, samples=1)
             changes.append(("log-prob micro-batches of 1", shape.with_train(log_prob=one), knobs))
     if False in full:
-        for other in rollout_settings(run.config, run.hf, run.device, shape.rollout)[1:]:
+        for other in rollout_settings(run, shape.rollout)[1:]:
             text = f"expert_exchange={other.expert_exchange} max_num_batched_tokens={other.max_num_batched_tokens}"
             changes.append((f"rollout.{text}", shape, other))
     phases = [name for is_training in full for name in (("log_prob", "update") if is_training else ("generate",))]

@@ -10,6 +10,7 @@ from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.devices import DeviceProfile
 from tools.plan.rank_plan import KINDS
 from tools.plan.search.bound import RolloutKnobs
+from tools.plan.setup import PlannedRun
 from tools.plan.timing import MicroBatches, RolloutShape
 from verl.trainer.config import PPOTrainerConfig
 from vllm.ops import reference
@@ -19,13 +20,13 @@ MAX_CP = 8
 LEAST_PREFILL_TOKENS = 256
 
 
-def training_layouts(config: PPOTrainerConfig, hf: HFModelConfig, device: DeviceProfile) -> Iterator[ParallelLayout]:
+def training_layouts(run: PlannedRun) -> Iterator[ParallelLayout]:
     """All that divide: TP, PP with each of ``layer_lists``, CP, EP and ETP; rows divide over data-parallel ranks."""
-    own = config.training_layout
+    config, hf, own = run.config, run.hf, run.config.training_layout
     world, layers, experts = own.world_size, hf.num_hidden_layers, hf.n_routed_experts
     rows = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
     for pp in (pp for pp in divisors(world) if pp <= layers):
-        for tp in (tp for tp in divisors(world // pp) if joined(tp, device)):
+        for tp in (tp for tp in divisors(world // pp) if joined(tp, run.device)):
             for cp in (cp for cp in divisors(world // pp // tp) if cp <= MAX_CP):
                 if rows % (world // (pp * tp * cp)):
                     continue
@@ -87,14 +88,13 @@ def log_prob_batches(config: PPOTrainerConfig, data_parallel: int) -> list[Micro
     return _batches(rows, ref.log_prob_micro_batch_size_per_gpu, tokens, most_samples=32, most_tokens=8)
 
 
-def rollout_layouts(
-    config: PPOTrainerConfig, hf: HFModelConfig, device: DeviceProfile, own: RolloutShape
-) -> Iterator[RolloutShape]:
+def rollout_layouts(run: PlannedRun, own: RolloutShape) -> Iterator[RolloutShape]:
     """All that divide: TP, and replicas that share experts; without expert parallelism each replica is alone."""
-    world = own.world_size
-    rows = config.gen_batch_size * config.actor_rollout_ref.rollout.n
-    eager = not own.has_graphs or needs_eager(device)
-    for tp in (tp for tp in divisors(world) if joined(tp, device)):
+    hf, world = run.hf, own.world_size
+    rows = run.config.gen_batch_size * run.config.actor_rollout_ref.rollout.n
+    # An op table that cannot be captured as graphs runs without.
+    eager = not own.has_graphs or (KINDS[run.device.family] == "cuda" and bool(reference.rollout_ops().not_capturable))
+    for tp in (tp for tp in divisors(world) if joined(tp, run.device)):
         if rows % (world // tp) or hf.num_attention_heads % tp or hf.vocab_size % tp or _indivisible(hf, tp, 1):
             continue
         shape = replace(own, tp=tp, dp=1, has_expert_parallel=False, has_graphs=not eager)
@@ -105,29 +105,22 @@ def rollout_layouts(
                 yield replace(shape, dp=dp, has_expert_parallel=True)
 
 
-def rollout_settings(
-    config: PPOTrainerConfig, hf: HFModelConfig, device: DeviceProfile, shape: RolloutShape
-) -> list[RolloutKnobs]:
+def rollout_settings(run: PlannedRun, shape: RolloutShape) -> list[RolloutKnobs]:
     """The config's settings first, then what needs less memory: the other exchange, and smaller prefill steps."""
-    own = replace(RolloutKnobs.of(config), enforce_eager=not shape.has_graphs)
+    own = replace(RolloutKnobs.of(run.config), enforce_eager=not shape.has_graphs)
     exchanges = ["all_gather"]
-    if shape.has_expert_parallel and _can_dispatch(hf, device, shape):
+    if shape.has_expert_parallel and _can_dispatch(run.hf, run.device, shape):
         exchanges.append("dispatch")
     if own.expert_exchange in exchanges:
         exchanges.sort(key=lambda name: name != own.expert_exchange)
     tokens = [own.max_num_batched_tokens]
-    while tokens[-1] >= 2 * LEAST_PREFILL_TOKENS and config.actor_rollout_ref.rollout.enable_chunked_prefill:
+    while tokens[-1] >= 2 * LEAST_PREFILL_TOKENS and run.config.actor_rollout_ref.rollout.enable_chunked_prefill:
         tokens.append(tokens[-1] // 2)
     return [
         replace(own, max_num_batched_tokens=count, expert_exchange=exchange)
         for count in tokens
         for exchange in exchanges
     ]
-
-
-def needs_eager(device: DeviceProfile) -> bool:
-    """Whether this device's op table cannot be captured as graphs."""
-    return KINDS[device.family] == "cuda" and bool(reference.rollout_ops().not_capturable)
 
 
 def divisors(number: int) -> list[int]:

@@ -51,10 +51,10 @@ class Ranking:
 def ranking(run: PlannedRun, shape: RunShape, size: StepSize, constants: Constants, count: int = 200) -> Ranking:
     """The ``count`` fastest layouts of ``run``'s devices that fit by the bound; ``shape`` is the run's own."""
     bounds, rates = Bounds(run, size), constants.rates(run.device.family)
-    layouts = list(training_layouts(run.config, run.hf, run.device))
+    layouts = list(training_layouts(run))
     trainings = sorted(_fitting(bounds, shape, constants, layouts), key=itemgetter(0))
     seconds = {}
-    for rollout in rollout_layouts(run.config, run.hf, run.device, shape.rollout):
+    for rollout in rollout_layouts(run, shape.rollout):
         other = replace(shape, rollout=rollout)
         generation = sum(rollout_seconds(other, run.device, rates).values())
         seconds[rollout] = generation + sum(weight_sync_seconds(other, rates).values())
@@ -109,7 +109,7 @@ def _least_recomputed(bounds: Bounds, shape: RunShape) -> RunShape | None:
 def _with_settings(bounds: Bounds, shape: RunShape, constants: Constants) -> Candidate | None:
     """With the first of ``rollout_settings`` that fits."""
     run = bounds.run
-    for knobs in rollout_settings(run.config, run.hf, run.device, shape.rollout):
+    for knobs in rollout_settings(run, shape.rollout):
         found = bounds.memory(shape, knobs)
         if max(found.values()) <= run.device.budget_bytes:
             return Candidate(shape, knobs, predict(shape, run.device, constants), found)
