@@ -7,6 +7,7 @@ What is plain torch there is used as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -39,10 +40,10 @@ def npu_ops() -> RolloutOps:
         rotary_interleaved=rotary_interleaved,
         norm_rope_write_kv=norm_rope_write_kv,
         mla_decode=mla_decode,
-        mla_prefill=MlaPrefill(),
+        mla_prefill=partial(mla_prefill, CausalTriangle()),
         norm_rope_write_gqa=norm_rope_write_gqa,
         gqa_decode=gqa_decode,
-        gqa_prefill=GqaPrefill(),
+        gqa_prefill=partial(gqa_prefill, CausalTriangle()),
         topk_router=topk_router,
         fused_experts=fused_experts,
         exchanged_experts=_not_alone,
@@ -93,32 +94,26 @@ def mla_decode(q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: D
     return out_BND[..., : sizes[0]]
 
 
-class MlaPrefill:
-    """Holds the causal triangle of each device, as the kernel's."""
-
-    def __init__(self) -> None:
-        self._triangle = CausalTriangle()
-
-    def __call__(
-        self,
-        q_nope_TNP: Tensor,
-        q_rope_TNR: Tensor,
-        kv_b_NCL: Tensor,
-        cache: KVCache,
-        meta: PrefillMetadata,
-        scale: float,
-    ) -> Tensor:
-        heads, nope = q_nope_TNP.shape[1:]
-        latent_SL, rope_SR = (read_tokens(pages, _context_slots(meta)) for pages in cache)
-        expanded_SNC = F.linear(latent_SL, kv_b_NCL.flatten(0, 1)).unflatten(-1, (heads, -1))
-        q_TND = torch.cat((q_nope_TNP, q_rope_TNR), dim=-1)
-        k_SND = torch.cat((expanded_SNC[..., :nope], rope_SR.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
-        v_SNV = expanded_SNC[..., nope:]
-        v_SND = F.pad(v_SNV, (0, q_TND.shape[-1] - v_SNV.shape[-1]))
-        self._triangle.on(q_TND.device)
-        out_TND = _attended(q_TND)
-        del k_SND, v_SND
-        return out_TND[..., : v_SNV.shape[-1]]
+def mla_prefill(
+    triangle: CausalTriangle,
+    q_nope_TNP: Tensor,
+    q_rope_TNR: Tensor,
+    kv_b_NCL: Tensor,
+    cache: KVCache,
+    meta: PrefillMetadata,
+    scale: float,
+) -> Tensor:
+    heads, nope = q_nope_TNP.shape[1:]
+    latent_SL, rope_SR = (read_tokens(pages, _context_slots(meta)) for pages in cache)
+    expanded_SNC = F.linear(latent_SL, kv_b_NCL.flatten(0, 1)).unflatten(-1, (heads, -1))
+    q_TND = torch.cat((q_nope_TNP, q_rope_TNR), dim=-1)
+    k_SND = torch.cat((expanded_SNC[..., :nope], rope_SR.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
+    v_SNV = expanded_SNC[..., nope:]
+    v_SND = F.pad(v_SNV, (0, q_TND.shape[-1] - v_SNV.shape[-1]))
+    triangle.on(q_TND.device)
+    out_TND = _attended(q_TND)
+    del k_SND, v_SND
+    return out_TND[..., : v_SNV.shape[-1]]
 
 
 def norm_rope_write_gqa(
@@ -148,18 +143,12 @@ def gqa_decode(q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float
     return out_BND
 
 
-class GqaPrefill:
-    """As ``MlaPrefill``."""
-
-    def __init__(self) -> None:
-        self._triangle = CausalTriangle()
-
-    def __call__(self, q_TND: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float) -> Tensor:
-        gathered = [read_tokens(pages, _context_slots(meta)) for pages in cache]
-        self._triangle.on(q_TND.device)
-        out_TND = _attended(q_TND)
-        del gathered
-        return out_TND
+def gqa_prefill(triangle: CausalTriangle, q_TND: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float) -> Tensor:
+    gathered = [read_tokens(pages, _context_slots(meta)) for pages in cache]
+    triangle.on(q_TND.device)
+    out_TND = _attended(q_TND)
+    del gathered
+    return out_TND
 
 
 def topk_router(
