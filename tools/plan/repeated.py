@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from tools.plan.collectives import Collective
 
@@ -180,9 +181,7 @@ def _inserted(before: Sequence[Collective], after: Sequence[Collective], i: int,
 def _equal(before: Sequence[Collective], after: Sequence[Collective], i: int, j: int) -> int:
     """Equal calls from there on, counted as far as ``_LOOKAHEAD``."""
     pairs = zip(before[i : i + _LOOKAHEAD], after[j : j + _LOOKAHEAD], strict=False)
-    return next(
-        (count for count, (x, y) in enumerate(pairs) if x != y), min(_LOOKAHEAD, len(before) - i, len(after) - j)
-    )
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _alike(before: Sequence[Collective], after: Sequence[Collective]) -> bool:
