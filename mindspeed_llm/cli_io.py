@@ -18,15 +18,7 @@ from types import FrameType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import DownloadColumn, Progress, TimeElapsedColumn, TransferSpeedColumn
 
 STAMP_NAME = ".stamp.json"
 MANIFEST_NAME = "manifest.json"
@@ -146,16 +138,8 @@ def progress(description: str, total_bytes: int) -> Iterator[Callable[[int], Non
 
     That function raises KeyboardInterrupt when ``run_cli`` was asked to stop.
     """
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
-    with bar:
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(description, total=total_bytes)
 
         def advance(num_bytes: int) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -19,10 +18,9 @@ from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.saved_tensors import METADATA, SavedChunk, SavedTensor, saved_tensors
 from megatron.core.dist_checkpointing.writing import COMMON
 from megatron.core.parallel_layout import ParallelLayout
-from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.saved_tensor import saved_region
-from mindspeed_llm.weight_plan import Shard, TensorPlan, local_plan, model_shards
-from mindspeed_llm.weight_source import assemble
+from mindspeed_llm.weight_plan import Shard, TensorPlan, local_plan
+from mindspeed_llm.weight_source import PlannedCheckpoint
 
 PREFIX = "model."  # of the keys of weights, beside ``optimizer.`` and ``rng.``
 
@@ -41,7 +39,7 @@ def global_tensors(hf: HFModelConfig) -> dict[str, TensorPlan]:
     return {PREFIX + tensor.name: tensor for tensor in local_plan(hf, whole, 0)}
 
 
-class DCPCheckpoint:
+class DCPCheckpoint(PlannedCheckpoint):
     """The model part of a training checkpoint, or a directory of weights alone; no process group is needed.
 
     Of the chunks only what a slice asks for is read. Missing and truncated files are named with their tensors at
@@ -50,8 +48,7 @@ class DCPCheckpoint:
     """
 
     def __init__(self, path: str | Path, hf: HFModelConfig) -> None:
-        self.path, self.hf = Path(path), hf
-        self._shards = model_shards(hf, ParallelLayout(), "core")
+        super().__init__(Path(path), hf, ParallelLayout(), "core")
         stored = saved_tensors(self.path)
         self._tensors = {key: stored[key] for key in global_tensors(hf) if key in stored}
         self._check()
@@ -60,14 +57,6 @@ class DCPCheckpoint:
 
     def __reduce__(self) -> tuple[type[DCPCheckpoint], tuple[object, ...]]:
         return DCPCheckpoint, (self.path, self.hf)
-
-    def __enter__(self) -> DCPCheckpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Release the files."""
@@ -89,21 +78,9 @@ class DCPCheckpoint:
         held = {chunk.file for tensor in self._tensors.values() for chunk in tensor.chunks}
         return [self.path / name for name in (METADATA, *sorted(held))]
 
-    def names(self) -> Collection[str]:
-        """Every HF tensor of the model."""
-        return self._shards.keys()
-
     def dtype(self, hf_name: str) -> torch.dtype:
         """Stored dtype of a tensor."""
         return self._tensors[PREFIX + self._shards[hf_name][0].param].dtype
-
-    def read(self, hf_name: str, ranges: Ranges | None = None) -> torch.Tensor:
-        """hf_tensor[ranges], by default the whole tensor."""
-        shards = self._shards.get(hf_name)
-        if shards is None:
-            raise ValueError(f"{self.path} has no tensor {hf_name}")
-        ranges = ranges or tuple((0, size) for size in hf_tensors(self.hf)[hf_name][0])
-        return assemble(f"{self.path}: {hf_name}", ranges, shards, self._read_shard)
 
     def fill(self, local: torch.Tensor, tensor: TensorPlan) -> None:
         """``weight_source.fill`` for a tensor of the training engine, which is stored in the same orientation.

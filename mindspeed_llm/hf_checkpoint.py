@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -15,16 +16,17 @@ from hf_formats.file_region import FileReader
 from hf_formats.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, num_blocks, quantization_problems
 from hf_formats.problems import raise_problems
 from hf_formats.ranges import Ranges
-from hf_formats.safetensors import INDEX_NAME, read_directory
+from hf_formats.safetensors import DTYPE_NAMES, INDEX_NAME, read_directory
 from mindspeed_llm.cli_io import atomic_directory, copy_companions, write_json
+from mindspeed_llm.conversion.synced_file import SyncedFile
 from mindspeed_llm.hf_shapes import hf_tensors
-from mindspeed_llm.map_file import read_region
-from mindspeed_llm.streamed_safetensors import StreamedSafetensors
+from mindspeed_llm.weight_source import Checkpoint, read_region
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
+HEADER_BYTES = (256 << 10) - 8  # kept free before the data and filled up with blanks, which the format allows
 
 
-class HFCheckpoint:
+class HFCheckpoint(Checkpoint):
     """A directory of safetensors shards; nothing is read before ``read`` asks for it except the shards' headers.
 
     The constructor checks every shard that the index names: a missing file, a file shorter than its header says, a
@@ -37,14 +39,6 @@ class HFCheckpoint:
         self._entries = read_directory(self.path)
         self._slices = FileReader()
         self._mapped_bytes = 0
-
-    def __enter__(self) -> HFCheckpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Forget the shards; tensors that were read stay valid."""
@@ -116,6 +110,54 @@ def is_mtp_tensor(hf_name: str, hf: HFModelConfig) -> bool:
     """Whether the tensor belongs to a layer behind the decoder, where DeepSeek publishes multi-token prediction."""
     match = re.match(r"model\.layers\.(\d+)\.", hf_name)
     return match is not None and int(match.group(1)) >= hf.num_hidden_layers
+
+
+class StreamedSafetensors:
+    """A safetensors file of tensors that come one after the other: none is held, the header is written last.
+
+    ``add`` while ``has_room``, then ``close``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = SyncedFile(path).__enter__()
+        self._entries = ['{"__metadata__":{"format":"pt"}']
+        self._header_bytes = len(self._entries[0]) + len("}")
+        self.names: list[str] = []
+        self.num_bytes = 0  # of tensors
+        self._file.seek(8 + HEADER_BYTES)
+
+    def has_room(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the header has, and the tensor's place is a multiple of its elements' size."""
+        text = self._entry(name, tensor)
+        return self._header_bytes + len(text) + 1 <= HEADER_BYTES and self.num_bytes % tensor.element_size() == 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor that is contiguous, on the host; OSError when the disk cannot take it or what came before."""
+        text = self._entry(name, tensor)
+        self._entries.append(text)
+        self._header_bytes += len(text) + 1
+        self.names.append(name)
+        self.num_bytes += tensor.nbytes
+        self._file.write(tensor.view(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        """Write the header and make all of it durable."""
+        header = (",".join(self._entries) + "}").encode().ljust(HEADER_BYTES)
+        self._file.seek(0)
+        self._file.write(HEADER_BYTES.to_bytes(8, "little") + header)
+        self._file.sync()
+        self.__exit__(None, None, None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.__exit__(kind, error, trace)
+
+    def _entry(self, name: str, tensor: torch.Tensor) -> str:
+        """The header's part of a tensor that comes next; ASCII, so as many bytes as characters."""
+        offsets = [self.num_bytes, self.num_bytes + tensor.nbytes]
+        spec = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        return f"{json.dumps(name)}:{json.dumps(spec, separators=(',', ':'))}"
 
 
 class ShardedWriter:

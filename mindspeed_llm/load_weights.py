@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -16,19 +15,9 @@ from mindspeed_llm.conversion.kernels import choose_kernels, copy_native
 from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
 from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint
 from mindspeed_llm.weight_plan import TensorPlan
-from mindspeed_llm.weight_source import CopyValues, Origin, WeightSource, copy_values, fill
+from mindspeed_llm.weight_source import Checkpoint, CopyValues, Origin, WeightSource, copy_values, fill
 
 logger = logging.getLogger(__name__)
-
-
-class Checkpoint(WeightSource, Protocol):
-    """Weights on disk, in any of the supported forms."""
-
-    path: Path
-
-    def describe(self) -> str:
-        """The form and the content, for a log."""
-        ...
 
 
 def open_shards(path: str | Path, hf: HFModelConfig) -> Checkpoint:

@@ -7,7 +7,7 @@ import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,8 @@ from hf_formats.problems import raise_problems, shown_names
 from hf_formats.ranges import Ranges, relative
 from megatron.core.parallel_layout import ParallelLayout, RankCoords
 from mindspeed_llm.cli_io import write_json
-from mindspeed_llm.hf_shapes import hf_tensors
-from mindspeed_llm.map_file import read_region
-from mindspeed_llm.weight_plan import NAMINGS, Naming, Shard, TensorPlan, local_plan, model_shards
-from mindspeed_llm.weight_source import assemble, hf_view
+from mindspeed_llm.weight_plan import NAMINGS, Naming, Shard, TensorPlan, local_plan
+from mindspeed_llm.weight_source import PlannedCheckpoint, hf_view, read_region
 
 LAYOUT_NAME = "layout.json"
 LATEST_NAME = "latest_checkpointed_iteration.txt"
@@ -67,7 +65,7 @@ def rank_file(layout: ParallelLayout, coords: RankCoords) -> str:
     return f"iter_{ITERATION:07d}/{name}/model_optim_rng.pt"
 
 
-class ShardedCheckpoint:
+class ShardedCheckpoint(PlannedCheckpoint):
     """A sharded checkpoint as a source of HF tensors: any part, assembled from the files whose shards overlap it.
 
     ``layout`` and ``hf`` come from the manifest beside the files; a checkpoint without one (made by MindSpeed-LLM
@@ -82,37 +80,23 @@ class ShardedCheckpoint:
         layout: ParallelLayout | None = None,
         naming: Naming = "mindspeed_llm",
     ) -> None:
-        self.path = Path(path)
-        manifest = read_layout(self.path)
+        path = Path(path)
+        manifest = read_layout(path)
         if manifest is not None:
-            hf, layout, naming = _from_manifest(self.path, manifest)
+            hf, layout, naming = _from_manifest(path, manifest)
         if hf is None or layout is None:
-            raise ValueError(f"{self.path} has no {LAYOUT_NAME}; say with which layout and config.json it was made")
-        self.hf, self.layout, self.naming = hf, layout, naming
+            raise ValueError(f"{path} has no {LAYOUT_NAME}; say with which layout and config.json it was made")
+        super().__init__(path, hf, layout, naming)
         self._check_files(manifest["files"] if manifest is not None else {})
-        self._shards = model_shards(hf, layout, naming)
         self._opened: dict[int, dict[str, FileRegion]] = {}
 
     def __reduce__(self) -> tuple[type[ShardedCheckpoint], tuple[object, ...]]:
         return ShardedCheckpoint, (self.path, self.hf, self.layout, self.naming)
 
-    def names(self) -> Collection[str]:
-        """Every HF tensor of the model."""
-        return self._shards.keys()
-
     def dtype(self, hf_name: str) -> torch.dtype:
         """Stored dtype of a tensor."""
         shard = self._shards[hf_name][0]
         return self._local(shard).dtype
-
-    def read(self, hf_name: str, ranges: Ranges | None = None) -> torch.Tensor:
-        """hf_tensor[ranges] (default: the whole tensor); a view of its file when it lies in one shard."""
-        shards = self._shards.get(hf_name)
-        if shards is None:
-            raise ValueError(f"{self.path} has no tensor {hf_name}")
-        if ranges is None:
-            ranges = tuple((0, size) for size in hf_tensors(self.hf)[hf_name][0])
-        return assemble(f"{self.path}: {hf_name}", ranges, shards, self._read_shard)
 
     def _read_shard(self, shard: Shard, ranges: Ranges) -> torch.Tensor:
         return _read_part(self._local(shard), shard, ranges)

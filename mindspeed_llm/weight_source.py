@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from hf_formats.config import HFModelConfig
+from hf_formats.file_region import FileRegion
 from hf_formats.fp8 import BLOCK, FP8_DTYPE, SCALE_SUFFIX, Fp8Blocks, check_scale_values, dequantize_into, touched
 from hf_formats.ranges import Ranges, index_of, intersection, relative, shape_of
-from mindspeed_llm.weight_plan import Shard, TensorPlan
+from megatron.core.parallel_layout import ParallelLayout
+from mindspeed_llm.hf_shapes import hf_tensors
+from mindspeed_llm.weight_plan import Naming, Shard, TensorPlan, model_shards
 
 _SHOWN_NAMES = 4
+_WILL_NEED_BYTES = 1 << 20  # below this the system's own read-ahead is as good
 
 Origin = tuple[int, int]
 CopyValues = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Origin], None]
@@ -31,6 +41,58 @@ class WeightSource(Protocol):
     def read(self, hf_name: str, ranges: Ranges) -> torch.Tensor:
         """hf_tensor[ranges] on the CPU in its stored dtype; it may share memory with the source: do not write to it."""
         ...
+
+
+class Checkpoint(AbstractContextManager["Checkpoint"]):
+    """Weights on disk, in any of the supported forms: a ``WeightSource`` to close after use."""
+
+    path: Path
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the files; tensors that were read stay valid."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Which form it is, and what is in it, for a log."""
+
+    @abstractmethod
+    def names(self) -> Collection[str]:
+        """HF names that can be read."""
+
+    @abstractmethod
+    def dtype(self, hf_name: str) -> torch.dtype:
+        """Dtype in which the tensor is stored."""
+
+    @abstractmethod
+    def read(self, hf_name: str, ranges: Ranges | None = None) -> torch.Tensor:
+        """hf_tensor[ranges], by default the whole tensor; see ``WeightSource``."""
+
+
+class PlannedCheckpoint(Checkpoint):
+    """A checkpoint of the training engine's tensors, whose shards of HF tensors follow from model and layout."""
+
+    def __init__(self, path: Path, hf: HFModelConfig, layout: ParallelLayout, naming: Naming) -> None:
+        self.path, self.hf, self.layout, self.naming = path, hf, layout, naming
+        self._shards = model_shards(hf, layout, naming)
+
+    def names(self) -> Collection[str]:
+        """Every HF tensor of the model."""
+        return self._shards.keys()
+
+    def read(self, hf_name: str, ranges: Ranges | None = None) -> torch.Tensor:
+        """hf_tensor[ranges], by default the whole tensor."""
+        shards = self._shards.get(hf_name)
+        if shards is None:
+            raise ValueError(f"{self.path} has no tensor {hf_name}")
+        ranges = ranges or tuple((0, size) for size in hf_tensors(self.hf)[hf_name][0])
+        return assemble(f"{self.path}: {hf_name}", ranges, shards, self._read_shard)
+
+    @abstractmethod
+    def _read_shard(self, shard: Shard, ranges: Ranges) -> torch.Tensor:
+        """The part ``ranges`` of a shard, in the orientation of the HF tensor."""
 
 
 def hf_view(local: torch.Tensor, shard: Shard) -> torch.Tensor:
@@ -107,3 +169,28 @@ def assemble(
     if result is None or num_found != result.numel():
         raise ValueError(f"{what} has no elements at {wanted}")
     return result
+
+
+def read_region(region: FileRegion, ranges: Ranges | None = None) -> torch.Tensor:
+    """The slice (default: all) of a tensor as a view of its file: nothing is read until it is used.
+
+    Only the rows (dim 0) that ``ranges`` touches are mapped, privately: a write would never reach the file.
+    """
+    if ranges is None:
+        ranges = tuple((0, size) for size in region.shape)
+    shape = tuple(stop - start for start, stop in ranges)
+    if not math.prod(shape):
+        return torch.empty(shape, dtype=region.dtype)
+    row_elements = math.prod(region.shape[1:])
+    start, stop = ranges[0] if ranges else (0, 1)
+    first_byte = region.offset + start * row_elements * region.dtype.itemsize
+    count = (stop - start) * row_elements
+    aligned = first_byte - first_byte % mmap.ALLOCATIONGRANULARITY
+    length = first_byte - aligned + count * region.dtype.itemsize
+    with region.file.open("rb") as stream:
+        mapping = mmap.mmap(stream.fileno(), length, access=mmap.ACCESS_COPY, offset=aligned)
+    if length >= _WILL_NEED_BYTES and hasattr(mmap, "MADV_WILLNEED"):
+        mapping.madvise(mmap.MADV_WILLNEED)
+    rows = torch.frombuffer(mapping, dtype=region.dtype, count=count, offset=first_byte - aligned)
+    rows = rows.view(shape[:1] + region.shape[1:])
+    return rows[(slice(None), *(slice(a, b) for a, b in ranges[1:]))] if ranges else rows

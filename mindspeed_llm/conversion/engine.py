@@ -13,13 +13,14 @@ from typing import Any
 
 from hf_formats.problems import raise_problems
 from mindspeed_llm.cli_io import create_parent, digest_file, progress, replace_directory, sync_path
-from mindspeed_llm.conversion.journal import Journal, open_journal
 from mindspeed_llm.conversion.kernels import KernelsName, load_kernels
 from mindspeed_llm.conversion.manifest import (
     JOURNAL_NAME,
+    Journal,
     WeightsManifest,
     damage,
     is_whole,
+    open_journal,
     read_manifest,
     rest_crc32,
     write_manifest,

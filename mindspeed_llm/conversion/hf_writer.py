@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,9 +14,8 @@ import torch
 
 from hf_formats.config import HFModelConfig, without_quantisation_and_mtp
 from hf_formats.fp8 import FP8_DTYPE, QUANTIZATION_CONFIG, SCALE_SUFFIX, is_quantized, num_blocks
-from hf_formats.safetensors import INDEX_NAME
+from hf_formats.safetensors import DTYPE_NAMES, INDEX_NAME
 from mindspeed_llm.cli_io import copy_companions, write_json
-from mindspeed_llm.conversion.safetensors_file import safetensors_bytes, write_safetensors
 from mindspeed_llm.conversion.writer import FileRecord, Form, Slabs, StoredTensor
 from mindspeed_llm.hf_shapes import always_fp32
 from mindspeed_llm.weight_plan import Shard, TensorPlan
@@ -65,11 +65,22 @@ class HFWriter:
 
     def file_bytes(self, file: str) -> int:
         """Exact size."""
-        return safetensors_bytes(self.tensors(file))
+        tensors = self.tensors(file)
+        return len(safetensors_layout(tensors)[0]) + sum(tensor.num_bytes for tensor in tensors)
 
     def write(self, file: str, stream: BinaryIO, slabs: Callable[[StoredTensor], Slabs]) -> Mapping[str, int]:
-        """One safetensors file."""
-        return write_safetensors(stream, self.tensors(file), slabs)
+        """One safetensors file; its header is written before the data."""
+        tensors = self.tensors(file)
+        prefix, offsets = safetensors_layout(tensors)
+        stream.write(prefix)
+        position = len(prefix)
+        for tensor in tensors:
+            if position != offsets[tensor.name]:
+                position = stream.seek(offsets[tensor.name])
+            for slab in slabs(tensor):
+                stream.write(slab)
+            position += tensor.num_bytes
+        return offsets
 
     def finish(self, directory: Path, records: Mapping[str, FileRecord]) -> None:
         """Index, config.json, tokenizer files."""
@@ -83,6 +94,21 @@ class HFWriter:
     def _shard_of(self) -> Mapping[str, tuple[HFTensor, ...]]:
         count = len(self.shards)
         return {f"model-{number + 1:05d}-of-{count:05d}.safetensors": part for number, part in enumerate(self.shards)}
+
+
+def safetensors_layout(tensors: Sequence[StoredTensor]) -> tuple[bytes, dict[str, int]]:
+    """(header with its length in front, tensor name -> offset in the file); wide dtypes first: all are aligned."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts, end = {}, 0
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
+        starts[tensor.name] = end
+        end += tensor.num_bytes
+        offsets = [starts[tensor.name], end]
+        header[tensor.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    prefix = len(text).to_bytes(8, "little") + text
+    return prefix, {name: len(prefix) + start for name, start in starts.items()}
 
 
 def published(hf_name: str, shape: tuple[int, ...]) -> HFTensor:

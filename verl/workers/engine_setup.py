@@ -10,7 +10,7 @@ from hf_formats.config import HFModelConfig
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import layout_problems
 from megatron.core.optimizer import OptimizerConfig
-from mindspeed_llm.transformer_config import to_transformer_config
+from mindspeed_llm.model import to_transformer_config
 from verl.trainer.config.config import ActorRolloutRefConfig
 from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
 

@@ -15,9 +15,10 @@ from megatron.core.ops import TrainOps, resolve
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups, initialize_from_layout
 from mindspeed_llm.hf_checkpoint import open_hf
-from mindspeed_llm.load_weights import Checkpoint, load_weights, open_shards
+from mindspeed_llm.load_weights import load_weights, open_shards
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
+from mindspeed_llm.weight_source import Checkpoint
 from verl.protocol import BY_RANK, DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
