@@ -14,7 +14,7 @@ import torch
 from hf_formats.config import HFModelConfig, load_hf_config, parse_hf_config, without_quantisation_and_mtp
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.hf_shapes import hf_tensors
-from mindspeed_llm.transformer_config import to_transformer_config
+from mindspeed_llm.model import to_transformer_config
 from tests.mindspeed_llm.tiny import tiny_hf_config, tiny_qwen3_config
 from vllm.transformers_utils.config import load_config
 

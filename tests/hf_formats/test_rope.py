@@ -17,7 +17,7 @@ from hf_formats.rope import RopeConfig
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.transformer.rotary import RotaryEmbedding, attention_scale
 from megatron.core.transformer.transformer_config import MLATransformerConfig
-from mindspeed_llm.transformer_config import to_transformer_config
+from mindspeed_llm.model import to_transformer_config
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from vllm.model_executor.layers.rotary_embedding import RotaryTable
 from vllm.transformers_utils.config import load_config

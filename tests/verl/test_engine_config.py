@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from mindspeed_llm.transformer_config import to_transformer_config
 
 from hf_formats.config import load_hf_config, parse_hf_config
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.transformer import transformer_config
 from megatron.core.transformer.transformer_config import TransformerConfig
+from mindspeed_llm.model import to_transformer_config
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 from verl.workers.config import overrides
