@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron.core.context_parallel.zigzag import zigzag_indices
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.model_chunks import make_gpt_model, model_chunks
+from megatron.core.models.gpt.gpt_model import make_gpt_model, model_chunks
 from megatron.core.ops import reference_ops
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.memory_ledger import ON_DEVICE, LedgerEntry, ledger
-from megatron.core.models.gpt.model_chunks import make_gpt_model
+from megatron.core.models.gpt.gpt_model import make_gpt_model
 from megatron.core.ops import reference_ops
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_layout import ParallelLayout

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.memory_ledger import LedgerEntry, ledger, table, total_bytes
-from megatron.core.models.gpt.model_chunks import make_gpt_model
+from megatron.core.models.gpt.gpt_model import make_gpt_model
 from megatron.core.ops import reference_ops
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_layout import ParallelLayout

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.context_parallel import gathered_rows, zigzag_indices
-from megatron.core.models.gpt.model_chunks import make_gpt_model
+from megatron.core.models.gpt.gpt_model import make_gpt_model
 from megatron.core.ops import reference_ops
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups

@@ -20,7 +20,7 @@ from torch import nn
 
 from megatron.core.context_parallel import zigzag_indices
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.model_chunks import make_gpt_model, model_chunks
+from megatron.core.models.gpt.gpt_model import make_gpt_model, model_chunks
 from megatron.core.ops import reference_ops
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hf_formats.config import HFModelConfig, parse_hf_config
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt.model_chunks import model_chunks
+from megatron.core.models.gpt.gpt_model import model_chunks
 from megatron.core.ops import TrainOps, reference_ops
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_layout import ParallelLayout

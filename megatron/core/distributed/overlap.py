@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -61,17 +62,12 @@ def wait_before_use(module: nn.Module, buffers: Sequence[ParamAndGradBuffer]) ->
         names = [f"{prefix}.{name}" if prefix else name for name in read]
         own = list({id(buffer_of[name]): buffer_of[name] for name in names if name in buffer_of}.values())
         if own:
-            part.register_forward_pre_hook(_Wait(own))
-    module.register_state_dict_pre_hook(_Wait(buffers))
-    module.register_load_state_dict_pre_hook(_Wait(buffers))
+            part.register_forward_pre_hook(partial(_wait, own))
+    module.register_state_dict_pre_hook(partial(_wait, buffers))
+    module.register_load_state_dict_pre_hook(partial(_wait, buffers))
 
 
-class _Wait:
-    """A hook of any kind that waits for buckets and changes nothing."""
-
-    def __init__(self, buffers: Sequence[ParamAndGradBuffer]) -> None:
-        self._buffers = buffers
-
-    def __call__(self, *_: Any) -> None:
-        for buffer in self._buffers:
-            buffer.wait_for_params()
+def _wait(buffers: Sequence[ParamAndGradBuffer], *_: Any) -> None:
+    """A hook of any kind that waits for ``buffers`` and changes nothing."""
+    for buffer in buffers:
+        buffer.wait_for_params()

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from megatron.core.models.gpt.model_chunks import model_chunks
+from megatron.core.models.gpt.gpt_model import model_chunks
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.pipeline_parallel.p2p_communication import Shape
 from megatron.core.transformer.moe.aux_loss import set_aux_loss_scale

@@ -1,6 +1,5 @@
 """The decoder-only language model."""
 
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.model_chunks import ModelChunks, make_gpt_model, model_chunks
+from megatron.core.models.gpt.gpt_model import GPTModel, ModelChunks, make_gpt_model, model_chunks
 
 __all__ = ["GPTModel", "ModelChunks", "make_gpt_model", "model_chunks"]

@@ -1,9 +1,12 @@
-"""One pipeline stage of a decoder-only language model over packed tokens.
+"""One pipeline stage of a decoder-only language model over packed tokens, or its chunks in virtual stages.
 
 Letters: T packed tokens (all sequences of a micro-batch, a multiple of TP), H hidden, V vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -149,6 +152,45 @@ class GPTModel(nn.Module):
             return
         weight.shared_embedding = True  # type: ignore[attr-defined]
         weight.shared = not self.pre_process  # type: ignore[attr-defined]
+
+
+class ModelChunks(nn.Module):
+    """Chunk v of every stage runs before chunk v + 1 of any; parameters are named ``chunks.{v}.`` + the chunk's name.
+
+    The module has no forward of its own: the interleaved schedule calls one chunk at a time (``model_chunks``).
+    """
+
+    def __init__(self, chunks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.chunks = nn.ModuleList(chunks)
+        assert len(self.chunks) > 1, "one chunk is a plain model"
+        self.config: Any = self.chunks[0].config
+
+    def init_weights(self, seed: int) -> None:
+        """Initialise every chunk; every layout gives the same model."""
+        for chunk in self.chunks:
+            chunk.init_weights(seed)  # type: ignore[operator]
+
+
+def make_gpt_model(
+    config: TransformerConfig, groups: ProcessGroups, ops: TrainOps, **arguments: Any
+) -> GPTModel | ModelChunks:
+    """This rank's part of the model: one GPTModel, or one for each virtual stage.
+
+    ``arguments`` are further keywords of GPTModel.
+    """
+    num_chunks = groups.layout.virtual_pipeline_model_parallel_size
+    if num_chunks == 1:
+        return GPTModel(config, groups, ops, **arguments)
+    return ModelChunks(GPTModel(config, groups, ops, vp_stage=chunk, **arguments) for chunk in range(num_chunks))
+
+
+def model_chunks(module: nn.Module) -> Sequence[nn.Module]:
+    """Return the modules that the schedules call: the chunks inside ``module`` and its wrappers, or ``module``."""
+    inner = module
+    while not isinstance(inner, ModelChunks) and isinstance(getattr(inner, "module", None), nn.Module):
+        inner = inner.module  # type: ignore[assignment]
+    return list(inner.chunks) if isinstance(inner, ModelChunks) else [module]
 
 
 def _check(config: TransformerConfig, groups: ProcessGroups, vp_stage: int | None) -> None:
