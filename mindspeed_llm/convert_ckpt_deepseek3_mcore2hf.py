@@ -19,14 +19,13 @@ from mindspeed_llm.conversion.engine import Conversion
 from mindspeed_llm.conversion.hf_writer import (
     HFTensor,
     HFWriter,
-    plain_config,
     published,
     published_config,
     shards_by_bytes,
 )
 from mindspeed_llm.convert_ckpt_deepseek3 import add_layout_flags, given_layout
 from mindspeed_llm.dcp_checkpoint import DCPCheckpoint, is_dcp
-from mindspeed_llm.hf_checkpoint import DEFAULT_SHARD_BYTES
+from mindspeed_llm.hf_checkpoint import DEFAULT_SHARD_BYTES, plain_config
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint, read_layout
 from mindspeed_llm.weight_plan import Naming
@@ -53,7 +52,7 @@ def plan_hf(
         config = published_config(config, hf.mtp_num_layers)
     else:
         tensors = [HFTensor(name, shape, source.dtype(name)) for name, (shape, _) in specs.items()]
-        config = plain_config(config, hf, tensors)
+        config = plain_config(config, hf.mtp_num_layers, ((tensor.dtype, tensor.num_bytes) for tensor in tensors))
     writer = HFWriter(shards_by_bytes(tensors, max_shard_bytes), config, hf_config_dir)
     inputs = (*source.files(), hf_config_dir / "config.json", *companion_files(hf_config_dir))
     arguments = {"max_shard_bytes": max_shard_bytes, "source": source.describe(), "to_fp8": to_fp8}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from hf_formats.config import HFModelConfig
 from hf_formats.ranges import index_of, shape_of
-from mindspeed_llm.hf_shapes import always_fp32, hf_tensors
+from mindspeed_llm.hf_shapes import always_fp32, hf_tensors, packed
 from mindspeed_llm.weight_plan import Shard, model_shards
 from mindspeed_llm.weight_source import hf_view
 
@@ -67,7 +68,12 @@ def gather_hf_tensors(
     with their bucket or, at world size 1, with ``local``.
     """
     plan = model_shards(hf, groups.layout, "core")
-    for bucket_names in _buckets(hf, names, dtype, bucket_bytes):
+    ordered = [name for name in hf_tensors(hf) if name in names]
+
+    def num_bytes(name: str) -> int:
+        return math.prod(hf_tensors(hf)[name][0]) * (torch.float32 if always_fp32(name) else dtype).itemsize
+
+    for bucket_names in packed(ordered, num_bytes, bucket_bytes):
         bucket = _Bucket({name: plan[name] for name in bucket_names}, local, dtype, device, groups)
         for name in bucket_names:
             yield name, bucket.assemble(name, hf_tensors(hf)[name][0])
@@ -128,23 +134,6 @@ class _Bucket:
             view.copy_(own)
         dist.broadcast(flat, src=owner, group=groups.world)
         self._received.update(zip(keys, views, strict=True))
-
-
-def _buckets(hf: HFModelConfig, names: Collection[str], dtype: torch.dtype, bucket_bytes: int) -> Iterator[list[str]]:
-    """Consecutive HF names whose tensors fit in ``bucket_bytes`` together; a larger tensor is a bucket of its own."""
-    bucket: list[str] = []
-    filled = 0
-    for name, (shape, _) in hf_tensors(hf).items():
-        if name not in names:
-            continue
-        size = torch.Size(shape).numel() * (torch.float32 if always_fp32(name) else dtype).itemsize
-        if bucket and filled + size > bucket_bytes:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(name)
-        filled += size
-    if bucket:
-        yield bucket
 
 
 @torch.no_grad()

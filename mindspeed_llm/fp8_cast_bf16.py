@@ -6,9 +6,9 @@ from pathlib import Path
 
 from mindspeed_llm.conversion.command import Request, conversion_parser, positive, run_conversion
 from mindspeed_llm.conversion.engine import Conversion
-from mindspeed_llm.conversion.hf_writer import HFTensor, HFWriter, plain_config, shards_by_bytes
+from mindspeed_llm.conversion.hf_writer import HFTensor, HFWriter, shards_by_bytes
 from mindspeed_llm.conversion.inputs import open_input
-from mindspeed_llm.hf_checkpoint import DEFAULT_SHARD_BYTES
+from mindspeed_llm.hf_checkpoint import DEFAULT_SHARD_BYTES, plain_config
 from mindspeed_llm.hf_shapes import hf_tensors
 from mindspeed_llm.weight_source import plain_dtype
 
@@ -25,7 +25,9 @@ def plan_cast(
     tensors = [
         HFTensor(name, shape, plain_dtype(found.source, name)) for name, (shape, _) in hf_tensors(found.hf).items()
     ]
-    config = plain_config(found.config, found.hf, tensors)
+    config = plain_config(
+        found.config, found.hf.mtp_num_layers, ((tensor.dtype, tensor.num_bytes) for tensor in tensors)
+    )
     writer = HFWriter(shards_by_bytes(tensors, max_shard_bytes), config, input_dir)
     arguments = {"max_shard_bytes": max_shard_bytes, "mtp_num_layers": mtp_num_layers}
     return Request(Conversion("fp8_cast_bf16", arguments, found.files, found.source, writer), found.hf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -168,8 +169,7 @@ class ShardedWriter:
         self._max_shard_bytes = max_shard_bytes
         self._open: StreamedSafetensors | None = None
         self._shards: list[list[str]] = []
-        self._total_bytes = 0
-        self.dtypes: dict[torch.dtype, int] = {}
+        self.stored: list[tuple[torch.dtype, int]] = []  # dtype and bytes of every tensor
 
     def __enter__(self) -> ShardedWriter:
         return self
@@ -192,8 +192,7 @@ class ShardedWriter:
         if shard is None:
             shard = self._open = StreamedSafetensors(self._temporary(len(self._shards)))
         shard.add(name, tensor)
-        self._total_bytes += tensor.nbytes
-        self.dtypes[tensor.dtype] = self.dtypes.get(tensor.dtype, 0) + tensor.nbytes
+        self.stored.append((tensor.dtype, tensor.nbytes))
 
     def finish(self) -> None:
         """Close the last shard, give all shards their final names and write the index with ``total_size``."""
@@ -204,7 +203,7 @@ class ShardedWriter:
             file_name = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
             self._temporary(number).rename(self._directory / file_name)
             weight_map.update(dict.fromkeys(names, file_name))
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(num_bytes for _, num_bytes in self.stored)}, "weight_map": weight_map}
         write_json(self._directory / INDEX_NAME, index)
 
     def _cut(self, shard: StreamedSafetensors) -> None:
@@ -245,17 +244,30 @@ def write_hf_files(
     tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, hf_config_dir: Path, max_shard_bytes: int
 ) -> None:
     """Shards, index, config.json and tokenizer files into ``directory``, which exists and is empty."""
-    config = without_quantisation_and_mtp(read_config_dict(hf_config_dir))
+    num_mtp = 0
     with ShardedWriter(directory, max_shard_bytes) as writer:
         for name, tensor in tensors:
             writer.add(name, tensor)
-            config["num_nextn_predict_layers"] += name.endswith(".enorm.weight")  # one in every MTP module
+            num_mtp += name.endswith(".enorm.weight")  # one in every MTP module
         writer.finish()
     copy_companions(hf_config_dir, directory)
-    main_dtype = max(writer.dtypes, key=lambda dtype: writer.dtypes[dtype])
-    config.pop("dtype", None)
-    config["torch_dtype"] = str(main_dtype).removeprefix("torch.")
-    write_json(directory / "config.json", config)
+    write_json(directory / "config.json", plain_config(read_config_dict(hf_config_dir), num_mtp, writer.stored))
+
+
+def plain_config(
+    config: Mapping[str, Any], mtp_num_layers: int, stored: Iterable[tuple[torch.dtype, int]]
+) -> dict[str, Any]:
+    """config.json of plain weights: no quantisation, the MTP layers that are there, the dtype that most bytes have.
+
+    ``stored``: dtype and bytes of the tensors.
+    """
+    sizes = Counter[torch.dtype]()
+    for dtype, num_bytes in stored:
+        sizes[dtype] += num_bytes
+    main_dtype = max(sizes, key=lambda dtype: sizes[dtype])
+    cleaned = {key: value for key, value in without_quantisation_and_mtp(config).items() if key != "dtype"}
+    written = {"num_nextn_predict_layers": mtp_num_layers, "torch_dtype": str(main_dtype).removeprefix("torch.")}
+    return cleaned | written
 
 
 def _check_scales(source: HFCheckpoint, hf: HFModelConfig, config: Mapping[str, Any]) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import MappingProxyType
+from typing import TypeVar
 
 from hf_formats.config import HFModelConfig
 
 TensorSpec = tuple[tuple[int, ...], str]  # shape, dtype name
 Shapes = dict[str, tuple[int, ...]]
+Item = TypeVar("Item")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -86,6 +88,21 @@ def always_fp32(hf_name: str) -> bool:
 def hf_bytes(hf: HFModelConfig) -> int:
     """Bytes of the plain checkpoint."""
     return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in hf_tensors(hf).values())
+
+
+def packed(items: Iterable[Item], num_bytes: Callable[[Item], int], max_bytes: int) -> Iterator[list[Item]]:
+    """Consecutive items in groups of at most ``max_bytes``; a larger item is a group of its own."""
+    group: list[Item] = []
+    filled = 0
+    for item in items:
+        size = num_bytes(item)
+        if group and filled + size > max_bytes:
+            yield group
+            group, filled = [], 0
+        group.append(item)
+        filled += size
+    if group:
+        yield group
 
 
 def _latent_attention(hf: HFModelConfig) -> Shapes:

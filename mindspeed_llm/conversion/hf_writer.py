@@ -12,12 +12,11 @@ from typing import Any, BinaryIO
 
 import torch
 
-from hf_formats.config import HFModelConfig, without_quantisation_and_mtp
 from hf_formats.fp8 import FP8_DTYPE, QUANTIZATION_CONFIG, SCALE_SUFFIX, is_quantized, num_blocks
 from hf_formats.safetensors import DTYPE_NAMES, INDEX_NAME
 from mindspeed_llm.cli_io import copy_companions, write_json
 from mindspeed_llm.conversion.writer import FileRecord, Form, Slabs, StoredTensor
-from mindspeed_llm.hf_shapes import always_fp32
+from mindspeed_llm.hf_shapes import always_fp32, packed
 from mindspeed_llm.weight_plan import Shard, TensorPlan
 
 
@@ -120,16 +119,7 @@ def published(hf_name: str, shape: tuple[int, ...]) -> HFTensor:
 
 def shards_by_bytes(tensors: Iterable[HFTensor], max_shard_bytes: int) -> tuple[tuple[HFTensor, ...], ...]:
     """Consecutive tensors in files of at most ``max_shard_bytes`` of weights; a larger tensor is a file of its own."""
-    shards: list[list[HFTensor]] = []
-    filled = 0
-    for tensor in tensors:
-        size = tensor.num_bytes
-        if not shards or filled + size > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(tensor)
-        filled += size
-    return tuple(map(tuple, shards))
+    return tuple(map(tuple, packed(tensors, lambda tensor: tensor.num_bytes, max_shard_bytes)))
 
 
 def shards_by_count(tensors: Sequence[HFTensor], num_shards: int) -> tuple[tuple[HFTensor, ...], ...]:
@@ -137,17 +127,6 @@ def shards_by_count(tensors: Sequence[HFTensor], num_shards: int) -> tuple[tuple
     num_shards = min(num_shards, len(tensors))
     cuts = [-(-shard * len(tensors) // num_shards) for shard in range(num_shards + 1)]
     return tuple(tuple(tensors[start:stop]) for start, stop in pairwise(cuts))
-
-
-def plain_config(config: Mapping[str, Any], hf: HFModelConfig, tensors: Sequence[HFTensor]) -> dict[str, Any]:
-    """config.json of plain weights: no quantisation, the MTP layers that are there, the dtype that most bytes have."""
-    sizes: dict[torch.dtype, int] = {}
-    for tensor in tensors:
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
-    main_dtype = max(sizes, key=lambda dtype: sizes[dtype])
-    cleaned = {key: value for key, value in without_quantisation_and_mtp(config).items() if key != "dtype"}
-    written = {"num_nextn_predict_layers": hf.mtp_num_layers, "torch_dtype": str(main_dtype).removeprefix("torch.")}
-    return cleaned | written
 
 
 def published_config(config: Mapping[str, Any], num_mtp_layers: int) -> dict[str, Any]:

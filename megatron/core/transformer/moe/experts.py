@@ -23,15 +23,6 @@ class GroupedMLP(nn.Module):
     def __init__(self, config: TransformerConfig, groups: ProcessGroups, ops: TrainOps) -> None:
         super().__init__()
         assert config.num_moe_experts is not None and config.moe_ffn_hidden_size is not None
-        if config.num_moe_experts % groups.ep.size():
-            raise ValueError(
-                f"{config.num_moe_experts} experts do not divide over expert_model_parallel_size {groups.ep.size()}"
-            )
-        if config.moe_ffn_hidden_size % groups.etp.size():
-            raise ValueError(
-                f"moe_ffn_hidden_size {config.moe_ffn_hidden_size} does not divide over expert_tensor_parallel_size "
-                f"{groups.etp.size()}"
-            )
         self.num_local_experts = config.num_moe_experts // groups.ep.size()
         self.first_expert = groups.ep.rank() * self.num_local_experts
         self.etp = groups.etp
