@@ -25,9 +25,8 @@ def plan_cast(
     tensors = [
         HFTensor(name, shape, plain_dtype(found.source, name)) for name, (shape, _) in hf_tensors(found.hf).items()
     ]
-    config = plain_config(
-        found.config, found.hf.mtp_num_layers, ((tensor.dtype, tensor.num_bytes) for tensor in tensors)
-    )
+    sizes = ((tensor.dtype, tensor.num_bytes) for tensor in tensors)
+    config = plain_config(found.config, found.hf.mtp_num_layers, sizes)
     writer = HFWriter(shards_by_bytes(tensors, max_shard_bytes), config, input_dir)
     arguments = {"max_shard_bytes": max_shard_bytes, "mtp_num_layers": mtp_num_layers}
     return Request(Conversion("fp8_cast_bf16", arguments, found.files, found.source, writer), found.hf)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # what every reader of the format expects
@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.manifest import write_bytes
 from megatron.core.dist_checkpointing.saved_tensors import METADATA
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.conversion.torch_file import TensorRef, TorchFile, torch_file_layout
-from mindspeed_llm.conversion.writer import FileRecord, Slabs, StoredTensor
+from mindspeed_llm.conversion.writer import ByteSlabs, FileRecord, StoredTensor
 from mindspeed_llm.dcp_checkpoint import global_tensors
 from mindspeed_llm.sharded_checkpoint import write_layout
 from mindspeed_llm.weight_plan import TensorPlan, slice_rows
@@ -49,7 +49,7 @@ class DCPWriter:
     mtp_num_layers: int
     num_files: int
     max_chunk_bytes: int = MAX_CHUNK_BYTES
-    kind: str = "torch_dist"
+    kind: ClassVar[str] = "torch_dist"
 
     def files(self) -> Sequence[str]:
         """``__0_0.distcp`` ..., those that hold something."""
@@ -64,7 +64,7 @@ class DCPWriter:
         last = self._chunks_of[file][-1]
         return last.start + last.layout.num_bytes
 
-    def write(self, file: str, stream: BinaryIO, slabs: Callable[[StoredTensor], Slabs]) -> Mapping[str, int]:
+    def write(self, file: str, stream: BinaryIO, slabs: Callable[[StoredTensor], ByteSlabs]) -> Mapping[str, int]:
         """One file: what ``torch.save`` makes of each chunk, one after the other."""
         offsets = {}
         for chunk in self._chunks_of[file]:

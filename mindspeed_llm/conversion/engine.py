@@ -26,9 +26,9 @@ from mindspeed_llm.conversion.manifest import (
     write_manifest,
 )
 from mindspeed_llm.conversion.pool import run_tasks
-from mindspeed_llm.conversion.slab_reader import ByteSlabs, SlabReader
+from mindspeed_llm.conversion.slab_reader import SlabReader
 from mindspeed_llm.conversion.synced_file import SyncedFile
-from mindspeed_llm.conversion.writer import FileRecord, StoredTensor, TensorRecord, Writer
+from mindspeed_llm.conversion.writer import ByteSlabs, FileRecord, StoredTensor, TensorRecord, Writer
 from mindspeed_llm.weight_source import WeightSource
 
 

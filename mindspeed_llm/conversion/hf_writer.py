@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 
 from hf_formats.fp8 import FP8_DTYPE, QUANTIZATION_CONFIG, SCALE_SUFFIX, is_quantized, num_blocks
 from hf_formats.safetensors import DTYPE_NAMES, INDEX_NAME
 from mindspeed_llm.cli_io import copy_companions, write_json
-from mindspeed_llm.conversion.writer import FileRecord, Form, Slabs, StoredTensor
+from mindspeed_llm.conversion.writer import ByteSlabs, FileRecord, Form, StoredTensor
 from mindspeed_llm.hf_shapes import always_fp32, packed
 from mindspeed_llm.weight_plan import Shard, TensorPlan
 
@@ -52,7 +52,7 @@ class HFWriter:
     shards: tuple[tuple[HFTensor, ...], ...]
     config: Mapping[str, Any]
     companions: Path
-    kind: str = "hf"
+    kind: ClassVar[str] = "hf"
 
     def files(self) -> Sequence[str]:
         """``model-00001-of-0000N.safetensors`` ..."""
@@ -67,7 +67,7 @@ class HFWriter:
         tensors = self.tensors(file)
         return len(safetensors_layout(tensors)[0]) + sum(tensor.num_bytes for tensor in tensors)
 
-    def write(self, file: str, stream: BinaryIO, slabs: Callable[[StoredTensor], Slabs]) -> Mapping[str, int]:
+    def write(self, file: str, stream: BinaryIO, slabs: Callable[[StoredTensor], ByteSlabs]) -> Mapping[str, int]:
         """One safetensors file; its header is written before the data."""
         tensors = self.tensors(file)
         prefix, offsets = safetensors_layout(tensors)

@@ -196,18 +196,10 @@ def record_from_json(content: Mapping[str, Any]) -> FileRecord:
 
 
 def _crc32(stream: BinaryIO, offset: int, num_bytes: int, crc: int = 0) -> int:
-    for chunk in _chunks(stream, offset, num_bytes):
+    while num_bytes and (chunk := os.pread(stream.fileno(), min(num_bytes, _CHUNK_BYTES), offset)):
         crc = zlib.crc32(chunk, crc)
-    return crc
-
-
-def _chunks(stream: BinaryIO, offset: int, num_bytes: int) -> Iterator[bytes]:
-    while num_bytes:
-        chunk = os.pread(stream.fileno(), min(num_bytes, _CHUNK_BYTES), offset)
-        if not chunk:
-            return
-        yield chunk
         offset, num_bytes = offset + len(chunk), num_bytes - len(chunk)
+    return crc
 
 
 def _file_crc32(path: Path) -> int:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 from hf_formats.config import HFModelConfig, parse_hf_config
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.conversion.torch_file import TensorRef, TorchFile, torch_file_layout
-from mindspeed_llm.conversion.writer import FileRecord, Slabs, StoredTensor
+from mindspeed_llm.conversion.writer import ByteSlabs, FileRecord, StoredTensor
 from mindspeed_llm.sharded_checkpoint import ITERATION, LATEST_NAME, place_in_file, rank_file, write_layout
 from mindspeed_llm.weight_plan import Naming, TensorPlan, local_plan
 from mindspeed_llm.weight_source import WeightSource, stored_dtype
@@ -30,7 +30,7 @@ class RankWriter:
     mtp_num_layers: int
     layout: ParallelLayout
     naming: Naming
-    kind: str = "mp_rank"
+    kind: ClassVar[str] = "mp_rank"
 
     def files(self) -> Sequence[str]:
         """One path per rank."""
@@ -45,7 +45,7 @@ class RankWriter:
         """Exact size."""
         return self._file(file).num_bytes
 
-    def write(self, file: str, stream: BinaryIO, slabs: Callable[[StoredTensor], Slabs]) -> Mapping[str, int]:
+    def write(self, file: str, stream: BinaryIO, slabs: Callable[[StoredTensor], ByteSlabs]) -> Mapping[str, int]:
         """One file as torch.save writes it."""
         return self._file(file).write(stream, slabs)
 

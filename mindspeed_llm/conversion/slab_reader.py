@@ -11,7 +11,7 @@ import torch
 from hf_formats.fp8 import BLOCK, FP8_DTYPE, quantize
 from hf_formats.ranges import shape_of
 from mindspeed_llm.conversion.kernels import Kernels
-from mindspeed_llm.conversion.writer import StoredTensor
+from mindspeed_llm.conversion.writer import ByteSlabs, StoredTensor
 from mindspeed_llm.weight_plan import TensorPlan, slice_rows
 from mindspeed_llm.weight_source import WeightSource, fill, plain_dtype
 
@@ -33,7 +33,7 @@ class SlabReader:
 
     def __call__(self, tensor: StoredTensor) -> ByteSlabs:
         """The slabs of ``tensor``, made one at a time as they are iterated."""
-        return ByteSlabs(self._slabs(tensor), self._kernels, self._on_bytes)
+        return ByteSlabs(self._slabs(tensor), self._kernels.crc32, self._on_bytes)
 
     def _slabs(self, tensor: StoredTensor) -> Iterator[torch.Tensor]:
         first = tensor.content.shards[0]
@@ -67,23 +67,6 @@ class SlabReader:
         local = self._buffer[:num_bytes].view(dtype).view(part.shape)
         fill(local, part, self._source, self._kernels.copy)
         return local
-
-
-class ByteSlabs:
-    """Tensors as the bytes that they are stored as, with the CRC-32 of what went by."""
-
-    def __init__(self, slabs: Iterator[torch.Tensor], kernels: Kernels, on_bytes: Callable[[int], None]) -> None:
-        self.crc32 = 0
-        self._kernels = kernels
-        self._slabs = slabs
-        self._on_bytes = on_bytes
-
-    def __iter__(self) -> Iterator[memoryview]:
-        for slab in self._slabs:
-            raw = slab.reshape(-1).view(torch.uint8).numpy().data
-            self.crc32 = self._kernels.crc32(raw, self.crc32)
-            yield raw
-            self._on_bytes(raw.nbytes)
 
 
 def in_flight_bytes(tensor: StoredTensor, source: WeightSource, max_bytes: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from mindspeed_llm.conversion.writer import Slabs, StoredTensor
+from mindspeed_llm.conversion.writer import ByteSlabs, StoredTensor
 
 _ALIGNMENT = 64
 _FULL = 0xFFFFFFFF  # a 32-bit field that says: see the 64-bit one
@@ -109,7 +109,7 @@ class TorchFile:
         """Size of the file."""
         return self._end + len(self._directory([0] * len(self.records)))
 
-    def write(self, stream: BinaryIO, slabs: Callable[[StoredTensor], Slabs]) -> Mapping[str, int]:
+    def write(self, stream: BinaryIO, slabs: Callable[[StoredTensor], ByteSlabs]) -> Mapping[str, int]:
         """Write the file from the stream's position on; returns ``offsets``, which count from there."""
         start, checksums = stream.tell(), []
         for record, value in zip(self.records, self.small, strict=False):

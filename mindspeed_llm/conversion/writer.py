@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol
+from typing import BinaryIO, ClassVar, Literal, Protocol
 
 import torch
 
@@ -54,12 +54,21 @@ class FileRecord:
     tensors: Mapping[str, TensorRecord]
 
 
-class Slabs(Protocol):
-    """The bytes of one tensor, in order and in shards of bounded size; iterated once."""
+class ByteSlabs:
+    """The bytes of one tensor, in order and in slabs of bounded size, with the CRC-32 of what went by; iterated once."""
 
-    crc32: int  # of what was handed out so far
+    def __init__(
+        self, slabs: Iterator[torch.Tensor], crc32: Callable[[memoryview, int], int], on_bytes: Callable[[int], None]
+    ) -> None:
+        self.crc32 = 0
+        self._slabs, self._sum, self._on_bytes = slabs, crc32, on_bytes
 
-    def __iter__(self) -> Iterator[memoryview]: ...
+    def __iter__(self) -> Iterator[memoryview]:
+        for slab in self._slabs:
+            raw = slab.reshape(-1).view(torch.uint8).numpy().data
+            self.crc32 = self._sum(raw, self.crc32)
+            yield raw
+            self._on_bytes(raw.nbytes)
 
 
 class Writer(Protocol):
@@ -69,10 +78,7 @@ class Writer(Protocol):
     is pickled into worker processes, so it is plain data.
     """
 
-    @property
-    def kind(self) -> str:
-        """As the manifest names it."""
-        ...
+    kind: ClassVar[str]  # as the manifest names it
 
     def files(self) -> Sequence[str]:
         """Paths below the output directory; each is one unit of work, of the journal and of resuming."""
@@ -86,7 +92,7 @@ class Writer(Protocol):
         """Exact size of ``file``."""
         ...
 
-    def write(self, file: str, stream: BinaryIO, slabs: Callable[[StoredTensor], Slabs]) -> Mapping[str, int]:
+    def write(self, file: str, stream: BinaryIO, slabs: Callable[[StoredTensor], ByteSlabs]) -> Mapping[str, int]:
         """Write all of ``file`` to ``stream`` (seekable, at 0); returns tensor name -> offset of its first byte.
 
         Takes the slabs of each tensor once, in the order of ``tensors``, and keeps none of them.

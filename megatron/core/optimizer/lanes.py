@@ -74,6 +74,10 @@ class DeviceStreams:
             stream.synchronize()
 
 
+def nothing() -> None:
+    """A no-op that is submitted only to be waited for."""
+
+
 def lanes_of(device: torch.device, is_overlapped: bool = True) -> Lanes:
     """Streams on an accelerator; plain order on the CPU or without overlap."""
     has_streams = device.type not in _WITHOUT_STREAMS

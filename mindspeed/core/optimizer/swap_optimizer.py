@@ -13,7 +13,7 @@ from megatron.core.distributed.offload import HostTensor
 from megatron.core.distributed.param_and_grad_buffer import ALIGNMENT
 from megatron.core.ops import TrainOps
 from megatron.core.optimizer.distrib_optimizer import Chunk, DistributedOptimizer, ShardState
-from megatron.core.optimizer.lanes import COMPUTE, TO_DEVICE, TO_HOST, Lanes, lanes_of
+from megatron.core.optimizer.lanes import COMPUTE, TO_DEVICE, TO_HOST, Lanes, lanes_of, nothing
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ProcessGroups
 
@@ -58,7 +58,7 @@ class SwapOptimizer(DistributedOptimizer):
         """Chunk i uses slot i % NUM_SLOTS, which is free when chunk i - NUM_SLOTS has been copied out."""
         lanes = self._make_lanes(self.device)
         slots = torch.empty(NUM_SLOTS, 3, self.chunk_size, dtype=torch.float32, device=self.device)
-        ready = lanes.submit(COMPUTE, _nothing)  # the slots' memory, and the gradients, come from this lane
+        ready = lanes.submit(COMPUTE, nothing)  # the slots' memory, and the gradients, come from this lane
         left: list[Any] = [ready] * NUM_SLOTS
         chunks = (chunk for state in self.shards for chunk in self._chunks(state, self.chunk_size))
         for index, chunk in enumerate(chunks):
@@ -96,7 +96,3 @@ def _check(config: OptimizerConfig) -> None:
 def _copy(sources: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> None:
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source, non_blocking=True)
-
-
-def _nothing() -> None:
-    """A no-op that is submitted only to be waited for."""

@@ -14,7 +14,7 @@ from megatron.core.distributed.param_and_grad_buffer import ALIGNMENT
 from megatron.core.ops import TrainOps
 from megatron.core.ops.cpu import cpu_ops
 from megatron.core.optimizer.distrib_optimizer import CHUNK_SIZE, Chunk, DistributedOptimizer, ShardState
-from megatron.core.optimizer.lanes import COMPUTE, HOST, TO_DEVICE, TO_HOST, Lanes, lanes_of
+from megatron.core.optimizer.lanes import COMPUTE, HOST, TO_DEVICE, TO_HOST, Lanes, lanes_of, nothing
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import ProcessGroups
 
@@ -83,7 +83,7 @@ class HybridDeviceOptimizer(DistributedOptimizer):
     def _update_shards(self) -> None:
         """Chunk i goes through slots i % NUM_SLOTS; it may enter each when chunk i - NUM_SLOTS has left it."""
         lanes = self._make_lanes(self.device, self.config.overlap_cpu_optimizer_d2h_h2d)
-        ready = lanes.submit(COMPUTE, _nothing)  # the gradients come from this lane
+        ready = lanes.submit(COMPUTE, nothing)  # the gradients come from this lane
         chunks = [chunk for state in self.on_host for chunk in self._chunks(state, self._chunk_size)]
         fetched: list[Any] = []
         updated: list[Any] = [ready] * NUM_SLOTS  # of chunk i at i + NUM_SLOTS
@@ -123,7 +123,3 @@ class HybridDeviceOptimizer(DistributedOptimizer):
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
-
-
-def _nothing() -> None:
-    """A no-op that is submitted only to be waited for."""
