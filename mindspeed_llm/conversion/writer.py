@@ -55,7 +55,7 @@ class FileRecord:
 
 
 class ByteSlabs:
-    """The bytes of one tensor, in order and in slabs of bounded size, with the CRC-32 of what went by; iterated once."""
+    """The bytes of one tensor, in order and in slabs of bounded size, and the CRC-32 of what went by; iterate once."""
 
     def __init__(
         self, slabs: Iterator[torch.Tensor], crc32: Callable[[memoryview, int], int], on_bytes: Callable[[int], None]
