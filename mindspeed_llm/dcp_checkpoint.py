@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from hf_formats.config import HFModelConfig
 from hf_formats.file_region import FileReader, FileRegion
@@ -82,7 +83,7 @@ class DCPCheckpoint(PlannedCheckpoint):
         """Stored dtype of a tensor."""
         return self._tensors[PREFIX + self._shards[hf_name][0].param].dtype
 
-    def fill(self, local: torch.Tensor, tensor: TensorPlan) -> None:
+    def fill(self, local: Tensor, tensor: TensorPlan) -> None:
         """``weight_source.fill`` for a tensor of the training engine, which is stored in the same orientation.
 
         Shards that are neighbours in the file, such as an expert's gate and up and the experts of a rank, are read
@@ -108,10 +109,10 @@ class DCPCheckpoint(PlannedCheckpoint):
         assert num_found == tensor.num_elements, f"{tensor.name}: {num_found} of {tensor.num_elements} elements"
         return reads
 
-    def _read_shard(self, shard: Shard, ranges: Ranges) -> torch.Tensor:
+    def _read_shard(self, shard: Shard, ranges: Ranges) -> Tensor:
         """The part ``ranges`` of a shard, in the orientation of the HF tensor."""
         key, stored = PREFIX + shard.param, _local_ranges(shard, ranges)
-        found: torch.Tensor | None = None
+        found: Tensor | None = None
         for common, part in self._parts(key, stored):
             if common == stored:
                 found = part
@@ -122,7 +123,7 @@ class DCPCheckpoint(PlannedCheckpoint):
         found = found.squeeze(0) if found.dim() > len(ranges) else found
         return found.T if shard.transpose else found
 
-    def _parts(self, key: str, ranges: Ranges) -> Iterator[tuple[Ranges, torch.Tensor]]:
+    def _parts(self, key: str, ranges: Ranges) -> Iterator[tuple[Ranges, Tensor]]:
         """(part of ``ranges``, its elements), chunk by chunk; ValueError at the end when elements are in no chunk."""
         stored, num_read = self._tensors[key], 0
         for chunk, common in _touched(stored, ranges):

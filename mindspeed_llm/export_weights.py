@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hf_formats.config import HFModelConfig
 from hf_formats.ranges import index_of, shape_of
@@ -29,7 +30,7 @@ def export_weights(
     groups: ProcessGroups,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     dtype: torch.dtype | None = None,
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, Tensor]]:
     """Yield every full HF tensor of the model, layer by layer, in the same order on every rank.
 
     Collective: every rank of ``groups.world`` must run the iterator to its end with the same arguments. The
@@ -51,7 +52,7 @@ def export_weights(
 
 
 def gather_hf_tensors(
-    local: Mapping[str, torch.Tensor],
+    local: Mapping[str, Tensor],
     names: Collection[str],
     hf: HFModelConfig,
     groups: ProcessGroups,
@@ -59,7 +60,7 @@ def gather_hf_tensors(
     dtype: torch.dtype,
     device: torch.device,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the full HF tensors ``names``, in the order of ``hf_tensors`` on every rank.
 
     Collective over ``groups.world``, with the same arguments on every rank but ``local``: the rank's own tensors under
@@ -85,13 +86,13 @@ class _Bucket:
     def __init__(
         self,
         shards: Mapping[str, tuple[Shard, ...]],
-        local: Mapping[str, torch.Tensor],
+        local: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device,
         groups: ProcessGroups,
     ) -> None:
         self._shards = shards
-        self._received: dict[tuple[str, int], torch.Tensor] = {}  # (hf name, index of its shard)
+        self._received: dict[tuple[str, int], Tensor] = {}  # (hf name, index of its shard)
         batches: dict[tuple[int, bool], list[tuple[str, int]]] = {}
         for name, shards_of_name in shards.items():
             for index, shard in enumerate(shards_of_name):
@@ -100,7 +101,7 @@ class _Bucket:
             batch_dtype = torch.float32 if is_fp32 else dtype
             self._broadcast(owner, keys, local, batch_dtype, device, groups)
 
-    def assemble(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def assemble(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The full tensor ``name``, released from the bucket."""
         shards = self._shards[name]
         values = [self._received.pop((name, index)) for index in range(len(shards))]
@@ -115,7 +116,7 @@ class _Bucket:
         self,
         owner: int,
         keys: list[tuple[str, int]],
-        local: Mapping[str, torch.Tensor],
+        local: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device,
         groups: ProcessGroups,
@@ -139,7 +140,7 @@ class _Bucket:
 @torch.no_grad()
 def hf_gradients(
     module: torch.nn.Module, hf: HFModelConfig, groups: ProcessGroups, bucket_bytes: int = DEFAULT_BUCKET_BYTES
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """HF name -> the whole gradient of that tensor, float32 copies, the same on every rank of ``groups.world``.
 
     ``module`` is a DistributedDataParallel after ``finalize_model_grads`` and before ``zero_grad_buffer``, whether its
@@ -167,7 +168,7 @@ def hf_gradients(
     return {name: tensor.clone() for name, tensor in gathered}
 
 
-def local_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def local_gradients(module: torch.nn.Module) -> dict[str, Tensor]:
     """Name in the bare module -> this rank's gradient in the parameter's shape; see ``hf_gradients`` for ``module``.
 
     Collective over the replicas when the gradients are sharded over them.
@@ -179,12 +180,12 @@ def local_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
 
 
-def _buffered_gradients(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
+def _buffered_gradients(ddp: DistributedDataParallel) -> dict[str, Tensor]:
     from megatron.core.tensor_parallel.collectives import all_gather_in_place
 
     if not ddp.grads_are_final:
         raise ValueError("gradients that finalize_model_grads has not reduced yet differ between ranks; call it first")
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Tensor] = {}
     for buffer in ddp.param_and_grad_buffers:
         flat = buffer.grads.tensor
         if buffer.num_shards > 1:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from hf_formats.config import HFModelConfig
 from hf_formats.fp8 import FP8_DTYPE
@@ -73,7 +74,7 @@ class WithMTP:
         original = self._original(hf_name)
         return torch.float32 if original is None else self.source.dtype(original)
 
-    def read(self, hf_name: str, ranges: Ranges) -> torch.Tensor:
+    def read(self, hf_name: str, ranges: Ranges) -> Tensor:
         """The slice of the tensor, or of its stand-in."""
         original = self._original(hf_name)
         if original is not None:

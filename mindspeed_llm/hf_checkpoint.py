@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_formats.config import HFModelConfig, read_config_dict, without_quantisation_and_mtp
 from hf_formats.file_region import FileReader
@@ -68,7 +69,7 @@ class HFCheckpoint(Checkpoint):
         """Stored dtype of a tensor."""
         return self._entries[hf_name].dtype
 
-    def read(self, hf_name: str, ranges: Ranges | None = None) -> torch.Tensor:
+    def read(self, hf_name: str, ranges: Ranges | None = None) -> Tensor:
         """The slice (default: all) of a tensor in its stored dtype: rows as a view of the file, mapped privately; where
         columns are cut, a copy, for which just the pages that hold them are read."""
         entry = self._entries.get(hf_name)
@@ -127,12 +128,12 @@ class StreamedSafetensors:
         self.num_bytes = 0  # of tensors
         self._file.seek(8 + HEADER_BYTES)
 
-    def has_room(self, name: str, tensor: torch.Tensor) -> bool:
+    def has_room(self, name: str, tensor: Tensor) -> bool:
         """Whether the header has, and the tensor's place is a multiple of its elements' size."""
         text = self._entry(name, tensor)
         return self._header_bytes + len(text) + 1 <= HEADER_BYTES and self.num_bytes % tensor.element_size() == 0
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add(self, name: str, tensor: Tensor) -> None:
         """Write a tensor that is contiguous, on the host; OSError when the disk cannot take it or what came before."""
         text = self._entry(name, tensor)
         self._entries.append(text)
@@ -154,7 +155,7 @@ class StreamedSafetensors:
     ) -> None:
         self._file.__exit__(kind, error, trace)
 
-    def _entry(self, name: str, tensor: torch.Tensor) -> str:
+    def _entry(self, name: str, tensor: Tensor) -> str:
         """The header's part of a tensor that comes next; ASCII, so as many bytes as characters."""
         offsets = [self.num_bytes, self.num_bytes + tensor.nbytes]
         spec = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
@@ -180,7 +181,7 @@ class ShardedWriter:
         if self._open is not None:
             self._open.__exit__(kind, error, trace)
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add(self, name: str, tensor: Tensor) -> None:
         """Append one tensor, first closing the current shard when it would grow beyond the limit."""
         tensor = tensor.detach().cpu().contiguous()
         shard = self._open
@@ -216,7 +217,7 @@ class ShardedWriter:
 
 
 def save_hf_checkpoint(
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    tensors: Iterable[tuple[str, Tensor]],
     out_dir: str | Path,
     hf_config_dir: str | Path,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
@@ -241,7 +242,7 @@ def save_hf_checkpoint(
 
 
 def write_hf_files(
-    tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, hf_config_dir: Path, max_shard_bytes: int
+    tensors: Iterable[tuple[str, Tensor]], directory: Path, hf_config_dir: Path, max_shard_bytes: int
 ) -> None:
     """Shards, index, config.json and tokenizer files into ``directory``, which exists and is empty."""
     num_mtp = 0

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from hf_formats.config import HFModelConfig
 from hf_formats.problems import raise_problems
@@ -64,9 +65,7 @@ def load_weights(
     return loaded
 
 
-def _copy(
-    on_host: CopyValues, target: torch.Tensor, values: torch.Tensor, scale_inv: torch.Tensor | None, origin: Origin
-) -> None:
+def _copy(on_host: CopyValues, target: Tensor, values: Tensor, scale_inv: Tensor | None, origin: Origin) -> None:
     """``copy_values`` to any device: FP8 is dequantised on the host and sent in one copy."""
     if target.device.type == "cpu":
         on_host(target, values, scale_inv, origin)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_formats.config import HFModelConfig, parse_hf_config
 from hf_formats.file_region import FileRegion
@@ -98,7 +99,7 @@ class ShardedCheckpoint(PlannedCheckpoint):
         shard = self._shards[hf_name][0]
         return self._local(shard).dtype
 
-    def _read_shard(self, shard: Shard, ranges: Ranges) -> torch.Tensor:
+    def _read_shard(self, shard: Shard, ranges: Ranges) -> Tensor:
         return _read_part(self._local(shard), shard, ranges)
 
     def describe(self) -> str:
@@ -170,7 +171,7 @@ def torch_file_regions(file: Path) -> dict[tuple[str, str], FileRegion]:
         for model, content in stored.items()
         if isinstance(content, dict)
         for name, tensor in content.items()
-        if isinstance(tensor, torch.Tensor)
+        if isinstance(tensor, Tensor)
     }
     # torch does not say where a storage lies in its file, but maps the whole file once: addresses differ as offsets do.
     addresses = {key: tensor.untyped_storage().data_ptr() for key, tensor in tensors.items()}
@@ -242,7 +243,7 @@ def place_in_file(tensor: TensorPlan) -> tuple[str, str]:
     return (f"model{match[1]}", match[2]) if match else ("model", tensor.name)
 
 
-def _read_part(region: FileRegion, shard: Shard, wanted: Ranges) -> torch.Tensor:
+def _read_part(region: FileRegion, shard: Shard, wanted: Ranges) -> Tensor:
     """``wanted``, a part of ``shard.ranges``, out of the local tensor at ``region``; maps no rows beside it."""
     rows, *others = shard.local_ranges
     if len(shard.local_ranges) == len(shard.ranges):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from hf_formats.config import HFModelConfig
 from hf_formats.file_region import FileRegion
@@ -24,7 +25,7 @@ _SHOWN_NAMES = 4
 _WILL_NEED_BYTES = 1 << 20  # below this the system's own read-ahead is as good
 
 Origin = tuple[int, int]
-CopyValues = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Origin], None]
+CopyValues = Callable[[Tensor, Tensor, Tensor | None, Origin], None]
 
 
 class WeightSource(Protocol):
@@ -38,7 +39,7 @@ class WeightSource(Protocol):
         """Dtype in which the tensor is stored."""
         ...
 
-    def read(self, hf_name: str, ranges: Ranges) -> torch.Tensor:
+    def read(self, hf_name: str, ranges: Ranges) -> Tensor:
         """hf_tensor[ranges] on the CPU in its stored dtype; it may share memory with the source: do not write to it."""
         ...
 
@@ -67,7 +68,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """Dtype in which the tensor is stored."""
 
     @abstractmethod
-    def read(self, hf_name: str, ranges: Ranges | None = None) -> torch.Tensor:
+    def read(self, hf_name: str, ranges: Ranges | None = None) -> Tensor:
         """hf_tensor[ranges], by default the whole tensor; see ``WeightSource``."""
 
 
@@ -82,7 +83,7 @@ class PlannedCheckpoint(Checkpoint):
         """Every HF tensor of the model."""
         return self._shards.keys()
 
-    def read(self, hf_name: str, ranges: Ranges | None = None) -> torch.Tensor:
+    def read(self, hf_name: str, ranges: Ranges | None = None) -> Tensor:
         """hf_tensor[ranges], by default the whole tensor."""
         shards = self._shards.get(hf_name)
         if shards is None:
@@ -91,11 +92,11 @@ class PlannedCheckpoint(Checkpoint):
         return assemble(f"{self.path}: {hf_name}", ranges, shards, self._read_shard)
 
     @abstractmethod
-    def _read_shard(self, shard: Shard, ranges: Ranges) -> torch.Tensor:
+    def _read_shard(self, shard: Shard, ranges: Ranges) -> Tensor:
         """The part ``ranges`` of a shard, in the orientation of the HF tensor."""
 
 
-def hf_view(local: torch.Tensor, shard: Shard) -> torch.Tensor:
+def hf_view(local: Tensor, shard: Shard) -> Tensor:
     """The part of ``local`` that ``shard`` fills, as a view in the orientation of the HF tensor."""
     view = local[index_of(shard.local_ranges)]
     if view.dim() > len(shard.ranges):
@@ -118,7 +119,7 @@ def stored_dtype(source: WeightSource, tensor: TensorPlan) -> torch.dtype:
     return dtypes.pop()
 
 
-def copy_values(target: torch.Tensor, values: torch.Tensor, scale_inv: torch.Tensor | None, origin: Origin) -> None:
+def copy_values(target: Tensor, values: Tensor, scale_inv: Tensor | None, origin: Origin) -> None:
     """``target[...] = values``, cast; with scales the values, which begin at ``origin`` of their matrix, are FP8."""
     if scale_inv is None:
         target.copy_(values)
@@ -126,7 +127,7 @@ def copy_values(target: torch.Tensor, values: torch.Tensor, scale_inv: torch.Ten
         dequantize_into(target, Fp8Blocks(values, scale_inv, (origin[0] % BLOCK, origin[1] % BLOCK)))
 
 
-def fill(local: torch.Tensor, tensor: TensorPlan, source: WeightSource, copy: CopyValues = copy_values) -> None:
+def fill(local: Tensor, tensor: TensorPlan, source: WeightSource, copy: CopyValues = copy_values) -> None:
     """Read every shard of ``tensor`` from ``source`` into ``local`` (shape ``tensor.shape``), casting to its dtype.
 
     FP8 weights are multiplied by the scales of the blocks that a shard touches and rounded once. ``copy`` writes the
@@ -146,14 +147,12 @@ def fill(local: torch.Tensor, tensor: TensorPlan, source: WeightSource, copy: Co
         copy(target, values, scales, (row, column))
 
 
-def assemble(
-    what: str, wanted: Ranges, shards: Sequence[Shard], read: Callable[[Shard, Ranges], torch.Tensor]
-) -> torch.Tensor:
+def assemble(what: str, wanted: Ranges, shards: Sequence[Shard], read: Callable[[Shard, Ranges], Tensor]) -> Tensor:
     """The part ``wanted`` of an HF tensor from its ``shards``; ``read`` returns a part of one shard.
 
     A part that lies in one shard is returned as ``read`` returned it. ValueError when elements are in no shard.
     """
-    result: torch.Tensor | None = None
+    result: Tensor | None = None
     num_found = 0
     for shard in shards:
         common = intersection(shard.ranges, wanted)
@@ -171,7 +170,7 @@ def assemble(
     return result
 
 
-def read_region(region: FileRegion, ranges: Ranges | None = None) -> torch.Tensor:
+def read_region(region: FileRegion, ranges: Ranges | None = None) -> Tensor:
     """The slice (default: all) of a tensor as a view of its file: nothing is read until it is used.
 
     Only the rows (dim 0) that ``ranges`` touches are mapped, privately: a write would never reach the file.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.offload import HostTensor, OffloadableTensor
@@ -103,6 +102,6 @@ def _flat_entries(
             yield LedgerEntry(f"{name} (padding)", kind, place, num_bytes)
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage(tensor: Tensor) -> int:
     """Return a key for the storage of ``tensor``; a storage without memory (offloaded, meta) has one too."""
     return int(tensor.untyped_storage()._cdata)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.router_replay import MicroBatchRouting
@@ -25,9 +25,9 @@ class PackedSeqParams:
     kept.
     """
 
-    cu_seqlens: torch.Tensor
+    cu_seqlens: Tensor
     max_seqlen: int
-    is_padding_T: torch.Tensor | None = None
+    is_padding_T: Tensor | None = None
     routing: MicroBatchRouting | None = None
     # Values that one layer computes and every layer needs, such as index tensors on the device; each has its maker's
     # key.

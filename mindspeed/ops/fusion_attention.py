@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 # The kernel reads causality from one fixed triangle of this size, whatever the sequence lengths are.
 MASK_SIZE = 2048
@@ -20,47 +21,40 @@ class FusionAttention:
     """See ``megatron.core.ops.contract.CoreAttention``. Holds the causal triangle (4 MiB) of each device it ran on."""
 
     def __init__(self) -> None:
-        self._masks: dict[torch.device, torch.Tensor] = {}
+        self._masks: dict[torch.device, Tensor] = {}
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        max_seqlen: int,
-        scale: float,
-        causal: bool = True,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, causal: bool = True
+    ) -> Tensor:
         return self._attend(q, k, v, cu_seqlens, cu_seqlens, scale, causal)[0]
 
     def block(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
         scale: float,
         causal: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """See ``contract.AttentionBlock``."""
         out, maximum, total = self._attend(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal)
         return out, maximum[..., 0] + total[..., 0].log()
 
     def block_grad(
         self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
         scale: float,
         causal: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``contract.AttentionBlockGrad``: the kernel's weights are ``exp(scores - maximum) / sum``."""
         import torch_npu
 
@@ -86,15 +80,8 @@ class FusionAttention:
         return grads[0], grads[1], grads[2][..., :value_size]
 
     def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        scale: float,
-        causal: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output, and the maximum and sum of weights of every row of scores, [Tq, N, 8] each."""
         import torch_npu
 
@@ -113,14 +100,14 @@ class FusionAttention:
         )
         return out[..., :value_size], maximum, total
 
-    def _causal_mask(self, device: torch.device) -> torch.Tensor:
+    def _causal_mask(self, device: torch.device) -> Tensor:
         if device not in self._masks:
             full = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device)
             self._masks[device] = full.triu(diagonal=1)  # True = masked
         return self._masks[device]
 
 
-def _as_wide_as(q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _as_wide_as(q: Tensor, x: Tensor) -> Tensor:
     """Values, outputs and their gradients [T, N, Dv] as the kernel takes them."""
     # NPU-ADAPTATION(fa-pad-value): the packed kernel wants one head size for q, k and v, and MLA has 192 and 128;
     # drop when the oldest CANN that we support takes them as they are.

@@ -8,6 +8,7 @@ run the reference. Tolerance: the same experts except where scores tie, weights 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from megatron.core.ops import reference_moe
 
@@ -18,7 +19,7 @@ NORMALISE_THEN_CHOOSE = 0  # renorm, the only one there is
 
 
 def topk_router(
-    logits_TE: torch.Tensor,
+    logits_TE: Tensor,
     *,
     topk: int,
     num_groups: int | None = None,
@@ -27,9 +28,9 @@ def topk_router(
     pre_softmax: bool = False,
     norm_topk_prob: bool = True,
     scaling_factor: float | None = None,
-    expert_bias: torch.Tensor | None = None,
-    chosen_TK: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    expert_bias: Tensor | None = None,
+    chosen_TK: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """See ``megatron.core.ops.contract.TopkRouter``."""
     if score_function != "sigmoid" or logits_TE.shape[0] == 0:
         return reference_moe.topk_router(
@@ -54,12 +55,8 @@ def topk_router(
 
 
 def _choose(
-    logits_TE: torch.Tensor,
-    topk: int,
-    num_groups: int | None,
-    group_topk: int | None,
-    expert_bias: torch.Tensor | None,
-) -> torch.Tensor:
+    logits_TE: Tensor, topk: int, num_groups: int | None, group_topk: int | None, expert_bias: Tensor | None
+) -> Tensor:
     import torch_npu
 
     has_groups = num_groups is not None and group_topk is not None
@@ -78,5 +75,5 @@ def _choose(
         renorm=NORMALISE_THEN_CHOOSE,
         norm_type=SIGMOID,
     )
-    chosen: torch.Tensor = indices_TK.long()
+    chosen: Tensor = indices_TK.long()
     return chosen

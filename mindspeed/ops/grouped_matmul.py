@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # Codes of npu_grouped_matmul.
 SPLIT_ROWS, SPLIT_INNER = 0, 2  # group_type: groups are runs of x's rows, or of the contracted dimension
@@ -16,21 +17,21 @@ ONE_OUTPUT = 3  # split_item
 COUNTS = 1  # group_list_type: rows per group, not running ends
 
 
-def grouped_matmul(x: torch.Tensor, w: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+def grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """See ``megatron.core.ops.contract.GroupedMatmul``."""
     counts = tokens_per_expert.to(device=x.device, dtype=torch.int64)
-    out: torch.Tensor = _GroupedMatmul.apply(x, w, counts)
+    out: Tensor = _GroupedMatmul.apply(x, w, counts)
     return out
 
 
 class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(x, w, counts)
         return _call(x, w, counts, SPLIT_ROWS) if x.shape[0] else x.new_empty(0, w.shape[2])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, w, counts = ctx.saved_tensors
         if not x.shape[0]:
             return torch.empty_like(x), torch.zeros_like(w), None
@@ -46,10 +47,10 @@ class _GroupedMatmul(torch.autograd.Function):
         return grad_x, grad_w, None
 
 
-def _call(x: torch.Tensor, w: torch.Tensor, counts: torch.Tensor, group_type: int) -> torch.Tensor:
+def _call(x: Tensor, w: Tensor, counts: Tensor, group_type: int) -> Tensor:
     import torch_npu
 
-    product: torch.Tensor = torch_npu.npu_grouped_matmul(
+    product: Tensor = torch_npu.npu_grouped_matmul(
         [x], [w], group_list=counts, split_item=ONE_OUTPUT, group_type=group_type, group_list_type=COUNTS
     )[0]
     return product

@@ -7,12 +7,12 @@ Backward: torch_npu's own (npu_rms_norm_backward).
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``megatron.core.ops.contract.RmsNorm``."""
     import torch_npu
 
-    normed: torch.Tensor = torch_npu.npu_rms_norm(x, weight, epsilon=eps)[0]
+    normed: Tensor = torch_npu.npu_rms_norm(x, weight, epsilon=eps)[0]
     return normed

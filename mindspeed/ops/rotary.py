@@ -7,19 +7,19 @@ relative. Backward: torch_npu's own (npu_rotary_mul_backward); cos and sin carry
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 
-def rotary_interleaved(x_TNR: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotary_interleaved(x_TNR: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See ``megatron.core.ops.contract.RotaryInterleaved``; keeps the order of R."""
     import torch_npu
 
-    rotated: torch.Tensor = torch_npu.npu_rotary_mul(
+    rotated: Tensor = torch_npu.npu_rotary_mul(
         x_TNR.float().unsqueeze(0), _per_channel(cos), _per_channel(sin), rotary_mode="interleave"
     )
     return rotated.squeeze(0).to(x_TNR.dtype)
 
 
-def _per_channel(angles_Tr: torch.Tensor) -> torch.Tensor:
+def _per_channel(angles_Tr: Tensor) -> Tensor:
     """[T, R/2] -> [1, T, 1, R]: both members of a pair turn by the same angle."""
     return angles_Tr.float().repeat_interleave(2, dim=-1)[None, :, None, :]

@@ -6,15 +6,15 @@ Tolerance: 1e-2 (bfloat16), 1e-6 (float32), relative. Backward: torch_npu's own 
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 
-def swiglu(x: torch.Tensor) -> torch.Tensor:
+def swiglu(x: Tensor) -> Tensor:
     """See ``megatron.core.ops.contract.Swiglu``."""
     import torch_npu
 
     if x.shape[0] == 0:  # a rank's experts may get no token at all; the kernel does not start on empty tensors
         gate, up = x.chunk(2, dim=-1)
         return gate * up
-    activated: torch.Tensor = torch_npu.npu_swiglu(x, dim=-1)
+    activated: Tensor = torch_npu.npu_swiglu(x, dim=-1)
     return activated

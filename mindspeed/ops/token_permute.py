@@ -7,10 +7,10 @@ weighted sums. Backward: torch_npu's own (npu_moe_token_permute_grad, npu_moe_to
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 
-def token_permute(tokens_TH: torch.Tensor, indices_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def token_permute(tokens_TH: Tensor, indices_TK: Tensor) -> tuple[Tensor, Tensor]:
     """See ``megatron.core.ops.contract.TokenPermute``."""
     import torch_npu
 
@@ -20,9 +20,7 @@ def token_permute(tokens_TH: torch.Tensor, indices_TK: torch.Tensor) -> tuple[to
     return rows, row_map
 
 
-def token_unpermute(
-    rows: torch.Tensor, row_map: torch.Tensor, probs_TK: torch.Tensor | None = None, topk: int = 1
-) -> torch.Tensor:
+def token_unpermute(rows: Tensor, row_map: Tensor, probs_TK: Tensor | None = None, topk: int = 1) -> Tensor:
     """See ``megatron.core.ops.contract.TokenUnpermute``; ``topk`` is read only when there are no probs."""
     import torch_npu
 
@@ -30,7 +28,7 @@ def token_unpermute(
         no_tokens = rows.reshape(0, rows.shape[1])
         return no_tokens if probs_TK is None else no_tokens + probs_TK.sum().to(rows.dtype)  # for probs' gradient
     if probs_TK is not None:
-        weighted: torch.Tensor = torch_npu.npu_moe_token_unpermute(rows, row_map, probs=probs_TK)
+        weighted: Tensor = torch_npu.npu_moe_token_unpermute(rows, row_map, probs=probs_TK)
         return weighted
-    by_choice: torch.Tensor = torch_npu.npu_moe_token_unpermute(rows, row_map)
+    by_choice: Tensor = torch_npu.npu_moe_token_unpermute(rows, row_map)
     return by_choice if topk == 1 else by_choice.unflatten(0, (-1, topk)).sum(1)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_formats.config import HFModelConfig, parse_hf_config, read_config_dict
 from hf_formats.fp8 import FP8_DTYPE, is_quantized
@@ -47,7 +48,7 @@ class PlannedWeights:
         found: torch.dtype = getattr(torch, hf_tensors(self.hf)[hf_name][1])
         return found
 
-    def read(self, hf_name: str, ranges: Ranges) -> torch.Tensor:
+    def read(self, hf_name: str, ranges: Ranges) -> Tensor:
         """Not there."""
         raise AssertionError(f"{hf_name} is planned, not stored")
 

@@ -21,6 +21,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hf_formats.fp8 import BLOCK, Fp8Blocks, row_scales
 from mindspeed_llm.weight_source import CopyValues, Origin, copy_values
@@ -64,7 +65,7 @@ def crc32_native(data: memoryview, so_far: int) -> int:
     return zlib.crc32(data[whole:], crc)
 
 
-def copy_native(target: torch.Tensor, values: torch.Tensor, scale_inv: torch.Tensor | None, origin: Origin) -> None:
+def copy_native(target: Tensor, values: Tensor, scale_inv: Tensor | None, origin: Origin) -> None:
     """``copy_values`` with C loops that dequantise FP8 to BF16 (scales must be finite) and transpose 2-byte elements;
     all other cases are passed to ``copy_values``."""
     is_transposed = target.dim() == 2 and target.stride(0) == 1 and target.stride(1) > 1
@@ -78,9 +79,7 @@ def copy_native(target: torch.Tensor, values: torch.Tensor, scale_inv: torch.Ten
         copy_values(target, values, scale_inv, origin)
 
 
-def _dequantize(
-    target: torch.Tensor, weight_OI: torch.Tensor, scale_inv: torch.Tensor, origin: Origin, is_transposed: bool
-) -> None:
+def _dequantize(target: Tensor, weight_OI: Tensor, scale_inv: Tensor, origin: Origin, is_transposed: bool) -> None:
     rows, columns = weight_OI.shape
     buffer = torch.empty((min(rows, BLOCK), columns), dtype=torch.bfloat16) if is_transposed else target
     for start, stop, scales_I in row_scales(Fp8Blocks(weight_OI, scale_inv, (origin[0] % BLOCK, origin[1] % BLOCK))):
@@ -92,7 +91,7 @@ def _dequantize(
             _transpose(target[start:stop], to)
 
 
-def _transpose(target: torch.Tensor, values: torch.Tensor) -> None:
+def _transpose(target: Tensor, values: Tensor) -> None:
     rows, columns = values.shape
     _library().transpose16(values.data_ptr(), values.stride(0), rows, columns, target.data_ptr(), target.stride(1))
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from hf_formats.fp8 import BLOCK, FP8_DTYPE, quantize
 from hf_formats.ranges import shape_of
@@ -28,14 +29,14 @@ class SlabReader:
         self._kernels = kernels
         self._max_bytes = max_bytes
         self._on_bytes = on_bytes
-        self._scales: list[torch.Tensor] = []
+        self._scales: list[Tensor] = []
         self._buffer = torch.empty(0, dtype=torch.uint8)  # new memory for every slab would cost a fault on every page
 
     def __call__(self, tensor: StoredTensor) -> ByteSlabs:
         """The slabs of ``tensor``, made one at a time as they are iterated."""
         return ByteSlabs(self._slabs(tensor), self._kernels.crc32, self._on_bytes)
 
-    def _slabs(self, tensor: StoredTensor) -> Iterator[torch.Tensor]:
+    def _slabs(self, tensor: StoredTensor) -> Iterator[Tensor]:
         first = tensor.content.shards[0]
         is_kept = self._source.dtype(first.hf_name) == tensor.dtype == FP8_DTYPE
         if tensor.form == "fp8_scale" and self._source.dtype(first.hf_name) == FP8_DTYPE:
@@ -57,7 +58,7 @@ class SlabReader:
             else:
                 yield self._assemble(part, tensor.dtype)
 
-    def _assemble(self, part: TensorPlan, dtype: torch.dtype) -> torch.Tensor:
+    def _assemble(self, part: TensorPlan, dtype: torch.dtype) -> Tensor:
         """``part`` in the buffer; a view of the source where that holds just these bytes."""
         if _is_view(part, dtype, self._source):
             return self._source.read(part.shards[0].hf_name, part.shards[0].ranges).reshape(part.shape)

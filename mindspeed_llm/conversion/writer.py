@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, ClassVar, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from mindspeed_llm.weight_plan import TensorPlan
 
@@ -58,7 +59,7 @@ class ByteSlabs:
     """The bytes of one tensor, in order and in slabs of bounded size, and the CRC-32 of what went by; iterate once."""
 
     def __init__(
-        self, slabs: Iterator[torch.Tensor], crc32: Callable[[memoryview, int], int], on_bytes: Callable[[int], None]
+        self, slabs: Iterator[Tensor], crc32: Callable[[memoryview, int], int], on_bytes: Callable[[int], None]
     ) -> None:
         self.crc32 = 0
         self._slabs, self._sum, self._on_bytes = slabs, crc32, on_bytes

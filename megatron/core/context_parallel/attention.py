@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from megatron.core.context_parallel.block import Block, BlockAttention, keys_of
 from megatron.core.context_parallel.by_heads import HeadExchange
@@ -38,13 +38,8 @@ class ContextParallelAttention:
         return self.group.size() > 1 and self.cp_comm_type != "a2a"
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        params: PackedSeqParams,
-        shared_k: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, params: PackedSeqParams, shared_k: Tensor | None = None
+    ) -> Tensor:
         """q [t, N, D], k [t, M, D], v [t, M, Dv] of this rank's tokens -> [t, N, Dv]; M divides N.
 
         shared_k [t, 1, R]: the last part of every head's key, when all heads share it (k is then [t, M, D-R]); it
@@ -60,14 +55,8 @@ class ContextParallelAttention:
         return self._attend_blocks(q, block, None, BlockAttention(self.ops, self.scale), shard)
 
     def attend_to_latents(
-        self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        shared_k: torch.Tensor,
-        weight: torch.Tensor,
-        params: PackedSeqParams,
-        value_size: int,
-    ) -> torch.Tensor:
+        self, q: Tensor, latent: Tensor, shared_k: Tensor, weight: Tensor, params: PackedSeqParams, value_size: int
+    ) -> Tensor:
         """q [t, N, D+R], latent [t, C], shared_k [t, 1, R], weight [N * (D+Dv), C] -> [t, N, Dv], for CP > 1.
 
         Latent attention (MLA) that sends latents instead of the keys and values that each head computes from them. This
@@ -83,12 +72,12 @@ class ContextParallelAttention:
         return self._attend_blocks(q, (latent, shared_k), weight, attention, shard)
 
     def _attend_blocks(
-        self, q: torch.Tensor, block: Block, weight: torch.Tensor | None, attention: BlockAttention, shard: ContextShard
-    ) -> torch.Tensor:
+        self, q: Tensor, block: Block, weight: Tensor | None, attention: BlockAttention, shard: ContextShard
+    ) -> Tensor:
         attend = ring_attention if self.cp_comm_type == "p2p" else gathered_attention
         return attend(q, block, weight, attention, shard, self.group)
 
-    def _shard(self, q: torch.Tensor, params: PackedSeqParams) -> ContextShard:
+    def _shard(self, q: Tensor, params: PackedSeqParams) -> ContextShard:
         shard = ContextShard.of(params, self.group.size(), self.group.rank(), q.device)
         assert len(q) == int(shard.local[-1]), f"{len(q)} tokens; bounds {params.cu_seqlens} over {shard.cp_size} ranks"
         return shard

@@ -6,28 +6,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron.core.ops import TrainOps
 
 # A block of heads: keys [k, M, D], values [k, M, Dv] and, where all heads share a part of their key, that part
 # [k, 1, R]. A block of latents: the latents [k, C] of keys and values, and the shared part [k, 1, R].
-Block = tuple[torch.Tensor, ...]
-Bounds = tuple[torch.Tensor, torch.Tensor]  # of the queries, of the keys
+Block = tuple[Tensor, ...]
+Bounds = tuple[Tensor, Tensor]  # of the queries, of the keys
 
 
-def keys_of(block: Block) -> torch.Tensor:
+def keys_of(block: Block) -> Tensor:
     """[k, M, D+R]: the shared part is the end of every head's key."""
     if len(block) == 2:
         return block[0]
     return torch.cat([block[0], block[2].expand(-1, block[0].shape[1], -1)], dim=-1)
 
 
-def take_rows(block: Block, rows: torch.Tensor) -> Block:
+def take_rows(block: Block, rows: Tensor) -> Block:
     """The block of some of the tokens."""
     return tuple(x.index_select(0, rows) for x in block)
 
 
-def widen(x: torch.Tensor) -> torch.Tensor:
+def widen(x: Tensor) -> Tensor:
     """Return x in the dtype in which sums of several terms are accumulated."""
     return x if x.dtype == torch.float64 else x.float()
 
@@ -46,20 +47,15 @@ class BlockAttention:
     value_size: int = 0
 
     def forward(
-        self, q: torch.Tensor, block: Block, weight: torch.Tensor | None, bounds: Bounds, causal: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, block: Block, weight: Tensor | None, bounds: Bounds, causal: bool
+    ) -> tuple[Tensor, Tensor]:
         """-> out [q, N, Dv], lse [q, N]."""
         heads = self.heads(block, weight)
         return self.ops.attention_block(q, keys_of(heads), heads[1], *bounds, self.scale, causal)
 
     def backward(
-        self,
-        queries: Sequence[torch.Tensor],
-        block: Block,
-        weight: torch.Tensor | None,
-        bounds: Bounds,
-        causal: bool,
-    ) -> tuple[torch.Tensor, Block, torch.Tensor | None]:
+        self, queries: Sequence[Tensor], block: Block, weight: Tensor | None, bounds: Bounds, causal: bool
+    ) -> tuple[Tensor, Block, Tensor | None]:
         """-> gradients of q, block and weight; queries: the output's gradient, q, and out and lse of all keys."""
         grad_out, q, out, lse = queries
         heads = self.heads(block, weight)
@@ -76,7 +72,7 @@ class BlockAttention:
         grad_latent = self.ops.matmul(grad_kv, weight)
         return grad_q, (grad_latent, grad_shared), self.ops.matmul(grad_kv.t(), block[0])
 
-    def heads(self, block: Block, weight: torch.Tensor | None) -> Block:
+    def heads(self, block: Block, weight: Tensor | None) -> Block:
         """The block as keys, values and the shared part of the keys."""
         if weight is None:
             return block
@@ -86,7 +82,7 @@ class BlockAttention:
         return k, v, shared
 
 
-def merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Join, in place, the attention to two sets of keys: each output counts by its share of the denominator."""
     total = torch.logaddexp(lse, more_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1)).add_(widen(more) * (more_lse - total).exp_().unsqueeze(-1))

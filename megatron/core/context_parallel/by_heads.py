@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.core.context_parallel.block import Block, BlockAttention, keys_of
 from megatron.core.context_parallel.zigzag import ContextShard
@@ -25,7 +26,7 @@ class HeadExchange:
     shard: ContextShard
     group: dist.ProcessGroup
 
-    def attend(self, q: torch.Tensor, block: Block) -> torch.Tensor:
+    def attend(self, q: Tensor, block: Block) -> Tensor:
         """q [t, N, Dq] and this rank's own block -> [t, N, Dv]; N is a multiple of CP, collective over ``group``.
 
         If there are fewer key heads than ranks, they are repeated before they are sent. The part of the keys that all
@@ -36,9 +37,7 @@ class HeadExchange:
         shared = tuple(self._gather(x) for x in block[2:])
         return self._own_tokens(self._core_attention(q_TND, (k_TMD, v_TMD, *shared)))
 
-    def attend_to_latents(
-        self, q: torch.Tensor, block: Block, weight: torch.Tensor, attention: BlockAttention
-    ) -> torch.Tensor:
+    def attend_to_latents(self, q: Tensor, block: Block, weight: Tensor, attention: BlockAttention) -> Tensor:
         """The same with a block of latents, which go to every rank; each makes the keys and values of its own heads."""
         (q_TND,) = self._all_tokens([q])
         latent, shared = (self._gather(x) for x in block)
@@ -47,15 +46,15 @@ class HeadExchange:
         k_TND, v_TND = kv.split([attention.key_size, attention.value_size], dim=-1)
         return self._own_tokens(self._core_attention(q_TND, (k_TND, v_TND, shared)))
 
-    def _core_attention(self, q_TND: torch.Tensor, block: Block) -> torch.Tensor:
+    def _core_attention(self, q_TND: Tensor, block: Block) -> Tensor:
         bounds = self.params.cu_seqlens, self.params.max_seqlen
         return self.ops.core_attention(q_TND, keys_of(block), block[1], *bounds, self.scale, True)
 
-    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+    def _gather(self, x: Tensor) -> Tensor:
         """Return the values of all tokens; their gradient is summed over the ranks."""
         return gather_from_sequence_parallel_region(x, self.group).index_select(0, self.shard.gathered_rows)
 
-    def _all_tokens(self, by_head: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _all_tokens(self, by_head: list[Tensor]) -> list[Tensor]:
         """Each [t, heads, size] -> [T, heads / CP, size], all in one exchange."""
         size = self.group.size()
         assert all(x.shape[1] % size == 0 for x in by_head), f"heads of {[x.shape for x in by_head]} over {size} ranks"
@@ -65,17 +64,17 @@ class HeadExchange:
         parts = arrived.split([x.shape[2] for x in columns], dim=1)
         return [part.unflatten(1, (-1, x.shape[2])) for part, x in zip(parts, by_head, strict=True)]
 
-    def _own_tokens(self, x_TND: torch.Tensor) -> torch.Tensor:
+    def _own_tokens(self, x_TND: Tensor) -> Tensor:
         """[T, heads / CP, size] -> [t, heads, size]."""
         by_rank = x_TND.index_select(0, self.shard.gathered_order).unflatten(0, (self.group.size(), -1))
         return self._exchange(by_rank).transpose(0, 1).flatten(1, 2)
 
-    def _exchange(self, x: torch.Tensor) -> torch.Tensor:
+    def _exchange(self, x: Tensor) -> Tensor:
         """[CP, t, ...], one part for each rank -> [CP, t, ...], one part from each."""
         splits = [x.shape[1]] * self.group.size()
         return all_to_all(self.group, x.flatten(0, 1), splits, splits).unflatten(0, x.shape[:2])
 
 
-def _at_least(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+def _at_least(x: Tensor, num_heads: int) -> Tensor:
     """Repeat every head, copies side by side, up to ``num_heads`` heads."""
     return x if x.shape[1] % num_heads == 0 else x.repeat_interleave(num_heads // x.shape[1], dim=1)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.core.context_parallel.block import Block, BlockAttention, widen
 from megatron.core.context_parallel.zigzag import ContextShard
@@ -18,15 +19,15 @@ from megatron.core.tensor_parallel import collectives
 
 
 def gathered_attention(
-    q: torch.Tensor,
+    q: Tensor,
     block: Block,
-    weight: torch.Tensor | None,
+    weight: Tensor | None,
     attention: BlockAttention,
     shard: ContextShard,
     group: dist.ProcessGroup,
-) -> torch.Tensor:
+) -> Tensor:
     """q [t, N, Dq] and this rank's own block -> [t, N, Dv]; collective over ``group``, as is the backward."""
-    out: torch.Tensor = _GatheredAttention.apply(attention, shard, group, weight, q, *block)
+    out: Tensor = _GatheredAttention.apply(attention, shard, group, weight, q, *block)
     return out
 
 
@@ -37,9 +38,9 @@ class _GatheredAttention(torch.autograd.Function):
         attention: BlockAttention,
         shard: ContextShard,
         group: dist.ProcessGroup,
-        weight: torch.Tensor | None,
-        q: torch.Tensor,
-        *block: torch.Tensor,
+        weight: Tensor | None,
+        q: Tensor,
+        *block: Tensor,
     ) -> Any:
         everything, _ = collectives.all_gather(_joined(block), group)
         results = []
@@ -52,7 +53,7 @@ class _GatheredAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
         q, out, lse, weight, *saved = ctx.saved_tensors
         block = tuple(saved)
         everything, _ = collectives.all_gather(_joined(block), ctx.group)
@@ -71,13 +72,13 @@ class _GatheredAttention(torch.autograd.Function):
         return None, None, None, of_weight, _put_together(ctx.shard, *grads_q), *_split(grad_block, block)
 
 
-def _put_together(shard: ContextShard, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def _put_together(shard: ContextShard, first: Tensor, second: Tensor) -> Tensor:
     """Values of the first and of the second chunks -> of this rank's tokens."""
     whole = first.new_empty(len(first) + len(second), *first.shape[1:])
     return whole.index_copy_(0, shard.first_rows, first).index_copy_(0, shard.second_rows, second)
 
 
-def _halves(shard: ContextShard) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]:
+def _halves(shard: ContextShard) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, Tensor]]]:
     """This rank's first and second chunks: their rows, the gathered rows of what they see, the bounds of both."""
     for rows, (keys, bounds) in (
         (shard.first_rows, shard.keys_of_first),
@@ -86,11 +87,11 @@ def _halves(shard: ContextShard) -> Iterator[tuple[torch.Tensor, torch.Tensor, t
         yield rows, keys, (shard.half, bounds)
 
 
-def _joined(block: Block) -> torch.Tensor:
+def _joined(block: Block) -> Tensor:
     """[k, columns of all tensors]: one collective instead of one each."""
     return torch.cat([x.flatten(1) for x in block], dim=1)
 
 
-def _split(joined: torch.Tensor, like: Block) -> Block:
+def _split(joined: Tensor, like: Block) -> Block:
     parts = joined.split([x[0].numel() for x in like], dim=1)
     return tuple(part.unflatten(1, x.shape[1:]).contiguous() for part, x in zip(parts, like, strict=True))

@@ -15,21 +15,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.core.context_parallel.block import Block, BlockAttention, merge, take_rows, widen
 from megatron.core.context_parallel.zigzag import ContextShard
 
 
 def ring_attention(
-    q: torch.Tensor,
+    q: Tensor,
     block: Block,
-    weight: torch.Tensor | None,
+    weight: Tensor | None,
     attention: BlockAttention,
     shard: ContextShard,
     group: dist.ProcessGroup,
-) -> torch.Tensor:
+) -> Tensor:
     """q [t, N, Dq] and this rank's own block -> [t, N, Dv]; collective over ``group``, as is the backward."""
-    out: torch.Tensor = _RingAttention.apply(attention, _Ring(group, shard), weight, q, *block)
+    out: Tensor = _RingAttention.apply(attention, _Ring(group, shard), weight, q, *block)
     return out
 
 
@@ -104,12 +105,7 @@ class _Ring:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        attention: BlockAttention,
-        ring: _Ring,
-        weight: torch.Tensor | None,
-        q: torch.Tensor,
-        *block: torch.Tensor,
+        ctx: Any, attention: BlockAttention, ring: _Ring, weight: Tensor | None, q: Tensor, *block: Tensor
     ) -> Any:
         shard, second = ring.shard, ring.shard.second_rows
         arriving = ring.pass_on(block, 0)  # overlaps with the attention to this rank's own block
@@ -132,7 +128,7 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
         attention, ring = ctx.attention, ctx.ring
         q, out, lse, weight, *saved = ctx.saved_tensors
         block, shard, second = tuple(saved), ring.shard, ring.shard.second_rows
@@ -171,7 +167,7 @@ class _RingAttention(torch.autograd.Function):
         return None, None, of_weight, grad_q.to(q.dtype), *of_block
 
 
-def _add_rows(total: Block, rows: torch.Tensor, terms: Sequence[Block]) -> None:
+def _add_rows(total: Block, rows: Tensor, terms: Sequence[Block]) -> None:
     for term in terms:
         for x, y in zip(total, term, strict=True):
             x.index_add_(0, rows, widen(y))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -20,7 +21,7 @@ def padded_length(length: int, cp_size: int) -> int:
     return length if cp_size == 1 else length + -length % (2 * cp_size)
 
 
-def zigzag_indices(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
+def zigzag_indices(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     """Return int64 [t]: the indices, in the packed order of all tokens, of the tokens that ``cp_rank`` holds.
 
     cu_seqlens: int32 [B+1], bounds of the whole sequences. Raises ``ValueError`` for lengths that cannot be cut.
@@ -38,7 +39,7 @@ def zigzag_indices(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torc
     return bounds[sequence] + start + place
 
 
-def gathered_rows(cu_seqlens: torch.Tensor, cp_size: int) -> torch.Tensor:
+def gathered_rows(cu_seqlens: Tensor, cp_size: int) -> Tensor:
     """Return int64 [T]: for every token of the packed order its row in ``torch.cat`` of all ranks' tokens.
 
     ``torch.cat(parts)[gathered_rows(...)]`` puts per-token values of the ranks back together.
@@ -46,7 +47,7 @@ def gathered_rows(cu_seqlens: torch.Tensor, cp_size: int) -> torch.Tensor:
     return torch.cat([zigzag_indices(cu_seqlens, cp_size, rank) for rank in range(cp_size)]).argsort()
 
 
-def _check_lengths(lengths: torch.Tensor, cp_size: int) -> None:
+def _check_lengths(lengths: Tensor, cp_size: int) -> None:
     wrong = (lengths % (2 * cp_size)).nonzero().flatten().tolist()
     if wrong:
         shown = ", ".join(f"sequence {i} has {int(lengths[i])} tokens" for i in wrong[:5])
@@ -63,7 +64,7 @@ class ContextShard:
     Made once per micro-batch and kept in its ``PackedSeqParams``; layers share the index tensors.
     """
 
-    whole: torch.Tensor  # bounds of all sequences, in all T tokens
+    whole: Tensor  # bounds of all sequences, in all T tokens
     cp_size: int
     cp_rank: int
     device: torch.device
@@ -81,46 +82,46 @@ class ContextShard:
         return shard
 
     @cached_property
-    def local(self) -> torch.Tensor:
+    def local(self) -> Tensor:
         """Bounds of this rank's two chunks of every sequence."""
         return self.whole // self.cp_size
 
     @cached_property
-    def half(self) -> torch.Tensor:
+    def half(self) -> Tensor:
         """Bounds when only the first, or only the second chunk of every sequence is there."""
         return self.whole // (2 * self.cp_size)
 
     @cached_property
-    def first_rows(self) -> torch.Tensor:
+    def first_rows(self) -> Tensor:
         """This rank's rows [t/2] of the first chunks."""
         return self._is_first.nonzero().flatten().to(self.device)
 
     @cached_property
-    def second_rows(self) -> torch.Tensor:
+    def second_rows(self) -> Tensor:
         """This rank's rows [t/2] of the second chunks."""
         return (~self._is_first).nonzero().flatten().to(self.device)
 
     @cached_property
-    def gathered_rows(self) -> torch.Tensor:
+    def gathered_rows(self) -> Tensor:
         """Row of every token [T] in the concatenation of all ranks' tokens."""
         return self._gathered_rows.to(self.device)
 
     @cached_property
-    def gathered_order(self) -> torch.Tensor:
+    def gathered_order(self) -> Tensor:
         """The packed order's token [T] of every row in the concatenation of all ranks' tokens."""
         return self._gathered_rows.argsort().to(self.device)
 
     @cached_property
-    def keys_of_first(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_of_first(self) -> tuple[Tensor, Tensor]:
         """The keys that every sequence's first chunk sees: rows in the ranks' concatenated tokens, and their bounds."""
         return self._prefixes(self.cp_rank + 1)
 
     @cached_property
-    def keys_of_second(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_of_second(self) -> tuple[Tensor, Tensor]:
         """The same for the second chunk."""
         return self._prefixes(2 * self.cp_size - self.cp_rank)
 
-    def _prefixes(self, num_chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _prefixes(self, num_chunks: int) -> tuple[Tensor, Tensor]:
         """The first ``num_chunks`` chunks of every sequence, packed."""
         bounds = self.half * num_chunks
         lengths = bounds.diff().long()
@@ -128,11 +129,11 @@ class ContextShard:
         return self._gathered_rows[torch.arange(len(shift)) + shift].to(self.device), bounds
 
     @cached_property
-    def _gathered_rows(self) -> torch.Tensor:
+    def _gathered_rows(self) -> Tensor:
         return gathered_rows(self.whole, self.cp_size)
 
     @cached_property
-    def _is_first(self) -> torch.Tensor:
+    def _is_first(self) -> Tensor:
         chunks = self.half.diff().long()
         sides = torch.tensor([True, False]).repeat(len(chunks))
         return torch.repeat_interleave(sides, chunks.repeat_interleave(2))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -67,7 +67,7 @@ def load_checkpoint(
     ranks.together(f"read {source}", lambda: _read(reader, metadata, shards))
     _restore_random(reader, metadata, manifest, ranks, next(model.parameters()).device)
     if optimizer is not None:
-        tensors = {key: value for key, value in optimizer.state_dict().items() if isinstance(value, torch.Tensor)}
+        tensors = {key: value for key, value in optimizer.state_dict().items() if isinstance(value, Tensor)}
         optimizer.load_state_dict(tensors | common["optimizer"])
     if scheduler is not None:
         scheduler.load_state_dict(common["scheduler"])
@@ -106,15 +106,15 @@ class _ShardPlanner(dcp.DefaultLoadPlanner):
             items += create_read_items_for_chunk_list(key, saved, wanted)
         return LoadPlan(items)
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         return self._views(read_item)[0]
 
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Copy the values to the other shards of the same elements on this rank (a shared embedding's copy)."""
         for view in self._views(read_item)[1:]:
             view.copy_(tensor)
 
-    def _views(self, item: ReadItem) -> list[torch.Tensor]:
+    def _views(self, item: ReadItem) -> list[Tensor]:
         assert item.dest_index.offset is not None
         views = [shard.tensor for shard in self._shards[item.dest_index.fqn][item.dest_index.offset]]
         for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):

@@ -9,8 +9,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.parallel_layout import ParallelLayout, RankCoords
 
@@ -32,7 +31,7 @@ class Shard:
     key: str
     global_shape: Shape
     offsets: Shape
-    tensor: torch.Tensor
+    tensor: Tensor
 
     @property
     def sizes(self) -> Shape:
@@ -72,7 +71,7 @@ class Placement:
     global_shape: Shape
     spans: tuple[tuple[Span, ...], ...]
 
-    def shards(self, key: str, flat: torch.Tensor, start: int, stop: int) -> Iterator[Shard]:
+    def shards(self, key: str, flat: Tensor, start: int, stop: int) -> Iterator[Shard]:
         """The shards of elements [start, stop) of the flattened local tensor, whose values are ``flat``."""
         strides = [prod(self.local_shape[dim + 1 :]) for dim in range(len(self.local_shape))]
         for offsets, sizes in rectangles(self.local_shape, start, stop):
@@ -135,7 +134,7 @@ def global_names(module: nn.Module) -> dict[str, str]:
     return keys
 
 
-def placement_of(key: str, tensor: torch.Tensor, param: Any, layout: ParallelLayout, coords: RankCoords) -> Placement:
+def placement_of(key: str, tensor: Tensor, param: Any, layout: ParallelLayout, coords: RankCoords) -> Placement:
     """The placement of ``tensor`` by the attributes of its parameter; ``param`` is None for a buffer: all ranks own it.
 
     Dense weights are split over TP along ``partition_dim``. With ``partition_stride`` s that dimension holds s tensors

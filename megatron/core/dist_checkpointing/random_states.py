@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
-def get_random_states(device: torch.device) -> dict[str, torch.Tensor]:
+def get_random_states(device: torch.device) -> dict[str, Tensor]:
     """States of python's, numpy's and torch's global generators, and of ``device``'s when it has one of its own."""
     version, words, next_gauss = random.getstate()
     assert version == 3, f"python's random state has version {version}"
@@ -28,7 +29,7 @@ def get_random_states(device: torch.device) -> dict[str, torch.Tensor]:
     return states
 
 
-def set_random_states(states: dict[str, torch.Tensor], device: torch.device) -> None:
+def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
     """Continue all generators from what ``get_random_states`` returned."""
     has_gauss, gauss = states["python_gauss"].tolist()
     random.setstate((3, tuple(states["python"].tolist()), gauss if has_gauss else None))
@@ -41,7 +42,7 @@ def set_random_states(states: dict[str, torch.Tensor], device: torch.device) -> 
         torch.get_device_module(device).set_rng_state(states["device"], device)
 
 
-def seed_from_states(states: Mapping[str, torch.Tensor], rank: int) -> None:
+def seed_from_states(states: Mapping[str, Tensor], rank: int) -> None:
     """Seed all generators of this process from saved states and ``rank``: SHA-256 of both; every rank gets its own."""
     digest = hashlib.sha256(b"".join(states[name].numpy().tobytes() for name in sorted(states)))
     digest.update(rank.to_bytes(8, "big"))

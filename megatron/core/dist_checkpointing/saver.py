@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron.core.dist_checkpointing.random_states import get_random_states
@@ -127,7 +126,7 @@ class CheckpointSaver:
             shutil.rmtree(partial, ignore_errors=True)
             raise
 
-    def _write(self, job: RankJob, tensors: list[torch.Tensor]) -> None:
+    def _write(self, job: RankJob, tensors: list[Tensor]) -> None:
         try:
             self.ranks.together(f"write checkpoint {job.final}", lambda: write_rank(job, tensors))
         except OSError:
@@ -135,7 +134,7 @@ class CheckpointSaver:
             raise
         self.ranks.together(f"complete {job.final}", lambda: complete(job) if job.completion else None)
 
-    def _start(self, job: RankJob, tensors: list[torch.Tensor]) -> None:
+    def _start(self, job: RankJob, tensors: list[Tensor]) -> None:
         snapshots: list[Snapshot] = []
         try:
             self.ranks.together("copy the state to host memory", lambda: snapshots.append(Snapshot(tensors, job)))
@@ -153,7 +152,7 @@ def _common_state(
 ) -> dict[str, Any]:
     scalars = {} if optimizer is None else optimizer.state_dict()
     return {
-        "optimizer": {key: value for key, value in scalars.items() if not isinstance(value, torch.Tensor)},
+        "optimizer": {key: value for key, value in scalars.items() if not isinstance(value, Tensor)},
         "scheduler": {} if scheduler is None else scheduler.state_dict(),
         "extra": dict(extra),
     }

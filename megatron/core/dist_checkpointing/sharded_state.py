@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import Shard, global_names, placement_of
 from megatron.core.dist_checkpointing.ranks import Ranks
@@ -40,7 +39,7 @@ def training_shards(model: nn.Module, optimizer: DistributedOptimizer | None, ra
     return found
 
 
-def random_state_shards(states: Mapping[str, torch.Tensor], rank: int) -> list[Shard]:
+def random_state_shards(states: Mapping[str, Tensor], rank: int) -> list[Shard]:
     """The states of this rank's random generators under ``rng.rank{rank}.``."""
     return [
         Shard(f"rng.rank{rank}.{name}", tuple(state.shape), (0,) * state.dim(), state) for name, state in states.items()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _ALIGNMENT = 64
 
@@ -22,7 +23,7 @@ class Snapshot:
     other process, which opens it with ``read_snapshot``; ``close`` releases the memory on this side.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], description: Any) -> None:
+    def __init__(self, tensors: Sequence[Tensor], description: Any) -> None:
         records, end = [], 0
         for tensor in tensors:
             records.append((end, tensor.dtype, tuple(tensor.shape)))
@@ -47,7 +48,7 @@ class Snapshot:
         os.close(self.handle)
 
 
-def read_snapshot(address: str) -> tuple[list[torch.Tensor], Any]:
+def read_snapshot(address: str) -> tuple[list[Tensor], Any]:
     """The tensors and the description; the memory is freed with the last of the tensors."""
     handle, tail_at, num_bytes = map(int, address.split(":"))
     memory = mmap.mmap(handle, num_bytes)
@@ -67,11 +68,11 @@ def _anonymous_file(num_bytes: int) -> int:
     return handle
 
 
-def _view(flat: torch.Tensor, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _view(flat: Tensor, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     return flat[begin : begin + num_bytes].view(dtype).view(shape)
 
 
-def _copy_all(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)

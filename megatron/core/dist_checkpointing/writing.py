@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
@@ -62,15 +62,15 @@ class RankJob:
 class _TensorPlanner(dcp.DefaultSavePlanner):
     """Resolves the items of a plan to the tensors that they were made from."""
 
-    def __init__(self, plan: SavePlan, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, plan: SavePlan, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self._tensors = {item.index: tensor for item, tensor in zip(plan.items, tensors, strict=True)}
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
         return self._tensors[write_item.index]
 
 
-def write_rank(job: RankJob, tensors: Sequence[torch.Tensor], copy_ahead_bytes: int = 10_000_000) -> None:
+def write_rank(job: RankJob, tensors: Sequence[Tensor], copy_ahead_bytes: int = 10_000_000) -> None:
     """Write and sync this rank's files, then its record; ``OSError`` when they cannot be written."""
     writer = dcp.FileSystemWriter(job.partial, per_thread_copy_ahead=copy_ahead_bytes)
     plan = writer.prepare_global_plan([SavePlan([])] * job.rank + [job.plan])[job.rank]

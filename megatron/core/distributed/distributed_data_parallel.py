@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.finite_check import FiniteCheck, NonFiniteGrads
@@ -62,7 +62,7 @@ class DistributedDataParallel(nn.Module):
         assert all(item.params.is_resident for item in self._flat_params()), "parameters are offloaded"
         return self.module(*inputs, **kwargs)
 
-    def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
+    def set_input_tensor(self, input_tensor: Tensor | None) -> None:
         """Hand the pipeline stage its input."""
         self.module.set_input_tensor(input_tensor)  # type: ignore[operator]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer
 
@@ -73,7 +74,7 @@ class FiniteCheck:
 
 
 def find_non_finite(
-    grads: Mapping[str, tuple[ParamAndGradBuffer, int, torch.Tensor]],
+    grads: Mapping[str, tuple[ParamAndGradBuffer, int, Tensor]],
     places: Mapping[str, int],
     rank: int,
     micro_batch: int | None = None,

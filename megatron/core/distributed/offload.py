@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 class OffloadableTensor:
@@ -12,15 +13,15 @@ class OffloadableTensor:
     size back, so views made before see the restored values.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         assert tensor.dim() == 1 and tensor.untyped_storage().nbytes() == tensor.nbytes, "needs a storage of its own"
         self.tensor = tensor
-        self._host: torch.Tensor | None = None
+        self._host: Tensor | None = None
         self._num_bytes = tensor.nbytes
         self.is_resident = True
 
     @property
-    def current(self) -> torch.Tensor:
+    def current(self) -> Tensor:
         """The tensor that holds the values: the device tensor, or its host copy while offloaded."""
         if self.is_resident:
             return self.tensor
@@ -68,7 +69,7 @@ class OffloadableTensor:
 class HostTensor(OffloadableTensor):
     """Values that live on the host of a device; there is nothing to offload."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.is_resident = True
 

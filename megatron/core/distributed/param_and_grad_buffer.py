@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.distributed.offload import OffloadableTensor
 from megatron.core.tensor_parallel.collectives import all_gather_in_place, reduce_scatter_in_place
@@ -82,12 +82,12 @@ class ParamAndGradBuffer:
         self._param_work: dist.Work | None = None
 
     @property
-    def param_shard(self) -> torch.Tensor:
+    def param_shard(self) -> Tensor:
         """This rank's part of the parameters, [numel / num_shards] in their dtype."""
         return self.params.tensor[slice(*self.shard)]
 
     @property
-    def grad_shard(self) -> torch.Tensor:
+    def grad_shard(self) -> Tensor:
         """This rank's part of the gradients; complete after ``wait_for_grads``."""
         return self.grads.tensor[slice(*self.shard)]
 
@@ -174,7 +174,7 @@ def assign_ranges(params: Sequence[tuple[str, nn.Parameter]]) -> tuple[dict[str,
     return ranges, end
 
 
-def move_into(flat: torch.Tensor, params: Sequence[tuple[str, nn.Parameter]], ranges: Mapping[str, Range]) -> None:
+def move_into(flat: Tensor, params: Sequence[tuple[str, nn.Parameter]], ranges: Mapping[str, Range]) -> None:
     """Make every parameter, with its values, a view of its range of ``flat``."""
     for name, param in params:
         start, end = ranges[name]

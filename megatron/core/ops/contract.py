@@ -12,19 +12,19 @@ import importlib
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
+from torch import Tensor
 
 
 class RmsNorm(Protocol):
     """x [..., D], weight [D] -> [..., D] in x's dtype: ``x / sqrt(mean(x^2) + eps) * weight``, mean in float32."""
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
 
 class Swiglu(Protocol):
     """x [T, 2F] = (gate | up) -> [T, F]: ``silu(gate) * up`` (arXiv 2002.05202)."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class RotaryInterleaved(Protocol):
@@ -35,7 +35,7 @@ class RotaryInterleaved(Protocol):
     are used.
     """
 
-    def __call__(self, x_TNR: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x_TNR: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
 
 
 class CoreAttention(Protocol):
@@ -46,15 +46,8 @@ class CoreAttention(Protocol):
     """
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        max_seqlen: int,
-        scale: float,
-        causal: bool = True,
-    ) -> torch.Tensor: ...
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, causal: bool = True
+    ) -> Tensor: ...
 
 
 class AttentionBlock(Protocol):
@@ -69,14 +62,14 @@ class AttentionBlock(Protocol):
 
     def __call__(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
         scale: float,
         causal: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class AttentionBlockGrad(Protocol):
@@ -89,17 +82,17 @@ class AttentionBlockGrad(Protocol):
 
     def __call__(
         self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
         scale: float,
         causal: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class Matmul(Protocol):
@@ -108,7 +101,7 @@ class Matmul(Protocol):
     No gradient: layers multiply again for theirs.
     """
 
-    def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor: ...
 
 
 class GroupedMatmul(Protocol):
@@ -118,7 +111,7 @@ class GroupedMatmul(Protocol):
     zero gradient.
     """
 
-    def __call__(self, x: torch.Tensor, w: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor: ...
 
 
 class TokenPermute(Protocol):
@@ -128,7 +121,7 @@ class TokenPermute(Protocol):
     good for ``token_unpermute`` of the same table.
     """
 
-    def __call__(self, tokens_TH: torch.Tensor, indices_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def __call__(self, tokens_TH: Tensor, indices_TK: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class TokenUnpermute(Protocol):
@@ -137,9 +130,7 @@ class TokenUnpermute(Protocol):
     ``out[t] = sum_k probs[t, k] * row of (t, k)``, summed in float32.
     """
 
-    def __call__(
-        self, rows: torch.Tensor, row_map: torch.Tensor, probs_TK: torch.Tensor | None = None, topk: int = 1
-    ) -> torch.Tensor: ...
+    def __call__(self, rows: Tensor, row_map: Tensor, probs_TK: Tensor | None = None, topk: int = 1) -> Tensor: ...
 
 
 class TopkRouter(Protocol):
@@ -157,7 +148,7 @@ class TopkRouter(Protocol):
 
     def __call__(
         self,
-        logits_TE: torch.Tensor,
+        logits_TE: Tensor,
         *,
         topk: int,
         num_groups: int | None = None,
@@ -166,9 +157,9 @@ class TopkRouter(Protocol):
         pre_softmax: bool = False,
         norm_topk_prob: bool = True,
         scaling_factor: float | None = None,
-        expert_bias: torch.Tensor | None = None,
-        chosen_TK: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+        expert_bias: Tensor | None = None,
+        chosen_TK: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class AdamwStep(Protocol):
@@ -180,10 +171,10 @@ class AdamwStep(Protocol):
 
     def __call__(
         self,
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
         *,
         step: int,
         lr: float,

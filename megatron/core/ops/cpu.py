@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from megatron.core.ops.contract import TrainOps
 from megatron.core.ops.fused_adamw import adamw_step
@@ -45,34 +46,28 @@ def multiplies_bfloat16() -> bool:
     return any(capabilities.get(name, False) for name in _BFLOAT16_INSTRUCTIONS)
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def matmul(a: Tensor, b: Tensor) -> Tensor:
     """See ``contract.Matmul``."""
     out = a.new_empty(a.shape[0], b.shape[1])
     _mm_into(a, b, out)
     return out
 
 
-def grouped_matmul(x: torch.Tensor, w: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+def grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """See ``contract.GroupedMatmul``; only one expert's weight is widened at a time."""
-    out: torch.Tensor = GroupedMatmulFunction.apply(x, w, tokens_per_expert.tolist(), _mm_into)
+    out: Tensor = GroupedMatmulFunction.apply(x, w, tokens_per_expert.tolist(), _mm_into)
     return out
 
 
 def core_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-    causal: bool = True,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, causal: bool = True
+) -> Tensor:
     """See ``contract.CoreAttention``.
 
     Only neighbouring sequences of one length share a kernel call, so that nothing is padded or gathered. Backward keeps
     the inputs and the output in their dtype, and the log-sum-exp of each row.
     """
-    out: torch.Tensor = _Attention.apply(q, k, v, cu_seqlens.tolist(), scale, causal)
+    out: Tensor = _Attention.apply(q, k, v, cu_seqlens.tolist(), scale, causal)
     return out
 
 
@@ -80,9 +75,7 @@ class _Attention(torch.autograd.Function):
     """torch's fused CPU kernel on views of the packed tokens; it needs keys and values of one head size."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], scale: float, causal: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: list[int], scale: float, causal: bool) -> Tensor:
         runs = _runs(bounds)
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         wide = _wide(q, k, v)
@@ -98,7 +91,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         runs, scale, causal = ctx.arguments
         q, k, v, out, *sums = ctx.saved_tensors
         wide = _wide(q, k, v)
@@ -129,7 +122,7 @@ class _Run(NamedTuple):
     num_sequences: int
     length: int
 
-    def rectangle(self, x: torch.Tensor) -> torch.Tensor:
+    def rectangle(self, x: Tensor) -> Tensor:
         """The view [num_sequences, N, length, D] of these sequences in x [T, N, D]."""
         rows = x[self.start : self.start + self.num_sequences * self.length]
         return rows.unflatten(0, (self.num_sequences, self.length)).transpose(1, 2)
@@ -146,20 +139,20 @@ def _runs(bounds: list[int]) -> list[_Run]:
     return runs
 
 
-def _wide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _wide(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v in the kernel's form: a key and value head for each query head, all of one head size."""
     repeats, size = q.shape[1] // k.shape[1], max(q.shape[-1], v.shape[-1])
     k, v = (x if repeats == 1 else x.repeat_interleave(repeats, dim=1) for x in (k, v))
     return _padded(q, size), _padded(k, size), _padded(v, size)
 
 
-def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
+def _padded(x: Tensor, size: int) -> Tensor:
     """x in the dtype of the products, with zeros up to a last dimension of ``size``."""
     x = x.float() if _is_widened(x) else x
     return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
-def _mm_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+def _mm_into(a: Tensor, b: Tensor, out: Tensor) -> None:
     if not _is_widened(a):
         torch.mm(a, b, out=out)
         return
@@ -169,5 +162,5 @@ def _mm_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         out_part.copy_(torch.mm(a_part.float(), wide_b))
 
 
-def _is_widened(x: torch.Tensor) -> bool:
+def _is_widened(x: Tensor) -> bool:
     return x.dtype in (torch.bfloat16, torch.float16) and not multiplies_bfloat16()

@@ -7,13 +7,14 @@ of the betas) nor apex: see mindspeed/README.md. Limits there: float32, contiguo
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def adamw_step(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
     *,
     step: int,
     lr: float,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from megatron.core.ops.contract import TrainOps
 from megatron.core.ops.reference_attention import attention_block, attention_block_grad, core_attention
@@ -33,25 +34,25 @@ def reference_ops() -> TrainOps:
     return TrainOps(**entries, names=names)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``contract.RmsNorm``; rounds to x's dtype before the weight is applied, as transformers does."""
     x_fp32 = _at_least_fp32(x)
     inverse_rms = torch.rsqrt(x_fp32.square().mean(-1, keepdim=True) + eps)
     return (x_fp32 * inverse_rms).to(x.dtype) * weight
 
 
-def swiglu(x: torch.Tensor) -> torch.Tensor:
+def swiglu(x: Tensor) -> Tensor:
     """See ``contract.Swiglu``."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def matmul(a: Tensor, b: Tensor) -> Tensor:
     """See ``contract.Matmul``."""
     return torch.mm(a, b)
 
 
-def rotary_interleaved(x_TNR: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotary_interleaved(x_TNR: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See ``contract.RotaryInterleaved``; a pair is one complex number, which is several times quicker on a CPU."""
     pairs = _at_least_fp32(x_TNR).unflatten(-1, (-1, 2)).contiguous()
     turn = torch.complex(cos, sin).unsqueeze(1)
@@ -59,10 +60,10 @@ def rotary_interleaved(x_TNR: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 
 
 def adamw_step(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
     *,
     step: int,
     lr: float,
@@ -78,5 +79,5 @@ def adamw_step(
     param.mul_(1 - lr * weight_decay).addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
 
 
-def _at_least_fp32(x: torch.Tensor) -> torch.Tensor:
+def _at_least_fp32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()

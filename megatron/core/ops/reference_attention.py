@@ -6,17 +6,12 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
 def core_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-    causal: bool = True,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, causal: bool = True
+) -> Tensor:
     """See ``contract.CoreAttention``.
 
     Padding comes after each sequence, so the causal mask alone hides it. v is padded to q's head size,
@@ -31,7 +26,7 @@ def core_attention(
     shift = torch.arange(num_sequences, device=q.device) * max_seqlen - cu_seqlens[:-1]
     rows = torch.repeat_interleave(shift, lengths, output_size=q.shape[0]) + torch.arange(q.shape[0], device=q.device)
 
-    def pad(x: torch.Tensor) -> torch.Tensor:
+    def pad(x: Tensor) -> Tensor:
         rectangle = x.new_zeros(num_sequences * max_seqlen, *x.shape[1:]).index_copy(0, rows, x)
         return rectangle.view(num_sequences, max_seqlen, *x.shape[1:]).transpose(1, 2)
 
@@ -49,14 +44,8 @@ MAX_SCORES = 2**25
 
 
 def attention_block(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    scale: float,
-    causal: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float, causal: bool = True
+) -> tuple[Tensor, Tensor]:
     """See ``contract.AttentionBlock``."""
     out = q.new_empty(*q.shape[:2], v.shape[-1])
     lse = torch.empty(q.shape[:2], dtype=_wide(q).dtype, device=q.device)
@@ -69,17 +58,17 @@ def attention_block(
 
 
 def attention_block_grad(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
     scale: float,
     causal: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """See ``contract.AttentionBlockGrad``."""
     shape = (k.shape[1], -1)  # M, N/M
     grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=_wide(x).dtype) for x in (q, k, v))
@@ -97,8 +86,8 @@ def attention_block_grad(
 
 
 def _pieces(
-    q: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, causal: bool
-) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+    q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, causal: bool
+) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Yield some queries of one sequence, its keys, and the mask [queries, keys] of hidden keys (None: no key)."""
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     bounds = zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False)
@@ -114,12 +103,12 @@ def _pieces(
             yield slice(first, last), slice(start_k, end_k), hidden
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, hidden: torch.Tensor | None) -> torch.Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float, hidden: Tensor | None) -> Tensor:
     """[M, N/M, queries, keys], at least float32."""
     q_qMGd = _wide(q).unflatten(1, (k.shape[1], -1))
     scores = torch.einsum("qmgd,kmd->mgqk", q_qMGd, _wide(k)).mul_(scale)
     return scores if hidden is None else scores.masked_fill_(hidden, float("-inf"))
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def topk_router(
-    logits_TE: torch.Tensor,
+    logits_TE: Tensor,
     *,
     topk: int,
     num_groups: int | None = None,
@@ -18,9 +19,9 @@ def topk_router(
     pre_softmax: bool = False,
     norm_topk_prob: bool = True,
     scaling_factor: float | None = None,
-    expert_bias: torch.Tensor | None = None,
-    chosen_TK: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    expert_bias: Tensor | None = None,
+    chosen_TK: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """See ``contract.TopkRouter``. Groups that lost are masked with -inf, so that negative scores cannot win either."""
     is_sigmoid = score_function == "sigmoid"
     if is_sigmoid:
@@ -45,7 +46,7 @@ def topk_router(
     return probs_TK, indices_TK
 
 
-def _keep_best_groups(choice_TE: torch.Tensor, num_groups: int, group_topk: int, best_of_group: int) -> torch.Tensor:
+def _keep_best_groups(choice_TE: Tensor, num_groups: int, group_topk: int, best_of_group: int) -> Tensor:
     grouped = choice_TE.unflatten(-1, (num_groups, -1))
     best_of_group = min(best_of_group, grouped.shape[-1])
     group_scores = grouped.topk(best_of_group, dim=-1).values.sum(-1)
@@ -54,22 +55,20 @@ def _keep_best_groups(choice_TE: torch.Tensor, num_groups: int, group_topk: int,
     return grouped.masked_fill(lost.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
-def token_permute(tokens_TH: torch.Tensor, indices_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def token_permute(tokens_TH: Tensor, indices_TK: Tensor) -> tuple[Tensor, Tensor]:
     """See ``contract.TokenPermute``; here row_map[t*K + k] is the row of choice k of token t."""
     order = indices_TK.flatten().argsort(stable=True)
     row_map = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    rows: torch.Tensor = _Permute.apply(tokens_TH, order, row_map, indices_TK.shape[1])
+    rows: Tensor = _Permute.apply(tokens_TH, order, row_map, indices_TK.shape[1])
     return rows, row_map
 
 
-def token_unpermute(
-    rows: torch.Tensor, row_map: torch.Tensor, probs_TK: torch.Tensor | None = None, topk: int = 1
-) -> torch.Tensor:
+def token_unpermute(rows: Tensor, row_map: Tensor, probs_TK: Tensor | None = None, topk: int = 1) -> Tensor:
     """See ``contract.TokenUnpermute``; ``topk`` is read only when there are no probs."""
     if probs_TK is None:
         by_token = _Reorder.apply(rows, row_map)
         return by_token if topk == 1 else by_token.unflatten(0, (-1, topk)).sum(1)
-    weighted: torch.Tensor = _WeightedUnpermute.apply(rows, row_map, probs_TK)
+    weighted: Tensor = _WeightedUnpermute.apply(rows, row_map, probs_TK)
     return weighted
 
 
@@ -77,15 +76,13 @@ class _Permute(torch.autograd.Function):
     """Rows by expert; the gradient gathers each token's K rows and adds them, where autograd would scatter-add."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tokens_TH: torch.Tensor, order: torch.Tensor, row_map: torch.Tensor, topk: int
-    ) -> torch.Tensor:
+    def forward(ctx: Any, tokens_TH: Tensor, order: Tensor, row_map: Tensor, topk: int) -> Tensor:
         ctx.save_for_backward(row_map)
         ctx.topk = topk
         return tokens_TH.index_select(0, order if topk == 1 else order // topk)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (row_map,) = ctx.saved_tensors
         return grad.index_select(0, row_map).unflatten(0, (-1, ctx.topk)).sum(1), None, None, None
 
@@ -94,12 +91,12 @@ class _Reorder(torch.autograd.Function):
     """``rows[row_map]`` for a permutation row_map."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, row_map: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, row_map: Tensor) -> Tensor:
         ctx.save_for_backward(row_map)
         return rows.index_select(0, row_map)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (row_map,) = ctx.saved_tensors
         return torch.empty_like(grad).index_copy_(0, row_map, grad), None
 
@@ -108,13 +105,13 @@ class _WeightedUnpermute(torch.autograd.Function):
     """Rows back in token order, weighted and added; keeps the permuted rows only, not their copy in token order."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, row_map: torch.Tensor, probs_TK: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, row_map: Tensor, probs_TK: Tensor) -> Tensor:
         ctx.save_for_backward(rows, row_map, probs_TK)
         rows_TKH = rows.index_select(0, row_map).view(*probs_TK.shape, rows.shape[-1])
         return (rows_TKH.to(probs_TK.dtype).mul_(probs_TK.unsqueeze(-1))).sum(1).to(rows.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
         rows, row_map, probs_TK = ctx.saved_tensors
         grad_TH = grad_TH.to(probs_TK.dtype).unsqueeze(1)
         rows_TKH = rows.index_select(0, row_map).view(*probs_TK.shape, rows.shape[-1])
@@ -123,9 +120,9 @@ class _WeightedUnpermute(torch.autograd.Function):
         return torch.empty_like(rows).index_copy_(0, row_map, by_token), None, grad_probs
 
 
-def grouped_matmul(x: torch.Tensor, w: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+def grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """See ``contract.GroupedMatmul``: one matmul per expert, written straight into its rows of the output."""
-    out: torch.Tensor = GroupedMatmulFunction.apply(x, w, tokens_per_expert.tolist(), _mm_into)
+    out: Tensor = GroupedMatmulFunction.apply(x, w, tokens_per_expert.tolist(), _mm_into)
     return out
 
 
@@ -133,9 +130,7 @@ class GroupedMatmulFunction(torch.autograd.Function):
     """x [T, K], w [E, K, N], rows of each expert; ``mm_into(a, b, out)`` makes every product."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, counts: list[int], mm_into: Callable[..., None]
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, counts: list[int], mm_into: Callable[..., None]) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.counts, ctx.mm_into = counts, mm_into
         out = x.new_empty(x.shape[0], w.shape[2])
@@ -144,7 +139,7 @@ class GroupedMatmulFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
         grads = grad.split(ctx.counts)
         grad_x = grad_w = None
@@ -159,5 +154,5 @@ class GroupedMatmulFunction(torch.autograd.Function):
         return grad_x, grad_w, None, None
 
 
-def _mm_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+def _mm_into(a: Tensor, b: Tensor, out: Tensor) -> None:
     torch.mm(a, b, out=out)

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 _ROW = 1 << 13  # elements whose squares are added up in float32 without loss
 
 
-def local_square_sum(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+def local_square_sum(grads: Sequence[Tensor]) -> Tensor:
     """Sum of the squares of all elements of flat tensors, an fp32 scalar; ``grads`` must not be empty."""
     return torch.stack([_square_sum(grad) for grad in grads]).sum()
 
 
-def get_grad_norm_fp32(square_sum: torch.Tensor, grad_stats_parallel_group: dist.ProcessGroup) -> float:
+def get_grad_norm_fp32(square_sum: Tensor, grad_stats_parallel_group: dist.ProcessGroup) -> float:
     """Root of ``square_sum`` summed over the group; each element must have been counted on exactly one rank."""
     total = square_sum.clone()
     if dist.get_world_size(grad_stats_parallel_group) > 1:
@@ -23,7 +24,7 @@ def get_grad_norm_fp32(square_sum: torch.Tensor, grad_stats_parallel_group: dist
     return total.sqrt().item()
 
 
-def clip_grad_by_total_norm_fp32(grads: Sequence[torch.Tensor], max_norm: float, total_norm: float) -> None:
+def clip_grad_by_total_norm_fp32(grads: Sequence[Tensor], max_norm: float, total_norm: float) -> None:
     """Scale ``grads`` in place by max_norm / (total_norm + 1e-6) when that is below 1."""
     scale = max_norm / (total_norm + 1e-6)
     if scale < 1.0:
@@ -31,7 +32,7 @@ def clip_grad_by_total_norm_fp32(grads: Sequence[torch.Tensor], max_norm: float,
             grad.mul_(scale)
 
 
-def _square_sum(grad: torch.Tensor) -> torch.Tensor:
+def _square_sum(grad: Tensor) -> Tensor:
     """Sum by rows: on a CPU a norm adds elements one by one and would lose 0.2% with 3e7 elements in float32."""
     num_rows = grad.numel() // _ROW
     rows, rest = grad[: num_rows * _ROW].view(num_rows, _ROW), grad[num_rows * _ROW :]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -56,12 +57,12 @@ class ShardState:
         return f"{self.buffer.name}.{self.start}" if self.start else self.buffer.name
 
     @property
-    def params(self) -> torch.Tensor:
+    def params(self) -> Tensor:
         """The parameters of these elements, in their own dtype."""
         return self.buffer.param_shard[self.start : self.start + self.numel]
 
     @property
-    def grads(self) -> torch.Tensor:
+    def grads(self) -> Tensor:
         """The gradients of these elements."""
         return self.buffer.grad_shard[self.start : self.start + self.numel]
 
@@ -79,7 +80,7 @@ class ParamShard:
     shape: tuple[int, ...]
     start: int
     stop: int
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,9 @@ class Chunk:
     """Elements of one shard that are updated together; ``state`` is (master, exp_avg, exp_avg_sq)."""
 
     buffer: ParamAndGradBuffer
-    state: tuple[torch.Tensor, ...]
-    params: torch.Tensor
-    grads: torch.Tensor
+    state: tuple[Tensor, ...]
+    params: Tensor
+    grads: Tensor
     group: dict[str, float]
 
 
@@ -173,9 +174,9 @@ class DistributedOptimizer:
                     shape = state.buffer.param_shapes[name]
                     yield ParamShard(name, shape, start - param_start, stop - param_start, own)
 
-    def state_dict(self) -> dict[str, torch.Tensor | float | int]:
+    def state_dict(self) -> dict[str, Tensor | float | int]:
         """Tensors (this rank's shards, not copies, on the host while offloaded) and scalars (equal on all ranks)."""
-        state: dict[str, torch.Tensor | float | int] = {"num_steps": self.num_steps}
+        state: dict[str, Tensor | float | int] = {"num_steps": self.num_steps}
         for index, group in enumerate(self.param_groups):
             state.update({f"param_groups.{index}.{key}": value for key, value in group.items()})
         for shard in self.shards:
@@ -183,7 +184,7 @@ class DistributedOptimizer:
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, torch.Tensor | float | int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Tensor | float | int]) -> None:
         """Load the ``state_dict()`` of the same model in the same layout; the parameters do not change.
 
         Raises ``ValueError`` when names or shapes differ.
@@ -194,9 +195,7 @@ class DistributedOptimizer:
         problems += [
             f"{key} has shape {tuple(torch.as_tensor(state_dict[key]).shape)}, expected {tuple(value.shape)}"
             for key, value in own.items()
-            if isinstance(value, torch.Tensor)
-            and key in state_dict
-            and torch.as_tensor(state_dict[key]).shape != value.shape
+            if isinstance(value, Tensor) and key in state_dict and torch.as_tensor(state_dict[key]).shape != value.shape
         ]
         if problems:
             raise ValueError("optimizer state: " + "; ".join(sorted(problems)))
@@ -205,7 +204,7 @@ class DistributedOptimizer:
             for key in group:
                 group[key] = float(state_dict[f"param_groups.{index}.{key}"])
         for key, value in own.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 value.copy_(torch.as_tensor(state_dict[key]))
 
     def _report_non_finite(self, grad_norm: float) -> None:
@@ -225,7 +224,7 @@ class DistributedOptimizer:
             lines = [str(item) for item in everywhere if item is not None] or ["all are finite, their squares overflow"]
             raise NonFiniteGradientError(f"the gradient norm is {grad_norm}: " + "; ".join(lines))
 
-    def _counted_square_sum(self) -> torch.Tensor:
+    def _counted_square_sum(self) -> Tensor:
         """This rank's share of the squared norm: over all ranks every parameter element is counted exactly once.
 
         Shards are disjoint over the replicas; unsharded buffers count on their first replica; weights that all TP
@@ -275,9 +274,7 @@ class DistributedOptimizer:
                 tensors = tuple(item.tensor[part] for item in state.tensors.values())
                 yield Chunk(state.buffer, tensors, state.params[part], state.grads[part], group)
 
-    def _adamw(
-        self, state: tuple[torch.Tensor, ...], grads: torch.Tensor, group: dict[str, float], ops: TrainOps
-    ) -> None:
+    def _adamw(self, state: tuple[Tensor, ...], grads: Tensor, group: dict[str, float], ops: TrainOps) -> None:
         """One step in float32 on ``state``, whatever dtypes it is stored in."""
         master, exp_avg, exp_avg_sq = (tensor.float() for tensor in state)  # itself when it is float32
         ops.adamw_step(

@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups
@@ -55,7 +55,7 @@ def microbatch_shapes(
     return shapes
 
 
-def disagreements(layout: ParallelLayout, table: torch.Tensor, is_mean: bool) -> list[str]:
+def disagreements(layout: ParallelLayout, table: Tensor, is_mean: bool) -> list[str]:
     """Return the differences between ranks that must agree, for at most ``MAX_SHOWN`` pairs of ranks.
 
     ``table`` [world, 3] int64: number of micro-batches, forward only or not, digest of their shapes. Ranks of one
@@ -84,7 +84,7 @@ def disagreements(layout: ParallelLayout, table: torch.Tensor, is_mean: bool) ->
     return found[:MAX_SHOWN] + ([f"and {len(found) - MAX_SHOWN} more"] if len(found) > MAX_SHOWN else [])
 
 
-def _with_shapes(groups: ProcessGroups, shapes: Sequence[Shape], table: torch.Tensor) -> list[str]:
+def _with_shapes(groups: ProcessGroups, shapes: Sequence[Shape], table: Tensor) -> list[str]:
     """The first different micro-batch of each pair of ranks; reached by every rank or by none."""
     of_rank: list[Sequence[Shape]] = [()] * groups.world.size()
     dist.all_gather_object(of_rank, [tuple(shape) for shape in shapes], group=groups.world)
@@ -101,7 +101,7 @@ def _with_shapes(groups: ProcessGroups, shapes: Sequence[Shape], table: torch.Te
     return found
 
 
-def _exchange(groups: ProcessGroups, device: torch.device, own: tuple[int, ...], is_mean: bool) -> torch.Tensor | None:
+def _exchange(groups: ProcessGroups, device: torch.device, own: tuple[int, ...], is_mean: bool) -> Tensor | None:
     """Return the numbers of all ranks [world, 3] on the host; None where no two ranks communicate within a step."""
     layout = groups.layout
     axes = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
@@ -117,7 +117,7 @@ def _digest(shapes: Sequence[Shape]) -> int:
 
 
 @lru_cache(maxsize=4)
-def _leaders(layout: ParallelLayout) -> tuple[torch.Tensor, torch.Tensor]:
+def _leaders(layout: ParallelLayout) -> tuple[Tensor, Tensor]:
     """Return two int64 [world]: every rank's first rank of its replica, and of the ranks it shares experts with."""
     ranks = range(layout.world_size)
     replica = [layout.members(rank, ("tp", "cp", "pp"))[0] for rank in ranks]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.models.gpt.gpt_model import model_chunks
 from megatron.core.parallel_state import ProcessGroups
@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.aux_loss import set_aux_loss_scale
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 LossFunc = Callable[..., Any]
-ForwardStepFunc = Callable[[Iterator[Any], nn.Module], tuple[torch.Tensor, LossFunc]]
+ForwardStepFunc = Callable[[Iterator[Any], nn.Module], tuple[Tensor, LossFunc]]
 
 
 class MicroBatchRun:
@@ -59,7 +59,7 @@ class MicroBatchRun:
         self._num_backwards = [0] * len(self.chunks)
         self._in_flight: list[deque[_InFlight]] = [deque() for _ in self.chunks]
 
-    def forward(self, input_tensor: torch.Tensor | None, chunk: int = 0) -> torch.Tensor:
+    def forward(self, input_tensor: Tensor | None, chunk: int = 0) -> Tensor:
         """Return what ``chunk`` sends on for its next micro-batch; the last chunk returns its output or loss."""
         part = self.chunks[chunk]
         part.set_input_tensor(input_tensor)  # type: ignore[operator]
@@ -83,7 +83,7 @@ class MicroBatchRun:
             self._in_flight[chunk].append(_InFlight.of(input_tensor, output))
         return output
 
-    def backward(self, output_grad: torch.Tensor | None, chunk: int = 0) -> torch.Tensor | None:
+    def backward(self, output_grad: Tensor | None, chunk: int = 0) -> Tensor | None:
         """Back-propagate the next micro-batch of ``chunk``; returns its input's gradient (None where it has none)."""
         microbatch = self._num_backwards[chunk]
         self._num_backwards[chunk] += 1
@@ -93,13 +93,13 @@ class MicroBatchRun:
         with backward_of(microbatch, is_last) if backward_of else nullcontext():
             return self._in_flight[chunk].popleft().backward(output_grad)
 
-    def _finish(self, output: torch.Tensor, loss_func: LossFunc) -> torch.Tensor:
+    def _finish(self, output: Tensor, loss_func: LossFunc) -> Tensor:
         if self.collect_non_loss_data:
             self.results.append(loss_func(output, non_loss_data=True))
             return output
         loss, metrics = loss_func(output)
         self.results.append(metrics)
-        scaled: torch.Tensor = loss * self.loss_scale
+        scaled: Tensor = loss * self.loss_scale
         return scaled
 
 
@@ -111,16 +111,16 @@ class _InFlight:
     (upstream: ``deallocate_pipeline_outputs``).
     """
 
-    input_tensor: torch.Tensor | None
-    root: torch.Tensor
-    grads: list[torch.Tensor | None]
+    input_tensor: Tensor | None
+    root: Tensor
+    grads: list[Tensor | None]
 
     @staticmethod
-    def of(input_tensor: torch.Tensor | None, output: torch.Tensor) -> _InFlight:
-        grads: list[torch.Tensor | None] = []
+    def of(input_tensor: Tensor | None, output: Tensor) -> _InFlight:
+        grads: list[Tensor | None] = []
         return _InFlight(input_tensor, _Root.apply(output, grads), grads)
 
-    def backward(self, output_grad: torch.Tensor | None) -> torch.Tensor | None:
+    def backward(self, output_grad: Tensor | None) -> Tensor | None:
         self.grads.append(output_grad)
         self.root.backward()
         return None if self.input_tensor is None else self.input_tensor.grad
@@ -130,12 +130,12 @@ class _Root(torch.autograd.Function):
     """A scalar that stands for ``output`` in its graph; its backward starts with the gradient put into ``grads``."""
 
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, grads: list[torch.Tensor | None]) -> torch.Tensor:
+    def forward(ctx: Any, output: Tensor, grads: list[Tensor | None]) -> Tensor:
         ctx.grads, ctx.is_loss = grads, output.dim() == 0
         return output.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         output_grad = ctx.grads.pop()
         if output_grad is None:
             assert ctx.is_loss, "only a loss, a scalar, has no gradient from the next stage"

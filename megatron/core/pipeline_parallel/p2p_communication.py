@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.core.parallel_state import ProcessGroups
 
@@ -40,36 +41,34 @@ class PipelineLink:
         return PipelineLink(groups.pp, prev_rank, next_rank, dtype, device)
 
 
-def recv_forward(tensor_shape: Shape, link: PipelineLink) -> torch.Tensor | None:
+def recv_forward(tensor_shape: Shape, link: PipelineLink) -> Tensor | None:
     """Input of this stage, ``tensor_shape``, made by the previous one; a leaf that collects its gradient."""
     return _exchange(link, recv_prev=tensor_shape)
 
 
-def send_forward(output_tensor: torch.Tensor | None, link: PipelineLink) -> None:
+def send_forward(output_tensor: Tensor | None, link: PipelineLink) -> None:
     """Hand this stage's output to the next stage."""
     _exchange(link, send_next=output_tensor)
 
 
-def recv_backward(tensor_shape: Shape, link: PipelineLink) -> torch.Tensor | None:
+def recv_backward(tensor_shape: Shape, link: PipelineLink) -> Tensor | None:
     """Gradient of this stage's output, ``tensor_shape``, made by the next stage."""
     return _exchange(link, recv_next=tensor_shape)
 
 
-def send_backward(input_tensor_grad: torch.Tensor | None, link: PipelineLink) -> None:
+def send_backward(input_tensor_grad: Tensor | None, link: PipelineLink) -> None:
     """Hand the gradient of this stage's input to the previous stage."""
     _exchange(link, send_prev=input_tensor_grad)
 
 
-def send_forward_recv_backward(
-    output_tensor: torch.Tensor | None, tensor_shape: Shape, link: PipelineLink
-) -> torch.Tensor | None:
+def send_forward_recv_backward(output_tensor: Tensor | None, tensor_shape: Shape, link: PipelineLink) -> Tensor | None:
     """Exchange with the next stage: an output for the gradient (``tensor_shape``) of an earlier output."""
     return _exchange(link, send_next=output_tensor, recv_next=tensor_shape)
 
 
 def send_backward_recv_forward(
-    input_tensor_grad: torch.Tensor | None, tensor_shape: Shape, link: PipelineLink
-) -> torch.Tensor | None:
+    input_tensor_grad: Tensor | None, tensor_shape: Shape, link: PipelineLink
+) -> Tensor | None:
     """Exchange with the previous stage: an input's gradient for a later input (``tensor_shape``)."""
     return _exchange(link, send_prev=input_tensor_grad, recv_prev=tensor_shape)
 
@@ -77,14 +76,14 @@ def send_backward_recv_forward(
 def _exchange(
     link: PipelineLink,
     *,
-    send_prev: torch.Tensor | None = None,
+    send_prev: Tensor | None = None,
     recv_prev: Shape | None = None,
-    send_next: torch.Tensor | None = None,
+    send_next: Tensor | None = None,
     recv_next: Shape | None = None,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Post every transfer at once, then wait for all: two neighbours that both send cannot block one another."""
     ops: list[dist.P2POp] = []
-    received: torch.Tensor | None = None
+    received: Tensor | None = None
     for peer, send, shape in ((link.prev_rank, send_prev, recv_prev), (link.next_rank, send_next, recv_next)):
         if peer is None:
             continue
@@ -105,9 +104,9 @@ class Receiving:
 
     requests: Sequence[dist.Work]
     waits_for: str
-    tensor: torch.Tensor | None = None
+    tensor: Tensor | None = None
 
-    def wait(self) -> torch.Tensor | None:
+    def wait(self) -> Tensor | None:
         """Return the received tensor; blocks until the peer has posted its side of the transfer."""
         for request in self.requests:
             request.wait()
@@ -128,20 +127,18 @@ class RingTransfers:
         self._prev_rank = dist.get_global_rank(groups.pp, (stage - 1) % num_stages)
         self._sent: dict[bool, Receiving] = {}
 
-    def exchange(
-        self, is_backward: bool, output: torch.Tensor | None, receives: Shape | None, name: str
-    ) -> Receiving | None:
+    def exchange(self, is_backward: bool, output: Tensor | None, receives: Shape | None, name: str) -> Receiving | None:
         """Send ``output`` onwards (backward: a gradient back) and receive a tensor of shape ``receives``.
 
         Either may be None. The tensor received in the forward direction is a leaf that collects its gradient.
         """
         target, source = (self._next_rank, self._prev_rank) if not is_backward else (self._prev_rank, self._next_rank)
         ops: list[dist.P2POp] = []
-        received: torch.Tensor | None = None
+        received: Tensor | None = None
         if receives is not None:
             received = torch.empty(receives, dtype=self._dtype, device=self._device, requires_grad=not is_backward)
             ops.append(dist.P2POp(dist.irecv, received.detach(), source, self._group))
-        sent: torch.Tensor | None = None
+        sent: Tensor | None = None
         if output is not None:
             assert output.dtype == self._dtype, f"stage output is {output.dtype}, the pipeline carries {self._dtype}"
             if is_backward in self._sent:

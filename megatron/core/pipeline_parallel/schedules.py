@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.pipeline_parallel import p2p_communication as p2p
@@ -125,7 +125,7 @@ def _interleaved(run: MicroBatchRun) -> None:
     transfers = RingTransfers(groups, run.config.pipeline_dtype, run.device)
     arriving: dict[tuple[bool, Task], Receiving] = {}
     for step in steps:
-        result: torch.Tensor | None = None
+        result: Tensor | None = None
         if step.task is not None:
             receiving = arriving.pop((step.is_backward, step.task), None)
             received = None if receiving is None else receiving.wait()

@@ -8,21 +8,22 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 
 def checkpoint(
-    function: Callable[..., torch.Tensor],
+    function: Callable[..., Tensor],
     *args: object,
     recompute_context: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> torch.Tensor:
+) -> Tensor:
     """Return ``function(*args)`` without saved activations; the second run happens inside ``recompute_context()``.
 
     The function must draw no random numbers (their state is not restored: the layers have no dropout). It may run
     collectives; every rank then runs them again in its backward pass.
     """
-    output: torch.Tensor = torch_checkpoint(
+    output: Tensor = torch_checkpoint(
         function,
         *args,
         use_reentrant=False,
@@ -51,7 +52,7 @@ class CheckpointWithoutOutput:
         self._again: Callable[[], Any] | None = None
         # (which output, the output without its graph, bytes of its storage). The graph holds this object: a reference
         # back would keep both alive for ever.
-        self._discarded: list[tuple[int, torch.Tensor, int]] = []
+        self._discarded: list[tuple[int, Tensor, int]] = []
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args)``, which returns a tensor or a tuple of tensors."""
@@ -61,11 +62,11 @@ class CheckpointWithoutOutput:
             outputs = function(*args)
 
         def again() -> Any:
-            inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in args]
+            inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in args]
             return function(*inputs)
 
         self._again = again
-        needed = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        needed = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
         self._discarded = [
             (place, x.data, x.untyped_storage().nbytes())
             for place, x in enumerate(_tensors(outputs))
@@ -73,7 +74,7 @@ class CheckpointWithoutOutput:
         ]
         return outputs
 
-    def discard_output_and_register_recompute(self, hook_tensor: torch.Tensor) -> None:
+    def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
         """Free the outputs until the gradient of ``hook_tensor`` is known."""
         if not self.is_active:
             return
@@ -84,25 +85,25 @@ class CheckpointWithoutOutput:
             x.untyped_storage().resize_(0)
         hook_tensor.register_hook(self._recompute)
 
-    def _put_off(self, x: torch.Tensor) -> _Slot:
+    def _put_off(self, x: Tensor) -> _Slot:
         slot = _Slot()
         self._slots.append(weakref.ref(slot))
         return slot
 
-    def _fetch(self, slot: _Slot) -> torch.Tensor:
+    def _fetch(self, slot: _Slot) -> Tensor:
         if slot.tensor is None:  # the outputs were never discarded
             self._recompute()
         assert slot.tensor is not None, "the second run saved fewer tensors than the first"
         return slot.tensor
 
-    def _recompute(self, grad: torch.Tensor | None = None) -> None:
+    def _recompute(self, grad: Tensor | None = None) -> None:
         """Fill the slots and the outputs; this happens once, so that a retained graph can be used again."""
         if self._again is None:
             return
         again, self._again = self._again, None
         slots = iter(self._slots)
 
-        def fill(x: torch.Tensor) -> None:
+        def fill(x: Tensor) -> None:
             slot = next(slots)()
             if slot is not None:
                 slot.tensor = x.detach()
@@ -119,12 +120,12 @@ class CheckpointWithoutOutput:
 class _Slot:
     """The place of a tensor that the first run did not save and the second run fills; freed with its autograd node."""
 
-    tensor: torch.Tensor | None = None
+    tensor: Tensor | None = None
 
 
-def _tensors(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+def _tensors(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
 
 
-def _never(packed: Any) -> torch.Tensor:
+def _never(packed: Any) -> Tensor:
     raise AssertionError("the second run is not differentiated itself")

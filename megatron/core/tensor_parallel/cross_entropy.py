@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.core.tensor_parallel import collectives
 
@@ -20,26 +21,24 @@ CHUNK_ELEMENTS = 1 << 22  # logits of one chunk: 16 MiB in float32
 MAX_TEMPORARY_BYTES = 4 * 4 * CHUNK_ELEMENTS  # the chunk in float32, its probabilities and what the kernels make of it
 
 
-def vocab_parallel_cross_entropy(
-    logits_TV: torch.Tensor, target_T: torch.Tensor, tp_group: dist.ProcessGroup
-) -> torch.Tensor:
+def vocab_parallel_cross_entropy(logits_TV: Tensor, target_T: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
     """Loss of each token, float32 [T]: ``logsumexp(logits) - logits[target]``; log-prob is its negative.
 
     logits_TV [T, V/TP] of any float dtype, target_T int64 [T] with global ids; all ranks of ``tp_group`` must call it.
     """
-    loss_T: torch.Tensor = _CrossEntropy.apply(logits_TV, target_T, tp_group)
+    loss_T: Tensor = _CrossEntropy.apply(logits_TV, target_T, tp_group)
     return loss_T
 
 
-def vocab_parallel_entropy(logits_TV: torch.Tensor, tp_group: dist.ProcessGroup) -> torch.Tensor:
+def vocab_parallel_entropy(logits_TV: Tensor, tp_group: dist.ProcessGroup) -> Tensor:
     """Entropy of each token's distribution in nats, float32 [T]: ``-sum_v p_v log p_v``, p = softmax(logits_TV)."""
-    entropy_T: torch.Tensor = _Entropy.apply(logits_TV, tp_group)
+    entropy_T: Tensor = _Entropy.apply(logits_TV, tp_group)
     return entropy_T
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TV: torch.Tensor, target_T: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, logits_TV: Tensor, target_T: Tensor, group: dist.ProcessGroup) -> Tensor:
         local_T, is_local_T = _local_targets(target_T, logits_TV.shape[1], group)
         at_target_T = logits_TV.gather(1, local_T.unsqueeze(1)).squeeze(1).to(_math_dtype(logits_TV))
         lse_T = torch.cat([chunk.logsumexp(-1) for chunk in _chunks(logits_TV)])
@@ -49,7 +48,7 @@ class _CrossEntropy(torch.autograd.Function):
         return lse_T - at_target_T
 
     @staticmethod
-    def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
         logits_TV, local_T, is_local_T, lse_T = ctx.saved_tensors
         grad_TV = torch.empty_like(logits_TV)
         size = _chunk_size(logits_TV)
@@ -68,7 +67,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 class _Entropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TV: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, logits_TV: Tensor, group: dist.ProcessGroup) -> Tensor:
         lse_parts, mean_parts = [], []
         for chunk in _chunks(logits_TV):
             lse = chunk.logsumexp(-1)
@@ -85,7 +84,7 @@ class _Entropy(torch.autograd.Function):
         return entropy_T
 
     @staticmethod
-    def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
         logits_TV, lse_T, entropy_T = ctx.saved_tensors
         grad_TV = torch.empty_like(logits_TV)
         size = _chunk_size(logits_TV)
@@ -104,26 +103,24 @@ class _Entropy(torch.autograd.Function):
 # The temporaries of one chunk live in a function of their own: they must be gone when the next chunk is made.
 
 
-def _cross_entropy_grad(
-    chunk: torch.Tensor, lse: torch.Tensor, local: torch.Tensor, is_local: torch.Tensor
-) -> torch.Tensor:
+def _cross_entropy_grad(chunk: Tensor, lse: Tensor, local: Tensor, is_local: Tensor) -> Tensor:
     """d(-log p_target)/dlogit_v = p_v - [v is the target]."""
     probs = (chunk - lse.unsqueeze(1)).exp_()
     return probs.scatter_add_(1, local.unsqueeze(1), -is_local.to(probs.dtype).unsqueeze(1))
 
 
-def _entropy_grad(chunk: torch.Tensor, lse: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+def _entropy_grad(chunk: Tensor, lse: Tensor, entropy: Tensor) -> Tensor:
     """dH/dlogit_v = -p_v (log p_v + H)."""
     log_probs = chunk - lse.unsqueeze(1)
     probs = log_probs.exp()
     return log_probs.add_(entropy.unsqueeze(1)).mul_(probs).neg_()
 
 
-def _math_dtype(logits_TV: torch.Tensor) -> torch.dtype:
+def _math_dtype(logits_TV: Tensor) -> torch.dtype:
     return torch.float64 if logits_TV.dtype == torch.float64 else torch.float32
 
 
-def _chunk_size(logits_TV: torch.Tensor) -> int:
+def _chunk_size(logits_TV: Tensor) -> int:
     """Tokens of one chunk."""
     num_tokens, local_vocab = logits_TV.shape
     size = num_tokens
@@ -134,24 +131,20 @@ def _chunk_size(logits_TV: torch.Tensor) -> int:
     return max(1, size)
 
 
-def _chunks(logits_TV: torch.Tensor) -> Iterator[torch.Tensor]:
+def _chunks(logits_TV: Tensor) -> Iterator[Tensor]:
     """Chunks of tokens in float32, one alive at a time; float32 logits are not copied, so never write to a chunk."""
     for chunk in logits_TV.split(_chunk_size(logits_TV)):
         yield chunk.to(_math_dtype(logits_TV))
 
 
-def _local_targets(
-    target_T: torch.Tensor, local_vocab: int, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _local_targets(target_T: Tensor, local_vocab: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Target ids within this rank's part of the vocabulary (0 where they are elsewhere), and where they are inside."""
     local_T = target_T - group.rank() * local_vocab
     is_local_T = (local_T >= 0) & (local_T < local_vocab)
     return local_T.masked_fill(~is_local_T, 0), is_local_T
 
 
-def _combine(
-    lse_T: torch.Tensor, summed_T: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _combine(lse_T: Tensor, summed_T: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Global log-sum-exp from local ones, and ``summed_T`` added over the ranks, in two all-reduces."""
     max_T = lse_T.clone()
     collectives.all_reduce(max_T, group, dist.ReduceOp.MAX)

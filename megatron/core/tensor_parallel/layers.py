@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.ops.contract import Matmul, TrainOps
 from megatron.core.parallel_state import ProcessGroups
@@ -87,13 +87,13 @@ class _SplitWeight(nn.Module):
             shape[self.dim] *= self.group.size()
             self.copy_parts(init.normal(name, *shape))
 
-    def copy_parts(self, *full: torch.Tensor) -> None:
+    def copy_parts(self, *full: Tensor) -> None:
         """Fill the weight from full tensors, of each of which this rank takes its part."""
         parts = [rank_slice(tensor, self.dim, self.group.rank(), self.group.size()) for tensor in full]
         with torch.no_grad():
             self.weight.copy_(torch.cat(parts))
 
-    def _sum_over_ranks(self, partial: torch.Tensor) -> torch.Tensor:
+    def _sum_over_ranks(self, partial: Tensor) -> Tensor:
         """Add the ranks' [T, H]: this rank's rows with sequence parallelism, otherwise all of them."""
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(partial, self.group)
@@ -123,11 +123,11 @@ class ColumnParallelLinear(_SplitWeight):
         super().__init__(config, groups, output_size, input_size, dim=0, stride=stride, has_weight=has_weight)
         self.matmul = ops.matmul
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         weight = self.weight if weight is None else weight
         assert weight is not None, "a layer without a weight of its own must be given one"
         if self.sequence_parallel and self.group.size() > 1:
-            y: torch.Tensor = _GatherLinear.apply(x, weight, self.group, self.matmul)
+            y: Tensor = _GatherLinear.apply(x, weight, self.group, self.matmul)
             return y
         return linear(copy_to_tensor_model_parallel_region(x, self.group), weight, self.matmul)
 
@@ -144,7 +144,7 @@ class RowParallelLinear(_SplitWeight):
         super().__init__(config, groups, output_size, input_size, dim=1)
         self.matmul = ops.matmul
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self._sum_over_ranks(linear(x, self.weight, self.matmul))
 
 
@@ -156,7 +156,7 @@ class SequenceToSequenceLinear(ColumnParallelLinear):
     exchanged once in each direction.
     """
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         return all_to_all_hp2sp(super().forward(x, weight), self.group)
 
 
@@ -169,7 +169,7 @@ class ReplicatedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         set_tensor_model_parallel_attributes(self.weight, is_parallel=False, sequence_parallel=config.sequence_parallel)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.matmul)
 
     def init_weights(self, init: WeightInit, name: str) -> None:
@@ -186,7 +186,7 @@ class VocabParallelEmbedding(_SplitWeight):
     ) -> None:
         super().__init__(config, groups, num_embeddings, embedding_dim, dim=0)
 
-    def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids_T: Tensor) -> Tensor:
         if self.group.size() == 1:
             return F.embedding(ids_T, self.weight)
         local_vocab = self.weight.shape[0]
@@ -200,15 +200,13 @@ class _GatherLinear(torch.autograd.Function):
     """Gather the sequence, multiply; backward overlaps both collectives with the two matmuls."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, matmul: Matmul
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup, matmul: Matmul) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.matmul = group, matmul
         return matmul(collectives.all_gather(x, group)[0], weight.t())
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         gather = scatter = None
         if ctx.needs_input_grad[1]:
@@ -227,21 +225,21 @@ class _GatherLinear(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, matmul: Matmul) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, matmul: Matmul) -> Tensor:
     """``x W^T`` [T, out] for x [T, in] and W [out, in], with all three products made by ``matmul``."""
-    y: torch.Tensor = _Linear.apply(x, weight, matmul)
+    y: Tensor = _Linear.apply(x, weight, matmul)
     return y
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, matmul: Matmul) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, matmul: Matmul) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.matmul = matmul
         return matmul(x, weight.t())
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = ctx.matmul(grad, weight) if ctx.needs_input_grad[0] else None
         grad_weight = ctx.matmul(grad.t(), x) if ctx.needs_input_grad[1] else None

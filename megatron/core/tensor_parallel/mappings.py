@@ -13,28 +13,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.core.tensor_parallel import collectives
 
-Operation = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
+Operation = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
-def copy_to_tensor_model_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def copy_to_tensor_model_parallel_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Forward: x as it is. Backward: the sum over ``group``."""
     return map_over_group(x, group, _keep, _all_reduce)
 
 
-def reduce_from_tensor_model_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def reduce_from_tensor_model_parallel_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Forward: the sum over ``group``. Backward: the gradient as it is."""
     return map_over_group(x, group, _all_reduce, _keep)
 
 
-def gather_from_sequence_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_from_sequence_parallel_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Forward: the rows of all ranks. Backward: this rank's rows of the summed gradient."""
     return map_over_group(x, group, _gather_rows, _scatter_sum)
 
 
-def reduce_scatter_to_sequence_parallel_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Forward: this rank's rows of the sum over ``group``. Backward: the rows of all ranks."""
     return map_over_group(x, group, _scatter_sum, _gather_rows)
 
@@ -51,25 +52,25 @@ class Exchange:
     group: dist.ProcessGroup
     output_split_sizes: Sequence[int]
     input_split_sizes: Sequence[int]
-    arriving: torch.Tensor | None = None
+    arriving: Tensor | None = None
     work: dist.Work | None = None
 
-    def start(self, x: torch.Tensor) -> torch.Tensor:
+    def start(self, x: Tensor) -> Tensor:
         """Send x; the returned tensor may only be passed to ``finish``."""
-        rows: torch.Tensor = x if self.group.size() == 1 else _StartExchange.apply(x, self)
+        rows: Tensor = x if self.group.size() == 1 else _StartExchange.apply(x, self)
         return rows
 
-    def finish(self, rows: torch.Tensor) -> torch.Tensor:
+    def finish(self, rows: Tensor) -> Tensor:
         """Return the received rows."""
-        received: torch.Tensor = rows if self.group.size() == 1 else _FinishExchange.apply(rows, self)
+        received: Tensor = rows if self.group.size() == 1 else _FinishExchange.apply(rows, self)
         return received
 
-    def _send(self, x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> None:
+    def _send(self, x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> None:
         self.arriving, self.work = collectives.all_to_all_rows(
             x, self.group, output_splits, input_splits, async_op=True
         )
 
-    def _receive(self) -> torch.Tensor:
+    def _receive(self) -> Tensor:
         assert self.work is not None and self.arriving is not None, "nothing is on its way"
         self.work.wait()
         rows, self.arriving, self.work = self.arriving, None, None
@@ -77,14 +78,14 @@ class Exchange:
 
 
 def all_to_all(
-    group: dist.ProcessGroup, x: torch.Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int]
-) -> torch.Tensor:
+    group: dist.ProcessGroup, x: Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int]
+) -> Tensor:
     """Exchange rows of x, possibly different numbers between every two ranks; the gradient goes back the same way."""
     exchange = Exchange(group, output_split_sizes, input_split_sizes)
     return exchange.finish(exchange.start(x))
 
 
-def all_to_all_hp2sp(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_to_all_hp2sp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """From all rows of a part of the last dim, [T, F/TP], to all of it for this rank's rows, [T/TP, F], and back."""
     size = group.size()
     if size == 1:
@@ -95,24 +96,22 @@ def all_to_all_hp2sp(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return parts.unflatten(0, (size, rows)).transpose(0, 1).flatten(1)
 
 
-def map_over_group(x: torch.Tensor, group: dist.ProcessGroup, forward: Operation, backward: Operation) -> torch.Tensor:
+def map_over_group(x: Tensor, group: dist.ProcessGroup, forward: Operation, backward: Operation) -> Tensor:
     """``forward(x, group)``, whose gradient is ``backward(gradient, group)``; x itself in a group of one rank."""
     if group.size() == 1:
         return x
-    mapped: torch.Tensor = _Mapping.apply(x, group, forward, backward)
+    mapped: Tensor = _Mapping.apply(x, group, forward, backward)
     return mapped
 
 
 class _Mapping(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, forward: Operation, backward: Operation
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: Operation, backward: Operation) -> Tensor:
         ctx.group, ctx.operation = group, backward
         return forward(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.operation(grad, ctx.group), None, None, None
 
 
@@ -120,14 +119,14 @@ class _StartExchange(torch.autograd.Function):
     """Forward sends. Backward receives; the gradient that it is handed stands for the one on its way."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
         exchange._send(x, exchange.output_split_sizes, exchange.input_split_sizes)
         assert exchange.arriving is not None
         return exchange.arriving.view_as(exchange.arriving)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.exchange._receive(), None
 
 
@@ -135,30 +134,30 @@ class _FinishExchange(torch.autograd.Function):
     """Forward receives. Backward sends."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
         return exchange._receive()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         exchange = ctx.exchange
         exchange._send(grad, exchange.input_split_sizes, exchange.output_split_sizes)
         return grad, None
 
 
-def _keep(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _keep(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.view_as(x)
 
 
-def _all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     collectives.all_reduce(total, group)
     return total
 
 
-def _gather_rows(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return collectives.all_gather(x, group)[0]
 
 
-def _scatter_sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return collectives.reduce_scatter(x, group)[0]

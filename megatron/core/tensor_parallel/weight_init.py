@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class WeightInit:
@@ -15,7 +15,7 @@ class WeightInit:
         self.seed = seed
         self.std = std
 
-    def normal(self, name: str, *shape: int) -> torch.Tensor:
+    def normal(self, name: str, *shape: int) -> Tensor:
         """The tensor called ``name`` (a global name: global layer and expert numbers), the same on every rank."""
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -32,6 +32,6 @@ def init_weights(module: nn.Module, init: WeightInit, name: str) -> None:
         init_weights(child, init, f"{name}.{child_name}")
 
 
-def rank_slice(full: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tensor:
+def rank_slice(full: Tensor, dim: int, rank: int, size: int) -> Tensor:
     """Part ``rank`` of ``size`` equal parts of ``full`` along ``dim``."""
     return full.chunk(size, dim=dim)[rank] if size > 1 else full

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.context_parallel import ContextParallelAttention
 from megatron.core.ops import TrainOps
@@ -40,19 +40,19 @@ class SelfAttention(nn.Module):
         self.linear_proj = RowParallelLinear(config, groups, ops, heads * size, hidden)
 
     def forward(
-        self, x_TH: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor], packed_seq_params: PackedSeqParams
-    ) -> torch.Tensor:
+        self, x_TH: Tensor, rotary_cos_sin: tuple[Tensor, Tensor], packed_seq_params: PackedSeqParams
+    ) -> Tensor:
         arguments = (*self.get_query_key_value_tensors(x_TH, rotary_cos_sin), packed_seq_params)
         if self.recomputes_attention and torch.is_grad_enabled():
             out_TND = checkpoint(self.core_attention, *arguments)
         else:
             out_TND = self.core_attention(*arguments)
-        y_TH: torch.Tensor = self.linear_proj(out_TND.flatten(1))
+        y_TH: Tensor = self.linear_proj(out_TND.flatten(1))
         return y_TH
 
     def get_query_key_value_tensors(
-        self, x_TH: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, x_TH: Tensor, rotary_cos_sin: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, N, D], keys and values [T, G, D] of this rank's heads, for all tokens of the TP group."""
         size = self.config.head_size
         qkv = self.linear_qkv(x_TH).unflatten(1, (self.num_groups, self.heads_per_group + 2, size))
@@ -63,7 +63,7 @@ class SelfAttention(nn.Module):
         q_TND, k_TGD = self._rotate(q_TND, rotary_cos_sin), self._rotate(k_TGD, rotary_cos_sin)
         return q_TND, k_TGD, v_TGD
 
-    def _rotate(self, x_TND: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def _rotate(self, x_TND: Tensor, rotary_cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """Element i turns with element i + D/2: as neighbours, in an order that queries and keys share."""
         if not self.config.rotary_interleaved:
             x_TND = x_TND.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)

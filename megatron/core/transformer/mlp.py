@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.ops import TrainOps
 from megatron.core.parallel_state import ProcessGroups
@@ -22,8 +21,8 @@ class MLP(nn.Module):
         self.linear_fc1 = ColumnParallelLinear(config, groups, ops, config.hidden_size, 2 * ffn_hidden_size, stride=2)
         self.linear_fc2 = RowParallelLinear(config, groups, ops, ffn_hidden_size, config.hidden_size)
 
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
-        y_TH: torch.Tensor = self.linear_fc2(self.swiglu(self.linear_fc1(x_TH)))
+    def forward(self, x_TH: Tensor) -> Tensor:
+        y_TH: Tensor = self.linear_fc2(self.swiglu(self.linear_fc1(x_TH)))
         return y_TH
 
     def init_weights(self, init: WeightInit, name: str) -> None:

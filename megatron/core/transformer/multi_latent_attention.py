@@ -7,7 +7,7 @@ R rotary size, C latent size.
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.context_parallel import ContextParallelAttention
 from megatron.core.context_parallel.block import keys_of
@@ -67,8 +67,8 @@ class MLASelfAttention(nn.Module):
         self.linear_proj = RowParallelLinear(config, groups, ops, heads * config.v_head_dim, hidden)
 
     def forward(
-        self, x_TH: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor], packed_seq_params: PackedSeqParams
-    ) -> torch.Tensor:
+        self, x_TH: Tensor, rotary_cos_sin: tuple[Tensor, Tensor], packed_seq_params: PackedSeqParams
+    ) -> Tensor:
         up_projection = CheckpointWithoutOutput(self.config.recomputes("mla_up_proj"))
         projected = up_projection.checkpoint(self.up_project, *self.down_project(x_TH), *rotary_cos_sin)
         if self.recomputes_attention and torch.is_grad_enabled():
@@ -76,10 +76,10 @@ class MLASelfAttention(nn.Module):
         else:
             out_TND = self._attend(packed_seq_params, *projected)
         up_projection.discard_output_and_register_recompute(out_TND)
-        y_TH: torch.Tensor = self.linear_proj(out_TND.flatten(1))
+        y_TH: Tensor = self.linear_proj(out_TND.flatten(1))
         return y_TH
 
-    def _attend(self, packed_seq_params: PackedSeqParams, *projected: torch.Tensor) -> torch.Tensor:
+    def _attend(self, packed_seq_params: PackedSeqParams, *projected: Tensor) -> Tensor:
         """Return [T, N, Dv] from the results of ``up_project``."""
         if self.sends_latents:
             q_TND, latent_TC, k_rope = projected
@@ -88,7 +88,7 @@ class MLASelfAttention(nn.Module):
         q_TND, k_TND, v_TND, *rest_of_k = projected
         return self.core_attention(q_TND, k_TND, v_TND, packed_seq_params, *rest_of_k)
 
-    def down_project(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def down_project(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the queries' input (their latents, or x), latents of keys and values [T/TP, C], and rotary keys."""
         query_input = x_TH if self.config.q_lora_rank is None else self.linear_q_down_proj(x_TH)
         sizes = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
@@ -96,13 +96,8 @@ class MLASelfAttention(nn.Module):
         return query_input, latent_TC, k_rope
 
     def up_project(
-        self,
-        query_input: torch.Tensor,
-        latent_TC: torch.Tensor,
-        k_rope: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+        self, query_input: Tensor, latent_TC: Tensor, k_rope: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, ...]:
         """Queries and keys [T, N, D+R] and values [T, N, Dv] of this rank's heads.
 
         With context parallelism keys are [T, N, D], and what all heads share [T, 1, R] comes after the values; with

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.context_parallel import ContextShard, zigzag_indices
 from megatron.core.ops import TrainOps
@@ -25,7 +25,7 @@ from megatron.core.transformer.norm import RMSNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-Rotary = tuple[torch.Tensor, torch.Tensor]
+Rotary = tuple[Tensor, Tensor]
 
 
 class MultiTokenPredictionLayer(nn.Module):
@@ -44,11 +44,11 @@ class MultiTokenPredictionLayer(nn.Module):
         self.final_layernorm = RMSNorm(config, ops, hidden)
 
     def forward(
-        self, embedded_TH: torch.Tensor, hidden_TH: torch.Tensor, rotary_cos_sin: Rotary, params: PackedSeqParams
-    ) -> torch.Tensor:
+        self, embedded_TH: Tensor, hidden_TH: Tensor, rotary_cos_sin: Rotary, params: PackedSeqParams
+    ) -> Tensor:
         both = torch.cat([self.enorm(embedded_TH), self.hnorm(hidden_TH)], dim=-1)
         x_TH = self.eh_proj(both)
-        y_TH: torch.Tensor = self.final_layernorm(self.transformer_layer(x_TH, rotary_cos_sin, params))
+        y_TH: Tensor = self.final_layernorm(self.transformer_layer(x_TH, rotary_cos_sin, params))
         return y_TH
 
 
@@ -72,19 +72,19 @@ class MultiTokenPredictionBlock(nn.Module):
         depths = range(1, config.mtp_num_layers + 1)
         self.layers = nn.ModuleList(MultiTokenPredictionLayer(config, groups, ops, depth) for depth in depths)
         self.aux_loss_scaler = AuxLossScaler()
-        self.loss_totals: torch.Tensor | None = None  # [depths, 2] for the log: sum of losses, sum of weights
+        self.loss_totals: Tensor | None = None  # [depths, 2] for the log: sum of losses, sum of weights
 
     def forward(
         self,
-        hidden_TH: torch.Tensor,
-        input_ids_T: torch.Tensor,
-        labels_T: torch.Tensor | None,
-        loss_mask_T: torch.Tensor | None,
+        hidden_TH: Tensor,
+        input_ids_T: Tensor,
+        labels_T: Tensor | None,
+        loss_mask_T: Tensor | None,
         rotary_cos_sin: Rotary,
         params: PackedSeqParams,
-        embed: Callable[[torch.Tensor], torch.Tensor],
-        token_losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
+        embed: Callable[[Tensor], Tensor],
+        token_losses: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
         """Return hidden_TH [T/TP, H] unchanged, with the loss attached.
 
         labels_T: what the main model predicts at each token (None: the next token of its sequence) and loss_mask_T the
@@ -116,20 +116,15 @@ class MultiTokenPredictionBlock(nn.Module):
         return self.aux_loss_scaler.attach(hidden_TH, scale * torch.stack(losses).sum())
 
     def _run(
-        self,
-        layer: nn.Module,
-        embedded_TH: torch.Tensor,
-        hidden_TH: torch.Tensor,
-        rotary_cos_sin: Rotary,
-        params: PackedSeqParams,
-    ) -> torch.Tensor:
+        self, layer: nn.Module, embedded_TH: Tensor, hidden_TH: Tensor, rotary_cos_sin: Rotary, params: PackedSeqParams
+    ) -> Tensor:
         arguments = (embedded_TH, hidden_TH, rotary_cos_sin, params)
         if self.config.recompute_granularity == "full":
             return checkpoint(layer, *arguments, recompute_context=lambda: without_counting(layer))
-        y_TH: torch.Tensor = layer(*arguments)
+        y_TH: Tensor = layer(*arguments)
         return y_TH
 
-    def _loss(self, loss_T: torch.Tensor, weight_T: torch.Tensor) -> torch.Tensor:
+    def _loss(self, loss_T: Tensor, weight_T: Tensor) -> Tensor:
         total = (loss_T * weight_T).sum()
         if self.config.calculate_per_token_loss:
             return total
@@ -167,7 +162,7 @@ class _TokensAhead:
             self.rows = ContextShard.of(params, self.group.size(), self.group.rank(), device).gathered_rows
         self.is_padding = None if params.is_padding_T is None else self._gather(params.is_padding_T.to(device))
 
-    def ahead(self, values_T: torch.Tensor, distance: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def ahead(self, values_T: Tensor, distance: int) -> tuple[Tensor, Tensor]:
         """Return values_T ``distance`` tokens ahead (0 without one), and bool [T]: there is a token, not padding."""
         target_T = self.places_T + distance
         exists_T = (target_T < self.ends_T).to(self.device)
@@ -176,7 +171,7 @@ class _TokensAhead:
             exists_T = exists_T & ~self.is_padding[index_T]
         return self._gather(values_T)[index_T].masked_fill(~exists_T, 0), exists_T
 
-    def _gather(self, values_T: torch.Tensor) -> torch.Tensor:
+    def _gather(self, values_T: Tensor) -> Tensor:
         """The values of all tokens, in the packed order."""
         if self.rows is None:
             return values_T

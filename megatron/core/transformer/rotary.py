@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_formats.rope import RopeConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 class RotaryEmbedding(nn.Module):
     """Position ids int64 [T] -> cos and sin, float32 [T, R/2], one column per rotated pair."""
 
-    inv_freq: torch.Tensor
+    inv_freq: Tensor
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class RotaryEmbedding(nn.Module):
         frequencies = torch.tensor(rope.inverse_frequencies(rope_dim), dtype=torch.float32)
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
-    def forward(self, position_ids_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, position_ids_T: Tensor) -> tuple[Tensor, Tensor]:
         angles = position_ids_T.to(torch.float32).unsqueeze(1) * self.inv_freq
         return angles.cos() * self.amplitude, angles.sin() * self.amplitude
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -39,8 +39,8 @@ class TransformerBlock(nn.Module):
         self.final_layernorm = RMSNorm(config, ops, config.hidden_size) if post_layer_norm else None
 
     def forward(
-        self, x_TH: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor], packed_seq_params: PackedSeqParams
-    ) -> torch.Tensor:
+        self, x_TH: Tensor, rotary_cos_sin: tuple[Tensor, Tensor], packed_seq_params: PackedSeqParams
+    ) -> Tensor:
         for layers, is_recomputed in self._runs():
             if is_recomputed and torch.is_grad_enabled():
                 arguments = (layers, x_TH, rotary_cos_sin, packed_seq_params)
@@ -68,11 +68,8 @@ class TransformerBlock(nn.Module):
 
 
 def _forward_layers(
-    layers: list[nn.Module],
-    x_TH: torch.Tensor,
-    rotary_cos_sin: tuple[torch.Tensor, torch.Tensor],
-    packed_seq_params: PackedSeqParams,
-) -> torch.Tensor:
+    layers: list[nn.Module], x_TH: Tensor, rotary_cos_sin: tuple[Tensor, Tensor], packed_seq_params: PackedSeqParams
+) -> Tensor:
     for layer in layers:
         x_TH = layer(x_TH, rotary_cos_sin, packed_seq_params)
     return x_TH

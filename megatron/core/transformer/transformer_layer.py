@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -44,8 +44,8 @@ class TransformerLayer(nn.Module):
         self.recomputes_mlp = config.recomputes("moe" if config.is_moe_layer(global_layer) else "mlp")
 
     def forward(
-        self, x_TH: torch.Tensor, rotary_cos_sin: tuple[torch.Tensor, torch.Tensor], packed_seq_params: PackedSeqParams
-    ) -> torch.Tensor:
+        self, x_TH: Tensor, rotary_cos_sin: tuple[Tensor, Tensor], packed_seq_params: PackedSeqParams
+    ) -> Tensor:
         norm = CheckpointWithoutOutput(self.recomputes_norms)
         normed_TH = norm.checkpoint(self.input_layernorm, x_TH)
         attended_TH = self.self_attention(normed_TH, rotary_cos_sin, packed_seq_params)
@@ -57,9 +57,9 @@ class TransformerLayer(nn.Module):
         norm.discard_output_and_register_recompute(y_TH)
         return x_TH + y_TH
 
-    def _feed_forward(self, x_TH: torch.Tensor, packed_seq_params: PackedSeqParams) -> torch.Tensor:
+    def _feed_forward(self, x_TH: Tensor, packed_seq_params: PackedSeqParams) -> Tensor:
         arguments = (x_TH, packed_seq_params) if isinstance(self.mlp, MoELayer) else (x_TH,)
         if self.recomputes_mlp and torch.is_grad_enabled():
             return checkpoint(self.mlp, *arguments, recompute_context=lambda: without_counting(self.mlp))
-        y_TH: torch.Tensor = self.mlp(*arguments)
+        y_TH: Tensor = self.mlp(*arguments)
         return y_TH

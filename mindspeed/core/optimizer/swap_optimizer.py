@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel, ParamAndGradBuffer
 from megatron.core.distributed.offload import HostTensor
@@ -69,7 +70,7 @@ class SwapOptimizer(DistributedOptimizer):
             left[slot] = lanes.submit(TO_HOST, partial(_copy, on_device, chunk.state), after=[updated])
         lanes.finish()
 
-    def _update(self, chunk: Chunk, on_device: tuple[torch.Tensor, ...]) -> None:
+    def _update(self, chunk: Chunk, on_device: tuple[Tensor, ...]) -> None:
         self._adamw(on_device, chunk.grads, chunk.group, self.ops)
         chunk.params.copy_(on_device[0])
 
@@ -93,6 +94,6 @@ def _check(config: OptimizerConfig) -> None:
         raise ValueError("; ".join(found))
 
 
-def _copy(sources: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> None:
+def _copy(sources: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> None:
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source, non_blocking=True)

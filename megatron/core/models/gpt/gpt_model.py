@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -31,8 +31,8 @@ class LanguageModelEmbedding(nn.Module):
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(config, groups, config.vocab_size, config.hidden_size)
 
-    def forward(self, input_ids_T: torch.Tensor) -> torch.Tensor:
-        hidden_TH: torch.Tensor = self.word_embeddings(input_ids_T)
+    def forward(self, input_ids_T: Tensor) -> Tensor:
+        hidden_TH: Tensor = self.word_embeddings(input_ids_T)
         return hidden_TH
 
 
@@ -69,7 +69,7 @@ class GPTModel(nn.Module):
         is_last_chunk = self.vp_stage == groups.layout.virtual_pipeline_model_parallel_size - 1
         self.pre_process = groups.is_first_stage and self.vp_stage == 0 if pre_process is None else pre_process
         self.post_process = groups.is_last_stage and is_last_chunk if post_process is None else post_process
-        self._input_tensor: torch.Tensor | None = None
+        self._input_tensor: Tensor | None = None
         has_mtp = self.post_process and config.mtp_num_layers is not None
         if self.pre_process or has_mtp:
             self.embedding = LanguageModelEmbedding(config, groups)
@@ -96,12 +96,12 @@ class GPTModel(nn.Module):
 
     def forward(
         self,
-        input_ids_T: torch.Tensor,
-        position_ids_T: torch.Tensor,
+        input_ids_T: Tensor,
+        position_ids_T: Tensor,
         packed_seq_params: PackedSeqParams,
-        labels_T: torch.Tensor | None = None,
-        loss_mask_T: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        labels_T: Tensor | None = None,
+        loss_mask_T: Tensor | None = None,
+    ) -> Tensor:
         """All TP ranks pass the same T ids (T a multiple of TP: append a dummy sequence to ``cu_seqlens``).
 
         Last stage: logits [T, V/TP] in the params dtype, or with labels the loss float32 [T]. Other stages: the hidden
@@ -126,15 +126,15 @@ class GPTModel(nn.Module):
             hidden_TH = self.mtp(*inputs, embed=self.embedding, token_losses=self._token_losses)
         return self._logits(hidden_TH) if labels_T is None else self._token_losses(hidden_TH, labels_T)
 
-    def _logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+    def _logits(self, hidden_TH: Tensor) -> Tensor:
         weight = self.shared_embedding_or_output_weight() if self.is_output_tied else None
-        logits_TV: torch.Tensor = self.output_layer(hidden_TH, weight)
+        logits_TV: Tensor = self.output_layer(hidden_TH, weight)
         return logits_TV
 
-    def _token_losses(self, hidden_TH: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
+    def _token_losses(self, hidden_TH: Tensor, labels_T: Tensor) -> Tensor:
         return vocab_parallel_cross_entropy(self._logits(hidden_TH), labels_T, self.groups.tp)
 
-    def set_input_tensor(self, input_tensor: torch.Tensor | None) -> None:
+    def set_input_tensor(self, input_tensor: Tensor | None) -> None:
         """Set the hidden state [T/TP, H] of the previous stage for the next ``forward``; the first stage ignores it."""
         self._input_tensor = None if self.pre_process else input_tensor
 

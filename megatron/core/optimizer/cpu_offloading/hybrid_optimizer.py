@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel, ParamAndGradBuffer
 from megatron.core.distributed.offload import HostTensor
@@ -104,22 +105,22 @@ class HybridDeviceOptimizer(DistributedOptimizer):
             self._update_on_device(self.on_device)
         lanes.finish()
 
-    def _fetch(self, chunk: Chunk, slot: torch.Tensor) -> None:
+    def _fetch(self, chunk: Chunk, slot: Tensor) -> None:
         _copy(chunk.grads.to(slot.dtype), slot)  # cast on the device, so that the narrow values travel
 
-    def _update_on_host(self, chunk: Chunk, grads: torch.Tensor, params: torch.Tensor) -> None:
+    def _update_on_host(self, chunk: Chunk, grads: Tensor, params: Tensor) -> None:
         self._adamw(chunk.state, grads, chunk.group, self.host_ops)
         params.copy_(chunk.state[0])
 
-    def _grad_slot(self, chunk: Chunk, index: int) -> torch.Tensor:
+    def _grad_slot(self, chunk: Chunk, index: int) -> Tensor:
         return self._slot(f"gradients {self._grad_dtype(chunk.buffer)}", chunk, index)
 
-    def _param_slot(self, chunk: Chunk, index: int) -> torch.Tensor:
+    def _param_slot(self, chunk: Chunk, index: int) -> Tensor:
         return self._slot(f"parameters {chunk.params.dtype}", chunk, index)
 
-    def _slot(self, name: str, chunk: Chunk, index: int) -> torch.Tensor:
+    def _slot(self, name: str, chunk: Chunk, index: int) -> Tensor:
         return self.host_slots[name].tensor.view(NUM_SLOTS, -1)[index % NUM_SLOTS, : chunk.params.numel()]
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+def _copy(source: Tensor, target: Tensor) -> None:
     target.copy_(source, non_blocking=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
@@ -29,15 +29,15 @@ class AuxLossScaler:
     """
 
     def __init__(self) -> None:
-        self.scale: float | torch.Tensor = 1.0
+        self.scale: float | Tensor = 1.0
 
-    def attach(self, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    def attach(self, x: Tensor, loss: Tensor) -> Tensor:
         """Return x unchanged; its backward also differentiates ``scale * loss`` (a scalar)."""
-        attached: torch.Tensor = _Attach.apply(x, loss, self)
+        attached: Tensor = _Attach.apply(x, loss, self)
         return attached
 
 
-def set_aux_loss_scale(model: nn.Module, scale: float | torch.Tensor) -> None:
+def set_aux_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     """Set the scale of every module of ``model`` that has an ``aux_loss_scaler``."""
     for module in model.modules():
         scaler = getattr(module, "aux_loss_scaler", None)
@@ -71,7 +71,7 @@ class MoEAuxLosses:
         self.num_experts = config.num_moe_experts
         self.balances = config.moe_aux_loss_coeff > 0 and config.moe_router_load_balancing_type != "none"
         self.by_sequence = config.moe_router_load_balancing_type == "seq_aux_loss"
-        self.totals: torch.Tensor | None = None
+        self.totals: Tensor | None = None
 
     @property
     def is_on(self) -> bool:
@@ -79,13 +79,8 @@ class MoEAuxLosses:
         return self.balances or bool(self.config.moe_z_loss_coeff)
 
     def attach(
-        self,
-        probs_TK: torch.Tensor,
-        logits_TE: torch.Tensor,
-        indices_TK: torch.Tensor,
-        rows: TokenRows,
-        is_counting: bool,
-    ) -> torch.Tensor:
+        self, probs_TK: Tensor, logits_TE: Tensor, indices_TK: Tensor, rows: TokenRows, is_counting: bool
+    ) -> Tensor:
         """probs_TK with the losses attached; collective over tp_cp."""
         per_token = self.config.calculate_per_token_loss
         counts_BE = self._counts(indices_TK, rows)
@@ -106,7 +101,7 @@ class MoEAuxLosses:
             self._log("z_loss", value_T, rows, is_counting)
         return self.scaler.attach(probs_TK, torch.stack(losses).sum())
 
-    def _counts(self, indices_TK: torch.Tensor, rows: TokenRows) -> torch.Tensor:
+    def _counts(self, indices_TK: Tensor, rows: TokenRows) -> Tensor:
         """Return how often the tokens of each sequence, on all ranks, chose each expert; float32 [B, E]."""
         flat_TK = rows.sequence_T.unsqueeze(1) * self.num_experts + indices_TK
         counts = rows.is_real_T.new_zeros(rows.num_sequences * self.num_experts)
@@ -115,13 +110,13 @@ class MoEAuxLosses:
             dist.all_reduce(counts, group=self.group)
         return counts.view(rows.num_sequences, self.num_experts)
 
-    def _scores(self, logits_TE: torch.Tensor) -> torch.Tensor:
+    def _scores(self, logits_TE: Tensor) -> Tensor:
         if self.config.moe_router_score_function == "softmax":
             return logits_TE.softmax(-1)
         scores_TE = logits_TE.sigmoid()
         return scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
 
-    def _log(self, name: str, value_T: torch.Tensor, rows: TokenRows, is_counting: bool) -> None:
+    def _log(self, name: str, value_T: Tensor, rows: TokenRows, is_counting: bool) -> None:
         if not is_counting:
             return
         if self.totals is None:
@@ -133,14 +128,14 @@ class MoEAuxLosses:
 class TokenRows:
     """The sequence int64 [T] (all 0 unless asked for) and is_real float32 [T] (0: padding) of a router's rows."""
 
-    sequence_T: torch.Tensor
+    sequence_T: Tensor
     num_sequences: int
-    is_real_T: torch.Tensor
+    is_real_T: Tensor
     has_padding: bool
 
     @staticmethod
     def of(
-        x_TH: torch.Tensor, packed_seq_params: PackedSeqParams | None, groups: ProcessGroups, by_sequence: bool
+        x_TH: Tensor, packed_seq_params: PackedSeqParams | None, groups: ProcessGroups, by_sequence: bool
     ) -> TokenRows:
         """Return those of ``x_TH``; computed once per micro-batch. Without parameters: one sequence, no padding."""
         num_tokens, device = x_TH.shape[0], x_TH.device
@@ -201,10 +196,10 @@ def collect_moe_aux_losses(model: nn.Module, groups: ProcessGroups) -> dict[str,
 
 class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor, scaler: AuxLossScaler) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scaler: AuxLossScaler) -> Tensor:
         ctx.scaler, ctx.dtype, ctx.device = scaler, loss.dtype, loss.device
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, torch.as_tensor(ctx.scaler.scale, dtype=ctx.dtype, device=ctx.device), None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.parallel_state import ProcessGroups
 
@@ -19,7 +19,7 @@ class ExpertLoad:
     def __init__(self) -> None:
         self.num, self.total, self.most = 0, 0.0, 0.0
 
-    def add(self, rows_E: torch.Tensor, num_ranks: int) -> None:
+    def add(self, rows_E: Tensor, num_ranks: int) -> None:
         """Add one dispatch; rows_E: int64 on the host, the rows of every expert; rank r has the r-th of equal parts."""
         rows = rows_E.view(num_ranks, -1).sum(1)
         mean = int(rows.sum()) / num_ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.ops import TrainOps
 from megatron.core.parallel_state import ProcessGroups
@@ -42,7 +42,7 @@ class GroupedMLP(nn.Module):
                 allreduce=False,
             )
 
-    def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """rows [n, H] sorted by local expert, int64 [L] rows of each -> [n, H]."""
         activation = CheckpointWithoutOutput(self.recomputes_activation)
         gate_up = self.ops.grouped_matmul(rows, self.weight1, tokens_per_expert)

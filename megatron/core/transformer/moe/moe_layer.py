@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -37,7 +36,7 @@ class MoELayer(nn.Module):
         width = config.moe_shared_expert_intermediate_size
         self.shared_experts = MLP(config, groups, ops, width) if width else None
 
-    def forward(self, x_TH: torch.Tensor, packed_seq_params: PackedSeqParams | None = None) -> torch.Tensor:
+    def forward(self, x_TH: Tensor, packed_seq_params: PackedSeqParams | None = None) -> Tensor:
         beside = self.shared_experts if self.overlaps_shared_experts else None
         dispatch = self.token_dispatcher.start_dispatch(x_TH, *self.router(x_TH, packed_seq_params))
         if beside is not None:

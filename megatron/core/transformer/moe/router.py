@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -28,8 +28,8 @@ class TopKRouter(nn.Module):
     zeroed it; ``is_counting`` is off while a layer is recomputed. ``aux_losses`` are attached to the probabilities.
     """
 
-    expert_bias: torch.Tensor | None
-    local_tokens_per_expert: torch.Tensor
+    expert_bias: Tensor | None
+    local_tokens_per_expert: Tensor
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroups, ops: TrainOps, global_layer: int = 0) -> None:
         super().__init__()
@@ -50,9 +50,7 @@ class TopKRouter(nn.Module):
         counts = torch.zeros(self.num_experts, dtype=torch.float32)
         self.register_buffer("local_tokens_per_expert", counts, persistent=False)
 
-    def forward(
-        self, x_TH: torch.Tensor, packed_seq_params: PackedSeqParams | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, x_TH: Tensor, packed_seq_params: PackedSeqParams | None = None) -> tuple[Tensor, Tensor, Tensor]:
         logits_TE = self._gate(x_TH)
         probs_TK, indices_TK = self._route(logits_TE, self._replayed(logits_TE, packed_seq_params))
         counts_E = self._count(indices_TK)
@@ -74,7 +72,7 @@ class TopKRouter(nn.Module):
             if self.expert_bias is not None:
                 self.expert_bias.zero_()
 
-    def _gate(self, x_TH: torch.Tensor) -> torch.Tensor:
+    def _gate(self, x_TH: Tensor) -> Tensor:
         config = self.config
         dtype = self.weight.dtype if config.moe_router_dtype is None else GATE_DTYPES[config.moe_router_dtype]
         logits_TE = linear(x_TH.to(dtype), self.weight.to(dtype), self.matmul).float()
@@ -82,7 +80,7 @@ class TopKRouter(nn.Module):
             _balanced_logits(logits_TE, config.moe_router_topk) if config.moe_router_force_load_balancing else logits_TE
         )
 
-    def _replayed(self, logits_TE: torch.Tensor, packed_seq_params: PackedSeqParams | None) -> torch.Tensor | None:
+    def _replayed(self, logits_TE: Tensor, packed_seq_params: PackedSeqParams | None) -> Tensor | None:
         """Return the experts that the micro-batch replays, int64 [T/TP, K]; None without tracing or replay."""
         if packed_seq_params is None or packed_seq_params.routing is None:
             return None
@@ -96,9 +94,7 @@ class TopKRouter(nn.Module):
             )
         return chosen_TK.to(logits_TE.device)
 
-    def _route(
-        self, logits_TE: torch.Tensor, chosen_TK: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _route(self, logits_TE: Tensor, chosen_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
         config = self.config
         return self.topk_router(
             logits_TE,
@@ -113,7 +109,7 @@ class TopKRouter(nn.Module):
             chosen_TK=chosen_TK,
         )
 
-    def _count(self, indices_TK: torch.Tensor, is_real_T: torch.Tensor | None = None) -> torch.Tensor:
+    def _count(self, indices_TK: Tensor, is_real_T: Tensor | None = None) -> Tensor:
         """How often each expert was chosen, [E]: int64, or float32 of the real tokens only."""
         chosen = indices_TK.flatten()
         ones = torch.ones_like(chosen) if is_real_T is None else is_real_T.repeat_interleave(indices_TK.shape[1])
@@ -134,7 +130,7 @@ def without_counting(module: nn.Module) -> Iterator[None]:
             router.is_counting = True
 
 
-def _balanced_logits(logits_TE: torch.Tensor, topk: int) -> torch.Tensor:
+def _balanced_logits(logits_TE: Tensor, topk: int) -> Tensor:
     """Logits that send token t to experts t*K .. t*K + K-1 (modulo E): every expert gets the same load."""
     num_tokens, num_experts = logits_TE.shape
     first_T = torch.arange(num_tokens, device=logits_TE.device) * topk

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel import collectives
@@ -25,20 +26,20 @@ class MicroBatchRouting:
     def __init__(
         self,
         dtype: torch.dtype,
-        rows: Callable[[torch.Tensor], torch.Tensor],
-        given: Mapping[int, torch.Tensor] | None = None,
-        is_known_T: torch.Tensor | None = None,
+        rows: Callable[[Tensor], Tensor],
+        given: Mapping[int, Tensor] | None = None,
+        is_known_T: Tensor | None = None,
     ) -> None:
         self._dtype, self._rows = dtype, rows
         self._given, self._is_known_T = given, is_known_T
-        self._made: dict[int, torch.Tensor] = {}
+        self._made: dict[int, Tensor] = {}
 
     @property
-    def choices(self) -> dict[int, torch.Tensor]:
+    def choices(self) -> dict[int, Tensor]:
         """Experts by global layer, compact, [T/TP, K] of this rank's sequence shard; of the layers that have run."""
         return dict(self._made)
 
-    def choose(self, global_layer: int, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def choose(self, global_layer: int, pick: Callable[[], Tensor]) -> Tensor:
         """Experts int64 [T/TP, K] of one layer; ``pick`` gives the gate's own and is called only where they count."""
         if global_layer in self._made:
             return self._made[global_layer].long()
@@ -73,7 +74,7 @@ class RouterReplay:
         """Every router chooses for itself; see ``choices`` for what it chose."""
         return MicroBatchRouting(self.dtype, self._rows)
 
-    def replay(self, choices: Mapping[int, torch.Tensor], is_known_T: torch.Tensor | None = None) -> MicroBatchRouting:
+    def replay(self, choices: Mapping[int, Tensor], is_known_T: Tensor | None = None) -> MicroBatchRouting:
         """Every router takes ``choices[global_layer]`` [T, K] (any integer dtype; host or device).
 
         Tokens with ``is_known_T`` False (bool [T]; None: all are known) are routed by the gate: padding, or the last
@@ -88,13 +89,13 @@ class RouterReplay:
                 )
         return MicroBatchRouting(self.dtype, self._rows, choices, is_known_T)
 
-    def choices(self, routing: MicroBatchRouting) -> dict[int, torch.Tensor]:
+    def choices(self, routing: MicroBatchRouting) -> dict[int, Tensor]:
         """What ``routing`` recorded, [T, K] in the order of this rank's tokens; collective over tp."""
         group = self._groups.tp
         mine = routing.choices
         return {layer: collectives.all_gather(mine[layer], group)[0] for layer in sorted(mine)}
 
-    def _rows(self, x_T: torch.Tensor) -> torch.Tensor:
+    def _rows(self, x_T: Tensor) -> Tensor:
         """This TP rank's part of what is given for all T tokens."""
         rows, rest = divmod(x_T.shape[0], self._groups.tp.size())
         assert rest == 0, f"{x_T.shape[0]} tokens do not divide over {self._groups.tp.size()} TP ranks"

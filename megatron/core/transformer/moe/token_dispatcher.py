@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from megatron.core.ops import TrainOps
 from megatron.core.parallel_state import ProcessGroups
@@ -21,13 +22,13 @@ from megatron.core.transformer.moe.uneven_rows import gather_rows, reduce_scatte
 class Dispatch(Protocol):
     """One layer's tokens in flight. Call each method once, in this order; work in between overlaps with them."""
 
-    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def finish(self) -> tuple[Tensor, Tensor]:
         """-> (rows [n, H] for this rank's experts, sorted by local expert; int64 [L] rows of each)."""
 
-    def start_combine(self, rows: torch.Tensor) -> None:
+    def start_combine(self, rows: Tensor) -> None:
         """Send the experts' results home, in the order of ``finish``'s rows."""
 
-    def finish_combine(self) -> torch.Tensor:
+    def finish_combine(self) -> Tensor:
         """-> [T, H]: each token's K results weighted and added."""
 
 
@@ -39,9 +40,7 @@ class MoETokenDispatcher(Protocol):
 
     load: ExpertLoad
 
-    def start_dispatch(
-        self, x_TH: torch.Tensor, probs_TK: torch.Tensor, indices_TK: torch.Tensor, counts_E: torch.Tensor
-    ) -> Dispatch: ...
+    def start_dispatch(self, x_TH: Tensor, probs_TK: Tensor, indices_TK: Tensor, counts_E: Tensor) -> Dispatch: ...
 
 
 class MoEAlltoAllTokenDispatcher:
@@ -61,9 +60,7 @@ class MoEAlltoAllTokenDispatcher:
         self.members_TS = _members_by_place(groups)
         self.load = ExpertLoad()
 
-    def start_dispatch(
-        self, x_TH: torch.Tensor, probs_TK: torch.Tensor, indices_TK: torch.Tensor, counts_E: torch.Tensor
-    ) -> Dispatch:
+    def start_dispatch(self, x_TH: Tensor, probs_TK: Tensor, indices_TK: Tensor, counts_E: Tensor) -> Dispatch:
         """Start: the exchange of counts overlaps with sorting, the exchange of rows runs until ``finish``."""
         if self.counting.size() == 1:
             rows, row_map = self.ops.token_permute(x_TH, indices_TK)
@@ -94,19 +91,19 @@ class _AlltoAllDispatch:
     def __init__(
         self,
         dispatcher: MoEAlltoAllTokenDispatcher,
-        rows: torch.Tensor,
-        row_map: torch.Tensor,
-        probs_TK: torch.Tensor,
-        counts_TSL: torch.Tensor,
+        rows: Tensor,
+        row_map: Tensor,
+        probs_TK: Tensor,
+        counts_TSL: Tensor,
         exchange: Exchange | None,
     ) -> None:
         self.dispatcher, self.ops = dispatcher, dispatcher.ops
         self.rows, self.row_map, self.probs_TK = rows, row_map, probs_TK
         self.counts_TSL, self.exchange = counts_TSL, exchange
-        self.expert_map: torch.Tensor | None = None
+        self.expert_map: Tensor | None = None
         self.back: Exchange | None = None
 
-    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def finish(self) -> tuple[Tensor, Tensor]:
         """See ``Dispatch``."""
         tokens_per_expert = self.counts_TSL.sum((0, 1))
         if self.exchange is None:
@@ -116,7 +113,7 @@ class _AlltoAllDispatch:
             rows, self.expert_map = self.ops.token_permute(rows, self._local_experts(rows.device))
         return rows, tokens_per_expert
 
-    def start_combine(self, rows: torch.Tensor) -> None:
+    def start_combine(self, rows: Tensor) -> None:
         """See ``Dispatch``."""
         if self.expert_map is not None:
             rows = self.ops.token_unpermute(rows, self.expert_map)
@@ -127,7 +124,7 @@ class _AlltoAllDispatch:
             rows = self.back.start(rows)
         self.rows = rows
 
-    def finish_combine(self) -> torch.Tensor:
+    def finish_combine(self) -> Tensor:
         """See ``Dispatch``."""
         rows = self.rows if self.back is None else self.back.finish(self.rows)
         return self.ops.token_unpermute(rows, self.row_map, self.probs_TK)
@@ -136,7 +133,7 @@ class _AlltoAllDispatch:
         sizes: list[int] = self.counts_TSL.sum((1, 2)).tolist()
         return sizes
 
-    def _local_experts(self, device: torch.device) -> torch.Tensor:
+    def _local_experts(self, device: torch.device) -> Tensor:
         """Local expert of every row, [rows, 1]: rows come by expert-TP rank, source rank and, within it, by expert."""
         experts = torch.arange(self.counts_TSL.shape[-1]).expand(self.counts_TSL.shape).flatten()
         return experts.repeat_interleave(self.counts_TSL.flatten()).unsqueeze(1).to(device)
@@ -155,9 +152,7 @@ class MoEAllGatherTokenDispatcher:
         self.num_ranks = groups.ep.size()
         self.load = ExpertLoad()
 
-    def start_dispatch(
-        self, x_TH: torch.Tensor, probs_TK: torch.Tensor, indices_TK: torch.Tensor, counts_E: torch.Tensor
-    ) -> Dispatch:
+    def start_dispatch(self, x_TH: Tensor, probs_TK: Tensor, indices_TK: Tensor, counts_E: Tensor) -> Dispatch:
         """Start the dispatch. Nothing overlaps with these collectives; ranks may hold different numbers of tokens."""
         num_tokens = torch.tensor([x_TH.shape[0]], device=x_TH.device)
         sizes = collectives.all_gather(num_tokens, self.group)[0].tolist()
@@ -174,9 +169,9 @@ class _AllGatherDispatch:
     def __init__(
         self,
         dispatcher: MoEAllGatherTokenDispatcher,
-        x_GH: torch.Tensor,
-        probs_GK: torch.Tensor,
-        indices_GK: torch.Tensor,
+        x_GH: Tensor,
+        probs_GK: Tensor,
+        indices_GK: Tensor,
         sizes: list[int],
     ) -> None:
         self.group, self.sizes = dispatcher.group, sizes
@@ -188,17 +183,17 @@ class _AllGatherDispatch:
         self.token, self.choice = token[order], choice[order]
         self.tokens_per_expert = torch.bincount(local, minlength=dispatcher.num_local_experts)
 
-    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def finish(self) -> tuple[Tensor, Tensor]:
         """See ``Dispatch``."""
         return self.rows.index_select(0, self.token), self.tokens_per_expert
 
-    def start_combine(self, rows: torch.Tensor) -> None:
+    def start_combine(self, rows: Tensor) -> None:
         """See ``Dispatch``; sums are float32 until they travel."""
         weighted = rows.float() * self.probs_GK[self.token, self.choice].unsqueeze(1)
         summed_GH = torch.zeros(self.rows.shape, dtype=weighted.dtype, device=rows.device)
         self.rows = summed_GH.index_add(0, self.token, weighted).to(rows.dtype)
 
-    def finish_combine(self) -> torch.Tensor:
+    def finish_combine(self) -> Tensor:
         """See ``Dispatch``."""
         return reduce_scatter_rows(self.rows, self.group, self.sizes)
 
@@ -211,7 +206,7 @@ def make_token_dispatcher(kind: str, num_experts: int, groups: ProcessGroups, op
     return MoEAlltoAllTokenDispatcher(num_experts, groups, ops)
 
 
-def _members_by_place(groups: ProcessGroups) -> torch.Tensor:
+def _members_by_place(groups: ProcessGroups) -> Tensor:
     """Place in ``groups.etp_ep`` of expert-TP rank T and EP rank S, int64 [T, S], whatever the order of the ranks."""
     members_TS = torch.empty(groups.etp.size(), groups.ep.size(), dtype=torch.int64, device="cpu")
     for index, rank in enumerate(groups.layout.members(groups.rank, ("tp", "ep"), is_expert=True)):
