@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
 from fractions import Fraction
 
 MAX_ANSWER_CHARS = 512
@@ -26,9 +27,8 @@ MAX_ROOTS = 8  # each may double the terms of an equality that algebra must sett
 MAX_SIGNS = 2  # ``\\pm``: each doubles the values of an expression
 
 _INTEGER = re.compile(r"[+-]?\d{1,40}")
-_DECIMAL = re.compile(r"[+-]?(?:\d{1,40}\.\d{0,20}|\.\d{1,20})")
+_NUMBER = re.compile(r"[+-]?(?:\d{1,40}(?:\.\d{0,20}|/\d{1,40})?|\.\d{1,20})")  # also 1/2
 _FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{([+-]?\d{1,40})\}\{([+-]?\d{1,40})\}")
-_SLASH = re.compile(r"([+-]?\d{1,40})/(\d{1,40})")
 _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(?:,(?:\\!)?\d{3})+(?:\.\d+)?")
 _OPEN_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BARE_BOX = re.compile(r"\\boxed\s*(?P<content>[^\s{$\\][^$\n]{0,63}|\\[^$\n]{1,63})")
@@ -109,13 +109,11 @@ def answers_equal(given: str, truth: str) -> bool:
 
 def rational(answer: str) -> Fraction | None:
     """The number that a plain integer, decimal or fraction writes; None for anything else."""
-    if _INTEGER.fullmatch(answer) or _DECIMAL.fullmatch(answer):
-        return Fraction(answer)
-    if (match := _FRACTION.fullmatch(answer)) is not None:
-        sign, numerator, denominator = match.groups()
-        return None if int(denominator) == 0 else Fraction(int(numerator), int(denominator)) * (-1) ** (sign == "-")
-    if (match := _SLASH.fullmatch(answer)) is not None and int(match[2]) != 0:
-        return Fraction(int(match[1]), int(match[2]))
+    with suppress(ZeroDivisionError):
+        if _NUMBER.fullmatch(answer):
+            return Fraction(answer)
+        if (match := _FRACTION.fullmatch(answer)) is not None:
+            return Fraction(int(match[2]), int(match[3])) * (-1 if match[1] == "-" else 1)
     return None
 
 

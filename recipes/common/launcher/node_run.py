@@ -111,7 +111,7 @@ class NodeRun:
             self.print(f"done in {self._elapsed()}, all processes ended", "bold green")
 
     def _notify_other_nodes(self, status: int, reason: str) -> None:
-        command = nodes_stage(self.job, "end", "--status", str(status), "--reason", reason).command
+        command = nodes_stage("end", "--status", str(status), "--reason", reason).command
         with self.watch_log.open("ab") as log:
             process = self.processes.start(command, self.environment, log)
         try:
@@ -140,9 +140,9 @@ class NodeRun:
     def _gather_nodes(self) -> None:
         """Wait for all nodes, compare them with this one, and from then on watch them."""
         count, patience = str(self.job.nnodes), f"{self.job.settings.join_timeout_s:g}"
-        self._run_stage(nodes_stage(self.job, "join", "--num-nodes", count, "--timeout-s", patience))
+        self._run_stage(nodes_stage("join", "--num-nodes", count, "--timeout-s", patience))
         with self.watch_log.open("wb") as log:
-            command = nodes_stage(self.job, "watch", "--num-nodes", count).command
+            command = nodes_stage("watch", "--num-nodes", count).command
             self.watch = self.processes.start(command, self.environment, log)
 
     def _keep_trainings_apart(self) -> None:

@@ -6,7 +6,6 @@ import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from rich.console import Console
 
@@ -27,9 +26,12 @@ def print_plan(
 ) -> None:
     """Print the plan of the whole run, as seen from any of its nodes; ``others`` are those that this one starts."""
     master = job.settings.master_addr or role.master_addr
-    nodes = [role] if job.nnodes == 1 else [_node_role(rank, master) for rank in range(job.nnodes)]
-    for rank, start in enumerate(others, start=1):
-        nodes[rank] = replace(nodes[rank], own_addr=start.host.address)
+    nodes = [role]
+    if job.nnodes > 1:
+        addresses = [start.host.address for start in others] or [f"<address of node {i}>" for i in range(1, job.nnodes)]
+        nodes = [NodeRole(True, master, master, "<interface of MASTER_ADDR>")]
+        for rank, address in enumerate(addresses, start=1):
+            nodes.append(NodeRole(False, address, master, f"<interface of node {rank}>"))
     console.rule(f"Plan: {job.settings.config_name} on {job.nnodes} x {job.npus_per_node} {job.device} devices")
     _print_layout(job, console)
     for rank, node in enumerate(nodes):
@@ -49,12 +51,6 @@ def print_plan(
         for problem in problems:
             console.print(f"- {problem}")
     console.print("Nothing was started.")
-
-
-def _node_role(rank: int, master: str) -> NodeRole:
-    if rank == 0:
-        return NodeRole(True, master, master, "<interface of MASTER_ADDR>")
-    return NodeRole(False, f"<address of node {rank}>", master, f"<interface of node {rank}>")
 
 
 def _print_layout(job: Job, console: Console) -> None:
@@ -120,5 +116,5 @@ def _commands(job: Job, node: NodeRole, rank: int) -> list[str]:
     if not node.is_head:
         return [ray, "# runs until the head says that the run has ended, or is lost"]
     count = str(job.nnodes)
-    together = [nodes_stage(job, name, "--num-nodes", count) for name in ("join", "watch")] if job.nnodes > 1 else []
+    together = [nodes_stage(name, "--num-nodes", count) for name in ("join", "watch")] if job.nnodes > 1 else []
     return [ray, *(stage.shown() for stage in (*together, *stages(job), driver_stage(job), *closing_stages(job)))]

@@ -32,7 +32,7 @@ class Stage:
         return f"# {self.title}: {self.skip_reason}" if self.skip_reason else shlex.join(self.command)
 
 
-def module_stage(job: Job, name: str, title: str, module: str, *arguments: object) -> Stage:
+def module_stage(name: str, title: str, module: str, *arguments: object) -> Stage:
     """The stage that runs ``python -m module`` with these arguments as texts."""
     return Stage(name, title, (sys.executable, "-m", module, *map(str, arguments)))
 
@@ -40,23 +40,20 @@ def module_stage(job: Job, name: str, title: str, module: str, *arguments: objec
 def stages(job: Job) -> list[Stage]:
     """The stages before the training, in order: data, base model, BF16, shards."""
     settings = job.settings
-    published = settings.model_path or settings.output_dir / "base_model_fp8"
-    out = [*_data_stages(job)]
+    published, bf16 = settings.model_path or settings.output_dir / "base_model_fp8", model_dir(settings)
     if settings.model_path is None:
         arguments: list[object] = [settings.recipe.name, "--seed", settings.seed, "--output-dir", published]
         arguments += ["--train-parquet", settings.data_dir / "train.parquet"]
         if not job.config.actor_rollout_ref.actor.megatron.load_weight:
             arguments += ["--num-steps", 2]  # config and tokenizer are wanted, weights are not
-        out.append(module_stage(job, "base_model", "Base model", "recipes.common.base_model", *arguments))
+        base_model = module_stage("base_model", "Base model", "recipes.common.base_model", *arguments)
     else:
-        out.append(Stage("base_model", "Base model", skip_reason=f"MODEL_PATH is {settings.model_path}"))
-    if model_dir(settings) == settings.model_path:
-        out.append(Stage("fp8_to_bf16", "FP8 to BF16", skip_reason=f"{settings.model_path} is not quantised"))
-    else:
-        arguments = ["--input-fp8-hf-path", published, "--output-bf16-hf-path", model_dir(settings), "--resume"]
-        out.append(module_stage(job, "fp8_to_bf16", "FP8 to BF16", "mindspeed_llm.fp8_cast_bf16", *arguments))
-    out.append(_sharding_stage(job))
-    return out
+        base_model = Stage("base_model", "Base model", skip_reason=f"MODEL_PATH is {settings.model_path}")
+    paths = ["--input-fp8-hf-path", published, "--output-bf16-hf-path", bf16, "--resume"]
+    to_bf16 = module_stage("fp8_to_bf16", "FP8 to BF16", "mindspeed_llm.fp8_cast_bf16", *paths)
+    if bf16 == settings.model_path:
+        to_bf16 = Stage("fp8_to_bf16", "FP8 to BF16", skip_reason=f"{bf16} is not quantised")
+    return [*_data_stages(job), base_model, to_bf16, _sharding_stage(job)]
 
 
 def _data_stages(job: Job) -> list[Stage]:
@@ -65,32 +62,32 @@ def _data_stages(job: Job) -> list[Stage]:
     if given := [text for text in settings.overrides if text.lstrip("+").startswith("data.train_files=")]:
         return [Stage("data", "Data", skip_reason=f"{given[-1]} is given")]
     source = settings.input_path or settings.data_dir / recipe.problems_output
-    data = module_stage(job, "data", "Data", recipe.data_module, *recipe.data_arguments(job, source))
+    data = module_stage("data", "Data", recipe.data_module, *recipe.data_arguments(job, source))
     if settings.input_path is not None:
         return [data]
     arguments = ("--output", source, "--seed", settings.seed)
-    return [module_stage(job, "problems", "Problems", recipe.problems_module, *arguments), data]
+    return [module_stage("problems", "Problems", recipe.problems_module, *arguments), data]
 
 
 def _sharding_stage(job: Job) -> Stage:
     settings, engine = job.settings, job.config.actor_rollout_ref.actor.megatron
-    name, title = "sharding", "Sharding"
+    skip_reason = None
     if not engine.load_weight:
-        return Stage(name, title, skip_reason="the config initialises at random (actor.megatron.load_weight is False)")
-    if not engine.use_dist_checkpointing:
-        return Stage(
-            name, title, skip_reason="workers read the BF16 files (actor.megatron.use_dist_checkpointing is False)"
-        )
-    if settings.dist_ckpt_path is not None and has_shards(settings.dist_ckpt_path):
-        return Stage(name, title, skip_reason=f"DIST_CKPT_PATH {settings.dist_ckpt_path} has shards, used as they are")
+        skip_reason = "the config initialises at random (actor.megatron.load_weight is False)"
+    elif not engine.use_dist_checkpointing:
+        skip_reason = "workers read the BF16 files (actor.megatron.use_dist_checkpointing is False)"
+    elif settings.dist_ckpt_path is not None and has_shards(settings.dist_ckpt_path):
+        skip_reason = f"DIST_CKPT_PATH {settings.dist_ckpt_path} has shards, used as they are"
+    if skip_reason is not None:
+        return Stage("sharding", "Sharding", skip_reason=skip_reason)
     paths = ["--load-dir", model_dir(settings), "--save-dir", settings.dist_ckpt_dir, "--resume"]
     if settings.recipe.shards == "torch_dist":
-        return module_stage(job, name, title, "mindspeed_llm.convert_ckpt_torch_dist", *paths)
+        return module_stage("sharding", "Sharding", "mindspeed_llm.convert_ckpt_torch_dist", *paths)
     flags = ["--moe-grouped-gemm", "--target-tensor-parallel-size", engine.tensor_model_parallel_size]
     flags += ["--target-pipeline-parallel-size", engine.pipeline_model_parallel_size, *_slot_flags(job)]
     flags += ["--target-expert-parallel-size", engine.expert_model_parallel_size]
     flags += ["--moe-tp-extend-ep"] if engine.moe_tp_extend_ep else []
-    return module_stage(job, name, title, "mindspeed_llm.convert_ckpt_deepseek3", *flags, *paths)
+    return module_stage("sharding", "Sharding", "mindspeed_llm.convert_ckpt_deepseek3", *flags, *paths)
 
 
 def _slot_flags(job: Job) -> list[str]:
@@ -111,21 +108,21 @@ def _slot_flags(job: Job) -> list[str]:
     return flags
 
 
-def nodes_stage(job: Job, *arguments: str) -> Stage:
+def nodes_stage(*arguments: str) -> Stage:
     """A command that waits for the other nodes, watches them or ends them; RAY_ADDRESS tells it the head."""
-    return module_stage(job, "nodes", "Nodes", "recipes.common.launcher.nodes", *arguments)
+    return module_stage("nodes", "Nodes", "recipes.common.launcher.nodes", *arguments)
 
 
 def driver_stage(job: Job) -> Stage:
     """The training: its controller is a process of its own."""
     directory, name = config_path(job.settings)
     arguments = ("--config-dir", directory, "--config-name", name, *run_overrides(job.settings, job.rollout_nnodes))
-    return module_stage(job, "main_ppo", "GRPO", "verl.trainer.main_ppo", *arguments)
+    return module_stage("main_ppo", "GRPO", "verl.trainer.main_ppo", *arguments)
 
 
 def closing_stages(job: Job) -> list[Stage]:
     """The stages after the training: back to Hugging Face form where the recipe wants it, then the report."""
-    report = module_stage(job, "report", "Results", "tools.report", "--run-dir", job.settings.output_dir)
+    report = module_stage("report", "Results", "tools.report", "--run-dir", job.settings.output_dir)
     is_trained = not job.config.trainer.rollout_only
     export = [_export_stage(job)] if job.settings.recipe.converts_back and is_trained else []
     return [*export, report]
@@ -138,4 +135,4 @@ def _export_stage(job: Job) -> Stage:
     paths = ["--load-dir", checkpoints / f"global_step_{step}" / "actor", "--hf-config-dir", model_dir(job.settings)]
     paths += ["--save-dir", job.settings.output_dir / "trained_hf" / f"global_step_{step}", "--resume"]
     module = "mindspeed_llm.convert_ckpt_deepseek3_mcore2hf"
-    return module_stage(job, "shards_to_hf", "Shards to Hugging Face", module, *paths)
+    return module_stage("shards_to_hf", "Shards to Hugging Face", module, *paths)
