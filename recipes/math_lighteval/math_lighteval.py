@@ -16,15 +16,7 @@ from typing import Any
 if not __package__:  # run by its path: the repository's packages must be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from recipes.common.data_scripts import (
-    digest_of,
-    is_current,
-    run_data_script,
-    usable_rows,
-    verl_row,
-    write_parquet,
-    write_stamp,
-)
+from recipes.common import data_scripts
 from recipes.common.math_answers import true_answer
 
 DATA_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
@@ -48,13 +40,11 @@ def input_files(input_dir: Path) -> dict[str, list[Path]]:
         raise ValueError(f"--input_dir {input_dir}: no such folder; {expected}")
     found = {}
     for side in SIDES:
-        for folder in (input_dir, input_dir / "data"):
-            patterns = [f"{start}{side}*.{kind}" for kind in ("parquet", "jsonl") for start in ("", "*_")]
-            files = sorted({path for pattern in patterns for path in folder.glob(pattern)})
-            found[side] = [path for path in files if not _is_output(path)]
-            if found[side]:
-                break
-        else:
+        patterns = [f"{start}{side}*.{kind}" for kind in ("parquet", "jsonl") for start in ("", "*_")]
+        folders = [{path for name in patterns for path in input_dir.glob(inner + name)} for inner in ("", "data/")]
+        inputs = [[path for path in sorted(folder) if not _is_output(path)] for folder in folders]
+        found[side] = inputs[0] or inputs[1]
+        if not found[side]:
             raise ValueError(f"--input_dir {input_dir}: no {side}*.parquet and no {side}*.jsonl there; {expected}")
     return found
 
@@ -107,7 +97,7 @@ def converted_row(row: Any, side: str, index: int) -> dict[str, Any] | str:
         return f"its {solution} has no final answer: expected a \\boxed{{...}} that is closed and not empty, or ####"
     carried = {name: None if row.get(name) is None else str(row[name]) for name in CARRIED}
     prompt = [{"role": "user", "content": row[problem] + INSTRUCTION}]
-    return verl_row(data_source, prompt, answer, side, index) | carried
+    return data_scripts.verl_row(data_source, prompt, answer, side, index) | carried
 
 
 def convert(input_dir: Path, local_dir: Path) -> dict[str, int] | None:
@@ -120,17 +110,19 @@ def convert(input_dir: Path, local_dir: Path) -> dict[str, int] | None:
     own = [str(path) for side in SIDES for path in files[side] if path.resolve() == outputs[side].resolve()]
     if own:
         raise ValueError(f"--local_dir {local_dir}: {' and '.join(own)} would be replaced; choose another folder")
-    digest = digest_of({"form": FORM_VERSION, "instruction": INSTRUCTION}, chain.from_iterable(files.values()))
-    if is_current(local_dir, digest):
+    digest = data_scripts.digest_of(
+        {"form": FORM_VERSION, "instruction": INSTRUCTION}, chain.from_iterable(files.values())
+    )
+    if data_scripts.is_current(local_dir, digest):
         return None
     rows = {}
     for side in SIDES:
         sources = ((f"{file}: row {i}", row) for file in files[side] for i, row in enumerate(source_rows(file)))
         found = ((where, converted_row(row, side, index)) for index, (where, row) in enumerate(sources))
-        rows[side] = usable_rows(found, ", ".join(map(str, files[side])))
+        rows[side] = data_scripts.usable_rows(found, ", ".join(map(str, files[side])))
     for side in SIDES:
-        write_parquet(rows[side], outputs[side], columns=CARRIED)
-    write_stamp(local_dir, digest, outputs.values())
+        data_scripts.write_parquet(rows[side], outputs[side], columns=CARRIED)
+    data_scripts.write_stamp(local_dir, digest, outputs.values())
     return {side: len(rows[side]) for side in SIDES}
 
 
@@ -148,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
             return None
         return [f"wrote train.parquet ({counts['train']} rows) and test.parquet ({counts['test']}) to {local_dir}"]
 
-    return run_data_script(run, local_dir)
+    return data_scripts.run_data_script(run, local_dir)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,7 @@ from typing import Any
 if not __package__:  # run by its path: the repository's packages must be found
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from recipes.common.data_scripts import (
-    digest_of,
-    is_current,
-    run_data_script,
-    usable_rows,
-    verl_row,
-    write_parquet,
-    write_stamp,
-)
+from recipes.common import data_scripts
 
 HELD_OUT_SET = "held_out"  # the evaluation set when none is given
 FORM_VERSION = 1  # raise when the rows would come out differently from the same input
@@ -34,7 +26,7 @@ def read_lines(file: Path, input_key: str, label_key: str, source: str) -> list[
         (f"{file}: line {number}", _converted_row(line, input_key, label_key, source, index))
         for index, (number, line) in enumerate(lines)
     )
-    return usable_rows(rows, file)
+    return data_scripts.usable_rows(rows, file)
 
 
 def _converted_row(line: str, input_key: str, label_key: str, source: str, index: int) -> dict[str, Any] | str:
@@ -52,7 +44,7 @@ def _converted_row(line: str, input_key: str, label_key: str, source: str, index
     if isinstance(label, bool) or not isinstance(label, str | int | float) or not str(label).strip():
         return f"{label_key} is {label!r}; expected the answer as text or number"
     chat = [{"role": message["role"], "content": message["content"]} for message in messages]
-    return verl_row(source, chat, str(label), source, index)
+    return data_scripts.verl_row(source, chat, str(label), source, index)
 
 
 def _is_message(message: Any) -> bool:
@@ -89,8 +81,8 @@ def convert(
     inputs = [prompt_data, *eval_sets.values()]
     if missing := [f"{file}: no such file" for file in inputs if not file.is_file()]:
         raise ValueError("\n".join(missing))
-    digest = digest_of(settings, inputs)
-    if is_current(local_dir, digest):
+    digest = data_scripts.digest_of(settings, inputs)
+    if data_scripts.is_current(local_dir, digest):
         return None
     rows = {"train": read_lines(prompt_data, input_key, label_key, prompt_data.stem)}
     for name, file in eval_sets.items():
@@ -104,8 +96,8 @@ def convert(
         rows[HELD_OUT_SET] = rows["train"][-held_out:]
         rows["train"] = rows["train"][:-held_out]
     for name, path in outputs.items():
-        write_parquet(rows[name], path)
-    write_stamp(local_dir, digest, outputs.values())
+        data_scripts.write_parquet(rows[name], path)
+    data_scripts.write_stamp(local_dir, digest, outputs.values())
     return {name: len(rows[name]) for name in outputs}
 
 
@@ -131,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
         rows = ", ".join(f"{name} {count}" for name, count in (counts or {}).items())
         return None if counts is None else [f"wrote parquet files to {local_dir}: {rows} rows"]
 
-    return run_data_script(run, local_dir)
+    return data_scripts.run_data_script(run, local_dir)
 
 
 if __name__ == "__main__":

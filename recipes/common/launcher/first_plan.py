@@ -18,8 +18,7 @@ from recipes.common.launcher.processes import OwnProcesses, python_path
 from recipes.common.recipe import ROOT
 
 TIMEOUT_S = 900.0  # 671B on 256 dies: a minute of one core
-# A word of torch's name of a GPU -> profile.
-CUDA_PROFILES = (("GB200", "gb200"), ("H200", "h200"), ("H100", "h100"), ("H20", "h20"))
+CUDA_PROFILES = ("GB200", "H200", "H100", "H20")  # words of torch's names of GPUs; in lower case, the profiles' names
 FITS, DOES_NOT_FIT = 0, 1
 
 
@@ -83,10 +82,9 @@ def device_profile(job: Job, scratch: Path) -> str:
 
 def cuda_profile(gpu_name: str) -> str:
     """The profile of a GPU by torch's name for it; ValueError when there is none."""
-    words = re.split(r"[^A-Z0-9]+", gpu_name.upper())
-    for word, profile in CUDA_PROFILES:
-        if word in words:
-            return profile
+    for word in re.split(r"[^A-Z0-9]+", gpu_name.upper()):
+        if word in CUDA_PROFILES:
+            return word.lower()
     raise ValueError(f"there is no device profile for {gpu_name!r}; set PLAN_DEVICE to a name or the path of one")
 
 

@@ -38,8 +38,7 @@ def print_plan(
         console.rule(f"Node {rank}: {'head' if node.is_head else 'worker'} {node.own_addr}")
         _print_environment(job, node, console, rank)
         console.print("\ncommands, in order:")
-        for line in _commands(job, node, rank):
-            console.print(f"  {line}")
+        console.print("".join(f"  {line}\n" for line in _commands(job, node, rank)), end="")
     if others:
         console.rule("Started from here")
         for start in others:

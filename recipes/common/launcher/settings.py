@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,25 +16,15 @@ from verl.utils.net_utils import LOOPBACK
 CPU = "cpu"
 
 
-def _number(kind: type[int] | type[float], least: float, most: float = sys.float_info.max) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not least <= value <= most:
-            raise ValueError(text)
-        return value
-
-    return parse
-
-
-# kind of a variable -> how its text becomes a value, and what an error says was expected
-KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "text": (str, "a text"),
-    "path": (lambda text: Path(text).expanduser().absolute(), "a path"),
-    "count": (_number(int, 1), "a whole number of at least 1"),
-    "seed": (_number(int, 0), "a whole number of at least 0"),
-    "rank": (_number(int, 0), "a whole number from 0 to NNODES - 1"),
-    "port": (_number(int, 1024, 65535), "a port number, 1024 to 65535"),
-    "seconds": (_number(float, 1e-9), "a number of seconds above 0"),
+# kind of a variable -> how its text becomes a value, the least and the most of a number, what an error says is expected
+KINDS: dict[str, tuple[Callable[[str], Any], float | None, float, str]] = {
+    "text": (str, None, 0, "a text"),
+    "path": (lambda text: Path(text).expanduser().absolute(), None, 0, "a path"),
+    "count": (int, 1, sys.maxsize, "a whole number of at least 1"),
+    "seed": (int, 0, sys.maxsize, "a whole number of at least 0"),
+    "rank": (int, 0, sys.maxsize, "a whole number from 0 to NNODES - 1"),
+    "port": (int, 1024, 65535, "a port number, 1024 to 65535"),
+    "seconds": (float, 1e-9, sys.float_info.max, "a number of seconds above 0"),
 }
 # The variables of every recipe: name, kind, default as shown to the user, meaning. ``variables`` adds a recipe's own.
 _TABLE = """
@@ -130,12 +121,13 @@ def read_settings(
 
     def read(name: str, kind: str) -> Any:
         text = environment.get(name, "").strip()
-        parse, expected = KINDS[kind]
-        try:
-            return parse(text) if text else None
-        except ValueError:
-            problems.append(f"{name}={text!r}: expected {expected}")
-            return None
+        parse, least, most, expected = KINDS[kind]
+        with suppress(ValueError):
+            value = parse(text) if text else None
+            if value is None or least is None or least <= value <= most:
+                return value
+        problems.append(f"{name}={text!r}: expected {expected}")
+        return None
 
     own_config = recipe.full_config if accelerator in recipe.accelerators else recipe.tiny_config
     names = {field.name for field in fields(Settings)}
