@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -20,6 +19,7 @@ from recipes.common.launcher import checks, hostfile, network
 from recipes.common.launcher.first_plan import first_plan
 from recipes.common.launcher.job import Job, resolve_config
 from recipes.common.launcher.node_run import NodeRun, Stopped
+from recipes.common.launcher.output_dir import only_run
 from recipes.common.launcher.parent_death import end_with_parent
 from recipes.common.launcher.print_plan import print_plan
 from recipes.common.launcher.settings import NodeRole, find_accelerator, find_role, read_settings, variables
@@ -93,25 +93,6 @@ def print_help(recipe: Recipe) -> None:
         "--no-plan starts at once; without it the head first plans the run (memory, calls, time) and refuses what "
         "cannot fit"
     )
-
-
-@contextmanager
-def only_run(output_dir: Path) -> Iterator[None]:
-    """Hold OUTPUT_DIR's lock; ValueError when another run on this machine holds it."""
-    output_dir.mkdir(parents=True, exist_ok=True)
-    with (output_dir / ".lock").open("a+", encoding="utf-8") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            handle.seek(0)
-            holder = handle.read().strip() or "unknown"
-            raise ValueError(
-                f"OUTPUT_DIR {output_dir} is in use by another run (pid {holder}); choose another one"
-            ) from None
-        handle.truncate(0)
-        handle.write(str(os.getpid()))
-        handle.flush()
-        yield
 
 
 def _role_for_plan(job: Job) -> NodeRole:

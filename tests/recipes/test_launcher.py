@@ -16,10 +16,10 @@ import pytest
 from recipes.common import launch
 from recipes.common.launcher import checks, network, nodes, ray_node
 from recipes.common.launcher.job import Job, resolve_config
+from recipes.common.launcher.output_dir import archive_other_training, only_run, shared_token, training_identity
 from recipes.common.launcher.processes import OwnProcesses
 from recipes.common.launcher.settings import NodeRole, Settings, find_role, read_settings, variables
 from recipes.common.launcher.stages import driver_stage, stages
-from recipes.common.launcher.training_identity import archive_other_training, training_identity
 from recipes.common.recipe import ROOT, load_recipe, recipe_names
 from verl.utils.net_utils import free_ports
 
@@ -304,18 +304,18 @@ def test_nodes_are_compared_by_their_labels() -> None:
 
 
 def test_token_is_made_once_and_private(tmp_path: Path) -> None:
-    tokens = [ray_node.shared_token(tmp_path, None) for _ in range(2)]
+    tokens = [shared_token(tmp_path, None) for _ in range(2)]
     assert tokens[0] == tokens[1]
     assert len(tokens[0]) == 64
     assert (tmp_path / ".ray_auth_token").stat().st_mode & 0o077 == 0
-    assert ray_node.shared_token(tmp_path, "given") == "given"
+    assert shared_token(tmp_path, "given") == "given"
 
 
 def test_output_dir_belongs_to_one_run(tmp_path: Path) -> None:
     with (
-        launch.only_run(tmp_path / "out"),
+        only_run(tmp_path / "out"),
         pytest.raises(ValueError, match=f"pid {os.getpid()}"),
-        launch.only_run(tmp_path / "out"),
+        only_run(tmp_path / "out"),
     ):
         raise AssertionError("two runs hold the lock")
 

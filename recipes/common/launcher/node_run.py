@@ -10,12 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from recipes.common.launcher import network, nodes, ray_node, run_logs
+from recipes.common.launcher import network, nodes, output_dir, ray_node
 from recipes.common.launcher.job import Job, latest_step
 from recipes.common.launcher.processes import POLL_S, OwnProcesses, RunFailed, how_it_ended
 from recipes.common.launcher.settings import NodeRole
 from recipes.common.launcher.stages import Stage, closing_stages, driver_stage, nodes_stage, stages
-from recipes.common.launcher.training_identity import archive_other_training, training_identity
 from recipes.common.recipe import ROOT
 from verl.trainer.config.data import file_list
 from verl.trainer.config.load import to_yaml
@@ -42,7 +41,7 @@ class NodeRun:
         self.watch: subprocess.Popen[bytes] | None = None
         self.is_training = False
         if role.is_head:
-            self.log_dir = run_logs.new_attempt(job.settings.log_dir)
+            self.log_dir = output_dir.new_attempt(job.settings.log_dir)
             self.watch_log = self.log_dir / "nodes_watch.log"
 
     def run(self) -> int:
@@ -149,8 +148,8 @@ class NodeRun:
         """Checkpoints of another seed, data set or model must not be resumed."""
         settings, config = self.job.settings, self.job.config
         files = [Path(name).expanduser() for name in file_list(config.data.train_files)]
-        identity = training_identity(settings.seed, files, Path(config.actor_rollout_ref.model.path))
-        if (moved_to := archive_other_training(settings.output_dir, identity)) is not None:
+        identity = output_dir.training_identity(settings.seed, files, Path(config.actor_rollout_ref.model.path))
+        if (moved_to := output_dir.archive_other_training(settings.output_dir, identity)) is not None:
             text = f"OUTPUT_DIR held a training with another seed, data set or model: its results are now in {moved_to}"
             self.print(text, "yellow")
 
@@ -215,7 +214,7 @@ class NodeRun:
                     "running there, with this MASTER_ADDR?"
                 )
             time.sleep(POLL_S)
-        self.log_dir = run_logs.attempt_of_worker(settings.log_dir, self.role.own_addr)
+        self.log_dir = output_dir.attempt_of_worker(settings.log_dir, self.role.own_addr)
         ray = self._start_ray()
         self.print("Ray is starting; the head runs the training and shows its progress")
         answered = time.monotonic()

@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import shutil
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from recipes.common.launcher import network, nodes, run_logs
+from recipes.common.launcher import network, nodes, output_dir
 from recipes.common.launcher.job import Job
 from recipes.common.launcher.processes import POLL_S, OwnProcesses, RunFailed, how_it_ended, python_path
 from recipes.common.launcher.settings import NodeRole
@@ -65,7 +62,7 @@ def ray_address(job: Job, role: NodeRole) -> str:
 def ray_environment(job: Job, role: NodeRole) -> dict[str, str]:
     """The whole environment of Ray and of the job's commands: this process's, the run's variables, Ray's token."""
     inherited = {name: value for name, value in os.environ.items() if name.lower() != "grpc_proxy"}
-    token = shared_token(job.settings.output_dir, job.settings.ray_auth_token)
+    token = output_dir.shared_token(job.settings.output_dir, job.settings.ray_auth_token)
     return {**inherited, **run_variables(job, role), "RAY_AUTH_TOKEN": token}
 
 
@@ -148,14 +145,14 @@ class RayNode:
         self._role, self._port = role, job.settings.ray_port
         if role.is_head and (problem := network.port_problem("RAY_PORT", self._port)):
             raise RunFailed(problem)
-        run_logs.keep_earlier_sessions(log_dir.parent, role.own_addr)
+        output_dir.keep_earlier_sessions(log_dir.parent, role.own_addr)
         _remove_leftovers()
         # Ray's sockets lie below it and may be 107 characters long, so it cannot be in OUTPUT_DIR.
         self._temp_dir = Path(tempfile.mkdtemp(prefix=f"{TEMP_PREFIX}{os.getpid()}_"))
         self._kept_logs = log_dir / f"ray_{role.own_addr}"
-        run_logs.show_session(self._temp_dir / "session_latest" / "logs", self._kept_logs)
+        output_dir.show_session(self._temp_dir / "session_latest" / "logs", self._kept_logs)
         self.end_file = self._temp_dir / "run_end.json"
-        self._log_path = run_logs.start_log(log_dir, role.own_addr)
+        self._log_path = output_dir.start_log(log_dir, role.own_addr)
         client, agent = map(str, free_ports(2, avoid=(self._port,)))
         command = ray_command(job, role, str(self._temp_dir), labels, (client, agent))
         with self._log_path.open("wb") as log:
@@ -184,7 +181,7 @@ class RayNode:
 
     def keep_logs(self) -> None:
         """Move Ray's session logs beside the run's own and remove its temporary folder; call it once Ray has ended."""
-        run_logs.keep_session(self._kept_logs)
+        output_dir.keep_session(self._kept_logs)
         shutil.rmtree(self._temp_dir, ignore_errors=True)
 
 
@@ -194,19 +191,3 @@ def _remove_leftovers() -> None:
         pid = path.name.removeprefix(TEMP_PREFIX).split("_")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)) and path.stat().st_uid == os.getuid():
             shutil.rmtree(path, ignore_errors=True)
-
-
-def shared_token(output_dir: Path, given: str | None) -> str:
-    """Ray's token: the given one, else that of ``OUTPUT_DIR/.ray_auth_token``, made by whichever node comes first."""
-    if given:
-        return given
-    path = output_dir / ".ray_auth_token"
-    output_dir.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        mine = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
-        mine.touch(mode=0o600)
-        mine.write_text(secrets.token_hex(32), encoding="utf-8")
-        with suppress(FileExistsError):
-            os.link(mine, path)  # unlike a rename it never replaces the token that another node has just made
-        mine.unlink()
-    return path.read_text(encoding="utf-8").strip()

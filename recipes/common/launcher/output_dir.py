@@ -1,4 +1,4 @@
-"""A run's logs: a folder per attempt, ``latest`` as a link to the newest, and Ray's files under the names of ranks.
+"""OUTPUT_DIR: one run at a time, Ray's token, the results of other trainings, and a folder of logs per attempt.
 
 logs/latest -> attempt_3
 logs/attempt_3/<stage>.log, main_ppo.log      output of each stage and of the driver
@@ -10,14 +10,90 @@ logs/attempt_3/rank_<N>.{out,err}             all other output of its process: l
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import re
+import secrets
 import shutil
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from recipes.common.atomic_files import write_text_atomically
+from recipes.common.data_scripts import digest_of
+
+RUN_FILE = "run.json"
+EARLIER = "earlier_runs"
+OUTPUTS = (
+    "checkpoints metrics.jsonl restarts.jsonl tensorboard val_generations reward_ledger samples rollouts samples.html "
+    "timeline export_hf trained_hf report.html rewards.png response_len.png val_score.png"
+)
 LATEST = "latest"
 _RANK = re.compile(r":actor_name:rank (\d+)")  # Ray writes an actor's repr into its files when it starts
 _HEAD_BYTES = 1000
+
+
+@contextmanager
+def only_run(output_dir: Path) -> Iterator[None]:
+    """Hold OUTPUT_DIR's lock; ValueError when another run on this machine holds it."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with (output_dir / ".lock").open("a+", encoding="utf-8") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.seek(0)
+            holder = handle.read().strip() or "unknown"
+            raise ValueError(
+                f"OUTPUT_DIR {output_dir} is in use by another run (pid {holder}); choose another one"
+            ) from None
+        handle.truncate(0)
+        handle.write(str(os.getpid()))
+        handle.flush()
+        yield
+
+
+def shared_token(output_dir: Path, given: str | None) -> str:
+    """Ray's token: the given one, else that of ``OUTPUT_DIR/.ray_auth_token``, made by whichever node comes first."""
+    if given:
+        return given
+    path = output_dir / ".ray_auth_token"
+    output_dir.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        mine = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
+        mine.touch(mode=0o600)
+        mine.write_text(secrets.token_hex(32), encoding="utf-8")
+        with suppress(FileExistsError):
+            os.link(mine, path)  # unlike a rename it never replaces the token that another node has just made
+        mine.unlink()
+    return path.read_text(encoding="utf-8").strip()
+
+
+def training_identity(seed: int, train_files: Iterable[Path], model_dir: Path) -> str:
+    """A digest of what a training starts from; paths and settings that may change on a resume do not count.
+
+    Only the sizes of the weights are read (hundreds of GB); a model that the recipe made itself has a stamp of its
+    sources.
+    """
+    shards = {path.name: path.stat().st_size for path in sorted(model_dir.glob("*.safetensors"))}
+    made_from = model_dir.parent / "base_model_fp8" / ".stamp.json"
+    described = [path for path in (model_dir / "config.json", made_from) if path.is_file()]
+    return digest_of({"seed": seed, "shards": shards}, [*train_files, *described])
+
+
+def archive_other_training(output_dir: Path, identity: str) -> Path | None:
+    """Move the results of another training into ``earlier_runs/N`` and note this one; None when nothing was moved."""
+    run_file = output_dir / RUN_FILE
+    known = json.loads(run_file.read_text(encoding="utf-8"))["identity"] if run_file.is_file() else identity
+    present = [output_dir / name for name in OUTPUTS.split() if (output_dir / name).exists()]
+    target = None
+    if known != identity and present:
+        target = next_folder(output_dir / EARLIER)
+        for path in present:
+            os.replace(path, target / path.name)
+    write_text_atomically(run_file, json.dumps({"identity": identity}) + "\n")
+    return target
 
 
 def new_attempt(logs: Path) -> Path:

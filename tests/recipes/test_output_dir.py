@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from recipes.common.launcher import run_logs
+from recipes.common.launcher import output_dir
 
 
 def _session(folder: Path) -> Path:
@@ -26,57 +26,57 @@ def _session(folder: Path) -> Path:
 def test_every_attempt_has_a_folder_and_latest_leads_to_the_newest(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     for number in (1, 2, 3):
-        assert run_logs.new_attempt(logs) == logs / f"attempt_{number}"
+        assert output_dir.new_attempt(logs) == logs / f"attempt_{number}"
         assert os.readlink(logs / "latest") == f"attempt_{number}"
     (logs / "attempt_old").mkdir()
     (logs / "attempt_2").rmdir()
-    assert run_logs.new_attempt(logs).name == "attempt_4"
+    assert output_dir.new_attempt(logs).name == "attempt_4"
 
 
 def test_another_node_finds_the_attempt_of_the_head(tmp_path: Path) -> None:
     """On a shared disk that is the head's newest; a node with a disk of its own has a folder for each attempt too."""
     shared, own = tmp_path / "logs", tmp_path / "own_disk"
     for number in (1, 2):
-        attempt = run_logs.new_attempt(shared)
-        assert run_logs.attempt_of_worker(shared, "10.0.0.2") == attempt
-        run_logs.start_log(attempt, "10.0.0.2").touch()
-        mine = run_logs.attempt_of_worker(own, "10.0.0.2")
+        attempt = output_dir.new_attempt(shared)
+        assert output_dir.attempt_of_worker(shared, "10.0.0.2") == attempt
+        output_dir.start_log(attempt, "10.0.0.2").touch()
+        mine = output_dir.attempt_of_worker(own, "10.0.0.2")
         assert mine == own / f"attempt_{number}"
-        run_logs.start_log(mine, "10.0.0.2").touch()
+        output_dir.start_log(mine, "10.0.0.2").touch()
 
 
 def test_ray_files_are_there_while_it_runs_and_after(tmp_path: Path) -> None:
-    attempt = run_logs.new_attempt(tmp_path / "logs")
+    attempt = output_dir.new_attempt(tmp_path / "logs")
     kept = attempt / "ray_10.0.0.1"
-    run_logs.show_session(tmp_path / "ray" / "session_latest" / "logs", kept)
+    output_dir.show_session(tmp_path / "ray" / "session_latest" / "logs", kept)
     assert not kept.exists(), "Ray has not started"
     _session(tmp_path / "ray")
     assert (kept / "raylet.out").read_text() == "raylet"
-    run_logs.keep_session(kept)
+    output_dir.keep_session(kept)
     assert not kept.is_symlink() and (kept / "raylet.out").read_text() == "raylet"
     names = ["rank_0.err", "rank_0.out", "rank_10.err", "rank_10.out"]
     assert sorted(path.name for path in attempt.glob("rank_*")) == names
     assert (attempt / "rank_10.out").read_text().endswith("said to out\n")
     assert os.readlink(attempt / "rank_10.out") == "ray_10.0.0.1/worker-b-2.out", "the folder may be moved"
-    run_logs.keep_session(kept)  # nothing is left to do
+    output_dir.keep_session(kept)  # nothing is left to do
 
 
 def test_a_rank_that_was_started_again_shows_its_last_process(tmp_path: Path) -> None:
-    kept = run_logs.new_attempt(tmp_path / "logs") / "ray_10.0.0.1"
+    kept = output_dir.new_attempt(tmp_path / "logs") / "ray_10.0.0.1"
     logs = _session(tmp_path / "ray")
     (logs / "worker-0-9.out").write_text(":actor_name:rank 0\nthe second\n")
     os.utime(logs / "worker-a-1.out", (time.time() - 100,) * 2)
-    run_logs.show_session(logs, kept)
-    run_logs.keep_session(kept)
+    output_dir.show_session(logs, kept)
+    output_dir.keep_session(kept)
     assert (kept.parent / "rank_0.out").read_text().endswith("the second\n")
 
 
 def test_the_next_attempt_keeps_what_a_killed_launcher_left(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     for address, folder in (("10.0.0.1", "mine"), ("10.0.0.2", "other_node")):
-        run_logs.show_session(_session(tmp_path / folder), logs / "attempt_1" / f"ray_{address}")
-    run_logs.show_session(tmp_path / "gone" / "logs", logs / "attempt_2" / "ray_10.0.0.1")
-    run_logs.keep_earlier_sessions(logs, "10.0.0.1")
+        output_dir.show_session(_session(tmp_path / folder), logs / "attempt_1" / f"ray_{address}")
+    output_dir.show_session(tmp_path / "gone" / "logs", logs / "attempt_2" / "ray_10.0.0.1")
+    output_dir.keep_earlier_sessions(logs, "10.0.0.1")
     assert not (logs / "attempt_1" / "ray_10.0.0.1").is_symlink() and (logs / "attempt_1" / "rank_0.out").is_file()
     assert (logs / "attempt_1" / "ray_10.0.0.2").is_symlink(), "that is the other node's to keep"
     assert not os.path.lexists(logs / "attempt_2" / "ray_10.0.0.1")
