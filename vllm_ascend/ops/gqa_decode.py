@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm.ops.contract import DecodeMetadata, KVCache
 from vllm_ascend.ops.kv_layout import read_blocks
-from vllm_ascend.ops.paged_attention import is_out_of_sight, paged_attention
+from vllm_ascend.ops.paged_attention import gathered_attention, paged_attention
 
 HEAD_STEP, MAX_HEAD_SIZE, MAX_HEADS_OF_A_KEY = 16, 512, 64
 
@@ -39,20 +39,9 @@ def _paged(q_BND: Tensor, kv_heads: int, cache: KVCache, meta: DecodeMetadata, s
 
 
 def _gathered(q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
-    import torch_npu
-
     tables_S, size = meta.block_tables.flatten().long(), q_BND.shape[2]
     k_BGSD, v_BGSD = (
         read_blocks(pages, tables_S).view(len(q_BND), -1, pages.shape[2] // size, size).transpose(1, 2).contiguous()
         for pages in cache
     )
-    out_BN1D: Tensor = torch_npu.npu_fusion_attention(
-        q_BND.unsqueeze(2),
-        k_BGSD,
-        v_BGSD,
-        q_BND.shape[1],
-        "BNSD",
-        atten_mask=is_out_of_sight(meta),
-        scale=scale,
-    )[0]
-    return out_BN1D.squeeze(2)
+    return gathered_attention(q_BND, k_BGSD, v_BGSD, meta, scale)

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm.ops.contract import DecodeMetadata, KVCache
 from vllm.transformers_utils.config import DeepseekV3Config, HFConfig
 from vllm_ascend.ops.kv_layout import read_blocks
-from vllm_ascend.ops.paged_attention import is_out_of_sight, paged_attention
+from vllm_ascend.ops.paged_attention import gathered_attention, paged_attention
 
 PAGED_LATENT, PAGED_ROPE = 512, 64
 MAX_HEADS = 128
@@ -67,19 +67,8 @@ def _paged(q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: Decod
 
 def _gathered(q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
     """[B, N, D]: the weighted sum of latents and position channels alike, D = L + R."""
-    import torch_npu
-
     tables_S = meta.block_tables.flatten().long()
     kv_B1SD = torch.cat([read_blocks(pages, tables_S) for pages in cache], dim=-1).view(
         len(q_BND), 1, -1, q_BND.shape[-1]
     )
-    out_BN1D: Tensor = torch_npu.npu_fusion_attention(
-        q_BND.unsqueeze(2),
-        kv_B1SD,
-        kv_B1SD,
-        q_BND.shape[1],
-        "BNSD",
-        atten_mask=is_out_of_sight(meta),
-        scale=scale,
-    )[0]
-    return out_BN1D.squeeze(2)
+    return gathered_attention(q_BND, kv_B1SD, kv_B1SD, meta, scale)

@@ -7,53 +7,27 @@ modest. Tolerance: 1e-2 (bfloat16), 1e-5 (float32), relative.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vllm.ops.contract import KVCache, PrefillMetadata
 from vllm_ascend.ops.kv_layout import read_tokens
-from vllm_ascend.ops.packed_context import CAUSAL_FROM_THE_END, CausalTriangle, context_slots
+from vllm_ascend.ops.packed_context import causal_attention, context_slots
 
 
-class MlaPrefill:
-    """See ``RolloutOps.mla_prefill``. Holds the causal triangle (4 MiB) of each device it ran on."""
-
-    def __init__(self) -> None:
-        self._triangle = CausalTriangle()
-
-    def __call__(
-        self,
-        q_nope_TNP: Tensor,
-        q_rope_TNR: Tensor,
-        kv_b_NCL: Tensor,
-        cache: KVCache,
-        meta: PrefillMetadata,
-        scale: float,
-    ) -> Tensor:
-        import torch_npu
-
-        heads, nope = q_nope_TNP.shape[1:]
-        latent_SL, rope_SR = (read_tokens(pages, context_slots(meta)) for pages in cache)
-        expanded_SNC = F.linear(latent_SL, kv_b_NCL.flatten(0, 1)).unflatten(-1, (heads, -1))
-        q_TND = torch.cat((q_nope_TNP, q_rope_TNR), dim=-1)
-        k_SND = torch.cat((expanded_SNC[..., :nope], rope_SR.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
-        v_SND = v_SNV = expanded_SNC[..., nope:]
-        # NPU-ADAPTATION(prefill-pad-value): the packed kernel wants one head size for q, k and v, and MLA has 192
-        # and 128; drop when the oldest CANN that we support takes them as they are.
-        v_SND = F.pad(v_SNV, (0, q_TND.shape[-1] - v_SNV.shape[-1]))
-        # NPU-ADAPTATION END
-        out_TND: Tensor = torch_npu.npu_fusion_attention(
-            q_TND,
-            k_SND,
-            v_SND,
-            heads,
-            "TND",
-            atten_mask=self._triangle.on(q_TND.device),
-            scale=scale,
-            actual_seq_qlen=np.cumsum(meta.query_lens_host).tolist(),
-            actual_seq_kvlen=np.cumsum(meta.seq_lens_host).tolist(),
-            sparse_mode=CAUSAL_FROM_THE_END,
-        )[0]
-        return out_TND[..., : v_SNV.shape[-1]]
+def mla_prefill(
+    q_nope_TNP: Tensor, q_rope_TNR: Tensor, kv_b_NCL: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float
+) -> Tensor:
+    """See ``RolloutOps.mla_prefill``."""
+    heads, nope = q_nope_TNP.shape[1:]
+    latent_SL, rope_SR = (read_tokens(pages, context_slots(meta)) for pages in cache)
+    expanded_SNC = F.linear(latent_SL, kv_b_NCL.flatten(0, 1)).unflatten(-1, (heads, -1))
+    q_TND = torch.cat((q_nope_TNP, q_rope_TNR), dim=-1)
+    k_SND = torch.cat((expanded_SNC[..., :nope], rope_SR.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
+    v_SND = v_SNV = expanded_SNC[..., nope:]
+    # NPU-ADAPTATION(prefill-pad-value): the packed kernel wants one head size for q, k and v, and MLA has 192
+    # and 128; drop when the oldest CANN that we support takes them as they are.
+    v_SND = F.pad(v_SNV, (0, q_TND.shape[-1] - v_SNV.shape[-1]))
+    # NPU-ADAPTATION END
+    return causal_attention(q_TND, k_SND, v_SND, meta, scale)[..., : v_SNV.shape[-1]]

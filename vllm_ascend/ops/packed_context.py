@@ -1,7 +1,10 @@
-"""What the packed attention kernel wants of a prefill step: its causal triangle, and where the context lies."""
+"""Causal attention of packed new tokens over their cached context, which the prefill ops share, and where that lies."""
 
 from __future__ import annotations
 
+from functools import cache
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,17 +15,29 @@ MASK_SIZE = 2048
 CAUSAL_FROM_THE_END = 3  # sparse_mode: the last query sees the last key
 
 
-class CausalTriangle:
-    """Holds the triangle (4 MiB) of each device it was asked for."""
+def causal_attention(q_TND: Tensor, k_SGD: Tensor, v_SGD: Tensor, meta: PrefillMetadata, scale: float) -> Tensor:
+    """[T, N, D]: each new token attends to the tokens of its sequence up to itself, as one kernel."""
+    import torch_npu
 
-    def __init__(self) -> None:
-        self._masks: dict[torch.device, Tensor] = {}
+    out_TND: Tensor = torch_npu.npu_fusion_attention(
+        q_TND,
+        k_SGD,
+        v_SGD,
+        q_TND.shape[1],
+        "TND",
+        atten_mask=_causal_triangle(q_TND.device),
+        scale=scale,
+        actual_seq_qlen=np.cumsum(meta.query_lens_host).tolist(),
+        actual_seq_kvlen=np.cumsum(meta.seq_lens_host).tolist(),
+        sparse_mode=CAUSAL_FROM_THE_END,
+    )[0]
+    return out_TND
 
-    def on(self, device: torch.device) -> Tensor:
-        if device not in self._masks:
-            full = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device)
-            self._masks[device] = full.triu(diagonal=1)  # True = out of sight
-        return self._masks[device]
+
+@cache
+def _causal_triangle(device: torch.device) -> Tensor:
+    """bool [2048, 2048], 4 MiB, True where a key is out of sight."""
+    return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(diagonal=1)
 
 
 def context_slots(meta: PrefillMetadata) -> Tensor:

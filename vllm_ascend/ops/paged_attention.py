@@ -88,10 +88,20 @@ def paged_attention(
     return output
 
 
-def is_out_of_sight(meta: DecodeMetadata) -> Tensor:
-    """bool [B, 1, 1, S], True where a token of the gathered pages lies past its sequence's end; once per step."""
-    if "is_out_of_sight" not in meta.scratch:
-        positions_S = torch.arange(meta.block_tables.shape[1] * meta.block_size, device=meta.seq_lens.device)
+def gathered_attention(q_BND: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, meta: DecodeMetadata, scale: float) -> Tensor:
+    """[B, N, D]: each sequence's query attends to its gathered pages, S tokens of which the last ones may be masked."""
+    import torch_npu
+
+    if "is_out_of_sight" not in meta.scratch:  # bool [B, 1, 1, S], the same in all layers
+        positions_S = torch.arange(k_BGSD.shape[2], device=meta.seq_lens.device)
         meta.scratch["is_out_of_sight"] = (positions_S >= meta.seq_lens.unsqueeze(1))[:, None, None, :]
-    mask: Tensor = meta.scratch["is_out_of_sight"]
-    return mask
+    out_BN1D: Tensor = torch_npu.npu_fusion_attention(
+        q_BND.unsqueeze(2),
+        k_BGSD,
+        v_BGSD,
+        q_BND.shape[1],
+        "BNSD",
+        atten_mask=meta.scratch["is_out_of_sight"],
+        scale=scale,
+    )[0]
+    return out_BN1D.squeeze(2)

@@ -35,21 +35,9 @@ class LatentAttentionOps:
         (pages,) = cache
         kv_TD = last_contiguous(kv_TD)
         latent = len(weight_L)
-        self._calls.run(
-            "cpu_write_kv",
-            self._calls.mode(kv_TD, weight_L, pages),
-            pages.data_ptr(),
-            kv_TD.data_ptr(),
-            kv_TD.stride(0),
-            len(kv_TD),
-            latent,
-            kv_TD.shape[1] - latent,
-            weight_L.data_ptr(),
-            eps,
-            cos_TR.contiguous().data_ptr(),
-            sin_TR.contiguous().data_ptr(),
-            slots_T.data_ptr(),
-        )
+        kv = pages, kv_TD, kv_TD.stride(0), len(kv_TD), latent, kv_TD.shape[1] - latent
+        angles = cos_TR.contiguous(), sin_TR.contiguous()
+        self._calls.run("cpu_write_kv", self._calls.mode(kv_TD, weight_L, pages), *kv, weight_L, eps, *angles, slots_T)
 
     def mla_decode(
         self, q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float
@@ -92,26 +80,11 @@ class LatentAttentionOps:
         q_latent_BNL, q_rope_BNR = last_contiguous(q_latent_BNL), last_contiguous(q_rope_BNR)
         queries, heads, latent = q_latent_BNL.shape
         out_BNL = self._calls.empty(q_latent_BNL, queries, heads, latent)
+        mode = self._calls.mode(q_latent_BNL, q_rope_BNR, pages)
+        q = q_latent_BNL, *q_latent_BNL.stride()[:2], q_rope_BNR, *q_rope_BNR.stride()[:2]
+        cached = pages, tables_BW, seq_lens_B, tables_BW.stride(0), pages.shape[1]
         self._calls.run(
-            "cpu_mla_attention",
-            self._calls.mode(q_latent_BNL, q_rope_BNR, pages),
-            q_latent_BNL.data_ptr(),
-            q_latent_BNL.stride(0),
-            q_latent_BNL.stride(1),
-            q_rope_BNR.data_ptr(),
-            q_rope_BNR.stride(0),
-            q_rope_BNR.stride(1),
-            queries,
-            heads,
-            pages.data_ptr(),
-            tables_BW.data_ptr(),
-            seq_lens_B.ctypes.data,
-            tables_BW.stride(0),
-            pages.shape[1],
-            latent,
-            q_rope_BNR.shape[2],
-            scale,
-            out_BNL.data_ptr(),
+            "cpu_mla_attention", mode, *q, queries, heads, *cached, latent, q_rope_BNR.shape[2], scale, out_BNL
         )
         return out_BNL
 

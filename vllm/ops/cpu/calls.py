@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import IntEnum
 from math import prod
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from vllm.ops.cpu.memory import LEAST_BYTES, StepMemory
 
 Launch = Callable[..., None]
 
+_NUMBERS = (int, float, type(None))  # arguments that are not memory
 _FLOAT32 = 0  # the kernels' mode for float32 tensors
 
 
@@ -33,11 +36,15 @@ class KernelCalls:
     """
 
     def __init__(self, products: Bfloat16Products, launch: Launch = launch) -> None:
-        self.run = launch
+        self._launch = launch
         self.uses_tiles = products is Bfloat16Products.TILES
         self._modes = {torch.float32: _FLOAT32, torch.bfloat16: int(products)}
         self._memory = StepMemory()
         kernels()  # built now, not in the first step
+
+    def run(self, name: str, *arguments: Any) -> None:
+        """Run the kernel `name`, which gets the addresses of tensors and arrays."""
+        self._launch(name, *[one if type(one) in _NUMBERS else _address(one) for one in arguments])
 
     def takes_rows(self, dtype: torch.dtype) -> bool:
         """Whether weights of this dtype are [..., out, in] in memory, as in checkpoints, and not [..., in, out]."""
@@ -63,7 +70,11 @@ class KernelCalls:
 
     def _is_for_step(self, num_values: int, dtype: torch.dtype) -> bool:
         """Whether a result is large, and nobody keeps account of allocations: neither a plan nor a graph capture."""
-        return num_values * dtype.itemsize >= LEAST_BYTES and self.run is launch and not is_capturing()
+        return num_values * dtype.itemsize >= LEAST_BYTES and self._launch is launch and not is_capturing()
+
+
+def _address(memory: Tensor | np.ndarray) -> int:
+    return memory.data_ptr() if isinstance(memory, Tensor) else memory.ctypes.data
 
 
 def last_contiguous(x: Tensor) -> Tensor:

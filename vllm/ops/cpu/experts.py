@@ -5,6 +5,7 @@ Letters: T tokens, H hidden size, F expert width, E experts, K experts per token
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,24 +35,10 @@ class ExpertOps:
     ) -> tuple[Tensor, Tensor]:
         assert logits_TE.dtype == torch.float32 and scoring in ("sigmoid", "softmax"), (logits_TE.dtype, scoring)
         logits_TE = logits_TE.contiguous()
-        rows, experts = logits_TE.shape
-        weights_TK = logits_TE.new_empty(rows, top_k)
-        ids_TK = logits_TE.new_empty(rows, top_k, dtype=torch.int64)
-        self._calls.run(
-            "cpu_topk_router",
-            logits_TE.data_ptr(),
-            None if bias_E is None else bias_E.data_ptr(),
-            rows,
-            experts,
-            top_k,
-            num_groups,
-            topk_groups,
-            int(normalize),
-            scaling,
-            int(scoring == "softmax"),
-            weights_TK.data_ptr(),
-            ids_TK.data_ptr(),
-        )
+        weights_TK = logits_TE.new_empty(len(logits_TE), top_k)
+        ids_TK = logits_TE.new_empty(len(logits_TE), top_k, dtype=torch.int64)
+        how = top_k, num_groups, topk_groups, int(normalize), scaling, int(scoring == "softmax")
+        self._calls.run("cpu_topk_router", logits_TE, bias_E, *logits_TE.shape, *how, weights_TK, ids_TK)
         return weights_TK, ids_TK
 
     def fused_experts(
@@ -67,35 +54,21 @@ class ExpertOps:
         if len(x_TH) == 0:
             return out_TH
         x_TH, weights_TK, ids_TK = last_contiguous(x_TH), weights_TK.float().contiguous(), ids_TK.contiguous()
-        if is_compressed := isinstance(w2_EHF, CompressedWeight):
+        weights: tuple[Tensor | np.ndarray | int, ...]  # and whether they are compressed
+        if isinstance(w2_EHF, CompressedWeight):
             assert isinstance(w13_E2FH, CompressedWeight) and w13_E2FH.num_parts == 2
             assert self._calls.takes_rows(x_TH.dtype)
             experts, hidden, width = w2_EHF.num_experts, w2_EHF.rows, w2_EHF.columns
-            mode, w13, w2 = self._calls.mode(x_TH), w13_E2FH.addresses().ctypes.data, w2_EHF.addresses().ctypes.data
+            mode, weights = self._calls.mode(x_TH), (w13_E2FH.addresses(), w2_EHF.addresses(), 1)
         else:
             assert isinstance(w13_E2FH, Tensor) and isinstance(w2_EHF, Tensor)
             experts, hidden, width = w2_EHF.shape
             in_order = torch.Tensor.contiguous if self._calls.takes_rows(x_TH.dtype) else _in_out
-            weights = in_order(w13_E2FH), in_order(w2_EHF)
-            mode = self._calls.mode(x_TH, *weights)
-            w13, w2 = (weight.data_ptr() for weight in weights)
-        self._calls.run(
-            "cpu_fused_experts",
-            mode,
-            x_TH.data_ptr(),
-            x_TH.stride(0),
-            *ids_TK.shape,
-            weights_TK.data_ptr(),
-            ids_TK.data_ptr(),
-            w13,
-            w2,
-            int(is_compressed),
-            experts,
-            hidden,
-            width,
-            first_expert,
-            out_TH.data_ptr(),
-        )
+            w13, w2 = in_order(w13_E2FH), in_order(w2_EHF)
+            mode, weights = self._calls.mode(x_TH, w13, w2), (w13, w2, 0)
+        choices = *ids_TK.shape, weights_TK, ids_TK
+        sizes = experts, hidden, width, first_expert
+        self._calls.run("cpu_fused_experts", mode, x_TH, x_TH.stride(0), *choices, *weights, *sizes, out_TH)
         return out_TH
 
     def exchanged_experts(

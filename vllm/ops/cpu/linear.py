@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,34 +38,19 @@ class LinearOps:
     def linear(self, x_TI: Tensor, weight_OI: Weight) -> Tensor:
         calls = self._calls
         x_TI = calls.converted(last_contiguous(x_TI), weight_OI.dtype)
-        rows = x_TI.shape[0]
+        weight: tuple[Tensor | np.ndarray | int | None, ...]
         if isinstance(weight_OI, CompressedWeight):
             assert calls.takes_rows(x_TI.dtype) and weight_OI.num_experts == 1
             parts, size_out, size_in = weight_OI.num_parts, weight_OI.rows, weight_OI.columns
-            mode, address, strides = calls.mode(x_TI), None, (0, 0)
-            compressed = weight_OI.addresses().ctypes.data
+            mode, weight = calls.mode(x_TI), (None, 0, 0, 0, weight_OI.addresses())
         else:
             assert isinstance(weight_OI, Tensor)
             parts, (size_out, size_in), (n_stride, k_stride) = 1, weight_OI.shape, weight_OI.stride()
-            mode, address, strides = calls.mode(x_TI, weight_OI), weight_OI.data_ptr(), (k_stride, n_stride)
-            compressed = None
-        out_TO = calls.empty(x_TI, rows, parts * size_out)
-        calls.run(
-            "cpu_head_linear",
-            mode,
-            x_TI.data_ptr(),
-            x_TI.stride(0),
-            0,
-            rows,
-            parts,
-            address,
-            0,
-            *strides,
-            compressed,
-            size_in,
-            size_out,
-            out_TO.data_ptr(),
-        )
+            mode, weight = calls.mode(x_TI, weight_OI), (weight_OI, 0, k_stride, n_stride, None)
+        tokens = len(x_TI)
+        out_TO = calls.empty(x_TI, tokens, parts * size_out)
+        x = x_TI, x_TI.stride(0), 0
+        calls.run("cpu_head_linear", mode, *x, tokens, parts, *weight, size_in, size_out, out_TO)
         return out_TO
 
     def head_linear(self, x_TNI: Tensor, weight_NIO: Tensor) -> Tensor:
@@ -74,22 +60,10 @@ class LinearOps:
 
     def write_head_linear(self, x_TNI: Tensor, weight_NIO: Tensor, out_TNO: Tensor) -> None:
         """Write the result of `head_linear` to `out_TNO`."""
-        rows, heads, size_in = x_TNI.shape
+        tokens, heads, size_in = x_TNI.shape
         size_out = weight_NIO.shape[2]
         assert out_TNO.is_contiguous() and out_TNO.dtype is x_TNI.dtype, (out_TNO.stride(), out_TNO.dtype)
         x_TNI = last_contiguous(x_TNI)
-        self._calls.run(
-            "cpu_head_linear",
-            self._calls.mode(x_TNI, weight_NIO),
-            x_TNI.data_ptr(),
-            x_TNI.stride(0),
-            x_TNI.stride(1),
-            rows,
-            heads,
-            weight_NIO.data_ptr(),
-            *weight_NIO.stride(),
-            None,
-            size_in,
-            size_out,
-            out_TNO.data_ptr(),
-        )
+        mode, x = self._calls.mode(x_TNI, weight_NIO), (x_TNI, *x_TNI.stride()[:2])
+        weight = weight_NIO, *weight_NIO.stride(), None
+        self._calls.run("cpu_head_linear", mode, *x, tokens, heads, *weight, size_in, size_out, out_TNO)
