@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from tests.parallel.launcher import run_ranks
 from tests.vllm.test_rebalance import EXPERTS, compare_with_no_moves
 from tests.vllm.tiny import write_checkpoint
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.v1.engine.exchange import exchange_blocks, exchange_words
+from vllm.v1.engine.rebalancer import exchange_blocks, exchange_objects
 from vllm_ascend.ops.kv_cache import new_kv_cache
 
 NPU = {"data_parallel_size": 2, "block_size": 16, "device": "npu", "rollout_ops": "vllm_ascend.ops:rollout_ops"}
@@ -21,12 +20,11 @@ SENT, RECEIVED = (4, 1), (0, 3)  # blocks of rank 0, and where rank 1 puts them
 NUM_BLOCKS = 5
 
 
-def exchange() -> tuple[list[int], dict[str, list[list[float]]]]:
-    """Words and blocks that rank 0 sends to rank 1: what each rank has then."""
+def exchange() -> tuple[list[object], dict[str, list[list[float]]]]:
+    """Objects and blocks that rank 0 sends to rank 1: what each rank has then."""
     rank = dist.get_rank()
     group, device = GroupCoordinator(rank, 2, dist.new_group([0, 1])), torch.device("npu", rank)
-    words = np.array([2**62, -1, 7]) if rank == 0 else np.empty(0, np.int64)
-    arrived = exchange_words(group, [[], [words]], device).tolist()
+    arrived = exchange_objects(group, [[], [2**62, "-1", 0.7] if rank == 0 else []], device)
     contents = {}
     for layout in ("nd", "nz"):
         caches = [new_kv_cache(NUM_BLOCKS, 16, 32, 16, torch.bfloat16, device, layout) for _ in range(2)]
@@ -44,9 +42,9 @@ def exchange() -> tuple[list[int], dict[str, list[list[float]]]]:
     return arrived, contents
 
 
-def test_words_and_blocks_arrive() -> None:
+def test_objects_and_blocks_arrive() -> None:
     first, second = run_ranks(exchange, 2, device="npu", timeout_s=120)
-    assert first[0] == [] and second[0] == [2**62, -1, 7]
+    assert first[0] == [] and second[0] == [2**62, "-1", 0.7]
     for layout in ("nd", "nz"):
         assert all(values == [10, 11, 12, 13, 14] for values in first[1][layout])
         assert all(values == [14, 21, 22, 11, 24] for values in second[1][layout])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -100,7 +99,7 @@ def rank(path: str) -> Any:
                 outputs = streams[place].run(7 if version < 2 else 1000)
                 parts.append(streams[place].rows(outputs, META) if outputs else DataProto())
             if is_moved:
-                state = [] if is_training else [np.array(words) for words in streams[place].state()]
+                state = [] if is_training else streams[place].state()
                 place = (place + 1) % 2
                 if not is_training:
                     streams[place] = SampleStream(rollouts[place])

@@ -14,9 +14,10 @@ from tests.parallel.launcher import run_ranks
 from tests.vllm.capturing_platform import DEVICE as CAPTURING
 from tests.vllm.test_scheduler import check_invariants, make_scheduler
 from tests.vllm.text_model import write_text_checkpoint
+from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.move_plan import Load, Move, plan_moves, target_load
-from vllm.v1.engine.request_codec import decode, encode
+from vllm.v1.engine.rebalancer import exchange_objects
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.extras import SamplingExtras
 
@@ -66,7 +67,7 @@ def test_small_gains_and_full_receivers_move_nothing() -> None:
     ]
 
 
-def test_a_request_survives_its_encoding() -> None:
+def test_a_request_survives_an_exchange() -> None:
     first = Request(
         "a",
         [1, 2, 3],
@@ -99,11 +100,12 @@ def test_a_request_survives_its_encoding() -> None:
     second.home = (0, 0)
     second.append(4, -1.0)
     assert second.num_prompt_logprobs is None and second.extras is None
-    words = np.concatenate([encode(first), encode(second)])
-    for request, copy in zip((first, second), decode(words), strict=True):
-        for name in set(Request.__slots__) - {"request_id", "block_hashes"}:
+    alone, cpu = GroupCoordinator(0, 1, None), torch.device("cpu")
+    for request, copy in zip((first, second), exchange_objects(alone, [[first, second]], cpu), strict=True):
+        assert copy is not request
+        for name in Request.__slots__:
             assert getattr(copy, name) == getattr(request, name), name
-    assert decode(np.empty(0, np.int64)) == []
+    assert exchange_objects(alone, [[]], cpu) == []
 
 
 def token_of(request: Request) -> tuple[int, float]:
@@ -120,15 +122,15 @@ def run_traffic(seeds: range) -> list[int]:
 def run_traffic_of(seed: int) -> tuple[int, int]:
     from vllm.config import ParallelConfig
     from vllm.distributed.parallel_state import init_model_parallel
-    from vllm.v1.engine.rebalancer import RebalanceConfig, Rebalancer
+    from vllm.v1.engine.rebalancer import Rebalancer
 
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     together, alone = random.Random(seed), random.Random(seed * 100 + rank)
     parallel = init_model_parallel(ParallelConfig(1, size, False, rank, size))
     scheduler = make_scheduler(num_blocks=together.choice([16, 40]), prefix=seed % 2 == 0)
     cache = torch.full((scheduler.kv.pool.num_blocks, scheduler.kv.block_size), -1)
-    config = RebalanceConfig(together.choice([1, 5]), together.choice([(), (1, 2, 4, 8, 16)]))
-    rebalancer = Rebalancer(config, scheduler, parallel, torch.device("cpu"), lambda: [(cache,)])
+    when = together.choice([1, 5]), together.choice([(), (1, 2, 4, 8, 16)])
+    rebalancer = Rebalancer(*when, scheduler, parallel, torch.device("cpu"), lambda: [(cache,)])
     for _ in range(3):
         count = alone.choice([0, 1, alone.randint(10, 30)])
         mine = [
@@ -198,13 +200,13 @@ def make_parts(**options: Any) -> tuple[Scheduler, Any, torch.Tensor]:
     """A scheduler of this rank, its rebalancer with all others, and its cache, which holds the tokens themselves."""
     from vllm.config import ParallelConfig
     from vllm.distributed.parallel_state import init_model_parallel
-    from vllm.v1.engine.rebalancer import RebalanceConfig, Rebalancer
+    from vllm.v1.engine.rebalancer import Rebalancer
 
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     scheduler = make_scheduler(**options)
     parallel = init_model_parallel(ParallelConfig(1, size, False, rank, size))
     cache = torch.full((scheduler.kv.pool.num_blocks, scheduler.kv.block_size), -1)
-    rebalancer = Rebalancer(RebalanceConfig(4), scheduler, parallel, torch.device("cpu"), lambda: [(cache,)])
+    rebalancer = Rebalancer(4, (), scheduler, parallel, torch.device("cpu"), lambda: [(cache,)])
     return scheduler, rebalancer, cache
 
 

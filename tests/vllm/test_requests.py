@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.parallel.launcher import run_ranks
@@ -224,10 +225,7 @@ def test_requests_withdrawn_between_runs_of_some_steps_go_on_here_and_elsewhere(
     other = LLM(checkpoint, **SIZES)
     for group in groups:
         for index, request in enumerate(group.samples):
-            request.home = (0, index)
-            [copy] = decode(encode(request))
-            copy.request_id, copy.home = request.request_id, None
-            group.samples[index] = copy
+            [group.samples[index]] = decode(encode([request]))
     other.engine.resume(groups)
     with pytest.raises(ValueError, match="belongs to an unfinished request"):
         other.engine.resume(groups)
@@ -313,3 +311,9 @@ def test_requests_go_on_over_the_cache_that_other_weights_left(tmp_path: Path) -
     assert_idle(llm)
     assert_as_good(sorted(outputs, key=lambda output: output.request_id), expected)
     assert {version for output in outputs for s in output.outputs for version in s.policy_versions} == {0, 1, 2, 3}
+
+
+def test_bytes_of_anything_but_requests_are_refused() -> None:
+    content = np.frombuffer(pickle.dumps(Path("x")), dtype=np.uint8)
+    with pytest.raises(pickle.UnpicklingError, match="Path is no part of an unfinished request"):
+        decode(content)

@@ -15,7 +15,8 @@ from tests.vllm.capturing_platform import DEVICE as CAPTURING
 from tests.vllm.test_parity import as_inputs, make_prompts
 from tests.vllm.tiny import TINY, hf_model, write_checkpoint
 from vllm import LLM, CompletionOutput, SamplingParams
-from vllm.v1.engine.request_codec import decode, encode
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.v1.engine.rebalancer import exchange_objects
 from vllm.v1.request import Request
 
 TIGHT = {"block_size": 4, "num_gpu_blocks_override": 34}
@@ -128,6 +129,6 @@ def test_choices_survive_the_way_to_another_replica(dtype: type) -> None:
     request = Request("a", [1, 2, 3], max_tokens=9)
     request.append(4, -1.0)
     request.home, request.routed_experts = (1, 2), np.arange(3 * 2 * 3, dtype=dtype).reshape(3, 2, 3)
-    (back,) = decode(encode(request))
+    (back,) = exchange_objects(GroupCoordinator(0, 1, None), [[request]], torch.device("cpu"))
     assert back.routed_experts is not None and back.routed_experts.dtype == dtype
     assert np.array_equal(back.routed_experts, request.routed_experts)

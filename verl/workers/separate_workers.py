@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,6 +23,7 @@ from verl.workers.rollout.vllm_rollout.sample_stream import SampleStream
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import all_rank_shards, vLLMRollout
 from verl.workers.row_store import RowStore, controller_batch
 from verl.workers.sharding_manager.weight_sync import WeightSync
+from vllm.v1.request import Request
 
 _ROLLOUT = "rollout"
 
@@ -134,13 +134,13 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @worker_phase
-    def release_unfinished(self) -> list[np.ndarray]:
+    def release_unfinished(self) -> list[Request]:
         """The state of this replica's unfinished samples for a checkpoint (``SampleStream.state``)."""
         return self.stream.state()
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     @worker_phase
-    def restore_samples(self, unfinished: list[np.ndarray], rows: DataProto, meta_info: dict[str, int]) -> DataProto:
+    def restore_samples(self, unfinished: list[Request], rows: DataProto, meta_info: dict[str, int]) -> DataProto:
         """Takes over unfinished samples, stores finished ``rows`` and returns the references to these."""
         self.stream.restore(unfinished, meta_info)
         if not len(rows):

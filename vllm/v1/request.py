@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TypeAlias
+
+import numpy as np
 
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.sample.extras import SamplingExtras
 
-if TYPE_CHECKING:
-    import numpy as np
+TopLogprobs: TypeAlias = tuple[int, list[int], list[float]]
+"""Of a token: its rank, the most likely ids and their log-probs."""
 
 
 class RequestStatus(Enum):
@@ -21,93 +24,48 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """One sequence: its tokens, how many of them are in the KV cache, and the blocks that hold them."""
 
-    __slots__ = (
-        "arrival",
-        "block_hashes",
-        "block_ids",
-        "detokenizer",
-        "extras",
-        "finish_reason",
-        "home",
-        "max_tokens",
-        "min_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_preemptions",
-        "num_prompt_logprobs",
-        "num_prompt_tokens",
-        "num_registered_blocks",
-        "num_top_logprobs",
-        "output_logprobs",
-        "output_top",
-        "policy_starts",
-        "priority",
-        "prompt_logprobs",
-        "prompt_top",
-        "request_id",
-        "routed_experts",
-        "seed",
-        "status",
-        "stop_ids",
-        "stop_reason",
-        "temperature",
-        "token_ids",
-        "top_k",
-        "top_p",
-    )
+    request_id: str
+    prompt_token_ids: InitVar[list[int]]
+    _: KW_ONLY
+    max_tokens: int  # already cut so that prompt and output fit max_model_len
+    seed: int = 0  # uint64
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_tokens: int = 0
+    stop_ids: frozenset[int] = frozenset()  # tokens that end the sample, EOS included unless ignored
+    num_top_logprobs: int = 0
+    num_prompt_logprobs: int | None = None  # as num_top_logprobs, None: no log-probs of the prompt
+    extras: SamplingExtras | None = None  # None for most requests
+    priority: int = 0  # lower goes first
+    token_ids: list[int] = field(init=False)  # prompt, then output
+    num_prompt_tokens: int = field(init=False)
+    detokenizer: IncrementalDetokenizer | None = None  # of a queued request with stop strings
+    arrival: int = 0  # the scheduler's count of the requests it was given
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # of the first admission, found in the prefix cache
+    num_preemptions: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[int] = field(default_factory=list)  # of the contents of leading full blocks, as far as needed
+    num_registered_blocks: int = 0  # leading blocks that the pool can find by content
+    output_logprobs: list[float] = field(default_factory=list)
+    output_top: list[TopLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)  # of all prompt tokens but the first, by the raw model
+    prompt_top: list[TopLogprobs] = field(default_factory=list)  # of the same tokens
+    policy_starts: list[tuple[int, int]] = field(default_factory=list)  # (output token, policy version from there on)
+    routed_experts: np.ndarray | None = None  # of a finished request, see CompletionOutput
+    home: tuple[int, int] | None = None  # (DP rank that was asked for it, its key there) once it has moved
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None  # the stop token or the stop string
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        *,
-        max_tokens: int,
-        seed: int = 0,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_tokens: int = 0,
-        stop_ids: frozenset[int] = frozenset(),
-        num_top_logprobs: int = 0,
-        num_prompt_logprobs: int | None = None,
-        extras: SamplingExtras | None = None,
-        priority: int = 0,
-    ) -> None:
-        self.request_id = request_id
-        self.token_ids = list(prompt_token_ids)  # prompt, then output
+    def __post_init__(self, prompt_token_ids: list[int]) -> None:
+        self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.max_tokens = max_tokens  # already cut so that prompt and output fit max_model_len
-        self.min_tokens = min_tokens
-        self.stop_ids = stop_ids  # tokens that end the sample, EOS included unless ignored
-        self.seed = seed  # uint64
-        self.temperature = temperature
-        self.top_k = top_k
-        self.top_p = top_p
-        self.num_top_logprobs = num_top_logprobs
-        self.num_prompt_logprobs = num_prompt_logprobs  # as num_top_logprobs, None: no log-probs of the prompt
-        self.extras = extras  # None for most requests
-        self.detokenizer: IncrementalDetokenizer | None = None  # of a queued request with stop strings
-        self.priority = priority  # lower goes first
-        self.arrival = 0  # the scheduler's count of the requests it was given
-        self.status = RequestStatus.WAITING
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0  # of the first admission, found in the prefix cache
-        self.num_preemptions = 0
-        self.block_ids: list[int] = []
-        self.block_hashes: list[int] = []  # content hashes of leading full blocks, as far as they were needed
-        self.num_registered_blocks = 0  # leading blocks that the pool can find by content
-        self.output_logprobs: list[float] = []
-        self.output_top: list[tuple[int, list[int], list[float]]] = []  # per token: its rank, top ids, top log-probs
-        self.prompt_logprobs: list[float] = []  # of the prompt tokens but the first, by the raw model
-        self.prompt_top: list[tuple[int, list[int], list[float]]] = []  # of the same, as output_top
-        self.policy_starts: list[tuple[int, int]] = []  # (index of an output token, policy version from there on)
-        self.routed_experts: np.ndarray | None = None  # of a finished request, see CompletionOutput
-        self.home: tuple[int, int] | None = None  # (DP rank that was asked for it, its key there) once it has moved
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None  # the stop token or the stop string
 
     @property
     def num_output_tokens(self) -> int:

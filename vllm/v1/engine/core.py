@@ -16,7 +16,7 @@ from vllm.platforms import Platform
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, TopLogprobs
 from vllm.v1.worker.worker import Worker
 
 SLEEP_TAGS = ("weights", "kv_cache")
@@ -125,7 +125,7 @@ class EngineCore:
         self.worker.runner.batch.update(step)
 
     @staticmethod
-    def _record_top(step: SchedulerOutput, top: list[tuple[int, list[int], list[float]]]) -> None:
+    def _record_top(step: SchedulerOutput, top: list[TopLogprobs]) -> None:
         entries = iter(top)
         for request, num_new in zip(step.requests, step.num_tokens, strict=True):
             if request.num_computed_tokens + num_new == len(request.token_ids):

@@ -14,7 +14,7 @@ from vllm.transformers_utils.tokenizer import LazyTokenizer
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.output_processor import OutputStream, PromptGroup
 from vllm.v1.engine.processor import Processor
-from vllm.v1.engine.rebalancer import RebalanceConfig, Rebalancer
+from vllm.v1.engine.rebalancer import Rebalancer
 from vllm.v1.request import Request, RequestStatus
 
 
@@ -45,9 +45,9 @@ class LLMEngine:
         self.config, self.core = config, core
         self.processor = Processor(config, tokenizer)
         padded_sizes = () if config.compilation.enforce_eager else config.compilation.cudagraph_capture_sizes
-        rebalance = RebalanceConfig(config.parallel.rebalance_steps, padded_sizes)
         self.rebalancer = Rebalancer(
-            rebalance,
+            config.parallel.rebalance_steps,
+            padded_sizes,
             core.scheduler,
             core.parallel,
             core.device,
@@ -63,7 +63,7 @@ class LLMEngine:
 
         ValueError for a prompt that cannot be run or an id that is in use, RuntimeError while the engine sleeps.
         """
-        if self.rebalancer.config.interval:
+        if self.rebalancer.interval:
             raise ValueError(
                 "add_request: requests move between replicas in LLM.generate alone; set rebalance_interval=0"
             )
@@ -178,7 +178,7 @@ class LLMEngine:
         which none has work. Otherwise a replica that rebalances and has no work waits for the others' next round.
         """
         core, scheduler, parallel = self.core, self.core.scheduler, self.config.parallel
-        interval, num_steps, is_anyone_busy = self.rebalancer.config.interval, 0, True
+        interval, num_steps, is_anyone_busy = self.rebalancer.interval, 0, True
         total_steps, started = 0, time.monotonic()
         finished: list[Request] = []
         while is_anyone_busy:
@@ -203,7 +203,7 @@ class LLMEngine:
         """Whether to stop now; ranks that step together agree where clocks or step counts may differ."""
         is_due = cut.max_steps is not None and num_steps >= cut.max_steps
         is_due |= cut.max_seconds is not None and time.monotonic() - started >= cut.max_seconds
-        if cut.max_seconds is not None or self.rebalancer.config.interval:
+        if cut.max_seconds is not None or self.rebalancer.interval:
             is_due = self.core.parallel.is_any(is_due, self.core.device)
         return is_due
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request, RequestStatus, TopLogprobs
 
 Decode = Callable[[list[int]], str]
 
@@ -151,7 +151,7 @@ def _prompt_logprobs(request: Request, decode: Decode | None) -> list[dict[int, 
 def _top_logprobs(
     tokens: list[int],
     logprobs: list[float],
-    top: list[tuple[int, list[int], list[float]]],
+    top: list[TopLogprobs],
     decode: Decode | None,
 ) -> list[dict[int, Logprob]]:
     """Per position: its token first, then the most likely ones asked for."""

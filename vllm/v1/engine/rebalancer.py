@@ -6,42 +6,21 @@ batch size. When most samples of one replica have finished and those of another 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm.distributed.parallel_state import ParallelState
+from vllm.distributed.parallel_state import GroupCoordinator, ParallelState
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine.exchange import exchange_blocks, exchange_words
 from vllm.v1.engine.move_plan import Load, Move, plan_moves, target_load
-from vllm.v1.engine.request_codec import decode, encode
 from vllm.v1.request import Request
 
-# The fields of a request that change while it runs, except for its tokens and its KV blocks.
-PROGRESS = (
-    "output_logprobs",
-    "output_top",
-    "prompt_logprobs",
-    "prompt_top",
-    "policy_starts",
-    "routed_experts",
-    "status",
-    "finish_reason",
-    "stop_reason",
-    "num_cached_tokens",
-    "num_preemptions",
-)
-
-
-@dataclass(frozen=True)
-class RebalanceConfig:
-    """When requests move, and the batch sizes that steps are padded to."""
-
-    interval: int  # steps between two rounds, by which the requests grow; 0 = never
-    padded_sizes: tuple[int, ...] = ()  # batch sizes that steps are padded to, ascending
+# What a request keeps of its own when its guest comes home with everything else.
+OWN_FIELDS = ("request_id", "detokenizer")
 
 
 class Rebalancer:
@@ -55,15 +34,20 @@ class Rebalancer:
 
     def __init__(
         self,
-        config: RebalanceConfig,
+        interval: int,
+        padded_sizes: tuple[int, ...],
         scheduler: Scheduler,
         parallel: ParallelState,
         device: torch.device,
         kv_caches: Callable[[], Sequence[tuple[Tensor, ...]]],
         prepare: Callable[[Request], None] = lambda request: None,
     ) -> None:
-        """`prepare` is called with each request from another replica before it is queued here."""
-        self.config, self.scheduler, self.device = config, scheduler, device
+        """Prepare to move requests every `interval` steps, never if it is 0.
+
+        padded_sizes: batch sizes that steps are padded to, ascending.
+        prepare: called with each request from another replica before it is queued here.
+        """
+        self.interval, self._padded_sizes, self.scheduler, self.device = interval, padded_sizes, scheduler, device
         self._kv_caches, self._prepare = kv_caches, prepare
         self.dp, self.tp = parallel.dp, parallel.tp
         self.rank, self.num_replicas = self.dp.rank_in_group, self.dp.world_size
@@ -78,7 +62,7 @@ class Rebalancer:
         unfinished = [*self.scheduler.running, *self.scheduler.waiting]
         free = self.scheduler.kv.pool.num_blocks - sum(map(self._blocks_needed, unfinished))
         counts, free_blocks = self._gather([len(unfinished), free]).T.tolist()
-        target = target_load(counts, self.config.padded_sizes)
+        target = target_load(counts, self._padded_sizes)
         surplus = [max(0, count - target) for count in counts]
         if max(surplus) > 0:
             offered = self._cheapest(unfinished, surplus[self.rank])
@@ -89,7 +73,7 @@ class Rebalancer:
                 Load(count, blocks, tuple(row[:extra]))
                 for count, blocks, row, extra in zip(counts, free_blocks, needed.tolist(), surplus, strict=True)
             ]
-            moves = plan_moves(loads, self.config.padded_sizes)
+            moves = plan_moves(loads, self._padded_sizes)
             if moves:
                 self._carry_out(moves, offered, self._blocks_sent(moves, counts, filled.tolist()))
         return sum(counts) > 0
@@ -98,11 +82,11 @@ class Rebalancer:
         """Return every guest to its home; afterwards no request of this replica is elsewhere."""
         if not self._has_moved:
             return
-        parts: list[list[np.ndarray]] = [[] for _ in range(self.num_replicas)]
+        parts: list[list[Request]] = [[] for _ in range(self.num_replicas)]
         for guest in self._guests:
             assert guest.home is not None
-            parts[guest.home[0]].append(encode(guest))
-        for request in decode(exchange_words(self.dp, parts, self.device)):
+            parts[guest.home[0]].append(guest)
+        for request in exchange_objects(self.dp, parts, self.device):
             self._restore(request)
         assert not self._away, f"{len(self._away)} requests did not come back"
         self.forget()
@@ -116,7 +100,7 @@ class Rebalancer:
         self._has_moved = True
         self.num_moves += len(moves)
         self.num_blocks_moved += sum(num_blocks)
-        parts: list[list[np.ndarray]] = [[] for _ in range(self.num_replicas)]
+        parts: list[list[tuple[Request, int]]] = [[] for _ in range(self.num_replicas)]
         sent: list[list[int]] = [[] for _ in range(self.num_replicas)]
         received: list[list[int]] = [[] for _ in range(self.num_replicas)]
         for move, count in zip(moves, num_blocks, strict=True):
@@ -125,11 +109,11 @@ class Rebalancer:
                 num_computed = request.num_computed_tokens if count else 0
                 sent[move.destination] += request.block_ids[:count]
                 self._take_out(request)
-                parts[move.destination].append(encode(request, num_computed))
-        guests = iter(decode(exchange_words(self.dp, parts, self.device)))
+                parts[move.destination].append((request, num_computed))
+        guests = iter(exchange_objects(self.dp, parts, self.device))
         # They come in rank order, and of one rank in the order of the plan.
         for move in sorted((m for m in moves if m.destination == self.rank), key=lambda m: m.source):
-            received[move.source] += self._take_in(next(guests))
+            received[move.source] += self._take_in(*next(guests))
         if any(num_blocks):
             exchange_blocks(self.dp, self._kv_caches(), sent, received)
 
@@ -144,13 +128,17 @@ class Rebalancer:
         else:
             self._guests.remove(request)
 
-    def _take_in(self, request: Request) -> list[int]:
-        """Queue a request that came from another replica; the blocks that its cache goes to."""
+    def _take_in(self, request: Request, num_computed: int) -> list[int]:
+        """Queue a request from another replica, of which `num_computed` tokens are in the cache that travels with it.
+
+        Return the blocks that this cache goes to.
+        """
         assert request.home is not None
-        num_computed, request.num_computed_tokens = request.num_computed_tokens, 0
-        if request.home[0] == self.rank:
+        home, key = request.home
+        if home == self.rank:
             request = self._restore(request)
         else:
+            request.request_id = f"guest_{home}_{key}"
             self._guests.append(request)
         self._prepare(request)
         self.scheduler.add_request(request)
@@ -164,8 +152,7 @@ class Rebalancer:
         """Write the state of a returned request into the object that the caller holds, and return that object."""
         assert returned.home is not None
         request = self._away.pop(returned.home[1])
-        request.token_ids[:] = returned.token_ids
-        for name in PROGRESS:
+        for name in set(Request.__slots__) - set(OWN_FIELDS):
             setattr(request, name, getattr(returned, name))
         return request
 
@@ -192,10 +179,40 @@ class Rebalancer:
     def _blocks_needed(self, request: Request) -> int:
         """KV blocks that the request will fill by the next round."""
         longest = request.num_prompt_tokens + request.max_tokens
-        return -(-min(len(request.token_ids) + self.config.interval, longest) // self.scheduler.kv.block_size)
+        return -(-min(len(request.token_ids) + self.interval, longest) // self.scheduler.kv.block_size)
 
     def _gather(self, values: list[int] | list[list[int]]) -> np.ndarray:
         """int64 [replicas, *shape of values]; the first TP rank of a replica speaks for it."""
         mine = torch.tensor(values, dtype=torch.int64, device=self.device)
         everyone: np.ndarray = self.dp.all_gather(self.tp.all_gather(mine)[0]).cpu().numpy()
         return everyone
+
+
+def exchange_objects(group: GroupCoordinator, parts: Sequence[Sequence[Any]], device: torch.device) -> list[Any]:
+    """Send the objects parts[d] to each rank d; return those of all ranks for this one, in rank order."""
+    pickled = [pickle.dumps(part) for part in parts]
+    sent = [np.frombuffer(part.ljust(-(-len(part) // 8) * 8), dtype=np.int64) for part in pickled]  # of whole words
+    sizes = group.all_gather(torch.tensor([len(part) for part in sent], dtype=torch.int64, device=device)).tolist()
+    sent_sizes, received_sizes = sizes[group.rank_in_group], [row[group.rank_in_group] for row in sizes]
+    words = group.all_to_all(torch.from_numpy(np.concatenate(sent)).to(device), sent_sizes, received_sizes).cpu()
+    return [one for part in words.split(received_sizes) for one in pickle.loads(part.numpy().tobytes())]
+
+
+def exchange_blocks(
+    group: GroupCoordinator,
+    caches: Sequence[tuple[Tensor, ...]],
+    sent: Sequence[Sequence[int]],
+    received: Sequence[Sequence[int]],
+) -> None:
+    """Copy the content of blocks sent[d] to each rank d, and into blocks received[s] what comes from each rank s.
+
+    One tensor of one layer at a time, so that the copies take one such tensor's part of the moved cache.
+    """
+    sent_sizes, received_sizes = [len(blocks) for blocks in sent], [len(blocks) for blocks in received]
+    for pages in (tensor for cache in caches for tensor in cache):
+        sources, targets = (
+            torch.tensor([block for blocks in lists for block in blocks], dtype=torch.int64, device=pages.device)
+            for lists in (sent, received)
+        )
+        arrived = group.all_to_all(pages.index_select(0, sources), sent_sizes, received_sizes)
+        pages.index_copy_(0, targets, arrived)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -29,19 +28,6 @@ class SamplingExtras:
     def changes_logits(self) -> bool:
         """Whether logits are edited or tokens banned."""
         return self.has_penalties or bool(self.logit_bias or self.bad_words or self.allowed_token_ids)
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, text: bytes) -> SamplingExtras:
-        values = json.loads(text)
-        values["logit_bias"] = tuple((token, bias) for token, bias in values["logit_bias"])
-        values["bad_words"] = tuple(tuple(word) for word in values["bad_words"])
-        values["stop"] = tuple(values["stop"])
-        if values["allowed_token_ids"] is not None:
-            values["allowed_token_ids"] = tuple(values["allowed_token_ids"])
-        return cls(**values)
 
 
 NO_EXTRAS = SamplingExtras()

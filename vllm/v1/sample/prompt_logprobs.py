@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor, int64
 
-from vllm.v1.request import Request
+from vllm.v1.request import Request, TopLogprobs
 from vllm.v1.worker.step_inputs import StepInputs
 
 MAX_ROWS = 256  # of logits at a time: 132 MB in fp32 at DeepSeek-V3's vocabulary
@@ -20,7 +20,7 @@ class PromptScores:
 
     request: Request
     logprobs: list[float] = field(default_factory=list)
-    top: list[tuple[int, list[int], list[float]]] = field(default_factory=list)  # rank, top ids and log-probs
+    top: list[TopLogprobs] = field(default_factory=list)  # rank, top ids and log-probs
 
 
 def score_prompts(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.contract import RolloutOps, SampledTokens, SamplingBatch
+from vllm.v1.request import TopLogprobs
 from vllm.v1.sample.logit_edits import gather_bans, gather_edits
 from vllm.v1.sample.prompt_logprobs import PromptScores
 from vllm.v1.sample.rng import position_keys, splitmix64, vocab_keys
@@ -25,7 +26,7 @@ class SamplerOutput:
     token_ids: np.ndarray  # int64 [B]
     logprobs: list[float]
     # Per row: rank of the sampled token, most likely ids, their log-probs.
-    top: list[tuple[int, list[int], list[float]]] | None
+    top: list[TopLogprobs] | None
     prompt_scores: list[PromptScores] = field(default_factory=list)
 
 
@@ -108,7 +109,7 @@ class Sampler:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
-def _top(sampled: SampledTokens) -> list[tuple[int, list[int], list[float]]] | None:
+def _top(sampled: SampledTokens) -> list[TopLogprobs] | None:
     if sampled.ranks_B is None or sampled.top_ids_BK is None or sampled.top_logprobs_BK is None:
         return None
     columns = sampled.ranks_B.tolist(), sampled.top_ids_BK.tolist(), sampled.top_logprobs_BK.tolist()

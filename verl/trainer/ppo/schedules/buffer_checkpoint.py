@@ -14,11 +14,11 @@ from verl.workers.config import RolloutConfig
 from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE, VERSIONS
 from verl.workers.row_store import worker_batch
 from vllm.v1.engine import request_codec
+from vllm.v1.request import Request
 
-_VERSION = 2
+_VERSION = 3
 _DESCRIBED = (PROMPT, SAMPLE, VERSIONS, "finish_reason")  # columns of a finished sample that are JSON
 _COLUMN = "column:"  # before the name of a column in the arrays
-_NO_WORDS = np.zeros(0, dtype=np.int64)
 
 
 def save_buffer(driver: RolloutDriver, rollout: RolloutConfig) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -27,8 +27,8 @@ def save_buffer(driver: RolloutDriver, rollout: RolloutConfig) -> tuple[dict[str
     The unfinished samples then start with an empty cache, as they do in a run that resumes from the checkpoint.
     """
     buffer = driver.buffer
-    unfinished: list[list[np.ndarray]] = driver.rollout.release_unfinished()[:: driver.replica_size]
-    arrays = {"unfinished": np.concatenate([_NO_WORDS, *(words for of in unfinished for words in of)])}
+    unfinished: list[list[Request]] = driver.rollout.release_unfinished()[:: driver.replica_size]
+    arrays = {"unfinished": request_codec.encode([request for of_replica in unfinished for request in of_replica])}
     state: dict[str, Any] = {
         "version": _VERSION,
         "sizes": _sizes(rollout),
@@ -67,9 +67,10 @@ def load_buffer(
     for number, replica in state["replicas"]:
         buffer.restart(number, replica % buffer.num_replicas)
     replicas = range(buffer.num_replicas)
-    unfinished: list[list[np.ndarray]] = [[] for _ in replicas]
-    for words in request_codec.split(arrays["unfinished"]):
-        unfinished[buffer.prompts[request_codec.home(words)[0]].replica].append(words)
+    unfinished: list[list[Request]] = [[] for _ in replicas]
+    for request in request_codec.decode(arrays["unfinished"]):
+        assert request.home is not None, request.request_id
+        unfinished[buffer.prompts[request.home[0]].replica].append(request)
     rows = _finished_rows(state["finished"], arrays, rollout.prompt_length)
     replica_of = np.array([buffer.prompts[number].replica for number, *_ in state["finished"]], dtype=np.int64)
     parts = [rows.select_idxs(np.flatnonzero(replica_of == replica)) if len(rows) else rows for replica in replicas]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
-
-import numpy as np
 
 from verl.protocol import DataProto
 from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE, VERSIONS
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from vllm import RequestOutput, TokensPrompt
 from vllm.v1.engine.output_processor import PromptGroup
-from vllm.v1.engine.request_codec import decode, encode
+from vllm.v1.request import Request
 
 
 class SampleStream:
@@ -69,21 +68,19 @@ class SampleStream:
         withdrawn = self._engine.withdraw(keeps_cache)
         self._withdrawn = sorted([*self._withdrawn, *withdrawn], key=lambda group: _key(group.request_id))
 
-    def state(self) -> list[np.ndarray]:
-        """Withdraws all unfinished samples and returns them as ``request_codec`` encodes them."""
+    def state(self) -> list[Request]:
+        """Withdraws all unfinished samples and returns copies of them, with ``home`` (prompt, sample)."""
         self.withdraw()
-        words = []
+        copies = []
         for group in self._withdrawn:
-            (request,) = group.samples
+            (request,) = copy.deepcopy(group.samples)
             request.home = _key(group.request_id)
-            words.append(encode(request))
-            request.home = None
-        return words
+            copies.append(request)
+        return copies
 
-    def restore(self, state: Sequence[np.ndarray], meta_info: dict[str, Any]) -> None:
+    def restore(self, state: Sequence[Request], meta_info: dict[str, Any]) -> None:
         """Takes over samples that ``state`` of any replica returned."""
-        for words in state:
-            (request,) = decode(words)
+        for request in state:
             assert request.home is not None, request.request_id
             request_id, request.home = _request_id(*request.home), None
             params = self._rollout.sampling_params(meta_info, request.seed)
