@@ -19,7 +19,7 @@ import pytest
 
 from tests.vllm.serving import server_process, wait_until, write_served_checkpoint
 from vllm import LLM, SamplingParams
-from vllm.entrypoints.openai.api_server import BackgroundServer, bind, serve_in_background
+from vllm.entrypoints.openai.api_server import ApiServer, bind, serve_in_background
 from vllm.entrypoints.openai.cli_args import ServerArgs, parse_args
 
 MODEL = "tiny"
@@ -47,16 +47,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint: str) -> Iterator[BackgroundServer]:
+def server(checkpoint: str) -> Iterator[ApiServer]:
     with serve_in_background(LLM(checkpoint, max_num_seqs=80, num_gpu_blocks_override=4000), ARGS) as server:
         yield server
 
 
 @pytest.fixture
-def client(server: BackgroundServer) -> Iterator[openai.OpenAI]:
+def client(server: ApiServer) -> Iterator[openai.OpenAI]:
     with client_of(server.url) as client:
         yield client
-    wait_until(lambda: server.server.engine.num_unfinished_samples == 0)
+    wait_until(lambda: server.engine.num_unfinished_samples == 0)
 
 
 def client_of(url: str, key: str = "none") -> openai.OpenAI:
@@ -93,11 +93,11 @@ def get(url: str, path: str) -> tuple[int, str]:
     return int(head.split()[1]), body.decode()
 
 
-def test_an_answer_is_what_the_engine_generates(server: BackgroundServer, client: openai.OpenAI) -> None:
+def test_an_answer_is_what_the_engine_generates(server: ApiServer, client: openai.OpenAI) -> None:
     params = {"max_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 5, "n": 2, "logprobs": 2}
     got = client.completions.create(model=MODEL, prompt=["one", "two words"], **params)
     with server.paused():
-        wanted = server.server.engine.llm.generate(["one", "two words"], SamplingParams(**params))
+        wanted = server.engine.llm.generate(["one", "two words"], SamplingParams(**params))
     samples = [sample for output in wanted for sample in output.outputs]
     assert [choice.index for choice in got.choices] == [0, 1, 2, 3]
     assert [choice.text for choice in got.choices] == [sample.text for sample in samples]
@@ -178,7 +178,7 @@ BAD_BODIES = {
 
 
 @pytest.mark.parametrize("name", sorted(BAD_BODIES))
-def test_a_malformed_request_is_told_what_is_wrong(server: BackgroundServer, name: str) -> None:
+def test_a_malformed_request_is_told_what_is_wrong(server: ApiServer, name: str) -> None:
     body, status, text = BAD_BODIES[name]
     got_status, got = post(server.url, body)
     assert got_status == status, got
@@ -218,7 +218,7 @@ EXTREMES: list[dict[str, Any]] = [
 ]
 
 
-def test_extreme_values_are_answered_or_refused_and_break_nothing(server: BackgroundServer) -> None:
+def test_extreme_values_are_answered_or_refused_and_break_nothing(server: ApiServer) -> None:
     for extreme in EXTREMES:
         body = {"prompt": "a", "max_tokens": 2} | extreme
         with raw(server.url) as connection:
@@ -229,7 +229,7 @@ def test_extreme_values_are_answered_or_refused_and_break_nothing(server: Backgr
         assert get(server.url, "/health")[0] == 200, extreme
 
 
-def test_errors_reach_the_client_as_its_own(server: BackgroundServer, client: openai.OpenAI) -> None:
+def test_errors_reach_the_client_as_its_own(server: ApiServer, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="unknown role wizard"):
         client.chat.completions.create(model=MODEL, messages=[{"role": "wizard", "content": "x"}])  # type: ignore[list-item]
     with pytest.raises(openai.BadRequestError, match="top_logprobs needs logprobs"):
@@ -245,7 +245,7 @@ def test_errors_reach_the_client_as_its_own(server: BackgroundServer, client: op
     assert get(server.url, "/nothing")[0] == 404 and get(server.url, "/v1/completions")[0] == 405
 
 
-def test_models_health_and_metrics(server: BackgroundServer, client: openai.OpenAI) -> None:
+def test_models_health_and_metrics(server: ApiServer, client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
     before = metrics(server.url)
@@ -263,7 +263,7 @@ def metrics(url: str) -> dict[str, float]:
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
 
-def test_64_streams_beside_bad_clients_all_arrive(server: BackgroundServer, client: openai.OpenAI) -> None:
+def test_64_streams_beside_bad_clients_all_arrive(server: ApiServer, client: openai.OpenAI) -> None:
     prompts = [f"client {index}: " + "x" * (index % 7) for index in range(64)]
     options = {"model": MODEL, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
     is_over = threading.Event()
@@ -323,15 +323,15 @@ def leaving(url: str, is_over: threading.Event) -> None:
             connection.recv(10)
 
 
-def test_a_client_that_leaves_ends_its_request(server: BackgroundServer, client: openai.OpenAI) -> None:
+def test_a_client_that_leaves_ends_its_request(server: ApiServer, client: openai.OpenAI) -> None:
     stream = client.completions.create(model=MODEL, prompt="long", stream=True, **LONG)
     next(iter(stream))
-    assert server.server.engine.num_unfinished_samples == 1
+    assert server.engine.num_unfinished_samples == 1
     stream.close()
-    wait_until(lambda: server.server.engine.num_unfinished_samples == 0)
+    wait_until(lambda: server.engine.num_unfinished_samples == 0)
     with pytest.raises(openai.APITimeoutError):
         client.completions.create(model=MODEL, prompt="long", timeout=0.1, **LONG)
-    wait_until(lambda: server.server.engine.num_unfinished_samples == 0)
+    wait_until(lambda: server.engine.num_unfinished_samples == 0)
 
 
 def test_a_full_queue_refuses_until_there_is_room(client: openai.OpenAI) -> None:
@@ -343,7 +343,7 @@ def test_a_full_queue_refuses_until_there_is_room(client: openai.OpenAI) -> None
     assert patient.completions.create(model=MODEL, prompt="one more", max_tokens=1).choices
 
 
-def test_slow_clients_are_cut_off(server: BackgroundServer) -> None:
+def test_slow_clients_are_cut_off(server: ApiServer) -> None:
     started = time.monotonic()
     with raw(server.url) as silent, raw(server.url) as half_a_head, raw(server.url) as half_a_body:
         half_a_head.sendall(HEAD[:30])
@@ -355,7 +355,7 @@ def test_slow_clients_are_cut_off(server: BackgroundServer) -> None:
     assert TIMEOUT_S * 0.9 < time.monotonic() - started < TIMEOUT_S + 10
 
 
-def test_a_client_that_does_not_read_is_cut_off(server: BackgroundServer) -> None:
+def test_a_client_that_does_not_read_is_cut_off(server: ApiServer) -> None:
     body = json.dumps({"prompt": "x", "max_tokens": 500, "ignore_eos": True, "n": 8, "stream": True}).encode()
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -365,16 +365,16 @@ def test_a_client_that_does_not_read_is_cut_off(server: BackgroundServer) -> Non
             f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         )
         connection.sendall(head.encode() + b"\r\n\r\n" + body)
-        wait_until(lambda: server.server.engine.num_unfinished_samples > 0)
-        wait_until(lambda: server.server.engine.num_unfinished_samples == 0, 30)
+        wait_until(lambda: server.engine.num_unfinished_samples > 0)
+        wait_until(lambda: server.engine.num_unfinished_samples == 0, 30)
     assert metrics(server.url)[f'vllm:requests_aborted_total{{model_name="{MODEL}"}}'] > 0
 
 
-def test_a_pause_lets_requests_finish_or_cuts_them(server: BackgroundServer, client: openai.OpenAI) -> None:
+def test_a_pause_lets_requests_finish_or_cuts_them(server: ApiServer, client: openai.OpenAI) -> None:
     with client.completions.create(model=MODEL, prompt="long", stream=True, **LONG) as stream:
         next(iter(stream))
         with server.paused(drain_s=0.05):
-            assert server.server.engine.llm.generate("mine", SamplingParams(max_tokens=2))[0].finished
+            assert server.engine.llm.generate("mine", SamplingParams(max_tokens=2))[0].finished
             with pytest.raises(openai.APIError, match="taken for something else"):
                 list(stream)
     assert client.completions.create(model=MODEL, prompt="after", max_tokens=1).choices
@@ -388,7 +388,7 @@ def test_no_request_survives_a_failed_step_and_none_hangs(checkpoint: str) -> No
         llm.core.worker.kv_caches.clear()
         with pytest.raises(openai.APIError, match="the engine failed"):
             list(stream)
-        wait_until(lambda: server.server.uvicorn.should_exit and server.server.has_failed)
+        wait_until(lambda: server.uvicorn.should_exit and server.has_failed)
 
 
 def test_without_a_chat_template_chats_are_refused_and_a_key_is_asked_for(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ One process with three threads: the event loop that serves clients, the engine's
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import signal
 import socket
@@ -22,7 +21,6 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 
-from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.llm import LLM
 from vllm.entrypoints.openai.cli_args import ServerArgs, parse_args
 from vllm.entrypoints.openai.errors import ApiError, add_error_handlers
@@ -124,28 +122,17 @@ class ApiServer:
         """Serve until a signal, or `uvicorn.should_exit`."""
         self.uvicorn.run(sockets=[self.listener])
 
+    def paused(self, drain_s: float = 30.0) -> AbstractContextManager[None]:
+        """Return AsyncLLM.paused: exclusive use of the engine, while clients wait."""
+        return self.engine.paused(drain_s)
+
     def _end_with_engine(self) -> None:
         self.has_failed = True
         self.uvicorn.should_exit = True
 
 
-@dataclasses.dataclass(frozen=True)
-class BackgroundServer:
-    """A server in a thread of this process."""
-
-    server: ApiServer
-
-    @property
-    def url(self) -> str:
-        return self.server.url
-
-    def paused(self, drain_s: float = 30.0) -> AbstractContextManager[None]:
-        """Return AsyncLLM.paused: exclusive use of the engine, while clients wait."""
-        return self.server.engine.paused(drain_s)
-
-
 @contextmanager
-def serve_in_background(llm: LLM, args: ServerArgs) -> Iterator[BackgroundServer]:
+def serve_in_background(llm: LLM, args: ServerArgs) -> Iterator[ApiServer]:
     """Serve an engine of this process until the end of the block; use the engine itself only within `paused`."""
     problems = args.problems()
     if problems:
@@ -157,7 +144,7 @@ def serve_in_background(llm: LLM, args: ServerArgs) -> Iterator[BackgroundServer
         while not server.uvicorn.started and thread.is_alive():
             time.sleep(0.01)
         try:
-            yield BackgroundServer(server)
+            yield server
         finally:
             server.uvicorn.should_exit = True
             thread.join()
@@ -198,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=server_args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     with bind(server_args.host, server_args.port) as listener:
-        llm = LLM(**{field.name: getattr(engine_args, field.name) for field in dataclasses.fields(EngineArgs)})
+        llm = LLM(**vars(engine_args))
         server = ApiServer(llm, server_args, listener)
         listener.listen()  # from here on clients that connect wait for the app to start instead of being refused
         logger.info("serving %s on %s", engine_args.model, server.url)

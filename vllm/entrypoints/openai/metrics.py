@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TypeAlias
 
 TIME_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+Sample: TypeAlias = tuple[str, dict[str, str], float]  # suffix of the metric's name, labels, value
 
 
 @dataclass
 class Histogram:
-    """How many observations fell below each bound."""
+    """How many observations fell below each of TIME_BUCKETS_S, and beyond all of them."""
 
-    bounds: tuple[float, ...] = TIME_BUCKETS_S
-    counts: list[int] = field(default_factory=list)  # per bucket, the last one is beyond all bounds
+    counts: list[int] = field(default_factory=lambda: [0] * (len(TIME_BUCKETS_S) + 1))
     total: float = 0.0
 
     def observe(self, value: float) -> None:
-        if not self.counts:
-            self.counts = [0] * (len(self.bounds) + 1)
-        self.counts[bisect_left(self.bounds, value)] += 1
+        self.counts[bisect_left(TIME_BUCKETS_S, value)] += 1
         self.total += value
+
+    def samples(self, labels: dict[str, str]) -> list[Sample]:
+        below = zip((*map(str, TIME_BUCKETS_S), "+Inf"), accumulate(self.counts), strict=True)
+        buckets: list[Sample] = [("_bucket", labels | {"le": bound}, count) for bound, count in below]
+        return [*buckets, ("_sum", labels, self.total), ("_count", labels, sum(self.counts))]
 
 
 @dataclass
@@ -39,38 +45,22 @@ class ServerMetrics:
     def text(self, model_name: str, gauges: Mapping[str, float], counters: Mapping[str, float]) -> str:
         """Return the metrics page; `gauges` and `counters` are the engine's, named without their prefix."""
         model = {"model_name": model_name}
-        pages = [_metric(name, "gauge", [("", model, value)]) for name, value in gauges.items()]
-        pages += [_metric(name, "counter", [("", model, value)]) for name, value in counters.items()]
-        pages += [
-            _metric("prompt_tokens_total", "counter", [("", model, self.prompt_tokens)]),
-            _metric("generation_tokens_total", "counter", [("", model, self.generation_tokens)]),
-            _metric(
-                "request_success_total",
-                "counter",
-                [("", model | {"finished_reason": reason}, count) for reason, count in self.finished.items()],
-            ),
-            _metric(
-                "http_responses_total",
-                "counter",
-                [("", {"path": path, "status": str(status)}, count) for (path, status), count in self.http.items()],
-            ),
-            _metric("time_to_first_token_seconds", "histogram", _histogram(self.time_to_first_token, model)),
-            _metric("e2e_request_latency_seconds", "histogram", _histogram(self.request_latency, model)),
-        ]
-        return "".join(pages)
+        tokens = {"prompt_tokens_total": self.prompt_tokens, "generation_tokens_total": self.generation_tokens}
+        finished = [("", model | {"finished_reason": reason}, count) for reason, count in self.finished.items()]
+        http = [("", {"path": path, "status": str(status)}, count) for (path, status), count in self.http.items()]
+        return "".join(
+            [
+                *(_metric(name, "gauge", [("", model, value)]) for name, value in gauges.items()),
+                *(_metric(name, "counter", [("", model, value)]) for name, value in {**counters, **tokens}.items()),
+                _metric("request_success_total", "counter", finished),
+                _metric("http_responses_total", "counter", http),
+                _metric("time_to_first_token_seconds", "histogram", self.time_to_first_token.samples(model)),
+                _metric("e2e_request_latency_seconds", "histogram", self.request_latency.samples(model)),
+            ]
+        )
 
 
-def _histogram(histogram: Histogram, labels: dict[str, str]) -> list[tuple[str, dict[str, str], float]]:
-    samples: list[tuple[str, dict[str, str], float]] = []
-    below = 0
-    counts = histogram.counts or [0] * (len(histogram.bounds) + 1)
-    for bound, count in zip((*map(str, histogram.bounds), "+Inf"), counts, strict=True):
-        below += count
-        samples.append(("_bucket", labels | {"le": bound}, below))
-    return [*samples, ("_sum", labels, histogram.total), ("_count", labels, below)]
-
-
-def _metric(name: str, kind: str, samples: Iterable[tuple[str, dict[str, str], float]]) -> str:
+def _metric(name: str, kind: str, samples: Sequence[Sample]) -> str:
     lines = [f"# TYPE vllm:{name} {kind}\n"]
     for suffix, labels, value in samples:
         pairs = ",".join(f'{key}="{_escape(text)}"' for key, text in labels.items())

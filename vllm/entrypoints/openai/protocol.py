@@ -16,8 +16,6 @@ MAX_STOPS = 16
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Float32 = Annotated[float, Field(ge=-3e38, le=3e38)]
 TokenIds = list[Annotated[int, Field(strict=True, ge=0, lt=2**31)]]
-# OpenAI's fields that describe the caller: accepted, without effect on the response.
-NO_EFFECT = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 
 
 class StreamOptions(BaseModel):
@@ -57,7 +55,7 @@ class GenerationRequest(BaseModel):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     priority: Int64 = 0
-    # OpenAI's without effect here
+    # OpenAI's fields that describe the caller: accepted, without effect on the response
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
@@ -185,23 +183,33 @@ class CompletionLogProbs(BaseModel):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-class CompletionChoice(BaseModel):
+class Choice(BaseModel):
+    """What the choices of all answers have."""
+
     index: int
-    text: str
-    logprobs: CompletionLogProbs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
 
-class CompletionResponse(BaseModel):
-    """An answer of /v1/completions, or a chunk of its stream."""
+class Answer(BaseModel):
+    """What all answers, and chunks of streamed ones, have."""
 
     id: str
-    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    choices: list[CompletionChoice]
     usage: UsageInfo | None = None
+
+
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogProbs | None = None
+
+
+class CompletionResponse(Answer):
+    """An answer of /v1/completions, or a chunk of its stream."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
 
 
 class TokenLogprob(BaseModel):
@@ -223,38 +231,24 @@ class AssistantMessage(BaseModel):
     content: str | None = None
 
 
-class ChatChoice(BaseModel):
-    index: int
+class ChatChoice(Choice):
     message: AssistantMessage
     logprobs: ChoiceLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
 
 
-class ChatCompletionResponse(BaseModel):
-    id: str
+class ChatCompletionResponse(Answer):
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: UsageInfo
 
 
-class ChatStreamChoice(BaseModel):
-    index: int
+class ChatStreamChoice(Choice):
     delta: AssistantMessage
     logprobs: ChoiceLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
 
 
-class ChatCompletionStreamResponse(BaseModel):
-    id: str
+class ChatCompletionStreamResponse(Answer):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
     choices: list[ChatStreamChoice]
-    usage: UsageInfo | None = None
 
 
 class ModelCard(BaseModel):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import time
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
+from pydantic import BaseModel
 
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.metrics import ServerMetrics
@@ -20,15 +20,15 @@ from vllm.entrypoints.openai.protocol import (
     ChatCompletionStreamResponse,
     ChatMessage,
     ChatStreamChoice,
+    Choice,
     ChoiceLogprobs,
     PositionLogprobs,
     TokenLogprob,
     UsageInfo,
 )
-from vllm.entrypoints.openai.serving_engine import OpenAIServing, UsageCount, finite, unless_client_leaves
-from vllm.entrypoints.openai.sse import EventStream, event
-from vllm.outputs import CompletionOutput
-from vllm.v1.engine.async_llm import AsyncLLM, RequestOutputCollector
+from vllm.entrypoints.openai.serving_engine import AnswerBuilder, OpenAIServing, finite, unless_client_leaves
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
 
 
 class OpenAIServingChat(OpenAIServing):
@@ -47,14 +47,7 @@ class OpenAIServingChat(OpenAIServing):
         params = self.sampling_params(body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
         prompt = await self.off_loop(lambda: self._prompt(body))
         collector = await unless_client_leaves(request, self.submit("chatcmpl", [prompt], params, body.priority))
-        answer = _Answer(self, body, collector, prompt)
-        if body.stream:
-            return EventStream(answer.events(), lambda: self.engine.abort(collector))
-        try:
-            response = await unless_client_leaves(request, answer.whole())
-        finally:
-            self.engine.abort(collector)
-        return Response(response.model_dump_json(), media_type="application/json")
+        return await _ChatAnswer(self, body, collector, [prompt]).respond(request)
 
     def _prompt(self, body: ChatCompletionRequest) -> list[int]:
         """The conversation as tokens; runs on the tokenizer's thread."""
@@ -83,70 +76,29 @@ class OpenAIServingChat(OpenAIServing):
         return self.encode(str(text), bool(body.add_special_tokens))
 
 
-class _Answer:
-    """The choices of one conversation, put together from the engine's outputs."""
+class _ChatAnswer(AnswerBuilder[ChatCompletionRequest]):
+    """The choices of one conversation; in a stream the first chunk of each has the role."""
 
-    def __init__(
-        self,
-        serving: OpenAIServing,
-        body: ChatCompletionRequest,
-        collector: RequestOutputCollector,
-        prompt: list[int],
-    ) -> None:
-        self.serving, self.body, self.collector = serving, body, collector
-        self.usage = UsageCount([prompt], body.n or 1)
-        self.created = int(time.time())
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._started: set[int] = set()
 
-    async def events(self) -> AsyncIterator[str]:
-        """Chunks as they come, each choice's first one with the role; then the usage, if wanted."""
-        started: set[int] = set()
-        async for batch in self.serving.outputs(self.collector, is_stream=True):
-            texts = []
-            for _, output in batch:
-                self.usage.add(output)
-                for sample in output.outputs:
-                    role: Any = None if sample.index in started else "assistant"
-                    started.add(sample.index)
-                    choice = ChatStreamChoice(
-                        index=sample.index,
-                        delta=AssistantMessage(role=role, content=sample.text),
-                        logprobs=self._logprobs(sample),
-                        finish_reason=sample.finish_reason,
-                        stop_reason=sample.stop_reason,
-                    )
-                    texts.append(event(self._chunk([choice])))
-            yield "".join(texts)
-        if self.body.stream_options is not None and self.body.stream_options.include_usage:
-            yield event(self._chunk([], self.usage.info()))
+    def choice(self, prompt: int, output: RequestOutput, sample: CompletionOutput) -> Choice:
+        common: dict[str, Any] = {
+            "index": sample.index,
+            "logprobs": self._logprobs(sample),
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+        }
+        if not self.body.stream:
+            return ChatChoice(**common, message=AssistantMessage(content=sample.text))
+        role: Any = None if sample.index in self._started else "assistant"
+        self._started.add(sample.index)
+        return ChatStreamChoice(**common, delta=AssistantMessage(role=role, content=sample.text))
 
-    async def whole(self) -> ChatCompletionResponse:
-        samples: list[CompletionOutput] = []
-        async for batch in self.serving.outputs(self.collector, is_stream=False):
-            for _, output in batch:
-                self.usage.add(output)
-                samples += output.outputs
-        choices = [
-            ChatChoice(
-                index=sample.index,
-                message=AssistantMessage(content=sample.text),
-                logprobs=self._logprobs(sample),
-                finish_reason=sample.finish_reason,
-                stop_reason=sample.stop_reason,
-            )
-            for sample in samples
-        ]
-        return ChatCompletionResponse(
-            id=self.collector.name,
-            created=self.created,
-            model=self.serving.model_name,
-            choices=choices,
-            usage=self.usage.info(),
-        )
-
-    def _chunk(self, choices: list[ChatStreamChoice], usage: UsageInfo | None = None) -> ChatCompletionStreamResponse:
-        return ChatCompletionStreamResponse(
-            id=self.collector.name, created=self.created, model=self.serving.model_name, choices=choices, usage=usage
-        )
+    def message(self, choices: Sequence[Any], usage: UsageInfo | None) -> BaseModel:
+        form = ChatCompletionStreamResponse if self.body.stream else ChatCompletionResponse
+        return form(**self.head(), choices=list(choices), usage=usage)
 
     def _logprobs(self, sample: CompletionOutput) -> ChoiceLogprobs | None:
         if sample.top_logprobs is None:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
+from pydantic import BaseModel
 
 from vllm.entrypoints.openai.errors import ApiError
 from vllm.entrypoints.openai.protocol import (
+    Choice,
     CompletionChoice,
     CompletionLogProbs,
     CompletionRequest,
     CompletionResponse,
     UsageInfo,
 )
-from vllm.entrypoints.openai.serving_engine import OpenAIServing, UsageCount, finite, unless_client_leaves
-from vllm.entrypoints.openai.sse import EventStream, event
+from vllm.entrypoints.openai.serving_engine import AnswerBuilder, OpenAIServing, finite, unless_client_leaves
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm.v1.engine.async_llm import RequestOutputCollector
 
@@ -36,14 +37,7 @@ class OpenAIServingCompletion(OpenAIServing):
         prompts = await self.off_loop(lambda: self._prompts(body))
         echoes = await self.off_loop(lambda: self._echoes(body, prompts))
         collector = await unless_client_leaves(request, self.submit("cmpl", prompts, params, body.priority))
-        answer = _Answer(self, body, collector, prompts, echoes)
-        if body.stream:
-            return EventStream(answer.events(), lambda: self.engine.abort(collector))
-        try:
-            response = await unless_client_leaves(request, answer.whole())
-        finally:
-            self.engine.abort(collector)
-        return Response(response.model_dump_json(), media_type="application/json")
+        return await _CompletionAnswer(self, body, collector, prompts, echoes).respond(request)
 
     def _prompts(self, body: CompletionRequest) -> list[list[int]]:
         """The prompts as tokens; runs on the tokenizer's thread."""
@@ -73,8 +67,8 @@ class OpenAIServingCompletion(OpenAIServing):
         return texts or [str(self.tokenizer.decode(tokens)) for tokens in prompts]
 
 
-class _Answer:
-    """The choices of one body, put together from the engine's outputs."""
+class _CompletionAnswer(AnswerBuilder[CompletionRequest]):
+    """The choices of one body's prompts, each with its prompt's text before it where that is asked for."""
 
     def __init__(
         self,
@@ -84,41 +78,13 @@ class _Answer:
         prompts: Sequence[list[int]],
         echoes: Sequence[str],
     ) -> None:
-        self.serving, self.body, self.collector, self.echoes = serving, body, collector, echoes
-        self.num_samples = body.n or 1
-        self.usage = UsageCount(prompts, self.num_samples)
-        self.created = int(time.time())
+        super().__init__(serving, body, collector, prompts)
+        self._echoes = echoes
         self._offsets: dict[int, int] = {}  # characters of a choice's tokens so far, of those that were streamed
 
-    async def events(self) -> AsyncIterator[str]:
-        """Chunks as they come; then the usage, if wanted."""
-        async for batch in self.serving.outputs(self.collector, is_stream=True):
-            texts = []
-            for prompt, output in batch:
-                self.usage.add(output)
-                for sample in output.outputs:
-                    is_first = prompt * self.num_samples + sample.index not in self._offsets
-                    choice = self._choice(prompt, output, sample, self.echoes[prompt] if is_first else "")
-                    texts.append(event(self._response([choice])))
-            yield "".join(texts)
-        if self.body.stream_options is not None and self.body.stream_options.include_usage:
-            yield event(self._response([], self.usage.info()))
-
-    async def whole(self) -> CompletionResponse:
-        choices: list[CompletionChoice] = []
-        async for batch in self.serving.outputs(self.collector, is_stream=False):
-            for prompt, output in batch:
-                self.usage.add(output)
-                choices += [self._choice(prompt, output, one, self.echoes[prompt]) for one in output.outputs]
-        return self._response(sorted(choices, key=lambda choice: choice.index), self.usage.info())
-
-    def _response(self, choices: list[CompletionChoice], usage: UsageInfo | None = None) -> CompletionResponse:
-        return CompletionResponse(
-            id=self.collector.name, created=self.created, model=self.serving.model_name, choices=choices, usage=usage
-        )
-
-    def _choice(self, prompt: int, output: RequestOutput, sample: CompletionOutput, echo: str) -> CompletionChoice:
+    def choice(self, prompt: int, output: RequestOutput, sample: CompletionOutput) -> Choice:
         index = prompt * self.num_samples + sample.index
+        echo = "" if index in self._offsets else self._echoes[prompt]
         offset = self._offsets.setdefault(index, 0)
         logprobs = None
         if sample.top_logprobs is not None:
@@ -133,6 +99,9 @@ class _Answer:
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
         )
+
+    def message(self, choices: Sequence[Any], usage: UsageInfo | None) -> BaseModel:
+        return CompletionResponse(**self.head(), choices=list(choices), usage=usage)
 
     def _logprobs(
         self, tokens: Sequence[int], positions: Sequence[dict[int, Logprob] | None], offset: int

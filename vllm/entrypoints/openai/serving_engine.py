@@ -1,23 +1,27 @@
-"""What both kinds of completion share: prompts as tokens, sampling parameters, outputs, token texts."""
+"""What both kinds of completion share: prompts as tokens, sampling parameters, outputs, token texts, streams."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import dataclasses
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from vllm.entrypoints.openai.errors import ApiError, to_api_error
 from vllm.entrypoints.openai.metrics import ServerMetrics
-from vllm.entrypoints.openai.protocol import GenerationRequest, PromptTokensDetails, UsageInfo
+from vllm.entrypoints.openai.protocol import Choice, GenerationRequest, PromptTokensDetails, UsageInfo
 from vllm.inputs import TokensPrompt
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM, RequestOutputCollector
 
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Result = TypeVar("Result")
+Body = TypeVar("Body", bound=GenerationRequest)
 
 # Fields of a request that are fields of SamplingParams, by the same name.
 SAMPLING_FIELDS = (
@@ -44,7 +49,6 @@ class OpenAIServing:
         self.tokenizer: PreTrainedTokenizerBase = copy.deepcopy(engine.llm.get_tokenizer())
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._token_texts: dict[int, str] = {}
-        self._known_params = {field.name for field in dataclasses.fields(SamplingParams)}
 
     def close(self) -> None:
         self._tokenizing.shutdown(wait=False, cancel_futures=True)
@@ -62,9 +66,6 @@ class OpenAIServing:
         given: dict[str, Any] = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
         if isinstance(given.get("logit_bias"), dict):
             given["logit_bias"] = _token_keys(given["logit_bias"])
-        unknown = sorted(set(given) - self._known_params)
-        if unknown:
-            raise ApiError(400, f"the engine does not know {', '.join(unknown)}", unknown[0])
         kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
         try:
             return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, output_kind=kind)
@@ -131,28 +132,98 @@ class OpenAIServing:
                 self.metrics.finished[sample.finish_reason] += 1
 
 
-class UsageCount:
-    """The tokens of one body's requests."""
+class AnswerBuilder(ABC, Generic[Body]):
+    """Puts the answer to one body together from the engine's outputs, whole or as a stream of chunks."""
 
-    def __init__(self, prompts: Sequence[list[int]], num_samples: int) -> None:
-        self.prompt_tokens, self.completion_tokens, self.cached_tokens = sum(map(len, prompts)), 0, 0
-        self.num_samples = num_samples
+    def __init__(
+        self, serving: OpenAIServing, body: Body, collector: RequestOutputCollector, prompts: Sequence[list[int]]
+    ) -> None:
+        self.serving, self.body, self.collector = serving, body, collector
+        self.num_samples, self.created = body.n or 1, int(time.time())
+        self._prompt_tokens, self._completion_tokens, self._cached_tokens = sum(map(len, prompts)), 0, 0
 
-    def add(self, output: RequestOutput) -> None:
-        self.completion_tokens += sum(len(sample.token_ids) for sample in output.outputs)
-        if output.finished:
-            self.cached_tokens += output.num_cached_tokens
+    @abstractmethod
+    def choice(self, prompt: int, output: RequestOutput, sample: CompletionOutput) -> Choice:
+        """The choice of one sample, whole or what is new of it."""
 
-    def info(self) -> UsageInfo:
+    @abstractmethod
+    def message(self, choices: Sequence[Choice], usage: UsageInfo | None) -> BaseModel:
+        """The answer, or a chunk of it."""
+
+    def head(self) -> dict[str, Any]:
+        """The fields that all chunks of an answer have in common."""
+        return {"id": self.collector.name, "created": self.created, "model": self.serving.model_name}
+
+    async def respond(self, request: Request) -> Response:
+        """The response to the client, during which the engine works; its requests end with it, however it ends."""
+        engine, collector = self.serving.engine, self.collector
+        if self.body.stream:
+            return EventStream(self._events(), lambda: engine.abort(collector))
+        try:
+            answer = await unless_client_leaves(request, self._whole())
+        finally:
+            engine.abort(collector)
+        return Response(answer.model_dump_json(), media_type="application/json")
+
+    async def _events(self) -> AsyncIterator[str]:
+        """Chunks as they come; then the usage, if wanted."""
+        async for choices in self._choices():
+            yield "".join(_event(self.message([choice], None)) for choice in choices)
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+            yield _event(self.message([], self._usage()))
+
+    async def _whole(self) -> BaseModel:
+        choices = [choice async for batch in self._choices() for choice in batch]
+        return self.message(sorted(choices, key=lambda choice: choice.index), self._usage())
+
+    async def _choices(self) -> AsyncIterator[list[Choice]]:
+        async for batch in self.serving.outputs(self.collector, bool(self.body.stream)):
+            for _, output in batch:
+                self._completion_tokens += sum(len(sample.token_ids) for sample in output.outputs)
+                self._cached_tokens += output.num_cached_tokens if output.finished else 0
+            yield [self.choice(prompt, output, sample) for prompt, output in batch for sample in output.outputs]
+
+    def _usage(self) -> UsageInfo:
+        """The tokens of all prompts, each counted once, and of all choices."""
         # Samples after the first always find their prompt in the cache; only the first shows hits on earlier requests.
-        details = PromptTokensDetails(cached_tokens=self.cached_tokens) if self.num_samples == 1 else None
-        total = self.prompt_tokens + self.completion_tokens
+        details = PromptTokensDetails(cached_tokens=self._cached_tokens) if self.num_samples == 1 else None
         return UsageInfo(
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens,
-            total_tokens=total,
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            total_tokens=self._prompt_tokens + self._completion_tokens,
             prompt_tokens_details=details,
         )
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events: those of `events`, then [DONE] or an error.
+
+    Calls `on_end` at the end, after an error and after a disconnect alike.
+    """
+
+    def __init__(self, events: AsyncIterator[str], on_end: Callable[[], None]) -> None:
+        super().__init__(_with_end(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+
+
+def _event(body: BaseModel) -> str:
+    return f"data: {body.model_dump_json()}\n\n"
+
+
+async def _with_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    try:
+        async for text in events:
+            yield text
+    except ApiError as error:  # the status has been sent: the error can only be an event
+        yield f"data: {error.body()}\n\n"
+    else:
+        yield "data: [DONE]\n\n"
 
 
 def finite(logprob: float) -> float:
