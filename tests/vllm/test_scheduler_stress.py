@@ -27,8 +27,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.worker.input_batch import InputBatch
-from vllm.v1.worker.step_inputs import prepare_step
+from vllm.v1.worker.input_batch import InputBatch, prepare_step
 
 MAX_MODEL_LEN, END = 48, 9
 LOST = -1

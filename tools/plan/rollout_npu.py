@@ -21,7 +21,7 @@ from vllm.ops.reference_sample import left_out, sample_with
 from vllm_ascend.ops import rollout_ops as ascend_ops
 from vllm_ascend.ops.exchanged_experts import tokens_of_a_call
 from vllm_ascend.ops.kv_layout import read_blocks, read_tokens
-from vllm_ascend.ops.packed_context import CausalTriangle, context_slots
+from vllm_ascend.ops.packed_context import CausalAttention, context_slots
 from vllm_ascend.ops.sample import MAX_TOP_K
 
 INFO_WIDTH = 128  # int32 that npu_moe_distribute_dispatch_v2 returns for each row, for its way back
@@ -40,10 +40,10 @@ def npu_ops() -> RolloutOps:
         rotary_interleaved=rotary_interleaved,
         norm_rope_write_kv=norm_rope_write_kv,
         mla_decode=mla_decode,
-        mla_prefill=partial(mla_prefill, CausalTriangle()),
+        mla_prefill=partial(mla_prefill, CausalAttention()),
         norm_rope_write_gqa=norm_rope_write_gqa,
         gqa_decode=gqa_decode,
-        gqa_prefill=partial(gqa_prefill, CausalTriangle()),
+        gqa_prefill=partial(gqa_prefill, CausalAttention()),
         topk_router=topk_router,
         fused_experts=fused_experts,
         exchanged_experts=_not_alone,
@@ -95,7 +95,7 @@ def mla_decode(q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: D
 
 
 def mla_prefill(
-    triangle: CausalTriangle,
+    attention: CausalAttention,
     q_nope_TNP: Tensor,
     q_rope_TNR: Tensor,
     kv_b_NCL: Tensor,
@@ -110,7 +110,7 @@ def mla_prefill(
     k_SND = torch.cat((expanded_SNC[..., :nope], rope_SR.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
     v_SNV = expanded_SNC[..., nope:]
     v_SND = F.pad(v_SNV, (0, q_TND.shape[-1] - v_SNV.shape[-1]))
-    triangle.on(q_TND.device)
+    attention.triangle(q_TND.device)
     out_TND = _attended(q_TND)
     del k_SND, v_SND
     return out_TND[..., : v_SNV.shape[-1]]
@@ -143,9 +143,9 @@ def gqa_decode(q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float
     return out_BND
 
 
-def gqa_prefill(triangle: CausalTriangle, q_TND: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float) -> Tensor:
+def gqa_prefill(attention: CausalAttention, q_TND: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float) -> Tensor:
     gathered = [read_tokens(pages, _context_slots(meta)) for pages in cache]
-    triangle.on(q_TND.device)
+    attention.triangle(q_TND.device)
     out_TND = _attended(q_TND)
     del gathered
     return out_TND

@@ -20,7 +20,7 @@ from verl.workers.sharding_manager.transfer_plan import Transfer, TransferPlan, 
 from verl.workers.sharding_manager.weight_transfer import WeightTransfer
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.model_executor.model_loader.rank_shards import RankShards, rank_shards
-from vllm.model_executor.model_loader.shard import Shard
+from vllm.model_executor.model_loader.weight_view import Shard
 from vllm.transformers_utils.config import HFConfig
 
 Item = TypeVar("Item")

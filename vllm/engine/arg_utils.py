@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vllm.config import (
@@ -17,8 +17,15 @@ from vllm.config import (
     VllmConfig,
     default_capture_sizes,
 )
-from vllm.transformers_utils.config import load_config
-from vllm.transformers_utils.quantization import resolve_quantization
+from vllm.transformers_utils.config import load_config, resolve_quantization
+
+_PARTS = (
+    ("model", ModelConfig),
+    ("cache", CacheConfig),
+    ("scheduler", SchedulerConfig),
+    ("compilation", CompilationConfig),
+    ("parallel", ParallelConfig),
+)
 
 
 def option(default: Any, text: str) -> Any:
@@ -76,43 +83,21 @@ class EngineArgs:
         batched_tokens = self.max_num_batched_tokens
         if batched_tokens is None:
             batched_tokens = max(2048, self.max_num_seqs, 0 if self.enable_chunked_prefill else max_model_len)
-        config = VllmConfig(
-            model=ModelConfig(
-                model=self.model,
-                tokenizer=self.tokenizer or self.model,
-                skip_tokenizer_init=self.skip_tokenizer_init,
-                dtype=hf.torch_dtype if self.dtype == "auto" else self.dtype,
-                seed=self.seed,
-                max_model_len=max_model_len,
-                hf=hf,
-                quantization=quantization,
-            ),
-            cache=CacheConfig(
-                self.block_size,
-                self.gpu_memory_utilization,
-                self.num_gpu_blocks_override,
-                self.enable_prefix_caching,
-                self.kv_cache_layout,
-                self.enable_return_routed_experts,
-            ),
-            scheduler=SchedulerConfig(self.max_num_seqs, batched_tokens, self.enable_chunked_prefill),
-            compilation=CompilationConfig(self.enforce_eager, self._capture_sizes()),
-            parallel=ParallelConfig(
-                self.tensor_parallel_size,
-                dp_size,
-                self.enable_expert_parallel,
-                rank,
-                world_size,
-                self.rebalance_interval,
-                self.expert_exchange,
-                self.force_load_balancing,
-                first_rank,
-            ),
-            load_format=self.load_format,
-            rollout_ops=self.rollout_ops,
-            device=self.device,
-            enable_sleep_mode=self.enable_sleep_mode,
-            logprobs_mode=self.logprobs_mode,
+        values = vars(self) | {
+            "tokenizer": self.tokenizer or self.model,
+            "dtype": hf.torch_dtype if self.dtype == "auto" else self.dtype,
+            "max_model_len": max_model_len,
+            "hf": hf,
+            "quantization": quantization,
+            "max_num_batched_tokens": batched_tokens,
+            "cudagraph_capture_sizes": self._capture_sizes(),
+            "data_parallel_size": dp_size,
+            "rank": rank,
+            "world_size": world_size,
+            "first_rank": first_rank,
+        }
+        config: VllmConfig = _dataclass_of(
+            VllmConfig, values | {name: _dataclass_of(kind, values) for name, kind in _PARTS}
         )
         if self.distributed_executor_backend != "external_launcher":
             problems.append(
@@ -137,3 +122,8 @@ class EngineArgs:
         if not text.isdecimal() or int(text) < 1:
             return [f"VLLM_DP_SIZE={text!r} in the environment must be a positive integer"], 1
         return [], int(text)
+
+
+def _dataclass_of(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """Return the dataclass `kind` with the values of its fields' names."""
+    return kind(**{one.name: values[one.name] for one in fields(kind)})

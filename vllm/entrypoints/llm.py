@@ -22,14 +22,16 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import Platform, resolve_platform
 from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.tokenizer import LazyTokenizer
-from vllm.v1.engine.core import SLEEP_TAGS, EngineCore
-from vllm.v1.engine.llm_engine import Cut, LLMEngine
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import PromptGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+SLEEP_TAGS = ("weights", "kv_cache")
 
 
 class LLM:
@@ -114,7 +116,7 @@ class LLM:
             self._group(f"prompt {index}", *settings)
             for index, settings in enumerate(zip(prompt_list, param_list, priorities, strict=True))
         ]
-        self.engine.generate(groups, priorities, Cut(max_steps, max_seconds), on_output)
+        self.engine.generate(groups, priorities, max_steps, max_seconds, on_output)
         return [group.output(self.engine.processor.decoder(group.params)) for group in groups]
 
     def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None:
@@ -126,11 +128,15 @@ class LLM:
             raise RuntimeError("sleep: the engine was built with enable_sleep_mode=False")
         if level not in (1, 2):
             raise ValueError(f"sleep level {level} is unknown, expected 1 (keep weights on the host) or 2 (drop them)")
-        self.core.sleep(level, _known_tags("sleep", tags))
+        self._sleep(level, _known_tags("sleep", tags))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Bring back "weights" (empty buffers after level 2) and "kv_cache" (the same block count); None means both."""
-        self.core.wake_up(_known_tags("wake_up", tags))
+        known = _known_tags("wake_up", tags)
+        if "weights" in known:
+            self.core.worker.wake_weights()
+        if "kv_cache" in known:
+            self.core.worker.wake_kv_cache()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load (hf_name, full tensor) pairs, all of the model or a part, in any order; returns the loaded names.
@@ -138,7 +144,7 @@ class LLM:
         ValueError for an unknown name or a wrong shape; multi-token-prediction layers are skipped. The prefix cache is
         reset.
         """
-        return self.core.load_weights(weights)
+        return self.core.idle_worker("load_weights").load_weights(weights)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int | None = None) -> None:
         """Replace all weights by the (hf_name, full tensor) pairs of a policy version (None: the next one).
@@ -146,7 +152,8 @@ class LLM:
         Each tensor is copied as it arrives, so the stream may reuse its buffers. ValueError for a name that is unknown,
         repeated or missing, or a wrong shape; until an update is complete, `generate` raises RuntimeError.
         """
-        self.core.update_weights(weights, version)
+        self.core.idle_worker("update_weights").update_weights(weights)
+        self.core.set_policy_version(version)
 
     def update_weight_shards(
         self, updates: Iterable[WeightUpdate], version: int | None = None
@@ -157,7 +164,9 @@ class LLM:
         twice or not at all; `generate` refuses until an update is complete. Returns what `shard_digests` would return;
         each digest was taken from the memory of the shard when all of it was written.
         """
-        return self.core.update_weight_shards(updates, version)
+        digests = self.core.idle_worker("update_weight_shards").update_weight_shards(updates)
+        self.core.set_policy_version(version)
+        return digests
 
     def rank_shards(self, rank: int) -> RankShards:
         """Hugging Face name -> what rank `rank` of an engine like this one owns (as `ParallelConfig` counts ranks)."""
@@ -202,8 +211,12 @@ class LLM:
 
     def shutdown(self) -> None:
         """Free memory and process groups; every rank calls it, and nothing else afterwards."""
-        self.core.sleep(level=2)
+        self._sleep(2, SLEEP_TAGS)
         self.parallel.destroy()
+
+    def _sleep(self, level: int, tags: Sequence[str]) -> None:
+        self.core.idle_worker("sleep").sleep(level, tags)
+        self.core.platform.empty_cache()
 
     def _group(
         self, name: str, prompt: PromptType | RequestOutput, params: SamplingParams, priority: int

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+
+from hf_formats.fp8 import BLOCK
 
 
 class PackedWeight(nn.Module, ABC):
@@ -95,3 +98,31 @@ def new_plain_weight(
     """Return a parameter [(E,) O, I] whose memory is [(E,) I, O], as grouped products want it."""
     shape = (in_size, sum(out_sizes)) if num_experts is None else (num_experts, in_size, sum(out_sizes))
     return nn.Parameter(torch.empty(shape).transpose(-1, -2), requires_grad=False)
+
+
+@dataclass(frozen=True)
+class BlockScales:
+    """What turns an e4m3 parameter [..., R, C] back: element (r, c) times scale_inv[..., row_blocks[r], its column's].
+
+    The blocks are those of the whole Hugging Face tensors, wherever this rank's slices of them begin.
+    """
+
+    scale_inv: Tensor  # fp32 [..., SR, SC]
+    row_blocks_R: Tensor  # int64
+    column_blocks_C: Tensor | None  # int64; None: whole blocks from the first column on
+    dtype: torch.dtype  # of products
+
+
+def dense(weight: Tensor | PackedWeight) -> Any:
+    """Return a weight as products take it: itself, or dequantised, in its memory order, when it is held in FP8."""
+    scales: BlockScales | None = getattr(weight, "block_scales", None)
+    if scales is None:
+        return weight
+    assert isinstance(weight, Tensor)
+    out = weight.to(scales.dtype)  # exact
+    rows = scales.scale_inv.index_select(-2, scales.row_blocks_R)
+    if scales.column_blocks_C is None:
+        out.unflatten(-1, (-1, BLOCK)).mul_(rows.unsqueeze(-1))
+    else:
+        out.mul_(rows.index_select(-1, scales.column_blocks_C))
+    return out

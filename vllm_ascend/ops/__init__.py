@@ -8,10 +8,10 @@ from vllm_ascend.ops.exchanged_experts import exchanged_experts
 from vllm_ascend.ops.fused_experts import fused_experts
 from vllm_ascend.ops.gqa_cache import new_gqa_cache, norm_rope_write_gqa
 from vllm_ascend.ops.gqa_decode import gqa_decode
-from vllm_ascend.ops.gqa_prefill import gqa_prefill
+from vllm_ascend.ops.gqa_prefill import GqaPrefill
 from vllm_ascend.ops.kv_cache import new_kv_cache, norm_rope_write_kv
 from vllm_ascend.ops.mla_decode import mla_decode
-from vllm_ascend.ops.mla_prefill import mla_prefill
+from vllm_ascend.ops.mla_prefill import MlaPrefill
 from vllm_ascend.ops.rms_norm import add_rms_norm, rms_norm
 from vllm_ascend.ops.rotary import rotary_interleaved
 from vllm_ascend.ops.sample import sample
@@ -37,11 +37,11 @@ def rollout_ops() -> RolloutOps:
         rotary_interleaved=rotary_interleaved,
         norm_rope_write_kv=norm_rope_write_kv,
         mla_decode=mla_decode,
-        mla_prefill=mla_prefill,
+        mla_prefill=MlaPrefill(),
         new_gqa_cache=new_gqa_cache,
         norm_rope_write_gqa=norm_rope_write_gqa,
         gqa_decode=gqa_decode,
-        gqa_prefill=gqa_prefill,
+        gqa_prefill=GqaPrefill(),
         topk_router=topk_router,
         fused_experts=fused_experts,
         exchanged_experts=exchanged_experts,

@@ -10,11 +10,16 @@ from torch import Tensor
 
 from vllm.ops.contract import KVCache, PrefillMetadata
 from vllm_ascend.ops.kv_layout import read_tokens
-from vllm_ascend.ops.packed_context import causal_attention, context_slots
+from vllm_ascend.ops.packed_context import CausalAttention, context_slots
 
 
-def gqa_prefill(q_TND: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float) -> Tensor:
+class GqaPrefill:
     """See ``RolloutOps.gqa_prefill``."""
-    slots_S, size = context_slots(meta), q_TND.shape[2]
-    k_SGD, v_SGD = (read_tokens(pages, slots_S).unflatten(1, (-1, size)) for pages in cache)
-    return causal_attention(q_TND, k_SGD, v_SGD, meta, scale)
+
+    def __init__(self) -> None:
+        self._attend = CausalAttention()
+
+    def __call__(self, q_TND: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float) -> Tensor:
+        slots_S, size = context_slots(meta), q_TND.shape[2]
+        k_SGD, v_SGD = (read_tokens(pages, slots_S).unflatten(1, (-1, size)) for pages in cache)
+        return self._attend(q_TND, k_SGD, v_SGD, meta, scale)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,29 +13,36 @@ MASK_SIZE = 2048
 CAUSAL_FROM_THE_END = 3  # sparse_mode: the last query sees the last key
 
 
-def causal_attention(q_TND: Tensor, k_SGD: Tensor, v_SGD: Tensor, meta: PrefillMetadata, scale: float) -> Tensor:
-    """[T, N, D]: each new token attends to the tokens of its sequence up to itself, as one kernel."""
-    import torch_npu
+class CausalAttention:
+    """Each new token attends to the tokens of its sequence up to itself. Holds the triangle (4 MiB) of each device."""
 
-    out_TND: Tensor = torch_npu.npu_fusion_attention(
-        q_TND,
-        k_SGD,
-        v_SGD,
-        q_TND.shape[1],
-        "TND",
-        atten_mask=_causal_triangle(q_TND.device),
-        scale=scale,
-        actual_seq_qlen=np.cumsum(meta.query_lens_host).tolist(),
-        actual_seq_kvlen=np.cumsum(meta.seq_lens_host).tolist(),
-        sparse_mode=CAUSAL_FROM_THE_END,
-    )[0]
-    return out_TND
+    def __init__(self) -> None:
+        self._triangles: dict[torch.device, Tensor] = {}
 
+    def __call__(self, q_TND: Tensor, k_SGD: Tensor, v_SGD: Tensor, meta: PrefillMetadata, scale: float) -> Tensor:
+        """[T, N, D], as one kernel."""
+        import torch_npu
 
-@cache
-def _causal_triangle(device: torch.device) -> Tensor:
-    """bool [2048, 2048], 4 MiB, True where a key is out of sight."""
-    return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(diagonal=1)
+        out_TND: Tensor = torch_npu.npu_fusion_attention(
+            q_TND,
+            k_SGD,
+            v_SGD,
+            q_TND.shape[1],
+            "TND",
+            atten_mask=self.triangle(q_TND.device),
+            scale=scale,
+            actual_seq_qlen=np.cumsum(meta.query_lens_host).tolist(),
+            actual_seq_kvlen=np.cumsum(meta.seq_lens_host).tolist(),
+            sparse_mode=CAUSAL_FROM_THE_END,
+        )[0]
+        return out_TND
+
+    def triangle(self, device: torch.device) -> Tensor:
+        """bool, True where a key is out of sight."""
+        if device not in self._triangles:
+            full = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device)
+            self._triangles[device] = full.triu(diagonal=1)
+        return self._triangles[device]
 
 
 def context_slots(meta: PrefillMetadata) -> Tensor:

@@ -24,8 +24,7 @@ from fastapi.responses import PlainTextResponse, Response
 from vllm.entrypoints.llm import LLM
 from vllm.entrypoints.openai.cli_args import ServerArgs, parse_args
 from vllm.entrypoints.openai.errors import ApiError, add_error_handlers
-from vllm.entrypoints.openai.http_protocol import http_protocol
-from vllm.entrypoints.openai.limits import RequestLimits
+from vllm.entrypoints.openai.limits import RequestLimits, http_protocol
 from vllm.entrypoints.openai.metrics import ServerMetrics
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ModelCard, ModelList
 from vllm.entrypoints.openai.serving_chat import OpenAIServingChat

@@ -24,10 +24,9 @@ from vllm.model_executor.layers.linear import (
     empty_parameter,
     local_slice,
 )
-from vllm.model_executor.layers.quantization.fp8 import dense
-from vllm.model_executor.model_loader.packed_weight_view import view_of
-from vllm.model_executor.model_loader.weight_view import WeightView
+from vllm.model_executor.model_loader.weight_view import WeightView, view_of
 from vllm.ops.contract import RolloutOps
+from vllm.ops.weights import dense
 from vllm.transformers_utils.config import DeepseekV3Config
 
 

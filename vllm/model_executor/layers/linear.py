@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.model_executor.layers.quantization.fp8 import dense
-from vllm.model_executor.model_loader.packed_weight_view import view_of
-from vllm.model_executor.model_loader.weight_view import WeightView
+from vllm.model_executor.model_loader.weight_view import WeightView, view_of
 from vllm.ops.contract import RolloutOps
+from vllm.ops.weights import dense
 
 ALONE = GroupCoordinator(0, 1, None)
 

@@ -18,9 +18,9 @@ from vllm.model_executor.layers.linear import (
     empty_parameter,
     local_slice,
 )
-from vllm.model_executor.layers.quantization.fp8 import dense
 from vllm.model_executor.model_loader.weight_view import WeightView
 from vllm.ops.contract import KVCache, RolloutOps
+from vllm.ops.weights import dense
 from vllm.transformers_utils.config import DeepseekV3Config
 
 

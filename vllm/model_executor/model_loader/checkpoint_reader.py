@@ -1,17 +1,19 @@
-"""Weights of a checkpoint directory that stay in their files until a slice of them is asked for."""
+"""Streams of (hf_name, weight): from a checkpoint directory, checked for duplicates, or random."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from hf_formats.file_region import FileReader, FileRegion
 from hf_formats.fp8 import FP8_DTYPE, SCALE_SUFFIX, Fp8Weight
 from hf_formats.problems import raise_problems
 from hf_formats.safetensors import read_directory
-from vllm.model_executor.model_loader.weight_view import Weight
+from vllm.model_executor.model_loader.weight_view import Weight, WeightView
 
 
 class UnreadTensor:
@@ -68,3 +70,31 @@ def _unpaired(regions: dict[str, FileRegion]) -> list[str]:
     alone = [f"{name} has no {name}{SCALE_SUFFIX}" for name in weights if name + SCALE_SUFFIX not in scales]
     alone += [f"{name} has no FP8 weight" for name in scales if name.removesuffix(SCALE_SUFFIX) not in weights]
     return sorted(alone)
+
+
+DUMMY_STD = 0.02
+
+
+def each_once(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Pass `weights` on; ValueError for a name that comes a second time."""
+    seen: set[str] = set()
+    for name, tensor in weights:
+        if name in seen:
+            raise ValueError(f"weight {name} came twice in one update")
+        seen.add(name)
+        yield name, tensor
+
+
+def iterate_dummy(views: dict[str, WeightView], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Values for every tensor that this rank owns: norms 1, biases 0, others normal and drawn per name, so that every
+    layout gets the same model.
+    """
+    for name, view in views.items():
+        if len(view.hf_shape) == 1:
+            yield name, torch.ones(view.hf_shape) if name.endswith("norm.weight") else torch.zeros(view.hf_shape)
+            continue
+        if view.parameter is None:
+            continue
+        digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        yield name, torch.randn(view.hf_shape, generator=generator) * DUMMY_STD

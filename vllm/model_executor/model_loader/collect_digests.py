@@ -9,8 +9,7 @@ from torch import Tensor
 
 from vllm.distributed.parallel_state import ParallelState
 from vllm.model_executor.model_loader.digest import WeightDigest
-from vllm.model_executor.model_loader.shard import Shard
-from vllm.model_executor.model_loader.weight_view import WeightView
+from vllm.model_executor.model_loader.weight_view import Shard, WeightView
 
 
 @torch.no_grad()

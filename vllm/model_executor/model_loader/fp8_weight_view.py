@@ -19,10 +19,8 @@ from hf_formats.fp8 import (
     quantize,
     touched,
 )
-from vllm.model_executor.layers.quantization.fp8 import BlockScales
-from vllm.model_executor.model_loader.shard import Shard
-from vllm.model_executor.model_loader.weight_view import Weight, WeightView, empty_shard
-from vllm.ops.weights import PackedWeight
+from vllm.model_executor.model_loader.weight_view import Shard, Weight, WeightView, empty_shard
+from vllm.ops.weights import BlockScales, PackedWeight
 
 MAX_UNPAIRED_BYTES = 4 << 30
 

@@ -14,7 +14,7 @@ import torch
 
 from hf_formats.fp8 import FP8_DTYPE, SCALE_SUFFIX, is_quantized, num_blocks, touched
 from vllm.config import ParallelConfig, VllmConfig
-from vllm.model_executor.model_loader.shard import Ranges, Shard
+from vllm.model_executor.model_loader.weight_view import Ranges, Shard
 from vllm.transformers_utils.config import DeepseekV3Config, HFConfig, Qwen3Config
 
 Shape: TypeAlias = tuple[int, ...]

@@ -11,8 +11,7 @@ from torch import Tensor
 from hf_formats.fp8 import FP8_DTYPE
 from vllm.model_executor.model_loader.collect_digests import named_digests
 from vllm.model_executor.model_loader.digest import WeightDigest, copy_with_digests
-from vllm.model_executor.model_loader.shard import Ranges, Shard
-from vllm.model_executor.model_loader.weight_view import WeightView
+from vllm.model_executor.model_loader.weight_view import Ranges, Shard, WeightView
 from vllm.ops.weights import PackedMatrix
 
 _SHOWN = 20

@@ -1,17 +1,50 @@
-"""The weight mapping as data: the place in this rank's memory that a Hugging Face tensor is written to."""
+"""The weight mapping as data: what a rank owns of each Hugging Face tensor, and the place in memory that it has."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from hf_formats.fp8 import Fp8Weight, Sliceable, check_scale_shape, dequantize
-from vllm.model_executor.model_loader.shard import Ranges, Shard
+from hf_formats.ranges import Ranges, shape_of
+from vllm.model_executor.model_loader.digest import slice_digest
+from vllm.ops.weights import PackedMatrix, PackedWeight
+from vllm.ops.weights import Weight as HeldWeight
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """hf_tensor[ranges] of a tensor of `hf_shape`, stored in `dtype`.
+
+    values: its memory on this rank; None where only the plan is needed, and for a tensor that other ranks own.
+    """
+
+    hf_shape: tuple[int, ...]
+    ranges: Ranges
+    dtype: torch.dtype
+    values: Tensor | PackedMatrix | None = field(default=None, compare=False)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The index of the first element in the whole tensor."""
+        return tuple(start for start, _ in self.ranges)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        return shape_of(self.ranges)
+
+    def digest(self, hf_name: str) -> Tensor:
+        """An int64 scalar, see `slice_digest`."""
+        assert self.values is not None, hf_name
+        values = self.values.read() if isinstance(self.values, PackedMatrix) else self.values
+        return slice_digest(hf_name, values, self.starts)
+
 
 _DERIVED_NAME = re.compile(r".*\.rotary_emb\.inv_freq$")
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
@@ -105,3 +138,33 @@ def load_weights(views: dict[str, WeightView], num_layers: int, weights: Iterabl
         view.load(name, weight)
         loaded.add(name)
     return loaded
+
+
+@dataclass(frozen=True)
+class PackedWeightView(WeightView):
+    """`matrix` is hf_tensor[source]; `parameter` is the memory of the packed weight that it belongs to."""
+
+    matrix: PackedMatrix | None = None
+
+    def store(self, name: str, weight: Weight) -> None:
+        assert self.matrix is not None, name
+        values = self.part(name, weight, self.matrix.dtype)
+        self.matrix.write(values.to(self.matrix.device, self.matrix.dtype))
+
+    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
+        assert self.matrix is not None, name
+        yield name, Shard(self.hf_shape, self.ranges(), self.matrix.dtype, self.matrix)
+
+
+def view_of(
+    weight: HeldWeight,
+    hf_shape: tuple[int, ...],
+    source: tuple[slice, ...],
+    part: int,
+    rows: slice,
+    expert: int | None = None,
+) -> WeightView:
+    """The view of hf_tensor[source] in a weight: its part number `part`, which is `rows` of it, of `expert` if any."""
+    if isinstance(weight, PackedWeight):
+        return PackedWeightView(hf_shape, weight.memory, source=source, matrix=weight.matrix(expert or 0, part))
+    return WeightView(hf_shape, weight, (rows,) if expert is None else (expert, rows), source)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from vllm.distributed.parallel_state import ParallelState
 from vllm.forward_context import ForwardContext
+from vllm.model_executor.layers.attention import GroupedQueryAttention
+from vllm.model_executor.layers.fused_moe import DeepseekMLP, FusedMoE
 from vllm.model_executor.layers.linear import Norm, ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.mla import MultiHeadLatentAttention
 from vllm.model_executor.layers.rotary_embedding import RotaryTable
 from vllm.model_executor.layers.routed_experts import write_choices
 from vllm.model_executor.model_loader.weight_view import Weight, WeightView, load_weights
@@ -21,14 +24,41 @@ from vllm.transformers_utils.config import HFConfig
 HEAD = "lm_head.weight"
 
 
-class DecoderLayer(Protocol):
-    """One layer: a module that knows its weights' places."""
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
 
-    def __call__(
-        self, x_TH: Tensor, cos_TR: Tensor, sin_TR: Tensor, cache: KVCache, context: ForwardContext
-    ) -> Tensor: ...
+    def __init__(
+        self,
+        hf: HFConfig,
+        ops: RolloutOps,
+        attention: MultiHeadLatentAttention | GroupedQueryAttention,
+        mlp: DeepseekMLP | FusedMoE,
+    ) -> None:
+        super().__init__()
+        self.ops, self.eps = ops, hf.rms_norm_eps
+        self.input_layernorm, self.post_attention_layernorm = Norm(hf.hidden_size), Norm(hf.hidden_size)
+        self.self_attn, self.mlp = attention, mlp
 
-    def weight_views(self, prefix: str) -> dict[str, WeightView]: ...
+    def forward(self, x_TH: Tensor, cos_TR: Tensor, sin_TR: Tensor, cache: KVCache, context: ForwardContext) -> Tensor:
+        if len(x_TH) == 0:
+            # Every rank reaches an expert layer, also with no token of its own: the other replicas wait there.
+            return self.mlp(x_TH, context) if isinstance(self.mlp, FusedMoE) else x_TH
+        normed_TH = self.ops.rms_norm(x_TH, self.input_layernorm.weight, self.eps)
+        attended_TH = self.self_attn(normed_TH, cos_TR, sin_TR, cache, context)
+        if context.sampled_B is not None:
+            x_TH = x_TH.index_select(0, context.sampled_B)
+        normed_TH, x_TH = self.ops.add_rms_norm(attended_TH, x_TH, self.post_attention_layernorm.weight, self.eps)
+        if isinstance(self.mlp, FusedMoE):
+            return self.mlp(normed_TH, context).add_(x_TH)
+        return self.ops.add_layer(x_TH, self.mlp, normed_TH)
+
+    def weight_views(self, prefix: str) -> dict[str, WeightView]:
+        return {
+            **self.input_layernorm.weight_views(f"{prefix}.input_layernorm.weight"),
+            **self.self_attn.weight_views(f"{prefix}.self_attn"),
+            **self.post_attention_layernorm.weight_views(f"{prefix}.post_attention_layernorm.weight"),
+            **self.mlp.weight_views(f"{prefix}.mlp"),
+        }
 
 
 class CausalLM(nn.Module, ABC):
@@ -57,8 +87,8 @@ class CausalLM(nn.Module, ABC):
         return False
 
     @abstractmethod
-    def make_layer(self, layer: int, parallel: ParallelState) -> nn.Module:
-        """The `DecoderLayer` number `layer`."""
+    def make_layer(self, layer: int, parallel: ParallelState) -> DecoderLayer:
+        """The layer number `layer`."""
 
     @abstractmethod
     def new_kv_cache(

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-
 import torch
-from torch import Tensor
 
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import ParallelState
-from vllm.model_executor.model_loader.digest import WeightDigest
-from vllm.model_executor.model_loader.shard_writer import WeightUpdate
 from vllm.ops.contract import RolloutOps
 from vllm.platforms import Platform
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -18,8 +13,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, TopLogprobs
 from vllm.v1.worker.worker import Worker
-
-SLEEP_TAGS = ("weights", "kv_cache")
 
 
 class EngineCore:
@@ -51,12 +44,9 @@ class EngineCore:
             step.total_num_tokens, self.scheduler.has_unfinished, step.is_decode_only, self.device
         )
         if not exchange.is_anyone_busy:
-            self._drop_rows(step)
+            self.worker.runner.batch.update(step)  # the rows of requests that have left are free
             return [], False
         output = self.worker.execute(step, exchange)
-        for scores in output.prompt_scores:
-            scores.request.prompt_logprobs += scores.logprobs
-            scores.request.prompt_top += scores.top
         self.num_steps += 1
         if output.top is not None:
             self._record_top(step, output.top)
@@ -66,40 +56,19 @@ class EngineCore:
                 request.routed_experts = self.worker.routed_experts(request.request_id)
         return finished, True
 
-    def sleep(self, level: int, tags: Collection[str] = SLEEP_TAGS) -> None:
-        """Free what `tags` names of weights (level 1: kept on the host, level 2: dropped) and KV cache."""
-        self._require_idle("sleep")
-        self.worker.sleep(level, tags)
-        self.scheduler.kv.reset_prefix_cache()
-        self.platform.empty_cache()
+    def idle_worker(self, action: str) -> Worker:
+        """The worker, to change its weights or memory by `action`: cached prefixes are forgotten.
 
-    def wake_up(self, tags: list[str]) -> None:
-        """Restore what `tags` names: "weights", "kv_cache"."""
-        if "weights" in tags:
-            self.worker.wake_weights()
-        if "kv_cache" in tags:
-            self.worker.wake_kv_cache()
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Take new weights; cached prefixes of the old ones are forgotten."""
-        self._require_idle("load_weights")
+        RuntimeError while requests run.
+        """
+        if self.scheduler.has_unfinished:
+            raise RuntimeError(f"{action} while requests are running: finish generate first")
         self.scheduler.kv.reset_prefix_cache()
-        return self.worker.load_weights(weights)
+        return self.worker
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int | None) -> None:
-        """Take all weights of a policy version (None: the next one); cached prefixes of the old ones are forgotten."""
-        self._require_idle("update_weights")
-        self.scheduler.kv.reset_prefix_cache()
-        self.worker.update_weights(weights)
+    def set_policy_version(self, version: int | None) -> None:
+        """All weights are those of this policy version (None: the next one)."""
         self.scheduler.set_policy_version(self.policy_version + 1 if version is None else version)
-
-    def update_weight_shards(self, updates: Iterable[WeightUpdate], version: int | None) -> dict[str, WeightDigest]:
-        """As `update_weights`, from updates of the shards that this rank owns."""
-        self._require_idle("update_weight_shards")
-        self.scheduler.kv.reset_prefix_cache()
-        digests = self.worker.update_weight_shards(updates)
-        self.scheduler.set_policy_version(self.policy_version + 1 if version is None else version)
-        return digests
 
     def require_ready(self) -> None:
         """RuntimeError when the engine cannot generate, saying what to call."""
@@ -116,13 +85,6 @@ class EngineCore:
                 f"generate with {len(worker.names_to_load)} weights never loaded after a level-2 sleep or a failed "
                 f"update, e.g. {min(worker.names_to_load)}: call load_weights or update_weights first"
             )
-
-    def _require_idle(self, action: str) -> None:
-        if self.scheduler.has_unfinished:
-            raise RuntimeError(f"{action} while requests are running: finish generate first")
-
-    def _drop_rows(self, step: SchedulerOutput) -> None:
-        self.worker.runner.batch.update(step)
 
     @staticmethod
     def _record_top(step: SchedulerOutput, top: list[TopLogprobs]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from vllm.config import VllmConfig
 from vllm.inputs import PromptType
@@ -16,22 +15,6 @@ from vllm.v1.engine.output_processor import OutputStream, PromptGroup
 from vllm.v1.engine.processor import Processor
 from vllm.v1.engine.rebalancer import Rebalancer
 from vllm.v1.request import Request, RequestStatus
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The limits of a generation: it is cut at the end of the first step that reaches one of them."""
-
-    max_steps: int | None = None
-    max_seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("max_steps", self.max_steps), ("max_seconds", self.max_seconds)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}={value} must be positive, or None to run every sample to its end")
-
-
-NO_CUT = Cut()
 
 
 class LLMEngine:
@@ -145,21 +128,26 @@ class LLMEngine:
         self,
         groups: Sequence[PromptGroup],
         priorities: Sequence[int],
-        cut: Cut = NO_CUT,
+        max_steps: int | None = None,
+        max_seconds: float | None = None,
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> None:
-        """Run every group's samples to their end or to the limits; `groups` then hold the results.
+        """Run every group's samples to their end, or to the end of the first step that reaches a limit; `groups` then
+        hold the results.
 
         A group without samples gets new ones. ValueError, before anything runs, lists every bad prompt. `on_output` is
         called with each prompt as soon as its samples have finished; for a prompt that finished on another replica, at
         the end.
         """
+        for name, limit in (("max_steps", max_steps), ("max_seconds", max_seconds)):
+            if limit is not None and not limit > 0:
+                raise ValueError(f"{name}={limit} must be positive, or None to run every sample to its end")
         if self._streams:
             raise RuntimeError(f"generate while {len(self._streams)} requests of add_request run: step until they end")
         self._add(groups, priorities, RequestOutputKind.FINAL_ONLY)
-        tell = on_output if on_output is not None else _ignore
+        report = on_output or (lambda output: None)
         try:
-            self._run(cut, tell)
+            self._run(max_steps, max_seconds, report)
             self.core.scheduler.withdraw_all()
             self.rebalancer.bring_home()
         except BaseException:
@@ -167,10 +155,10 @@ class LLMEngine:
             raise
         for stream in self._streams.values():
             if stream.group.is_finished:
-                tell(stream.group.output(stream.decode))
+                report(stream.group.output(stream.decode))
         self._forget_streams()
 
-    def _run(self, cut: Cut, tell: Callable[[RequestOutput], None]) -> None:
+    def _run(self, max_steps: int | None, max_seconds: float | None, report: Callable[[RequestOutput], None]) -> None:
         """Step until no request is left, here and in all replicas that step or rebalance with this one, or to the
         limits.
 
@@ -190,22 +178,20 @@ class LLMEngine:
             else:
                 finished, is_anyone_busy = [], False
             for output in self._outputs_of(finished):
-                tell(output)
+                report(output)
             num_steps, total_steps, is_round = num_steps + 1, total_steps + 1, not interval
             # A step takes as long as the fullest replica's, to whose batch size the graphs and the expert exchange are
             # padded.
             if interval and (num_steps >= interval or not (is_anyone_busy or parallel.steps_in_lockstep)):
                 is_anyone_busy, num_steps, is_round = self.rebalancer.balance(), 0, True
-            if is_round and is_anyone_busy and cut is not NO_CUT and self._is_due(cut, total_steps, started):
-                return
-
-    def _is_due(self, cut: Cut, num_steps: int, started: float) -> bool:
-        """Whether to stop now; ranks that step together agree where clocks or step counts may differ."""
-        is_due = cut.max_steps is not None and num_steps >= cut.max_steps
-        is_due |= cut.max_seconds is not None and time.monotonic() - started >= cut.max_seconds
-        if cut.max_seconds is not None or self.rebalancer.interval:
-            is_due = self.core.parallel.is_any(is_due, self.core.device)
-        return is_due
+            if is_round and is_anyone_busy and not (max_steps is None and max_seconds is None):
+                is_due = max_steps is not None and total_steps >= max_steps
+                is_due |= max_seconds is not None and time.monotonic() - started >= max_seconds
+                # Ranks that step together agree where clocks or step counts may differ.
+                if max_seconds is not None or interval:
+                    is_due = core.parallel.is_any(is_due, core.device)
+                if is_due:
+                    return
 
     def _add(self, groups: Sequence[PromptGroup], priorities: Sequence[int], kind: RequestOutputKind) -> None:
         """Queue all groups or, on a ValueError that lists every problem, none."""
@@ -250,7 +236,3 @@ class LLMEngine:
     def _forget_streams(self) -> None:
         self._streams.clear()
         self._stream_of.clear()
-
-
-def _ignore(_: RequestOutput) -> None:
-    pass

@@ -11,8 +11,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.tokenizer import LazyTokenizer
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.output_processor import PromptGroup
-from vllm.v1.engine.sampling_extras import sampling_extras, sampling_problems
 from vllm.v1.request import Request
+from vllm.v1.sample.extras import sampling_extras, sampling_problems
 from vllm.v1.sample.rng import derive_seed
 
 

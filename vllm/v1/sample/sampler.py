@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from vllm.ops.contract import RolloutOps, SampledTokens, SamplingBatch
 from vllm.v1.request import TopLogprobs
 from vllm.v1.sample.logit_edits import gather_bans, gather_edits
-from vllm.v1.sample.prompt_logprobs import PromptScores
 from vllm.v1.sample.rng import position_keys, splitmix64, vocab_keys
 from vllm.v1.worker.input_batch import InputBatch
 
@@ -27,7 +26,6 @@ class SamplerOutput:
     logprobs: list[float]
     # Per row: rank of the sampled token, most likely ids, their log-probs.
     top: list[TopLogprobs] | None
-    prompt_scores: list[PromptScores] = field(default_factory=list)
 
 
 class _RowSettings:

@@ -16,7 +16,7 @@ from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import DecodeMetadata, KVCache
 from vllm.platforms import CapturedGraph, GraphPool, Platform
-from vllm.v1.worker.step_inputs import StepInputs
+from vllm.v1.worker.input_batch import StepInputs
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.sample.prompt_logprobs import score_prompts
 from vllm.v1.sample.sampler import Sampler, SamplerOutput
 from vllm.v1.worker.decode_graphs import DecodeGraphs
-from vllm.v1.worker.input_batch import InputBatch
-from vllm.v1.worker.step_inputs import StepInputs, prepare_step
+from vllm.v1.worker.input_batch import InputBatch, StepInputs, prepare_step
 
 LogitsOf = Callable[[Tensor], Tensor]
 
@@ -51,16 +50,14 @@ class ModelRunner:
         rows = self.batch.update(step)
         inputs = prepare_step(self.batch, rows, np.array(step.num_tokens, dtype=np.int64))
         states_T, logits_of = self._forward(inputs, exchange, caches)
-        prompt_scores = []
         if self.batch.prompts_to_score:
-            prompt_scores = score_prompts(states_T, inputs, self.batch.prompts_to_score, logits_of)
+            score_prompts(states_T, inputs, self.batch.prompts_to_score, logits_of)
         if len(inputs.sampled_rows) == 0:
-            return SamplerOutput(np.empty(0, dtype=np.int64), [], None, prompt_scores)
+            return SamplerOutput(np.empty(0, dtype=np.int64), [], None)
         if inputs.sampled_T is not None and len(states_T) > len(inputs.sampled_T):
             states_T = states_T.index_select(0, self._send(inputs.sampled_T))
         output = self.sampler(logits_of(states_T), self.batch, inputs.sampled_rows)
         self.batch.append_tokens(inputs.sampled_rows, output.token_ids)
-        output.prompt_scores = prompt_scores
         return output
 
     def _forward(self, inputs: StepInputs, exchange: StepExchange, caches: list[KVCache]) -> tuple[Tensor, LogitsOf]:

@@ -16,11 +16,10 @@ from hf_formats.fp8 import SCALE_SUFFIX
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import ParallelState, StepExchange
 from vllm.model_executor.layers.routed_experts import bytes_per_token, new_choices_cache, read_choices
-from vllm.model_executor.model_loader.checkpoint_reader import CheckpointReader
+from vllm.model_executor.model_loader.checkpoint_reader import CheckpointReader, each_once, iterate_dummy
 from vllm.model_executor.model_loader.collect_digests import collect_digests, shard_digests
 from vllm.model_executor.model_loader.digest import WeightDigest
 from vllm.model_executor.model_loader.fp8_weight_view import Fp8Pairs, hold_in_fp8, weight_storage
-from vllm.model_executor.model_loader.loader import each_once, iterate_dummy
 from vllm.model_executor.model_loader.shard_writer import ShardWriter, WeightUpdate
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.registry import MODELS

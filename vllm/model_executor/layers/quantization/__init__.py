@@ -1,1 +1,0 @@
-"""Weights held in fewer bits than the model's dtype."""
