@@ -8,7 +8,7 @@ value heads and D the number of channels of a head.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
@@ -245,14 +245,14 @@ class RolloutOps:
 
 def resolve(provider: str) -> RolloutOps:
     """Return the op table that `provider` makes, a dotted "module:function" (e.g. "vllm_ascend.ops:rollout_ops")."""
-    module_name, _, function_name = provider.partition(":")
-    if not module_name or not function_name:
-        raise ValueError(f"rollout_ops={provider!r}: expected 'module:function', e.g. 'vllm.ops.reference:rollout_ops'")
     try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"rollout_ops={provider!r} cannot be loaded: {error}") from error
-    table = function()
+        function = pkgutil.resolve_name(provider)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"rollout_ops={provider!r} cannot be loaded: {error}; expected 'module:function', e.g. "
+            "'vllm.ops.reference:rollout_ops'"
+        ) from error
+    table = function() if callable(function) else function
     if not isinstance(table, RolloutOps):
         raise ValueError(f"rollout_ops={provider!r} returned {type(table).__name__}, expected RolloutOps")
     return table

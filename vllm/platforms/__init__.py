@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 
 import torch
 
@@ -23,13 +23,13 @@ def resolve_platform(device: str | None) -> Platform:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     provider = BUILTIN_PLATFORMS.get(device, device)
-    module_name, _, class_name = provider.partition(":")
-    if not class_name:
-        raise ValueError(f"device={device!r}: expected one of {', '.join(BUILTIN_PLATFORMS)} or 'module:Class'")
     try:
-        platform = getattr(importlib.import_module(module_name), class_name)()
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"device={device!r}: {provider} cannot be loaded: {error}") from error
+        platform = pkgutil.resolve_name(provider)()
+    except (ImportError, AttributeError, ValueError) as error:
+        known = ", ".join(BUILTIN_PLATFORMS)
+        raise ValueError(
+            f"device={device!r} cannot be loaded: {error}; expected one of {known} or 'module:Class'"
+        ) from error
     if not isinstance(platform, Platform):
         raise ValueError(f"device={device!r}: {provider} is not a vllm.platforms.Platform")
     return platform

@@ -49,6 +49,3 @@ def rollout_ops() -> RolloutOps:
         sample=sample,
         implementations=dict.fromkeys(RolloutOps.entries(), "native") | MIXED,
     )
-
-
-__all__ = ["rollout_ops"]

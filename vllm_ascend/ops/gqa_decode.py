@@ -23,15 +23,10 @@ def gqa_decode(q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float
     heads, size = q_BND.shape[1:]
     kv_heads = cache[0].shape[2] // size
     is_paged = q_BND.dtype != torch.float32 and size % HEAD_STEP == 0 and size <= MAX_HEAD_SIZE
-    if is_paged and heads // kv_heads <= MAX_HEADS_OF_A_KEY:
-        return _paged(q_BND, kv_heads, cache, meta, scale)
-    return _gathered(q_BND, cache, meta, scale)
-
-
-def _paged(q_BND: Tensor, kv_heads: int, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
+    if not is_paged or heads // kv_heads > MAX_HEADS_OF_A_KEY:
+        return _gathered(q_BND, cache, meta, scale)
     # One query of each sequence: [B, 1, N * D] against pages [num_blocks, block_size, G * D].
-    query, heads = q_BND.reshape(len(q_BND), 1, -1), q_BND.shape[1]
-    k_pages, v_pages = cache
+    query, (k_pages, v_pages) = q_BND.reshape(len(q_BND), 1, -1), cache
     out_B1C = paged_attention(
         query, k_pages, v_pages, meta, scale, num_heads=heads, num_kv_heads=kv_heads, layout="BSH"
     )

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.cpu.build import has_compiler, kernels
+from vllm.v1.sample.rng import GOLDEN, splitmix64
 
 _CHUNK_BYTES = 1 << 20  # of a slice, widened at a time
 _MAX_INNER_BYTES = 1 << 16  # whose products fit in 32 bits
@@ -214,8 +215,6 @@ def _inner_table(size: int, device: torch.device) -> Tensor:
 @lru_cache(maxsize=64)
 def odd_numbers(salt: int, size: int, device: torch.device) -> Tensor:
     """Pseudo-random int64 [size], others for each salt: splitmix64 of the position."""
-    with np.errstate(over="ignore"):
-        x = (np.arange(size, dtype=np.uint64) + np.uint64(salt << 40)) * np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return torch.from_numpy(((x ^ (x >> np.uint64(31))) | np.uint64(1)).view(np.int64)).to(device)
+    positions = np.arange(size, dtype=np.uint64) + np.uint64(salt << 40)
+    numbers = splitmix64((positions - np.uint64(1)) * GOLDEN) | np.uint64(1)
+    return torch.from_numpy(numbers.view(np.int64)).to(device)

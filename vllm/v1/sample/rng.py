@@ -16,16 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _LOW_17_BITS = 0x1FFFF
-_MASK_64 = (1 << 64) - 1
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
     """Steele, Lea and Flood's 64-bit mixing function (OOPSLA 2014), element-wise on uint64."""
-    z = x + _GOLDEN
+    z = x + GOLDEN
     z = (z ^ (z >> np.uint64(30))) * _MIX_1
     z = (z ^ (z >> np.uint64(27))) * _MIX_2
     return z ^ (z >> np.uint64(31))
@@ -33,18 +32,10 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
 
 def derive_seed(seed: int, *parts: int) -> int:
     """A 64-bit seed for a child of `seed`, e.g. its i-th sample; different for every different list of parts."""
-    state = seed & _MASK_64
+    state = np.array([seed % 2**64], dtype=np.uint64)
     for part in parts:
-        state = _splitmix64_int((_splitmix64_int(state) + part) & _MASK_64)
-    return state
-
-
-def _splitmix64_int(x: int) -> int:
-    """splitmix64 of one Python int: a tenth of the time of a one-element array."""
-    z = (x + 0x9E3779B97F4A7C15) & _MASK_64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    return z ^ (z >> 31)
+        state = splitmix64(splitmix64(state) + np.uint64(part % 2**64))
+    return int(state[0])
 
 
 def position_keys(mixed_seeds_B: np.ndarray, positions_B: np.ndarray) -> np.ndarray:
