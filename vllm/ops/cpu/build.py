@@ -16,28 +16,36 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from struct import Struct
 
 import torch
 
 SOURCES = Path(__file__).parent / "csrc"
 OTHER_TABLE = "or set rollout_ops='vllm.ops.reference:rollout_ops' (plain torch, several times slower)"
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp")
-_P, _L, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-SIGNATURES: dict[str, list[type]] = {  # in the order of CAPTURABLE in csrc/kernels.cpp
-    "cpu_head_linear": [_L, _P, *[_L] * 4, _P, *[_L] * 3, _P, _L, _L, _P],
-    "cpu_mla_attention": [_L, _P, _L, _L, _P, *[_L] * 4, _P, _P, _P, *[_L] * 4, _F, _P],
-    "cpu_fused_experts": [_L, _P, _L, _L, _L, *[_P] * 4, *[_L] * 5, _P],
-    "cpu_topk_router": [_P, _P, *[_L] * 6, _F, _L, _P, _P],
-    "cpu_rms_norm": [_L, _P, _L, _L, _L, _P, _F, _P],
-    "cpu_add_rms_norm": [_L, _P, _P, _L, _L, _P, _F, _P],
-    "cpu_silu_and_mul": [_L, _P, _L, _L, _L, _P],
-    "cpu_rotary": [_L, _P, *[_L] * 5, _P, _P, _P],
-    "cpu_write_kv": [_L, _P, _P, *[_L] * 4, _P, _F, _P, _P, _P],
-    "cpu_sample": [_P, _L, _L, _P, _P, _P, _P, _P],
-    "cpu_add": [_L, _P, _P, _L, _P],
-    "cpu_widen": [_P, _L, _P],
-    "cpu_take_rows": [_P, _L, _P, _L, _P],
+_P, _L = ctypes.c_void_p, ctypes.c_long
+_ARGUMENTS = {  # q: an integer or an address, d: a float; in the order of KERNELS in csrc/kernels.cpp
+    "cpu_head_linear": "14q",
+    "cpu_mla_attention": "16qdq",
+    "cpu_fused_experts": "15q",
+    "cpu_topk_router": "8qd3q",
+    "cpu_rms_norm": "6qdq",
+    "cpu_add_rms_norm": "6qdq",
+    "cpu_silu_and_mul": "6q",
+    "cpu_rotary": "10q",
+    "cpu_write_kv": "8qd3q",
+    "cpu_sample": "8q",
+    "cpu_add": "5q",
+    "cpu_widen": "3q",
+    "cpu_take_rows": "5q",
 }
+_CALLS = {name: (number, Struct("q" + form)) for number, (name, form) in enumerate(_ARGUMENTS.items())}
+
+
+def call_of(name: str, *arguments: float) -> bytes:
+    """The words by which `cpu_run` calls a kernel: its number and its arguments."""
+    number, form = _CALLS[name]
+    return form.pack(number, *arguments)
 
 
 @cache
@@ -48,10 +56,7 @@ def kernels() -> ctypes.CDLL:
         RuntimeError: there is no compiler, or it refuses the sources.
     """
     library = ctypes.CDLL(str(_build()))
-    for name, arguments in SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, None
-    library.cpu_replay.argtypes, library.cpu_replay.restype = [_L, _P, _P], None
+    library.cpu_run.argtypes, library.cpu_run.restype = [_L, ctypes.c_char_p], None
     library.cpu_digest.argtypes, library.cpu_digest.restype = [_P, _P, *[_L] * 5, _P, _P], None
     library.cpu_compressed_bytes.argtypes, library.cpu_compressed_bytes.restype = [_L, _L], _L
     library.cpu_compress.argtypes, library.cpu_compress.restype = [_P, _L, _L, _L, _P], ctypes.c_int

@@ -17,7 +17,6 @@ from vllm.ops.cpu.memory import LEAST_BYTES, StepMemory
 
 Launch = Callable[..., None]
 
-_NUMBERS = (int, float, type(None))  # arguments that are not memory
 _FLOAT32 = 0  # the kernels' mode for float32 tensors
 
 
@@ -44,7 +43,7 @@ class KernelCalls:
 
     def run(self, name: str, *arguments: Any) -> None:
         """Run the kernel `name`, which gets the addresses of tensors and arrays."""
-        self._launch(name, *[one if type(one) in _NUMBERS else _address(one) for one in arguments])
+        self._launch(name, *[one if type(one) in (int, float) else _address(one) for one in arguments])
 
     def takes_rows(self, dtype: torch.dtype) -> bool:
         """Whether weights of this dtype are [..., out, in] in memory, as in checkpoints, and not [..., in, out]."""
@@ -73,7 +72,9 @@ class KernelCalls:
         return num_values * dtype.itemsize >= LEAST_BYTES and self._launch is launch and not is_capturing()
 
 
-def _address(memory: Tensor | np.ndarray) -> int:
+def _address(memory: Tensor | np.ndarray | None) -> int:
+    if memory is None:
+        return 0
     return memory.data_ptr() if isinstance(memory, Tensor) else memory.ctypes.data
 
 

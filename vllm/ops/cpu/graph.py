@@ -8,11 +8,11 @@ layers work in the same few pages.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm.ops.cpu.build import SIGNATURES, kernels
+from vllm.ops.cpu.build import call_of, kernels
 from vllm.platforms.interface import CapturedGraph, GraphPool
 
-_SLOTS = 20  # words of one captured call, as in csrc/kernels.cpp
+_CALL_BYTES = 8 * 20  # of one captured call, as in csrc/kernels.cpp
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
@@ -40,11 +40,12 @@ class _Active(threading.local):
 _ACTIVE = _Active()
 
 
-def launch(name: str, *arguments: int | float | None) -> None:
+def launch(name: str, *arguments: float) -> None:
     """Run the kernel ``name``; while this thread captures a graph, add the call to it."""
-    getattr(kernels(), name)(*arguments)
+    call = call_of(name, *arguments)
+    kernels().cpu_run(1, call)
     if _ACTIVE.capture is not None:
-        _ACTIVE.capture.add_kernel(name, arguments)
+        _ACTIVE.capture.add_call(call)
 
 
 def is_capturing() -> bool:
@@ -78,7 +79,7 @@ class Capture(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._work: list[Callable[[], object]] = []
-        self._calls: list[tuple[str, tuple[int | float | None, ...]]] = []  # since the last torch op
+        self._calls: list[bytes] = []  # since the last torch op
         self._arena = _Arena()
         self._results: list[object] = []  # of torch's ops: calls hold addresses in their memory
 
@@ -87,8 +88,9 @@ class Capture(TorchDispatchMode):
         """Avoid an import of torch's compiler, 80 MB and a second, which a mode otherwise causes."""
         return False
 
-    def add_kernel(self, name: str, arguments: tuple[int | float | None, ...]) -> None:
-        self._calls.append((name, arguments))
+    def add_call(self, call: bytes) -> None:
+        """Add the call of a kernel (`call_of`)."""
+        self._calls.append(call)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -103,7 +105,7 @@ class Capture(TorchDispatchMode):
             if func in _HAVE_KERNELS and isinstance(result, Tensor) and not kwargs:
                 out = result if func._schema.is_mutable else self._arena.empty_like(result).copy_(result)
                 if call := _kernel_of(func, args, out):
-                    self.add_kernel(*call)
+                    self.add_call(call)
                     return out
             self.end_calls()
             self._results.append(result)
@@ -120,7 +122,8 @@ class Capture(TorchDispatchMode):
     def end_calls(self) -> None:
         """Turn the kernels' calls so far into one piece of work."""
         if self._calls:
-            self._work.append(_Kernels(self._calls))
+            words = b"".join(call.ljust(_CALL_BYTES, b"\0") for call in self._calls)
+            self._work.append(partial(kernels().cpu_run, len(self._calls), words))
             self._calls = []
 
 
@@ -150,26 +153,6 @@ class _Arena:
         return torch.from_numpy(lease).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
-class _Kernels:
-    """Consecutive calls of kernels, replayed by one call."""
-
-    def __init__(self, calls: list[tuple[str, tuple[int | float | None, ...]]]) -> None:
-        order = list(SIGNATURES)
-        self._kernels_C = np.array([order.index(name) for name, _ in calls], dtype=np.int64)
-        self._slots_CS = np.zeros((len(calls), _SLOTS), dtype=np.int64)
-        for row_S, (name, arguments) in zip(self._slots_CS, calls, strict=True):
-            for slot, (kind, value) in enumerate(zip(SIGNATURES[name], arguments, strict=True)):
-                if kind is ctypes.c_float:
-                    row_S.view(np.float64)[slot] = value
-                else:
-                    row_S[slot] = value or 0
-        self._replay = kernels().cpu_replay
-        self._arguments = (len(calls), self._kernels_C.ctypes.data, self._slots_CS.ctypes.data)
-
-    def __call__(self) -> None:
-        self._replay(*self._arguments)
-
-
 _HAVE_KERNELS = {
     torch.ops.aten.add.Tensor,
     torch.ops.aten.add_.Tensor,
@@ -180,8 +163,8 @@ _HAVE_KERNELS = {
 }
 
 
-def _kernel_of(func: Any, args: tuple[Any, ...], out: Tensor) -> tuple[str, tuple[int | float | None, ...]] | None:
-    """Return the kernel, with its arguments, that writes an op's result to `out`; None where there is none.
+def _kernel_of(func: Any, args: tuple[Any, ...], out: Tensor) -> bytes | None:
+    """Return the call of the kernel that writes an op's result to `out`; None where there is none.
 
     The bits are torch's, except that kernels may flush denormal sums of bfloat16 to zero.
     """
@@ -194,16 +177,16 @@ def _kernel_of(func: Any, args: tuple[Any, ...], out: Tensor) -> tuple[str, tupl
         if not is_along_rows or first.dim() != 2 or second.dim() != 1 or second.dtype != torch.int64:
             return None
         row_bytes = first.shape[1] * first.element_size()
-        return "cpu_take_rows", (first.data_ptr(), row_bytes, second.data_ptr(), len(second), out.data_ptr())
+        return call_of("cpu_take_rows", first.data_ptr(), row_bytes, second.data_ptr(), len(second), out.data_ptr())
     if func in (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor):
         if len(tensors) != 2 or first.shape != second.shape or not first.dtype == second.dtype == out.dtype:
             return None
         if out.dtype not in (torch.float32, torch.bfloat16):
             return None
         mode = int(out.dtype == torch.bfloat16)
-        return "cpu_add", (mode, first.data_ptr(), second.data_ptr(), out.numel(), out.data_ptr())
+        return call_of("cpu_add", mode, first.data_ptr(), second.data_ptr(), out.numel(), out.data_ptr())
     if (first.dtype, out.dtype) == (torch.bfloat16, torch.float32):
-        return "cpu_widen", (first.data_ptr(), out.numel(), out.data_ptr())
+        return call_of("cpu_widen", first.data_ptr(), out.numel(), out.data_ptr())
     return None
 
 

@@ -1,26 +1,11 @@
-// The entry points but those of products.cpp and attention.cpp, and what calls them all again.
-#include <type_traits>
-#include <utility>
-
+// What Python calls: the kernels by their numbers, and those that no step captures.
+#include "calls.h"
 #include "copy_digest.h"
-#include "entries.h"
 #include "moe.h"
 #include "rows.h"
 
-#define BY_TYPE(mode, call)                         \
-  switch (mode) {                                   \
-    case 0: { typedef float T; call; } break;       \
-    default: { typedef bf16 T; call; } break;       \
-  }
-
-extern "C" {
-
-int num_threads() { return omp_get_max_threads(); }
-
-int cpu_may_use_tiles() { return may_use_tiles(); }
-
-void cpu_topk_router(const float* logits, const float* bias, long tokens, long experts, long top_k, long groups,
-                     long kept_groups, long normalize, float scaling, long is_softmax, float* weights, int64_t* ids) {
+static void route_all(const float* logits, const float* bias, long tokens, long experts, long top_k, long groups,
+                      long kept_groups, bool normalize, float scaling, bool is_softmax, float* weights, int64_t* ids) {
 #pragma omp parallel num_threads(threads_for(tokens * experts * top_k * 8))
   {
     static thread_local Buffer buffer;
@@ -32,78 +17,19 @@ void cpu_topk_router(const float* logits, const float* bias, long tokens, long e
   }
 }
 
-void cpu_rms_norm(long mode, const void* x, long stride, long tokens, long size, const void* weight, float eps,
-                  void* out) {
-  BY_TYPE(mode, (rms_norm((const T*)x, stride, tokens, size, (const T*)weight, eps, (T*)out)));
+constexpr long CALL_WORDS = 20;  // of a captured call: the kernel's number and its arguments
+
+extern "C" void cpu_run(long calls, const Word* words) {
+  static const Kernel KERNELS[] = {  // in the order of KERNELS in ../build.py
+      head_linear_kernel(),  mla_attention_kernel(), fused_experts_kernel(), called<route_all>,
+      BY_TYPE(rms_norm),     BY_TYPE(add_rms_norm),  BY_TYPE(silu_and_mul),  BY_TYPE(rotary),
+      BY_TYPE(write_kv),     called<sample_rows>,    BY_TYPE(add),           called<widen_all>,
+      called<take_rows>,
+  };
+  for (long i = 0; i < calls; ++i, words += CALL_WORDS) KERNELS[words[0].integer](words + 1);
 }
 
-void cpu_add_rms_norm(long mode, void* x, const void* residual, long tokens, long size, const void* weight, float eps,
-                      void* out) {
-  BY_TYPE(mode, (add_rms_norm((T*)x, (const T*)residual, tokens, size, (const T*)weight, eps, (T*)out)));
-}
-
-void cpu_silu_and_mul(long mode, const void* x, long stride, long tokens, long width, void* out) {
-  BY_TYPE(mode, (silu_and_mul((const T*)x, stride, tokens, width, (T*)out)));
-}
-
-void cpu_rotary(long mode, const void* x, long x_token, long x_head, long tokens, long heads, long size,
-                const float* cos, const float* sin, void* out) {
-  BY_TYPE(mode, (rotary<T>({(const T*)x, x_token, x_head}, tokens, heads, size, cos, sin, (T*)out)));
-}
-
-void cpu_write_kv(long mode, void* pages, const void* kv, long stride, long tokens, long latent, long rope,
-                  const void* weight, float eps, const float* cos, const float* sin, const int64_t* slots) {
-  BY_TYPE(mode, (write_kv((T*)pages, (const T*)kv, stride, tokens, latent, rope, (const T*)weight, eps, cos, sin, slots)));
-}
-
-void cpu_add(long mode, const void* a, const void* b, long count, void* out) {
-  BY_TYPE(mode, (add((const T*)a, (const T*)b, count, (T*)out)));
-}
-
-void cpu_widen(const void* x, long count, float* out) { widen_all((const bf16*)x, count, out); }
-
-void cpu_take_rows(const void* table, long row_bytes, const int64_t* ids, long rows, void* out) {
-  take_rows((const char*)table, row_bytes, ids, rows, (char*)out);
-}
-
-void cpu_sample(const float* logits, long rows, long size, const float* temperature, const int32_t* keys,
-                const int32_t* vocab_keys, int64_t* tokens, float* logprobs) {
-  sample_rows(logits, rows, size, temperature, keys, vocab_keys, tokens, logprobs);
-}
-}
-
-// Captured calls: every argument is a word, a float a double.
-union Slot {
-  int64_t word;
-  double number;
-};
-constexpr long SLOTS = 20;  // of a call
-
-template <class A>
-static A argument(Slot slot) {
-  if constexpr (std::is_floating_point_v<A>)
-    return slot.number;
-  else
-    return (A)slot.word;
-}
-template <class... A, size_t... I>
-static void call(void (*kernel)(A...), const Slot* slots, std::index_sequence<I...>) {
-  static_assert(sizeof...(A) <= SLOTS);
-  kernel(argument<A>(slots[I])...);
-}
-template <class... A>
-static void call(void (*kernel)(A...), const Slot* slots) {
-  call(kernel, slots, std::index_sequence_for<A...>{});
-}
-template <auto KERNEL>
-static void captured(const Slot* slots) { call(KERNEL, slots); }
-
-static void (*const CAPTURABLE[])(const Slot*) = {  // in the order of SIGNATURES in ../build.py
-    captured<cpu_head_linear>, captured<cpu_mla_attention>, captured<cpu_fused_experts>, captured<cpu_topk_router>,
-    captured<cpu_rms_norm>,    captured<cpu_add_rms_norm>,  captured<cpu_silu_and_mul>,  captured<cpu_rotary>,
-    captured<cpu_write_kv>,    captured<cpu_sample>,        captured<cpu_add>,           captured<cpu_widen>,
-    captured<cpu_take_rows>,
-};
+extern "C" int cpu_may_use_tiles() { return may_use_tiles(); }
 
 #define BY_SIZE(size, call)                         \
   switch (size) {                                   \
@@ -142,8 +68,4 @@ extern "C" int cpu_compress(const void* values, long stride, long rows, long k, 
 
 extern "C" void cpu_decompress(const void* compressed, long rows, long k, void* values) {
   decompress((const uint8_t*)compressed, rows, k, (bf16*)values);
-}
-
-extern "C" void cpu_replay(long calls, const int64_t* kernels, const Slot* slots) {
-  for (long i = 0; i < calls; ++i) CAPTURABLE[kernels[i]](slots + i * SLOTS);
 }

@@ -1,18 +1,17 @@
-#include "entries.h"
+#include "calls.h"
 #include "moe.h"
 
-extern "C" {
+template <class M>
+static void linear(const typename M::T* x, long x_token, long x_head, long tokens, long heads, const typename M::T* w,
+                   long w_head, long w_k, long w_n, const int64_t* addresses, long k, long n, typename M::T* out) {
+  head_linear<M>({x, x_token, x_head}, tokens, heads, {w, w_k, w_n}, w_head, addresses, k, n, {out, heads * n, n});
+}
+Kernel head_linear_kernel() { return BY_MODE(linear); }
 
-void cpu_head_linear(long mode, const void* x, long x_token, long x_head, long tokens, long heads, const void* w,
-                     long w_head, long w_k, long w_n, const int64_t* addresses, long k, long n, void* out) {
-  BY_MODE(mode, (head_linear<M>({(const M::T*)x, x_token, x_head}, tokens, heads, {(const M::T*)w, w_k, w_n}, w_head,
-                                addresses, k, n, {(M::T*)out, heads * n, n})));
+template <class M>
+static void experts(const typename M::T* x, long x_token, long tokens, long choices, const float* weights,
+                    const int64_t* ids, const void* w13, const void* w2, bool is_compressed, long experts, long hidden,
+                    long width, long first, typename M::T* out) {
+  fused_experts<M>({x, x_token, 0}, tokens, choices, weights, ids, {w13, w2, is_compressed, experts, hidden, width, first}, out);
 }
-
-void cpu_fused_experts(long mode, const void* x, long x_token, long tokens, long choices, const float* weights,
-                       const int64_t* ids, const void* w13, const void* w2, long is_compressed, long experts, long hidden,
-                       long width, long first, void* out) {
-  BY_MODE(mode, (fused_experts<M>({(const M::T*)x, x_token, 0}, tokens, choices, weights, ids,
-                                  {w13, w2, is_compressed != 0, experts, hidden, width, first}, (M::T*)out)));
-}
-}
+Kernel fused_experts_kernel() { return BY_MODE(experts); }

@@ -88,11 +88,12 @@ static void silu_and_mul(const T* x, long stride, long tokens, long width, T* ou
 }
 
 template <class T>
-static void rotary(Batch<const T> x, long tokens, long heads, long size, const float* cos, const float* sin, T* out) {
+static void rotary(const T* x, long x_token, long x_head, long tokens, long heads, long size, const float* cos,
+                   const float* sin, T* out) {
 #pragma omp parallel for num_threads(threads_for(tokens * heads * size))
   for (long t = 0; t < tokens; ++t)
     for (long h = 0; h < heads; ++h)
-      turn_row(x.data + t * x.token_stride + h * x.head_stride, cos + t * size, sin + t * size, size,
+      turn_row(x + t * x_token + h * x_head, cos + t * size, sin + t * size, size,
                out + (t * heads + h) * size);
 }
 
