@@ -42,7 +42,7 @@ class RequestOutputCollector:
         self.name, self.request_ids, self.num_samples = name, tuple(request_ids), num_samples
         self.created_s = time.monotonic()
         self.is_admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._to_admit, self._to_finish = len(request_ids), len(request_ids)
+        self._to_finish = len(request_ids)
         self._outputs: list[RequestOutput] = []
         self._error: Exception | None = None
         self._changed = asyncio.Event()
@@ -61,9 +61,8 @@ class RequestOutputCollector:
             raise self._error
         return outputs
 
-    def admit_one(self) -> None:
-        self._to_admit -= 1
-        if not (self._to_admit or self.is_admitted.done()):
+    def admit(self) -> None:
+        if not self.is_admitted.done():
             self.is_admitted.set_result(None)
 
     def put(self, output: RequestOutput) -> None:
@@ -81,8 +80,8 @@ class RequestOutputCollector:
 
 @dataclass(frozen=True)
 class _Addition:
-    request_id: str
-    prompt: PromptType
+    collector: RequestOutputCollector
+    prompts: Sequence[PromptType]
     params: SamplingParams
     priority: int
 
@@ -92,7 +91,7 @@ class _Inbox:
     """The requests of the event loop and of a pausing caller to the thread; guarded by `changed`."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
-    to_add: dict[str, _Addition] = field(default_factory=dict)
+    to_add: list[_Addition] = field(default_factory=list)
     to_abort: list[str] = field(default_factory=list)
     is_pausing: bool = False
     is_cutting: bool = False  # a pause waits no longer
@@ -160,8 +159,7 @@ class AsyncLLM:
         collector = RequestOutputCollector(request_id, ids, params.n)
         self._collectors |= dict.fromkeys(ids, collector)
         with self._inbox.changed:
-            for name, prompt in zip(ids, prompts, strict=True):
-                self._inbox.to_add[name] = _Addition(name, prompt, params, priority)
+            self._inbox.to_add.append(_Addition(collector, prompts, params, priority))
             self._inbox.changed.notify_all()
         try:
             await collector.is_admitted
@@ -176,7 +174,8 @@ class AsyncLLM:
         self.num_aborted += len(unfinished)
         if unfinished:
             with self._inbox.changed:
-                self._inbox.to_abort += [name for name in unfinished if self._inbox.to_add.pop(name, None) is None]
+                self._inbox.to_add = [one for one in self._inbox.to_add if one.collector is not collector]
+                self._inbox.to_abort += unfinished
                 self._inbox.changed.notify_all()
 
     @contextmanager
@@ -226,7 +225,7 @@ class AsyncLLM:
             with self._inbox.changed:
                 self._inbox.is_closing = True
                 self._inbox.changed.notify_all()
-            self._on_loop(self._fail_all, error)
+            self._on_loop(lambda: self._fail(list(self._collectors), error))
 
     def _take_in(self, running: set[str]) -> None:
         """Add and abort the requests that the event loop asks for.
@@ -244,30 +243,28 @@ class AsyncLLM:
             additions: list[_Addition] = []
             if inbox.is_cutting:
                 to_abort = set(running)
-                self._on_loop(self._fail, list(running), RequestCutError("the engine was taken for something else"))
+                self._on_loop(self._fail, to_abort, RequestCutError("the engine was taken for something else"))
             elif not inbox.is_pausing:
-                additions, inbox.to_add = list(inbox.to_add.values()), {}
+                additions, inbox.to_add = inbox.to_add, []
         if to_abort:
             engine.abort_request(list(to_abort))
             running -= to_abort
         for addition in additions:
+            names = addition.collector.request_ids
             try:
-                engine.add_request(addition.request_id, addition.prompt, addition.params, priority=addition.priority)
-            except Exception as error:  # this request's alone, whatever it is: the others go on
-                self._on_loop(self._fail, [addition.request_id], error)
+                for name, prompt in zip(names, addition.prompts, strict=True):
+                    engine.add_request(name, prompt, addition.params, priority=addition.priority)
+            except Exception as error:  # these requests' alone, whatever it is: the others go on
+                engine.abort_request(names)
+                self._on_loop(self._fail, names, error)
             else:
-                running.add(addition.request_id)
-                self._on_loop(self._admit, addition.request_id)
+                running.update(names)
+                self._on_loop(addition.collector.admit)
 
     def _on_loop(self, call: Callable[..., None], *args: object) -> None:
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *args)
-
-    def _admit(self, request_id: str) -> None:
-        collector = self._collectors.get(request_id)
-        if collector is not None:
-            collector.admit_one()
 
     def _hand_out(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
@@ -282,6 +279,3 @@ class AsyncLLM:
             collector = self._collectors.pop(request_id, None)
             if collector is not None:
                 collector.fail(error)
-
-    def _fail_all(self, error: Exception) -> None:
-        self._fail(list(self._collectors), error)
