@@ -16,8 +16,7 @@ from tests.vllm.test_scheduler import check_invariants, make_scheduler
 from tests.vllm.text_model import write_text_checkpoint
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine.move_plan import Load, Move, plan_moves, target_load
-from vllm.v1.engine.rebalancer import exchange_objects
+from vllm.v1.engine.rebalancer import Load, Move, exchange_objects, plan_moves, target_load
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.extras import SamplingExtras
 

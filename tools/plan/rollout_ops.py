@@ -24,7 +24,7 @@ from vllm.ops import reference
 from vllm.ops.contract import KVCache, RolloutOps, SampledTokens, SamplingBatch
 from vllm.ops.cpu.build import has_compiler
 from vllm.ops.cpu.table import best_products, cpu_table
-from vllm.ops.reference_exchange import FusedExperts, all_to_all_experts
+from vllm.ops.reference_moe import FusedExperts, all_to_all_experts
 from vllm_ascend.ops.exchanged_experts import has_kernel
 
 

@@ -18,7 +18,7 @@ from verl.exact_mode.math import KEYS, QUERIES
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.ops import reference, reference_gqa
 from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps, SampledTokens, SamplingBatch
-from vllm.ops.reference_exchange import all_to_all_experts
+from vllm.ops.reference_moe import all_to_all_experts
 from vllm.ops.reference_sample import sample as reference_sample
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.ops.reference_exchange import all_to_all_experts
+from vllm.ops.reference_moe import all_to_all_experts
 from vllm_ascend.ops.fused_experts import fused_experts, grouped_matmul
 
 if TYPE_CHECKING:

@@ -57,12 +57,14 @@ def to_api_error(error: Exception) -> ApiError:
 def add_error_handlers(app: FastAPI) -> None:
     """Give every error of `app`, the framework's own included, OpenAI's form."""
 
-    @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> Response:
-        return error.response()
-
-    @app.exception_handler(RequestValidationError)
-    async def bad_body(request: Request, error: RequestValidationError) -> Response:
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, ApiError):
+            return error.response()
+        if isinstance(error, HTTPException):
+            where = f"{request.method} {request.url.path[:200]}"
+            return ApiError(error.status_code, f"{where}: {error.detail}").response()
+        if not isinstance(error, RequestValidationError):
+            return ApiError(500, f"{type(error).__name__}: {error}").response()
         problems = error.errors()
         texts = [_problem(problem["loc"], problem["msg"]) for problem in problems[:MAX_PROBLEMS]]
         if len(problems) > MAX_PROBLEMS:
@@ -70,13 +72,8 @@ def add_error_handlers(app: FastAPI) -> None:
         names = [part for part in problems[0]["loc"][1:] if isinstance(part, str)] if problems else []
         return ApiError(400, "; ".join(texts), param=names[0] if names else None).response()
 
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        return ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}").response()
-
-    @app.exception_handler(Exception)
-    async def own_error(request: Request, error: Exception) -> Response:
-        return ApiError(500, f"{type(error).__name__}: {error}").response()
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
 
 
 def _problem(where: tuple[int | str, ...], text: str) -> str:

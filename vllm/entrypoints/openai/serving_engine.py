@@ -92,24 +92,6 @@ class OpenAIServing:
         except Exception as error:
             raise to_api_error(error) from error
 
-    async def outputs(
-        self, collector: RequestOutputCollector, is_stream: bool
-    ) -> AsyncIterator[list[tuple[int, RequestOutput]]]:
-        """(which prompt, output) as they come, counted in the metrics; ApiError when the engine gives up."""
-        is_first_token = is_stream
-        index_of = {name: index for index, name in enumerate(collector.request_ids)}
-        try:
-            async for batch in collector:
-                if is_first_token:
-                    self.metrics.time_to_first_token.observe(time.monotonic() - collector.created_s)
-                    is_first_token = False
-                for output in batch:
-                    self._count(output)
-                yield [(index_of[output.request_id], output) for output in batch]
-        except (RuntimeError, ValueError) as error:
-            raise to_api_error(error) from error
-        self.metrics.request_latency.observe(time.monotonic() - collector.created_s)
-
     def encode(self, text: str, with_special_tokens: bool) -> list[int]:
         """Runs on the tokenizer's thread."""
         try:
@@ -123,13 +105,6 @@ class OpenAIServing:
         if text is None:
             text = self._token_texts[token] = str(self.tokenizer.decode([token]))
         return text
-
-    def _count(self, output: RequestOutput) -> None:
-        self.metrics.prompt_tokens += len(output.prompt_token_ids) if output.finished else 0
-        for sample in output.outputs:
-            self.metrics.generation_tokens += len(sample.token_ids)
-            if sample.finish_reason is not None:
-                self.metrics.finished[sample.finish_reason] += 1
 
 
 class AnswerBuilder(ABC, Generic[Body]):
@@ -177,11 +152,28 @@ class AnswerBuilder(ABC, Generic[Body]):
         return self.message(sorted(choices, key=lambda choice: choice.index), self._usage())
 
     async def _choices(self) -> AsyncIterator[list[Choice]]:
-        async for batch in self.serving.outputs(self.collector, bool(self.body.stream)):
-            for _, output in batch:
-                self._completion_tokens += sum(len(sample.token_ids) for sample in output.outputs)
-                self._cached_tokens += output.num_cached_tokens if output.finished else 0
-            yield [self.choice(prompt, output, sample) for prompt, output in batch for sample in output.outputs]
+        """The choices of each batch of outputs, counted in the metrics; ApiError when the engine gives up."""
+        metrics, started, is_first = self.serving.metrics, self.collector.created_s, bool(self.body.stream)
+        index_of = {name: index for index, name in enumerate(self.collector.request_ids)}
+        try:
+            async for batch in self.collector:
+                if is_first:
+                    metrics.time_to_first_token.observe(time.monotonic() - started)
+                    is_first = False
+                choices = []
+                for output in batch:
+                    metrics.prompt_tokens += len(output.prompt_token_ids) if output.finished else 0
+                    self._cached_tokens += output.num_cached_tokens if output.finished else 0
+                    for sample in output.outputs:
+                        metrics.generation_tokens += len(sample.token_ids)
+                        self._completion_tokens += len(sample.token_ids)
+                        if sample.finish_reason is not None:
+                            metrics.finished[sample.finish_reason] += 1
+                        choices.append(self.choice(index_of[output.request_id], output, sample))
+                yield choices
+        except (RuntimeError, ValueError) as error:
+            raise to_api_error(error) from error
+        metrics.request_latency.observe(time.monotonic() - started)
 
     def _usage(self) -> UsageInfo:
         """The tokens of all prompts, each counted once, and of all choices."""

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from vllm.distributed.parallel_state import ParallelState
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.attention import GroupedQueryAttention
-from vllm.model_executor.layers.fused_moe import DeepseekMLP, FusedMoE
+from vllm.model_executor.layers.fused_moe import DeepseekMLP, FusedMoE, write_choices
 from vllm.model_executor.layers.linear import Norm, ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.layers.mla import MultiHeadLatentAttention
 from vllm.model_executor.layers.rotary_embedding import RotaryTable
-from vllm.model_executor.layers.routed_experts import write_choices
 from vllm.model_executor.model_loader.weight_view import Weight, WeightView, load_weights
 from vllm.ops.contract import KVCache, RolloutOps
 from vllm.transformers_utils.config import HFConfig

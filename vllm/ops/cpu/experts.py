@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.ops.cpu.calls import KernelCalls, last_contiguous
 from vllm.ops.cpu.compressed import CompressedWeight
-from vllm.ops.reference_exchange import all_to_all_experts
+from vllm.ops.reference_moe import all_to_all_experts
 from vllm.ops.weights import Weight
 
 

@@ -9,7 +9,6 @@ layers work in the same few pages.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm.ops.cpu.build import call_of, kernels
+from vllm.ops.cpu.memory import leased
 from vllm.platforms.interface import CapturedGraph, GraphPool
 
 _CALL_BYTES = 8 * 20  # of one captured call, as in csrc/kernels.cpp
@@ -127,10 +127,6 @@ class Capture(TorchDispatchMode):
             self._calls = []
 
 
-class _Lease(np.ndarray):
-    """A block in use: only the storage of its tensors refers to it."""
-
-
 class _Arena:
     """Memory of one graph. Replays keep the order of the capture, so what was free then is free again."""
 
@@ -148,9 +144,7 @@ class _Arena:
             self._blocks.append(torch.empty(num_bytes, dtype=torch.uint8))
             free.append(self._blocks[-1].numpy())
         block = free.pop()
-        lease = block.view(_Lease)
-        weakref.finalize(lease, free.append, block).atexit = False
-        return torch.from_numpy(lease).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        return leased(block, free.append, block).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 _HAVE_KERNELS = {

@@ -12,6 +12,7 @@ import mmap
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from math import prod
 
 import numpy as np
@@ -26,6 +27,13 @@ _GAP_BYTES = 320  # between two pieces: at the same offset in a page, one's read
 
 class _Lease(np.ndarray):
     """A piece in use: only the storage of its tensors refers to it."""
+
+
+def leased(piece: np.ndarray, give_back: Callable[..., None], *args: object) -> Tensor:
+    """The uint8 `piece` as a tensor; calls give_back(*args) when no tensor uses its memory any more."""
+    lease = piece.view(_Lease)
+    weakref.finalize(lease, give_back, *args).atexit = False
+    return torch.from_numpy(lease)
 
 
 class _Segment:
@@ -77,9 +85,8 @@ class StepMemory:
         with self._lock:
             self._free_returned()
             segment, start, piece = self._find(num_bytes)
-        lease = piece.view(_Lease)
-        weakref.finalize(lease, self._returned.append, (segment, start, num_bytes)).atexit = False
-        return torch.from_numpy(lease)[:tensor_bytes].view(dtype).view(shape)
+        memory = leased(piece, self._returned.append, (segment, start, num_bytes))
+        return memory[:tensor_bytes].view(dtype).view(shape)
 
     def release(self) -> None:
         """Unmap every segment that no tensor uses."""

@@ -18,8 +18,7 @@ from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.sample.prompt_logprobs import score_prompts
-from vllm.v1.sample.sampler import Sampler, SamplerOutput
+from vllm.v1.sample.sampler import Sampler, SamplerOutput, score_prompts
 from vllm.v1.worker.decode_graphs import DecodeGraphs
 from vllm.v1.worker.input_batch import InputBatch, StepInputs, prepare_step
 

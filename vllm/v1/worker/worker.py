@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_formats.fp8 import SCALE_SUFFIX
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import ParallelState, StepExchange
-from vllm.model_executor.layers.routed_experts import bytes_per_token, new_choices_cache, read_choices
+from vllm.model_executor.layers.fused_moe import bytes_per_token, new_choices_cache, read_choices
 from vllm.model_executor.model_loader.checkpoint_reader import CheckpointReader, each_once, iterate_dummy
 from vllm.model_executor.model_loader.collect_digests import collect_digests, shard_digests
 from vllm.model_executor.model_loader.digest import WeightDigest
