@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
-from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -89,7 +88,14 @@ def build_app(engine: AsyncLLM, args: ServerArgs) -> FastAPI:
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
-        return PlainTextResponse(_metrics_page(engine, metrics, name), media_type="text/plain; version=0.0.4")
+        scheduler = engine.llm.core.scheduler
+        gauges = {
+            "num_requests_running": len(scheduler.running),
+            "num_requests_waiting": len(scheduler.waiting),
+            "num_unfinished_samples": engine.num_unfinished_samples,
+        }
+        counters = {"num_preemptions_total": scheduler.num_preemptions, "requests_aborted_total": engine.num_aborted}
+        return PlainTextResponse(metrics.text(name, gauges, counters), media_type="text/plain; version=0.0.4")
 
     return app
 
@@ -166,17 +172,6 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _metrics_page(engine: AsyncLLM, metrics: ServerMetrics, name: str) -> str:
-    scheduler = engine.llm.core.scheduler
-    gauges = {
-        "num_requests_running": len(scheduler.running),
-        "num_requests_waiting": len(scheduler.waiting),
-        "num_unfinished_samples": engine.num_unfinished_samples,
-    }
-    counters = {"num_preemptions_total": scheduler.num_preemptions, "requests_aborted_total": engine.num_aborted}
-    return metrics.text(name, gauges, counters)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve a checkpoint until SIGTERM or SIGINT; 1 when the engine has failed."""
     server_args, engine_args = parse_args(argv)
@@ -188,16 +183,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         server = ApiServer(llm, server_args, listener)
         listener.listen()  # from here on clients that connect wait for the app to start instead of being refused
         logger.info("serving %s on %s", engine_args.model, server.url)
-        for name in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(name, _go_on)
+        for name in (signal.SIGTERM, signal.SIGINT):  # uvicorn handles them, and raises them again at its end
+            signal.signal(name, lambda *_: None)
         server.run()
     if not (server.engine.is_running or server.has_failed):  # otherwise its thread ends with the process
         llm.shutdown()
     return int(server.has_failed)
-
-
-def _go_on(signum: int, frame: FrameType | None) -> None:
-    """Ignore a signal that uvicorn has handled and raises again at its end."""
 
 
 if __name__ == "__main__":

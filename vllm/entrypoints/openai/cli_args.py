@@ -48,20 +48,14 @@ class ServerArgs:
         return problems
 
 
-def make_arg_parser() -> argparse.ArgumentParser:
+def parse_args(argv: Sequence[str] | None = None) -> tuple[ServerArgs, EngineArgs]:
+    """Parse the command line; exits with a message that lists every problem of the server's arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m vllm.entrypoints.openai.api_server",
         description="Serves a checkpoint under OpenAI's HTTP interface.",
     )
-    server, engine = parser.add_argument_group("server"), parser.add_argument_group("engine (EngineArgs)")
-    _add_fields(server, ServerArgs)
-    _add_fields(engine, EngineArgs)
-    return parser
-
-
-def parse_args(argv: Sequence[str] | None = None) -> tuple[ServerArgs, EngineArgs]:
-    """Parse the command line; exits with a message that lists every problem of the server's arguments."""
-    parser = make_arg_parser()
+    _add_fields(parser.add_argument_group("server"), ServerArgs)
+    _add_fields(parser.add_argument_group("engine (EngineArgs)"), EngineArgs)
     given = vars(parser.parse_args(argv))
     server = ServerArgs(**{one.name: given[one.name] for one in dataclasses.fields(ServerArgs)})
     engine = EngineArgs(**{one.name: given[one.name] for one in dataclasses.fields(EngineArgs)})

@@ -45,7 +45,8 @@ class Worker:
         self.model = self._build_model(parallel)
         if config.model.quantization == "fp8":
             self.model.weight_views = hold_in_fp8(self.model.weight_views)
-        self._prefer_large_pages()
+        for tensor in weight_storage(self.model):
+            platform.prefer_large_pages(tensor)
         self.names_to_load: set[str] = set(self.model.weight_views)
         self._fp8_pairs = Fp8Pairs()
         self._host_weights: list[Tensor] | None = None  # level-1 sleep keeps the weights here
@@ -169,10 +170,6 @@ class Worker:
                 tensor.copy_(next(host_weights))
         self._host_weights = None
         self.are_weights_awake = True
-
-    def _prefer_large_pages(self) -> None:
-        for tensor in weight_storage(self.model):
-            self.platform.prefer_large_pages(tensor)
 
     def wake_kv_cache(self) -> None:
         """Allocate the caches of all layers, always with the block count that was determined at start."""
