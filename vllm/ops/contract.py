@@ -243,16 +243,16 @@ class RolloutOps:
         return set(names[: names.index("implementations")])
 
 
+_PROVIDER = "'module:function', e.g. 'vllm.ops.reference:rollout_ops'"
+
+
 def resolve(provider: str) -> RolloutOps:
     """Return the op table that `provider` makes, a dotted "module:function" (e.g. "vllm_ascend.ops:rollout_ops")."""
     try:
         function = pkgutil.resolve_name(provider)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"rollout_ops={provider!r} cannot be loaded: {error}; expected 'module:function', e.g. "
-            "'vllm.ops.reference:rollout_ops'"
-        ) from error
+        raise ValueError(f"rollout_ops={provider!r} cannot be loaded: {error}; expected {_PROVIDER}") from error
     table = function() if callable(function) else function
     if not isinstance(table, RolloutOps):
-        raise ValueError(f"rollout_ops={provider!r} returned {type(table).__name__}, expected RolloutOps")
+        raise ValueError(f"rollout_ops={provider!r} is {type(table).__name__}, expected RolloutOps from {_PROVIDER}")
     return table

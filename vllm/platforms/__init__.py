@@ -25,7 +25,7 @@ def resolve_platform(device: str | None) -> Platform:
     provider = BUILTIN_PLATFORMS.get(device, device)
     try:
         platform = pkgutil.resolve_name(provider)()
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         known = ", ".join(BUILTIN_PLATFORMS)
         raise ValueError(
             f"device={device!r} cannot be loaded: {error}; expected one of {known} or 'module:Class'"
