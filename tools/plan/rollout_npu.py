@@ -143,7 +143,9 @@ def gqa_decode(q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float
     return out_BND
 
 
-def gqa_prefill(attention: CausalAttention, q_TND: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float) -> Tensor:
+def gqa_prefill(
+    attention: CausalAttention, q_TND: Tensor, cache: KVCache, meta: PrefillMetadata, scale: float
+) -> Tensor:
     gathered = [read_tokens(pages, _context_slots(meta)) for pages in cache]
     attention.triangle(q_TND.device)
     out_TND = _attended(q_TND)
