@@ -76,11 +76,11 @@ class Steps:
 
 
 @lru_cache(maxsize=16)
-def count_steps(load: Workload, skips: bool = True) -> Steps:
+def count_steps(load: Workload) -> Steps:
     """Run the scheduler to the end of every row, without computing anything.
 
-    skips: count decode steps that are like the one before instead of scheduling them; the result is the same. With a
-    small cache a generation of 32,768 tokens has hundreds of thousands of them, and some hundred that differ.
+    Decode steps that are like the one before are counted and not scheduled; the result is the same. With a small cache
+    a generation of 32,768 tokens has hundreds of thousands of them, and some hundred that differ.
     """
     kv = KVCacheManager(load.num_blocks, load.block_size, load.shares_prefixes)
     scheduler = Scheduler(load.scheduler, kv)
@@ -100,7 +100,7 @@ def count_steps(load: Workload, skips: bool = True) -> Steps:
             largest[is_decode] = size, _kept(step)
         _compute(scheduler, step, load.token)
         is_like_before = step.requests == before[0] == scheduler.running and scheduler.num_preemptions == before[1]
-        if skips and is_decode and is_like_before:
+        if is_decode and is_like_before:
             num_alike = _steps_alike(scheduler, load)
             _advance(scheduler, num_alike, load.token)
             counts[True] += num_alike

@@ -12,7 +12,6 @@ from tools.plan.generation_steps import Step, Workload, count_steps
 from tools.plan.rollout_ops import ordinary_token
 from tools.plan.sync import planned_sync
 from tools.plan.worker import PlannedWorker
-from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
@@ -61,7 +60,7 @@ def plan_rollout(worker: PlannedWorker, num_rows: int, prompt_length: int, respo
     worker.sync_samples_only()
     worker.offload_for_rollout()
     with worker.sharding_manager:
-        llm, planned = _rollout(worker).inference_engine, worker.platform.planned
+        llm, planned = worker.rollout.inference_engine, worker.platform.planned
         core, engine = llm.core, llm.config
         load = Workload(
             num_rows,
@@ -94,16 +93,11 @@ def plan_rollout(worker: PlannedWorker, num_rows: int, prompt_length: int, respo
     return RolloutPlan(sync_bytes, sync_calls, state_bytes, load.num_blocks, prefill, decode, tuple(closing))
 
 
-def _rollout(worker: PlannedWorker) -> vLLMRollout:
-    assert isinstance(worker.rollout, vLLMRollout), type(worker.rollout)
-    return worker.rollout
-
-
 def _run(worker: PlannedWorker, name: str, load: Workload, step: Step | None, num_steps: int) -> StepCost | None:
     """Run the step through the real model runner, as a phase."""
     if step is None:
         return None
-    core, planned = _rollout(worker).inference_engine.core, worker.platform.planned
+    core, planned = worker.rollout.inference_engine.core, worker.platform.planned
     requests = [_request(worker, load, row.row) for row in step.rows]
     for request, row in zip(requests, step.rows, strict=True):
         request.token_ids += [load.token] * (row.num_tokens - load.prompt_length)
@@ -128,7 +122,7 @@ def _run(worker: PlannedWorker, name: str, load: Workload, step: Step | None, nu
 
 def _request(worker: PlannedWorker, load: Workload, row: int) -> Request:
     """A request with the sampling parameters of training."""
-    rollout = _rollout(worker)
+    rollout = worker.rollout
     params = rollout.sampling_params({"eos_token_id": -1}, row, load.response_length)
     processor = rollout.inference_engine.engine.processor
     group = processor.group(f"row {row}", str(row), {"prompt_token_ids": load.prompt(row)}, params)

@@ -55,7 +55,7 @@ class WholePlan:
     @property
     def warnings(self) -> list[str]:
         """What works but is slow."""
-        return slow_groups(self.layout, self.run)
+        return slow_groups(self.run)
 
     @property
     def worst(self) -> RankPlan:
@@ -77,20 +77,18 @@ class WholePlan:
         return max(sum(of_stage[self.layout.stage(rank)] for rank in node) for node in nodes)
 
 
-def plan_run(
-    run: PlannedRun, size: StepSize, processes: int | None = None, *, ends_when_full: bool = False
-) -> WholePlan:
-    """Plans a rank of every stage and checks them together; ``processes`` at a time, by default the machine's cores.
+def plan_run(run: PlannedRun, size: StepSize, *, ends_when_full: bool = False) -> WholePlan:
+    """Plans a rank of every stage, as many at a time as the machine has cores, and checks them together.
 
     ends_when_full: the first rank that is too full ends it; ``is_whole`` then says that stages are missing.
     """
     layout, budget = run.config.training_layout, run.device.budget_bytes
-    if found := layout_problems(layout, run):
+    if found := layout_problems(run):
         return WholePlan(run, size, (), 0, tuple(found))
     ranks = layout.members(0, ("pp",))  # the first of each stage
     planned: list[RankPlan] = []
     try:
-        for plan in _plan_ranks(run, size, ranks, processes or os.cpu_count() or 1):
+        for plan in _plan_ranks(run, size, ranks):
             planned.append(plan)
             if ends_when_full and plan.peak.peak_bytes > budget:
                 break
@@ -113,22 +111,25 @@ def plan_run(
     return replace(whole, problems=(*found, *call_problems(calls_between_stages(layout, stages))))
 
 
-def layout_problems(layout: ParallelLayout, run: PlannedRun) -> list[str]:
+def layout_problems(run: PlannedRun) -> list[str]:
     """Every size of the layout that does not divide what it must."""
     hf = run.hf
-    found = layout.problems(hf.num_hidden_layers, hf.n_routed_experts or None, hf.num_attention_heads, hf.vocab_size)
+    found = run.config.training_layout.problems(
+        hf.num_hidden_layers, hf.n_routed_experts or None, hf.num_attention_heads, hf.vocab_size
+    )
     world_size, tp = run.config.trainer.world_size, run.config.actor_rollout_ref.rollout.tensor_model_parallel_size
     if tp and world_size % tp:
         found.append(f"world size {world_size} is not a multiple of rollout TP {tp}")
     return found
 
 
-def slow_groups(layout: ParallelLayout, run: PlannedRun) -> list[str]:
+def slow_groups(run: PlannedRun) -> list[str]:
     """Tensor parallelism over more devices than the fast links join: it works, and every layer waits for slow links."""
-    domain, rollout = max(run.device.devices_per_node, run.device.domain_devices), run.config.actor_rollout_ref.rollout
+    domain = max(run.device.devices_per_node, run.device.domain_devices)
+    training, rollout = run.config.training_layout, run.config.actor_rollout_ref.rollout
     found = []
     for phase, what, tp in (
-        (UPDATE, "tensor_model_parallel_size", layout.tensor_model_parallel_size),
+        (UPDATE, "tensor_model_parallel_size", training.tensor_model_parallel_size),
         ("decode", "rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size),
     ):
         if tp > domain:
@@ -141,7 +142,7 @@ def slow_groups(layout: ParallelLayout, run: PlannedRun) -> list[str]:
     return found
 
 
-def _plan_ranks(run: PlannedRun, size: StepSize, ranks: Sequence[int], processes: int) -> Iterator[RankPlan]:
+def _plan_ranks(run: PlannedRun, size: StepSize, ranks: Sequence[int]) -> Iterator[RankPlan]:
     """Plans of ``ranks`` from new worker processes, which end with this generator.
 
     The second rank, which often is the fullest, comes right after the first, then the last.
@@ -149,7 +150,7 @@ def _plan_ranks(run: PlannedRun, size: StepSize, ranks: Sequence[int], processes
     order = [str(rank) for rank in (*ranks[:2], *ranks[:1:-1])]
     work = partial(_plan_task, run.config, run.device, size)
     done: dict[str, RankPlan] = {}
-    with closing(run_tasks(work, order, processes, on_bytes=lambda _: None)) as planned:
+    with closing(run_tasks(work, order, os.cpu_count() or 1, on_bytes=lambda _: None)) as planned:
         for rank in order:
             while rank not in done:
                 done.update([next(planned)])

@@ -120,6 +120,7 @@ class PlannedWorker(ActorRolloutRefWorker):
     """
 
     timeline: MemoryTimeline
+    rollout: PlannedRollout
 
     def __init__(self, config: PPOTrainerConfig, kind: str, load: float, platform: PlannedPlatform) -> None:
         super().__init__(config, "actor_rollout_ref" if config.use_reference_policy else "actor_rollout")
@@ -151,7 +152,6 @@ class PlannedWorker(ActorRolloutRefWorker):
 
     def sync_samples_only(self) -> None:
         """Let every later weight sync move only the largest part of each dtype per round, through its whole buffers."""
-        assert isinstance(self.rollout, PlannedRollout), type(self.rollout)
         self.rollout.takes_samples = True
         move_largest_only(self.sharding_manager.sync.transfer)
 

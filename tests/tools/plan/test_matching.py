@@ -111,8 +111,7 @@ def test_sizes_that_differ_are_found(planned: Calls) -> None:
 def test_tensor_parallelism_beyond_a_node_is_reported() -> None:
     device = load_device("h100")
     run = planned_run("deepseek_v3_671b_128gpu", [], device, nodes=None, model=None)
-    layout = run.config.training_layout
-    (warning,) = slow_groups(layout, run)
+    (warning,) = slow_groups(run)
     assert warning.startswith("rollout.tensor_model_parallel_size is 32: the all_reduces of rank 0's group in decode")
 
 

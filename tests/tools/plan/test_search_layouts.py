@@ -90,11 +90,11 @@ def test_the_best_on_256_dies_is_at_least_as_fast_as_the_recipe(
     a3: tuple[PlannedRun, RunShape, StepSize, Ranking],
 ) -> None:
     run, shape, size, found = a3
-    own = own_candidate(run, shape, size, load_constants())
+    own, bounds = own_candidate(run, shape, load_constants()), Bounds(run, size)
     budget = run.device.budget_bytes
-    assert max(own.bytes.values()) <= budget
+    assert max(bounds.memory(own.shape, own.knobs).values()) <= budget
     assert found.best[0].step.total_s <= own.step.total_s
-    assert all(max(candidate.bytes.values()) <= budget for candidate in found.best)
+    assert all(max(bounds.memory(best.shape, best.knobs).values()) <= budget for best in found.best)
     seconds = [candidate.step.total_s for candidate in found.best]
     assert seconds == sorted(seconds)
 

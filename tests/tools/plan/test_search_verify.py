@@ -57,10 +57,10 @@ def test_the_half_that_is_too_full(plan: WholePlan) -> None:
 
 def test_the_first_rank_that_is_too_full_ends_it(plan: WholePlan) -> None:
     small = replace(plan.run, device=replace(plan.run.device, memory_gib=1024 / 2**30))
-    part = plan_run(small, SIZE, 1, ends_when_full=True)
+    part = plan_run(small, SIZE, ends_when_full=True)
     assert [rank.rank for rank in part.stages] == [0] and not part.is_whole
     (problem,) = part.problems
     assert problem.startswith("rank 0 (stage 0) needs")
     assert halves_at_fault(part) == (True, True)
-    whole = plan_run(plan.run, SIZE, 1, ends_when_full=True)
+    whole = plan_run(plan.run, SIZE, ends_when_full=True)
     assert whole.is_whole and whole.problems == () and [rank.rank for rank in whole.stages] == [0, 1]

@@ -36,13 +36,12 @@ class RolloutKnobs:
 
     max_num_batched_tokens: int
     expert_exchange: str
-    enforce_eager: bool
 
     @staticmethod
     def of(config: PPOTrainerConfig) -> RolloutKnobs:
         """The settings of ``config``."""
         rollout = config.actor_rollout_ref.rollout
-        return RolloutKnobs(rollout.max_num_batched_tokens, rollout.expert_exchange, rollout.enforce_eager)
+        return RolloutKnobs(rollout.max_num_batched_tokens, rollout.expert_exchange)
 
 
 @dataclass
@@ -92,7 +91,7 @@ class Bounds:
         if self.settings.num_gpu_blocks_override is None and least < self._sequence_bytes(tp):
             cache = inf  # the engine of the fullest stage refuses a cache that does not hold a sequence
         most_sequences = max(self.settings.cudagraph_capture_sizes or [shape.rollout.max_num_seqs])
-        graphs = 0.0 if knobs.enforce_eager else self._experts(shape, knobs, most_sequences)
+        graphs = self._experts(shape, knobs, most_sequences) if shape.rollout.has_graphs else 0.0
         state = min(kept) + weights + cache + graphs
         return {
             "weight_sync": max(map(sum, held)) + weights + buckets,

@@ -33,7 +33,7 @@ def explain(
     except ValueError as error:
         _print(console, "It is not a config that can run:", [str(error)])
         return False
-    problems = list(dict.fromkeys([*validate_config(run.config), *layout_problems(run.config.training_layout, run)]))
+    problems = list(dict.fromkeys([*validate_config(run.config), *layout_problems(run)]))
     try:
         shape = RunShape.of(run.config, run.hf, shape.lengths, run.name)
     except ValueError as error:

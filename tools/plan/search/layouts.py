@@ -107,7 +107,7 @@ def rollout_layouts(run: PlannedRun, own: RolloutShape) -> Iterator[RolloutShape
 
 def rollout_settings(run: PlannedRun, shape: RolloutShape) -> list[RolloutKnobs]:
     """The config's settings first, then what needs less memory: the other exchange, and smaller prefill steps."""
-    own = replace(RolloutKnobs.of(run.config), enforce_eager=not shape.has_graphs)
+    own = RolloutKnobs.of(run.config)
     exchanges = ["all_gather"]
     if shape.has_expert_parallel and _can_dispatch(run.hf, run.device, shape):
         exchanges.append("dispatch")

@@ -55,7 +55,7 @@ def overrides_of(candidate: Candidate, config: PPOTrainerConfig) -> list[str]:
         f"{ROLLOUT}.enable_expert_parallel": rollout.has_expert_parallel,
         f"{ROLLOUT}.expert_exchange": knobs.expert_exchange,
         f"{ROLLOUT}.max_num_batched_tokens": knobs.max_num_batched_tokens,
-        f"{ROLLOUT}.enforce_eager": knobs.enforce_eager,
+        f"{ROLLOUT}.enforce_eager": not rollout.has_graphs,
     }
     return [f"{key}={_text(value)}" for key, value in found.items()]
 

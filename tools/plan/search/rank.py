@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from operator import itemgetter
 
@@ -28,12 +28,11 @@ KEPT_TRAINING = 400  # of the fastest training layouts, combined with every roll
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its predicted step; ``bytes``: phase -> bound of device memory."""
+    """A layout with its predicted step."""
 
     shape: RunShape
     knobs: RolloutKnobs
     step: StepTime
-    bytes: dict[str, float] = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,9 @@ def ranking(run: PlannedRun, shape: RunShape, size: StepSize, constants: Constan
     return Ranking(len(layouts), len({train.layout for _, train in trainings}), len(seconds), tuple(best))
 
 
-def own_candidate(run: PlannedRun, shape: RunShape, size: StepSize, constants: Constants) -> Candidate:
+def own_candidate(run: PlannedRun, shape: RunShape, constants: Constants) -> Candidate:
     """The config as it is, whether it fits or not."""
-    knobs = RolloutKnobs.of(run.config)
-    return Candidate(shape, knobs, predict(shape, run.device, constants), Bounds(run, size).memory(shape, knobs))
+    return Candidate(shape, RolloutKnobs.of(run.config), predict(shape, run.device, constants))
 
 
 def _fitting(
@@ -110,7 +108,6 @@ def _with_settings(bounds: Bounds, shape: RunShape, constants: Constants) -> Can
     """With the first of ``rollout_settings`` that fits."""
     run = bounds.run
     for knobs in rollout_settings(run, shape.rollout):
-        found = bounds.memory(shape, knobs)
-        if max(found.values()) <= run.device.budget_bytes:
-            return Candidate(shape, knobs, predict(shape, run.device, constants), found)
+        if max(bounds.memory(shape, knobs).values()) <= run.device.budget_bytes:
+            return Candidate(shape, knobs, predict(shape, run.device, constants))
     return None

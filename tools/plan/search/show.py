@@ -35,7 +35,7 @@ def search(plan: WholePlan, shape: RunShape, constants: Constants, count: int, c
         f"Search: {divide} of them fit by the bound; {found.num_rollout} rollout layouts; {len(tried)} of the fastest "
         f"planned rank by rank, {len(good)} fit."
     )
-    own = own_candidate(plan.run, shape, plan.size, constants)
+    own = own_candidate(plan.run, shape, constants)
     rows = [("config", *_cells(own, plan, plan.problems))]
     rows += [(str(number), *_cells(item.candidate, item.plan, item.problems)) for number, item in enumerate(tried, 1)]
     title = "Layouts, fastest first; seconds are modelled, memory is planned"
@@ -66,7 +66,7 @@ def _rollout_text(candidate: Candidate) -> str:
     """Tensor parallelism, replicas that share experts, and settings that are not the config's."""
     rollout, knobs = candidate.shape.rollout, candidate.knobs
     experts = f"EP{rollout.expert_ranks} {knobs.expert_exchange}" if rollout.has_expert_parallel else "experts cut"
-    eager = ", eager" if knobs.enforce_eager else ""
+    eager = "" if rollout.has_graphs else ", eager"
     return f"TP{rollout.tp} DP{rollout.dp} {experts}, {knobs.max_num_batched_tokens} tokens{eager}"
 
 
