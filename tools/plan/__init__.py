@@ -1,1 +1,1 @@
-"""The whole of a run, planned before anybody rents a card: memory, collectives and time of every rank."""
+"""Plans a run before a device is rented: memory, collectives and time of every rank."""

@@ -197,5 +197,5 @@ def _is_mixed(args: Any, kwargs: Any) -> bool:
 
 
 def _on_meta(args: Any) -> Any:
-    """Put host tensors beside device tensors on the meta device: the result has no value anyway."""
+    """Move host tensors among device tensors to the meta device: the result has no values anyway."""
     return tree_map_only(torch.Tensor, lambda x: x if x.is_meta else torch.empty_like(x, device=DEVICE), args)

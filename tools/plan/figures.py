@@ -67,11 +67,11 @@ def time_svg(step: StepTime) -> str:
     phases = [(phase, seconds) for phase, seconds in step.seconds.items() if seconds > 0]
     scale = 1000 / (sum(seconds for _, seconds in phases) or 1.0)
     x, body = 0.0, ""
-    for place, (phase, seconds) in enumerate(phases):
+    for number, (phase, seconds) in enumerate(phases):
         inner = x
         for shade, (term, spent) in enumerate(step.dominant(phase, len(step.terms[phase]))):
             if spent > 0:
-                bar = _rect(inner, 8, scale * spent, 34, COLOURS[place % len(COLOURS)])
+                bar = _rect(inner, 8, scale * spent, 34, COLOURS[number % len(COLOURS)])
                 title = f"<title>{escape(f'{phase}, {term}: {spent:,.1f} s')}</title>"
                 body += f'<g opacity="{max(0.35, 1 - 0.16 * shade):.2f}">{title}{bar}</g>'
                 inner += scale * spent
@@ -96,8 +96,8 @@ def _columns(columns: Sequence[tuple[str, list[Bar]]], most: float, slant: int =
         body += f'<line x1="{LEFT}" x2="{WIDTH}" y1="{height:.1f}" y2="{height:.1f}" stroke="{GRID}"/>'
         body += _text(LEFT - 4, height + 3, f"{number * unit:g}", "end")
     width = (WIDTH - LEFT - 8) / max(1, len(columns))
-    for place, (label, bars) in enumerate(columns):
-        x = LEFT + place * width
+    for number, (label, bars) in enumerate(columns):
+        x = LEFT + number * width
         for title, rectangles in bars:
             shown = (_rect(x + 2, y(end), width - 4, y(start) - y(end), colour) for start, end, colour in rectangles)
             body += f"<g><title>{escape(title)}</title>{''.join(shown)}</g>"
@@ -114,8 +114,8 @@ def _rect(x: float, y: float, width: float, height: float, colour: str) -> str:
 
 def _text(x: float, y: float, text: str, anchor: str, colour: str = MUTED, slant: int = 0) -> str:
     turn = f' transform="rotate({slant} {x:.1f} {y:.1f})"' if slant else ""
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turn}'
-    return f'<text {place} {FONT} fill="{colour}">{escape(text)}</text>'
+    position = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{turn}'
+    return f'<text {position} {FONT} fill="{colour}">{escape(text)}</text>'
 
 
 def _svg(height: float, label: str, body: str, width: int = WIDTH) -> str:

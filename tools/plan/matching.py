@@ -123,7 +123,7 @@ class _Run:
         return True
 
     def _stuck(self) -> list[str]:
-        """Who waits for whom when no rank can proceed, or the messages that nobody received."""
+        """Which rank waits for which when no rank can proceed, or a message that is never received."""
         found = []
         for (members, _), here in self.waiting.items():
             absent = [self._where(rank) for rank in members if rank not in here]

@@ -116,7 +116,7 @@ def _core_attention(
 def _padded_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, causal: bool = True
 ) -> Tensor:
-    """The reference's: every sequence padded to the longest, through torch's fused kernel."""
+    """The reference's attention: every sequence is padded to the longest, through torch's fused kernel."""
     rows = (cu_seqlens.numel() - 1) * max_seqlen
     padded = tuple(x.new_empty(rows, q.shape[1], q.shape[2]) for x in (q, k, v))
     log_sums = torch.empty(rows, q.shape[1], dtype=torch.float32, device=q.device)
@@ -127,7 +127,7 @@ def _padded_attention(
 def _attention_block(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, scale: float, causal: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The reference's, of its first two pieces: all others need what the second does."""
+    """The reference's attention of its first two pieces: all others need what the second does."""
     return attention_block(q, k, v, *_two_pieces(q, cu_seqlens_q, cu_seqlens_k), scale, causal)
 
 

@@ -1,4 +1,4 @@
-"""``--page plan.html``: the plan on one page that needs nothing beside it; figures are inline SVG."""
+"""``--page plan.html``: the plan on one page without other files; figures are inline SVG."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FACTS = TextTable(
     [
         (
             "exact",
-            "weights, gradients, optimizer state, KV cache, their place and time: made by the run's own code on shapes",
+            "weights, gradients, optimizer state, KV cache, and when they are in memory: the run's own code on shapes",
         ),
         ("exact", "every call to other ranks, its order, its bytes"),
         (
             "planned",
-            "activations and buffers: allocations of the run's own code; what vendors' kernels take beside is not "
+            "activations and buffers: allocations of the run's own code; the workspace of vendors' kernels is not "
             "known",
         ),
         ("modelled", "what driver, communicators and a worker's process take; seconds of every phase"),
@@ -95,7 +95,7 @@ def _memory(plan: WholePlan) -> str:
 
 
 def _different(stages: Sequence[RankPlan]) -> list[RankPlan]:
-    """Without those whose phases differ by less than 1% of the peak from the one shown before."""
+    """The stages without those whose phases differ by less than 1% of the peak from the one shown before."""
     shown = [stages[0]]
     for rank in stages[1:]:
         pairs = zip(shown[-1].phases, rank.phases, strict=True)

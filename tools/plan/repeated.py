@@ -155,8 +155,8 @@ def _common(before: Sequence[Collective], after: Sequence[Collective], i: int, j
 def _inserted(before: Sequence[Collective], after: Sequence[Collective], i: int, j: int) -> int | None:
     """How many calls of ``after`` were inserted before it continues like ``before``.
 
-    What a unit adds repeats what earlier units added there: the longest piece that is like the one before it or like
-    the one behind it. Calls of forwards and backwards are alike, so others may seem to fit as well; repeated, they do
+    What a unit adds repeats what the units before it added there: the longest piece that equals the one before it or
+    the one after it. Calls of forwards and backwards are alike, so others may seem to fit as well; repeated, they do
     not. Where no unit was added before (the warm-up of virtual stages), the piece after which most is equal.
     """
     most = len(after) - j - (len(before) - i)
@@ -179,7 +179,7 @@ def _inserted(before: Sequence[Collective], after: Sequence[Collective], i: int,
 
 
 def _equal(before: Sequence[Collective], after: Sequence[Collective], i: int, j: int) -> int:
-    """Equal calls from there on, counted as far as ``_LOOKAHEAD``."""
+    """The number of equal calls from there on, counted as far as ``_LOOKAHEAD``."""
     pairs = zip(before[i : i + _LOOKAHEAD], after[j : j + _LOOKAHEAD], strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -54,7 +54,7 @@ def npu_ops() -> RolloutOps:
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    x_TH.new_empty(*x_TH.shape[:-1], 1, dtype=torch.float32)  # what it divided by, beside the result
+    x_TH.new_empty(*x_TH.shape[:-1], 1, dtype=torch.float32)  # the kernel returns the divisors too
     return torch.empty_like(x_TH, memory_format=torch.contiguous_format)
 
 
@@ -199,7 +199,7 @@ def kernel_exchanged_experts(
     num_ranks: int,
     on_exchange: OnExchange,
 ) -> Tensor:
-    """By the dispatch and combine kernels; `on_exchange` is called with the kernel and the rows that it exchanges."""
+    """The experts by the dispatch and combine kernels; `on_exchange` gets the kernel and the rows that it exchanges."""
     top_k, num_here = ids_TK.shape[1], len(w13_E2FH)
     at_once = tokens_of_a_call(x_TH.shape[1], top_k, num_here, num_ranks)
     weights_TK, ids_TK = weights_TK.float(), torch.empty_like(ids_TK, dtype=torch.int32, device=x_TH.device)

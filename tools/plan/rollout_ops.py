@@ -33,25 +33,25 @@ class Spread:
     """How the tokens of a step spread over the experts of one engine, whose ranks share them.
 
     load: as in `Routing`; 1 sends every token to the experts after those of the token before, over all ranks, which is
-    also what ``fix_router`` does · place: this rank's among the ranks · tp: ranks of a replica, which share its tokens
-    when they are dispatched · is_dispatched: whether each rank routes tokens of its own.
+    also what ``fix_router`` does · index: this rank's among those ranks · tp: ranks of a replica, which share its
+    tokens when they are dispatched · is_dispatched: whether each rank routes tokens of its own.
     """
 
     load: float
-    place: int
+    index: int
     num_ranks: int
     num_experts: int
     tp: int
     is_dispatched: bool
 
-    def chosen(self, num_tokens: int, topk: int, num_experts: int, place: int | None = None) -> Tensor:
-        """int64 [T, K] on the host: the choices of the rank at `place`, this one's without."""
+    def chosen(self, num_tokens: int, topk: int, num_experts: int, index: int | None = None) -> Tensor:
+        """int64 [T, K] on the host: the choices of the rank with this index; of this rank without one."""
         if self.load != 1.0:
             num_here = self.num_experts // self.num_ranks
-            routing = Routing(self.load, self.place * num_here, num_here, self.num_ranks)
+            routing = Routing(self.load, self.index * num_here, num_here, self.num_ranks)
             return routing.chosen(num_tokens, topk, num_experts)
-        place = self.place if place is None else place
-        first = place * num_tokens * topk if self.is_dispatched else 0
+        index = self.index if index is None else index
+        first = index * num_tokens * topk if self.is_dispatched else 0
         return ((first + torch.arange(num_tokens * topk)) % num_experts).view(num_tokens, topk)
 
     def exchanged(
@@ -62,12 +62,12 @@ class Spread:
         """
         num_here = self.num_experts // self.num_ranks
 
-        def ranks_chosen(place: int) -> Tensor:
-            num_active = min(max(step_tokens - place % self.tp * num_rows, 0), num_rows)
-            return self.chosen(num_rows, topk, self.num_experts, place)[start : min(stop, num_active)] // num_here
+        def ranks_chosen(index: int) -> Tensor:
+            num_active = min(max(step_tokens - index % self.tp * num_rows, 0), num_rows)
+            return self.chosen(num_rows, topk, self.num_experts, index)[start : min(stop, num_active)] // num_here
 
-        sent = torch.bincount(ranks_chosen(self.place).flatten(), minlength=self.num_ranks)
-        received = [int((ranks_chosen(place) == self.place).sum()) for place in range(self.num_ranks)]
+        sent = torch.bincount(ranks_chosen(self.index).flatten(), minlength=self.num_ranks)
+        received = [int((ranks_chosen(index) == self.index).sum()) for index in range(self.num_ranks)]
         return tuple(sent.tolist()), tuple(received)
 
 

@@ -1,4 +1,4 @@
-"""The run to plan: a recipe's config with the given model, nodes and device, and how evenly its experts are loaded."""
+"""The run to plan: a recipe's config with the given model, nodes and device, and the load of its experts."""
 
 from __future__ import annotations
 

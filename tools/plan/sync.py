@@ -124,7 +124,7 @@ class LazyShards(Mapping[str, Shard]):
         return len(_shards(*self.key))
 
     def items(self) -> ItemsView[str, Shard]:
-        """Faster than one by one."""
+        """The items, faster than one by one."""
         return _shards(*self.key).items()
 
 

@@ -30,12 +30,12 @@ class TextTable:
 def state_table(plan: WholePlan) -> TextTable:
     """Bytes by owner on the device and on the host of each stage's rank."""
     rows = []
-    for place in ("device", "host"):
-        states = [rank.device_state if place == "device" else rank.host_state for rank in plan.stages]
-        least = GIB // 1000 if place == "device" else 0
+    for where in ("device", "host"):
+        states = [rank.device_state if where == "device" else rank.host_state for rank in plan.stages]
+        least = GIB // 1000 if where == "device" else 0
         for owner in dict.fromkeys(owner for state in states for owner in state):
             if any(state.get(owner, 0) >= least for state in states):
-                rows.append((f"{place} {owner}", *(f"{state.get(owner, 0) / GIB:.2f}" for state in states)))
+                rows.append((f"{where} {owner}", *(f"{state.get(owner, 0) / GIB:.2f}" for state in states)))
     return TextTable("State of a rank, GiB (exact), while it is there", ("where, what", *_stages(plan)), rows)
 
 
@@ -77,7 +77,7 @@ def time_table(step: StepTime) -> TextTable:
 
 
 def variation_table(variations: Sequence[Variation]) -> TextTable:
-    """What differs, seconds, change beside the first, tokens per second and device."""
+    """What differs, seconds, change from the first, tokens per second and device."""
     _, first = variations[0]
     rows = [
         (

@@ -21,7 +21,7 @@ from tools.plan.setup import PlannedRun
 from tools.plan.training import OLD, REF, UPDATE, StepSize
 from verl.trainer.config import PPOTrainerConfig
 
-PROCESS_BYTES = 3 * GIB  # a worker's memory beside its tensors: Python, torch, communicators; modelled, see README
+PROCESS_BYTES = 3 * GIB  # a worker's memory without its tensors: Python, torch, communicators; modelled, see README
 CHECKED_MINI_BATCHES = 2
 CHECKED_REPEATS = 3  # beyond the fewest micro-batches or steps that show what every further one adds
 

@@ -79,7 +79,7 @@ class PlannedRowStore(RowStore):
     """A row store without the server: there is no other rank."""
 
     def open_server(self, group: dist.ProcessGroup) -> None:
-        """Does nothing: nobody fetches rows."""
+        """Does nothing: no other rank fetches rows."""
 
     def close(self) -> None:
         """Does nothing: there is no server."""

@@ -23,7 +23,7 @@ from vllm_ascend.ops.exchanged_experts import tokens_of_a_call
 STATE_BYTES = 12  # a parameter's float32 master weight and two moments
 GRADIENT_BYTES = 4
 ROUTER_BYTES = 4  # the rollout's gates are float32
-# Measured with plan_rank, in layers' worth of what one layer keeps: what a pass needs beside what it keeps.
+# Temporary memory of a pass, in multiples of what one layer keeps; measured with plan_rank.
 FORWARD_LAYERS, BACKWARD_LAYERS = 0.9, 1.8
 MARGIN = 1.03
 HEAD_BYTES = 4  # for each token and vocabulary entry
@@ -32,7 +32,7 @@ SAMPLER_COPIES = 6  # float32 copies of the logits
 
 @dataclass(frozen=True)
 class RolloutKnobs:
-    """Settings of the rollout that decide its memory beside its layout, with verl's names."""
+    """Settings of the rollout that affect its memory, other than its layout, with verl's names."""
 
     max_num_batched_tokens: int
     expert_exchange: str
@@ -46,7 +46,7 @@ class RolloutKnobs:
 
 @dataclass
 class Bounds:
-    """Device memory of every layout of one run, and what there is of it."""
+    """Bounds of the memory of any layout of one run."""
 
     run: PlannedRun
     size: StepSize
@@ -57,7 +57,7 @@ class Bounds:
         self.param_bytes = 4 if self.engine.dtype == "float32" else 2
 
     def memory(self, shape: RunShape, knobs: RolloutKnobs) -> dict[str, float]:
-        """Phase -> bound."""
+        """Phase -> bound of device memory."""
         training = {"log_prob": self.log_prob_bytes(shape), "update": self.update_bytes(shape)}
         return self.rollout_bytes(shape, knobs) | training
 
@@ -119,9 +119,9 @@ class Bounds:
         return dense / replicas + experts / layout.expert_data_parallel_size
 
     def _held(self, shape: RunShape) -> list[tuple[float, float]]:
-        """(what stays on the device beside weights while the rollout is there, weights) of a rank of each stage.
+        """Bytes of (optimizer state that stays on the device during the rollout, weights) of a rank of each stage.
 
-        Gradients always leave for the rollout.
+        Gradients are always offloaded for the rollout.
         """
         state = STATE_BYTES if shape.train.optimizer == "resident" else 0
         layout, item = shape.train.layout, float(self.param_bytes)
@@ -182,7 +182,7 @@ class Bounds:
         return tokens * self.hf.vocab_size / layout.tensor_model_parallel_size * HEAD_BYTES
 
     def _cache_bytes(self, tp: int, used: float) -> float:
-        """Bytes of the KV cache, as the engine sizes it beside its weights and the training state that stays."""
+        """Bytes of the KV cache, as the engine sizes it when ``used`` bytes are taken."""
         rollout = self.settings
         if rollout.num_gpu_blocks_override is not None:
             return float(self._block_bytes(tp) * rollout.num_gpu_blocks_override)

@@ -21,7 +21,7 @@ LEAST_PREFILL_TOKENS = 256
 
 
 def training_layouts(run: PlannedRun) -> Iterator[ParallelLayout]:
-    """All that divide: TP, PP with each of ``layer_lists``, CP, EP and ETP; rows divide over data-parallel ranks."""
+    """Layouts that divide: TP, PP with each of ``layer_lists``, CP, EP, ETP; rows divide over data-parallel ranks."""
     config, hf, own = run.config, run.hf, run.config.training_layout
     world, layers, experts = own.world_size, hf.num_hidden_layers, hf.n_routed_experts
     rows = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
@@ -81,7 +81,7 @@ def update_batches(config: PPOTrainerConfig, data_parallel: int) -> list[MicroBa
 
 
 def log_prob_batches(config: PPOTrainerConfig, data_parallel: int) -> list[MicroBatches]:
-    """The same of the passes before it."""
+    """Micro-batches of the passes before the update, in the same way."""
     ref = config.actor_rollout_ref.ref
     rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n // data_parallel
     tokens = ref.log_prob_max_token_len_per_gpu if ref.log_prob_use_dynamic_bsz else 0
@@ -89,7 +89,7 @@ def log_prob_batches(config: PPOTrainerConfig, data_parallel: int) -> list[Micro
 
 
 def rollout_layouts(run: PlannedRun, own: RolloutShape) -> Iterator[RolloutShape]:
-    """All that divide: TP, and replicas that share experts; without expert parallelism each replica is alone."""
+    """Layouts that divide: TP, and replicas that share experts; without expert parallelism each replica is alone."""
     hf, world = run.hf, own.world_size
     rows = run.config.gen_batch_size * run.config.actor_rollout_ref.rollout.n
     # An op table that cannot be captured as graphs runs without.
@@ -124,7 +124,7 @@ def rollout_settings(run: PlannedRun, shape: RolloutShape) -> list[RolloutKnobs]
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending."""
+    """The divisors of ``number``, ascending."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 

@@ -20,7 +20,7 @@ _RECOMPUTED = ("recompute_granularity", "recompute_method", "recompute_num_layer
 
 
 def overrides_of(candidate: Candidate, config: PPOTrainerConfig) -> list[str]:
-    """What makes ``config`` the candidate."""
+    """The overrides that make ``config`` the candidate."""
     train, rollout, knobs = candidate.shape.train, candidate.shape.rollout, candidate.knobs
     actor, layout = config.actor_rollout_ref.actor, train.layout
     own_fields = actor.megatron.override_transformer_config

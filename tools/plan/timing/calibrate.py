@@ -37,7 +37,7 @@ STEPS = 12
 
 @dataclass(frozen=True)
 class Miss:
-    """One published number beside the predicted. ``phase``: as published, or ``total``."""
+    """A published number and its prediction. ``phase``: as published, or ``total``."""
 
     phase: str
     published_s: float
@@ -51,7 +51,7 @@ class Miss:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A run, the constants fitted without it, and its published numbers beside what those predict."""
+    """A run, the constants fitted without it, and its published numbers with their predictions."""
 
     run: PublishedRun
     constants: Constants
@@ -59,7 +59,7 @@ class LeftOut:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command."""
+    """Runs the command."""
     about = "Fit the cost model to the published steps; print how well it predicts each from the others."
     parser = argparse.ArgumentParser(prog="python -m tools.plan.timing.calibrate", description=about)
     parser.add_argument("--write", action="store_true", help="put the fitted values and errors into constants.toml")
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def calibrated() -> tuple[Constants, list[LeftOut]]:
-    """The constants fitted on every row, with the leave-one-out errors beside them, and what these come from."""
+    """The constants fitted on every row, with the leave-one-out errors, and the fits that these come from."""
     runs = published_runs()
     best = fit(runs, load_constants())
     alone = leave_out(runs, best)
@@ -119,7 +119,7 @@ def tables(constants: Constants, alone: Sequence[LeftOut]) -> str:
 
 
 def write_constants(constants: Constants, path: Path) -> None:
-    """The fitted values and the errors in place of those in ``path``; all else stays as it is."""
+    """Replaces the fitted values and the errors in ``path``, and nothing else."""
     text = path.read_text(encoding="utf-8").split("\n[errors.", 1)[0].rstrip("\n")
     for constant in constants.fitted:
         section = re.escape(f"[{constant.key}]")
@@ -140,7 +140,7 @@ def _verdict(miss: Miss, left: LeftOut) -> str:
 
 
 def compare(run: PublishedRun, constants: Constants) -> list[Miss]:
-    """Every published number of ``run`` beside its prediction, the total last."""
+    """Every published number of ``run`` with its prediction, the total last."""
     step = predict(run.shape, run.device, constants)
     found = [
         Miss(phases, seconds, sum(step.seconds[phase] for phase in phases.split("+")))
@@ -213,7 +213,7 @@ def leave_out(runs: Sequence[PublishedRun], constants: Constants, *, whole_group
 
 
 def _softened(residual: float) -> float:
-    """Whose square is residual^2 near 0 and 2 |residual| far from it."""
+    """A value whose square is residual^2 near 0 and 2 |residual| far from it."""
     return copysign(sqrt(2 * (sqrt(1 + residual * residual) - 1)), residual)
 
 

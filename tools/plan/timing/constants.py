@@ -22,14 +22,14 @@ class Rates:
     host_link_efficiency: float  # share of the host link's rate that copies of weights and optimizer state reach
     expert_load_spread: float  # standard deviation of an expert's tokens over their mean, a layer and micro-batch
     layer_pass_s: float  # least seconds of one layer in one pass of a micro-batch: kernels that are launched one by one
-    decode_layer_s: float  # seconds of a layer in a decode step besides reading weights: kernels, collectives, waits
+    decode_layer_s: float  # seconds of a layer in a decode step without reading weights: kernels, collectives, waits
     eager_layer_s: float  # the same without captured graphs, when the host launches kernel after kernel
     decode_host_s: float  # seconds of a decode step outside the model: scheduling, inputs, sampling
     decode_host_s_per_sequence: float  # and of each running sequence
     host_sync_s: float  # one agreement of all replicas over their hosts; a step has two
     device_sync_s: float  # the same over their devices
-    generation_fixed_s: float  # seconds of a generation outside its steps: memory given back and taken
-    switch_fixed_s: float  # seconds between training and generation besides copies: memory given back and taken there
+    generation_fixed_s: float  # seconds of a generation outside its steps: freeing and allocating memory
+    switch_fixed_s: float  # seconds between training and generation without copies: freeing and allocating memory
     tensor_sync_s: float  # seconds of gathering one tensor in a ``per_tensor`` weight sync
     gather_sync_gbs: float  # rate at which a ``per_tensor`` sync gathers the whole model to every rank
     packed_sync_gbs: float  # the same of a ``packed`` sync
@@ -87,7 +87,7 @@ class Constants:
         return [constant for constant in self.by_key.values() if constant.spread > 0]
 
     def rates(self, family: str) -> Rates:
-        """What ``family`` works with: its own constants, and where it has none, those of all."""
+        """The constants of ``family``: its own constants, and where it has none, those of all."""
         names = [known.name for known in fields(Rates)]
         found = {name: self.by_key.get(f"{family}.{name}") or self.by_key.get(f"{ALL}.{name}") for name in names}
         if missing := [name for name, constant in found.items() if constant is None]:

@@ -11,7 +11,7 @@ from statistics import NormalDist
 
 DEFAULT_SPREAD = 0.6
 # Shares of responses below which the intervals of a distribution end: even ones, then ever finer towards the longest.
-_EDGES = (*(place / 32 for place in range(31)), *(1 - 2.0**-power for power in range(5, 16)), 1.0)
+_EDGES = (*(index / 32 for index in range(31)), *(1 - 2.0**-power for power in range(5, 16)), 1.0)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LengthDistribution:
 
     @property
     def longest(self) -> float:
-        """No response is longer."""
+        """The length that no response exceeds."""
         return self.points[-1]
 
     def max_of(self, count: float) -> float:
@@ -74,7 +74,7 @@ def length_distribution(mean: float, limit: float, spread: float = DEFAULT_SPREA
             high = median
     points = [min(limit, low * point) for point in shape]
     # The intervals that the limit has cut are one.
-    first = next((place for place, point in enumerate(points) if point == points[-1]), len(points) - 1)
+    first = next((index for index, point in enumerate(points) if point == points[-1]), len(points) - 1)
     return LengthDistribution(tuple(points[: first + 1]), (*_EDGES[1 : first + 1], 1.0))
 
 

@@ -19,7 +19,7 @@ from tools.plan.timing.run_shape import DECODE_FEATURES, RunShape
 from tools.plan.timing.work import busiest_rank, model_work
 
 CACHE_BYTES = 2  # bf16
-ACTIVATION_BYTES = 4 << 30  # what a step needs beside weights and cache
+ACTIVATION_BYTES = 4 << 30  # what a step needs in addition to weights and cache
 TERMS = ("latency", "weights", "cache", "collectives", "host")  # of a decode step
 
 
@@ -93,7 +93,7 @@ class _Rollout:
         return max(1.0, min(self.rollout.max_num_seqs, tokens / mean_context))
 
     def decode_step(self, sequences: float, context: float) -> dict[str, float]:
-        """See the function of this name."""
+        """See the function ``decode_step``."""
         work, rollout, device, rates = self.work, self.rollout, self.device, self.rates
         computed = self._graph_size(sequences)
         bytes_per_s = device.hbm_bytes_per_s * rates.memory_efficiency

@@ -1,4 +1,4 @@
-"""What of a run decides its time: model, layouts, batch, lengths, and which phases and engine features there are."""
+"""The properties of a run that decide its time: model, layouts, batch, lengths, phases and engine features."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TrainShape:
     # the device during the update, ``cpu`` with the arithmetic on the host too.
     optimizer: str = "resident"
     offloads: bool = False  # weights leave the device for the rollout
-    # What the experts' exchange runs beside: nothing, the ``shared`` experts, or all ``experts`` and their gradients
+    # What hides the experts' exchange: nothing, the ``shared`` experts, or all ``experts`` and their gradients
     # (MindSpeed's overlap).
     exchange_beside: str = "nothing"
     is_balanced: bool = False  # rows are balanced over data-parallel ranks by length
@@ -94,7 +94,7 @@ class RolloutShape:
 
     @property
     def replicas(self) -> int:
-        """Sets of tensor-parallel ranks."""
+        """Number of sets of tensor-parallel ranks."""
         return self.world_size // self.tp
 
     @property
@@ -235,7 +235,7 @@ class RunShape:
 
 
 def default_lengths(config: PPOTrainerConfig) -> Lengths:
-    """Prompts a quarter and responses half of their limits; responses at the limit where end-of-sequence is ignored."""
+    """Prompts of a quarter and responses of half of their limits; of the limit where end-of-sequence is ignored."""
     limit, is_fixed = config.data.max_response_length, config.actor_rollout_ref.rollout.ignore_eos
     return Lengths(
         prompt_mean=config.data.max_prompt_length / 4,

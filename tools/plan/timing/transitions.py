@@ -14,7 +14,7 @@ FLOAT_BYTES = 4
 
 
 def weight_sync_seconds(shape: RunShape, rates: Rates) -> dict[str, float]:
-    """Weights from the training ranks to the rollout ranks."""
+    """Seconds of moving weights from the training ranks to the rollout ranks."""
     work = model_work(shape.model)
     whole = work.parameters * WEIGHT_BYTES
     if shape.sync == "per_tensor":
@@ -28,7 +28,7 @@ def weight_sync_seconds(shape: RunShape, rates: Rates) -> dict[str, float]:
 
 
 def offload_seconds(shape: RunShape, device: DeviceProfile, rates: Rates) -> dict[str, float]:
-    """Training weights, and an ``offloaded`` optimizer's state, to host memory before the generation and back."""
+    """Seconds of moving training weights, and an ``offloaded`` optimizer's state, to host memory and back."""
     per_s = device.host_link_bytes_per_s * rates.host_link_efficiency
     terms = {"memory": rates.switch_fixed_s} if shape.schedule == "sync" else {}
     if shape.train.offloads:
@@ -39,10 +39,10 @@ def offload_seconds(shape: RunShape, device: DeviceProfile, rates: Rates) -> dic
 
 
 def dispatch_seconds(shape: RunShape, rates: Rates, is_update: bool) -> dict[str, float]:
-    """Until the last rank has its rows: a controller writes each rank's part anew, one rank after another.
+    """Seconds until the last rank has its rows: a controller writes each rank's part anew, one rank after another.
 
     Rows are padded to the limits: ids, mask and positions of prompt and response, the response's ids again; an update
-    brings three float32 for each response token beside.
+    brings three float32 more for each response token.
     """
     if shape.dispatch == "direct":
         return {}
@@ -55,12 +55,12 @@ def dispatch_seconds(shape: RunShape, rates: Rates, is_update: bool) -> dict[str
 
 
 def reward_seconds(shape: RunShape, rates: Rates) -> dict[str, float]:
-    """Grading of every response."""
+    """Seconds of grading every response."""
     return {"grading": shape.generated_sequences * rates.reward_s / max(1, shape.reward_workers)}
 
 
 def _gathered_tensors(shape: RunShape) -> float:
-    """Tensors that a ``per_tensor`` sync gathers: two of each local expert and about ten of each layer besides."""
+    """Tensors that a ``per_tensor`` sync gathers: two of each local expert and about ten others of each layer."""
     work, layout = model_work(shape.model), shape.train.layout
     local = work.num_experts / layout.expert_model_parallel_size if work.num_experts else 0.0
     return work.num_moe * local * 2 + work.num_layers * 10
