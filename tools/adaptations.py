@@ -42,7 +42,7 @@ def run(root: Path, check: bool) -> str:
     text = render(found, {name: proof.test for name, proof in read_registry(root)[0].items()})
     path = root / OUTPUT
     if check and not problems and (not path.exists() or path.read_text(encoding="utf-8") != text):
-        problems.append(f"{OUTPUT} is not what the marks say: run `python -m tools.adaptations` and commit it")
+        problems.append(f"{OUTPUT} does not agree with the marks: run `python -m tools.adaptations` and commit it")
     if not check and not problems:
         temporary = path.with_suffix(".tmp")
         temporary.write_text(text, encoding="utf-8")

@@ -29,7 +29,7 @@ _TOLERANCE = 1e-9
 class Line:
     """One graded response: where it stands, what was recorded, what its grader was given."""
 
-    place: str
+    where: str
     record: dict[str, Any]
     job: ScoringJob
 
@@ -64,7 +64,9 @@ def read_ledgers(paths: Sequence[Path]) -> Iterator[Line]:
         if not files or not all(file.is_file() for file in files):
             raise ValueError(f"{path} is no ledger; expected a .jsonl file or a folder of them")
         for file in files:
-            yield from _read(file)
+            with file.open(encoding="utf-8") as texts:
+                for number, text in enumerate(texts, start=1):
+                    yield _parsed(f"{file.name}:{number}", text)
 
 
 def regrade(
@@ -89,7 +91,7 @@ def print_differences(lines: Sequence[Line], results: Sequence[ScoringResult]) -
     for line, result in zip(lines, results, strict=True):
         if changed := difference(line.record, result):
             changes[line.job.data_source] += 1
-            print(f"{line.place} uid {line.record['uid']} {line.job.data_source}: {changed}")
+            print(f"{line.where} uid {line.record['uid']} {line.job.data_source}: {changed}")
     for source, total in sorted(Counter(line.job.data_source for line in lines).items()):
         print(f"{source}: {changes[source]} of {total} differ")
     before = sum(float(line.record["score"]) for line in lines) / max(len(lines), 1)
@@ -111,23 +113,17 @@ def difference(record: dict[str, Any], result: ScoringResult) -> str:
     return ", ".join(changes)
 
 
-def _read(file: Path) -> Iterator[Line]:
-    with file.open(encoding="utf-8") as lines:
-        for number, text in enumerate(lines, start=1):
-            place = f"{file.name}:{number}"
-            try:
-                record = json.loads(text)
-                job = ScoringJob(
-                    record["data_source"], record["response"], record["ground_truth"], record["extra_info"]
-                )
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{place} is not JSON: {error}") from error
-            except (KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{place} has no {error}; only a ledger written with reward_model.ledger=texts holds what a grader "
-                    "needs"
-                ) from error
-            yield Line(place, record, job)
+def _parsed(where: str, text: str) -> Line:
+    try:
+        record = json.loads(text)
+        texts = (record[key] for key in ("data_source", "response", "ground_truth", "extra_info"))
+        return Line(where, record, ScoringJob(*texts))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{where} has no {error}; only a ledger written with reward_model.ledger=texts holds what a grader needs"
+        ) from error
 
 
 def _distinct(lines: Sequence[Line], given: RewardFunctionSpec | None) -> list[RewardFunctionSpec]:

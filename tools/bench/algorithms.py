@@ -76,7 +76,7 @@ MEASURED = ("actor_rollout_ref.rollout.val_kwargs.n=8", "trainer.save_freq=-1", 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what is missing, prints a table; 1 when an algorithm does not reach GRPO's score in ``--most-steps``."""
+    """Run what is missing, print a table; 1 when an algorithm does not reach GRPO's score in ``--most-steps``."""
     options = _parser().parse_args(argv)
     unknown = [name for name in options.names if name not in ALGORITHMS]
     if unknown:

@@ -49,7 +49,7 @@ class Rank(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def ready(self, number: int) -> int:
-        """Answers."""
+        """Return the number: the rank has finished all earlier calls."""
         return number
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -152,7 +152,7 @@ def _report(found: dict[tuple[str, str], dict[str, float]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table; returns the exit code."""
+    """Print a table; returns the exit code."""
     parser = parser_of("data_plane", __doc__)
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--samples", type=int, default=16, help="samples of each prompt")

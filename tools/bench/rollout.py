@@ -45,7 +45,7 @@ OUR_BLOCK_SIZE, VLLM_BLOCK_SIZE = 16, 128  # tokens, as these engines choose for
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the comparison; returns the exit code: 1 when an engine failed, 2 for options that cannot work."""
+    """Run the comparison; returns the exit code: 1 when an engine failed, 2 for options that cannot work."""
     options = _options().parse_args(argv)
     if refused("tools.bench.rollout", _problems(options)):
         return 2

@@ -1,4 +1,4 @@
-"""What the rounds of the rollout benchmark come to: medians, ratios, parts of the machine's limit; and their table."""
+"""The figures of the rollout benchmark: medians, ratios, shares of the machine's limit, and their table."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _part(least: LeastWork, rates: dict[str, float], seconds: float) -> float:
 
 
 def _growth(rounds: list[dict[str, Any]], new_tokens: int) -> dict[str, float]:
-    """By how much the host's part of a step grows over an answer; windows at its beginning and end of each round."""
+    """The growth of the host's part of a step over an answer, between windows at its start and at its end."""
     window = min(_GROWTH_WINDOW, new_tokens // 4)
     start = min(_GROWTH_FROM, new_tokens // 4)
     grown: dict[str, float] = {"from": start, "to": new_tokens}

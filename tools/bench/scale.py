@@ -28,7 +28,7 @@ LAYOUTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints seconds of each part for each size; returns the exit code."""
+    """Print the seconds of each part for each size; returns the exit code."""
     argparse.ArgumentParser(prog="python -m tools.bench.scale", description=__doc__).parse_args(argv)
     print(f"{'ranks':>6} {'part':52} {'seconds':>8}")
     for world_size, layout in LAYOUTS.items():

@@ -59,7 +59,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the tables; 1 when fully_async is slower than --least-ratio or scores more than --margin below sync."""
+    """Print the tables; 1 when fully_async is slower than --least-ratio or scores more than --margin below sync."""
     options = _parser().parse_args(argv)
     inputs = make_inputs(options)
     is_good = True

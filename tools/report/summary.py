@@ -1,4 +1,4 @@
-"""The closing summary of a run on the console: what was reached and where it lies."""
+"""The closing summary of a run on the console: the scores that were reached and the files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tools.report.page import duration
 from tools.report.run_data import RunData
 
 PHASES = ("gen", "old_log_prob", "ref", "reward", "adv", "update_actor")
-PLACES = (
+FILES = (
     ("report.html", "the run on one page"),
     ("rewards.png", "reward curve"),
     ("val_score.png", "validation curve"),
@@ -24,7 +24,7 @@ PLACES = (
     ("samples", "recorded samples, for python -m tools.viewer"),
     ("rollouts", "whole batches, for trainer.train_only"),
     ("timeline", "recorded steps, for ui.perfetto.dev"),
-    ("logs/latest", "what every stage, driver, rank and Ray said"),
+    ("logs/latest", "the output of every stage, driver, rank and Ray"),
 )
 
 
@@ -36,7 +36,7 @@ def _phases(step: dict[str, float]) -> str:
 
 
 def closing_summary(run: RunData) -> RenderableType:
-    """A panel with the scores and the places that exist."""
+    """A panel with the scores and the files that exist."""
     facts = Table.grid(padding=(0, 2))
     scores = run.series("val/score")
     if len(scores) > 1:
@@ -54,8 +54,8 @@ def closing_summary(run: RunData) -> RenderableType:
     if run.restarts:
         steps = ", ".join(str(restart["step"]) for restart in run.restarts)
         facts.add_row("restarts of workers", f"{len(run.restarts)}, in steps {steps}")
-    places = Table.grid(padding=(0, 2))
-    for name, meaning in PLACES:
+    files = Table.grid(padding=(0, 2))
+    for name, meaning in FILES:
         if (run.run_dir / name).exists():
-            places.add_row(name, Text(meaning, style="dim"))
-    return Panel(Group(facts, Text(f"\n{run.run_dir}"), places), title="Result", expand=False)
+            files.add_row(name, Text(meaning, style="dim"))
+    return Panel(Group(facts, Text(f"\n{run.run_dir}"), files), title="Result", expand=False)

@@ -11,7 +11,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def public_api(path: Path) -> dict[str, str]:
-    """``api_of`` a file; ValueError when it is not Python (git's conflict markers, say)."""
+    """``api_of`` a file; ValueError when it is not Python (it has git's conflict markers, for example)."""
     return api_of(path.read_text(encoding="utf-8", errors="replace"), str(path))
 
 

@@ -117,7 +117,7 @@ def texts(git: Git, tree: str, suffix: str = ".py") -> dict[str, str]:
 
 
 def _api(text: str) -> dict[str, str]:
-    """No names for what is no Python: an upstream's template, say."""
+    """The API of a module; no names for what is not Python, such as an upstream's template."""
     try:
         return api_of(text)
     except ValueError:

@@ -29,7 +29,7 @@ class Conflict:
 
     path: str  # below the subtree
     kind: str  # "contents", "modify/delete", "rename/delete", ...
-    said: str
+    message: str  # git's
 
 
 @dataclass(frozen=True)
@@ -118,13 +118,13 @@ def _conflicts(messages: str, labels: dict[str, str]) -> list[Conflict]:
     fields, found = messages.split("\0"), []
     while len(fields) > 3 and fields[0].isdigit():
         count = int(fields[0])
-        paths, kind, said = fields[1 : 1 + count], fields[1 + count], fields[2 + count]
+        path, kind, message = fields[1], fields[1 + count], fields[2 + count].strip()
         fields = fields[3 + count :]
         if kind.startswith("CONFLICT"):
             for oid, name in labels.items():
-                said = said.replace(oid, name)
-            said = re.sub(r"^CONFLICT \([^)]*\): ", "", said.strip())
-            found.append(Conflict(paths[0], kind.removeprefix("CONFLICT").strip(" ()"), said))
+                message = message.replace(oid, name)
+            message = re.sub(r"^CONFLICT \([^)]*\): ", "", message)
+            found.append(Conflict(path, kind.removeprefix("CONFLICT").strip(" ()"), message))
     return found
 
 

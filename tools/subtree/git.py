@@ -16,7 +16,7 @@ MERGE_TREE = (2, 38)  # the first git whose `merge-tree --write-tree` merges wit
 
 
 class GitError(ValueError):
-    """A git command that failed: its words, and what git said."""
+    """A git command that failed: its arguments, and git's message."""
 
 
 class TreeEntry(NamedTuple):
@@ -42,8 +42,8 @@ class Git:
         except FileNotFoundError as error:
             raise GitError(f"cannot run git in {self.folder}: {error}") from error
         if done.returncode not in ok:
-            said = (done.stderr or done.stdout).decode(errors="replace").strip()
-            raise GitError(f"`git {' '.join(words[:6])}` failed in {self.folder}: {said}")
+            message = (done.stderr or done.stdout).decode(errors="replace").strip()
+            raise GitError(f"`git {' '.join(words[:6])}` failed in {self.folder}: {message}")
         return done
 
     def text(self, *words: str, stdin: bytes | None = None) -> str:

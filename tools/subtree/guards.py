@@ -14,15 +14,15 @@ from tools import marks
 from tools.subtree.api import statements
 
 Texts = Mapping[str, str]  # path -> content
-ANY_NAME = "*"  # stands for the names of a module that cannot be read, of which nothing is said
+ANY_NAME = "*"  # stands for the names of a module that cannot be read, which nothing is reported of
 
 
 def lost_lines(base: Texts, ours: Texts, merged: Texts) -> list[str]:
     """Lines that ours had added to the base and that are nowhere in the merged files."""
     added = _lines(ours) - _lines(base)
     gone = added - _lines(merged)
-    places = {line: path for path, text in ours.items() for line in text.splitlines()}
-    return [f"{places[line]}: this line of ours is not in the merged files: {line.strip()}" for line in gone]
+    paths = {line: path for path, text in ours.items() for line in text.splitlines()}
+    return [f"{paths[line]}: this line of ours is not in the merged files: {line.strip()}" for line in gone]
 
 
 def cut_blocks(ours: Texts, merged: Texts) -> list[str]:

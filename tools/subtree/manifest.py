@@ -74,7 +74,7 @@ def load(name: str, folder: Path = MANIFESTS) -> Manifest:
 
 
 def parse(text: str, source: str) -> Manifest:
-    """The manifest that ``text`` says; ValueError names everything that is wrong with it, and ``source``."""
+    """The manifest in ``text``; ValueError names everything that is wrong with it, and ``source``."""
     try:
         table: dict[str, Any] = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -96,10 +96,10 @@ def with_pin(text: str, tag: str, commit: str) -> str:
     """A manifest's text with another pin; every other line stays as it is, comments too."""
     lines = text.splitlines()
     old = [index for index, line in enumerate(lines) if re.match(r"(tag|commit)\s*=", line)]
-    place = old[0] if old else len(lines)
-    kept = [line for index, line in enumerate(lines) if index not in old]
+    first = old[0] if old else len(lines)
+    others = [line for index, line in enumerate(lines) if index not in old]
     pin = [_line(key, value) for key, value in (("tag", tag), ("commit", commit)) if value]
-    return "\n".join([*kept[:place], *pin, *kept[place:]]) + "\n"
+    return "\n".join([*others[:first], *pin, *others[first:]]) + "\n"
 
 
 def text_of(name: str, url: str, licence: str, subtree: str, upstream_root: str) -> str:

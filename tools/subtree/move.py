@@ -126,7 +126,7 @@ def _recover(git: Git) -> list[str]:
     if _is_done(git, plan):
         _finish(folder)
         return ["an earlier move was complete, its leftovers are gone"]
-    kept = _restore_files(git, folder, plan)
+    edited = _restore_files(git, folder, plan)
     index = git.git_path("index")
     lock = index.with_name("index.lock")
     if _same_file(lock, folder / "index.new"):
@@ -139,19 +139,19 @@ def _recover(git: Git) -> list[str]:
     _finish(folder)
     _refresh(git)
     done = ["a move that was interrupted half-way was undone: the tree is as it was before"]
-    return done + [f"  {path} was edited since and was left as it is" for path in kept]
+    return done + [f"  {path} was edited since and was left as it is" for path in edited]
 
 
 def _restore_files(git: Git, folder: Path, plan: Plan) -> list[str]:
     """Put the old files back; returns the paths whose content is neither the old nor the new one."""
-    kept, missing = [], []
+    edited, missing = [], []
     for path in {**plan.new, **plan.old}:
         target = git.folder / path
         if path not in plan.old and os.path.lexists(folder / "new" / path):
             continue  # not moved yet
         found = _blob_of(git, target, path) if os.path.lexists(target) else None
         if found not in (None, plan.new.get(path), plan.old.get(path)):
-            kept.append(path)
+            edited.append(path)
             continue
         if found is not None and found == plan.new.get(path):
             target.unlink()
@@ -160,7 +160,7 @@ def _restore_files(git: Git, folder: Path, plan: Plan) -> list[str]:
         if found is None and path in plan.old:
             missing.append(path)
     Git(git.folder, folder / "index.old").checkout(missing, git.folder.resolve())
-    return kept
+    return edited
 
 
 def _is_done(git: Git, plan: Plan) -> bool:

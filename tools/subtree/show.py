@@ -52,7 +52,7 @@ def status(console: Console, manifests: list[Manifest], root: Path, names: bool)
 
 
 def _beside_recorded(item: Manifest, root: Path, present: list[str], notes: list[str]) -> SubtreeDiff | None:
-    """Our API beside the recorded one; None, and why among ``notes``, when that cannot be said."""
+    """Our API beside the recorded one; None, with the reason among ``notes``, when there is no comparison."""
     recorded = snapshot.load(item.name, root)
     if recorded is None:
         why = f"{item.name}: no API recorded yet: `import {item.name} --upstream ...` records it"
@@ -131,7 +131,7 @@ def rebased(console: Console, name: str, folder: str, outcome: Outcome, text: bo
     say(console, f"{name}: {outcome.old} -> {outcome.new}")
     changed(console, outcome.changes, text)
     say(console, *(f"note: {note}" for note in outcome.notes))
-    say(console, *(f"CONFLICT ({item.kind}) {item.path}: {item.said}" for item in outcome.conflicts))
+    say(console, *(f"CONFLICT ({item.kind}) {item.path}: {item.message}" for item in outcome.conflicts))
     say(console, *(f"LOOK AT {finding}" for finding in outcome.findings))
     if not outcome.is_fork:
         say(

@@ -61,7 +61,7 @@ def render(name: str, snapshot: Snapshot) -> str:
 
 
 def parse(text: str, source: str) -> Snapshot:
-    """The snapshot that ``text`` says; ValueError names the first line that is not in order."""
+    """The snapshot in ``text``; ValueError names the first line that is not in order."""
     pin, found = "", dict[str, dict[str, str]]()
     current: dict[str, str] | None = None
     for number, line in enumerate(text.splitlines(), 1):

@@ -24,12 +24,12 @@ class Channel:
         os.sched_setaffinity(0, self.options["cpus"])  # before any library starts its threads
 
     def requests(self) -> Iterator[dict[str, Any]]:
-        """Waits for each; ends when the benchmark closes the pipe."""
+        """Yield each request; ends when the benchmark closes the pipe."""
         for line in sys.stdin:
             yield json.loads(line)
 
     def answer(self, content: dict[str, Any]) -> None:
-        """To the last request; the first answer, to none, says that the engine is ready."""
+        """Answer the last request; a first answer, to no request, reports that the engine is ready."""
         print(json.dumps(content), file=self._answers, flush=True)
 
 

@@ -12,24 +12,24 @@ from engine_server import Stopwatch, best_seconds, serve
 
 
 class StepClock:
-    """Times the forwards of a model by hooks: what is between two of them and is no model's is the host's."""
+    """Times the forwards of a model by hooks: the time between two of them, outside of the model, is the host's."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Starts anew."""
+        """Drop all times."""
         # The start of each forward and the time inside it and its logits, by the wall and by this thread's CPU.
         self._began: list[tuple[float, float]] = []
         self._inside: list[tuple[float, float]] = []
 
     def watch(self, model: Any, is_step: bool = True) -> None:
-        """``is_step``: this module is called once in every step and first; others, such as the logits', after it."""
+        """Time a module; with ``is_step`` it runs once in every step, before the others (such as the logits')."""
         model.register_forward_pre_hook(lambda *_: self._enter(is_step))
         model.register_forward_hook(lambda *_: self._leave())
 
     def watch_call(self, owner: Any, name: str) -> None:
-        """A method that runs the model, or a graph of it, once in every step and first."""
+        """Time a method that runs the model, or a graph of it, once in every step and before the other modules."""
         run = getattr(owner, name)
 
         def watched(*args: Any) -> Any:
@@ -41,7 +41,7 @@ class StepClock:
         setattr(owner, name, watched)
 
     def steps(self) -> dict[str, list[int]]:
-        """Microseconds of every step but the last: from forward to forward, and its part outside of the model."""
+        """Microseconds of every step but the last: from forward to forward, and the part of it outside of the model."""
         found: dict[str, list[int]] = {"step_us": [], "host_us": [], "host_cpu_us": []}
         for begin, end, inside in zip(self._began, self._began[1:], self._inside, strict=False):
             found["step_us"].append(round(1e6 * (end[0] - begin[0])))
@@ -88,7 +88,7 @@ class VllmEngine:
     def generate(
         self, prompts: list[list[int]], n: int, max_tokens: int, detokenize: bool, has_model: bool = True
     ) -> dict[str, Any]:
-        """Times ``n`` samples of exactly ``max_tokens`` tokens for each prompt, at temperature 1.
+        """Time ``n`` samples of exactly ``max_tokens`` tokens for each prompt, at temperature 1.
 
         Without the model every step of ours has the states of its first.
         """
@@ -106,13 +106,13 @@ class VllmEngine:
     def _leave_model_out(self) -> None:
         runner = self.llm.core.worker.runner
         run = runner._forward
-        kept: list[Any] = []
+        first_output: list[Any] = []
 
         def first(plan: Any, *args: Any) -> Any:
-            if not kept or len(kept[0]) < len(plan.token_ids_T):
+            if not first_output or len(first_output[0]) < len(plan.token_ids_T):
                 states, logits_of = run(plan, *args)
-                kept[:] = [states.clone(), logits_of]
-            return kept[0][: len(plan.token_ids_T)], kept[1]
+                first_output[:] = [states.clone(), logits_of]
+            return first_output[0][: len(plan.token_ids_T)], first_output[1]
 
         runner._forward = first
         self.clock.watch_call(runner, "_forward")
@@ -175,7 +175,7 @@ class TransformersEngine:
 
 
 class MachineProbe:
-    """What the machine does right now: bytes read per second and floating-point operations per second."""
+    """The machine's rates right now: bytes read per second and floating-point operations per second."""
 
     name = "probe"
 
@@ -185,7 +185,7 @@ class MachineProbe:
         torch.set_num_threads(options["threads"])
 
     def measure(self, num_bytes: int, dtype: str) -> dict[str, float]:
-        """Best of several; ``num_bytes`` are read again and again, so that what fits in a cache counts as such.
+        """The best of several runs; ``num_bytes`` are read repeatedly, so that the caches count.
 
         Products are tried in float32 too: a machine without instructions for ``dtype`` is quicker that way.
         """

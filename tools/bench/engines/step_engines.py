@@ -13,7 +13,7 @@ from engine_server import Channel, Stopwatch, answer_all
 
 
 def reward_of(text: str) -> float:
-    """The share of words with an even number: what both engines are paid for."""
+    """The share of words with an even number, which is the reward in both engines."""
     words = text.split()
     return sum(int(word[1:]) % 2 == 0 for word in words) / max(1, len(words))
 
@@ -43,7 +43,7 @@ class OurStep:
         self.num_steps = 0
 
     def step(self, prompts: list[list[int]]) -> dict[str, Any]:
-        """Generates, scores and updates; times the whole and its two large parts."""
+        """Generate, score and update; time the whole and its two large parts."""
         import numpy as np
         import torch
 
