@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tools import adaptations
-from tools.subtree import compare, manifest, move, rebase, show, take, upstream
+from tools.subtree import compare, manifest, move, rebase, show, upstream
 from tools.subtree.git import Git
 
 CONFLICTS = 3
@@ -107,7 +107,7 @@ def _import(console: Console, args: argparse.Namespace) -> None:
     path = args.root / manifest.FOLDER / f"{args.name}.toml"
     if not args.files:
         item = manifest.load(args.name, path.parent)
-        api, what, paths = take.record_api(args.root, item, args.tag, args.upstream)
+        api, what, paths = rebase.record_api(args.root, item, args.tag, args.upstream)
         num_names = sum(map(len, api.modules.values()))
         show.say(
             console,
@@ -117,7 +117,7 @@ def _import(console: Console, args: argparse.Namespace) -> None:
         return
     text = path.read_text(encoding="utf-8") if path.exists() else _new_manifest(args)
     item = manifest.parse(manifest.with_pin(text, args.tag, "") if args.tag else text, str(path))
-    commit = take.take_files(args.root, item, text, item.version, args.upstream)
+    commit = rebase.take_files(args.root, item, text, item.version, args.upstream)
     show.say(
         console,
         f"Done: commit {commit[:12]} holds {item.subtree}/ of {args.name} {item.version}, licence {item.licence}.",
