@@ -1,13 +1,14 @@
-"""Where the elements lie inside what ``torch.save`` made of one tensor, so that slices can be read without the rest."""
+"""Where tensors lie inside what ``torch.save`` wrote, so that slices can be read without the rest."""
 
 from __future__ import annotations
 
 import io
 import math
 import pickle
+import struct
 import zipfile
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,70 +16,79 @@ import torch
 
 from hf_formats.file_region import FileReader, FileRegion
 
-_LOCAL_HEADER_BYTES = 30
-_REBUILDERS = {"_rebuild_tensor_v2", "_rebuild_tensor_v3"}
+_LOCAL_HEADER_BYTES = 30  # of a zip entry; its last two fields are the lengths of what follows, before the data
 
 
 def saved_region(
-    slices: FileReader, name: str, file: Path, span: tuple[int, int], shape: tuple[int, ...], dtype: torch.dtype
+    reader: FileReader, name: str, file: Path, span: tuple[int, int], shape: tuple[int, ...], dtype: torch.dtype
 ) -> FileRegion:
     """The elements of the tensor that ``torch.save`` wrote to bytes ``span`` [start, stop) of ``file``.
 
     ValueError when that is no tensor of this shape, contiguous and uncompressed.
     """
+    found = saved_content(reader, name, file, span)
+    if not isinstance(found, FileRegion) or (found.shape, found.dtype) != (shape, dtype):
+        raise ValueError(
+            f"{file}: {name} is stored as {found}; {shape} of {dtype}, contiguous and uncompressed, was expected"
+        )
+    return found
+
+
+def saved_content(reader: FileReader, name: str, file: Path, span: tuple[int, int]) -> Any:
+    """What ``torch.save`` wrote to bytes ``span`` of ``file``, with a ``FileRegion`` for each tensor.
+
+    A tensor that is compressed or not contiguous is a text that says so. Nothing that the pickle names is run:
+    ValueError when it names anything but tensors and plain containers, or when the bytes are no such file.
+    """
     start, stop = span
+
+    def region(key: str, dtype: torch.dtype, first: int, size: Any, stride: Any) -> FileRegion | str:
+        entry = archive.getinfo(f"{root}data/{key}")
+        shape, header_at = tuple(size), start + entry.header_offset
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        is_dense = all(size < 2 or given == dense for size, given, dense in zip(shape, stride, strides, strict=True))
+        if not is_dense or entry.compress_type != zipfile.ZIP_STORED:
+            return f"{shape} with strides {tuple(stride)}, compressed by method {entry.compress_type}"
+        if (first + math.prod(shape)) * dtype.itemsize > entry.file_size:
+            raise pickle.UnpicklingError(f"a tensor of shape {shape} ends behind its {entry.file_size} bytes")
+        lengths = reader.read_bytes(name, file, header_at + _LOCAL_HEADER_BYTES - 4, 4)
+        data_at = header_at + _LOCAL_HEADER_BYTES + sum(struct.unpack("<2H", lengths))
+        return FileRegion(file, data_at + first * dtype.itemsize, shape, dtype)
+
     try:
-        with zipfile.ZipFile(_Window(slices, name, file, start, stop)) as archive:
-            pickled = next(entry for entry in archive.namelist() if entry.endswith("/data.pkl"))
-            described = _TensorUnpickler(io.BytesIO(archive.read(pickled))).load()
-            if not isinstance(described, _Described):
-                raise pickle.UnpicklingError(f"it is a {type(described).__name__}")
-            entry = archive.getinfo(f"{pickled.removesuffix('data.pkl')}data/{described.storage}")
+        with zipfile.ZipFile(_Window(reader, name, file, start, stop)) as archive:
+            root = next(entry for entry in archive.namelist() if entry.endswith("/data.pkl")).removesuffix("data.pkl")
+            return _Unpickler(io.BytesIO(archive.read(f"{root}data.pkl")), region).load()
     except (zipfile.BadZipFile, pickle.UnpicklingError, StopIteration, KeyError, EOFError) as error:
         raise ValueError(f"{file}: bytes {start} to {stop} are no tensor that torch.save wrote: {error}") from error
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if not described.is_whole(shape) or entry.compress_type != zipfile.ZIP_STORED or entry.file_size != num_bytes:
-        raise ValueError(
-            f"{file}: {name} is stored as {described.size} with strides {described.stride} in {entry.file_size} bytes; "
-            f"{shape} of {dtype}, contiguous and uncompressed, was expected"
-        )
-    header = slices.read_bytes(name, file, start + entry.header_offset, _LOCAL_HEADER_BYTES)
-    skipped = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    return FileRegion(file, start + entry.header_offset + _LOCAL_HEADER_BYTES + skipped, shape, dtype)
 
 
-@dataclass(frozen=True)
-class _Described:
-    """What the pickle of a tensor says: which record holds its storage, and how it lies there."""
+class _Unpickler(pickle.Unpickler):
+    """Passes every tensor's description (storage, dtype, first element, size, stride) to ``region``."""
 
-    storage: str
-    start: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
+    def __init__(self, stream: io.BytesIO, region: Callable[..., Any]) -> None:
+        super().__init__(stream)
+        self._region = region
 
-    def is_whole(self, shape: tuple[int, ...]) -> bool:
-        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        is_dense = all(
-            size < 2 or found == stride for size, found, stride in zip(shape, self.stride, strides, strict=False)
-        )
-        return self.start == 0 and self.size == shape and is_dense
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Takes a tensor's description from its pickle and runs nothing that the pickle names."""
-
-    def persistent_load(self, pid: Any) -> str:
-        return str(pid[2])
+    def persistent_load(self, pid: Any) -> tuple[str, torch.dtype]:
+        return str(pid[2]), pid[1]
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch._utils" and name in _REBUILDERS:
-            return lambda storage, start, size, stride, *_: _Described(storage, start, tuple(size), tuple(stride))
-        if module == "collections" and name == "OrderedDict":
+        found = getattr(torch, name, None)
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda storage, *view: self._region(*storage, *view[:3])
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):  # the dtype is beside a storage without one
+            return lambda storage, *view: self._region(storage[0], view[5], *view[:3])
+        if (module, name) == ("torch._utils", "_rebuild_parameter"):
+            return lambda tensor, *_: tensor
+        if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        if module == "torch" and (name.endswith("Storage") or isinstance(getattr(torch, name, None), torch.dtype)):
-            return name
         if (module, name) == ("torch.storage", "UntypedStorage"):
-            return name
+            return torch.uint8
+        if module == "torch" and isinstance(found, torch.dtype):
+            return found
+        if module == "torch" and name.endswith("Storage") and found is not None:
+            return found._dtype
         raise pickle.UnpicklingError(f"it refers to {module}.{name}, which a plain tensor does not")
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
-import struct
 import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -16,11 +14,12 @@ import torch
 from torch import Tensor
 
 from hf_formats.config import HFModelConfig, parse_hf_config
-from hf_formats.file_region import FileRegion
+from hf_formats.file_region import FileReader, FileRegion
 from hf_formats.problems import raise_problems, shown_names
 from hf_formats.ranges import Ranges, relative
 from megatron.core.parallel_layout import ParallelLayout, RankCoords
 from mindspeed_llm.cli_io import write_json
+from mindspeed_llm.saved_tensor import saved_content
 from mindspeed_llm.weight_plan import NAMINGS, Naming, Shard, TensorPlan, local_plan
 from mindspeed_llm.weight_source import PlannedCheckpoint, hf_view, read_region
 
@@ -159,48 +158,20 @@ class ShardedCheckpoint(PlannedCheckpoint):
 def torch_file_regions(file: Path) -> dict[tuple[str, str], FileRegion]:
     """(model, name) -> where the tensor lies, for every tensor of a file of ``torch.save``; reads no data."""
     try:
-        stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        # MindSpeed-LLM's own files use pickle protocol 4, which torch's safe loader does not read.
+        stored = saved_content(FileReader(), "the content", file, (0, file.stat().st_size))
+    except ValueError as error:  # MindSpeed-LLM's own files hold its arguments and more beside the tensors
         raise ValueError(
-            f"{file} is no file of plain tensors that torch's safe loader reads; convert from the "
-            f"Hugging Face checkpoint with convert_ckpt_deepseek3 instead"
+            f"{file} is no file of plain tensors; convert from the Hugging Face checkpoint with "
+            "convert_ckpt_deepseek3 instead"
         ) from error
-    tensors = {
-        (model, name): tensor
-        for model, content in stored.items()
-        if isinstance(content, dict)
-        for name, tensor in content.items()
-        if isinstance(tensor, Tensor)
-    }
-    # torch does not say where a storage lies in its file, but maps the whole file once: addresses differ as offsets do.
-    addresses = {key: tensor.untyped_storage().data_ptr() for key, tensor in tensors.items()}
-    starts = _data_offsets(file)
-    base = min(addresses.values(), default=0) - min(starts, default=0)
-    for key, tensor in tensors.items():
-        if addresses[key] - base not in starts or not tensor.is_contiguous():
-            raise ValueError(f"{file}: {key[1]} is not stored as plain rows; save it with torch.save as contiguous")
-    return {
-        key: FileRegion(
-            file,
-            addresses[key] - base + int(tensor.storage_offset()) * tensor.element_size(),
-            tuple(tensor.shape),
-            tensor.dtype,
-        )
-        for key, tensor in tensors.items()
-    }
-
-
-def _data_offsets(file: Path) -> set[int]:
-    """Where the data of each tensor record begins: behind its local header, whose two last fields are lengths."""
-    offsets = set()
-    with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
-        for record in archive.infolist():
-            if "/data/" in record.filename and record.file_size:
-                stream.seek(record.header_offset + 26)
-                lengths = stream.read(4)
-                offsets.add(stream.tell() + sum(struct.unpack("<2H", lengths)))
-    return offsets
+    regions = {}
+    for model, content in stored.items():
+        for name, region in content.items() if isinstance(content, dict) else ():
+            if isinstance(region, str):
+                raise ValueError(f"{file}: {name} is not stored as plain rows; save it with torch.save as contiguous")
+            if isinstance(region, FileRegion):
+                regions[model, name] = region
+    return regions
 
 
 def write_layout(

@@ -44,8 +44,8 @@ class WeightSource(Protocol):
         ...
 
 
-class Checkpoint(AbstractContextManager["Checkpoint"]):
-    """Weights on disk, in any of the supported forms: a ``WeightSource`` to close after use."""
+class Checkpoint(WeightSource, AbstractContextManager["Checkpoint"]):
+    """Weights on disk, in any of the supported forms; to be closed after use."""
 
     path: Path
 
@@ -58,18 +58,6 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
     @abstractmethod
     def describe(self) -> str:
         """Which form it is, and what is in it, for a log."""
-
-    @abstractmethod
-    def names(self) -> Collection[str]:
-        """HF names that can be read."""
-
-    @abstractmethod
-    def dtype(self, hf_name: str) -> torch.dtype:
-        """Dtype in which the tensor is stored."""
-
-    @abstractmethod
-    def read(self, hf_name: str, ranges: Ranges | None = None) -> Tensor:
-        """hf_tensor[ranges], by default the whole tensor; see ``WeightSource``."""
 
 
 class PlannedCheckpoint(Checkpoint):
