@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,66 +75,48 @@ def gather_hf_tensors(
         return math.prod(hf_tensors(hf)[name][0]) * (torch.float32 if always_fp32(name) else dtype).itemsize
 
     for bucket_names in packed(ordered, num_bytes, bucket_bytes):
-        bucket = _Bucket({name: plan[name] for name in bucket_names}, local, dtype, device, groups)
+        received = _broadcast({name: plan[name] for name in bucket_names}, local, dtype, device, groups)
         for name in bucket_names:
-            yield name, bucket.assemble(name, hf_tensors(hf)[name][0])
+            yield name, _assembled(hf_tensors(hf)[name][0], plan[name], received.pop(name))
 
 
-class _Bucket:
-    """The shards of consecutive HF tensors, sent to every rank by one broadcast per owner and dtype."""
-
-    def __init__(
-        self,
-        shards: Mapping[str, tuple[Shard, ...]],
-        local: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-        groups: ProcessGroups,
-    ) -> None:
-        self._shards = shards
-        self._received: dict[tuple[str, int], Tensor] = {}  # (hf name, index of its shard)
-        batches: dict[tuple[int, bool], list[tuple[str, int]]] = {}
-        for name, shards_of_name in shards.items():
-            for index, shard in enumerate(shards_of_name):
-                batches.setdefault((shard.rank, always_fp32(name)), []).append((name, index))
-        for (owner, is_fp32), keys in sorted(batches.items()):
-            batch_dtype = torch.float32 if is_fp32 else dtype
-            self._broadcast(owner, keys, local, batch_dtype, device, groups)
-
-    def assemble(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The full tensor ``name``, released from the bucket."""
-        shards = self._shards[name]
-        values = [self._received.pop((name, index)) for index in range(len(shards))]
-        if len(values) == 1:
-            return values[0]
-        full = torch.empty(shape, dtype=values[0].dtype, device=values[0].device)
-        for shard, part in zip(shards, values, strict=True):
-            full[index_of(shard.ranges)] = part
-        return full
-
-    def _broadcast(
-        self,
-        owner: int,
-        keys: list[tuple[str, int]],
-        local: Mapping[str, Tensor],
-        dtype: torch.dtype,
-        device: torch.device,
-        groups: ProcessGroups,
-    ) -> None:
-        shards = [self._shards[name][index] for name, index in keys]
-        mine = [hf_view(local[shard.param], shard) for shard in shards if owner == groups.rank]
+def _broadcast(
+    shards: Mapping[str, tuple[Shard, ...]],
+    local: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    groups: ProcessGroups,
+) -> dict[str, list[Tensor]]:
+    """The shards of consecutive HF tensors on every rank, by one broadcast per owner and dtype."""
+    batches: dict[tuple[int, bool], list[tuple[str, Shard]]] = {}
+    for name, shards_of_name in shards.items():
+        for shard in shards_of_name:
+            batches.setdefault((shard.rank, always_fp32(name)), []).append((name, shard))
+    received: dict[tuple[str, Shard], Tensor] = {}
+    for (owner, is_fp32), batch in sorted(batches.items(), key=lambda item: item[0]):
+        batch_dtype = torch.float32 if is_fp32 else dtype
+        mine = [hf_view(local[shard.param], shard) for _, shard in batch if owner == groups.rank]
         if groups.layout.world_size == 1:
-            for key, view in zip(keys, mine, strict=True):
-                self._received[key] = view.detach().to(dtype).contiguous()
-            return
-        shapes = [shape_of(shard.ranges) for shard in shards]
-        sizes = [torch.Size(shape).numel() for shape in shapes]
-        flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+            received |= zip(batch, (view.detach().to(batch_dtype).contiguous() for view in mine), strict=True)
+            continue
+        shapes = [shape_of(shard.ranges) for _, shard in batch]
+        sizes = list(map(math.prod, shapes))
+        flat = torch.empty(sum(sizes), dtype=batch_dtype, device=device)
         views = [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
-        for view, own in zip(views, mine, strict=False):  # empty on every rank but the owner
+        for view, own in zip(views, mine, strict=False):  # ``mine`` is empty on every rank but the owner
             view.copy_(own)
         dist.broadcast(flat, src=owner, group=groups.world)
-        self._received.update(zip(keys, views, strict=True))
+        received |= zip(batch, views, strict=True)
+    return {name: [received[name, shard] for shard in of_name] for name, of_name in shards.items()}
+
+
+def _assembled(shape: tuple[int, ...], shards: Sequence[Shard], values: Sequence[Tensor]) -> Tensor:
+    if len(values) == 1:
+        return values[0]
+    full = torch.empty(shape, dtype=values[0].dtype, device=values[0].device)
+    for shard, part in zip(shards, values, strict=True):
+        full[index_of(shard.ranges)] = part
+    return full
 
 
 @torch.no_grad()

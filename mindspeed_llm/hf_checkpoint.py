@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -114,103 +113,76 @@ def is_mtp_tensor(hf_name: str, hf: HFModelConfig) -> bool:
     return match is not None and int(match.group(1)) >= hf.num_hidden_layers
 
 
-class StreamedSafetensors:
-    """A safetensors file of tensors that come one after the other: none is held, the header is written last.
-
-    ``add`` while ``has_room``, then ``close``.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = SyncedFile(path).__enter__()
-        self._entries = ['{"__metadata__":{"format":"pt"}']
-        self._header_bytes = len(self._entries[0]) + len("}")
-        self.names: list[str] = []
-        self.num_bytes = 0  # of tensors
-        self._file.seek(8 + HEADER_BYTES)
-
-    def has_room(self, name: str, tensor: Tensor) -> bool:
-        """Whether the header has, and the tensor's place is a multiple of its elements' size."""
-        text = self._entry(name, tensor)
-        return self._header_bytes + len(text) + 1 <= HEADER_BYTES and self.num_bytes % tensor.element_size() == 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor that is contiguous, on the host; OSError when the disk cannot take it or what came before."""
-        text = self._entry(name, tensor)
-        self._entries.append(text)
-        self._header_bytes += len(text) + 1
-        self.names.append(name)
-        self.num_bytes += tensor.nbytes
-        self._file.write(tensor.view(-1).view(torch.uint8).numpy().data)
-
-    def close(self) -> None:
-        """Write the header and make all of it durable."""
-        header = (",".join(self._entries) + "}").encode().ljust(HEADER_BYTES)
-        self._file.seek(0)
-        self._file.write(HEADER_BYTES.to_bytes(8, "little") + header)
-        self._file.sync()
-        self.__exit__(None, None, None)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.__exit__(kind, error, trace)
-
-    def _entry(self, name: str, tensor: Tensor) -> str:
-        """The header's part of a tensor that comes next; ASCII, so as many bytes as characters."""
-        offsets = [self.num_bytes, self.num_bytes + tensor.nbytes]
-        spec = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        return f"{json.dumps(name)}:{json.dumps(spec, separators=(',', ':'))}"
-
-
 class ShardedWriter:
-    """Writes a stream of tensors as ``model-00001-of-0000N.safetensors`` and an index; holds one tensor at a time."""
+    """Writes a stream of tensors as ``model-00001-of-0000N.safetensors`` and an index; holds one tensor at a time.
+
+    The header of a file, for which room is kept before the data, is written when its tensors are.
+    """
 
     def __init__(self, directory: Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
         self._directory = directory
         self._max_shard_bytes = max_shard_bytes
-        self._open: StreamedSafetensors | None = None
-        self._shards: list[list[str]] = []
+        self._file: SyncedFile | None = None
+        self._entries: list[str] = []  # the open file's header
+        self._num_bytes = 0  # the open file's tensors
+        self._names: list[list[str]] = []  # the tensors of every file
         self.stored: list[tuple[torch.dtype, int]] = []  # dtype and bytes of every tensor
 
     def __enter__(self) -> ShardedWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._open is not None:
-            self._open.__exit__(kind, error, trace)
+    def __exit__(self, *problem: Any) -> None:
+        if self._file is not None:
+            self._file.__exit__(*problem)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Append one tensor, first closing the current shard when it would grow beyond the limit."""
+        """Append one tensor, in a new file where the open one has no room; OSError when the disk cannot take it."""
         tensor = tensor.detach().cpu().contiguous()
-        shard = self._open
-        if shard is not None and (
-            shard.num_bytes + tensor.nbytes > self._max_shard_bytes or not shard.has_room(name, tensor)
-        ):
-            self._cut(shard)
-            shard = None
-        if shard is None:
-            shard = self._open = StreamedSafetensors(self._temporary(len(self._shards)))
-        shard.add(name, tensor)
+        if self._file is not None and not self._has_room(name, tensor):
+            self._finish_file(self._file)
+        if self._file is None:
+            self._file = SyncedFile(self._temporary(len(self._names))).__enter__()
+            self._file.seek(8 + HEADER_BYTES)
+            self._entries, self._num_bytes = ['{"__metadata__":{"format":"pt"}'], 0
+            self._names.append([])
+        self._entries.append(self._entry(name, tensor))
+        self._num_bytes += tensor.nbytes
+        self._names[-1].append(name)
         self.stored.append((tensor.dtype, tensor.nbytes))
+        self._file.write(tensor.view(-1).view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
-        """Close the last shard, give all shards their final names and write the index with ``total_size``."""
-        if self._open is not None:
-            self._cut(self._open)
+        """Close the last file, give all files their final names and write the index with ``total_size``."""
+        if self._file is not None:
+            self._finish_file(self._file)
         weight_map = {}
-        for number, names in enumerate(self._shards):
-            file_name = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
+        for number, names in enumerate(self._names):
+            file_name = f"model-{number + 1:05d}-of-{len(self._names):05d}.safetensors"
             self._temporary(number).rename(self._directory / file_name)
             weight_map.update(dict.fromkeys(names, file_name))
         index = {"metadata": {"total_size": sum(num_bytes for _, num_bytes in self.stored)}, "weight_map": weight_map}
         write_json(self._directory / INDEX_NAME, index)
 
-    def _cut(self, shard: StreamedSafetensors) -> None:
-        shard.close()
-        self._shards.append(shard.names)
-        self._open = None
+    def _has_room(self, name: str, tensor: Tensor) -> bool:
+        """Whether file and header stay within their limits, and the tensor begins at a multiple of its element size."""
+        header_bytes = len(",".join((*self._entries, self._entry(name, tensor)))) + len("}")
+        is_aligned = self._num_bytes % tensor.element_size() == 0
+        return is_aligned and header_bytes <= HEADER_BYTES and self._num_bytes + tensor.nbytes <= self._max_shard_bytes
+
+    def _entry(self, name: str, tensor: Tensor) -> str:
+        """The header's part of a tensor that comes next; ASCII, so as many bytes as characters."""
+        offsets = [self._num_bytes, self._num_bytes + tensor.nbytes]
+        spec = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        return f"{json.dumps(name)}:{json.dumps(spec, separators=(',', ':'))}"
+
+    def _finish_file(self, file: SyncedFile) -> None:
+        """Write the header and make all of the file durable."""
+        header = (",".join(self._entries) + "}").encode().ljust(HEADER_BYTES)
+        file.seek(0)
+        file.write(HEADER_BYTES.to_bytes(8, "little") + header)
+        file.sync()
+        file.__exit__(None, None, None)
+        self._file = None
 
     def _temporary(self, number: int) -> Path:
         return self._directory / f"model-{number + 1:05d}.safetensors.part"
