@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 from hf_formats.config import HFModelConfig
+from hf_formats.problems import raise_problems
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.conversion.command import (
     Request,
@@ -19,7 +20,7 @@ from mindspeed_llm.conversion.engine import Conversion
 from mindspeed_llm.conversion.inputs import input_config, open_input
 from mindspeed_llm.conversion.rank_writer import RankWriter
 from mindspeed_llm.sharded_checkpoint import shard_layout
-from mindspeed_llm.weight_plan import Naming, plan_problems
+from mindspeed_llm.weight_plan import Naming, plan_problems, raise_layout_problems
 
 
 def plan_shards(
@@ -36,7 +37,7 @@ def plan_shards(
     for each. ``hf_config_dir`` is for training checkpoints, which do not say of which model they are.
     """
     found = open_input(load_dir, mtp_num_layers, dry_run, hf_config_dir)
-    _raise_layout_problems(plan_problems(found.hf, layout))
+    raise_layout_problems(found.hf, layout)
     config = {key: value for key, value in found.config.items() if key != "quantization_config"}
     writer = RankWriter(found.source, config, mtp_num_layers, layout, naming)
     arguments = {"layout": repr(layout), "naming": naming, "mtp_num_layers": mtp_num_layers}
@@ -54,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     def plan(given: argparse.Namespace) -> Request:
         hf = input_config(given.hf_config_dir or given.load_dir)
         layout, naming = given_layout(given, "target", hf)
-        _raise_layout_problems(_flag_problems(given, hf) + plan_problems(hf, layout))
+        problems = _flag_problems(given, hf) + plan_problems(hf, layout)
+        raise_problems("the layout that these flags ask for", problems)
         num_mtp, config_dir = given.num_nextn_predict_layers, given.hf_config_dir
         return plan_shards(given.load_dir, layout, naming, num_mtp, given.dry_run, config_dir)
 
@@ -140,11 +142,6 @@ def _flag_problems(arguments: argparse.Namespace, hf: HFModelConfig) -> list[str
         if given is not None and given != actual:
             problems.append(f"{flag} is {given}; {arguments.load_dir} says {actual}")
     return problems
-
-
-def _raise_layout_problems(problems: list[str]) -> None:
-    if problems:
-        raise ValueError("these flags do not fit the model:\n" + "\n".join(f"  - {line}" for line in problems))
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ def to_transformer_config(
         fields |= _expert_fields(hf)
     if hf.is_mla:
         return MLATransformerConfig(**{**fields, **_latent_fields(hf), **overrides})
-    return TransformerConfig(**{**fields, **_grouped_query_fields(hf), **overrides})
+    fields |= {"num_query_groups": hf.num_key_value_heads, "kv_channels": hf.head_dim, "qk_layernorm": True}
+    return TransformerConfig(**{**fields, **overrides})
 
 
 def _expert_fields(hf: HFModelConfig) -> dict[str, Any]:
@@ -79,10 +80,6 @@ def _expert_fields(hf: HFModelConfig) -> dict[str, Any]:
         "moe_router_norm_topk_prob": hf.norm_topk_prob,
         "moe_router_enable_expert_bias": hf.has_expert_bias,
     }
-
-
-def _grouped_query_fields(hf: HFModelConfig) -> dict[str, Any]:
-    return {"num_query_groups": hf.num_key_value_heads, "kv_channels": hf.head_dim, "qk_layernorm": True}
 
 
 def _latent_fields(hf: HFModelConfig) -> dict[str, Any]:

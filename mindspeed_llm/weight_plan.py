@@ -180,7 +180,7 @@ class _RankPlanner:
 
     def _chunk(self, chunk: int, is_last_chunk: bool) -> Iterator[TensorPlan]:
         hf, pp = self.hf, self.coords.pp
-        is_first, is_last = pp == 0 and chunk == 0, is_last_chunk and self._is_last_stage
+        is_first, is_last = pp == 0 and chunk == 0, is_last_chunk and pp == self.layout.pipeline_model_parallel_size - 1
         has_dense = self.part != "experts"
         if is_first and has_dense:
             yield self._split("embedding.word_embeddings.weight", ["model.embed_tokens.weight"], 0)
@@ -212,10 +212,6 @@ class _RankPlanner:
             yield self._split("output_layer.weight", ["lm_head.weight"], 0)
         elif not is_first and not self.hf.mtp_num_layers:  # MTP has a copy of the embedding there already
             yield self._split("output_layer.weight", ["model.embed_tokens.weight"], 0)
-
-    @property
-    def _is_last_stage(self) -> bool:
-        return self.coords.pp == self.layout.pipeline_model_parallel_size - 1
 
     def _mtp(self, depth: int) -> Iterator[TensorPlan]:
         local = f"mtp.layers.{depth}." if self.naming == "core" else f"mtp_layers.{depth}."
