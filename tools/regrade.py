@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.utils.reward_score.functions import load_reward_function
+from verl.utils.reward_score.functions import RewardFunctionSpec, load_reward_function
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool, ScoringResult
-from verl.utils.reward_score.spec import RewardFunctionSpec
 
 EXIT_DIFFERENT = 1
 EXIT_BAD_INPUT = 2

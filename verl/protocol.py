@@ -12,8 +12,17 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl.protocol_storage import as_rows, from_plain, pack_tensor, to_plain, unpack_tensor
-from verl.protocol_union import tensors_of, union_dict, union_numpy_dict, union_tensor_dict
+from verl.protocol_storage import (
+    as_rows,
+    from_plain,
+    pack_tensor,
+    tensors_of,
+    to_plain,
+    union_dict,
+    union_numpy_dict,
+    union_tensor_dict,
+    unpack_tensor,
+)
 from verl.row_refs import RowRefs
 
 __all__ = [
@@ -126,7 +135,6 @@ class DataProto:
         _require_equal_lengths(tensors_of(self.batch), self.non_tensor_batch, self.row_refs)
 
     def to(self, device: torch.device | str) -> DataProto:
-        """Moves the tensors in place."""
         if self.batch is not None:
             self.batch = self.batch.to(device)
         return self
@@ -172,7 +180,6 @@ class DataProto:
         return popped
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
-        """Renames tensor columns in place."""
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if len(old) != len(new):
@@ -220,7 +227,6 @@ class DataProto:
         return self._choose_rows(lambda tensor: tensor[rows], rows)
 
     def reorder(self, indices: Sequence | np.ndarray | Tensor) -> None:
-        """Permutes the rows in place."""
         ordered = self.select_idxs(indices)
         self.batch, self.non_tensor_batch, self.row_refs = ordered.batch, ordered.non_tensor_batch, ordered.row_refs
 
@@ -317,7 +323,6 @@ class DataProto:
 
     @staticmethod
     def load_from_disk(filepath: str) -> DataProto:
-        """Reads what ``save_to_disk`` wrote, to the CPU."""
         content = torch.load(filepath, map_location="cpu", weights_only=True)
         return DataProto.from_dict(
             tensors=content["batch"],
@@ -364,7 +369,6 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Drops the last ``pad_size`` rows."""
     return data.slice(0, len(data) - pad_size) if pad_size else data
 
 

@@ -30,11 +30,9 @@ class RowRefs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all references."""
         return sum(places.nbytes for places in self.columns.values())
 
     def rows(self, chosen: Any) -> RowRefs:
-        """The rows of a slice, of indices or of a boolean mask."""
         return RowRefs({name: places[chosen] for name, places in self.columns.items()})
 
     def union(self, other: RowRefs) -> RowRefs:
@@ -50,5 +48,4 @@ class RowRefs:
 
     @staticmethod
     def concat(parts: Sequence[RowRefs]) -> RowRefs:
-        """The rows of all parts, which have the same columns."""
         return RowRefs({name: np.concatenate([part.columns[name] for part in parts]) for name in parts[0].columns})

@@ -164,7 +164,7 @@ def grpo_step(model_dir: str, out_dir: str, overrides: list[str]) -> dict[str, A
         outputs: list[Any] = [None] * world_size
         dist.all_gather_object(outputs, on_my_part(method))
         is_collect: list[Any] = [None] * world_size
-        dist.all_gather_object(is_collect, (groups.coords.dp, worker._query_collect_info("train")))
+        dist.all_gather_object(is_collect, (groups.coords.dp, worker._query_mesh("train")[1]))
         parts = [outputs[is_collect.index((part, True))] for part in range(num_parts)]
         batch = batch.union(DataProto.concat(parts))
     metrics = on_my_part(worker.update_actor, "advantages").meta_info["metrics"]
@@ -174,7 +174,7 @@ def grpo_step(model_dir: str, out_dir: str, overrides: list[str]) -> dict[str, A
         with pytest.raises((RowsUnavailableError, ValueError), match="of which nothing is stored"):
             on_my_part(worker.compute_log_prob)
     worker.export_hf(out_dir)
-    is_collected = groups.coords.dp == 0 and worker._query_collect_info("train")
+    is_collected = groups.coords.dp == 0 and worker._query_mesh("train")[1]
     return {"responses": responses, "metrics": metrics} if is_collected else None
 
 

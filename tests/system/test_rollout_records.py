@@ -19,7 +19,7 @@ from tests.system.jobs import Prepared
 from tests.verl.bandit import run_trainer
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 from verl.trainer.main_ppo import worker_classes
-from verl.trainer.ppo.step_files import steps_of
+from verl.trainer.ppo.observers import steps_of
 from verl.trainer.preflight import preflight_problems
 
 STEPS = 3

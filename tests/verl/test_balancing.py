@@ -10,7 +10,7 @@ import torch
 
 from tests.megatron.model_helpers import one_process_groups
 from verl.utils.seqlen_balancing import balanced_order, get_seqlen_balanced_partitions, partitions_within, split_to
-from verl.workers.actor.micro_batching import split_rows
+from verl.workers.actor.megatron_actor import split_rows
 
 
 def lengths_like_math_answers(count: int, seed: int = 0) -> list[int]:

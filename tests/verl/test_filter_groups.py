@@ -18,8 +18,7 @@ from verl.trainer.ppo.filter_groups import (
     groups_of,
     load_filter,
 )
-from verl.trainer.ppo.overlong_buffer import overlong_penalty
-from verl.trainer.ppo.scores import add_scores, reward_parts
+from verl.trainer.ppo.scores import add_scores, overlong_penalty, reward_parts
 from verl.workers.config import OverlongBufferConfig
 from verl.workers.reward_manager.naive import Scores
 

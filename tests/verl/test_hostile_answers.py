@@ -13,9 +13,9 @@ import pytest
 
 from tests.verl.hostile_answers import hostile_answers
 from tests.verl.hostile_programs import bombs, forbidden_programs
+from verl.utils.reward_score.functions import DEFAULT_FUNCTION, RewardFunctionSpec
 from verl.utils.reward_score.sandbox import sandbox_layers
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool, ScoringResult
-from verl.utils.reward_score.spec import DEFAULT_FUNCTION, RewardFunctionSpec
 
 OBSERVED = RewardFunctionSpec(str(Path(__file__).with_name("observed_deepscaler.py")))
 SECRET = "a word that no program may see"

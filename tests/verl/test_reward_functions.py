@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from verl.utils.reward_score.functions import load_reward_function
+from verl.utils.reward_score.functions import DEFAULT_FUNCTION, RewardFunctionSpec, function_of, load_reward_function
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool, ScoringResult
-from verl.utils.reward_score.spec import DEFAULT_FUNCTION, RewardFunctionSpec, function_of
 from verl.workers.config import CustomRewardFunctionConfig
 
 FUNCTIONS = """

@@ -12,8 +12,7 @@ from tools.regrade import EXIT_BAD_INPUT, EXIT_DIFFERENT, main
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import compute_reward_metrics
 from verl.trainer.ppo.reward_ledger import RewardLedger
-from verl.utils.reward_score.functions import load_reward_function
-from verl.utils.reward_score.spec import RewardFunctionSpec
+from verl.utils.reward_score.functions import RewardFunctionSpec, load_reward_function
 from verl.workers.config import CustomRewardFunctionConfig, RewardModelConfig
 from verl.workers.reward_manager import NaiveRewardManager, Scores
 

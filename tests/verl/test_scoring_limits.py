@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from verl.utils.reward_score.functions import RewardFunctionSpec
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool
-from verl.utils.reward_score.spec import RewardFunctionSpec
 
 REWARD = """
 import os, subprocess, sys, time
@@ -91,7 +91,7 @@ def test_close_does_not_wait_for_an_answer_that_hangs(function: str, tmp_path: P
 DRIVER = """
 import sys
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool
-from verl.utils.reward_score.spec import RewardFunctionSpec
+from verl.utils.reward_score.functions import RewardFunctionSpec
 
 pool = ScoringPool(RewardFunctionSpec(sys.argv[1], "compute_score"), num_workers=2, timeout_s=600.0)
 [future] = pool.submit([ScoringJob("test", "good", "42", {})])

@@ -15,8 +15,8 @@ import torch
 
 from verl.protocol import DataProto
 from verl.utils.reward_score import scoring_pool
+from verl.utils.reward_score.functions import RewardFunctionSpec
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool
-from verl.utils.reward_score.spec import RewardFunctionSpec
 from verl.workers.config import CustomRewardFunctionConfig, RewardModelConfig
 from verl.workers.reward_manager import get_reward_manager_cls
 

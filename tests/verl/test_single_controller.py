@@ -312,4 +312,4 @@ def test_a_worker_reads_its_place_from_the_environment(monkeypatch: pytest.Monke
     worker = build()
     assert (worker.rank, worker.world_size) == (1, 2)
     with pytest.raises(ValueError, match=r"no mesh 'train', only \[\]"):
-        worker._query_dispatch_info("train")
+        worker._query_mesh("train")

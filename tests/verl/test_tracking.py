@@ -21,7 +21,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_timing_metrics,
     process_validation_metrics,
 )
-from verl.trainer.ppo.seeds import sampling_seeds
+from verl.trainer.ppo.schedules.generation import sampling_seeds
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.utils.tracking import Tracking, console_line
 

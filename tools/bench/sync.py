@@ -39,7 +39,7 @@ from tools.bench.models import deepseek_v3_config
 from tools.bench.options import aligned
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
-from verl.workers.sharding_manager import weight_transfer, weights_check
+from verl.workers.sharding_manager import weight_sync, weight_transfer
 from verl.workers.sharding_manager.transfer_plan import build_plan
 from verl.workers.sharding_manager.weight_sync import WeightSync
 from vllm.config import ParallelConfig
@@ -201,7 +201,7 @@ def _without_digests() -> Iterator[None]:
             (weight_transfer, "copy_with_digests", copy),
             (shard_writer, "copy_with_digests", copy),
             (weight_transfer, "add_digest", lambda *_: None),
-            (weights_check.WeightsCheck, "require_equal", lambda *_: None),
+            (weight_sync.WeightsCheck, "require_equal", lambda *_: None),
         ):
             stack.enter_context(patch.object(owner, name, stand_in))
         yield

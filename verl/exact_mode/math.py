@@ -9,7 +9,7 @@ start of the sequence. Other sums go over a fixed tree. All else is elementwise:
 products and functions must then give an element the same bits at any position; each shape is checked at its first use.
 
 16-bit operands are widened to float32 and results rounded once. Letters: T tokens, H hidden, N heads, D head size, R
-rotary size, V value size, K experts of a token, E experts, G (sequence, head) pairs, Q queries, S keys.
+rotary size, V value size, K experts of a token, E experts, b sequences, G (sequence, head) pairs, Q queries, S keys.
 """
 
 from __future__ import annotations
@@ -147,6 +147,28 @@ def attend(q_GQD: Tensor, k_GSD: Tensor, v_GSV: Tensor, last_GQ: Tensor, scale: 
         assert weighted is not None and total is not None
         out[:, queries] = weighted / total
     return out
+
+
+def attend_into(
+    out_TNV: Tensor,
+    q_TND: Tensor,
+    tokens_bQ: Tensor,
+    is_real_bQ: Tensor,
+    last_bQ: Tensor,
+    k_bSND: Tensor,
+    v_bSNV: Tensor,
+    scale: float,
+) -> None:
+    """Write the outputs of b sequences of Q queries, tokens of ``q_TND``; those that are not real are padding."""
+
+    def pairs(x_bMNC: Tensor) -> Tensor:
+        return x_bMNC.transpose(1, 2).flatten(0, 1)
+
+    heads = q_TND.shape[1]
+    last_GQ = last_bQ.repeat_interleave(heads, dim=0)
+    out_GQV = attend(pairs(q_TND[tokens_bQ]), pairs(k_bSND), pairs(v_bSNV), last_GQ, scale)
+    out_bQNV = out_GQV.unflatten(0, (len(tokens_bQ), heads)).transpose(1, 2)
+    out_TNV[tokens_bQ[is_real_bQ]] = out_bQNV[is_real_bQ].to(out_TNV.dtype)
 
 
 def log_sum_exp(x_TV: Tensor) -> Tensor:

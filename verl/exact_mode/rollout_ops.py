@@ -7,7 +7,10 @@ latents, so every step expands each sequence's whole context again, which makes 
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +26,10 @@ from vllm.ops.reference_sample import sample as reference_sample
 
 
 def rollout_ops() -> RolloutOps:
-    """Return the exact table."""
     table = reference.rollout_ops()
     entries = {
-        "new_kv_cache": new_kv_cache,
-        "new_gqa_cache": new_gqa_cache,
+        "new_kv_cache": _on_a_cpu(reference.new_kv_cache),
+        "new_gqa_cache": _on_a_cpu(reference_gqa.new_gqa_cache),
         "linear": linear,
         "rms_norm": exact_math.rms_norm,
         "add_rms_norm": add_rms_norm,
@@ -47,31 +49,17 @@ def rollout_ops() -> RolloutOps:
     return replace(table, **entries, mla_decode=None, implementations=names)  # type: ignore[arg-type]
 
 
-def new_kv_cache(
-    num_blocks: int,
-    block_size: int,
-    latent: int,
-    rope: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    layout: str = "nd",
-) -> KVCache:
-    _require_cpu(device)
-    return reference.new_kv_cache(num_blocks, block_size, latent, rope, dtype, device, layout)
+def _on_a_cpu(new_cache: Callable[..., KVCache]) -> Callable[..., KVCache]:
+    def checked(*args: Any, **kwargs: Any) -> KVCache:
+        device = inspect.signature(new_cache).bind(*args, **kwargs).arguments["device"]
+        if device.type != "cpu":
+            raise ValueError(
+                f"rollout_ops='verl.exact_mode.rollout_ops:rollout_ops' on {device}: only a CPU has exact ops; "
+                "device='cpu'"
+            )
+        return new_cache(*args, **kwargs)
 
-
-def new_gqa_cache(
-    num_blocks: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> KVCache:
-    _require_cpu(device)
-    return reference_gqa.new_gqa_cache(num_blocks, block_size, heads, head_dim, dtype, device)
-
-
-def _require_cpu(device: torch.device) -> None:
-    if device.type != "cpu":
-        raise ValueError(
-            f"rollout_ops='verl.exact_mode.rollout_ops:rollout_ops' on {device}: only a CPU has exact ops; device='cpu'"
-        )
+    return checked
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -261,13 +249,5 @@ def _rectangles(meta: PrefillMetadata) -> list[_Rectangle]:
 
 def _attend(q_TND: Tensor, k_SND: Tensor, v_SNV: Tensor, part: _Rectangle, scale: float, out_TNV: Tensor) -> None:
     """Write the outputs of the part's queries; k and v hold the padded keys of one sequence after the other."""
-    count, heads = len(part.tokens_bQ), q_TND.shape[1]
-
-    def pairs(x_bMNC: Tensor) -> Tensor:
-        return x_bMNC.transpose(1, 2).flatten(0, 1)
-
-    k_GSD, v_GSV = (pairs(x.unflatten(0, (count, -1))) for x in (k_SND, v_SNV))
-    last_GQ = part.last_bQ.repeat_interleave(heads, dim=0)
-    out_GQV = exact_math.attend(pairs(q_TND[part.tokens_bQ]), k_GSD, v_GSV, last_GQ, scale)
-    out_bQNV = out_GQV.unflatten(0, (count, heads)).transpose(1, 2)
-    out_TNV[part.tokens_bQ[part.is_real_bQ]] = out_bQNV[part.is_real_bQ].to(out_TNV.dtype)
+    k_bSND, v_bSNV = (x.unflatten(0, (len(part.tokens_bQ), -1)) for x in (k_SND, v_SNV))
+    exact_math.attend_into(out_TNV, q_TND, part.tokens_bQ, part.is_real_bQ, part.last_bQ, k_bSND, v_bSNV, scale)

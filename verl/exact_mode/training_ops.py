@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron.core.ops import cpu, reference
 from megatron.core.ops.contract import TrainOps
@@ -40,8 +41,7 @@ def exact_ops() -> TrainOps:
     return replace(table, **entries, names=table.names | dict.fromkeys(entries, "exact"))
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See ``contract.RmsNorm``."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _differentiable(
         lambda x, weight: exact_math.rms_norm(x, weight, eps),
         lambda x, weight: reference.rms_norm(x, weight, eps),
@@ -50,30 +50,22 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     )
 
 
-def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """See ``contract.Swiglu``."""
+def swiglu(x: Tensor) -> Tensor:
     return _differentiable(exact_math.swiglu, reference.swiglu, x)
 
 
-def rotary_interleaved(x_TNR: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotary_interleaved(x_TNR: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See ``contract.RotaryInterleaved``; the first members of all pairs, then the second ones, as in rollout."""
 
-    def in_halves(x: torch.Tensor) -> torch.Tensor:
+    def in_halves(x: Tensor) -> Tensor:
         return reference.rotary_interleaved(x, cos, sin).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
     return _differentiable(lambda x: exact_math.rotary(x, cos, sin), in_halves, x_TNR)
 
 
 def core_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-    causal: bool = True,
-) -> torch.Tensor:
-    """See ``contract.CoreAttention``."""
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, causal: bool = True
+) -> Tensor:
     return _differentiable(
         lambda q, k, v: _attention(q, k, v, cu_seqlens, scale, causal),
         lambda q, k, v: cpu.core_attention(q, k, v, cu_seqlens, max_seqlen, scale, causal),
@@ -83,16 +75,12 @@ def core_attention(
     )
 
 
-def grouped_matmul(x: torch.Tensor, w: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-    """See ``contract.GroupedMatmul``."""
-    out: torch.Tensor = GroupedMatmulFunction.apply(x, w, tokens_per_expert.tolist(), _matmul_into)
+def grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    out: Tensor = GroupedMatmulFunction.apply(x, w, tokens_per_expert.tolist(), _matmul_into)
     return out
 
 
-def token_unpermute(
-    rows: torch.Tensor, row_map: torch.Tensor, probs_TK: torch.Tensor | None = None, topk: int = 1
-) -> torch.Tensor:
-    """See ``contract.TokenUnpermute``."""
+def token_unpermute(rows: Tensor, row_map: Tensor, probs_TK: Tensor | None = None, topk: int = 1) -> Tensor:
     if probs_TK is None:
         return reference_token_unpermute(rows, row_map, None, topk)
     shape = (*probs_TK.shape, rows.shape[-1])
@@ -105,7 +93,7 @@ def token_unpermute(
 
 
 def topk_router(
-    logits_TE: torch.Tensor,
+    logits_TE: Tensor,
     *,
     topk: int,
     num_groups: int | None = None,
@@ -114,13 +102,13 @@ def topk_router(
     pre_softmax: bool = False,
     norm_topk_prob: bool = True,
     scaling_factor: float | None = None,
-    expert_bias: torch.Tensor | None = None,
-    chosen_TK: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    expert_bias: Tensor | None = None,
+    chosen_TK: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """See ``contract.TopkRouter``; choices in ascending order."""
     is_sigmoid = score_function == "sigmoid"
 
-    def scores(logits_TE: torch.Tensor) -> torch.Tensor:
+    def scores(logits_TE: Tensor) -> Tensor:
         if is_sigmoid:
             return exact_math.sigmoid(logits_TE)
         return exact_math.softmax(logits_TE) if pre_softmax else logits_TE
@@ -131,7 +119,7 @@ def topk_router(
             chosen_TK = exact_math.choose_experts(scores(logits_TE), expert_bias, topk, *groups, 2 if is_sigmoid else 1)
     indices_TK = chosen_TK
 
-    def weights(logits_TE: torch.Tensor) -> torch.Tensor:
+    def weights(logits_TE: Tensor) -> Tensor:
         probs_TK = scores(logits_TE).gather(1, indices_TK)
         if is_sigmoid and norm_topk_prob and topk > 1:
             probs_TK = probs_TK / (exact_math.in_order(probs_TK) + 1e-20)
@@ -139,7 +127,7 @@ def topk_router(
             probs_TK = exact_math.softmax(probs_TK)
         return probs_TK if scaling_factor is None else probs_TK * scaling_factor
 
-    def reference_weights(logits_TE: torch.Tensor) -> torch.Tensor:
+    def reference_weights(logits_TE: Tensor) -> Tensor:
         return reference_topk_router(
             logits_TE,
             topk=topk,
@@ -153,11 +141,9 @@ def topk_router(
     return _differentiable(weights, reference_weights, logits_TE), indices_TK
 
 
-def _differentiable(
-    exact: Callable[..., torch.Tensor], differentiable: Callable[..., torch.Tensor], *inputs: torch.Tensor
-) -> torch.Tensor:
+def _differentiable(exact: Callable[..., Tensor], differentiable: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Return ``exact(*inputs)`` with the gradient of ``differentiable``."""
-    out: torch.Tensor = _GradientOfAnother.apply(exact, differentiable, *inputs)
+    out: Tensor = _GradientOfAnother.apply(exact, differentiable, *inputs)
     return out
 
 
@@ -165,16 +151,16 @@ class _GradientOfAnother(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        exact: Callable[..., torch.Tensor],
-        differentiable: Callable[..., torch.Tensor],
-        *inputs: torch.Tensor,
-    ) -> torch.Tensor:
+        exact: Callable[..., Tensor],
+        differentiable: Callable[..., Tensor],
+        *inputs: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(*inputs)
         ctx.differentiable = differentiable
         return exact(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
         with torch.enable_grad():
             inputs = [
@@ -185,13 +171,11 @@ class _GradientOfAnother(torch.autograd.Function):
         return None, None, *(next(remaining) if is_needed else None for is_needed in needed)
 
 
-def _matmul_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+def _matmul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
     out.copy_(exact_math.matmul(a, b))
 
 
-def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float, causal: bool
-) -> torch.Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool) -> Tensor:
     """Return [T, N, Dv]; sequences with the same number of key blocks are computed together."""
     heads = q.shape[1]
     k, v = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
@@ -209,29 +193,16 @@ def _attention(
 
 
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    starts: np.ndarray,
-    lengths: np.ndarray,
-    scale: float,
-    causal: bool,
-    out: torch.Tensor,
+    q: Tensor, k: Tensor, v: Tensor, starts: np.ndarray, lengths: np.ndarray, scale: float, causal: bool, out: Tensor
 ) -> None:
     """Write the outputs of b sequences, ``starts`` and ``lengths`` [b, 1]; padding repeats a sequence's last token."""
-    longest, heads = int(lengths.max()), q.shape[1]
+    longest = int(lengths.max())
 
     def tokens(block: int) -> tuple[np.ndarray, np.ndarray]:
         offsets = np.arange(-(-longest // block) * block)
         return offsets < lengths, np.minimum(offsets, lengths - 1)
 
-    def pairs(x: torch.Tensor, offsets: np.ndarray) -> torch.Tensor:
-        return x[torch.from_numpy(starts + offsets)].transpose(1, 2).flatten(0, 1)
-
     (is_real, query), (_, key) = tokens(QUERIES), tokens(KEYS)
-    last = query if causal else np.broadcast_to(lengths - 1, query.shape)
-    last_GQ = torch.from_numpy(np.repeat(last, heads, axis=0))
-    out_GQV = exact_math.attend(pairs(q, query), pairs(k, key), pairs(v, key), last_GQ, scale)
-    out_bQNV = out_GQV.unflatten(0, (len(starts), heads)).transpose(1, 2)
-    real = torch.from_numpy(is_real)
-    out[torch.from_numpy(starts + query)[real]] = out_bQNV[real].to(out.dtype)
+    last = query if causal else np.repeat(lengths - 1, query.shape[1], axis=1)
+    queries, real, last_bQ, keys = (torch.from_numpy(x) for x in (starts + query, is_real, last, starts + key))
+    exact_math.attend_into(out, q, queries, real, last_bQ, k[keys], v[keys], scale)

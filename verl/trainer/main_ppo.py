@@ -75,8 +75,7 @@ def run_ppo(config: PPOTrainerConfig) -> int:
 def worker_classes(config: PPOTrainerConfig) -> tuple[type, type | None]:
     """The classes of the processes that train, and of those that only generate, if there are any."""
     from verl.workers.megatron_workers import ActorRolloutRefWorker
-    from verl.workers.saved_rollout_worker import SavedRolloutWorker
-    from verl.workers.separate_workers import RolloutWorker, TrainingWorker
+    from verl.workers.separate_workers import RolloutWorker, SavedRolloutWorker, TrainingWorker
 
     if config.has_rollout_ranks:
         return TrainingWorker, RolloutWorker

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Mapping
 from types import ModuleType
 
 import torch
@@ -27,7 +28,6 @@ def resolve_device(name: str) -> str:
 
 
 def dist_backend(device: str) -> str:
-    """torch.distributed's backend on ``device``."""
     return _BACKENDS[device]
 
 
@@ -70,3 +70,13 @@ def init_device(device_type: str) -> torch.device:
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator.set_device(local_rank)
     return torch.device(device_type, local_rank)
+
+
+def op_tables_text(tables: Mapping[str, Mapping[str, str]]) -> str:
+    """One line per entry under the name of its engine; ``tables`` is engine -> entry -> native, reference or parts."""
+    width = max((len(name) for names in tables.values() for name in names), default=0)
+    lines = []
+    for engine, names in tables.items():
+        lines.append(f"{engine} ops:")
+        lines += [f"  {name:<{width}}  {kind}" for name, kind in sorted(names.items())]
+    return "\n".join(lines)

@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -46,15 +46,6 @@ class Answer:
     collectives: dict[str, int]
     stacks: dict[str, str]
     metrics: dict[str, float]
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Answer:
-        """Return the answer that ``to_json`` was called on."""
-        return Answer(**{field.name: values[field.name] for field in fields(Answer)})
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the answer as plain values."""
-        return asdict(self)
 
 
 def own_answer(

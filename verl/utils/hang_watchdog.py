@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +96,9 @@ class HangWatchdog:
         self._num_progress += 1
 
     def note_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Store the latest metrics for the report."""
         self._metrics = dict(metrics)
 
     def close(self) -> None:
-        """Stop the thread."""
         self._closed.set()
         self._thread.join(2 * MAX_INTERVAL_S)
 
@@ -113,7 +111,6 @@ class HangWatchdog:
         return self.directory / "alarm.json"
 
     def _watch(self) -> None:
-        """The thread's loop: checks once per interval until ``close``."""
         while not self._closed.wait(self._interval_s):
             try:
                 self._look()
@@ -141,7 +138,7 @@ class HangWatchdog:
     def _show_life(self) -> None:
         sign = (self._phase_name(), time.monotonic() // (self.timeout_s / 5))
         if sign != self._shown:
-            _write_json(self._alive_dir / f"rank-{self.rank}.json", {"phase": sign[0], "time": time.time()})
+            _write(self._alive_dir / f"rank-{self.rank}.json", json.dumps({"phase": sign[0], "time": time.time()}))
             self._shown = sign
 
     def _measure(self) -> float:
@@ -174,7 +171,7 @@ class HangWatchdog:
         answer = own_answer(self.rank, self._phase_name(), stuck_s, thread_id, self._groups, self._metrics)
         folder = self.directory / f"answers-{alarm_id}"
         folder.mkdir(exist_ok=True)
-        _write_json(folder / f"rank-{self.rank}.json", answer.to_json())
+        _write(folder / f"rank-{self.rank}.json", json.dumps(asdict(answer)))
         self._answered, self._is_reported = alarm_id, True
 
     def _collect(self, alarm_id: str) -> None:
@@ -184,7 +181,7 @@ class HangWatchdog:
         while len(list(folder.glob("rank-*.json"))) < self.world_size and time.monotonic() < deadline:
             time.sleep(self._interval_s / 4)
         found = [_read_json(path) for path in folder.glob("rank-*.json")]
-        answers = sorted((Answer.from_json(values) for values in found if values), key=lambda answer: answer.rank)
+        answers = sorted((Answer(**values) for values in found if values), key=lambda answer: answer.rank)
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         text = report(answers, self.world_size, self._last_seen(), self.rank, self._config, now)
         path = self.directory / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-rank{self.rank}.txt"
@@ -209,10 +206,6 @@ def group_list(groups: object) -> list[dist.ProcessGroup]:
     """Return the process groups among the fields of ``ProcessGroups`` that have more than one rank."""
     found = [value for value in vars(groups).values() if isinstance(value, dist.ProcessGroup)]
     return [group for group in found if group.size() > 1]
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    _write(path, json.dumps(values))
 
 
 def _write(path: Path, text: str) -> None:

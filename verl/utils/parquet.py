@@ -38,7 +38,6 @@ def schema_problems(path: str, prompt_key: str = "prompt") -> list[str]:
 
 
 def data_sources(paths: Sequence[str]) -> set[str]:
-    """Every ``data_source`` of files without schema problems."""
     columns = (pq.read_table(Path(path).expanduser(), columns=["data_source"]).column(0) for path in paths)
     return {str(source) for column in columns for source in column.unique().to_pylist()}
 

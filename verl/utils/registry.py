@@ -24,7 +24,6 @@ class Registry(Generic[Entry]):
 
     @property
     def names(self) -> list[str]:
-        """Every registered name, sorted."""
         return sorted(self._entries)
 
     def register(self, name: str) -> Callable[[Given], Given]:

@@ -55,7 +55,6 @@ class Timeline:
         return read_clock()
 
     def take(self) -> Recording:
-        """Ends and returns the recording, without spans that are still open."""
         spans, self._spans = self._spans or [], None
         return Recording(socket.gethostname(), os.getpid(), spans, self._num_dropped, read_clock())
 

@@ -71,14 +71,12 @@ class Tracking:
             print(console_line(metrics, step), flush=True)
 
     def close(self) -> None:
-        """Closes the files."""
         self._file.close()
         if self._writer is not None:
             self._writer.close()
 
 
 def console_line(metrics: Mapping[str, float], step: int) -> str:
-    """Returns the metrics that a person watches, on one line."""
     parts = [f"step {step}"] + [text.format(metrics[name]) for name, text in _CONSOLE if name in metrics]
     phases = [f"{phase} {metrics[f'timing_s/{phase}']:.1f}" for phase in _PHASES if f"timing_s/{phase}" in metrics]
     return " | ".join(parts + ([f"s: {' '.join(phases)}"] if phases else []))

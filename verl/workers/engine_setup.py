@@ -35,7 +35,6 @@ def model_fields(models: ActorRolloutRefConfig, engine: McoreEngineConfig) -> di
 
 
 def ddp_config(engine: McoreEngineConfig) -> DistributedDataParallelConfig:
-    """The config of gradient buffers and their reduction."""
     return DistributedDataParallelConfig(**({"grad_reduce_in_fp32": True} | _given(engine.override_ddp_config)))
 
 

@@ -38,6 +38,7 @@ from verl.workers.rollout import BaseRollout, get_rollout_class
 from verl.workers.row_store import RowStore, controller_batch
 from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
 from verl.workers.sharding_manager.transfer_plan import build_plan
+from verl.workers.sharding_manager.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -170,20 +171,11 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @worker_phase
-    def save_checkpoint(
-        self,
-        checkpoint_path: str,
-        hdfs_path: str | None = None,
-        global_step: int = 0,
-        max_ckpt_to_keep: int | None = None,
-        latest_path: str | None = None,
-    ) -> None:
+    def save_checkpoint(self, checkpoint_path: str, global_step: int = 0, latest_path: str | None = None) -> None:
         """Collective; ``checkpoint_path`` exists only when it is complete, then ``latest_path`` gets the step's number.
 
         With ``actor.checkpoint.async_save`` this returns before that. The trainer removes old checkpoints.
         """
-        if hdfs_path is not None:
-            raise ValueError(f"hdfs_path={hdfs_path!r}: only file systems that are mounted are supported")
         self.onload_training_state()
         self.checkpoint_manager.save_checkpoint(checkpoint_path, global_step, latest_path)
 
@@ -303,18 +295,24 @@ class ActorRolloutRefWorker(Worker):
         self._register_dispatch_collect_info(_ROLLOUT, replica, index == 0)
         self.rollout = self.new_rollout(get_rollout_class(config.name, config.mode))
         self.row_store = self.new_row_store()
+        sync = WeightSync(
+            self.hf_config,
+            self.groups.layout,
+            next(self.actor_module.module.parameters()).dtype,
+            {rank: self.rollout.rank_shards(rank) for rank in range(self.groups.layout.world_size)},
+            self.groups.world,
+            self.device,
+            bucket_bytes=config.update_weights_bucket_megabytes << 20,
+            ranks_per_node=self.run_config.trainer.n_gpus_per_node,
+            build_plan=self.build_transfer_plan,
+        )
         self.sharding_manager = MegatronVLLMShardingManager(
             self.actor_module,
             self.rollout,
-            self.hf_config,
-            self.groups,
-            offload_param=self.config.actor.megatron.param_offload,
-            bucket_bytes=config.update_weights_bucket_megabytes << 20,
-            ranks_per_node=self.run_config.trainer.n_gpus_per_node,
-            device=self.device,
-            timeline=self.timeline,
-            accelerator=get_torch_device(self.device_type),
-            build_plan=self.build_transfer_plan,
+            sync,
+            self.config.actor.megatron.param_offload,
+            self.timeline,
+            get_torch_device(self.device_type),
         )
 
     def new_rollout(self, rollout_class: type[BaseRollout]) -> BaseRollout:
@@ -329,7 +327,7 @@ class ActorRolloutRefWorker(Worker):
 
     def _log_prob_output(self, data: DataProto, name: str, log_probs: Tensor | None) -> DataProto:
         """Log-probs of ``data``'s rows, or references to them, or both where the controller computes with log-probs."""
-        if log_probs is None or not self._query_collect_info(_TRAIN):
+        if log_probs is None or not self._query_mesh(_TRAIN)[1]:
             return DataProto()
         output = DataProto.from_dict(tensors={name: log_probs.cpu()})
         if data.row_refs is None:

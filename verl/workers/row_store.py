@@ -140,7 +140,6 @@ class RowStore:
         self._columns = {key: rows for key, rows in self._columns.items() if before is not None and key[0] >= before}
 
     def close(self) -> None:
-        """Stops the server."""
         self._server.close()
 
     def _gather(

@@ -1,4 +1,4 @@
-"""Workers of schedules in which the first ranks of the world train and the others generate."""
+"""Workers that do not both train and generate: in other schedules than ``sync``, and on saved rollouts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from verl.workers.row_store import RowStore, controller_batch
 from verl.workers.sharding_manager.weight_sync import WeightSync
 from vllm.v1.request import Request
 
-_ROLLOUT = "rollout"
+_ROLLOUT, _SAVED = "rollout", "saved"
 
 
 class TrainingWorker(ActorRolloutRefWorker):
@@ -34,7 +34,6 @@ class TrainingWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @worker_phase
     def update_weights(self, version: int) -> None:
-        """Collective with the rollout ranks' ``update_weights``."""
         with self.timeline.span("onload"):
             self.actor_module.onload_params()
         with self.timeline.span("weight_sync"):
@@ -43,6 +42,21 @@ class TrainingWorker(ActorRolloutRefWorker):
     def _build_rollout(self) -> None:
         self.row_store = RowStore(_world(), self.device, self.config.nccl_timeout)
         self.sync = _weight_sync(self.run_config, self.device)
+
+
+class SavedRolloutWorker(ActorRolloutRefWorker):
+    """Trains on rows that an earlier run generated as if it had generated them; there is no rollout engine."""
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name=_SAVED))
+    @worker_phase
+    def take_rows(self, rows: DataProto) -> DataProto:
+        """Stores its share of the next step's rows and returns references; frees those of the step before."""
+        self.offload_for_rollout()
+        return self.row_store.store_generated(rows, replica_size=1)
+
+    def _build_rollout(self) -> None:
+        self._register_dispatch_collect_info(_SAVED, self.rank, True)
+        self.row_store = RowStore(_world(), self.device, self.config.nccl_timeout)
 
 
 class RolloutWorker(Worker):
@@ -129,7 +143,6 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     @worker_phase
     def fetch_columns(self, data: DataProto, columns: tuple[str, ...]) -> DataProto:
-        """As ``ActorRolloutRefWorker.fetch_columns``."""
         return self.row_store.fetch(data, columns).to("cpu")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -49,7 +49,7 @@ class OurStep:
 
         from verl.protocol import DataProto
         from verl.trainer.ppo.ray_trainer import compute_advantage
-        from verl.trainer.ppo.seeds import sampling_seeds
+        from verl.trainer.ppo.schedules.generation import sampling_seeds
         from verl.workers.row_store import worker_batch
 
         self.num_steps += 1

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from verl.single_controller.base.worker_group import WorkerGroup
 
 MAGIC_ATTR = "_verl_registration"
+EVERY_RANK = "every rank"  # the mesh of a group in which each rank takes a part of its own
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 RankCall = tuple[tuple, dict[str, Any]]
@@ -93,7 +94,6 @@ def dispatch_one_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[R
 
 
 def dispatch_all_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[RankCall]:
-    """Entry r of every argument for rank r."""
     named = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
     for name, value in named.items():
         if not isinstance(value, list | tuple) or len(value) != group.world_size:
@@ -103,31 +103,7 @@ def dispatch_all_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[R
 
 
 def collect_all_to_all(group: WorkerGroup, outputs: list[Any]) -> list[Any]:
-    """The outputs by rank."""
     return outputs
-
-
-def dispatch_nd_compute_dataproto(
-    dp_ranks: tuple[int, ...], dp_size: int, group: WorkerGroup, *args: Any, **kwargs: Any
-) -> list[RankCall]:
-    """Part ``dp_ranks[r]`` of every DataProto for rank r, each part stored once; other arguments as they are.
-
-    Raises:
-        ValueError: the rows do not split into ``dp_size`` equal parts.
-    """
-    spread_args = [_parts(group, value, dp_size) for value in args]
-    spread_kwargs = {key: _parts(group, value, dp_size) for key, value in kwargs.items()}
-    return [
-        (tuple(parts[dp] for parts in spread_args), {key: parts[dp] for key, parts in spread_kwargs.items()})
-        for dp in dp_ranks
-    ]
-
-
-def collect_nd_compute_dataproto(dp_ranks: tuple[int, ...], is_collect: tuple[bool, ...], outputs: list[Any]) -> Any:
-    """Outputs of the collecting ranks in dp order, concatenated when they are DataProtos."""
-    order = sorted((dp, rank) for rank, dp in enumerate(dp_ranks) if is_collect[rank])
-    collected = [outputs[rank] for _, rank in order]
-    return DataProto.concat(collected) if all(isinstance(output, DataProto) for output in collected) else collected
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, *, all_ranks_report: bool = False) -> DispatchFns:
@@ -138,15 +114,26 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, *, all_ranks_report: b
     """
 
     def dispatch(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[RankCall]:
+        """Part ``dp_ranks[r]`` of every DataProto for rank r, each part stored once; other arguments as they are."""
         mesh = group.mesh(mesh_name)
         try:
-            return dispatch_nd_compute_dataproto(mesh.dp_ranks, mesh.dp_size, group, *args, **kwargs)
+            spread_args = [_parts(group, value, mesh.dp_size) for value in args]
+            spread_kwargs = {key: _parts(group, value, mesh.dp_size) for key, value in kwargs.items()}
         except ValueError as error:
             raise ValueError(f"mesh {mesh_name!r} of group {group.name!r} (dp size {mesh.dp_size}): {error}") from error
+        return [
+            (tuple(parts[dp] for parts in spread_args), {key: parts[dp] for key, parts in spread_kwargs.items()})
+            for dp in mesh.dp_ranks
+        ]
 
     def collect(group: WorkerGroup, outputs: list[Any]) -> Any:
+        """Outputs of the collecting ranks in dp order, concatenated when they are DataProtos."""
         mesh = group.mesh(mesh_name)
-        output = collect_nd_compute_dataproto(mesh.dp_ranks, mesh.is_collect, outputs)
+        order = sorted((dp, rank) for rank, dp in enumerate(mesh.dp_ranks) if mesh.is_collect[rank])
+        collected = [outputs[rank] for _, rank in order]
+        if not all(isinstance(part, DataProto) for part in collected):
+            return collected
+        output = DataProto.concat(collected)
         if all_ranks_report:
             reports = [DataProto(meta_info={BY_RANK: part.meta_info[BY_RANK]}) for part in outputs]
             output.meta_info |= DataProto.concat(reports).meta_info
@@ -156,14 +143,6 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, *, all_ranks_report: b
         return _keep_all(group) if all_ranks_report else list(group.mesh(mesh_name).is_collect)
 
     return DispatchFns(dispatch, collect, kept)
-
-
-def _dispatch_dp_compute_proto(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[RankCall]:
-    return dispatch_nd_compute_dataproto(tuple(range(group.world_size)), group.world_size, group, *args, **kwargs)
-
-
-def _collect_dp_compute_proto(group: WorkerGroup, outputs: list[Any]) -> Any:
-    return collect_nd_compute_dataproto(tuple(range(len(outputs))), (True,) * len(outputs), outputs)
 
 
 def _shared(group: WorkerGroup, value: Any) -> Any:
@@ -181,5 +160,5 @@ DISPATCH_MODE_FN_REGISTRY: dict[Dispatch, DispatchFns] = {
     Dispatch.ONE_TO_ALL: DispatchFns(dispatch_one_to_all, collect_all_to_all),
     Dispatch.ALL_TO_ALL: _ALL_TO_ALL,
     Dispatch.DP_COMPUTE: _ALL_TO_ALL,
-    Dispatch.DP_COMPUTE_PROTO: DispatchFns(_dispatch_dp_compute_proto, _collect_dp_compute_proto),
+    Dispatch.DP_COMPUTE_PROTO: make_nd_compute_dataproto_dispatch_fn(EVERY_RANK),
 }

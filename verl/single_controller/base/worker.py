@@ -13,44 +13,26 @@ class Worker:
 
     The launcher sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT before it builds the worker; a
     missing one is a ValueError. A worker knows nothing of the launcher, so torchrun serves as well.
+
+    Attributes:
+        local_rank: the index of this worker among those of its node, which is also its device index.
     """
 
     def __init__(self) -> None:
-        self._rank = _int_env("RANK")
-        self._world_size = _int_env("WORLD_SIZE")
-        self._local_rank = _int_env("LOCAL_RANK")
-        self._dispatch_dp_rank: dict[str, int] = {}
-        self._collect_dp_rank: dict[str, bool] = {}
+        self.rank, self.world_size, self.local_rank = map(_int_env, ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        self._meshes: dict[str, tuple[int, bool]] = {}
         self.timeline = Timeline()
-
-    @property
-    def rank(self) -> int:
-        """Global rank in the group."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of workers of the group."""
-        return self._world_size
-
-    @property
-    def local_rank(self) -> int:
-        """Index of this worker among those of its node, which is also its device index."""
-        return self._local_rank
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_timeline(self) -> ClockReading:
-        """Starts recording this rank's spans."""
         return self.timeline.begin()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_timeline(self) -> Recording:
-        """Stops recording and returns the spans."""
         return self.timeline.take()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def read_clock(self) -> ClockReading:
-        """The clock of this rank's spans."""
         return read_clock()
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
@@ -58,23 +40,16 @@ class Worker:
 
         Must be called on every rank before the first call over that mesh; exactly one rank per part collects.
         """
-        if mesh_name in self._dispatch_dp_rank:
+        if mesh_name in self._meshes:
             raise ValueError(f"mesh {mesh_name!r} is already registered on rank {self.rank}")
-        self._dispatch_dp_rank[mesh_name] = dp_rank
-        self._collect_dp_rank[mesh_name] = is_collect
+        self._meshes[mesh_name] = dp_rank, is_collect
 
-    def _query_dispatch_info(self, mesh_name: str) -> int:
-        self._require_mesh(mesh_name)
-        return self._dispatch_dp_rank[mesh_name]
-
-    def _query_collect_info(self, mesh_name: str) -> bool:
-        self._require_mesh(mesh_name)
-        return self._collect_dp_rank[mesh_name]
-
-    def _require_mesh(self, mesh_name: str) -> None:
-        if mesh_name not in self._dispatch_dp_rank:
-            known = sorted(self._dispatch_dp_rank)
+    def _query_mesh(self, mesh_name: str) -> tuple[int, bool]:
+        """The part of a batch that this rank takes, and whether its output is the part's output."""
+        if mesh_name not in self._meshes:
+            known = sorted(self._meshes)
             raise ValueError(f"rank {self.rank} has no mesh {mesh_name!r}, only {known}; is init_model called first?")
+        return self._meshes[mesh_name]
 
 
 def _int_env(name: str) -> int:

@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any
 
 from verl.protocol import DataProto
-from verl.single_controller.base.decorator import Registration, registered_methods
+from verl.single_controller.base.decorator import EVERY_RANK, Registration, registered_methods
 from verl.single_controller.base.worker import Worker
 
-_DEATH_GRACE_S = 3.0  # how long to search for a dead rank when its peers have raised
 _LOOK_INTERVAL_S = 0.01
 
 
@@ -28,29 +27,6 @@ class WorkerTimeoutError(WorkerError):
     """A call took longer than allowed; the message names the ranks that had not answered."""
 
 
-class ResourcePool:
-    """How many worker processes run on each node, e.g. ``[8, 8]`` for two nodes of eight devices."""
-
-    def __init__(self, process_on_nodes: list[int]) -> None:
-        if not process_on_nodes or any(count < 1 for count in process_on_nodes):
-            raise ValueError(f"process_on_nodes={process_on_nodes}, expected at least one node with one process")
-        self.process_on_nodes = list(process_on_nodes)
-
-    @property
-    def world_size(self) -> int:
-        """Processes on all nodes."""
-        return sum(self.process_on_nodes)
-
-
-class ClassWithInitArgs:
-    """A worker class and the arguments every rank builds it with."""
-
-    def __init__(self, cls: type[Worker], *args: Any, **kwargs: Any) -> None:
-        self.cls = cls
-        self.args = args
-        self.kwargs = kwargs
-
-
 @dataclass(frozen=True)
 class Mesh:
     """The part of a batch that each rank takes, and whether the rank returns it: one entry per rank."""
@@ -60,7 +36,6 @@ class Mesh:
 
     @property
     def dp_size(self) -> int:
-        """Number of parts a batch is split into."""
         return max(self.dp_ranks) + 1
 
     def problems(self) -> list[str]:
@@ -85,7 +60,7 @@ class WorkerGroup:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._methods = registered_methods(worker_cls)
-        self._meshes: dict[str, Mesh] = {}
+        self._meshes = {EVERY_RANK: Mesh(tuple(range(world_size)), (True,) * world_size)}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         methods = self.__dict__.get("_methods", {})
@@ -141,18 +116,14 @@ class WorkerGroup:
     def mesh(self, mesh_name: str) -> Mesh:
         """The table of ``mesh_name``, which the workers are asked for once."""
         if mesh_name not in self._meshes:
-            answers = []
-            for method in ("_query_dispatch_info", "_query_collect_info"):
-                ranks = list(range(self.world_size))
-                call = self.run(
-                    method,
-                    [((mesh_name,), {})] * self.world_size,
-                    ranks=ranks,
-                    keep=[True] * self.world_size,
-                    timeout_s=self.timeout_s,
-                )
-                answers.append(tuple(call.get()))
-            mesh = Mesh(*answers)
+            call = self.run(
+                "_query_mesh",
+                [((mesh_name,), {})] * self.world_size,
+                ranks=list(range(self.world_size)),
+                keep=[True] * self.world_size,
+                timeout_s=self.timeout_s,
+            )
+            mesh = Mesh(*zip(*call.get(), strict=True))
             if problems := mesh.problems():
                 raise ValueError(f"mesh {mesh_name!r} of group {self.name!r}: {'; '.join(problems)}")
             self._meshes[mesh_name] = mesh
@@ -162,50 +133,32 @@ class WorkerGroup:
 def get_together(*calls: PendingCall) -> list[Any]:
     """Returns the outputs of calls of several groups that meet in collectives, where one failure blocks the others.
 
-    Consumes answers; unblocked by the last one, or soon after the first failure. If a rank died, its death is raised
-    and not the errors of ranks that waited for it.
+    Consumes answers; unblocked by the last one, or soon after the first failure. If a rank of any group died, its
+    group's or another one's call raises its death and not the errors of ranks that waited for it.
     """
     outputs: dict[int, Any] = {}
     while len(outputs) < len(calls):
         for index, call in enumerate(calls):
             if index not in outputs and call.is_done():
-                try:
-                    outputs[index] = call.get()
-                except WorkerError as error:
-                    raise _death_among([other for other in calls if other is not call]) or error from None
+                outputs[index] = call.get()
         time.sleep(_LOOK_INTERVAL_S)
     return [outputs[index] for index in range(len(calls))]
 
 
-def _death_among(calls: list[PendingCall]) -> WorkerDiedError | None:
-    """Searches the calls for a dead rank until the grace time is over."""
-    deadline = time.monotonic() + _DEATH_GRACE_S
-    while calls and time.monotonic() < deadline:
-        for call in [call for call in calls if call.is_done()]:
-            calls.remove(call)
-            try:
-                call.get()
-            except WorkerDiedError as death:
-                return death
-            except WorkerError:
-                continue  # an error about the missing peer, like those of the group that failed first
-        time.sleep(_LOOK_INTERVAL_S)
-    return None
-
-
+@dataclass
 class PendingCall:
     """A call under way; ``get`` waits for it and returns the collected output.
 
-    Args:
+    Attributes:
         wait: returns the outputs of the ranks.
         is_done: whether all ranks have answered or one has failed, so that ``wait`` returns or raises soon.
+        finish: makes the output of the call from those of the ranks.
     """
 
-    def __init__(self, wait: Callable[[], list[Any]], is_done: Callable[[], bool]) -> None:
-        self._wait = wait
-        self.is_done = is_done
-        self.finish: Callable[[list[Any]], Any] = lambda outputs: outputs
+    wait: Callable[[], list[Any]]
+    is_done: Callable[[], bool]
+    finish: Callable[[list[Any]], Any] = lambda outputs: outputs
 
     def get(self) -> Any:
         """The collected output; raises what the call raised."""
-        return self.finish(self._wait())
+        return self.finish(self.wait())

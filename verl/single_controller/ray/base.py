@@ -64,6 +64,8 @@ class RayWorkerGroup(WorkerGroup):
         joins: the group whose world these ranks join, after its own ranks and with its rendezvous.
 
     Attributes:
+        master_address: address of rank 0's node; loopback when Ray has one node, so that nothing listens outside.
+        master_port: port of rank 0's rendezvous: the driver's MASTER_PORT, else one that was free on its node.
         while_waiting: called repeatedly while this group waits for a call; it can drive another group.
 
     Raises:
@@ -86,6 +88,7 @@ class RayWorkerGroup(WorkerGroup):
         cls = ray_cls_with_init.cls
         super().__init__(name_prefix or cls.__name__, cls, resource_pool.world_size, timeout_s)
         self.resource_pool = resource_pool
+        self.master_address = self.master_port = ""
         self._actors: list[Any] = []
         # The groups whose ranks share a world: a collective of one may wait for a rank of another.
         self._world: list[RayWorkerGroup] = [self] if joins is None else joins._world
@@ -102,18 +105,7 @@ class RayWorkerGroup(WorkerGroup):
             self.shutdown()
             raise
 
-    @property
-    def master_address(self) -> str:
-        """Address of rank 0's node; loopback when Ray has one node, so that nothing listens on the network."""
-        return self._master_addr
-
-    @property
-    def master_port(self) -> str:
-        """Port of rank 0's rendezvous: the driver's MASTER_PORT, else one that was free on its node."""
-        return self._master_port
-
     def pids(self) -> list[int]:
-        """Process ids by rank."""
         return [address.pid for address in self._addresses if address is not None]
 
     def put(self, value: DataProto) -> ray.ObjectRef | Pickled:
@@ -133,7 +125,6 @@ class RayWorkerGroup(WorkerGroup):
         keep: list[bool],
         timeout_s: float | None,
     ) -> PendingCall:
-        """See ``WorkerGroup.run``."""
         if not self._actors:
             raise WorkerError(f"group {self.name!r} is shut down, {method} cannot run")
         refs = {
@@ -170,16 +161,16 @@ class RayWorkerGroup(WorkerGroup):
         self._addresses = list(self._wait("start of the process", refs, timeout_s))
         first: ProcessAddress = self._addresses[0]  # type: ignore[assignment]
         own_addr = LOOPBACK if is_one_node() else first.node_ip
-        self._master_addr = own_addr if joins is None else joins.master_address
+        self.master_address = own_addr if joins is None else joins.master_address
         own_port = os.environ.get("MASTER_PORT") or str(first.free_port)
-        self._master_port = own_port if joins is None else joins.master_port
-        env = {"MASTER_ADDR": self._master_addr, "MASTER_PORT": self._master_port}
+        self.master_port = own_port if joins is None else joins.master_port
+        env = {"MASTER_ADDR": self.master_address, "MASTER_PORT": self.master_port}
         init = ray_cls_with_init
         blob = ray.put(ray.cloudpickle.dumps((init.cls, init.args, init.kwargs)))
         refs = {actor.start.remote(env, blob): rank for rank, actor in enumerate(self._actors)}
         self._wait("__init__", refs, timeout_s)
         logger.info(
-            "%s: %d workers, rendezvous %s:%s", self.name, self.world_size, self._master_addr, self._master_port
+            "%s: %d workers, rendezvous %s:%s", self.name, self.world_size, self.master_address, self.master_port
         )
 
     def _wait(self, method: str, refs: dict[ray.ObjectRef, int], timeout_s: float | None) -> list[Any]:
@@ -274,7 +265,6 @@ class _Progress:
         self._has_failed = False
 
     def is_over(self) -> bool:
-        """Never waits."""
         if self._open and not self._has_failed:
             ready, self._open = ray.wait(self._open, num_returns=len(self._open), timeout=0)
             self._has_failed = any(_has_failed(ref) for ref in ready)

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 from ray.util.placement_group import (
@@ -15,7 +16,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from verl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool
+from verl.single_controller.base.worker import Worker
 from verl.utils.rank_log import LOG_DIR
 
 _DEVICE_RESOURCES = {"cpu": None, "npu": "NPU", "cuda": "GPU", "gpu": "GPU"}
@@ -26,11 +27,17 @@ class NoRoomError(ValueError):
     """The cluster lacks resources for a group; the text lists what is missing."""
 
 
-class RayResourcePool(ResourcePool):
-    """Reserves one bundle per node with room for all of the node's processes; no two entries share a node."""
+class RayResourcePool:
+    """How many worker processes run on each node, e.g. ``[8, 8]`` for two nodes of eight devices.
+
+    It reserves one bundle per node with room for all of the node's processes; no two entries share a node.
+    """
 
     def __init__(self, process_on_nodes: list[int]) -> None:
-        super().__init__(process_on_nodes)
+        if not process_on_nodes or any(count < 1 for count in process_on_nodes):
+            raise ValueError(f"process_on_nodes={process_on_nodes}, expected at least one node with one process")
+        self.process_on_nodes = list(process_on_nodes)
+        self.world_size = sum(process_on_nodes)
         self._group: PlacementGroup | None = None
 
     def reserve(self, device_name: str, num_cpus: float, timeout_s: float) -> list[Slot]:
@@ -60,14 +67,16 @@ class RayResourcePool(ResourcePool):
         ]
 
     def release(self) -> None:
-        """Releases the bundles."""
         if self._group is not None:
             remove_placement_group(self._group)
         self._group = None
 
 
-class RayClassWithInitArgs(ClassWithInitArgs):
+class RayClassWithInitArgs:
     """A worker class and the arguments every rank builds it with (upstream's name; no actor class needed)."""
+
+    def __init__(self, cls: type[Worker], *args: Any, **kwargs: Any) -> None:
+        self.cls, self.args, self.kwargs = cls, args, kwargs
 
 
 @dataclass(frozen=True)
@@ -143,7 +152,6 @@ def _num_nodes() -> int:
 
 
 def _bundle_addresses(group: PlacementGroup) -> list[str]:
-    """The address of each bundle's node."""
     address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     placed = placement_group_table(group)["bundles_to_node_id"]
     return [address_of[placed[index]] for index in range(group.bundle_count)]

@@ -31,7 +31,6 @@ class KLControlConfig(Section):
     target_kl: float = 0.1
 
     def contradictions(self, where: str) -> list[str]:
-        """See ``Section``."""
         if self.type == "adaptive" and (self.target_kl <= 0 or self.horizon <= 0):
             return [f"{where}.target_kl {self.target_kl} and horizon {self.horizon} must be above 0"]
         return []
@@ -58,7 +57,6 @@ class FilterGroupsConfig(Section):
     max_num_gen_batches: int = 0
 
     def contradictions(self, where: str) -> list[str]:
-        """See ``Section``."""
         if self.enable and (self.metric is None) == (self.filter_path is None):
             given = "both are given" if self.metric else "neither is given"
             return [f"{where}.enable is True; give one of {where}.metric and {where}.filter_path ({given})"]
@@ -100,26 +98,21 @@ class RolloutCorrectionConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether any sample is weighted or rejected."""
         return bool(self.rollout_is or self.rollout_rs or self.rollout_token_veto_threshold is not None)
 
     @property
     def needs_rollout_log_probs(self) -> bool:
-        """Whether the rollout must report the log-probs of its tokens."""
         return self.is_on or self.bypass_mode
 
     @property
     def rs_upper(self) -> float:
-        """Ratios above are rejected."""
         return self.rollout_is_threshold if self.rollout_rs_threshold is None else self.rollout_rs_threshold
 
     @property
     def rs_lower(self) -> float:
-        """Ratios below are rejected."""
         return 1.0 / self.rs_upper if self.rollout_rs_threshold_lower is None else self.rollout_rs_threshold_lower
 
     def contradictions(self, where: str) -> list[str]:
-        """See ``Section``."""
         found = []
         if self.rs_upper > 0 and not 0 <= self.rs_lower <= self.rs_upper:
             found.append(

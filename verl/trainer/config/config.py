@@ -59,22 +59,18 @@ class PPOTrainerConfig(Section):
 
     @property
     def has_rollout_ranks(self) -> bool:
-        """Whether generation has ranks of its own."""
         return self.trainer.schedule != "sync"
 
     @property
     def training_layout(self) -> ParallelLayout:
-        """How the ranks that train share the model."""
         return self.actor_rollout_ref.actor.megatron.layout(self.trainer.world_size)
 
     @property
     def rollout_world_size(self) -> int:
-        """Ranks that generate."""
         return self.rollout.world_size if self.has_rollout_ranks else self.trainer.world_size
 
     @property
     def num_devices(self) -> int:
-        """Worker processes of the run."""
         return self.trainer.world_size + (self.rollout.world_size if self.has_rollout_ranks else 0)
 
     @property

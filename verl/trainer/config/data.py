@@ -56,7 +56,6 @@ class DataConfig(Section):
     filter_overlong_prompts: bool = False
 
     def contradictions(self, where: str) -> list[str]:
-        """See ``Section``."""
         where, sets = f"{where}.val_files", self.val_files
         if not isinstance(sets, dict):
             return []

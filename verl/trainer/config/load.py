@@ -35,6 +35,7 @@ _PATH_KEYS = (
     "trainer.resume_from_path",
 )
 _EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
+_ACTOR, _REF = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.ref.megatron."
 _ROUTER_REPLAY = "actor_rollout_ref.actor.router_replay.mode"
 
 
@@ -88,14 +89,13 @@ def typed_config(composed: DictConfig) -> PPOTrainerConfig:
         raise ConfigError([str(error).strip().replace("\n", " ")]) from error
     assert isinstance(raw, dict)
     known = known_keys()
-    problems = list(_drop_non_sections(raw, known))
-    fixed_key_problems = take_fixed_keys(raw)
-    problems += [_unknown(key, known) for key, _ in _leaves(raw) if not _is_known(key, known)]
-    problems += fixed_key_problems
-    _inherit_reference_engine(raw)
+    problems = take_fixed_keys(raw)
+    leaves = dict(_leaves(raw, known, problems))
+    # ref.megatron is the actor's with the given keys replaced.
+    inherited = {_REF + key.removeprefix(_ACTOR): value for key, value in leaves.items() if key.startswith(_ACTOR)}
     schema = OmegaConf.structured(PPOTrainerConfig)
     _unlock(schema)
-    for key, value in _schema_leaves(raw, known):
+    for key, value in (inherited | leaves).items():
         try:
             OmegaConf.update(schema, key, value)
         except OmegaConfBaseException as error:
@@ -139,25 +139,24 @@ def _force(override: str) -> str:
     return override if parsed.is_delete() or override.startswith("+") else f"++{override}"
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(
+    tree: dict[str, Any], known: dict[str, bool], problems: list[str], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """The keys of the schema in ``tree`` with their values; adds a sentence for everything else to ``problems``.
+
+    A free-form dict is one value, and an empty section sets nothing.
+    """
     for key, value in tree.items():
-        if isinstance(value, dict):  # an empty section sets nothing
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _drop_non_sections(tree: dict[str, Any], known: dict[str, bool], prefix: str = "") -> Iterator[str]:
-    """Remove values from ``tree`` that are in the place of a section; a sentence for each that is not empty."""
-    for key, value in list(tree.items()):
         name = f"{prefix}{key}"
-        inside = [leaf for leaf in known if leaf.startswith(f"{name}.")]
-        if inside and isinstance(value, dict):
-            yield from _drop_non_sections(value, known, f"{name}.")
-        elif inside:
-            del tree[key]
-            if value is not None:
-                yield f"{name} is {value!r}; expected a section, with keys like {inside[0]}"
+        inside = next((leaf for leaf in known if leaf.startswith(f"{name}.")), None)
+        if known.get(name, False) or (name in known and not isinstance(value, dict)):
+            yield name, value
+        elif isinstance(value, dict):
+            yield from _leaves(value, known, problems, f"{name}.")
+        elif inside is None:
+            problems.append(_unknown(name, known))
+        elif value is not None:
+            problems.append(f"{name} is {value!r}; expected a section, with keys like {inside}")
 
 
 def _expand_home(value: Any) -> Any:
@@ -174,23 +173,6 @@ def _absolute_files(libraries: Any) -> Any:
         return [_absolute_files(library) for library in libraries]
     is_file = isinstance(libraries, str) and libraries.endswith(".py")
     return os.path.abspath(os.path.expanduser(libraries)) if is_file else libraries
-
-
-def _schema_leaves(tree: dict[str, Any], known: dict[str, bool], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of ``tree`` that the schema has; a free-form dict counts as one leaf."""
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if name in known:
-            yield name, value
-        elif isinstance(value, dict):
-            yield from _schema_leaves(value, known, f"{name}.")
-
-
-def _is_known(key: str, known: dict[str, bool]) -> bool:
-    if key in known or any(name.startswith(f"{key}.") for name in known):
-        return True
-    parents = key.split(".")
-    return any(known.get(".".join(parents[:depth]), False) for depth in range(1, len(parents)))
 
 
 def _unknown(key: str, known: dict[str, bool]) -> str:
@@ -210,11 +192,3 @@ def _unlock(node: DictConfig) -> None:
         child = node._get_node(key)
         if isinstance(child, DictConfig) and not child._is_none():
             _unlock(child)
-
-
-def _inherit_reference_engine(raw: dict[str, Any]) -> None:
-    """``ref.megatron`` is the actor's with the given keys replaced."""
-    models = raw.get("actor_rollout_ref", {})
-    actor = models.get("actor", {}).get("megatron", {})
-    ref = models.setdefault("ref", {})
-    ref["megatron"] = {**actor, **(ref.get("megatron") or {})}

@@ -30,7 +30,6 @@ class RolloutRanksConfig(Section):
 
     @property
     def world_size(self) -> int:
-        """Ranks that only generate."""
         return self.nnodes * self.n_gpus_per_node
 
 
@@ -75,7 +74,6 @@ class AsyncTrainingConfig(Section):
         return math.ceil(self.staleness_threshold)
 
     def contradictions(self, where: str) -> list[str]:
-        """See ``Section``."""
         if self.keep_kv_cache and not self.partial_rollout:
             return [
                 f"{where}.keep_kv_cache is True and partial_rollout False: no sample continues over a weight sync; "

@@ -117,29 +117,23 @@ class TrainerConfig(Section):
 
     @property
     def world_size(self) -> int:
-        """Devices that train, one worker process each."""
         return self.nnodes * self.n_gpus_per_node
 
     @property
     def records_rollouts(self) -> bool:
-        """Whether each step's batch is saved."""
         return self.save_rollouts or self.rollout_only
 
     @property
     def tests_first(self) -> bool:
-        """Whether a run validates before its first step."""
         return self.val_before_train and self.train_only is None
 
     def tests_after(self, step: int, *, is_last: bool) -> bool:
-        """Whether ``step`` is followed by a validation."""
         return self.train_only is None and _is_due(step, self.test_freq, is_last and self.test_last)
 
     def saves_after(self, step: int, *, is_last: bool) -> bool:
-        """Whether ``step`` is followed by a checkpoint."""
         return not self.rollout_only and _is_due(step, self.save_freq, is_last and self.save_last)
 
     def contradictions(self, where: str) -> list[str]:
-        """See ``Section``."""
         asked = [f"{where}.{key}" for key in ("save_rollouts", "rollout_only", "train_only") if getattr(self, key)]
         found = []
         if self.train_only and len(asked) > 1:

@@ -34,7 +34,6 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The global step after which it was taken."""
         match = _STEP.fullmatch(self.directory.name)
         assert match is not None, self.directory
         return int(match.group(1))
@@ -46,12 +45,10 @@ class Checkpoint:
 
     @property
     def state_path(self) -> Path:
-        """The trainer's part."""
         return self.directory / _TRAINER_STATE
 
     @property
     def is_complete(self) -> bool:
-        """True when both parts are complete."""
         return self.state_path.is_file() and is_complete(self.actor)
 
     def write_state(self, state: dict[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
@@ -140,12 +137,10 @@ def _remove(checkpoint: Checkpoint) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces ``path`` atomically."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replaces ``path`` atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as out:
         out.write(content)

@@ -101,7 +101,6 @@ class AdaptiveKLController:
 
 
 def get_kl_controller(kl_ctrl: KLControlConfig) -> FixedKLController | AdaptiveKLController:
-    """The controller of ``algorithm.kl_ctrl``."""
     if kl_ctrl.type == "fixed":
         return FixedKLController(kl_ctrl.kl_coef)
     return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)

@@ -1,10 +1,18 @@
-"""Hooks for observers of the training steps, so that writing about a step is no part of the algorithm."""
+"""Hooks for observers of the training steps, so that writing about a step is no part of the algorithm.
+
+Their files of single steps are named ``step_N`` with any prefix and suffix.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from verl.protocol import DataProto
+from verl.trainer.ppo.checkpointing import write_text
+
+_STEP = re.compile(r"(?:.*_)?step_(\d+)\.\w+")
 
 
 @dataclass(frozen=True)
@@ -41,3 +49,29 @@ class StepObserver:
 
     def after_step(self, number: int) -> None:
         """Called when the step has been logged, validated and saved."""
+
+
+def steps_of(directory: Path, pattern: str) -> list[int]:
+    return sorted(int(match[1]) for path in directory.glob(pattern) if (match := _STEP.fullmatch(path.name)))
+
+
+class StepFiles(StepObserver):
+    """An observer that writes files of single steps.
+
+    Args:
+        pattern: the names of its files in ``directory``.
+    """
+
+    def __init__(self, directory: Path, pattern: str) -> None:
+        self.directory, self._pattern = directory, pattern
+
+    def cut_back(self, first_step: int) -> None:
+        for path in self.directory.glob(self._pattern):
+            match = _STEP.fullmatch(path.name)
+            if match and int(match[1]) >= first_step:
+                path.unlink()
+
+    def write_file(self, name: str, text: str) -> None:
+        """Writes a file atomically; it is on disk when this returns."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        write_text(self.directory / name, text)

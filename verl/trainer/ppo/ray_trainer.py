@@ -36,8 +36,7 @@ from verl.trainer.ppo.scores import add_scores, reward_parts
 from verl.trainer.ppo.step_timeline import StepTimeline
 from verl.trainer.ppo.validation import Validator
 from verl.utils.dataset import ResumableLoader, RLHFDataset
-from verl.utils.device import resolve_device
-from verl.utils.op_tables import op_tables_text
+from verl.utils.device import op_tables_text, resolve_device
 from verl.utils.seqlen_balancing import balanced_order
 from verl.utils.tracking import Tracking
 from verl.workers.reward_manager import NaiveRewardManager

@@ -18,12 +18,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from verl.single_controller.base.worker_group import WorkerDiedError, WorkerError, WorkerTimeoutError
 from verl.single_controller.ray.resources import NoRoomError
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo import checkpointing
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -38,22 +41,7 @@ class TrainingStoppedError(RuntimeError):
         self.step = step
 
 
-class Trainer(Protocol):
-    """The trainer that is restarted; ``global_step`` is its current step, 0 before the first."""
-
-    global_step: int
-
-    def init_workers(self) -> None:
-        """Starts every worker process."""
-
-    def fit(self) -> None:
-        """Resumes according to the config, and trains to the end."""
-
-    def shutdown(self) -> None:
-        """Ends the remaining worker processes and closes files."""
-
-
-NewTrainer = Callable[[PPOTrainerConfig, Mapping[str, float]], Trainer]
+NewTrainer = Callable[[PPOTrainerConfig, Mapping[str, float]], "RayPPOTrainer"]
 
 
 def fit_with_restarts(config: PPOTrainerConfig, new_trainer: NewTrainer) -> None:
@@ -180,7 +168,6 @@ class RestartRecord:
 
     @property
     def count(self) -> int:
-        """The number of restarts so far."""
         return len(self._text.splitlines())
 
     def add(self, step: int, from_step: int, cause: str) -> None:

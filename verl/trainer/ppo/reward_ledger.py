@@ -12,15 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.trainer.ppo.checkpointing import write_text
-from verl.trainer.ppo.observers import Step, StepObserver
-from verl.trainer.ppo.step_files import remove_steps
+from verl.trainer.ppo.observers import Step, StepFiles
 from verl.workers.reward_manager import GradedSample
 
 FOLDER = "reward_ledger"
 
 
-class RewardLedger(StepObserver):
+class RewardLedger(StepFiles):
     """Writes a file per step, atomically.
 
     Args:
@@ -29,13 +27,9 @@ class RewardLedger(StepObserver):
     """
 
     def __init__(self, report_dir: str, contents: str) -> None:
-        self._directory = Path(report_dir) / FOLDER
+        super().__init__(Path(report_dir) / FOLDER, "*step_*.jsonl")
         self._contents = contents
         self._samples: list[GradedSample] = []
-
-    def cut_back(self, first_step: int) -> None:
-        """Removes the files of ``first_step`` and later: those steps will be run again."""
-        remove_steps(self._directory, "*step_*.jsonl", first_step)
 
     def add(self, samples: Sequence[GradedSample]) -> None:
         """Collects grades for the step's file; a step may grade several batches."""
@@ -43,18 +37,16 @@ class RewardLedger(StepObserver):
             self._samples += samples
 
     def after_rewards(self, step: Step) -> None:
-        """See ``StepObserver``."""
         self.write(step.number)
 
     def write(self, step: int, *, is_validation: bool = False) -> None:
         """Writes the file of one step with the grades since the last file, if any; it is on disk when this returns."""
         if self._contents == "off" or not self._samples:
             return
-        self._directory.mkdir(parents=True, exist_ok=True)
         samples, self._samples = self._samples, []
         lines = (json.dumps(_record(step, sample, self._contents)) + "\n" for sample in samples)
         prefix = "val_" if is_validation else ""
-        write_text(self._directory / f"{prefix}step_{step}.jsonl", "".join(lines))
+        self.write_file(f"{prefix}step_{step}.jsonl", "".join(lines))
 
 
 def _record(step: int, sample: GradedSample, contents: str) -> dict[str, Any]:

@@ -87,6 +87,5 @@ class RunCheckpoints:
         return taken
 
     def _problems_of(self, checkpoint: checkpointing.Checkpoint) -> list[str]:
-        """What the workers find missing or damaged in it."""
         found: list[str] = self.workers.verify_checkpoint(str(checkpoint.actor.absolute()))[0]
         return found

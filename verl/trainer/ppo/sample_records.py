@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.protocol import DataProto
-from verl.trainer.ppo.checkpointing import write_text
 from verl.trainer.ppo.metric_utils import marked_timer
-from verl.trainer.ppo.observers import Step, StepObserver
+from verl.trainer.ppo.observers import Step, StepFiles
 from verl.trainer.ppo.scores import REWARD_PARTS
-from verl.trainer.ppo.step_files import remove_steps
 from verl.workers.rollout.rollout_messages import VERSIONS
 from verl.workers.row_store import worker_batch
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
@@ -35,7 +33,7 @@ ROLLOUT, TRAINING = "rollout_log_probs", "old_log_probs"  # columns of the batch
 _DIGITS = 7  # decimals of a log-prob: float32 has no more
 
 
-class SampleRecords(StepObserver):
+class SampleRecords(StepFiles):
     """Writes the steps that ``trainer.log_samples_freq`` divides.
 
     Args:
@@ -48,29 +46,22 @@ class SampleRecords(StepObserver):
     def __init__(
         self, report_dir: str, freq: int, max_rows: int, tokenizer: PreTrainedTokenizerBase, workers: Any = None
     ) -> None:
-        self._directory = Path(report_dir) / FOLDER
+        super().__init__(Path(report_dir) / FOLDER, "step_*.jsonl")
         self._freq = freq
         self._max_rows = max_rows
         self._tokenizer = tokenizer
         self._workers = workers
 
-    def cut_back(self, first_step: int) -> None:
-        """Removes the files of ``first_step`` and later: those steps will be run again."""
-        remove_steps(self._directory, "step_*.jsonl", first_step)
-
     def wants(self, step: int) -> bool:
-        """Return whether ``step`` is one of them."""
         return self._freq > 0 and step % self._freq == 0
 
     def chosen(self, batch: DataProto) -> DataProto:
-        """Return the rows of ``batch`` that are written."""
         return batch.select_idxs(chosen_rows(batch.non_tensor_batch["uid"], self._max_rows))
 
     def write(self, step: int, batch: DataProto) -> None:
         """Writes the file of ``step`` with all rows of ``batch``, whose log-probs are columns where there are any."""
-        self._directory.mkdir(parents=True, exist_ok=True)
         lines = (json.dumps(self._record(step, batch, row)) + "\n" for row in range(len(batch)))
-        write_text(self._directory / f"step_{step}.jsonl", "".join(lines))
+        self.write_file(f"step_{step}.jsonl", "".join(lines))
 
     def before_update(self, step: Step) -> None:
         """See ``StepObserver``; the log-probs of training are computed where the step has none."""

@@ -13,16 +13,14 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
-import torch
 from safetensors import SafetensorError, safe_open
 
 from verl.protocol import DataProto
 from verl.protocol_storage import as_rows
 from verl.trainer.ppo.checkpointing import write_bytes
 from verl.trainer.ppo.metric_utils import marked_timer
-from verl.trainer.ppo.observers import Step, StepObserver
+from verl.trainer.ppo.observers import Step, StepFiles, steps_of
 from verl.trainer.ppo.scores import REWARD_PARTS
-from verl.trainer.ppo.step_files import remove_steps, steps_of
 from verl.workers.row_store import GENERATED_COLUMNS, STORED_DTYPES, worker_batch
 
 FOLDER, FILES = "rollouts", "step_*.safetensors"
@@ -53,18 +51,14 @@ class SavedRollouts:
     """The saved rollouts in a folder."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def cut_back(self, first_step: int) -> None:
-        """Removes the files of ``first_step`` and later: those steps will be run again."""
-        remove_steps(self._directory, FILES, first_step)
+        self.directory = directory
 
     def write(self, step: int, rollout: SavedRollout) -> None:
         """Writes the file of ``step``; it is on disk when this returns."""
         columns = {name: values.tolist() for name, values in rollout.rows.non_tensor_batch.items()}
         described = {"columns": columns, "metrics": rollout.metrics, "loader": rollout.loader}
         tensors = {name: tensor.contiguous() for name, tensor in rollout.rows.batch.items()}
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
         content = safetensors.torch.save(tensors, {_DESCRIPTION: json.dumps(described)})
         write_bytes(self._path(step), content)
 
@@ -72,9 +66,9 @@ class SavedRollouts:
         """Returns the rollout of ``step``; ValueError when there is none, or its file is damaged."""
         path = self._path(step)
         if not path.is_file():
-            found = steps_of(self._directory, FILES)
+            found = steps_of(self.directory, FILES)
             there = f"steps {found[0]} to {found[-1]}" if found else "none"
-            raise ValueError(f"there is no record of step {step}: {path}; {self._directory} has records of {there}")
+            raise ValueError(f"there is no record of step {step}: {path}; {self.directory} has records of {there}")
         try:
             with safe_open(str(path), framework="pt") as opened:
                 described = json.loads((opened.metadata() or {})[_DESCRIPTION])
@@ -85,10 +79,10 @@ class SavedRollouts:
         return SavedRollout(DataProto.from_dict(tensors, columns), described["metrics"], described["loader"])
 
     def _path(self, step: int) -> Path:
-        return self._directory / f"step_{step}.safetensors"
+        return self.directory / f"step_{step}.safetensors"
 
 
-class RolloutSaver(StepObserver):
+class RolloutSaver(StepFiles):
     """Saves the batch of every step.
 
     Args:
@@ -97,14 +91,10 @@ class RolloutSaver(StepObserver):
     """
 
     def __init__(self, rollouts: SavedRollouts, workers: Any, source: Any) -> None:
+        super().__init__(rollouts.directory, FILES)
         self._rollouts, self._workers, self._source = rollouts, workers, source
 
-    def cut_back(self, first_step: int) -> None:
-        """See ``StepObserver``."""
-        self._rollouts.cut_back(first_step)
-
     def after_rewards(self, step: Step) -> None:
-        """See ``StepObserver``."""
         with marked_timer("save_rollouts", step.timing):
             state, _ = self._source.state()
             metrics = {name: value for name, value in step.sampling.items() if not name.startswith(_MEASURED)}
@@ -127,15 +117,3 @@ def rows_to_save(workers: Any, batch: DataProto) -> DataProto:
             rows.batch[name] = generated[name].to(STORED_DTYPES.get(name, generated[name].dtype))
     rows.reorder(np.argsort(batch.batch[GENERATED_ROW].numpy()))
     return DataProto(rows.batch, rows.non_tensor_batch)
-
-
-def generated_columns(rows: DataProto) -> DataProto:
-    """The columns that workers store, and the responses that they return with them."""
-    names = [name for name in ("responses", *GENERATED_COLUMNS) if name in rows.batch]
-    return rows.select(batch_keys=names, non_tensor_batch_keys=[])
-
-
-def controller_columns(rows: DataProto) -> DataProto:
-    """The other columns, which only the controller has."""
-    tensors: dict[str, torch.Tensor] = {name: rows.batch[name] for name in ("num_tokens", "token_level_scores")}
-    return DataProto.from_dict(tensors, rows.non_tensor_batch)

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.trainer.ppo.checkpointing import write_text
 from verl.trainer.ppo.metric_utils import PhaseSeconds
-from verl.trainer.ppo.observers import StepObserver
-from verl.trainer.ppo.step_files import remove_steps
+from verl.trainer.ppo.observers import StepFiles
 from verl.utils.timeline import ClockReading, Recording, Span, Timeline, now_s, read_clock
 
 FOLDER = "timeline"
@@ -39,7 +37,7 @@ class ClockOffset:
     error_s: float
 
 
-class StepTimeline(StepObserver):
+class StepTimeline(StepFiles):
     """Records the steps that ``trainer.timeline_freq`` divides; the others cost a microsecond a phase.
 
     Args:
@@ -49,23 +47,18 @@ class StepTimeline(StepObserver):
     """
 
     def __init__(self, report_dir: str, freq: int, groups: Sequence[Any]) -> None:
-        self._directory = Path(report_dir) / FOLDER
+        super().__init__(Path(report_dir) / FOLDER, "step_*.json")
         self._freq, self._groups = freq, groups
         self._controller = Timeline()
         self._step: int | None = None
         self._start_s = 0.0
         self._readings: list[BoundedReading] = []
 
-    def cut_back(self, first_step: int) -> None:
-        """Removes the files of ``first_step`` and later: those steps will be run again."""
-        remove_steps(self._directory, "step_*.json", first_step)
-
     def phase_seconds(self) -> PhaseSeconds:
         """A dict for ``marked_timer``, whose phases are the controller's spans."""
         return PhaseSeconds(self._controller)
 
     def before_step(self, number: int) -> None:
-        """Starts recording on all ranks of all groups, if the step is one that is recorded."""
         if self._freq < 1 or number % self._freq:
             return
         self._step, self._readings = number, []
@@ -75,7 +68,6 @@ class StepTimeline(StepObserver):
             self._note(self._start_s, group.begin_timeline())
 
     def after_step(self, number: int) -> None:
-        """Writes the trace of the step, if it was recorded."""
         if self._step is None:
             return
         for _ in range(_EXTRA_READINGS):
@@ -90,8 +82,7 @@ class StepTimeline(StepObserver):
         text = json.dumps(
             trace(self._step, self._start_s, self._controller.take(), recordings, clock_offsets(self._readings))
         )
-        self._directory.mkdir(parents=True, exist_ok=True)
-        write_text(self._directory / f"step_{self._step}.json", text + "\n")
+        self.write_file(f"step_{self._step}.json", text + "\n")
         self._step = None
 
     def _note(self, asked_s: float, readings: Iterable[ClockReading]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,31 +15,27 @@ from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.checkpointing import write_text
 from verl.trainer.ppo.metric_utils import compute_set_metrics, marked_timer, process_validation_metrics
 from verl.trainer.ppo.reward_ledger import RewardLedger
-from verl.trainer.ppo.seeds import sampling_seeds
+from verl.trainer.ppo.schedules.generation import sampling_seeds
 from verl.utils.dataset import RLHFDataset, collate_fn
 from verl.workers.reward_manager import NaiveRewardManager, Scores
 
 _STREAM = -1  # sampling stream of validation: the same noise at every step, so that scores compare
 
 
+@dataclass(frozen=True)
 class Validator:
     """Validates the policy on all evaluation sets.
 
-    Args:
+    Attributes:
         datasets: name of the set ("" for a set without a name) -> its problems.
         generate: (step, prompts) -> responses by the weights after that step.
     """
 
-    def __init__(
-        self,
-        config: PPOTrainerConfig,
-        datasets: Mapping[str, RLHFDataset],
-        generate: Callable[[int, DataProto], DataProto],
-        reward_fn: NaiveRewardManager,
-        ledger: RewardLedger,
-    ) -> None:
-        self.config, self.datasets, self.generate = config, datasets, generate
-        self.reward_fn, self.ledger = reward_fn, ledger
+    config: PPOTrainerConfig
+    datasets: Mapping[str, RLHFDataset]
+    generate: Callable[[int, DataProto], DataProto]
+    reward_fn: NaiveRewardManager
+    ledger: RewardLedger
 
     def run(self, step: int, timing: dict[str, float]) -> dict[str, float]:
         """Mean scores over the problems of all sets and of each set that has a name.
@@ -101,7 +98,6 @@ class Validator:
 
 
 def _first_of_each(names: list[str], limit: int) -> list[int]:
-    """Rows of the first ``limit`` of every name."""
     return [
         row for name in dict.fromkeys(names) for row in [i for i, other in enumerate(names) if other == name][:limit]
     ]

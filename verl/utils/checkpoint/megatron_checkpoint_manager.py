@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,34 +21,27 @@ from verl.workers.config import CheckpointConfig
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class MegatronCheckpointManager:
     """Writes ``<local_path>/`` so that it exists only when complete; any layout reads it, the same one bit for bit.
 
-    With ``async_save`` writing goes on beside the next steps; ``check`` and ``wait`` tell of failures.
+    With ``async_save`` files are written beside the next steps; ``check`` and ``wait`` raise the failures.
 
-    Args:
+    Attributes:
         model: this rank's stage, without its DDP wrapper.
         hf_dir: the HF directory that config and tokenizer are copied from when ``hf_model`` is saved.
     """
 
-    def __init__(
-        self,
-        checkpoint_config: CheckpointConfig,
-        model: nn.Module,
-        optimizer: DistributedOptimizer,
-        scheduler: OptimizerParamScheduler,
-        hf_config: HFModelConfig,
-        hf_dir: str,
-        groups: ProcessGroups,
-    ) -> None:
-        self.config = checkpoint_config
-        self.model = model
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.hf_config = hf_config
-        self.hf_dir = hf_dir
-        self.groups = groups
-        self.saver = CheckpointSaver(groups)
+    config: CheckpointConfig
+    model: nn.Module
+    optimizer: DistributedOptimizer
+    scheduler: OptimizerParamScheduler
+    hf_config: HFModelConfig
+    hf_dir: str
+    groups: ProcessGroups
+
+    def __post_init__(self) -> None:
+        self.saver = CheckpointSaver(self.groups)
 
     def save_checkpoint(self, local_path: str, global_step: int = 0, latest_path: str | None = None) -> None:
         """Collective. The HF form comes first, so the sharded checkpoint, whose manifest is last, completes it all.

@@ -31,7 +31,6 @@ class ResumableLoader:
         self._shuffled: tuple[int, list[int]] | None = None  # an epoch and its order
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
         return len(self.dataset) // self.batch_size
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -61,7 +60,6 @@ class ResumableLoader:
         return self._shuffled[1]
 
     def state_dict(self) -> dict[str, int]:
-        """The position of the next batch, and the settings that it depends on."""
         return {"epoch": self.epoch, "batch_index": self.batch_index, **self._identity()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -28,7 +28,6 @@ class HostResidentModel:
 
     @torch.no_grad()
     def onload(self) -> None:
-        """Allocates device storage and fills it from the host."""
         if self.is_onloaded:
             return
         for tensor, host in zip(self._tensors, self._host, strict=True):

@@ -41,7 +41,6 @@ class PackedMicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Packed tokens T of this rank, padding included."""
         return int(self.input_ids_T.numel())
 
     @property

@@ -153,7 +153,6 @@ def _tests(ground_truth: str) -> Iterator[_Test]:
 
 
 def _arguments(given: Any) -> str:
-    """The JSON list of a function's arguments."""
     if isinstance(given, str):
         given = [json.loads(line) for line in given.splitlines() if line.strip()]
     return json.dumps(given)

@@ -1,21 +1,49 @@
-"""Reward functions of users: loading, checking and calling them, and the digest of their file."""
+"""Reward functions of users: which grades which data source, loading, checking and calling them, their digests.
+
+Importing this is cheap: the config holds the specs.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verl.utils.import_utils import load_extern_type
-from verl.utils.reward_score.spec import RewardFunctionSpec
 
 SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _FORMS = f"def NAME({', '.join(SINGLE)}) or, for a batched one, def NAME({', '.join(BATCHED)})"
+
+
+@dataclass(frozen=True)
+class RewardFunctionSpec:
+    """A function by file; ``kwargs`` are JSON and go to every call."""
+
+    path: str
+    name: str = "compute_score"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+# The function that grades when the config names none.
+DEFAULT_FUNCTION = RewardFunctionSpec(str(Path(__file__).with_name("default.py")), "default_compute_score")
+
+
+def function_of(
+    data_source: str, by_source: Mapping[str, RewardFunctionSpec], default: RewardFunctionSpec | None
+) -> RewardFunctionSpec:
+    """The function of a source: its own, else the one of the first pattern that matches, else the default."""
+    if data_source in by_source:
+        return by_source[data_source]
+    for pattern, function in by_source.items():
+        if fnmatch.fnmatchcase(data_source, pattern):
+            return function
+    return default or DEFAULT_FUNCTION
 
 
 @dataclass(frozen=True)

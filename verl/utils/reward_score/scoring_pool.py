@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from verl.utils.reward_score.functions import RewardFunctionSpec, function_of
 from verl.utils.reward_score.scoring_process import PoolClosed, ScoringProcess
-from verl.utils.reward_score.spec import RewardFunctionSpec, function_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,6 @@ class ScoringJob:
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of everything that the result depends on."""
         return hashlib.sha256(json.dumps(self.values, sort_keys=True).encode()).digest()
 
     @property
@@ -67,7 +66,6 @@ class ScoringResult:
 
     @property
     def is_graded(self) -> bool:
-        """False when the grader timed out, died or raised."""
         return self.status == "ok"
 
 
@@ -170,7 +168,6 @@ class ScoringPool:
         return futures
 
     def close(self) -> None:
-        """Ends every process at once; answers that are waiting or being graded are cancelled."""
         with self._changed:
             self._is_closed = True
             while self._waiting:
@@ -202,7 +199,7 @@ class ScoringPool:
         while (first := self._first()) is not None:
             entries = [first]
             try:
-                if process is not None and not process.knows(first.function):
+                if process is not None and first.function >= len(process.kinds):
                     process.kill()
                     process = None
                 process = process or ScoringProcess(self._functions, self._timeout_s, self._closed_read)
@@ -272,7 +269,7 @@ class ScoringPool:
                     outcome.get("parse", {}),
                     reply["seconds"],
                     self._functions[number],
-                    process.version(number),
+                    process.kinds[number]["version"],
                 )
             )
         return results

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from verl.utils.reward_score.spec import RewardFunctionSpec
+from verl.utils.reward_score.functions import RewardFunctionSpec
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,10 @@ class ScoringProcess:
         functions: the functions that it loads; a call names one by its index.
         timeout_s: seconds that one call may take.
         closed: a file descriptor that becomes readable when the pool closes.
+
+    Attributes:
+        kinds: by index, whether a loaded function is batched and async, and the digest of its file (``version``).
+        is_usable: cleared by a time-out or a crash.
 
     Raises:
         RuntimeError: a function cannot be loaded; the message ends with the process's standard error.
@@ -71,25 +75,16 @@ class ScoringProcess:
             self.kill()
             names = ", ".join(f"{function.name} of {function.path}" for function in functions)
             raise RuntimeError(f"the reward function cannot be loaded: {names}\n{stderr}")
-        self._kinds: list[dict[str, Any]] = json.loads(ready)["ready"]
-
-    def knows(self, function: int) -> bool:
-        """Whether the process has loaded the function with this index."""
-        return function < len(self._kinds)
-
-    def version(self, function: int) -> str:
-        """Digest of the function's file, as this process loaded it."""
-        return str(self._kinds[function]["version"])
+        self.kinds: list[dict[str, Any]] = json.loads(ready)["ready"]
 
     def most_samples(self, function: int, batch_size: int, max_concurrent: int) -> int:
-        """The most answers of one call of the function."""
-        kind = self._kinds[function]
+        kind = self.kinds[function]
         return batch_size if kind["is_batched"] else max_concurrent if kind["is_async"] else 1
 
     def score(self, function: int, samples: Sequence[list[Any]]) -> dict[str, Any]:
         """The worker's reply (``scoring_worker``) with ``seconds``; a time-out or a crash clears ``is_usable``."""
         start = time.monotonic()
-        limit_s = self._timeout_s + (_ASYNC_GRACE_S if self._kinds[function]["is_async"] else 0.0)
+        limit_s = self._timeout_s + (_ASYNC_GRACE_S if self.kinds[function]["is_async"] else 0.0)
         line = self._read_line(limit_s) if self._write({"function": function, "samples": samples}) else b""
         if line:
             reply: dict[str, Any] = json.loads(line)

@@ -15,8 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from verl.utils.reward_score.functions import RewardFunction, gather, load_reward_function
-from verl.utils.reward_score.spec import RewardFunctionSpec
+from verl.utils.reward_score.functions import RewardFunction, RewardFunctionSpec, gather, load_reward_function
 
 _PR_SET_PDEATHSIG = 1
 _MAX_ADDRESS_SPACE = 16 << 30  # an answer that asks for more memory than this gets a MemoryError, not the machine

@@ -17,17 +17,18 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_entropy
+from megatron.core.transformer.moe.aux_loss import collect_moe_aux_losses, set_aux_loss_scale
+from megatron.core.transformer.moe.expert_load import collect_expert_loads
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import MicroBatchRouting, RouterReplay
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock, collect_mtp_losses
 from megatron.core.transformer.transformer_config import TransformerConfig
 from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.utils.megatron.packed_batch import PackedMicroBatch, pack_micro_batch, padded_lengths, scatter_to_rows
-from verl.workers.actor.auxiliary import model_metrics, set_auxiliary_scales
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, partitions_within, split_to
 from verl.workers.actor.base import BasePPOActor
-from verl.workers.actor.micro_batching import split_rows
-from verl.workers.actor.policy_loss import LossInputs, PolicyLoss, UpdateMetrics
-from verl.workers.actor.rollout_correction import corrected
+from verl.workers.actor.policy_loss import LossInputs, PolicyLoss, UpdateMetrics, corrected, reduce_over
 from verl.workers.actor.routing_rows import FROM_ROLLOUT, RoutingRows, with_row_numbers
 from verl.workers.config import ActorConfig
 
@@ -67,7 +68,6 @@ class MegatronPPOActor(BasePPOActor):
 
     @property
     def is_last_stage(self) -> bool:
-        """True where logits and losses exist."""
         return self.groups.coords.pp == self.groups.pp.size() - 1
 
     @property
@@ -286,3 +286,64 @@ class MegatronPPOActor(BasePPOActor):
         # The policy that acted is softmax(logits / T); training must score that one (upstream leaves T out).
         scaled_TV = logits_TV if temperature == 1.0 else logits_TV / temperature
         return -vocab_parallel_cross_entropy(scaled_TV, micro.labels_T, self.groups.tp)
+
+
+def split_rows(
+    lengths_B: Tensor,
+    *,
+    micro_batch_size: int,
+    max_token_len: int | None,
+    dp_group: dist.ProcessGroup,
+) -> list[list[int]]:
+    """Row indices of each micro-batch, largest first, so that the i-th ones of all ranks have similar sizes.
+
+    Args:
+        lengths_B: packed tokens of every row, int64 [B].
+        micro_batch_size: rows in a micro-batch when ``max_token_len`` is None.
+        max_token_len: packed tokens a micro-batch may have; a longer row gets one of its own.
+        dp_group: every rank of it gets the same number of micro-batches, because experts are shared across it. A rank
+            with fewer rows gets empty ones at the end.
+    """
+    lengths = lengths_B.tolist()
+    if max_token_len is not None:
+        chunks = partitions_within(lengths, max_token_len)
+    elif lengths and len(lengths) % micro_batch_size == 0:
+        chunks = get_seqlen_balanced_partitions(lengths, len(lengths) // micro_batch_size, equal_size=True)
+    else:
+        rows = list(range(len(lengths)))
+        chunks = [rows[first : first + micro_batch_size] for first in range(0, len(rows), micro_batch_size)]
+    wanted = int(reduce_over(torch.tensor(len(chunks), device=lengths_B.device), dp_group, dist.ReduceOp.MAX))
+    if max_token_len is not None:
+        chunks = split_to(chunks, lengths, wanted)
+    chunks.sort(key=lambda chunk: (-sum(lengths[row] for row in chunk), chunk))
+    return chunks + [[] for _ in range(wanted - len(chunks))]
+
+
+def set_auxiliary_scales(model: torch.nn.Module, num_tokens: float, num_response_tokens: float) -> None:
+    """Scales the attached losses, which are sums over tokens, by the tokens of the whole mini-batch.
+
+    So packing changes nothing. Routers see prompts and responses, multi-token prediction learns the responses.
+    """
+    set_aux_loss_scale(model, 1.0 / num_tokens)
+    for module in model.modules():
+        if isinstance(module, MultiTokenPredictionBlock):
+            module.aux_loss_scaler.scale = 1.0 / num_response_tokens
+
+
+def model_metrics(model: torch.nn.Module, config: TransformerConfig, groups: ProcessGroups) -> dict[str, float]:
+    """Metrics of the attached losses and of the load of expert-parallel ranks; collective.
+
+    Losses are without coefficients; those of experts are means over layers.
+    """
+    found = {}
+    if config.num_moe_experts is not None and groups.ep.size() > 1:
+        loads = collect_expert_loads(model, groups)
+        if loads is not None:
+            found["actor/expert_load_mean"], found["actor/expert_load_max"] = loads
+    if config.num_moe_experts is not None and (config.moe_aux_loss_coeff or config.moe_z_loss_coeff):
+        for name, by_layer in collect_moe_aux_losses(model, groups).items():
+            found[f"actor/{name}"] = sum(by_layer.values()) / len(by_layer)
+    if config.mtp_num_layers is not None:
+        for depth, value in enumerate(collect_mtp_losses(model, config, groups), start=1):
+            found[f"actor/mtp_{depth}_loss"] = value
+    return found

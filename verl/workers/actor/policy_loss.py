@@ -1,4 +1,4 @@
-"""The GRPO/PPO loss of packed micro-batches with denominators of the whole mini-batch, and its metrics."""
+"""The GRPO/PPO loss of packed micro-batches with denominators of the whole mini-batch, its metrics and correction."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import Tensor
 
 from megatron.core.parallel_state import ProcessGroups
 from verl.protocol import DataProto
+from verl.trainer.config import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import get_policy_loss_fn, kl_penalty, token_loss_weights
 from verl.trainer.ppo.policy_losses import SequenceMean
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.utils.megatron.packed_batch import PackedMicroBatch
 from verl.workers.config import ActorConfig
 
@@ -223,6 +225,34 @@ def reduce_over(values: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedO
     # NPU-ADAPTATION END
     dist.all_reduce(values, op=op, group=group)
     return values
+
+
+def corrected(
+    data: DataProto, config: RolloutCorrectionConfig, groups: ProcessGroups
+) -> tuple[DataProto, dict[str, float]]:
+    """``data`` with ``rollout_is_weights`` (where requested) and ``kept_mask`` [B, R], and metrics of the whole batch.
+
+    Collective over the data-parallel ranks of the last stage. Rows are whole there, on every context-parallel rank, so
+    that no level depends on how they are packed. Computed on the host: fp64 sums of a few numbers per token.
+
+    Raises:
+        ValueError: old or rollout log-probs are missing.
+    """
+    names = ("old_log_probs", "rollout_log_probs", "response_mask")
+    missing = [name for name in names if name not in data.batch]
+    if missing:
+        raise ValueError(f"algorithm.rollout_correction: the batch has no {' and no '.join(missing)}")
+    device = data.batch["response_mask"].device
+
+    def over_ranks(sums: Tensor) -> Tensor:
+        return reduce_over(sums.to(device), groups.dp, dist.ReduceOp.SUM).cpu()
+
+    old, rollout, mask = (data.batch[name].cpu() for name in names)
+    weights, kept, metrics = compute_rollout_correction_and_rejection_mask(old, rollout, mask, config, over_ranks)
+    columns = dict(data.batch.items()) | {"kept_mask": kept.to(device)}
+    if weights is not None:
+        columns["rollout_is_weights"] = weights.to(device)
+    return DataProto.from_dict(columns, data.non_tensor_batch, data.meta_info), metrics
 
 
 def _pearson(total: dict[str, float], count: float) -> float:

@@ -125,17 +125,14 @@ class ActorConfig(Section):
 
     @property
     def clip_low(self) -> float:
-        """Lower clip range; absent means ``clip_ratio``."""
         return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
 
     @property
     def clip_high(self) -> float:
-        """Upper clip range; absent means ``clip_ratio``."""
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
     @property
     def replays_routing(self) -> bool:
-        """Whether updates use the expert choices of another pass."""
         return self.router_replay.mode in ("R2", "R3")
 
     @property
@@ -158,7 +155,6 @@ class ActorConfig(Section):
         return self.ppo_epochs != 1 or self.ppo_mini_batch_size != train_batch_size
 
     def contradictions(self, where: str) -> list[str]:
-        """See ``Section``."""
         found = []
         if self.policy_loss.loss_mode == "vanilla" and self.clip_ratio_c <= 1:
             found.append(f"{where}.clip_ratio_c is {self.clip_ratio_c}; the dual clip's bound must be above 1")

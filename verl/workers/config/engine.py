@@ -87,7 +87,6 @@ class McoreEngineConfig(Section):
 
     @property
     def optimizer_provider(self) -> str:
-        """``module:function`` that makes the optimizer."""
         if self.swap_optimizer:
             return "mindspeed.core.optimizer.swap_optimizer:get_swap_optimizer"
         return "megatron.core.optimizer:get_megatron_optimizer"
@@ -142,7 +141,6 @@ class McoreEngineConfig(Section):
         return fields | {"moe_router_force_load_balancing": self.fix_router}
 
     def contradictions(self, where: str) -> list[str]:
-        """See ``Section``."""
         found = []
         if self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
             found.append(f"{where}.sequence_parallel is False; tensor parallelism here needs it True")

@@ -49,7 +49,6 @@ class HFModelConfig(Section):
         return bool((self.override_config.get("moe_config") or {}).get("freeze_moe_router"))
 
     def contradictions(self, where: str) -> list[str]:
-        """See ``Section``."""
         found = []
         libraries = [self.external_lib] if isinstance(self.external_lib, str) else self.external_lib or []
         if not isinstance(libraries, list) or not all(isinstance(library, str) for library in libraries):

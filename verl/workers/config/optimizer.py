@@ -51,7 +51,6 @@ class McoreOptimizerConfig(Section):
     override_optimizer_config: dict[str, Any] = field(default_factory=dict)
 
     def warmup_steps(self, total_training_steps: int) -> int:
-        """Optimizer steps of linear warm-up in a run of ``total_training_steps``."""
         if self.lr_warmup_steps >= 0:
             return self.lr_warmup_steps
         return int(self.lr_warmup_steps_ratio * total_training_steps)
@@ -76,7 +75,6 @@ class McoreOptimizerConfig(Section):
         return []
 
     def contradictions(self, where: str) -> list[str]:
-        """See ``Section``."""
         starts = {"min_lr": self.min_lr, "lr_warmup_init": self.lr_warmup_init}
         found = [f"{where}.{key} {value} is above lr {self.lr}" for key, value in starts.items() if value > self.lr]
         where, given = f"{where}.override_optimizer_config", self.override_optimizer_config

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl.utils.reward_score.spec import RewardFunctionSpec
+from verl.utils.reward_score.functions import RewardFunctionSpec
 from verl.workers.config.values import NOT_NEGATIVE, Section, above, at_least, one_of
 
 _SOURCE_KEYS = ("path", "name", "reward_kwargs")

@@ -132,7 +132,6 @@ class RolloutConfig(Section):
     val_kwargs: SamplingConfig = field(default_factory=SamplingConfig)
 
     def replicas_per_engine(self, world_size: int) -> int:
-        """Data-parallel replicas of one engine on ``world_size`` ranks."""
         return self.data_parallel_size or world_size // self.tensor_model_parallel_size
 
     def experts_over(self, world_size: int) -> int:
@@ -141,11 +140,9 @@ class RolloutConfig(Section):
 
     @property
     def context_length(self) -> int:
-        """Tokens that one sequence may reach."""
         return self.max_model_len or self.prompt_length + self.response_length
 
     def contradictions(self, where: str) -> list[str]:
-        """See ``Section``."""
         found = []
         if self.expert_exchange != "all_gather" and not self.enable_expert_parallel:
             found.append(

@@ -16,17 +16,14 @@ class Values:
 
 
 def one_of(*choices: str) -> Values:
-    """One of some texts."""
     return Values(f"expected one of {', '.join(choices)}", lambda value: value in choices)
 
 
 def at_least(least: float) -> Values:
-    """A number with a lower bound."""
     return Values(f"it must be at least {least:g}", lambda value: value >= least)
 
 
 def above(least: float) -> Values:
-    """A number above a bound."""
     return Values(f"it must be above {least:g}", lambda value: value > least)
 
 

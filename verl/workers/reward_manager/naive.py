@@ -48,33 +48,27 @@ class Scores:
 
     @property
     def responses(self) -> list[str]:
-        """Decoded text."""
         return [sample.job.solution_str for sample in self.samples]
 
 
+@dataclass(frozen=True)
 class PendingScores:
-    """Scores that are being computed in other processes."""
+    """Scores that are being computed in other processes; ``rows`` are the uid, prompt and job of each response."""
 
-    def __init__(
-        self,
-        futures: list[Future[ScoringResult]],
-        response_mask: Tensor,
-        rows: list[tuple[str, str, ScoringJob]],
-    ) -> None:
-        self._futures = futures
-        self._response_mask = response_mask
-        self._rows = rows
+    futures: list[Future[ScoringResult]]
+    response_mask: Tensor
+    rows: list[tuple[str, str, ScoringJob]]
 
     def result(self) -> Scores:
         """Waits for every answer; each has its own time limit, so this ends."""
-        results = [future.result() for future in self._futures]
+        results = [future.result() for future in self.futures]
         parts = _parts(results)
-        lengths = self._response_mask.sum(-1)
-        scores = torch.zeros(self._response_mask.shape, dtype=torch.float32)
+        lengths = self.response_mask.sum(-1)
+        scores = torch.zeros(self.response_mask.shape, dtype=torch.float32)
         scores[torch.arange(len(results)), (lengths - 1).clamp(min=0)] = torch.tensor(
             parts["score"], dtype=torch.float32
         )
-        samples = [GradedSample(*row, result) for row, result in zip(self._rows, results, strict=True)]
+        samples = [GradedSample(*row, result) for row, result in zip(self.rows, results, strict=True)]
         return Scores(scores, parts, samples)
 
 
@@ -115,7 +109,6 @@ class NaiveRewardManager:
         return PendingScores(self._pool.submit([job for _, _, job in rows]), mask, rows)
 
     def close(self) -> None:
-        """Ends the graders."""
         self._pool.close()
 
 

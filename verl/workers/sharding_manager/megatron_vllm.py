@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType, TracebackType
 
-import torch
-
-from hf_formats.config import HFModelConfig
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.parallel_state import ProcessGroups
 from verl.utils.timeline import Timeline, now_s
 from verl.workers.phases import release_cached_memory
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.sharding_manager.transfer_plan import TransferPlan, build_plan
 from verl.workers.sharding_manager.weight_sync import WeightSync
 
-logger = logging.getLogger(__name__)
 
-
+@dataclass(eq=False)
 class MegatronVLLMShardingManager:
     """A context in which the rollout engine has the actor's current weights and a KV cache.
 
@@ -28,49 +21,23 @@ class MegatronVLLMShardingManager:
     cache is allocated: its blocks never share the device with two copies of the model. On exit all memory of the
     rollout engine is freed.
 
-    Args:
+    Attributes:
         offload_param: offload the training weights while the engine generates.
-        bucket_bytes: how many bytes of weights a rank sends and receives at once.
-        ranks_per_node: consecutive ranks on one node, counted from rank 0.
         timeline: gets a span of each part.
         accelerator: ``torch.npu`` or ``torch.cuda``, whose cached memory is released before the other engine allocates;
             None on the CPU.
-        build_plan: see ``WeightSync``.
+        sync_seconds: the duration of the last entry.
+        policy_version: syncs so far.
     """
 
-    def __init__(
-        self,
-        actor_module: DistributedDataParallel,
-        rollout: BaseRollout,
-        hf_config: HFModelConfig,
-        groups: ProcessGroups,
-        *,
-        offload_param: bool,
-        bucket_bytes: int,
-        ranks_per_node: int,
-        device: torch.device,
-        timeline: Timeline,
-        accelerator: ModuleType | None = None,
-        build_plan: Callable[..., TransferPlan] = build_plan,
-    ) -> None:
-        self.actor_module = actor_module
-        self.rollout = rollout
-        self.offload_param = offload_param
-        self.accelerator = accelerator
-        self.timeline = timeline
-        self.sync = WeightSync(
-            hf_config,
-            groups.layout,
-            next(actor_module.module.parameters()).dtype,
-            {rank: rollout.rank_shards(rank) for rank in range(groups.layout.world_size)},
-            groups.world,
-            device,
-            bucket_bytes=bucket_bytes,
-            ranks_per_node=ranks_per_node,
-            build_plan=build_plan,
-        )
-        self.sync_seconds = 0.0
-        self.policy_version = 0  # syncs so far
+    actor_module: DistributedDataParallel
+    rollout: BaseRollout
+    sync: WeightSync
+    offload_param: bool
+    timeline: Timeline
+    accelerator: ModuleType | None = None
+    sync_seconds: float = 0.0
+    policy_version: int = 0
 
     def __enter__(self) -> MegatronVLLMShardingManager:
         start_s = now_s()

@@ -23,8 +23,7 @@ from hf_formats.ranges import Ranges, intersection, shape_of
 from megatron.core.parallel_layout import ParallelLayout
 from mindspeed_llm.hf_shapes import always_fp32
 from mindspeed_llm.weight_plan import Shard, model_shards, owner_ranks
-from verl.workers.sharding_manager.rank_pairs import RankPairs, SourceSelector
-from verl.workers.sharding_manager.transfer_rounds import RoundAssigner
+from verl.workers.sharding_manager.transfer_rounds import RankPairs, RoundAssigner, SourceSelector
 from vllm.model_executor.model_loader.rank_shards import RankShards
 
 ALIGNMENT = 8  # bytes, of every part of a message
@@ -82,7 +81,6 @@ class TransferPlan:
         return {id(transfer.pairs): transfer.pairs for transfer in self.transfers}
 
     def traffic(self) -> Traffic:
-        """The bytes of every rank."""
         sent, received, held, expert_received, expert_held = np.zeros((5, self.num_ranks), dtype=np.int64)
         for transfer in self.transfers:
             pairs = transfer.pairs
@@ -334,5 +332,4 @@ def _in_rounds(transfers: list[Transfer], num_ranks: int, limit: int) -> tuple[t
 
 
 def aligned(num_bytes: int) -> int:
-    """Bytes that a part of a message takes."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hf_formats.fp8 import FP8_DTYPE
 from hf_formats.ranges import shape_of
-from verl.workers.sharding_manager.rank_pairs import RankPairs
 from verl.workers.sharding_manager.trained_weights import TrainedWeights
 from verl.workers.sharding_manager.transfer_plan import Transfer, TransferPlan, aligned
+from verl.workers.sharding_manager.transfer_rounds import RankPairs
 from vllm.model_executor.model_loader.digest import add_digest, copy_with_digests, inner_dim
 from vllm.model_executor.model_loader.shard_writer import WeightUpdate
 
@@ -213,7 +213,6 @@ class _InFlight:
     arriving: _Bucket
 
     def wait(self) -> _Bucket:
-        """Return what has arrived and release what was sent."""
         assert self.work is not None, "waited for twice"
         self.work.wait()
         self.work = self.packed = None

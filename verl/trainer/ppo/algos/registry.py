@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
+from enum import StrEnum
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 ESTIMATORS: Registry[AdvantageFn] = Registry("algorithm.adv_estimator", "advantage estimator")
 
 
-class AdvantageEstimator(Enum):
+class AdvantageEstimator(StrEnum):
     """Names of the estimators that come with the trainer."""
 
     GRPO = "grpo"
@@ -25,15 +25,6 @@ class AdvantageEstimator(Enum):
     REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
 
 
-def register_adv_est(name: str | AdvantageEstimator) -> Callable[[AdvantageFn], AdvantageFn]:
-    """Decorator that makes an estimator available as ``algorithm.adv_estimator=name``."""
-    return ESTIMATORS.register(_key(name))
-
-
-def get_adv_estimator_fn(name: str | AdvantageEstimator) -> AdvantageFn:
-    """The estimator of that name; ValueError lists the known ones."""
-    return ESTIMATORS.get(_key(name))
-
-
-def _key(name: str | AdvantageEstimator) -> str:
-    return name.value if isinstance(name, AdvantageEstimator) else name
+# Decorator that makes an estimator available as ``algorithm.adv_estimator=name``, and the estimator of a name.
+register_adv_est = ESTIMATORS.register
+get_adv_estimator_fn = ESTIMATORS.get

@@ -1,7 +1,7 @@
 """The source of schedules in which some ranks generate while the others train.
 
 The parts are the sample buffer with its staleness ledger (``sample_buffer``, ``staleness``), the driver of the rollout
-ranks (``rollout_driver``) and the buffer's checkpoint (``buffer_checkpoint``). Weights are synced before a step that
+ranks and the buffer's checkpoint (``rollout_driver``). Weights are synced before a step that
 begins a version, between two calls of the rollout ranks: unfinished samples continue under the new weights
 (``partial_rollout``) or are waited for. While the controller waits for training ranks, ``poll`` keeps the rollout ranks
 busy.
@@ -18,12 +18,10 @@ from verl.protocol_storage import as_rows
 from verl.single_controller.base import get_together
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.metric_utils import add_generation_times, marked_timer
-from verl.trainer.ppo.schedules.buffer_checkpoint import load_buffer, save_buffer
-from verl.trainer.ppo.schedules.generation import Tokens, generate, prompt_rows
-from verl.trainer.ppo.schedules.rollout_driver import RolloutDriver
+from verl.trainer.ppo.schedules.generation import Tokens, generate, prompt_rows, sampling_seeds
+from verl.trainer.ppo.schedules.rollout_driver import RolloutDriver, load_buffer, save_buffer
 from verl.trainer.ppo.schedules.sample_buffer import SampleBuffer
 from verl.trainer.ppo.schedules.staleness import StalenessLedger
-from verl.trainer.ppo.seeds import sampling_seeds
 from verl.utils.dataset import ResumableLoader, collate_fn
 from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE, VERSIONS
 
@@ -59,7 +57,6 @@ class AsynchronousSource:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next prompts."""
         return self.loader.locate(self.ledger.next_prompt)[0]
 
     def next_batch(self, step: int, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
@@ -83,7 +80,6 @@ class AsynchronousSource:
         return batch, metrics
 
     def generate(self, step: int, prompts: DataProto) -> DataProto:
-        """Responses for validation, by the weights after ``step`` steps."""
         self.training.while_waiting = None
         self._sync(step, {})
         return generate(self.rollout, prompts, self.tokens, self.buffer.num_replicas, {}, validate=True)[0]

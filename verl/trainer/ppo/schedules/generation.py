@@ -1,4 +1,4 @@
-"""Prompts as rows, and the generation of responses to a whole batch of them, for every schedule."""
+"""Prompts as rows, their sampling seeds, and the generation of responses to a batch of them, for every schedule."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from verl.protocol import BY_RANK, DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol_storage import as_rows
 
+_MASK = (1 << 64) - 1
 REQUEST_KEYS = ("raw_prompt_ids", "sampling_seeds", "response_limit")  # columns of a generation request
 
 
@@ -23,7 +24,6 @@ class Tokens:
     pad_token_id: int
 
     def meta_info(self) -> dict[str, Any]:
-        """The entries of a request's ``meta_info``."""
         return {"eos_token_id": self.eos_token_id, "pad_token_id": self.pad_token_id}
 
 
@@ -60,3 +60,21 @@ def add_num_tokens(output: DataProto, prompt_ids: Sequence[Sequence[int]] | np.n
     """Adds ``num_tokens`` int64 [B], the tokens of prompt and response."""
     num_prompt = torch.tensor([len(ids) for ids in prompt_ids])
     output.batch["num_tokens"] = num_prompt + output.batch["response_mask"].sum(-1)
+
+
+def sampling_seeds(base: int, stream: int, first_row: int, num_rows: int) -> np.ndarray:
+    """One seed per row, Python integers [num_rows] in [0, 2^63): a splitmix64 hash of (base, stream, row).
+
+    ``stream`` is the global step for training and a negative number for validation, so that a resumed run, or one
+    with another number of devices, samples what the original would have.
+    """
+    start = _splitmix64(_splitmix64(base & _MASK) ^ (stream & _MASK))
+    seeds = [_splitmix64(start ^ row) >> 1 for row in range(first_row, first_row + num_rows)]
+    return np.array(seeds, dtype=object)
+
+
+def _splitmix64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)

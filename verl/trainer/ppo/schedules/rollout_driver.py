@@ -1,39 +1,49 @@
-"""The driver of rollout ranks: calls of a few engine steps each, one at a time."""
+"""The driver of rollout ranks: calls of a few engine steps each, one at a time; and what a checkpoint holds of them.
+
+A checkpoint has the prompts in flight with all of their tokens, as JSON and as arrays.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+import torch
 
 from verl.protocol import DataProto
 from verl.trainer.config.schedule import AsyncTrainingConfig
 from verl.trainer.ppo.schedules.generation import Tokens
-from verl.trainer.ppo.schedules.sample_buffer import SampleBuffer
-from verl.workers.rollout.rollout_messages import RolloutRequest, RolloutResult
+from verl.trainer.ppo.schedules.sample_buffer import SampleBuffer, gather_rows
+from verl.workers.config import RolloutConfig
+from verl.workers.rollout.rollout_messages import PROMPT, SAMPLE, VERSIONS, RolloutRequest, RolloutResult
+from verl.workers.row_store import worker_batch
+from vllm.v1.engine import request_codec
+from vllm.v1.request import Request
+
+_VERSION = 3
+_DESCRIBED = (PROMPT, SAMPLE, VERSIONS, "finish_reason")  # columns of a finished sample that are JSON
+_COLUMN = "column:"  # before the name of a column in the arrays
 
 
+@dataclass(eq=False)
 class RolloutDriver:
     """Keeps the rollout ranks running: before each call prompts are started, after it finished samples are buffered.
 
-    Args:
+    Attributes:
         rollout: the group of ranks that generate.
         replica_size: ranks of a replica, which get the same request and give the same result.
         first_rank: the first of these ranks in the world.
     """
 
-    def __init__(
-        self,
-        config: AsyncTrainingConfig,
-        rollout: Any,
-        buffer: SampleBuffer,
-        tokens: Tokens,
-        *,
-        replica_size: int,
-        first_rank: int,
-    ) -> None:
-        self.config, self.rollout, self.buffer, self.tokens = config, rollout, buffer, tokens
-        self.replica_size, self.first_rank = replica_size, first_rank
-        self._call: Any = None
-        self._seconds: dict[int, float] = {}
+    config: AsyncTrainingConfig
+    rollout: Any
+    buffer: SampleBuffer
+    tokens: Tokens
+    replica_size: int
+    first_rank: int
+    _call: Any = None
+    _seconds: dict[int, float] = field(default_factory=dict)
 
     def poll(self) -> None:
         """Takes the result of a call that is over and starts the next one; never waits.
@@ -68,7 +78,6 @@ class RolloutDriver:
         return taken
 
     def per_rank(self, values: list[Any]) -> list[Any]:
-        """The value of each replica for each of its ranks."""
         return [value for value in values for _ in range(self.replica_size)]
 
     def _start_call(self, starts_prompts: bool = True) -> None:
@@ -91,3 +100,82 @@ class RolloutDriver:
             rank = self.first_rank + replica * self.replica_size
             self._seconds[rank] = self._seconds.get(rank, 0.0) + result.seconds
             self.buffer.add(replica, result.rows)
+
+
+def save_buffer(driver: RolloutDriver, rollout: RolloutConfig) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns the state of the driver's buffer and of the engines; no call may be under way.
+
+    The unfinished samples then start with an empty cache, as they do in a run that resumes from the checkpoint.
+    """
+    buffer = driver.buffer
+    unfinished: list[list[Request]] = driver.rollout.release_unfinished()[:: driver.replica_size]
+    arrays = {"unfinished": request_codec.encode([request for of_replica in unfinished for request in of_replica])}
+    state: dict[str, Any] = {
+        "version": _VERSION,
+        "sizes": _sizes(rollout),
+        "ledger": buffer.ledger.state(),
+        "replicas": [[number, prompt.replica] for number, prompt in buffer.prompts.items()],
+        "finished": [],
+    }
+    finished = [sample for _, prompt in sorted(buffer.prompts.items()) for _, sample in sorted(prompt.finished.items())]
+    if finished:
+        rows = gather_rows(finished)
+        described = [rows.non_tensor_batch[name].tolist() for name in _DESCRIBED]
+        state["finished"] = list(zip(*described, strict=True))
+        assert rows.row_refs is not None
+        fetched = driver.rollout.fetch_columns(worker_batch(rows), tuple(rows.row_refs.columns))
+        arrays |= {_COLUMN + name: fetched.batch[name].numpy() for name in rows.row_refs.columns}
+    return state, arrays
+
+
+def load_buffer(
+    driver: RolloutDriver, rollout: RolloutConfig, state: dict[str, Any], arrays: dict[str, np.ndarray]
+) -> None:
+    """Restores what ``save_buffer`` returned, also with another number of replicas."""
+    if state.get("version") != _VERSION:
+        raise ValueError(
+            "the samples in flight of this checkpoint were saved by an earlier version of this code: resume with that "
+            "version, or with trainer.schedule=sync, which drops them"
+        )
+    for key, ours in _sizes(rollout).items():
+        if state["sizes"][key] != ours:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.{key} is {ours} and was {state['sizes'][key]} when the checkpoint's "
+                "samples were started; resume with the same"
+            )
+    buffer = driver.buffer
+    buffer.ledger.load_state(state["ledger"])
+    for number, replica in state["replicas"]:
+        buffer.restart(number, replica % buffer.num_replicas)
+    replicas = range(buffer.num_replicas)
+    unfinished: list[list[Request]] = [[] for _ in replicas]
+    for request in request_codec.decode(arrays["unfinished"]):
+        assert request.home is not None, request.request_id
+        unfinished[buffer.prompts[request.home[0]].replica].append(request)
+    rows = _finished_rows(state["finished"], arrays, rollout.prompt_length)
+    replica_of = np.array([buffer.prompts[number].replica for number, *_ in state["finished"]], dtype=np.int64)
+    parts = [rows.select_idxs(np.flatnonzero(replica_of == replica)) if len(rows) else rows for replica in replicas]
+    meta_info = [driver.tokens.meta_info() for _ in replicas]
+    per_rank = driver.per_rank
+    stored = driver.rollout.restore_samples(per_rank(unfinished), per_rank(parts), per_rank(meta_info))
+    for replica, stored_rows in enumerate(stored[:: driver.replica_size]):
+        buffer.add(replica, stored_rows)
+
+
+def _sizes(rollout: RolloutConfig) -> dict[str, int]:
+    """The sizes that must be the same for samples in flight to be continued."""
+    return {"n": rollout.n, "prompt_length": rollout.prompt_length, "response_length": rollout.response_length}
+
+
+def _finished_rows(described: list[list[Any]], arrays: dict[str, np.ndarray], prompt_length: int) -> DataProto:
+    """The rows of finished samples in the form in which a replica's engine returned them."""
+    columns = {
+        name.removeprefix(_COLUMN): torch.from_numpy(values)
+        for name, values in arrays.items()
+        if name.startswith(_COLUMN)
+    }
+    if not columns:
+        return DataProto()
+    columns["responses"] = columns["input_ids"][:, prompt_length:]
+    texts = dict(zip(_DESCRIBED, zip(*described, strict=True), strict=True))
+    return DataProto.from_dict(columns, {name: list(values) for name, values in texts.items()})

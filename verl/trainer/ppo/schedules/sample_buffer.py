@@ -50,7 +50,6 @@ class InFlightPrompt:
 
     @property
     def num_unfinished(self) -> int:
-        """Samples that are still being generated."""
         return len(self.rows) - len(self.finished)
 
 
@@ -80,12 +79,10 @@ class SampleBuffer:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a sample is still being generated."""
         return any(prompt.num_unfinished for prompt in self.prompts.values())
 
     @property
     def is_next_step_ready(self) -> bool:
-        """Whether the samples of the next step are here."""
         return self.choice() is not None
 
     def choice(self) -> list[int] | None:
@@ -117,7 +114,6 @@ class SampleBuffer:
         return self.prompts[number]
 
     def add(self, replica: int, rows: DataProto) -> None:
-        """Adds the finished samples of a result."""
         if rows.row_refs is None:
             return
         stored_batch = int(next(iter(rows.row_refs.columns.values()))[0, BATCH])
@@ -150,7 +146,6 @@ class SampleBuffer:
 
 
 def gather_rows(samples: Sequence[FinishedSample]) -> DataProto:
-    """The rows of the samples in their order."""
     results = {id(sample.rows): sample.rows for sample in samples}
     starts = dict(zip(results, np.cumsum([0, *map(len, results.values())]).tolist(), strict=False))
     rows = [starts[id(sample.rows)] + sample.row for sample in samples]

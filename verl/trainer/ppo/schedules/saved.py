@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,27 +10,28 @@ import numpy as np
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.metric_utils import marked_timer
-from verl.trainer.ppo.saved_rollouts import SavedRollouts, controller_columns, generated_columns
+from verl.trainer.ppo.saved_rollouts import SavedRollouts
 from verl.utils.dataset import ResumableLoader
+from verl.workers.row_store import GENERATED_COLUMNS
 
 
+@dataclass(frozen=True)
 class SavedSource:
     """The samples of ``trainer.train_only``, by the number of the step.
 
     The workers take the rows as if they had generated them, so the rest of the step is that of the earlier run.
 
-    Args:
+    Attributes:
         loader: follows that of the earlier run, so that a checkpoint can be resumed with a rollout engine.
     """
 
-    def __init__(
-        self, config: PPOTrainerConfig, loader: ResumableLoader, rollouts: SavedRollouts, workers: Any
-    ) -> None:
-        self.config, self.loader, self.rollouts, self.workers = config, loader, rollouts, workers
+    config: PPOTrainerConfig
+    loader: ResumableLoader
+    rollouts: SavedRollouts
+    workers: Any
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next prompts."""
         return self.loader.epoch
 
     def next_batch(self, step: int, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
@@ -42,19 +44,20 @@ class SavedSource:
                     f"the record of step {step} has {len(saved.rows)} samples, and data.train_batch_size x rollout.n "
                     f"is {expected}: train with the settings of the run that saved it"
                 )
-            rows, num_pad = pad_dataproto_to_divisor(generated_columns(saved.rows), self.config.trainer.world_size)
+            names = [name for name in ("responses", *GENERATED_COLUMNS) if name in saved.rows.batch]
+            generated = saved.rows.select(batch_keys=names, non_tensor_batch_keys=[])
+            rows, num_pad = pad_dataproto_to_divisor(generated, self.config.trainer.world_size)
             taken = unpad_dataproto(self.workers.take_rows(rows), num_pad)
             self.loader.load_state_dict(saved.loader)
-        return taken.union(controller_columns(saved.rows)), saved.metrics
+        others = saved.rows.select(batch_keys=("num_tokens", "token_level_scores"))
+        return taken.union(others), saved.metrics
 
     def generate(self, step: int, prompts: DataProto) -> DataProto:
         """There is no rollout engine, and nothing is validated."""
         raise AssertionError("trainer.train_only: a run without a rollout engine was asked to generate")
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """The state that a checkpoint needs to continue with the next prompts."""
         return {"loader": self.loader.state_dict()}, {}
 
     def load_state(self, state: dict[str, Any], arrays: dict[str, np.ndarray], step: int) -> None:
-        """Continues with the rollout after ``step``."""
         self.loader.load_state_dict(state["loader"])

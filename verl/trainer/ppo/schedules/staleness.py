@@ -50,7 +50,6 @@ class StalenessLedger:
 
     @property
     def num_allowed(self) -> int:
-        """How many prompts may be started now."""
         ahead = math.floor(self.threshold * self.steps_per_version * self.prompts_per_step)
         return max(0, self.steps_left * self.prompts_per_step + ahead - len(self.in_flight))
 

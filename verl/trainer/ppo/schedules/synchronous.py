@@ -12,8 +12,7 @@ from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.filter_groups import collect_groups, group_filter
 from verl.trainer.ppo.metric_utils import add_generation_times, marked_timer
-from verl.trainer.ppo.schedules.generation import Tokens, generate, prompt_rows
-from verl.trainer.ppo.seeds import sampling_seeds
+from verl.trainer.ppo.schedules.generation import Tokens, generate, prompt_rows, sampling_seeds
 from verl.utils.dataset import ResumableLoader
 
 logger = logging.getLogger(__name__)
@@ -42,7 +41,6 @@ class SynchronousSource:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next prompts."""
         return self.loader.epoch
 
     def next_batch(self, step: int, timing: dict[str, float]) -> tuple[DataProto, dict[str, float]]:
@@ -67,7 +65,6 @@ class SynchronousSource:
         return collect_groups(scored, self.keeps_group, self.config.data.train_batch_size, limit)
 
     def generate(self, step: int, prompts: DataProto) -> DataProto:
-        """Responses for validation, by the weights after ``step`` steps."""
         return generate(self.workers, prompts, self.tokens, self.config.rollout_replicas, {}, validate=True)[0]
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -75,7 +72,6 @@ class SynchronousSource:
         return {"loader": self.loader.state_dict()}, {}
 
     def load_state(self, state: dict[str, Any], arrays: dict[str, np.ndarray], step: int) -> None:
-        """Continues where ``state`` was taken, after ``step``."""
         self.loader.load_state_dict(state["loader"])
         if arrays:
             logger.warning("step %d: the samples that an asynchronous run had in flight are dropped", step)

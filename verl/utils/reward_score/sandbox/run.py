@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import selectors
 import site
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+from dataclasses import dataclass
 from functools import cache
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from verl.utils.reward_score.sandbox.channels import START_S, Channels
-from verl.utils.reward_score.sandbox.limits import ProgramResult, SandboxError, SandboxLimits
-
+START_S = 10.0  # for an interpreter to start and give up its rights, before the program's time begins
+_POLL_S = 0.01  # how often its threads are counted
+_CHUNK = 1 << 16
+_NUM_THREADS = 17  # of /proc/N/stat, counted from behind the command's name
 _FOLDER = str(Path(__file__).resolve().parent)
 _BOOT = "from inside.jail import main; main()"
 _FILES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache",
@@ -32,6 +36,54 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
+
+
+class SandboxError(RuntimeError):
+    """Programs cannot be run safely on this machine; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """What one program may use.
+
+    Attributes:
+        wall_s, cpu_s: seconds until it is killed; ``cpu_s`` in whole seconds, over all its threads and the
+            interpreter's start.
+        memory_bytes: address space, the interpreter's own 30 MB and every thread's stack among it.
+        output_bytes: of standard output, and of standard error.
+        threads: of the one process that it is; more, and it is killed.
+        open_files: file descriptors.
+    """
+
+    wall_s: float = 4.0
+    cpu_s: int = 4
+    memory_bytes: int = 1 << 30
+    output_bytes: int = 8 << 20
+    threads: int = 64
+    open_files: int = 64
+
+
+@dataclass(frozen=True)
+class ProgramResult:
+    """The result of a program.
+
+    Attributes:
+        status: ``ok`` (ended with exit code 0, and its assertions held if it had any), ``failed``, or the limit that it
+            met: ``timeout``, ``output``, ``threads``.
+        stdout, stderr: what it wrote, up to the limits; bytes that are no UTF-8 replaced.
+        exit_code: minus the signal when one ended it.
+        seconds: wall clock, from its beginning.
+    """
+
+    status: str
+    stdout: str
+    stderr: str
+    exit_code: int
+    seconds: float
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == "ok"
 
 
 def run_program(
@@ -147,33 +199,107 @@ def _run(program: str, stdin: str, tests: str | None, limits: SandboxLimits) -> 
     frames = json.dumps(program) + "\n"
     if tests is not None:
         frames += json.dumps({"code": tests, "word": word}) + "\n"
-    with Channels(frames.encode(), stdin.encode(errors="replace")) as channels:
-        control, report = channels.inherited
-        settings = json.dumps(_settings(tests, limits, control, report))
-        process = subprocess.Popen(
-            [sys.executable, "-S", "-s", "-P", "-B", "-c", _BOOT, settings],
-            stdin=channels.stdin,
-            stdout=channels.stdout,
-            stderr=channels.stderr,
-            env=_environment(),
-            cwd="/",
-            pass_fds=channels.inherited,
-        )
+    control_end, control_fd = os.pipe()
+    report_fd, report_end = os.pipe()
+    with open(control_fd, "wb", buffering=0) as control, open(report_fd, "rb", buffering=0) as report:
+        settings = json.dumps(_settings(tests, limits, control_end, report_end))
         try:
-            channels.start()
-            status = channels.pump(process, limits)
-        finally:
-            process.kill()  # its only process: it cannot start another
-            process.wait()
-    first, _, rest = channels.received("report").partition(b"\n")
+            process = subprocess.Popen(
+                [sys.executable, "-S", "-s", "-P", "-B", "-c", _BOOT, settings],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=_environment(),
+                cwd="/",
+                pass_fds=(control_end, report_end),
+            )
+        finally:  # from now on the program's end is the end of its streams
+            os.close(control_end)
+            os.close(report_end)
+        outputs: Any = (report, process.stdout, process.stderr)
+        received = {pipe: bytearray() for pipe in outputs}
+        unsent: Any = {control: memoryview(frames.encode()), process.stdin: memoryview(stdin.encode(errors="replace"))}
+        with process:
+            try:
+                status, began_at = _serve(process, unsent, received, report, limits)
+            finally:
+                process.kill()  # its only process: it cannot start another
+    reported, stdout, stderr = (bytes(received[pipe]) for pipe in outputs)
+    first, _, rest = reported.partition(b"\n")
     layers = tuple(json.loads(first)["layers"]) if first.startswith(b'{"layers"') else ()
     if status == "ok" and (process.returncode != 0 or (tests is not None and rest != word.encode())):
         status = "failed"
     result = ProgramResult(
         status,
-        channels.received("stdout").decode(errors="replace"),
-        channels.received("stderr").decode(errors="replace"),
+        stdout.decode(errors="replace"),
+        stderr.decode(errors="replace"),
         process.returncode,
-        time.monotonic() - channels.began_at if channels.began_at else 0.0,
+        time.monotonic() - began_at if began_at else 0.0,
     )
     return result, layers
+
+
+def _serve(
+    process: subprocess.Popen[bytes],
+    unsent: dict[FileIO, memoryview],
+    received: dict[FileIO, bytearray],
+    report: FileIO,
+    limits: SandboxLimits,
+) -> tuple[str, float | None]:
+    """Moves bytes through all pipes at once until the program has ended or met a limit, so that no full pipe blocks.
+
+    Waits for the program's streams and its end; unblocked in any case by the limits of the interpreter's start and of
+    the program, whose clock begins with the first line of ``report``.
+
+    Returns:
+        ``ok`` or the limit's name, and the time at which the program began, None when it did not.
+    """
+    began_at, deadline = None, time.monotonic() + START_S
+    with selectors.DefaultSelector() as selector:
+        for pipe in (*unsent, *received):
+            os.set_blocking(pipe.fileno(), False)
+            selector.register(pipe, selectors.EVENT_WRITE if pipe in unsent else selectors.EVENT_READ)
+        while time.monotonic() < deadline:
+            for key, _ in selector.select(_POLL_S):
+                ready: Any = key.fileobj
+                is_open = _send(ready, unsent) if ready in unsent else _receive(ready, received)
+                if not is_open:
+                    selector.unregister(ready)
+                    ready.close()
+            if began_at is None and b"\n" in received[report]:
+                began_at = time.monotonic()
+                deadline = began_at + limits.wall_s
+            if max(map(len, received.values())) > limits.output_bytes:
+                return "output", began_at
+            if process.poll() is None:
+                if _num_threads(process.pid) > limits.threads:
+                    return "threads", began_at
+            elif all(pipe.closed for pipe in received):
+                return "ok", began_at
+    return "timeout", began_at
+
+
+def _send(pipe: FileIO, unsent: dict[FileIO, memoryview]) -> bool:
+    """Sends a part; False when nothing is left."""
+    try:
+        unsent[pipe] = unsent[pipe][os.write(pipe.fileno(), unsent[pipe][:_CHUNK]) :]
+    except BrokenPipeError:  # the program does not read it
+        return False
+    return bool(unsent[pipe])
+
+
+def _receive(pipe: FileIO, received: dict[FileIO, bytearray]) -> bool:
+    """Receives a part; False when the program has closed its end."""
+    chunk = os.read(pipe.fileno(), _CHUNK)
+    received[pipe] += chunk
+    return bool(chunk)
+
+
+def _num_threads(pid: int) -> int:
+    """Threads of a process; 0 when it has just ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(text.rpartition(")")[2].split()[_NUM_THREADS])

@@ -28,7 +28,6 @@ class SampleStream:
         self._withdrawn: list[PromptGroup] = []
 
     def start(self, prompts: DataProto) -> None:
-        """Queues the rows of a ``RolloutRequest``."""
         if not len(prompts):
             return
         columns = prompts.non_tensor_batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -48,23 +49,18 @@ class vLLMRollout(BaseRollout):
         self.release()
 
     def resume(self, tags: list[str]) -> None:
-        """See ``BaseRollout``."""
         self.inference_engine.wake_up(tags=tags)
 
     def rank_shards(self, rank: int) -> RankShards:
-        """See ``BaseRollout``."""
         return self.inference_engine.rank_shards(rank)
 
     def update_weight_shards(self, updates: Iterable[WeightUpdate], version: int) -> dict[str, WeightDigest]:
-        """See ``BaseRollout``."""
         return self.inference_engine.update_weight_shards(updates, version)
 
     def shard_digests(self) -> dict[str, WeightDigest]:
-        """See ``BaseRollout``."""
         return self.inference_engine.shard_digests()
 
     def release(self) -> None:
-        """See ``BaseRollout``."""
         self.inference_engine.sleep(level=2)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -150,33 +146,19 @@ def all_rank_shards(config: RolloutConfig, model_path: str, num_ranks: int) -> d
 
 
 def _engine_arguments(config: RolloutConfig, model_path: str, num_ranks: int) -> dict[str, Any]:
-    return {
+    """The keys that the engine has under the same names, and those that differ."""
+    same = {field.name for field in fields(config)} & {field.name for field in fields(EngineArgs)}
+    return {name: getattr(config, name) for name in same} | {
         "model": model_path,
         "skip_tokenizer_init": True,
-        "dtype": config.dtype,
-        "seed": config.seed,
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "data_parallel_size": config.replicas_per_engine(num_ranks),
-        "enable_expert_parallel": config.enable_expert_parallel,
         "distributed_executor_backend": "external_launcher",
         "max_model_len": config.context_length,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "num_gpu_blocks_override": config.num_gpu_blocks_override,
-        "block_size": config.block_size,
-        "enable_chunked_prefill": config.enable_chunked_prefill,
-        "enable_prefix_caching": config.enable_prefix_caching,
         "enable_sleep_mode": True,
-        "enforce_eager": config.enforce_eager,
-        "cudagraph_capture_sizes": config.cudagraph_capture_sizes,
-        "kv_cache_layout": config.kv_cache_layout,
         "enable_return_routed_experts": config.enable_rollout_routing_replay,
-        "expert_exchange": config.expert_exchange,
         "force_load_balancing": config.fix_router,
-        "rebalance_interval": config.rebalance_interval,
         "load_format": "dummy",
-        "quantization": config.quantization,
     }
 
 

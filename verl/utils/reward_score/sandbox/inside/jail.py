@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 
-from . import landlock, privileges, seccomp
+from . import privileges, seccomp
 
 TYPE_CHECKING = False  # as typing's, whose import takes 3 ms
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def lock(settings: dict[str, Any]) -> list[str]:
     if privileges.leave_namespaces():
         layers.append("namespaces")
     privileges.forbid_new_privileges()
-    if landlock.restrict_files(settings["readable"]):
+    if privileges.restrict_files(settings["readable"]):
         layers.append("landlock")
     if privileges.drop_capabilities():
         layers.append("no capabilities")
