@@ -55,22 +55,23 @@ def forward_backward(
     run = MicroBatchRun(forward_step_func, data_iterator, model, groups, shapes, collect_non_loss_data, forward_only)
     with torch.set_grad_enabled(not forward_only):
         if groups.layout.pipeline_model_parallel_size == 1:
-            _without_pipelining(run)
+            forward_backward_no_pipelining(run)
         elif groups.layout.virtual_pipeline_model_parallel_size > 1:
-            _interleaved(run)
+            forward_backward_pipelining_with_interleaving(run)
         else:
-            _one_forward_one_backward(run)
+            forward_backward_pipelining_without_interleaving(run)
     return run.results
 
 
-def _without_pipelining(run: MicroBatchRun) -> None:
+def forward_backward_no_pipelining(run: MicroBatchRun) -> None:
+    """Forward and backward of each micro-batch in turn."""
     for _ in run.shapes:
         run.forward(None)
         if not run.forward_only:
             run.backward(None)
 
 
-def _one_forward_one_backward(run: MicroBatchRun) -> None:
+def forward_backward_pipelining_without_interleaving(run: MicroBatchRun) -> None:
     """1F1B (PipeDream-Flush, arXiv 2006.09503): at most PP - stage micro-batches are in flight on a stage.
 
     Warm-up forwards, steady pairs, cool-down backwards; the i-th backward is that of the i-th forward.
@@ -100,7 +101,7 @@ def _one_forward_one_backward(run: MicroBatchRun) -> None:
         p2p.send_backward(run.backward(p2p.recv_backward(shapes[i], link)), link)
 
 
-def _interleaved(run: MicroBatchRun) -> None:
+def forward_backward_pipelining_with_interleaving(run: MicroBatchRun) -> None:
     """Interleaved 1F1B: every stage has V chunks of the model, and the pipeline's bubble is V times smaller.
 
     Narayanan et al. 2021 (arXiv 2104.04473, section 2.2), with upstream's tables of tasks.
