@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from megatron.core.ops import TrainOps
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import make_token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -32,18 +32,17 @@ class MoELayer(nn.Module):
             config.moe_token_dispatcher_type, config.num_moe_experts, groups, ops
         )
         self.overlaps_shared_experts = config.moe_shared_expert_overlap
-        # All shared experts of a layer are one MLP of their summed width.
-        width = config.moe_shared_expert_intermediate_size
-        self.shared_experts = MLP(config, groups, ops, width) if width else None
+        has_shared = bool(config.moe_shared_expert_intermediate_size)
+        self.shared_experts = SharedExpertMLP(config, groups, ops) if has_shared else None
 
     def forward(self, x_TH: Tensor, packed_seq_params: PackedSeqParams | None = None) -> Tensor:
         beside = self.shared_experts if self.overlaps_shared_experts else None
         dispatch = self.token_dispatcher.start_dispatch(x_TH, *self.router(x_TH, packed_seq_params))
         if beside is not None:
-            hidden_TF = beside.swiglu(beside.linear_fc1(x_TH))
+            hidden_TF = beside.linear_fc1_forward_and_act(x_TH)
         dispatch.start_combine(self.experts(*dispatch.finish()))
         if beside is not None:
-            shared_TH = beside.linear_fc2(hidden_TF)
+            shared_TH = beside.linear_fc2_forward(hidden_TF)
         y_TH = dispatch.finish_combine()
         if self.shared_experts is None:
             return y_TH
