@@ -14,13 +14,14 @@ from megatron.core.ops.reference import reference_ops
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import destroy_model_parallel, initialize_from_layout, initialize_model_parallel
 from mindspeed_llm import convert_ckpt_deepseek3
-from mindspeed_llm.export_weights import export_weights, hf_gradients
+from mindspeed_llm.export_weights import export_weights
 from mindspeed_llm.hf_checkpoint import HFCheckpoint, save_hf_checkpoint
 from mindspeed_llm.hf_shapes import always_fp32, hf_tensors
 from mindspeed_llm.load_weights import load_weights
 from mindspeed_llm.model import build_model
 from mindspeed_llm.sharded_checkpoint import ShardedCheckpoint
 from mindspeed_llm.weight_plan import local_plan
+from tests.mindspeed_llm.gradients import hf_gradients
 from tests.mindspeed_llm.tiny import (
     tiny_hf_config,
     tiny_moonlight_config,

@@ -18,12 +18,12 @@ from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_from_layout
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from mindspeed_llm.export_weights import hf_gradients
 from mindspeed_llm.hf_checkpoint import HFCheckpoint
 from mindspeed_llm.load_weights import load_weights
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
 from tests.megatron.model_helpers import PackedBatch, packed_batch
+from tests.mindspeed_llm.gradients import hf_gradients
 from tests.mindspeed_llm.tiny import (
     tiny_hf_config,
     tiny_moonlight_config,

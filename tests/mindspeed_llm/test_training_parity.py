@@ -20,12 +20,13 @@ from megatron.core.ops import reference_ops
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.transformer.moe.router import TopKRouter
-from mindspeed_llm.export_weights import export_weights, hf_gradients
+from mindspeed_llm.export_weights import export_weights
 from mindspeed_llm.hf_checkpoint import HFCheckpoint
 from mindspeed_llm.load_weights import load_weights
 from mindspeed_llm.model import build_model
 from mindspeed_llm.weight_plan import local_plan
 from tests.megatron.model_helpers import PackedBatch, one_process_groups, packed_batch
+from tests.mindspeed_llm.gradients import hf_gradients
 from tests.mindspeed_llm.tiny import (
     tiny_hf_config,
     tiny_moonlight_config,

@@ -15,8 +15,8 @@ from megatron.core.ops import TrainOps, reference_ops
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import ProcessGroups, destroy_model_parallel, initialize_from_layout
-from mindspeed_llm.export_weights import hf_gradients
 from mindspeed_llm.model import build_model
+from tests.mindspeed_llm.gradients import hf_gradients
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from verl.protocol import DataProto
 from verl.trainer.config import RolloutCorrectionConfig
