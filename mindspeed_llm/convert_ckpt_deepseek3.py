@@ -126,7 +126,6 @@ def _num_chunks(given: argparse.Namespace, hf: HFModelConfig, pipeline_parallel:
 
 
 def layer_list(text: str) -> tuple[int, ...]:
-    """Parse ``7,7,8``."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:

@@ -60,7 +60,6 @@ class DCPCheckpoint(PlannedCheckpoint):
         return DCPCheckpoint, (self.path, self.hf)
 
     def close(self) -> None:
-        """Release the files."""
         self._slices.close()
 
     @property
@@ -80,7 +79,6 @@ class DCPCheckpoint(PlannedCheckpoint):
         return [self.path / name for name in (METADATA, *sorted(held))]
 
     def dtype(self, hf_name: str) -> torch.dtype:
-        """Stored dtype of a tensor."""
         return self._tensors[PREFIX + self._shards[hf_name][0].param].dtype
 
     def fill(self, local: Tensor, tensor: TensorPlan) -> None:

@@ -57,15 +57,12 @@ class HFCheckpoint(Checkpoint):
         return f"a Hugging Face directory of {len(self._entries)} tensors, {num_fp8} of them in FP8"
 
     def names(self) -> Collection[str]:
-        """Names of all tensors."""
         return self._entries.keys()
 
     def shape(self, hf_name: str) -> tuple[int, ...]:
-        """Full shape of a tensor."""
         return self._entries[hf_name].shape
 
     def dtype(self, hf_name: str) -> torch.dtype:
-        """Stored dtype of a tensor."""
         return self._entries[hf_name].dtype
 
     def read(self, hf_name: str, ranges: Ranges | None = None) -> Tensor:

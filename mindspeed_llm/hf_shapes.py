@@ -86,7 +86,6 @@ def always_fp32(hf_name: str) -> bool:
 
 
 def hf_bytes(hf: HFModelConfig) -> int:
-    """Bytes of the plain checkpoint."""
     return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in hf_tensors(hf).values())
 
 

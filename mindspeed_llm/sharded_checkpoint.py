@@ -94,7 +94,6 @@ class ShardedCheckpoint(PlannedCheckpoint):
         return ShardedCheckpoint, (self.path, self.hf, self.layout, self.naming)
 
     def dtype(self, hf_name: str) -> torch.dtype:
-        """Stored dtype of a tensor."""
         shard = self._shards[hf_name][0]
         return self._local(shard).dtype
 

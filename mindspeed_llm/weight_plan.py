@@ -57,7 +57,6 @@ class TensorPlan:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the tensor."""
         return math.prod(self.shape)
 
     @property

@@ -31,13 +31,9 @@ CopyValues = Callable[[Tensor, Tensor, Tensor | None, Origin], None]
 class WeightSource(Protocol):
     """Anything that can read parts of tensors under HF names."""
 
-    def names(self) -> Collection[str]:
-        """HF names that can be read."""
-        ...
+    def names(self) -> Collection[str]: ...
 
-    def dtype(self, hf_name: str) -> torch.dtype:
-        """Dtype in which the tensor is stored."""
-        ...
+    def dtype(self, hf_name: str) -> torch.dtype: ...
 
     def read(self, hf_name: str, ranges: Ranges) -> Tensor:
         """hf_tensor[ranges] on the CPU in its stored dtype; it may share memory with the source: do not write to it."""

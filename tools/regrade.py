@@ -40,7 +40,6 @@ class Line:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Reads, grades, prints."""
     args = _parser().parse_args(argv)
     try:
         lines = list(read_ledgers(args.ledger))

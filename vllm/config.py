@@ -17,8 +17,6 @@ model; or the distribution that tokens are drawn from, after edits, temperature 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model and how it is run."""
-
     model: str
     tokenizer: str
     skip_tokenizer_init: bool
@@ -31,8 +29,6 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The paged KV cache."""
-
     block_size: int
     gpu_memory_utilization: float
     num_gpu_blocks_override: int | None
@@ -43,8 +39,6 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """The limits of a step."""
-
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_chunked_prefill: bool

@@ -51,7 +51,6 @@ class OptimizerParamScheduler:
         self._apply()
 
     def get_lr(self) -> float:
-        """Learning rate of the step to come."""
         if self.lr_warmup_steps > 0 and self.num_steps <= self.lr_warmup_steps:
             return self.init_lr + (self.max_lr - self.init_lr) * self.num_steps / self.lr_warmup_steps
         if self.lr_decay_style == "constant" or self.lr_decay_steps is None:
@@ -72,7 +71,6 @@ class OptimizerParamScheduler:
         return {"num_steps": self.num_steps}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue from a saved position."""
         self.num_steps = int(state_dict["num_steps"])
         self._apply()
 

@@ -71,7 +71,6 @@ class ParallelLayout:
 
     @property
     def expert_data_parallel_size(self) -> int:
-        """Number of replicas of each expert."""
         return self.world_size // (
             self.expert_tensor_parallel_size * self.expert_model_parallel_size * self.pipeline_model_parallel_size
         )
@@ -123,7 +122,6 @@ class ParallelLayout:
         return found
 
     def coords(self, rank: int) -> RankCoords:
-        """Coordinates of global ``rank``."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the world of {self.world_size}")
         dense, expert = _unravel(rank, self._grid(False)), _unravel(rank, self._grid(True))
@@ -138,7 +136,6 @@ class ParallelLayout:
         )
 
     def stage(self, rank: int) -> int:
-        """Pipeline stage of global ``rank``."""
         return _unravel(rank, self._grid(False))["pp"]
 
     def members(self, rank: int, axes: tuple[str, ...], is_expert: bool = False) -> list[int]:

@@ -43,12 +43,10 @@ class ProcessGroups:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank holds the embedding."""
         return self.coords.pp == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the output layer."""
         return self.coords.pp == self.layout.pipeline_model_parallel_size - 1
 
 

@@ -56,11 +56,9 @@ class DCPWriter:
         return list(self._chunks_of)
 
     def tensors(self, file: str) -> Sequence[StoredTensor]:
-        """The chunks of a file."""
         return [chunk.stored for chunk in self._chunks_of[file]]
 
     def file_bytes(self, file: str) -> int:
-        """Exact size."""
         last = self._chunks_of[file][-1]
         return last.start + last.layout.num_bytes
 

@@ -63,7 +63,6 @@ class HFWriter:
         return [stored for tensor in self._shard_of[file] for stored in tensor.stored()]
 
     def file_bytes(self, file: str) -> int:
-        """Exact size."""
         tensors = self.tensors(file)
         return len(safetensors_layout(tensors)[0]) + sum(tensor.num_bytes for tensor in tensors)
 
@@ -82,7 +81,6 @@ class HFWriter:
         return offsets
 
     def finish(self, directory: Path, records: Mapping[str, FileRecord]) -> None:
-        """Index, config.json, tokenizer files."""
         copy_companions(self.companions, directory)
         write_json(directory / "config.json", dict(self.config))
         weight_map = {name: file for file in self.files() for name in records[file].tensors}

@@ -38,18 +38,15 @@ class PlannedWeights:
     hf: HFModelConfig
 
     def names(self) -> Collection[str]:
-        """Names of the plain checkpoint."""
         return hf_tensors(self.hf).keys()
 
     def dtype(self, hf_name: str) -> torch.dtype:
-        """Dtype as published."""
         if self.hf.quant_method == "fp8" and is_quantized(hf_name):
             return FP8_DTYPE
         found: torch.dtype = getattr(torch, hf_tensors(self.hf)[hf_name][1])
         return found
 
     def read(self, hf_name: str, ranges: Ranges) -> Tensor:
-        """Not there."""
         raise AssertionError(f"{hf_name} is planned, not stored")
 
 

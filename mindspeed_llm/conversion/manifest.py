@@ -190,7 +190,6 @@ def record_to_json(record: FileRecord) -> dict[str, Any]:
 
 
 def record_from_json(content: Mapping[str, Any]) -> FileRecord:
-    """The way back."""
     tensors = {name: TensorRecord(*fields) for name, fields in content["tensors"].items()}
     return FileRecord(content["num_bytes"], content["rest_crc32"], tensors)
 

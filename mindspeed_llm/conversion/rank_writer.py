@@ -33,16 +33,13 @@ class RankWriter:
     kind: ClassVar[str] = "mp_rank"
 
     def files(self) -> Sequence[str]:
-        """One path per rank."""
         return list(self._rank_of)
 
     def tensors(self, file: str) -> Sequence[StoredTensor]:
-        """The rank's plan."""
         plan = local_plan(self._hf, self.layout, self._rank_of[file], self.naming)
         return [self._stored(tensor) for tensor in plan]
 
     def file_bytes(self, file: str) -> int:
-        """Exact size."""
         return self._file(file).num_bytes
 
     def write(self, file: str, stream: BinaryIO, slabs: Callable[[StoredTensor], ByteSlabs]) -> Mapping[str, int]:

@@ -106,7 +106,6 @@ class TorchFile:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the file."""
         return self._end + len(self._directory([0] * len(self.records)))
 
     def write(self, stream: BinaryIO, slabs: Callable[[StoredTensor], ByteSlabs]) -> Mapping[str, int]:

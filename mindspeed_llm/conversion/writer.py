@@ -33,7 +33,6 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

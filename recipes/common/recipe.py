@@ -56,7 +56,6 @@ class Recipe:
 
     @property
     def config_dir(self) -> Path:
-        """Its named configs."""
         return RECIPES / self.name / "config"
 
     @property

@@ -152,7 +152,6 @@ def _report(found: dict[tuple[str, str], dict[str, float]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a table; returns the exit code."""
     parser = parser_of("data_plane", __doc__)
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--samples", type=int, default=16, help="samples of each prompt")

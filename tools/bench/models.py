@@ -65,7 +65,6 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 
 
 def parsed(raw: dict[str, Any]) -> HFModelConfig:
-    """The typed form of a config.json."""
     return parse_hf_config(raw, source="benchmark model")
 
 
@@ -115,7 +114,6 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens without padding."""
         return sum(map(len, self.sequences))
 
 

@@ -39,15 +39,12 @@ class ArbitraryWeights:
     tensors: tuple[HFTensor, ...]
 
     def names(self) -> Collection[str]:
-        """Weights and scales."""
         return self._stored.keys()
 
     def dtype(self, hf_name: str) -> torch.dtype:
-        """As published."""
         return self._stored[hf_name][1]
 
     def read(self, hf_name: str, ranges: Ranges) -> torch.Tensor:
-        """Whole rows of a tensor."""
         shape, dtype = self._stored[hf_name]
         width = math.prod(shape[1:])
         count = math.prod(shape_of(ranges))
@@ -89,7 +86,6 @@ def write_published_checkpoint(output: Path, config: dict[str, Any], num_files: 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write it; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.published_checkpoint", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="directory to make")
     parser.add_argument("--divide", type=int, default=8, help="every width is this much smaller (default: %(default)s)")

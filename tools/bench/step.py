@@ -44,7 +44,6 @@ COLUMNS = {"engine": "<76", "s/step": ">7.2f", "cpu-s": ">7.2f", "peak MB": ">8.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; returns the exit code."""
     options = _options().parse_args(argv)
     if refused("tools.bench.step", _problems(options)):
         return 2

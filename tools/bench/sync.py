@@ -77,7 +77,6 @@ LARGE_LAYOUTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the figures; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.sync", description=__doc__)
     parser.add_argument("--plan", action="store_true", help="the plan of DeepSeek-V3 on 256 ranks, nothing is sent")
     parser.add_argument("--hidden-size", type=int, default=2048)

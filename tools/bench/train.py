@@ -35,7 +35,6 @@ COLUMNS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; returns the exit code."""
     options = _options().parse_args(argv)
     engines = {name for group in options.engines for name in group.split(",")}
     problems = [*unknown_choices(("--engines", ENGINES, engines)), *thread_problems(options.threads)]

@@ -18,7 +18,6 @@ from tools.doctor.finding import GIB, ROOT, Finding, JobNeeds
 
 
 def python() -> Iterator[Finding]:
-    """The Python interpreter."""
     is_old = sys.version_info < (3, 11)
     remedy = "install Python 3.11 or newer and run tools/setup_env.sh" if is_old else ""
     yield Finding("python", f"{platform.python_version()} ({sys.executable})", remedy, is_fatal=is_old)
@@ -37,7 +36,6 @@ def packages() -> Iterator[Finding]:
 
 
 def memory(needs: JobNeeds) -> Iterator[Finding]:
-    """Cores, memory and shared memory."""
     yield Finding("cores", f"{os.cpu_count()} ({platform.machine()})")
     found = psutil.virtual_memory()
     is_small = found.available < needs.memory_gib * GIB

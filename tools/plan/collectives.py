@@ -67,7 +67,6 @@ class CollectiveLog(TorchDispatchMode):
         self._is_paused = False
 
     def note(self, call: Collective) -> None:
-        """Record a call."""
         if not self._is_paused:
             self.calls.append(call)
 

@@ -53,7 +53,6 @@ class DeviceProfile:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of one device."""
         return int(self.memory_gib * GIB)
 
     @property
@@ -68,7 +67,6 @@ class DeviceProfile:
 
     @property
     def host_memory_bytes(self) -> int:
-        """Memory of a node's host."""
         return int(self.host_memory_gib * GIB)
 
     @property
@@ -78,7 +76,6 @@ class DeviceProfile:
 
     @property
     def hbm_bytes_per_s(self) -> float:
-        """Rate of device memory."""
         return self.hbm_gbs * 1e9
 
     @property

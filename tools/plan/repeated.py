@@ -76,7 +76,6 @@ class RepeatedCalls:
         return (*self.before, *(found * min(mini_batches, self.mini_batches)), *self.after)
 
     def whole(self) -> tuple[Collective, ...]:
-        """All calls, in order."""
         return self.of(self.count, self.mini_batches)
 
     def repeated(self, mini_batches: int, one: Sequence[Collective], two: Sequence[Collective]) -> RepeatedCalls:

@@ -44,7 +44,6 @@ class WholePlan:
 
     @property
     def layout(self) -> ParallelLayout:
-        """The training layout."""
         return self.run.config.training_layout
 
     @property

@@ -55,7 +55,6 @@ class MemoryTimeline(Timeline):
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """See ``Timeline``."""
         meter = self.meter
         meter.settle()
         before, outer_peak = meter.now_bytes, meter.peak_bytes
@@ -94,18 +93,15 @@ class PlannedRollout(vLLMRollout):
     takes_samples = False
 
     def rank_shards(self, rank: int) -> LazyShards:
-        """See ``BaseRollout``."""
         return lazy_shards(self.inference_engine.config, rank)
 
     def update_weight_shards(self, updates: Iterable[WeightUpdate], version: int) -> dict[str, WeightDigest]:
-        """See ``BaseRollout``."""
         if not self.takes_samples:
             return super().update_weight_shards(updates, version)
         deque(updates, maxlen=0)  # holding on to an update would hold on to its bucket
         return {}
 
     def shard_digests(self) -> dict[str, WeightDigest]:
-        """See ``BaseRollout``."""
         return {} if self.takes_samples else super().shard_digests()
 
 

@@ -56,7 +56,6 @@ _TYPES = {"Any": "text or list", "dict[str, Any]": "section"}
 
 
 def render() -> str:
-    """The whole page."""
     found = [_HEAD, "\n".join(_essentials()) + "\n", *(_table(section) for section in sections())]
     found.append(
         f"## `{REFERENCE_ENGINE}`\n\nThe keys of `{ACTOR_ENGINE}`, whose values count where none is given here.\n"

@@ -20,7 +20,6 @@ def page_style() -> str:
 
 
 def render(run: RunData) -> str:
-    """The whole page."""
     body = "".join(
         [_head(run), _curves(run), _phases(run), _transcripts(run), _data(run), _restarts(run), _last_step(run)]
     )

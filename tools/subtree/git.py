@@ -99,7 +99,6 @@ class Git:
         return self.text("hash-object", "-w", "--stdin", stdin=content)
 
     def commit_tree(self, tree: str, parents: list[str], message: str) -> str:
-        """A new commit object; moves no branch."""
         words = [word for parent in parents for word in ("-p", parent)]
         return self.text("commit-tree", tree, *words, "-F", "-", stdin=message.encode())
 

@@ -78,12 +78,10 @@ def rotary(x_TNR: Tensor, cos_Th: Tensor, sin_Th: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Return 1 / (1 + exp(-x))."""
     return 1.0 / (1.0 + _exp(-x))
 
 
 def softmax(x: Tensor) -> Tensor:
-    """Return the softmax over the last dim."""
     weights = _exp(x - x.amax(-1, keepdim=True))
     return weights / tree_sum(weights)
 

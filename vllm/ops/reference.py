@@ -68,7 +68,6 @@ def write_kv(cache: KVCache, latent_TL: Tensor, rope_TR: Tensor, slots_T: Tensor
 
 
 def rollout_ops() -> RolloutOps:
-    """The reference table."""
     return RolloutOps(
         new_kv_cache=new_kv_cache,
         linear=linear,

@@ -47,7 +47,6 @@ class PackedWeight(nn.Module, ABC):
         """Return a copy of matrix `index`, [R, C] of `dtype`."""
 
     def matrix(self, expert: int, part: int) -> PackedMatrix:
-        """Return one of the matrices."""
         return PackedMatrix(self, expert * self.num_parts + part)
 
 

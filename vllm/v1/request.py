@@ -16,8 +16,6 @@ TopLogprobs: TypeAlias = tuple[int, list[int], list[float]]
 
 
 class RequestStatus(Enum):
-    """The state of a request."""
-
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"  # waiting again; its blocks are freed and must be computed again

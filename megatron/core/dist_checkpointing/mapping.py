@@ -35,7 +35,6 @@ class Shard:
 
     @property
     def sizes(self) -> Shape:
-        """The shape of the shard."""
         return tuple(self.tensor.shape)
 
     def split(self, max_bytes: int) -> Iterator[Shard]:

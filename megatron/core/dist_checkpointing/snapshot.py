@@ -44,7 +44,6 @@ class Snapshot:
         return f"{self.handle}:{self._tail_at}:{self.num_bytes}"
 
     def close(self) -> None:
-        """Release the memory on this side."""
         os.close(self.handle)
 
 

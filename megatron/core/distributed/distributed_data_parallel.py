@@ -134,7 +134,6 @@ class DistributedDataParallel(nn.Module):
             buffer.grads.offload(keep_values=False)
 
     def onload_grads(self) -> None:
-        """Allocate the gradients again, as zeros."""
         for buffer in self.param_and_grad_buffers:
             buffer.grads.onload(keep_values=False)
 

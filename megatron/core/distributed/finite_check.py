@@ -51,7 +51,6 @@ class FiniteCheck:
         self.reset()
 
     def reset(self) -> None:
-        """Start a new step."""
         self.found: NonFiniteGrads | None = None
         self._written = {buffer.name: True for buffer in self._buffers}
 

@@ -89,7 +89,6 @@ class HostTensor(OffloadableTensor):
 
     @property
     def host_bytes(self) -> int:
-        """All of it."""
         return self.tensor.nbytes
 
     def offload(self, keep_values: bool = True) -> None:

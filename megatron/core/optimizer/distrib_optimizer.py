@@ -48,7 +48,6 @@ class ShardState:
 
     @property
     def numel(self) -> int:
-        """Elements of each tensor."""
         return self.master.tensor.numel()
 
     @property
@@ -142,7 +141,6 @@ class DistributedOptimizer:
         return True, grad_norm, None
 
     def zero_grad(self) -> None:
-        """Set all gradients of the model to zero."""
         self.model.zero_grad_buffer()
 
     def offload(self) -> None:
@@ -152,7 +150,6 @@ class DistributedOptimizer:
                 tensor.offload()
 
     def onload(self) -> None:
-        """Bring the state back to the device."""
         for state in self.shards:
             for tensor in state.tensors.values():
                 tensor.onload()

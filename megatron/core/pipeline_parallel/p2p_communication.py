@@ -157,7 +157,6 @@ class RingTransfers:
         )
 
     def finish(self) -> None:
-        """Wait for the sends."""
         for sending in self._sent.values():
             sending.wait()
         self._sent.clear()

@@ -25,5 +25,4 @@ class RMSNorm(nn.Module):
         return self.rms_norm(x, self.weight, self.eps)
 
     def init_weights(self, init: WeightInit, name: str) -> None:
-        """Fill the weight with ones."""
         nn.init.ones_(self.weight)

@@ -87,7 +87,6 @@ class Settings:
 
     @property
     def data_dir(self) -> Path:
-        """The folder of the parquet files."""
         return self.output_dir / "data"
 
     @property

@@ -18,7 +18,6 @@ class StepClock:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all times."""
         # The start of each forward and the time inside it and its logits, by the wall and by this thread's CPU.
         self._began: list[tuple[float, float]] = []
         self._inside: list[tuple[float, float]] = []
@@ -145,7 +144,6 @@ class TransformersEngine:
         self.clock.watch(self.model)
 
     def generate(self, prompts: list[list[int]], n: int, max_tokens: int, detokenize: bool) -> dict[str, Any]:
-        """See ``VllmEngine``."""
         import torch
 
         self.clock.forget()

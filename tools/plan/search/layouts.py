@@ -124,7 +124,6 @@ def rollout_settings(run: PlannedRun, shape: RolloutShape) -> list[RolloutKnobs]
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of ``number``, ascending."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 

@@ -48,7 +48,6 @@ def search(plan: WholePlan, shape: RunShape, constants: Constants, count: int, c
 
 
 def describe(candidate: Candidate) -> str:
-    """One line."""
     return f"{layout_text(candidate.shape.train.layout)}, rollout {_rollout_text(candidate)}"
 
 

@@ -37,7 +37,6 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        """Tokens of prompt and response."""
         return self.prompt_mean + self.responses.mean
 
     @property
@@ -59,8 +58,6 @@ class MicroBatches:
 
 @dataclass(frozen=True)
 class TrainShape:
-    """The training engine."""
-
     layout: ParallelLayout  # of its ranks
     update: MicroBatches
     log_prob: MicroBatches
@@ -78,8 +75,6 @@ class TrainShape:
 
 @dataclass(frozen=True)
 class RolloutShape:
-    """The rollout engine."""
-
     world_size: int  # ranks that generate
     tp: int  # tensor-parallel ranks of a replica
     dp: int  # replicas that share experts
@@ -94,7 +89,6 @@ class RolloutShape:
 
     @property
     def replicas(self) -> int:
-        """Number of sets of tensor-parallel ranks."""
         return self.world_size // self.tp
 
     @property
@@ -147,7 +141,6 @@ class RunShape:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the run."""
         separate = self.rollout.world_size if self.schedule != "sync" else 0
         return self.train.layout.world_size + separate
 

@@ -44,17 +44,14 @@ class ModelWork:
 
     @property
     def num_moe(self) -> int:
-        """Layers with experts."""
         return self.num_layers - self.num_dense
 
     @property
     def expert_parameters(self) -> float:
-        """Parameters of all routed experts."""
         return self.num_moe * self.num_experts * self.layer.expert
 
     @property
     def dense_parameters(self) -> float:
-        """Parameters of everything else."""
         layer = self.layer
         return (
             self.num_layers * layer.attention
@@ -66,7 +63,6 @@ class ModelWork:
 
     @property
     def parameters(self) -> float:
-        """Parameters of the whole model."""
         return self.dense_parameters + self.expert_parameters
 
 

@@ -77,8 +77,6 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str) -> Tensor:
 
 
 class FixedKLController:
-    """A KL coefficient that never changes."""
-
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
 

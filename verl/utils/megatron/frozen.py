@@ -23,7 +23,6 @@ class HostResidentModel:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the weights on the host."""
         return sum(host.nbytes for host in self._host)
 
     @torch.no_grad()

@@ -47,7 +47,6 @@ class CheckpointReader:
         return self._slices.bytes_read
 
     def close(self) -> None:
-        """Close the files."""
         self._slices.close()
 
     def weights(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Weight]]:

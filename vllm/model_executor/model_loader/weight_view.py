@@ -36,7 +36,6 @@ class Shard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of this rank's part."""
         return shape_of(self.ranges)
 
     def digest(self, hf_name: str) -> Tensor:

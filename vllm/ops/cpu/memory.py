@@ -79,7 +79,6 @@ class StepMemory:
         _MEMORIES.add(self)
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """As ``torch.empty``."""
         tensor_bytes = dtype.itemsize * prod(shape)
         num_bytes = -(-tensor_bytes // _ALIGNMENT) * _ALIGNMENT + _GAP_BYTES
         with self._lock:

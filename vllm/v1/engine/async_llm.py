@@ -71,7 +71,6 @@ class RequestOutputCollector:
         self._changed.set()
 
     def fail(self, error: Exception) -> None:
-        """End the iteration with `error`."""
         if not self.is_admitted.done():
             self.is_admitted.set_exception(error)
         self._error = error
@@ -169,7 +168,6 @@ class AsyncLLM:
         return collector
 
     def abort(self, collector: RequestOutputCollector) -> None:
-        """Drop the requests."""
         unfinished = [name for name in collector.request_ids if self._collectors.pop(name, None) is not None]
         self.num_aborted += len(unfinished)
         if unfinished:

@@ -63,7 +63,6 @@ class Processor:
         return problems + [f"{name}: {problem}" for problem in found]
 
     def add_samples(self, group: PromptGroup, priority: int) -> None:
-        """Make the n requests of the group."""
         params = group.params
         room = self.config.model.max_model_len - len(group.prompt_token_ids)
         seed = params.seed

@@ -118,7 +118,6 @@ class Rebalancer:
             exchange_blocks(self.dp, self._kv_caches(), sent, received)
 
     def _take_out(self, request: Request) -> None:
-        """Take a request out of this replica."""
         self.scheduler.withdraw(request)
         if request.home is None:
             request.home = (self.rank, self._next_key)

@@ -32,6 +32,5 @@ def encode(requests: Sequence[Request]) -> np.ndarray:
 
 
 def decode(content: np.ndarray) -> list[Request]:
-    """The requests that `encode` was given."""
     requests: list[Request] = _RequestUnpickler(io.BytesIO(content.tobytes())).load()
     return requests

@@ -61,7 +61,6 @@ class InputBatch:
         return self._last_rows
 
     def append_tokens(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        """Append the tokens sampled for `rows`."""
         self.token_ids[rows, np.minimum(self.num_tokens[rows], self.token_ids.shape[1] - 1)] = token_ids
         self.num_tokens[rows] += 1
         if self.edits:

@@ -62,7 +62,6 @@ class Worker:
         self.runner = ModelRunner(config, self.model, ops, self.graphs, device)
 
     def execute(self, step: SchedulerOutput, exchange: StepExchange) -> SamplerOutput:
-        """Run one scheduled step."""
         if step.block_copies:
             copy_blocks(self.kv_caches, step.block_copies)
         return self.runner.execute(step, exchange, self.kv_caches)
@@ -124,13 +123,11 @@ class Worker:
         self._fp8_pairs = Fp8Pairs()
 
     def weights_digest(self) -> dict[str, WeightDigest]:
-        """See `LLM.weights_digest`."""
         self._require_weights("weights_digest")
         self.check_weights_loaded()
         return collect_digests(self.model.weight_views, self.parallel, self.dtype, self.device)
 
     def shard_digests(self) -> dict[str, WeightDigest]:
-        """See `LLM.shard_digests`."""
         self._require_weights("shard_digests")
         self.check_weights_loaded()
         return shard_digests(self.model.weight_views)

@@ -104,7 +104,6 @@ class _AlltoAllDispatch:
         self.back: Exchange | None = None
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """See ``Dispatch``."""
         tokens_per_expert = self.counts_TSL.sum((0, 1))
         if self.exchange is None:
             return self.rows, tokens_per_expert
@@ -114,7 +113,6 @@ class _AlltoAllDispatch:
         return rows, tokens_per_expert
 
     def start_combine(self, rows: Tensor) -> None:
-        """See ``Dispatch``."""
         if self.expert_map is not None:
             rows = self.ops.token_unpermute(rows, self.expert_map)
         if self.exchange is not None:
@@ -125,7 +123,6 @@ class _AlltoAllDispatch:
         self.rows = rows
 
     def finish_combine(self) -> Tensor:
-        """See ``Dispatch``."""
         rows = self.rows if self.back is None else self.back.finish(self.rows)
         return self.ops.token_unpermute(rows, self.row_map, self.probs_TK)
 
@@ -184,7 +181,6 @@ class _AllGatherDispatch:
         self.tokens_per_expert = torch.bincount(local, minlength=dispatcher.num_local_experts)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """See ``Dispatch``."""
         return self.rows.index_select(0, self.token), self.tokens_per_expert
 
     def start_combine(self, rows: Tensor) -> None:
@@ -194,7 +190,6 @@ class _AllGatherDispatch:
         self.rows = summed_GH.index_add(0, self.token, weighted).to(rows.dtype)
 
     def finish_combine(self) -> Tensor:
-        """See ``Dispatch``."""
         return reduce_scatter_rows(self.rows, self.group, self.sizes)
 
 
