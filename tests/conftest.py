@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import uuid
 from pathlib import Path
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from tests.left_out import LEFT_OUT
+from tests.parallel.preloaded import PRELOADED
 from tests.process_starters import starts_processes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,7 +25,8 @@ HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let subprocesses import our packages, keep them to one thread, and tag them."""
+    """Let subprocesses import our packages, keep them to one thread, tag them, and fork them with torch imported."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     os.environ.setdefault("OMP_NUM_THREADS", "1")

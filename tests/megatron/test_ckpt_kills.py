@@ -23,7 +23,6 @@ from megatron.core.dist_checkpointing.manifest import file_problems, read_manife
 from megatron.core.parallel_state import initialize_model_parallel
 from tests.megatron.ckpt_job import TrainingJob
 from tests.megatron.model_helpers import one_process_groups
-from tests.parallel.launcher import PRELOADED
 from verl.trainer.ppo import checkpointing
 
 logger = logging.getLogger(__name__)
@@ -128,7 +127,6 @@ def _round(root: Path, world_size: int, draws: random.Random, store: Path) -> st
     for left in root.glob("pids-*"):
         left.unlink()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     ranks: list[BaseProcess] = [
         context.Process(target=_train_until_killed, args=(root, rank, world_size, str(store)))
         for rank in range(world_size)

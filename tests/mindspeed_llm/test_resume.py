@@ -21,7 +21,6 @@ from mindspeed_llm.conversion.engine import partial_directory
 from mindspeed_llm.conversion.manifest import JOURNAL_NAME
 from tests.mindspeed_llm.test_conversion import assert_same_bytes
 from tests.mindspeed_llm.tiny import tiny_hf_config, write_tiny_checkpoint
-from tests.parallel.launcher import PRELOADED
 
 CONFIG = tiny_hf_config(hidden_size=128, moe_intermediate_size=128, num_hidden_layers=4)
 FLAGS = [
@@ -65,7 +64,6 @@ def kill_at_random_moments(root: Path, num_kills: int, num_workers: int, kind: s
     assert convert(root, "unbroken", kind=kind) == 0
     duration_s = time.monotonic() - start
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     rng, output, kills, repeated = random.Random(0), root / "out", 0, 0
     building = partial_directory(output)
     while kills < num_kills:

@@ -22,15 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# The server imports these once: what the ranks of most tests need. None of them has side effects (threads, groups).
-PRELOADED = [
-    "pytest",
-    "torch.distributed",
-    "torch.distributed.checkpoint",
-    "megatron.core.models.gpt.gpt_model",
-    "vllm.entrypoints.llm",
-    "verl.workers.megatron_workers",
-]
+from tests.parallel.preloaded import PRELOADED
 
 
 def run_ranks(

@@ -1,0 +1,13 @@
+"""What the server that forks the tests' processes imports once; whoever starts the server first decides for all.
+
+`conftest.py` sets it before any test. None of these modules has side effects (threads, groups).
+"""
+
+PRELOADED = [
+    "pytest",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "megatron.core.models.gpt.gpt_model",
+    "vllm.entrypoints.llm",
+    "verl.workers.megatron_workers",
+]
