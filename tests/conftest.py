@@ -13,7 +13,7 @@ import pytest
 
 from tests.left_out import LEFT_OUT
 from tests.parallel.preloaded import PRELOADED
-from tests.process_starters import starts_processes
+from tests.process_starters import runs_whole_jobs, starts_processes
 
 ROOT = Path(__file__).resolve().parents[1]
 # Every process that a test starts inherits it, at any depth and whoever adopts it: that is how leftovers are found.
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if starts_processes(item.path):
             item.add_marker("processes")
     if _is_worker(config):
-        items.sort(key=lambda item: ("system" not in item.path.parts, item.get_closest_marker("processes") is None))
+        items.sort(key=lambda item: (not runs_whole_jobs(item.path), item.get_closest_marker("processes") is None))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -27,6 +27,11 @@ def starts_processes(path: Path) -> bool:
     )
 
 
+def runs_whole_jobs(path: Path) -> bool:
+    """Return whether a test file runs recipes' commands, which takes the longest."""
+    return any(name.startswith("tests.system.command") for name in _imports(path))
+
+
 def _has_starter(imported: frozenset[str]) -> bool:
     return any(name in STARTERS or name.startswith(tuple(f"{starter}." for starter in STARTERS)) for name in imported)
 

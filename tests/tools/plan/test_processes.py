@@ -19,7 +19,8 @@ OF_TEST_RUNS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_DEVICE_BACKEND_AUTO
 ENGINE = "actor_rollout_ref.actor.megatron"
 
 
-THREADED = """import sys, torch
+THREADED = """import signal, sys, torch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
 torch.ones(1 << 22).exp_()  # torch's threads exist before the planner starts its processes
 from tools.plan.__main__ import main
 sys.exit(main(sys.argv[1:]))"""
