@@ -60,7 +60,7 @@ class WorkerGroup:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._methods = registered_methods(worker_cls)
-        self._meshes = {EVERY_RANK: Mesh(tuple(range(world_size)), (True,) * world_size)}
+        self._meshes: dict[str, Mesh] = {}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         methods = self.__dict__.get("_methods", {})
@@ -115,6 +115,8 @@ class WorkerGroup:
 
     def mesh(self, mesh_name: str) -> Mesh:
         """The table of ``mesh_name``, which the workers are asked for once."""
+        if mesh_name == EVERY_RANK:
+            return Mesh(tuple(range(self.world_size)), (True,) * self.world_size)
         if mesh_name not in self._meshes:
             call = self.run(
                 "_query_mesh",
