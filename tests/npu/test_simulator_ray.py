@@ -14,7 +14,7 @@ def on_a_device() -> tuple[float, int]:
 
 def test_a_worker_sees_the_devices() -> None:
     """Ray gives the worker one of the two in ASCEND_RT_VISIBLE_DEVICES."""
-    ray.init(num_cpus=1, resources={"NPU": 2}, include_dashboard=False, configure_logging=False)
+    ray.init("local", num_cpus=1, resources={"NPU": 2}, include_dashboard=False, configure_logging=False)
     try:
         assert ray.get(on_a_device.remote(), timeout=120) == (3.0, 1)
     finally:

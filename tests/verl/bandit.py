@@ -159,5 +159,5 @@ def bandit_worker(digits: list[int]) -> type[Worker]:
 if __name__ == "__main__":
     import ray
 
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     run_bandit(bandit_config(Path(sys.argv[1]), *sys.argv[2:]))

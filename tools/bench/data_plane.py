@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="after a first one that does not count")
     options = parser.parse_args(argv)
     num_rows = options.prompts * options.samples
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         group = PlayedGroup(options.ranks, options.processes)
         rounds = [measure(group, num_rows, tuple(options.lengths)) for _ in range(options.rounds + 1)]
