@@ -87,7 +87,8 @@ def test_programs_do_nothing_that_is_forbidden(
         is_reading_limited="landlock" in sandbox_layers(),
         per_program=per_program,
     )
-    results = _graded_programs({"control": "print('ESCAPED')", **programs})
+    # Ten attacks are one program, and some of them import half of the standard library.
+    results = _graded_programs({"control": "print('ESCAPED')", **programs}, test_s=4.0)
     assert results.pop("control").parts["score"] == 1.0
     assert {name for name, result in results.items() if result.parts["score"]} == set(), "escaped"
     unlike = {name: (result.status, result.parse) for name, result in results.items() if not _ran(result)}
@@ -116,8 +117,8 @@ def test_programs_meet_their_limits() -> None:
     assert statuses["memory"] == "failed"
 
 
-def _graded_programs(programs: dict[str, str]) -> dict[str, ScoringResult]:
-    kwargs = {"test_s": TEST_S, "total_s": 5.0, "memory_mb": 256}
+def _graded_programs(programs: dict[str, str], test_s: float = TEST_S) -> dict[str, ScoringResult]:
+    kwargs = {"test_s": test_s, "total_s": 5.0, "memory_mb": 256}
     function = RewardFunctionSpec(DEFAULT_FUNCTION.path, DEFAULT_FUNCTION.name, kwargs)
     pool = ScoringPool(function, num_workers=2, timeout_s=CALL_S)
     try:
