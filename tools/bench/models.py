@@ -69,13 +69,18 @@ def parsed(raw: dict[str, Any]) -> HFModelConfig:
 
 
 def write_checkpoint(raw: dict[str, Any], dtype: str, path: Path) -> None:
-    """A Hugging Face directory with random weights and a tokenizer of the words t0, t1, ...; kept if it is there."""
+    """A Hugging Face directory with random weights and a tokenizer of the words t0, t1, ...; kept if it is there.
+
+    FileExistsError when ``path`` holds another model.
+    """
     import torch
     from safetensors.torch import save_file
 
     config = json.dumps(raw | {"torch_dtype": dtype, "dtype": dtype}, indent=1)
     if (path / "config.json").is_file() and (path / "config.json").read_text() == config:
         return
+    if path.exists():
+        raise FileExistsError(f"{path} holds another model: remove it, or name another directory for --models")
     path.parent.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     weights = {}
