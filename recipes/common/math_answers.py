@@ -121,6 +121,8 @@ def is_small(answer: str) -> bool:
     """Whether computing what ``answer`` writes is bounded: its commands, nesting, variables, numbers and powers."""
     if len(answer) > MAX_PARSED_CHARS or not answer.isascii() or _depth(answer) > MAX_DEPTH:
         return False
+    if answer.count("|") > 2 * MAX_DEPTH:  # half of them may be within one another, and parsing costs their square
+        return False
     math = _WORDS.sub(" ", answer)
     commands = _COMMAND.findall(math)
     if any(command not in _CHEAP_COMMANDS for command in commands) or _ODD_ESCAPE.search(math):
