@@ -102,10 +102,11 @@ class PlannedDevice(TorchDispatchMode):
     expert, which token was sampled) must come from an op table made for plans.
     """
 
+    _known = KnownOutputs()  # shared by all planned ranks of a process
+
     def __init__(self, log: CollectiveLog, meter: MemoryMeter, has_host_memory: bool = True) -> None:
         super().__init__()
         self.log, self.meter, self.has_host_memory = log, meter, has_host_memory
-        self._known = KnownOutputs()
         self._host: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # pinned
 
     def move_to_host(self, num_bytes: int) -> None:
@@ -179,8 +180,7 @@ def _is_composite(func: Any) -> bool:
     """Whether torch makes it of other operations, which inference mode would hide."""
     if func.namespace == "prim":  # questions about a tensor
         return False
-    is_composite: bool = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-    return is_composite
+    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 def _is_mixed(args: Any, kwargs: Any) -> bool:

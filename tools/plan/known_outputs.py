@@ -30,7 +30,8 @@ class KnownOutputs:
     def of(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What ``func(*args, **kwargs)`` returns; every tensor among the arguments is on the meta device."""
         try:
-            key = (func, torch.is_inference_mode_enabled(), _key(args), _key(tuple(kwargs.items())) if kwargs else ())
+            state = torch.is_inference_mode_enabled(), torch.get_default_dtype()
+            key = (func, state, _key(args), _key(tuple(kwargs.items())) if kwargs else ())
         except _Unknown:
             return func(*args, **kwargs)
         make = self._of.get(key)

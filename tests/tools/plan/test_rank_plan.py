@@ -55,13 +55,19 @@ def assert_planned_whole(config: PPOTrainerConfig, rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "rank"),
-    [("dp2", 1), ("tp2_pp2_uneven_ep2", 2), ("cp2_pp2_vpp2", 2), ("pp4_ep2_overlap", 0), ("pp4_ep2_overlap", 4)],
+    [
+        pytest.param("dp2", 1, marks=pytest.mark.slow),
+        ("tp2_pp2_uneven_ep2", 2),
+        ("cp2_pp2_vpp2", 2),
+        ("pp4_ep2_overlap", 0),
+        ("pp4_ep2_overlap", 4),
+    ],
 )
 def test_many_micro_batches_are_planned_from_few(layout: str, rank: int, model_dir: Path) -> None:
     assert_planned_whole(_config(model_dir, layout, ONE_ROW, REPLAY), rank)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_several_mini_batches_are_planned_from_one(rank: int, model_dir: Path) -> None:
     mini_batches = ("actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.ppo_epochs=2")
     assert_planned_whole(_config(model_dir, "tp2_pp2_uneven_ep2", ONE_ROW, REPLAY, *mini_batches), rank)

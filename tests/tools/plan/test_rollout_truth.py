@@ -42,7 +42,14 @@ TRAINING = {
 TP2 = [f"{ROLLOUT}.tensor_model_parallel_size=2"]
 REFERENCE = ["trainer.rollout_ops=vllm.ops.reference:rollout_ops"]  # what a GPU runs
 # Cases whose parts other cases have.
-SLOW = ("tp2 x dp2", "ops of a gpu, experts by dispatch")
+SLOW = (
+    "tp2",  # the weights in fp8
+    "dp2 with expert parallel",  # the experts kept for replay
+    "dp2, experts by dispatch",  # tp2 x dp2
+    "tp2 x dp2",
+    "ops of a gpu, experts by dispatch",
+    "two engines of tp2",  # of dp2
+)
 CASES: dict[str, tuple[int, list[str]]] = {
     "tp1": (1, []),
     "tp1, decode steps as graphs": (1, [f"{ROLLOUT}.enforce_eager=False"]),
@@ -212,7 +219,13 @@ def test_plan_is_what_ranks_do(name: str, model_dir: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["tp1", "tp2 x dp2, experts by dispatch", pytest.param("two engines of tp2", marks=pytest.mark.slow)]
+    "name",
+    [
+        "tp1",
+        "dp2, experts by dispatch",
+        pytest.param("tp2 x dp2, experts by dispatch", marks=pytest.mark.slow),
+        pytest.param("two engines of tp2", marks=pytest.mark.slow),
+    ],
 )
 def test_totals_are_steps_times_calls(name: str, model_dir: str) -> None:
     world_size, overrides = CASES[name]

@@ -24,6 +24,9 @@ from verl.workers.megatron_workers import ActorRolloutRefWorker
 
 SIZE = StepSize(10, 8)
 PEAK_TOLERANCE = 0.1
+# Together they have every dimension and option that the layouts have: the others repeat them in other combinations.
+QUICK = ("dp2_overlap", "pp2", "tp2_etp2", "tp2_ep2_extended_recompute", "tp2_pp2_uneven_ep2", "cp2_pp2_vpp2")
+FEW_ROWS = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")  # several micro-batches a rank
 GLOO_KEEPS_S = 0.05  # its threads hold the tensors of a collective for some milliseconds after it is done
 Outcome = tuple[dict[str, TrainingPhase], list[Any]]
 
@@ -36,7 +39,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _config(model_dir: str, world_size: int, overrides: list[str]) -> PPOTrainerConfig:
-    config = load_config(overrides_of(model_dir, world_size, *overrides))
+    config = load_config(overrides_of(model_dir, world_size, *FEW_ROWS, *overrides))
     assert validate_config(config) == []
     return config
 
@@ -85,7 +88,9 @@ def plan(model_dir: str, world_size: int, rank: int, overrides: list[str]) -> Ou
         return run_training(worker, _num_rows(config), SIZE, log, meter), held
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
 def test_a_training_step_does_what_was_planned(name: str, model_dir: str) -> None:
     world_size, overrides = LAYOUTS[name]
     outcomes = run_ranks(run, world_size, model_dir, overrides)

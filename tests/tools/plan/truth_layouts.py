@@ -7,24 +7,33 @@ from typing import Any
 ENGINE = "actor_rollout_ref.actor.megatron"
 FIELDS = f"{ENGINE}.override_transformer_config"
 BALANCED = [f"{ENGINE}.fix_router=true", "actor_rollout_ref.rollout.fix_router=true", "trainer.hang_timeout_s=0"]
+OVERLAP = [
+    f"{ENGINE}.override_ddp_config.overlap_grad_reduce=true",
+    f"{ENGINE}.override_ddp_config.overlap_param_gather=true",
+]
+EXTENDED = [
+    f"{ENGINE}.tensor_model_parallel_size=2",
+    f"{ENGINE}.expert_model_parallel_size=2",
+    f"{ENGINE}.moe_tp_extend_ep=true",
+]
+RECOMPUTE = [
+    f"{FIELDS}.recompute_granularity=full",
+    f"{FIELDS}.recompute_method=block",
+    f"{FIELDS}.recompute_num_layers=1",
+]
 
 # name -> (processes, overrides); the model has 4 layers, the first of them dense.
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "dp2": (2, []),
+    "dp2_overlap": (2, OVERLAP),
     "tp2": (2, [f"{ENGINE}.tensor_model_parallel_size=2"]),
     "pp2": (2, [f"{ENGINE}.pipeline_model_parallel_size=2", "actor_rollout_ref.actor.router_replay.mode=R2"]),
     "ep2": (2, [f"{ENGINE}.expert_model_parallel_size=2"]),
     "cp2": (2, [f"{ENGINE}.context_parallel_size=2", "actor_rollout_ref.actor.router_replay.mode=R2"]),
     "tp2_etp2": (2, [f"{ENGINE}.tensor_model_parallel_size=2", f"{ENGINE}.expert_tensor_parallel_size=2"]),
-    "tp2_ep2_extended": (
-        4,
-        [
-            f"{ENGINE}.tensor_model_parallel_size=2",
-            f"{ENGINE}.expert_model_parallel_size=2",
-            f"{ENGINE}.moe_tp_extend_ep=true",
-        ],
-    ),
+    "tp2_ep2_extended": (4, EXTENDED),
+    "tp2_ep2_extended_recompute": (4, [*EXTENDED, *RECOMPUTE]),
     "tp2_pp2_uneven_ep2": (
         4,
         [
@@ -46,23 +55,14 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     ),
     "tp2_pp2_dp2_ep4_recompute": (
         8,
-        [
-            f"{ENGINE}.tensor_model_parallel_size=2",
-            f"{ENGINE}.pipeline_model_parallel_size=2",
-            f"{ENGINE}.expert_model_parallel_size=2",
-            f"{ENGINE}.moe_tp_extend_ep=true",
-            f"{FIELDS}.recompute_granularity=full",
-            f"{FIELDS}.recompute_method=block",
-            f"{FIELDS}.recompute_num_layers=1",
-        ],
+        [*EXTENDED, f"{ENGINE}.pipeline_model_parallel_size=2", *RECOMPUTE],
     ),
     "pp4_ep2_overlap": (
         8,
         [
             f"{ENGINE}.pipeline_model_parallel_size=4",
             f"{ENGINE}.expert_model_parallel_size=2",
-            f"{ENGINE}.override_ddp_config.overlap_grad_reduce=true",
-            f"{ENGINE}.override_ddp_config.overlap_param_gather=true",
+            *OVERLAP,
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
         ],
     ),
