@@ -11,7 +11,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # tests/run.sh and tests/conftest.py set these; a user who follows a page has none of them.
-SET_BY_CI = ("OMP_NUM_THREADS", "TORCH_DEVICE_BACKEND_AUTOLOAD", "RAY_enable_worker_prestart", "PYTHONPATH")
+SET_BY_CI = (
+    "OMP_NUM_THREADS",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    "RAY_enable_worker_prestart",
+    "RAY_prestart_worker_first_driver",
+    "PYTHONPATH",
+)
 REFERENCE = re.compile(r"`([\w.-]+/[\w/.-]+\.py):([A-Za-z_][\w.]*)`")
 
 

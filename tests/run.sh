@@ -23,8 +23,8 @@ export VENV_DIR="${VENV_DIR:-$ROOT/.venv}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # `import torch` must not load a torch plug-in whose driver is not there.
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0
-# Ray would start a worker per core ahead of need; tests start the few that they use.
-export RAY_enable_worker_prestart=0
+# Ray would start a worker per core ahead of need, and as many for the first driver; tests start the few that they use.
+export RAY_enable_worker_prestart=0 RAY_prestart_worker_first_driver=0
 # Hundreds of processes import the same modules; images often forbid to keep them compiled, which costs half of the run.
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"

@@ -10,4 +10,5 @@ PRELOADED = [
     "megatron.core.models.gpt.gpt_model",
     "vllm.entrypoints.llm",
     "verl.workers.megatron_workers",
+    "verl.workers.separate_workers",
 ]

@@ -34,7 +34,7 @@ def failing_worker(digits: list[int], failures: Path) -> type[Worker]:
                 if how == "raise":
                     raise KeyError("bad data")
                 if how == "node":
-                    os.kill(os.getppid(), signal.SIGKILL)
+                    os.kill(int(os.environ["RAY_RAYLET_PID"]), signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().update_actor(data)  # type: ignore[no-any-return]
 

@@ -15,6 +15,7 @@ import pytest
 import ray
 import torch
 
+from tests.ray_workers import ray_with_forked_workers
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker, WorkerDiedError, WorkerError, WorkerTimeoutError, get_together
 from verl.single_controller.base.decorator import (
@@ -119,11 +120,9 @@ def worker_class() -> type[Worker]:
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_enable_worker_prestart", "0")
         patch.setenv("VLLM_PASSED_ON", "yes")
-        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-        yield
-        ray.shutdown()
+        with ray_with_forked_workers(num_cpus=2):
+            yield
 
 
 def new_group(world_size: int, tp: int = 1) -> RayWorkerGroup:

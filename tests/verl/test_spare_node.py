@@ -10,6 +10,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from tests.ray_workers import forked_workers
 from tests.verl.bandit import bandit_config, write_inputs
 from tests.verl.failing_bandit import run_failing
 from verl.trainer.ppo.recovery import TrainingStoppedError
@@ -22,10 +23,11 @@ def cluster() -> Iterator[Cluster]:
     try:
         for _ in range(2):
             cluster.add_node(num_cpus=1)
-        ray.init(address=cluster.address, log_to_driver=False)
-        yield cluster
+        with forked_workers() as runtime_env:
+            ray.init(address=cluster.address, log_to_driver=False, runtime_env=dict(runtime_env))
+            yield cluster
+            ray.shutdown()
     finally:
-        ray.shutdown()
         cluster.shutdown()
 
 
