@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import cache
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -58,9 +62,24 @@ def test_commands_are_found() -> None:
     assert {page.name for page in PAGES if commands_of(page)} >= {"README.md", "README.zh.md"}
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # what this process has imported
 @pytest.mark.parametrize(("page", "line"), CASES)
 def test_a_command_can_be_run(page: Path, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    _check(page, line, tmp_path, _help)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "line"), [case for case in CASES if "python -m" in str(case.values[1])])
+def test_a_command_can_be_run_in_a_users_shell(
+    page: Path, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each program prints its help in a process of its own, without what this one has imported and set."""
+    monkeypatch.chdir(ROOT)
+    _check(page, line, tmp_path, _help_in_a_users_shell)
+
+
+def _check(page: Path, line: str, tmp_path: Path, help_of: Callable[..., str]) -> None:
     for part in line.split(" && "):
         words = shlex.split(re.sub(r"<[^>]+>", "127.0.0.1", part))
         settings = {}
@@ -70,7 +89,7 @@ def test_a_command_can_be_run(page: Path, line: str, tmp_path: Path, monkeypatch
         if program == "bash":
             _check_script(arguments[0], arguments[1:], settings, tmp_path)
         elif program == "python":
-            _check_python(page, arguments)
+            _check_python(page, arguments, help_of)
         elif program == "source":
             assert arguments[0] in _MADE_BY_A_COMMAND or Path(arguments[0]).is_file()
         else:
@@ -94,7 +113,7 @@ def _check_script(script: str, arguments: list[str], settings: dict[str, str], t
         assert function is None or Path(function).is_file() or "my_reward" in function
 
 
-def _check_python(page: Path, arguments: list[str]) -> None:
+def _check_python(page: Path, arguments: list[str], help_of: Callable[..., str]) -> None:
     if arguments[0] in _RUN_ELSEWHERE:
         assert page == ROOT / _RUN_ELSEWHERE[arguments[0]]
         return
@@ -107,12 +126,22 @@ def _check_python(page: Path, arguments: list[str]) -> None:
     elif module == "verl.trainer.main_ppo":
         load_config([word for word in given if "=" in word])
     elif options:
-        known = _help(module, *(given[:1] if module == "tools.subtree" else ()))
+        known = help_of(module, *(given[:1] if module == "tools.subtree" else ()))
         assert all(re.search(rf"(?<![\w-]){option}(?![\w-])", known) for option in options), f"{module} {options}"
 
 
 @cache
 def _help(*command: str) -> str:
+    printed = StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed), pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "argv", [*command, "--help"])
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    assert not ended.value.code
+    return printed.getvalue()
+
+
+@cache
+def _help_in_a_users_shell(*command: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", *command, "--help"],
         cwd=ROOT,
