@@ -18,9 +18,9 @@ PATIENCE_S = 60.0  # a safety net on busy machines
 FACTS = {"configuration": "c1", "torch": "2.13.0"}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A head alone; the nodes of this machine share its address, and Ray tells them apart."""
+    """A head alone, as each test leaves it; the nodes of this machine share its address, and Ray tells them apart."""
     head = {"num_cpus": 0, "include_dashboard": False, "labels": {**FACTS, nodes.RANK: "0"}}
     cluster = Cluster(initialize_head=True, connect=True, head_node_args=head)
     yield cluster
@@ -37,7 +37,7 @@ def test_nodes_join_are_compared_ended_and_missed(cluster: Cluster, tmp_path: Pa
     cluster.remove_node(other)
 
     end_file = tmp_path / "end.json"
-    cluster.add_node(num_cpus=1, labels={**FACTS, nodes.RANK: "1"}, env_vars={nodes.END_FILE: str(end_file)})
+    fits = cluster.add_node(num_cpus=1, labels={**FACTS, nodes.RANK: "1"}, env_vars={nodes.END_FILE: str(end_file)})
     problem = nodes.join(3, 1.0) or ""
     assert problem.startswith("2 of 3 nodes were there after 1 s: ") and "; missing: node 2. Start the same" in problem
     assert nodes.join(2, PATIENCE_S) is None
@@ -47,6 +47,7 @@ def test_nodes_join_are_compared_ended_and_missed(cluster: Cluster, tmp_path: Pa
     while not end_file.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert json.loads(end_file.read_text()) == {"status": 1, "reason": "a reason"}
+    cluster.remove_node(fits)
 
 
 def test_a_lost_node_is_noticed(cluster: Cluster) -> None:

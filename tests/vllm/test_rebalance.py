@@ -402,11 +402,15 @@ LAYOUTS: dict[str, tuple[int, list[dict[str, Any]]]] = {
             {"data_parallel_size": 2, "enforce_eager": False, "device": CAPTURING} | EXPERTS,
         ],
     ),
-    "tensor": (4, [{"data_parallel_size": 2, "tensor_parallel_size": 2} | EXPERTS, {"data_parallel_size": 4}]),
+    "tensor": (4, [{"data_parallel_size": 2, "tensor_parallel_size": 2} | EXPERTS]),
+    "four": (4, [{"data_parallel_size": 4}]),
 }
+SLOW = ("lockstep", "four")  # the others have their parts
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS]
+)
 def test_a_skewed_load_gives_the_same_in_fewer_steps(name: str, checkpoint: str) -> None:
     world_size, layouts = LAYOUTS[name]
     compare_with_no_moves(world_size, checkpoint, layouts, timeout_s=200)

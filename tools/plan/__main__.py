@@ -10,18 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.plan.console import print_brief, print_plain, print_plan, print_table
 from tools.plan.devices import known_devices, load_device
-from tools.plan.page import write_page
-from tools.plan.report import write_json
-from tools.plan.search.explain import explain
-from tools.plan.search.show import search
 from tools.plan.setup import BALANCED, expert_load, known_configs, known_models, planned_run
-from tools.plan.tables import variation_table
 from tools.plan.timing import RunShape, load_constants, predict, sensitivity
 from tools.plan.timing.run_shape import default_lengths
-from tools.plan.training import StepSize
-from tools.plan.whole import WholePlan, plan_run
 from verl.trainer.config import validate_config
 
 FITS, DOES_NOT_FIT, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -43,6 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plan(options: argparse.Namespace, console: Console) -> int:
     device = load_device(options.device)
     run = planned_run(options.config, options.overrides, device, nodes=options.nodes, model=options.model)
+    # What has been read can be planned: now comes what imports torch and the workers, which takes seconds.
+    from tools.plan.console import print_brief, print_plain, print_plan, print_table
+    from tools.plan.page import write_page
+    from tools.plan.report import write_json
+    from tools.plan.search.explain import explain
+    from tools.plan.search.show import search
+    from tools.plan.tables import variation_table
+    from tools.plan.training import StepSize
+    from tools.plan.whole import WholePlan, plan_run
+
     data = run.config.data
     size = StepSize(
         options.prompt_length or data.max_prompt_length,
@@ -63,10 +65,7 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
     step = predict(shape, device, constants)
     if options.search:
         return FITS if search(plan, shape, constants, options.search, console) else DOES_NOT_FIT
-    if options.brief:
-        print_brief(plan, step, console)
-    else:
-        print_plan(plan, step, console)
+    (print_brief if options.brief else print_plan)(plan, step, console)
     if options.sensitivity:
         print_table(variation_table(sensitivity(shape, device, constants)), console)
     for write, path in ((write_json, options.output), (write_page, options.page)):

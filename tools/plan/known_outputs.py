@@ -30,8 +30,7 @@ class KnownOutputs:
     def of(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What ``func(*args, **kwargs)`` returns; every tensor among the arguments is on the meta device."""
         try:
-            state = torch.is_inference_mode_enabled(), torch.get_default_dtype()
-            key = (func, state, _key(args), _key(tuple(kwargs.items())) if kwargs else ())
+            key = (func, torch.is_inference_mode_enabled(), torch.get_default_dtype(), _key((*args, *kwargs.items())))
         except _Unknown:
             return func(*args, **kwargs)
         make = self._of.get(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -55,7 +56,8 @@ def test_the_half_that_is_too_full(plan: WholePlan) -> None:
         assert halves_at_fault(replace(plan, run=replace(plan.run, device=device))) == expected
 
 
-def test_the_first_rank_that_is_too_full_ends_it(plan: WholePlan) -> None:
+def test_the_first_rank_that_is_too_full_ends_it(plan: WholePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # one core plans all ranks in this process
     small = replace(plan.run, device=replace(plan.run.device, memory_gib=1024 / 2**30))
     part = plan_run(small, SIZE, ends_when_full=True)
     assert [rank.rank for rank in part.stages] == [0] and not part.is_whole

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.protocol import DataProto
 from verl.utils.reward_score.scoring_pool import ScoringJob, ScoringPool, ScoringResult
 from verl.workers.config import CustomRewardFunctionConfig, RewardModelConfig
 from verl.workers.reward_manager.registry import register
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from verl.protocol import DataProto
 
 
 @dataclass(frozen=True)
