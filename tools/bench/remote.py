@@ -42,7 +42,7 @@ class EngineProcess(AbstractContextManager["EngineProcess"]):
 
     Args:
         cpus: the CPUs that the process may use; it gets as many threads.
-        scratch: its working directory, and where its log is; caches of compilers are below it.
+        scratch: its working directory, and where its log is.
     """
 
     def __init__(self, program: str, spec: EngineSpec, cpus: list[int], scratch: Path) -> None:
@@ -57,7 +57,7 @@ class EngineProcess(AbstractContextManager["EngineProcess"]):
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=scratch,
-                env=_environment(spec, len(cpus), scratch),
+                env=_environment(spec, len(cpus)),
             )
         started = time.perf_counter()
         try:
@@ -165,18 +165,14 @@ def allocator_name() -> str:
     return "the system's" if find_library() is None else "jemalloc"
 
 
-def _environment(spec: EngineSpec, num_threads: int, scratch: Path) -> dict[str, str]:
-    """This process's, with equal threads and allocator for all, no way to the network, and caches in ``scratch``."""
+def _environment(spec: EngineSpec, num_threads: int) -> dict[str, str]:
+    """This process's, with equal threads and allocator for all, and no way to the network."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {
         "OMP_NUM_THREADS": str(num_threads),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        "XDG_CACHE_HOME": str(scratch / "cache"),
-        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "cache" / "inductor"),
-        "TORCH_EXTENSIONS_DIR": str(scratch / "cache" / "extensions"),
-        "TRITON_CACHE_DIR": str(scratch / "cache" / "triton"),
     }
     if (library := find_library()) is not None:
         environment["LD_PRELOAD"] = ":".join(filter(None, [str(library), environment.get("LD_PRELOAD", "")]))

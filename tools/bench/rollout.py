@@ -191,7 +191,10 @@ class Bench:
         return process
 
     def _start(self, spec: EngineSpec) -> EngineProcess:
-        return EngineProcess(PROGRAM, spec, self.cpus, self.scratch)
+        cache = self.scratch / "cache"  # empty at first, also of what compilers made
+        names = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR")
+        environment = {"XDG_CACHE_HOME": str(cache), **{n: str(cache / n) for n in names}, **spec.environment}
+        return EngineProcess(PROGRAM, replace(spec, environment=environment), self.cpus, self.scratch)
 
     def _generate(self, process: EngineProcess, work: Work, seed: int) -> dict[str, Any]:
         """One round; EngineError when answers are not of the length that was asked for."""
