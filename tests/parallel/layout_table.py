@@ -245,32 +245,34 @@ def micro_batches(vocab_size: int, cp_size: int, cp_rank: int) -> list[MicroBatc
     return batches
 
 
-def compare(cases: Sequence[Case], timeout_s: float = 240) -> Iterator[tuple[Case, Difference]]:
-    """Run every case on as many gloo processes as it has ranks."""
+def compare(
+    cases: Sequence[Case], timeout_s: float = 240, num_micro_batches: int = len(_LENGTHS)
+) -> Iterator[tuple[Case, Difference]]:
+    """Run every case on as many gloo processes as it has ranks, with the first so many of the micro-batches."""
     models = dict.fromkeys(case.model for case in cases)
     # As bytes: each tensor handed to a new process is an open file, of which there may be 250.
-    wholes = pickle.dumps({model: run_ranks(_whole, 1, model)[0] for model in models})
+    wholes = pickle.dumps({model: run_ranks(_whole, 1, model, num_micro_batches)[0] for model in models})
     for world_size in sorted({case.layout.world_size for case in cases}):
         of_size = [case for case in cases if case.layout.world_size == world_size]
-        by_rank = run_ranks(_differences, world_size, of_size, wholes, timeout_s=timeout_s)
+        by_rank = run_ranks(_differences, world_size, of_size, wholes, num_micro_batches, timeout_s=timeout_s)
         for case, found in zip(of_size, zip(*by_rank, strict=True), strict=True):
             furthest = max(found, key=lambda difference: difference.grad)
             losses, norms = ([getattr(one, name) for one in found] for name in ("loss", "grad_norm"))
             yield case, replace(furthest, loss=max(losses), grad_norm=max(norms))
 
 
-def _whole(model: str) -> Whole:
-    loss, grad_norm, shards, _ = _one_step(Case(ParallelLayout(), model=model))
+def _whole(model: str, num_micro_batches: int) -> Whole:
+    loss, grad_norm, shards, _ = _one_step(Case(ParallelLayout(), model=model), num_micro_batches)
     return Whole(loss, grad_norm, {name: grad.view(shape) for name, shape, _, grad in shards})
 
 
-def _differences(cases: Sequence[Case], pickled_wholes: bytes) -> list[Difference]:
+def _differences(cases: Sequence[Case], pickled_wholes: bytes, num_micro_batches: int) -> list[Difference]:
     wholes: dict[str, Whole] = pickle.loads(pickled_wholes)
-    return [_difference(case, wholes[case.model]) for case in cases]
+    return [_difference(case, wholes[case.model], num_micro_batches) for case in cases]
 
 
-def _difference(case: Case, whole: Whole) -> Difference:
-    loss, grad_norm, shards, at = _one_step(case)
+def _difference(case: Case, whole: Whole, num_micro_batches: int) -> Difference:
+    loss, grad_norm, shards, at = _one_step(case, num_micro_batches)
     furthest, worst = 0.0, ""
     for name, shape, start, grad in shards:
         full = whole.grads[name]
@@ -285,7 +287,7 @@ def _difference(case: Case, whole: Whole) -> Difference:
 Shards = list[tuple[str, tuple[int, ...], int, torch.Tensor]]
 
 
-def _one_step(case: Case) -> tuple[float, float, Shards, RankCoords]:
+def _one_step(case: Case, num_micro_batches: int) -> tuple[float, float, Shards, RankCoords]:
     """Loss of the whole batch, gradient norm, (global name, local shape, first element, gradient) ..., coordinates."""
     groups = initialize_from_layout(case.layout)
     config = replace(MODELS[case.model], sequence_parallel=case.layout.tensor_model_parallel_size > 1, **case.changes)
@@ -295,7 +297,7 @@ def _one_step(case: Case) -> tuple[float, float, Shards, RankCoords]:
     optimizer = get_megatron_optimizer(
         OptimizerConfig(lr=1e-3, adam_beta1=0.0, clip_grad=0.0), ddp, groups, reference_ops()
     )
-    loss = _forward_backward(ddp, config, groups)
+    loss = _forward_backward(ddp, config, groups, num_micro_batches)
     finalize_model_grads(ddp, groups)
     is_updated, grad_norm, _ = optimizer.step()
     assert is_updated
@@ -308,10 +310,12 @@ def _one_step(case: Case) -> tuple[float, float, Shards, RankCoords]:
     return loss, grad_norm, shards, groups.coords
 
 
-def _forward_backward(ddp: DistributedDataParallel, config: TransformerConfig, groups: ProcessGroups) -> float:
+def _forward_backward(
+    ddp: DistributedDataParallel, config: TransformerConfig, groups: ProcessGroups, num_micro_batches: int
+) -> float:
     layout = groups.layout
     batches = micro_batches(config.vocab_size, layout.context_parallel_size, groups.coords.cp)
-    own = batches[groups.coords.dp :: layout.data_parallel_size]
+    own = batches[groups.coords.dp : num_micro_batches : layout.data_parallel_size]
 
     def forward_step(rest: Iterator[MicroBatch], model: nn.Module) -> tuple[torch.Tensor, Callable]:
         batch = next(rest)

@@ -23,8 +23,8 @@ def of(num_ranks: int) -> list[Case]:
     return [case for case in CASES if case.layout.world_size == num_ranks]
 
 
-def check(cases: list[Case]) -> None:
-    off = {case.name: difference for case, difference in compare(cases) if not difference.is_exact}
+def check(cases: list[Case], **settings: int) -> None:
+    off = {case.name: difference for case, difference in compare(cases, **settings) if not difference.is_exact}
     assert not off, f"not within {TOLERANCE:g} of one process: {off}"
 
 
@@ -34,7 +34,7 @@ def check(cases: list[Case]) -> None:
     ids=["1", "some of 2", "some of 4"],
 )
 def test_layouts_equal_one_process(cases: list[Case]) -> None:
-    check(cases)
+    check(cases, num_micro_batches=4)
 
 
 @pytest.mark.slow
