@@ -16,12 +16,19 @@ from tools.plan.timing.work import model_work, train_flops_per_token
 TINY = "--threads 1 --num-prompts 4 --prompt-lengths 2 5 --new-tokens 8"
 
 
-def test_rollout_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "ops",
+    [
+        "--rollout-ops vllm.ops.reference:rollout_ops",
+        pytest.param("", marks=pytest.mark.slow),  # our kernels, compiled anew, which a step of ours runs
+    ],
+)
+def test_rollout_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str], ops: str) -> None:
     file = tmp_path / "report.json"
     works = "--works mixed shared prefill host3 growth host_growth --host-sequences 3 --long-prompt 12 --samples 2"
     growth = "--growth-sequences 1 --growth-tokens 24"
     options = f"{TINY} --checkpoints tiny --dtype float32 --engines ours transformers --variants eager,grouped_mm"
-    assert rollout.main(f"{options} {works} {growth} --rounds 1 --starts 1 --json {file}".split()) == 0
+    assert rollout.main(f"{options} {ops} {works} {growth} --rounds 1 --starts 1 --json {file}".split()) == 0
     [found] = json.loads(file.read_text())
     assert not found["failures"]
     both = ["ours", "transformers"]
