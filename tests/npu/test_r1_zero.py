@@ -10,7 +10,7 @@ import pytest
 from megatron.core.ops.reference import reference_ops
 from mindspeed.ops import train_ops
 from tests.system.command import Command, read_metrics
-from tests.system.jobs import SMALL, Prepared, prepare
+from tests.system.jobs import Prepared, convert, prepare
 from vllm.ops.reference import rollout_ops as reference_rollout_ops
 from vllm_ascend.ops import rollout_ops
 
@@ -47,7 +47,7 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    return prepare(tmp_path_factory.mktemp("prepared"))
+    return convert(prepare(tmp_path_factory.mktemp("prepared")), tmp_path_factory.mktemp("converted"))
 
 
 @pytest.mark.timeout(600)
@@ -73,8 +73,8 @@ def run_on(device: str, num_steps: int, prepared: Prepared, folder: Path) -> str
     kernels = folder / "kernels"
     kernels.mkdir(exist_ok=True)
     environment = prepared.environment(folder / device, STEPS=num_steps, FAKE_NPU_COUNT=2, FAKE_NPU_CALLS_DIR=kernels)
-    changes = (f"trainer.device={device}", "trainer.save_freq=-1", "data.val_max_samples=4")
-    with Command(folder / f"{device}.log", environment, (*SMALL, *changes)) as command:
+    changes = ("--no-plan", f"trainer.device={device}", "trainer.save_freq=-1", "data.val_max_samples=4")
+    with Command(folder / f"{device}.log", environment, (*prepared.arguments, *changes)) as command:
         assert command.wait() == 0, command.tail(80)
         assert command.left_behind() == []
         return command.text()

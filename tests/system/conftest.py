@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import pytest
 
-from tests.system.jobs import Job, Prepared, prepare
+from tests.system.jobs import Job, Prepared, convert, prepare
 
 T = TypeVar("T")
 
@@ -41,11 +41,17 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 
 
 @pytest.fixture(scope="session")
+def converted(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    """The same inputs for a run that begins with its training."""
+    return made_once(tmp_path_factory, "converted", lambda folder: convert(prepared, folder))
+
+
+@pytest.fixture(scope="session")
 def uninterrupted(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """The reference: the job run through once on one machine."""
+    """The reference: the job run through once on one machine; it keeps what its steps trained on."""
 
     def run(folder: Path) -> Job:
-        job = Job(prepared, folder)
+        job = Job(prepared, folder, overrides=("trainer.save_rollouts=True",))
         job.finish()
         return job
 

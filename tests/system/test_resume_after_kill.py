@@ -106,10 +106,10 @@ def kill_named(command: Command, job: Job, wait: Wait, step: int, name: str, exp
 
 
 def test_killed_worker_then_killed_driver_then_the_same_result(
-    prepared: Prepared, uninterrupted: Job, tmp_path: Path
+    converted: Prepared, uninterrupted: Job, tmp_path: Path
 ) -> None:
     """One job, struck twice: a worker within step 3, the driver while checkpoint 3 is being written."""
-    job = Job(prepared, tmp_path)
+    job = Job(converted, tmp_path)
     with job.command("first") as command:
         in_step(command, job, step=2)
         assert command.worker(rank=1) is not None and command.open_listeners() == [], "on one node all stay on loopback"

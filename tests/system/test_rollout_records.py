@@ -15,14 +15,13 @@ from safetensors.torch import load_file
 from tests.pages import undocumented
 from tests.system.command import read_metrics
 from tests.system.in_process import in_process_config
-from tests.system.jobs import Prepared
+from tests.system.jobs import STEPS, Job, Prepared
 from tests.verl.bandit import run_trainer
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 from verl.trainer.main_ppo import worker_classes
 from verl.trainer.ppo.observers import steps_of
 from verl.trainer.preflight import preflight_problems
 
-STEPS = 3
 ENGINE = "actor_rollout_ref.actor.megatron"
 SETTINGS = {
     "one update, experts over both ranks": (),
@@ -63,11 +62,15 @@ def trained(folder: Path) -> list[dict[str, Any]]:
     "setting", [next(iter(SETTINGS)), *(pytest.param(name, marks=pytest.mark.slow) for name in list(SETTINGS)[1:])]
 )
 def test_halves_of_a_run_are_those_of_the_whole(
-    local_ray: None, prepared: Prepared, tmp_path: Path, setting: str
+    local_ray: None, prepared: Prepared, uninterrupted: Job, tmp_path: Path, setting: str
 ) -> None:
     whole, again, rolled = (tmp_path / name for name in ("whole", "again", "rolled"))
-    more = SETTINGS[setting]
-    fit(in_process_config(prepared, whole, 2, STEPS, "trainer.save_rollouts=True", *more))
+    more: tuple[str, ...] = SETTINGS[setting]
+    if more:
+        fit(in_process_config(prepared, whole, 2, STEPS, "trainer.save_rollouts=True", *more))
+    else:
+        whole = uninterrupted.output_dir
+        more = (f"actor_rollout_ref.model.path={whole / 'base_model_bf16'}", "actor_rollout_ref.rollout.seed=42")
     records = whole / "rollouts"
     assert steps_of(records, "*") == list(range(1, STEPS + 1))
 
@@ -104,4 +107,4 @@ def test_halves_that_cannot_run_are_told_before_anything_starts(prepared: Prepar
     assert f"{tmp_path / 'absent'} has no records step_*.safetensors" in "\n".join(preflight_problems(config))
     (tmp_path / "step_2.safetensors").touch()
     config = in_process_config(prepared, tmp_path, 2, STEPS, f"trainer.train_only={tmp_path}")
-    assert "has records up to step 2, but trainer.total_training_steps is 3" in "\n".join(preflight_problems(config))
+    assert "has records up to step 2, but trainer.total_training_steps is 4" in "\n".join(preflight_problems(config))

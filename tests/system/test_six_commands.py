@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from tests.pages import ROOT
 from tests.system.command import Command, newest_step, read_metrics
-from tests.system.jobs import SMALL, Prepared
+from tests.system.jobs import SMALL, Job, Prepared
 from tests.vllm.serving import server_process
 from tools.report.__main__ import main as report
 
@@ -23,28 +24,27 @@ def _six_commands() -> list[list[str]]:
     return [shlex.split(line) for line in section.splitlines() if line.startswith("    ") and line[4] != " "]
 
 
-def test_a_new_user_gets_from_nothing_to_an_answer(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_new_user_gets_from_nothing_to_an_answer(prepared: Prepared, uninterrupted: Job, tmp_path: Path) -> None:
+    """The second command is what ``uninterrupted`` ran; here its run goes on, and makes weights and data anew."""
     install, run, look, change, serve, ask = _six_commands()
     script = ["bash", "recipes/r1_zero/ray_start_grpo_npu.sh"]  # what ``Command`` starts
     assert install[:2] == ["bash", "tools/setup_env.sh"]  # tests/tools/test_setup_env.py
-    output = tmp_path / "run"
     assert run == script
-    environment = prepared.environment(output, STEPS=1)
-    with Command(tmp_path / "first.log", environment, SMALL, as_user=True) as command:
-        assert command.wait() == 0, command.tail()
+    made = shutil.ignore_patterns("base_model_bf16", "dist_ckpt", "data")
+    output = Path(shutil.copytree(uninterrupted.output_dir, tmp_path / "run", ignore=made, symlinks=True))
     assert look[:4] == ["python", "-m", "tools.report", "--run-dir"]
     (output / "report.html").unlink()
     assert report(["--run-dir", str(output)]) == 0 and (output / "report.html").is_file()
     before = (output / "export_hf" / "model-00001-of-00001.safetensors").read_bytes()
 
     assert change[0].startswith("STEPS=") and change[1:3] == script
-    environment = prepared.environment(output, STEPS=2)
+    environment = prepared.environment(output, STEPS=5)
     with Command(tmp_path / "second.log", environment, [*SMALL, *change[3:]], as_user=True) as command:
         assert command.wait() == 0, command.tail()
-        assert "resumed after step 1" in command.text()
+        assert "resumed after step 4" in command.text()
     steps = read_metrics(output)
-    assert newest_step(output) == 2 and [step["step"] for step in steps] == [0, 1, 2]
-    assert "reward/format" in steps[1] and "reward/boxed" in steps[2], "another function graded the second step"
+    assert newest_step(output) == 5 and [step["step"] for step in steps] == [0, 1, 2, 3, 4, 5]
+    assert "reward/format" in steps[4] and "reward/boxed" in steps[5], "another function graded the last step"
     assert (output / "export_hf" / "model-00001-of-00001.safetensors").read_bytes() != before
 
     assert serve[3:5] == ["--model", "outputs/r1_zero/export_hf"]

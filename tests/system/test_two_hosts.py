@@ -31,9 +31,9 @@ class Hosts:
     worker: str
     worker_interface: str
 
-    def start(self, prepared: Prepared, folder: Path, rank: int, steps: int) -> Command:
+    def start(self, converted: Prepared, folder: Path, rank: int, steps: int) -> Command:
         """The same command on one of them, but for NODE_RANK."""
-        environment = prepared.environment(
+        environment = converted.environment(
             folder / "run",
             STEPS=steps,
             NNODES=2,
@@ -44,7 +44,7 @@ class Hosts:
             LOST_TIMEOUT_S=LOST_S,
         )
         prefix = ["ip", "netns", "exec", self.worker if rank else self.head]
-        return Command(folder / f"node{rank}.log", environment, SMALL, prefix)
+        return Command(folder / f"node{rank}.log", environment, ("--no-plan", *converted.arguments), prefix)
 
     def cut(self) -> None:
         """Pull the cable."""
@@ -93,11 +93,11 @@ def assert_equal_to_one_host(folder: Path, uninterrupted: Job) -> None:
 
 
 @pytest.mark.slow
-def test_two_hosts_end_together(hosts: Hosts, prepared: Prepared, uninterrupted: Job, tmp_path: Path) -> None:
+def test_two_hosts_end_together(hosts: Hosts, converted: Prepared, uninterrupted: Job, tmp_path: Path) -> None:
     """One worker on each host; the run ends well on both."""
     with (
-        hosts.start(prepared, tmp_path, rank=0, steps=2) as head,
-        hosts.start(prepared, tmp_path, rank=1, steps=2) as worker,
+        hosts.start(converted, tmp_path, rank=0, steps=2) as head,
+        hosts.start(converted, tmp_path, rank=1, steps=2) as worker,
     ):
         assert head.wait() == 0, head.tail()
         assert worker.wait(timeout_s=NOTICE_S) == 0, worker.tail()
@@ -108,12 +108,12 @@ def test_two_hosts_end_together(hosts: Hosts, prepared: Prepared, uninterrupted:
 
 @pytest.mark.parametrize("how", [pytest.param("killed", marks=pytest.mark.slow), "cut off"])
 def test_two_hosts_train_as_one_until_one_goes_away(
-    hosts: Hosts, prepared: Prepared, uninterrupted: Job, tmp_path: Path, how: str
+    hosts: Hosts, converted: Prepared, uninterrupted: Job, tmp_path: Path, how: str
 ) -> None:
     """Two steps equal those of one host; then all processes of the other node die, or its cable is pulled."""
     with (
-        hosts.start(prepared, tmp_path, rank=0, steps=1000) as head,
-        hosts.start(prepared, tmp_path, rank=1, steps=1000) as worker,
+        hosts.start(converted, tmp_path, rank=0, steps=1000) as head,
+        hosts.start(converted, tmp_path, rank=1, steps=1000) as worker,
     ):
         head.wait_for(lambda: head.worker(0), "rank 0 on the head")
         head.wait_for(lambda: worker.worker(1), "rank 1 on the other node")
@@ -139,11 +139,11 @@ def test_two_hosts_train_as_one_until_one_goes_away(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "name"), [(1, "raylet/raylet"), (0, "-m verl.trainer.main_ppo")])
-def test_a_part_that_dies_ends_both(hosts: Hosts, prepared: Prepared, tmp_path: Path, rank: int, name: str) -> None:
+def test_a_part_that_dies_ends_both(hosts: Hosts, converted: Prepared, tmp_path: Path, rank: int, name: str) -> None:
     """Ray on the other node, or the driver on the head, is killed: both launchers live, and both end."""
     with (
-        hosts.start(prepared, tmp_path, rank=0, steps=1000) as head,
-        hosts.start(prepared, tmp_path, rank=1, steps=1000) as worker,
+        hosts.start(converted, tmp_path, rank=0, steps=1000) as head,
+        hosts.start(converted, tmp_path, rank=1, steps=1000) as worker,
     ):
         head.wait_for(lambda: newest_step(tmp_path / "run"), "the first checkpoint")
         victim = (head, worker)[rank].find(name)
@@ -162,9 +162,9 @@ def test_a_part_that_dies_ends_both(hosts: Hosts, prepared: Prepared, tmp_path: 
 
 
 @pytest.mark.slow  # tests/recipes/test_many_nodes.py has a node that ssh cannot reach
-def test_a_node_that_never_comes_is_named(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_node_that_never_comes_is_named(converted: Prepared, tmp_path: Path) -> None:
     """The head gives up after JOIN_TIMEOUT_S, before it has prepared anything."""
-    environment = prepared.environment(
+    environment = converted.environment(
         tmp_path / "run", NNODES=2, NPUS_PER_NODE=1, MASTER_ADDR="127.0.0.1", NODE_RANK=0, JOIN_TIMEOUT_S=2
     )
     with Command(tmp_path / "head.log", environment, SMALL) as head:
@@ -175,9 +175,9 @@ def test_a_node_that_never_comes_is_named(prepared: Prepared, tmp_path: Path) ->
     assert not (tmp_path / "run" / "data").exists()
 
 
-def test_a_head_that_never_comes_is_named(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_head_that_never_comes_is_named(converted: Prepared, tmp_path: Path) -> None:
     """The other node gives up after HEAD_TIMEOUT_S."""
-    environment = prepared.environment(
+    environment = converted.environment(
         tmp_path / "run", NNODES=2, NPUS_PER_NODE=1, MASTER_ADDR=UNREACHABLE, NODE_RANK=1, HEAD_TIMEOUT_S=2
     )
     with Command(tmp_path / "worker.log", environment, SMALL) as worker:
