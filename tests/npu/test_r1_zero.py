@@ -1,4 +1,4 @@
-"""The user's command with ``trainer.device=npu``, on two fake dies, beside the same command on the CPU."""
+"""The user's command with ``trainer.device=npu``, on two fake dies, beside the same job on the CPU."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import math
 from pathlib import Path
 
 import pytest
+import ray
 
 from megatron.core.ops.reference import reference_ops
 from mindspeed.ops import train_ops
 from tests.system.command import Command, read_metrics
+from tests.system.in_process import fit, in_process_config
 from tests.system.jobs import Prepared, convert, prepare
 from vllm.ops.reference import rollout_ops as reference_rollout_ops
 from vllm_ascend.ops import rollout_ops
 
 TOLERANCE = 1e-3  # relative
+CHANGES = ("trainer.save_freq=-1", "data.val_max_samples=4")
 COMPARED = (
     "actor/pg_loss",
     "actor/kl_loss",
@@ -53,8 +56,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_steps", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_grpo_steps_on_the_device_equal_the_cpus(prepared: Prepared, tmp_path: Path, num_steps: int) -> None:
-    runs = {device: run_on(device, num_steps, prepared, tmp_path) for device in ("cpu", "npu")}
-    cpu, npu = ({step["step"]: step for step in read_metrics(tmp_path / device)} for device in runs)
+    run_on_cpu(num_steps, prepared, tmp_path / "cpu")
+    said = run_on_npu(num_steps, prepared, tmp_path)
+    cpu, npu = ({step["step"]: step for step in read_metrics(tmp_path / device)} for device in ("cpu", "npu"))
     assert sorted(cpu) == sorted(npu) == [*range(num_steps + 1)]
     apart = [
         f"step {step}: {name} is {cpu[step][name]} on the CPU, {npu[step][name]} on the device"
@@ -64,17 +68,26 @@ def test_grpo_steps_on_the_device_equal_the_cpus(prepared: Prepared, tmp_path: P
     ]
     assert not apart, "\n".join(apart)
     assert max(step["training/rollout_probs_diff_max"] for step in npu.values() if step["step"]) < 1e-4
-    assert_native(runs["npu"], tmp_path / "kernels")
+    assert_native(said, tmp_path / "kernels")
     assert (tmp_path / "npu" / "export_hf" / "config.json").is_file()
 
 
-def run_on(device: str, num_steps: int, prepared: Prepared, folder: Path) -> str:
+def run_on_cpu(num_steps: int, prepared: Prepared, folder: Path) -> None:
+    """The reference, with this process as the driver."""
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        fit(in_process_config(prepared, folder, 2, num_steps, *CHANGES))
+    finally:
+        ray.shutdown()
+
+
+def run_on_npu(num_steps: int, prepared: Prepared, folder: Path) -> str:
     """The whole command to its good end; what it said."""
     kernels = folder / "kernels"
     kernels.mkdir(exist_ok=True)
-    environment = prepared.environment(folder / device, STEPS=num_steps, FAKE_NPU_COUNT=2, FAKE_NPU_CALLS_DIR=kernels)
-    changes = ("--no-plan", f"trainer.device={device}", "trainer.save_freq=-1", "data.val_max_samples=4")
-    with Command(folder / f"{device}.log", environment, (*prepared.arguments, *changes)) as command:
+    environment = prepared.environment(folder / "npu", STEPS=num_steps, FAKE_NPU_COUNT=2, FAKE_NPU_CALLS_DIR=kernels)
+    arguments = (*prepared.arguments, "--no-plan", "trainer.device=npu", *CHANGES)
+    with Command(folder / "npu.log", environment, arguments) as command:
         assert command.wait() == 0, command.tail(80)
         assert command.left_behind() == []
         return command.text()

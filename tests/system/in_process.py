@@ -6,7 +6,9 @@ from pathlib import Path
 
 from recipes.common.recipe import load_recipe
 from tests.system.jobs import SMALL, Prepared
+from tests.verl.bandit import run_trainer
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
+from verl.trainer.main_ppo import worker_classes
 
 
 def in_process_config(prepared: Prepared, folder: Path, num_ranks: int, steps: int, *more: str) -> PPOTrainerConfig:
@@ -17,6 +19,7 @@ def in_process_config(prepared: Prepared, folder: Path, num_ranks: int, steps: i
         f"data.val_files={data / 'test.parquet'}",
         "data.seed=42",
         f"actor_rollout_ref.model.path={prepared.model_path}",
+        "actor_rollout_ref.rollout.seed=42",
         "actor_rollout_ref.actor.megatron.use_dist_checkpointing=False",
         f"custom_reward_function.path={recipe.reward_path}",
         f"trainer.n_gpus_per_node={num_ranks}",
@@ -29,3 +32,8 @@ def in_process_config(prepared: Prepared, folder: Path, num_ranks: int, steps: i
     config = load_config([*SMALL, *given, *more], config_name=recipe.tiny_config, config_dir=recipe.config_dir)
     assert validate_config(config) == []
     return config
+
+
+def fit(config: PPOTrainerConfig) -> None:
+    """Trains as the driver does."""
+    run_trainer(config, *worker_classes(config))

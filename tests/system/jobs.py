@@ -52,18 +52,18 @@ class Prepared:
     """
 
     folder: Path
-    inputs: Mapping[str, object]
+    inputs: Mapping[str, str | Path]
     recipe: str = "r1_zero"
     arguments: tuple[str, ...] = SMALL
 
     @property
     def model_path(self) -> Path:
-        """The base model."""
-        return self.folder / "model"
+        """The base model that runs start from."""
+        return Path(self.inputs.get("MODEL_PATH", self.folder / "model"))
 
     def environment(self, output_dir: Path, **more: object) -> dict[str, object]:
         """The variables of a run on these inputs."""
-        return {"MODEL_PATH": self.model_path, **self.inputs, "OUTPUT_DIR": output_dir, "SEED": 42, **more}
+        return {**self.inputs, "MODEL_PATH": self.model_path, "OUTPUT_DIR": output_dir, "SEED": 42, **more}
 
     def make_model(self, corpus: CorpusStyle) -> Prepared:
         """Writes the base model, with very few warm-up steps, and returns self."""

@@ -14,11 +14,9 @@ from safetensors.torch import load_file
 
 from tests.pages import undocumented
 from tests.system.command import read_metrics
-from tests.system.in_process import in_process_config
+from tests.system.in_process import fit, in_process_config
 from tests.system.jobs import STEPS, Job, Prepared
-from tests.verl.bandit import run_trainer
-from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
-from verl.trainer.main_ppo import worker_classes
+from verl.trainer.config import load_config, validate_config
 from verl.trainer.ppo.observers import steps_of
 from verl.trainer.preflight import preflight_problems
 
@@ -46,11 +44,6 @@ def local_ray() -> Iterator[None]:
     ray.shutdown()
 
 
-def fit(config: PPOTrainerConfig) -> None:
-    """Trains as the driver does."""
-    run_trainer(config, *worker_classes(config))
-
-
 def trained(folder: Path) -> list[dict[str, Any]]:
     """Metrics of the steps but for validation and measurements."""
     left_out = ("timing_", "perf/", "val")
@@ -62,19 +55,18 @@ def trained(folder: Path) -> list[dict[str, Any]]:
     "setting", [next(iter(SETTINGS)), *(pytest.param(name, marks=pytest.mark.slow) for name in list(SETTINGS)[1:])]
 )
 def test_halves_of_a_run_are_those_of_the_whole(
-    local_ray: None, prepared: Prepared, uninterrupted: Job, tmp_path: Path, setting: str
+    local_ray: None, converted: Prepared, uninterrupted: Job, tmp_path: Path, setting: str
 ) -> None:
     whole, again, rolled = (tmp_path / name for name in ("whole", "again", "rolled"))
-    more: tuple[str, ...] = SETTINGS[setting]
+    more = SETTINGS[setting]
     if more:
-        fit(in_process_config(prepared, whole, 2, STEPS, "trainer.save_rollouts=True", *more))
+        fit(in_process_config(converted, whole, 2, STEPS, "trainer.save_rollouts=True", *more))
     else:
         whole = uninterrupted.output_dir
-        more = (f"actor_rollout_ref.model.path={whole / 'base_model_bf16'}", "actor_rollout_ref.rollout.seed=42")
     records = whole / "rollouts"
     assert steps_of(records, "*") == list(range(1, STEPS + 1))
 
-    only = in_process_config(prepared, again, 2, STEPS, f"trainer.train_only={records}", *more)
+    only = in_process_config(converted, again, 2, STEPS, f"trainer.train_only={records}", *more)
     assert preflight_problems(only) == []
     fit(only)
     assert trained(again) == trained(whole) and len(trained(again)) == STEPS
@@ -84,7 +76,7 @@ def test_halves_of_a_run_are_those_of_the_whole(
     for name in ("samples/step_2.jsonl", f"checkpoints/global_step_{STEPS}/data.json"):
         assert (again / name).read_bytes() == (whole / name).read_bytes(), name
 
-    fit(in_process_config(prepared, rolled, 2, 1, "trainer.rollout_only=True", *more))
+    fit(in_process_config(converted, rolled, 2, 1, "trainer.rollout_only=True", *more))
     mine, expected = (load_file(folder / "rollouts" / "step_1.safetensors") for folder in (rolled, whole))
     assert mine.keys() == expected.keys() >= {"input_ids", "responses", "rollout_log_probs", "token_level_scores"}
     assert all(mine[name].equal(expected[name]) for name in expected)
