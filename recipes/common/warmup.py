@@ -69,7 +69,8 @@ class PackedTexts:
 def run_warmup(warmup: Warmup) -> None:
     """Train on ``num_processes`` gloo processes of one thread each, so that every machine gets the same result."""
     with tempfile.TemporaryDirectory(prefix="warmup_") as rendezvous:
-        mp.spawn(_run_rank, args=(warmup, rendezvous), nprocs=warmup.num_processes, join=True, daemon=True)
+        arguments = (_run_rank, (warmup, rendezvous), warmup.num_processes)
+        mp.start_processes(*arguments, daemon=True, start_method="forkserver")
 
 
 def _run_rank(rank: int, warmup: Warmup, rendezvous: str) -> None:
