@@ -11,4 +11,7 @@ PRELOADED = [
     "vllm.entrypoints.llm",
     "verl.workers.megatron_workers",
     "verl.workers.separate_workers",
+    # What Ray imports; Ray itself keeps the environment of its import, which must be a worker's own.
+    "jsonschema",
+    "requests",
 ]

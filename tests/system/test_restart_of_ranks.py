@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
+from tests.ray_workers import ray_with_forked_workers
 from tests.system.command import read_metrics, without_measurements
 from tests.system.in_process import in_process_config
 from tests.system.jobs import Prepared
@@ -139,9 +139,8 @@ class Run:
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with ray_with_forked_workers(num_cpus=2):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.pages import undocumented
+from tests.ray_workers import ray_with_forked_workers
 from tests.system.command import read_metrics
 from tests.system.in_process import fit, in_process_config
 from tests.system.jobs import STEPS, Job, Prepared
@@ -39,9 +39,8 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with ray_with_forked_workers(num_cpus=2):
+        yield
 
 
 def trained(folder: Path) -> list[dict[str, Any]]:
