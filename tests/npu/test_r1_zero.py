@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 
 import pytest
-import ray
 
 from megatron.core.ops.reference import reference_ops
 from mindspeed.ops import train_ops
+from tests.ray_workers import ray_with_forked_workers
 from tests.system.command import Command, read_metrics
 from tests.system.in_process import fit, in_process_config
 from tests.system.jobs import Prepared, convert, prepare
@@ -74,11 +74,8 @@ def test_grpo_steps_on_the_device_equal_the_cpus(prepared: Prepared, tmp_path: P
 
 def run_on_cpu(num_steps: int, prepared: Prepared, folder: Path) -> None:
     """The reference, with this process as the driver."""
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
+    with ray_with_forked_workers(num_cpus=2):
         fit(in_process_config(prepared, folder, 2, num_steps, *CHANGES))
-    finally:
-        ray.shutdown()
 
 
 def run_on_npu(num_steps: int, prepared: Prepared, folder: Path) -> str:
