@@ -78,6 +78,7 @@ def run_variables(job: Job, role: NodeRole) -> dict[str, str]:
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
         **(loss_variables(job.settings.lost_timeout_s) if job.nnodes > 1 else {}),
         "HYDRA_FULL_ERROR": "1",
         "TOKENIZERS_PARALLELISM": "false",
