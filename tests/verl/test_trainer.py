@@ -57,15 +57,9 @@ def _wait_until(is_true: Callable[[], bool], what: str) -> None:
 
 
 def _workers() -> list[int]:
-    """Ray processes of this test's workers: those that hold a rank."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if process.environ().get("RANK", "") and process.name().startswith("ray::WorkerPro"):
-                found.append(process.pid)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
+    """The processes of this test's ranks, by the name that Ray gives them."""
+    processes = psutil.Process().children(recursive=True)
+    return [process.pid for process in processes if process.name().startswith("ray::WorkerPro")]
 
 
 def _has_step(root: Path, step: int) -> bool:
