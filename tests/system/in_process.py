@@ -1,14 +1,26 @@
-"""The tiny recipe's training with this process as the driver: what it does can be seen and changed."""
+"""A recipe's training, or its whole job, with this process in place of the processes that the launcher would start."""
 
 from __future__ import annotations
 
+import json
+from importlib import import_module
 from pathlib import Path
 
+import pytest
+
+from recipes.common.launcher import checks
+from recipes.common.launcher.job import Job, resolve_config
+from recipes.common.launcher.settings import find_role, read_settings
+from recipes.common.launcher.stages import Stage, closing_stages, driver_stage, stages
 from recipes.common.recipe import load_recipe
+from tests.ray_workers import forked_workers
 from tests.system.jobs import SMALL, Prepared
 from tests.verl.bandit import run_trainer
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
 from verl.trainer.main_ppo import worker_classes
+from verl.utils.net_utils import free_ports
+
+FEW_CPUS = "ray_kwargs.num_cpus_per_worker=0.25"
 
 
 def in_process_config(prepared: Prepared, folder: Path, num_ranks: int, steps: int, *more: str) -> PPOTrainerConfig:
@@ -27,7 +39,7 @@ def in_process_config(prepared: Prepared, folder: Path, num_ranks: int, steps: i
         f"trainer.total_training_steps={steps}",
         f"trainer.default_local_dir={folder / 'checkpoints'}",
         f"trainer.report_dir={folder}",
-        "ray_kwargs.num_cpus_per_worker=0.25",
+        FEW_CPUS,
     )
     config = load_config([*SMALL, *given, *more], config_name=recipe.tiny_config, config_dir=recipe.config_dir)
     assert validate_config(config) == []
@@ -37,3 +49,34 @@ def in_process_config(prepared: Prepared, folder: Path, num_ranks: int, steps: i
 def fit(config: PPOTrainerConfig) -> None:
     """Trains as the driver does."""
     run_trainer(config, *worker_classes(config))
+
+
+def run_stages_here(prepared: Prepared, output: Path, steps: int, *overrides: str) -> None:
+    """Do the recipe's whole job: its stages, the driver and the closing stages, each as its command would.
+
+    Ray and its workers are real, but forked. test_killed_whole.py runs the command of every recipe.
+    """
+    arguments = [*prepared.arguments, *overrides, "ray_kwargs.ray_init.address=local", FEW_CPUS]
+    variables = prepared.environment(output, STEPS=steps, RAY_PORT=free_ports(1)[0])
+    settings = read_settings(
+        load_recipe(prepared.recipe), arguments, {name: str(value) for name, value in variables.items()}
+    )
+    job = Job(settings, resolve_config(settings))
+    assert checks.problems(job, find_role(settings, job.nnodes)) == []
+    for stage in stages(job):
+        _run_here(stage)
+    with forked_workers() as runtime_env, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": runtime_env}))
+        _run_here(driver_stage(job))
+    for stage in closing_stages(job):
+        _run_here(stage)
+
+
+def _run_here(stage: Stage) -> None:
+    if stage.skip_reason is not None:
+        return
+    _python, _module_option, name, *arguments = stage.command
+    module = import_module(name)
+    if hasattr(module, "__path__"):
+        module = import_module(f"{name}.__main__")
+    assert module.main(arguments) == 0, stage.title

@@ -10,15 +10,15 @@ import torch
 from mindspeed_llm.hf_checkpoint import HFCheckpoint
 from tests.pages import undocumented
 from tests.system.command import read_metrics
-from tests.system.jobs import Job, prepare_math_lighteval
+from tests.system.in_process import run_stages_here
+from tests.system.jobs import prepare_math_lighteval
 
 STEPS = 2
 
 
 def test_from_a_folder_of_problems_to_trained_weights(tmp_path: Path) -> None:
-    job = Job(prepare_math_lighteval(tmp_path), tmp_path, STEPS)
-    job.finish()
-    run = job.output_dir
+    run = tmp_path / "run"
+    run_stages_here(prepare_math_lighteval(tmp_path), run, STEPS)
     steps = read_metrics(run)
     assert undocumented(name for step in steps for name in step) == []
     assert [step["step"] for step in steps] == [*range(STEPS + 1)]

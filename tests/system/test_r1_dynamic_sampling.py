@@ -6,11 +6,13 @@ worker import.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from tests.pages import undocumented
 from tests.system.command import read_metrics
-from tests.system.jobs import Job, prepare_r1_dynamic_sampling
+from tests.system.in_process import run_stages_here
+from tests.system.jobs import prepare_r1_dynamic_sampling
 
 STEPS = 2
 LIBRARY = """
@@ -45,9 +47,8 @@ def test_from_json_lines_to_a_policy(tmp_path: Path) -> None:
         "algorithm.adv_estimator=mine",
         "actor_rollout_ref.actor.policy_loss.loss_mode=mine",
     )
-    job = Job(prepare_r1_dynamic_sampling(tmp_path), tmp_path, STEPS, overrides)
-    job.finish()
-    run = job.output_dir
+    run = tmp_path / "run"
+    run_stages_here(prepare_r1_dynamic_sampling(tmp_path), run, STEPS, *overrides)
     steps = read_metrics(run)
     assert undocumented(name for step in steps for name in step) == []
     assert [step["step"] for step in steps] == [*range(STEPS + 1)]
@@ -57,6 +58,6 @@ def test_from_json_lines_to_a_policy(tmp_path: Path) -> None:
     assert any(step["actor/grad_norm"] > 0 for step in steps[1:])
     assert {"val/score", "val/sums/score", "val/comparisons/response_length"} <= steps[0].keys()
     assert (run / "report.html").is_file()
-    [controller] = (path.name.removeprefix("estimator-") for path in tmp_path.glob("estimator-*"))
+    assert [path.name for path in tmp_path.glob("estimator-*")] == [f"estimator-{os.getpid()}"], "the controller"
     workers = {path.name.removeprefix("loss-") for path in tmp_path.glob("loss-*")}
-    assert len(workers) == 2 and controller not in workers
+    assert len(workers) == 2 and str(os.getpid()) not in workers
