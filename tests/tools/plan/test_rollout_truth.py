@@ -40,9 +40,11 @@ TRAINING = {
     ],
 }
 TP2 = [f"{ROLLOUT}.tensor_model_parallel_size=2"]
-REFERENCE = ["trainer.rollout_ops=vllm.ops.reference:rollout_ops"]  # what a GPU runs
+REFERENCE_OPS = "vllm.ops.reference:rollout_ops"  # what a GPU runs
+REFERENCE = [f"trainer.rollout_ops={REFERENCE_OPS}"]
 # Cases whose parts other cases have.
 SLOW = (
+    "tp1",  # as graphs, and eager in the totals
     "tp2",  # the weights in fp8
     "dp2 with expert parallel",  # the experts kept for replay
     "dp2, experts by dispatch",  # tp2 x dp2
@@ -130,8 +132,10 @@ def prompts(replica: int, lengths: tuple[int, ...]) -> DataProto:
     )
 
 
-def watch(worker: ActorRolloutRefWorker, lengths: tuple[int, ...], log: CollectiveLog, meter: MemoryMeter) -> Seen:
-    """A sync and a generation; then another, step by step."""
+def watch(
+    worker: ActorRolloutRefWorker, lengths: tuple[int, ...], log: CollectiveLog, meter: MemoryMeter, num_tries: int = 3
+) -> Seen:
+    """A sync and a generation; then another, step by step, ``num_tries`` times."""
     tp = worker.config.rollout.tensor_model_parallel_size
     mine = prompts(worker.rank // tp, lengths)
     with log.apart() as generation:
@@ -141,7 +145,7 @@ def watch(worker: ActorRolloutRefWorker, lengths: tuple[int, ...], log: Collecti
         steps: list[Step] = []
         if not worker.config.rollout.rebalance_interval:  # else requests cannot be added one by one
             # Threads of gloo let go of a step's tensors when they come to it; the least of a few tries has none.
-            generations = [measured(worker, mine, log, meter) for _ in range(3)]
+            generations = [measured(worker, mine, log, meter) for _ in range(num_tries)]
             steps = [min(tries, key=lambda step: step.peak_bytes) for tries in zip(*generations, strict=True)]
     return Seen(generation, log.calls, report, steps)
 
@@ -163,9 +167,8 @@ def measured(worker: ActorRolloutRefWorker, rows: DataProto, log: CollectiveLog,
     return steps
 
 
-def real_rank(model_dir: str, overrides: list[str], lengths: tuple[int, ...]) -> Seen:
-    world_size = dist.get_world_size()
-    worker = ActorRolloutRefWorker(config_of(model_dir, world_size, overrides), "actor_rollout")
+def real_rank(config: PPOTrainerConfig, lengths: tuple[int, ...]) -> Seen:
+    worker = ActorRolloutRefWorker(config, "actor_rollout")
     worker.init_model()
     log, meter = CollectiveLog(), MemoryMeter()
     with log, meter:
@@ -173,13 +176,14 @@ def real_rank(model_dir: str, overrides: list[str], lengths: tuple[int, ...]) ->
 
 
 @contextmanager
-def planned_worker(model_dir: str, rank: int, world_size: int, overrides: list[str]) -> Iterator[PlannedWorker]:
+def planned_worker(config: PPOTrainerConfig, rank: int) -> Iterator[PlannedWorker]:
+    world_size = config.trainer.world_size
     log, meter = CollectiveLog(), MemoryMeter()
     total_bytes = CpuPlatform().memory(torch.device("cpu")).total_bytes
     with planned_rank(rank, world_size, world_size), PlannedDevice(log, meter, has_host_memory=False) as device:
         platform = PLATFORMS["cpu"](total_bytes, 0, device)
-        kind = "cuda" if set(REFERENCE) <= set(overrides) else "cpu"
-        worker = PlannedWorker(config_of(model_dir, world_size, overrides), kind, 1.0, platform)
+        kind = "cuda" if config.trainer.rollout_ops == REFERENCE_OPS else "cpu"
+        worker = PlannedWorker(config, kind, 1.0, platform)
         with log.paused():  # recording a run begins after that, too
             worker.init_model()
         yield worker
@@ -197,13 +201,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES]
 )
 def test_plan_is_what_ranks_do(name: str, model_dir: str) -> None:
-    world_size, overrides = CASES[name]
-    real: list[Any] = run_ranks(real_rank, world_size, model_dir, overrides, RAGGED, timeout_s=240)
+    config = config_of(model_dir, *CASES[name])
+    real: list[Any] = run_ranks(real_rank, config.trainer.world_size, config, RAGGED, timeout_s=240)
     assert dist.is_initialized() is False and "RANK" not in os.environ
     for rank, seen in enumerate(real):
-        with planned_worker(model_dir, rank, world_size, overrides) as worker:
+        with planned_worker(config, rank) as worker:
             planned = worker.platform.planned
-            plan = watch(worker, RAGGED, planned.log, planned.meter)
+            plan = watch(worker, RAGGED, planned.log, planned.meter, num_tries=2)
         for name in ("generation", "others"):
             planned_calls, expected = getattr(plan, name), getattr(seen, name)
             for index, (ours, theirs) in enumerate(zip(planned_calls, expected, strict=False)):
@@ -228,10 +232,10 @@ def test_plan_is_what_ranks_do(name: str, model_dir: str) -> None:
     ],
 )
 def test_totals_are_steps_times_calls(name: str, model_dir: str) -> None:
-    world_size, overrides = CASES[name]
-    real: list[Any] = run_ranks(real_rank, world_size, model_dir, overrides, EVEN, timeout_s=240)
+    config = config_of(model_dir, *CASES[name])
+    real: list[Any] = run_ranks(real_rank, config.trainer.world_size, config, EVEN, timeout_s=240)
     for rank, seen in enumerate(real):
-        with planned_worker(model_dir, rank, world_size, overrides) as worker:
+        with planned_worker(config, rank) as worker:
             plan = plan_rollout(worker, len(EVEN) * NUM_SAMPLES, EVEN[0], RESPONSE_LENGTH)
         num_sync = len(plan.sync_calls)
         assert tuple(seen.generation[:num_sync]) == plan.sync_calls

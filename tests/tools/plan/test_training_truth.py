@@ -49,10 +49,8 @@ def _num_rows(config: PPOTrainerConfig) -> int:
     return config.data.train_batch_size * config.actor_rollout_ref.rollout.n // layout.data_parallel_size
 
 
-def run(model_dir: str, overrides: list[str]) -> Outcome:
+def run(config: PPOTrainerConfig) -> Outcome:
     """Runs in every rank."""
-    world_size = torch.distributed.get_world_size()
-    config = _config(model_dir, world_size, overrides)
     worker = ActorRolloutRefWorker(config, "actor_rollout_ref")
     worker.init_model()
     worker.actor_module.onload_params()
@@ -72,8 +70,8 @@ class TrainingOnly(PlannedWorker):
         self.offload_for_rollout()
 
 
-def plan(model_dir: str, world_size: int, rank: int, overrides: list[str]) -> Outcome:
-    config = _config(model_dir, world_size, overrides)
+def plan(config: PPOTrainerConfig, rank: int) -> Outcome:
+    world_size = config.trainer.world_size
     log, meter = CollectiveLog(), MemoryMeter()
     device = PlannedDevice(log, MemoryMeter(), has_host_memory=False)
     with planned_rank(rank, world_size, world_size), device:
@@ -92,10 +90,10 @@ def plan(model_dir: str, world_size: int, rank: int, overrides: list[str]) -> Ou
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
 def test_a_training_step_does_what_was_planned(name: str, model_dir: str) -> None:
-    world_size, overrides = LAYOUTS[name]
-    outcomes = run_ranks(run, world_size, model_dir, overrides)
+    config = _config(model_dir, *LAYOUTS[name])
+    outcomes = run_ranks(run, config.trainer.world_size, config)
     for rank, (did, held) in enumerate(outcomes):
-        planned, expected = plan(model_dir, world_size, rank, overrides)
+        planned, expected = plan(config, rank)
         assert held == expected, f"rank {rank}: persistent bytes"
         for call, phase in planned.items():
             assert list(did[call].collectives) == list(phase.collectives), f"rank {rank}, {call}"

@@ -62,7 +62,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def step_config(inputs: Path, report_dir: Path, layout: str) -> tuple[list[str], PPOTrainerConfig]:
+def step_config(inputs: Path, report_dir: Path, layout: str) -> PPOTrainerConfig:
     world_size, overrides = LAYOUTS[layout]
     given = [
         *overrides_of(str(inputs / "model"), world_size, *overrides),
@@ -75,7 +75,7 @@ def step_config(inputs: Path, report_dir: Path, layout: str) -> tuple[list[str],
     ]
     config = load_config(given)
     assert validate_config(config) == []
-    return given, config
+    return config
 
 
 def prompt_length(config: PPOTrainerConfig) -> int:
@@ -94,8 +94,8 @@ def planned_phases(plan: RankPlan) -> list[str]:
     "layout", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
 def test_a_step_is_its_plan(layout: str, inputs: Path, tmp_path: Path) -> None:
-    overrides, config = step_config(inputs, tmp_path, layout)
-    did = train_a_step(overrides, config.trainer.world_size)
+    config = step_config(inputs, tmp_path, layout)
+    did = train_a_step(config)
     size = StepSize(prompt_length(config), RESPONSE)
     for rank, (calls, spans) in enumerate(did):
         plan = plan_rank(config, load_device("cpu"), rank, size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import socket
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -12,7 +11,7 @@ from tests.parallel.launcher import run_ranks
 from tools.plan.collectives import Collective, CollectiveLog
 from verl.single_controller.base import WorkerGroup
 from verl.single_controller.base.worker_group import PendingCall
-from verl.trainer.config import load_config
+from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.megatron_workers import ActorRolloutRefWorker
@@ -69,16 +68,15 @@ class SocketGroup(WorkerGroup):
             file.close()
 
 
-def train_a_step(overrides: Sequence[str], world_size: int) -> list[RankStep]:
+def train_a_step(config: PPOTrainerConfig) -> list[RankStep]:
     """What ``RayPPOTrainer.fit`` makes the ranks do in a run of one step, by rank."""
-    config = load_config(list(overrides))
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
     reward_fn = NaiveRewardManager(tokenizer, config.reward_model, config.custom_reward_function)
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         server.settimeout(TIMEOUT_S)
         address = server.getsockname()
-        ranks = pool.submit(run_ranks, serve, world_size, address, list(overrides), timeout_s=TIMEOUT_S)
-        group = SocketGroup(server, world_size)
+        ranks = pool.submit(run_ranks, serve, config.trainer.world_size, address, config, timeout_s=TIMEOUT_S)
+        group = SocketGroup(server, config.trainer.world_size)
         trainer = RayPPOTrainer(config, tokenizer, ActorRolloutRefWorker, reward_fn)
         try:
             group.meet()
@@ -94,9 +92,9 @@ def train_a_step(overrides: Sequence[str], world_size: int) -> list[RankStep]:
         return ranks.result()
 
 
-def serve(address: tuple[str, int], overrides: list[str]) -> RankStep:
+def serve(address: tuple[str, int], config: PPOTrainerConfig) -> RankStep:
     """Runs in every rank: makes the calls that come, and notes the collectives of all of them together."""
-    worker = ActorRolloutRefWorker(load_config(overrides), "actor_rollout_ref")
+    worker = ActorRolloutRefWorker(config, "actor_rollout_ref")
     log = CollectiveLog()
     with socket.create_connection(address, TIMEOUT_S) as connection, connection.makefile("rwb") as stream:
         controller = cast(BinaryIO, stream)
