@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import copysign, exp, log, sqrt
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -33,6 +34,7 @@ NOISE = 0.1  # what a published phase may differ from run to run and by what is 
 SMALL_NOISE = 0.5
 MAIN_SHARE = 0.05  # of a step: phases below are small
 STEPS = 12
+Residuals: TypeAlias = dict[tuple[str, ...], list[float]]  # of a row, by its name and the values it depends on
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def calibrated() -> tuple[Constants, list[LeftOut]]:
     """The constants fitted on every row, with the leave-one-out errors, and the fits that these come from."""
     runs = published_runs()
-    best = fit(runs, load_constants())
+    best = fit(runs, load_constants(), {})
     alone = leave_out(runs, best)
     return Constants(best.by_key, worst_errors(alone)), alone
 
@@ -154,16 +156,15 @@ def is_main(miss: Miss, run: PublishedRun) -> bool:
     return miss.phase != "reward" and miss.published_s >= MAIN_SHARE * run.total_s
 
 
-def fit(runs: Sequence[PublishedRun], constants: Constants, tolerance: float = 1e-7) -> Constants:
+def fit(runs: Sequence[PublishedRun], constants: Constants, known: Residuals, tolerance: float = 1e-7) -> Constants:
     """``constants`` with its fitted ones at their best values for ``runs``, beginning with the values they have.
 
-    Ends when an iteration gains less than ``tolerance`` of the sum above.
+    Ends when an iteration gains less than ``tolerance`` of the sum above. ``known`` is read and added to.
     """
     families = {run.device.family for run in runs} | {ALL}
     free = [constant for constant in constants.fitted if constant.family in families]
     base = constants.with_values({constant.key: constant.prior for constant in constants.fitted})
     at = np.log([constant.value for constant in free])
-    known: dict[tuple[str, ...], list[float]] = {}  # what a row's misses are, by what it depends on
 
     def row_residuals(run: PublishedRun, values: dict[str, float]) -> list[float]:
         mine = (run.device.family, ALL)
@@ -182,8 +183,7 @@ def fit(runs: Sequence[PublishedRun], constants: Constants, tolerance: float = 1
 
     now = residuals(at)
     for _ in range(STEPS):
-        moves = 0.02 * np.eye(len(at))
-        columns = [(residuals(at + move) - now) / 0.02 for move in moves]
+        columns = [(residuals(at + move) - now) / 0.02 for move in 0.02 * np.eye(len(at))]
         step = np.linalg.lstsq(np.stack(columns, axis=1), now, rcond=None)[0]
         for scale in (1.0, 0.5, 0.25, 0.125):
             moved = at - scale * step
@@ -202,12 +202,13 @@ def fit(runs: Sequence[PublishedRun], constants: Constants, tolerance: float = 1
 def leave_out(runs: Sequence[PublishedRun], constants: Constants, *, whole_group: bool = False) -> list[LeftOut]:
     """Every run predicted with constants fitted without it, or without its whole group."""
     fits: dict[tuple[str, ...], Constants] = {}
+    known: Residuals = {}  # every fit begins at the same point
     found = []
     for run in runs:
         kept = [other for other in runs if (other.group != run.group if whole_group else other is not run)]
         names = tuple(other.name for other in kept)
         if names not in fits:
-            fits[names] = fit(kept, constants, tolerance=1e-5)
+            fits[names] = fit(kept, constants, known, tolerance=1e-5)
         found.append(LeftOut(run, fits[names], compare(run, fits[names])))
     return found
 

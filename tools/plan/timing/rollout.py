@@ -51,7 +51,7 @@ class _Rollout:
 
     def __post_init__(self) -> None:
         self.rollout, self.lengths, self.work = self.shape.rollout, self.shape.lengths, model_work(self.shape.model)
-        layer = self.work.layer
+        self.links, layer = Links.of(self.device, self.rates.link_efficiency), self.work.layer
         # Bytes of the cache of one token and layer on one rank.
         self.cache_per_token = layer.cache * CACHE_BYTES / min(self.rollout.tp, layer.cache_shards)
 
@@ -134,15 +134,14 @@ class _Rollout:
     def _collectives(self, sequences: float) -> float:
         """All-reduces of tensor parallelism, and the experts' exchange; kernels' own latency is in ``latency``."""
         work, rollout = self.work, self.rollout
-        links = Links.of(self.device, self.rates.link_efficiency)
         spent = 0.0
         if rollout.tp > 1:
             group = consecutive_group(rollout.tp, self.device.domain_devices)
-            spent += 2 * work.num_layers * links.all_reduce(sequences * work.hidden * CACHE_BYTES, group)
+            spent += 2 * work.num_layers * self.links.all_reduce(sequences * work.hidden * CACHE_BYTES, group)
         if rollout.has_expert_parallel and work.num_moe:
             group = consecutive_group(rollout.expert_ranks, self.device.domain_devices)
             sent = sequences / rollout.tp * work.topk * work.hidden * CACHE_BYTES
-            spent += 2 * work.num_moe * links.all_to_all(sent, group)
+            spent += 2 * work.num_moe * self.links.all_to_all(sent, group)
         return spent
 
     def _lacking_us(self, feature: str) -> float:

@@ -6,7 +6,7 @@ Operations count 2 for a multiplication with its addition. Weights are numbers o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import log, sqrt
 
 from hf_formats.config import HFModelConfig
@@ -46,11 +46,11 @@ class ModelWork:
     def num_moe(self) -> int:
         return self.num_layers - self.num_dense
 
-    @property
+    @cached_property
     def expert_parameters(self) -> float:
         return self.num_moe * self.num_experts * self.layer.expert
 
-    @property
+    @cached_property
     def dense_parameters(self) -> float:
         layer = self.layer
         return (
