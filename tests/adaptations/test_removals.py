@@ -66,13 +66,17 @@ def test_fails_without(mark: marks.Adaptation, verdicts: dict[str, Callable[[], 
     assert verdict.is_proven, f"{verdict.test}: {verdict.why}"
 
 
-def plant(root: Path, source: str, test: str, env: str = "main") -> None:
-    """A tree of one marked file and the test that is to prove it."""
-    files = {"pad.py": source.replace("@", MARK), "tests/test_pad.py": "from pad import width\n\n\n" + test}
-    files[str(removals.REGISTRY)] = f'"pad" = {{ test = "tests/test_pad.py::test_width", env = "{env}" }}\n'
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text, encoding="utf-8")
+def plant(root: Path, source: str, test: str, env: str = "main", name: str = "pad") -> None:
+    """A marked file in a tree, and the test that is to prove it."""
+    files = {f"{name}.py": source.replace("@(pad)", f"{MARK}({name})")}
+    files[f"tests/test_{name}.py"] = f"from {name} import width\n\n\n{test}"
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text, encoding="utf-8")
+    registry = root / removals.REGISTRY
+    registry.parent.mkdir(parents=True, exist_ok=True)
+    with registry.open("a", encoding="utf-8") as proofs:
+        proofs.write(f'"{name}" = {{ test = "tests/test_{name}.py::test_width", env = "{env}" }}\n')
 
 
 GOOD = (
@@ -80,40 +84,42 @@ GOOD = (
 )
 
 
-@pytest.mark.parametrize(
-    ("source", "test", "is_proven", "why"),
-    [
-        (GOOD, "def test_width():\n    assert width(3) == 4\n", True, "assert"),
-        (GOOD, "def test_width():\n    assert width(4) == 4\n", False, "passes without the block"),
-        (GOOD, "def test_width():\n    assert width(4) == 3\n", False, "on the untouched tree"),
-        (
-            "def width(n: int) -> int:\n    @(pad): even; drop when odd.\n    m = n + n % 2\n    return m\n",
-            "def test_width():\n    assert width(3) == 4\n",
-            False,
-            "does not run at all",
-        ),
-        (
-            "@(pad): even; drop when odd.\ndef width(n: int) -> int:\n    return n + n % 2\n",
-            "def test_width():\n    assert width(3) == 4\n",
-            False,
-            "did not fail but end in: error",
-        ),
-        (
-            "def width(n: int) -> int:\n    @(pad): even; drop when odd.\n    return n + n % 2\n",
-            "def test_width():\n    assert width(3) == 4\n",
-            False,
-            "does not parse",
-        ),
-    ],
-    ids=["good", "needless", "broken before", "missing name", "not importable", "not parsable"],
-)
-def test_verdicts(source: str, test: str, is_proven: bool, why: str, tmp_path: Path) -> None:
-    plant(tmp_path, source, test)
-    before = (tmp_path / "pad.py").read_text(encoding="utf-8")
-    [verdict] = removals.prove(tmp_path)
-    assert (verdict.is_proven, verdict.id) == (is_proven, "pad")
-    assert why in verdict.why
-    assert (tmp_path / "pad.py").read_text(encoding="utf-8") == before
+# id -> (marked file, its test, is_proven, why)
+VERDICTS = {
+    "good": (GOOD, "def test_width():\n    assert width(3) == 4\n", True, "assert"),
+    "needless": (GOOD, "def test_width():\n    assert width(4) == 4\n", False, "passes without the block"),
+    "broken": (GOOD, "def test_width():\n    assert width(4) == 3\n", False, "on the untouched tree"),
+    "nameless": (
+        "def width(n: int) -> int:\n    @(pad): even; drop when odd.\n    m = n + n % 2\n    return m\n",
+        "def test_width():\n    assert width(3) == 4\n",
+        False,
+        "does not run at all",
+    ),
+    "unimportable": (
+        "@(pad): even; drop when odd.\ndef width(n: int) -> int:\n    return n + n % 2\n",
+        "def test_width():\n    assert width(3) == 4\n",
+        False,
+        "did not fail but end in: error",
+    ),
+    "unparsable": (
+        "def width(n: int) -> int:\n    @(pad): even; drop when odd.\n    return n + n % 2\n",
+        "def test_width():\n    assert width(3) == 4\n",
+        False,
+        "does not parse",
+    ),
+}
+
+
+def test_verdicts(tmp_path: Path) -> None:
+    for name, (source, test, _, _) in VERDICTS.items():
+        plant(tmp_path, source, test, name=name)
+    before = {path: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.py")}
+    found = {verdict.id: verdict for verdict in removals.prove(tmp_path)}
+    assert len(found) == len(before) == len(VERDICTS)
+    for name, (_, _, is_proven, why) in VERDICTS.items():
+        verdict = found[name]
+        assert verdict.is_proven is is_proven and why in verdict.why, verdict
+    assert {path: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.py")} == before
 
 
 def test_without_a_simulator_the_proof_is_skipped_with_the_reason(tmp_path: Path) -> None:
