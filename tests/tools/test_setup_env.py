@@ -37,7 +37,8 @@ def setup(repo: Path, *args: str, **environment: str) -> subprocess.CompletedPro
     )
 
 
-def test_two_at_once_make_one_environment_and_again_when_a_pin_changes(repo: Path) -> None:
+def test_two_at_once_make_one_environment_that_is_made_again_when_a_pin_changes(repo: Path) -> None:
+    """An install that fails is not taken for a finished one."""
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(lambda _: setup(repo, "dev"), range(2)))
     assert [done.returncode for done in both] == [0, 0], both
@@ -47,9 +48,6 @@ def test_two_at_once_make_one_environment_and_again_when_a_pin_changes(repo: Pat
         assert "is up to date" in setup(repo, layer).stderr
     (repo / "requirements/base.txt").write_text("# another pin\n", encoding="utf-8")
     assert "installing the base layer" in setup(repo, "base").stderr
-
-
-def test_a_failed_install_is_not_taken_for_a_finished_one(repo: Path) -> None:
     requirement = repo / "requirements/base.txt"
     requirement.write_text("./no-such-package\n", encoding="utf-8")
     failed = setup(repo)

@@ -95,6 +95,10 @@ def test_layouts_equal_one_process(world_size: int, checkpoint: str, alone: list
                     assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
 
 
+def balanced_loads_of(path: str, layouts: list[dict[str, Any]]) -> list[list[int]]:
+    return [balanced_loads(path, llm_args) for llm_args in layouts]
+
+
 def balanced_loads(path: str, llm_args: dict[str, Any]) -> list[int]:
     """How often each expert is chosen for eight prompts of eight tokens and four new ones each, all layers together."""
     from vllm import LLM, SamplingParams, TokensPrompt
@@ -114,9 +118,8 @@ def balanced_loads(path: str, llm_args: dict[str, Any]) -> list[int]:
 def test_forced_balance_gives_every_expert_the_same_load(checkpoint: str) -> None:
     alone = balanced_loads(checkpoint, {})
     assert max(alone) == min(alone) > 0, alone
-    for args in (EXPERTS, DISPATCH):
-        loads = run_ranks(balanced_loads, 2, checkpoint, {"tensor_parallel_size": 2, **args}, timeout_s=150)
-        assert loads == [alone, alone], args
+    layouts = [{"tensor_parallel_size": 2} | args for args in (EXPERTS, DISPATCH)]
+    assert run_ranks(balanced_loads_of, 2, checkpoint, layouts, timeout_s=150) == [[alone, alone]] * 2
 
 
 def test_balanced_logits_are_those_of_training() -> None:

@@ -40,7 +40,7 @@ def test_sleep_returns_what_wake_up_took(tmp_path: Path) -> None:
     weights = random_weights(TINY | LARGE)
     llm = build(path, num_gpu_blocks_override=16384)
     prompts = as_inputs(make_prompts(6, 20))
-    for cycle in range(3):
+    for cycle in range(2):
         llm.sleep(2)
         asleep = resident()
         llm.wake_up(["weights"])
