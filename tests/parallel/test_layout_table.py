@@ -7,11 +7,16 @@ import pytest
 from tests.parallel.layout_table import CASES, TOLERANCE, Case, compare
 
 # Layouts of two ranks whose every property another layout of the default run has, too: each axis alone beside the same
-# axis with more to it.
+# axis with more to it, on two ranks or on four.
 REPEATED = {
     "deepseek_v3, TP2",
     "deepseek_v3, PP2",
     "deepseek_v3, PP2, last stage 3",
+    "deepseek_v3, PP2 VPP2",
+    "deepseek_v3, CP2",
+    "deepseek_v3, DP2",
+    "deepseek_v3, DP2 EP2",
+    "deepseek_v3, TP2, down-projections split",
     "qwen3, TP2",
     "qwen3, tied, TP2",
     "qwen3, tied, PP2",

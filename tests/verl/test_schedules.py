@@ -97,16 +97,20 @@ def test_one_step_off_trains_on_whole_samples_of_the_version_before(local_ray: N
 
 
 @pytest.mark.timeout(240)
-def test_fully_async_carries_partial_samples_over_syncs_and_a_restart(local_ray: None, root: Path) -> None:
+def test_fully_async_carries_partial_samples_over_syncs_and_the_death_of_a_training_rank(
+    local_ray: None, root: Path
+) -> None:
+    """By a clock and not in a fixed order; no sample is lost or trained on twice."""
     settings = (
         *ASYNC,
         "async_training.trigger_parameter_sync_step=2",
         "async_training.staleness_threshold=1.5",
         "algorithm.rollout_correction={rollout_is:token}",
     )
-    train(root, 4, *settings)
+    restarts = train_through_a_death(root, config_of(root, 6, *settings), rank=0, span="update_actor", nth=5)
+    assert [(line["step"], line["from_step"]) for line in restarts] == [(5, 4)] and "rank 0" in restarts[0]["cause"]
     assert (root / "checkpoints" / "global_step_4" / "data.npz").is_file()
-    metrics = train(root, 6, *settings)
+    metrics = metrics_of(root, 6)
     assert max(record["schedule/staleness/max"] for record in metrics) in (1, 2)
     assert all("rollout_corr/kl" in record for record in metrics)
     versions = versions_of(root, 6)
@@ -148,6 +152,7 @@ def train_through_a_death(root: Path, config: PPOTrainerConfig, rank: int, span:
     return [json.loads(line) for line in (root / "restarts.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow  # fully_async has a death, with a sync after every second step
 @pytest.mark.timeout(240)
 def test_a_training_rank_dies_and_no_sample_is_lost_or_trained_on_twice(local_ray: None, root: Path) -> None:
     """In step 3, by a clock and not in a fixed order: the run restarts from step 2 with the prompts started by then."""

@@ -146,7 +146,8 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_on_one_node_a_stranger_finds_nothing_that_listens(local_ray: None) -> None:
+def test_on_one_node_a_stranger_finds_nothing_that_listens_and_an_exception_ends_the_group(local_ray: None) -> None:
+    """The exception names its rank and has its traceback."""
     with new_group(2) as group:
         listeners = group.new_listeners()
         assert group.master_address == "127.0.0.1" and [len(found) >= 2 for found in listeners] == [True, True]
@@ -156,6 +157,12 @@ def test_on_one_node_a_stranger_finds_nothing_that_listens(local_ray: None) -> N
             socket.create_connection((host, port), timeout=5).close()
             with pytest.raises(ConnectionRefusedError):  # an address that only listeners on all addresses answer
                 socket.create_connection(("127.0.0.2", port), timeout=5)
+        pids = group.pids()
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match=rf"rank 1 \(pid {pids[1]} on .*KeyError: 'no such layer'") as caught:
+            group.fail(1)
+        assert time.monotonic() - start < 10 and "in fail" in str(caught.value)
+        assert_gone(pids)
 
 
 def test_two_groups_in_one_world_meet_work_beside_each_other_and_tell_who_died(local_ray: None) -> None:
@@ -179,9 +186,12 @@ def test_two_groups_in_one_world_meet_work_beside_each_other_and_tell_who_died(l
         first.while_waiting = None
         calls = first.start("all_reduce_once"), second.start("sleep")
         assert not any(call.is_done() for call in calls)
-        os.kill(second.pids()[0], signal.SIGKILL)
+        pids, killed_at = [*first.pids(), *second.pids()], time.monotonic()
+        os.kill(pids[2], signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match=r"rank 2 \(pid \d+ on .*\) died during (sleep|all_reduce_once)"):
             get_together(*calls)
+        assert time.monotonic() - killed_at < 10
+    assert_gone(pids)
 
 
 def test_calls_over_a_2x2_mesh(local_ray: None) -> None:
@@ -217,19 +227,8 @@ def check_environment(group: RayWorkerGroup) -> None:
         assert seen == dict(zip(names, expected, strict=True))
 
 
-def test_an_exception_names_rank_and_traceback_and_ends_the_group(local_ray: None) -> None:
-    group = new_group(2)
-    pids = group.pids()
-    start = time.monotonic()
-    with pytest.raises(WorkerError, match=rf"rank 1 \(pid {pids[1]} on .*KeyError: 'no such layer'") as caught:
-        group.fail(1)
-    assert time.monotonic() - start < 10 and "in fail" in str(caught.value)
-    assert_gone(pids)
-
-
-@pytest.mark.parametrize(
-    "method", ["all_reduce_forever", pytest.param("sleep", marks=pytest.mark.slow)]
-)  # two_groups has sleep
+@pytest.mark.slow  # two_groups has a kill amid a collective and a sleep
+@pytest.mark.parametrize("method", ["all_reduce_forever", "sleep"])
 def test_kill_9_is_noticed_within_seconds(local_ray: None, method: str) -> None:
     group = new_group(2)
     pids = group.pids()
