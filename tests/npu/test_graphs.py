@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.npu.processes import run_python
 from tests.parallel.launcher import run_ranks
 from tests.vllm.test_graphs import build, captured_sizes, results_of
 from tests.vllm.test_parallel import ALL, EXPERTS, SHARES, run_engines
@@ -131,8 +129,7 @@ def test_captured_attention_follows_lengths_and_tables(dtype: torch.dtype) -> No
 )
 def test_only_visible_devices_are_used(path: str, visible: str, message: str) -> None:
     code = f"from tests.npu.test_graphs import build_npu; build_npu({path!r})"
-    environment = os.environ | {"ASCEND_RT_VISIBLE_DEVICES": visible, "LOCAL_RANK": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = run_python(code, timeout_s=120, ASCEND_RT_VISIBLE_DEVICES=visible, LOCAL_RANK="1")
     assert done.returncode != 0 and message in done.stderr and f"ASCEND_RT_VISIBLE_DEVICES={visible!r}" in done.stderr
 
 

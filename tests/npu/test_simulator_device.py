@@ -9,14 +9,13 @@ import torch
 import torch_npu
 from npusim.build import library_dir
 
-from tests.npu.processes import output_of, run_python
+from tests.npu.processes import output_of, output_of_fresh, run_python
 
 
 def test_torch_alone_brings_the_device() -> None:
     """A plain `import torch` in a fresh process is enough, as in a Ray worker."""
-    assert (
-        output_of("import torch; print(torch.ones(2, device='npu').sum().item(), torch.npu.device_count())") == "2.0 2"
-    )
+    code = "import torch; print(torch.ones(2, device='npu').sum().item(), torch.npu.device_count())"
+    assert output_of_fresh(code) == "2.0 2"
 
 
 def test_the_real_torch_npu_answers() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ray
 
+from tests.ray_workers import forked_workers
+
 
 @ray.remote(num_cpus=1, resources={"NPU": 1})
 def on_a_device() -> tuple[float, int]:
@@ -14,8 +16,10 @@ def on_a_device() -> tuple[float, int]:
 
 def test_a_worker_sees_the_devices() -> None:
     """Ray gives the worker one of the two in ASCEND_RT_VISIBLE_DEVICES."""
-    ray.init("local", num_cpus=1, resources={"NPU": 2}, include_dashboard=False, configure_logging=False)
-    try:
-        assert ray.get(on_a_device.remote(), timeout=120) == (3.0, 1)
-    finally:
-        ray.shutdown()
+    with forked_workers() as runtime_env:
+        settings = {"include_dashboard": False, "configure_logging": False, "runtime_env": dict(runtime_env)}
+        ray.init("local", num_cpus=1, resources={"NPU": 2}, **settings)
+        try:
+            assert ray.get(on_a_device.remote(), timeout=120) == (3.0, 1)
+        finally:
+            ray.shutdown()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.parallel.launcher import run_ranks
 from verl.trainer.config import load_config, validate_config
 from verl.trainer.ppo.algos import ESTIMATORS
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.trainer.ppo.policy_losses import LOSSES
 from verl.utils.import_utils import import_external_libs, load_extern_type
+from verl.workers.megatron_workers import ActorRolloutRefWorker
 from verl.workers.reward_manager import MANAGERS
 
 LIBRARY = "actor_rollout_ref.model.external_lib"
@@ -66,20 +68,16 @@ def test_a_module_by_name_in_a_worker(module: Path, request: pytest.FixtureReque
     name = request.node.name
     config = load_config([f"{LIBRARY}=mine", *(key.format(name) for key in NAMES)])
     (module.parent / "config").write_bytes(pickle.dumps(config))
-    code = (
-        "import pickle, sys; sys.path.append('.'); config = pickle.load(open('config', 'rb'));"
-        "from verl.workers.megatron_workers import ActorRolloutRefWorker;"
-        "ActorRolloutRefWorker(config, 'actor_rollout_ref');"
-        "from verl.trainer.ppo.core_algos import get_policy_loss_fn;"
-        "print(get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode).__module__)"
-    )
-    root = Path(__file__).resolve().parents[2]
-    environment = {"PYTHONPATH": str(root), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    environment |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATH": "/usr/bin:/bin"}
-    shown = subprocess.run(
-        [sys.executable, "-c", code], cwd=module.parent, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert shown.stdout.strip() == "mine", shown.stderr[-2000:]
+    assert run_ranks(_module_of_the_loss, 1, str(module.parent)) == ["mine"]
+
+
+def _module_of_the_loss(folder: str) -> str:
+    """As a worker finds it."""
+    assert "mine" not in sys.modules
+    sys.path.append(folder)
+    config = pickle.loads((Path(folder) / "config").read_bytes())
+    ActorRolloutRefWorker(config, "actor_rollout_ref")
+    return get_policy_loss_fn(config.actor_rollout_ref.actor.policy_loss.loss_mode).__module__
 
 
 def test_a_relative_file_is_the_same_in_every_folder(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:

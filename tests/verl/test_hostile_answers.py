@@ -27,6 +27,13 @@ SAY_42 = {f"box: {name}" for name in ("arabic digits", "full width digits", "mat
 TIMEOUT_S = 0.5
 SLACK_S = 2.0  # of a machine with few cores that others use too
 TEST_S, CALL_S = 1.0, 8.0  # of a program, and of its grading
+ENDLESS_S = 0.25  # of programs that meet no other limit than that of time
+ENDLESS = {
+    "endless loop", "endless loop with a handler", "endless loop that catches all", "endless sleep", "endless read",
+    "stopped", "closes its streams and goes on", "catastrophic regex", "tower of powers", "factorial",
+    "output that nobody reads", "descriptors that survive errors", "never ends at exit", "thread that never ends",
+    "traceback without end", "timer",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -104,7 +111,9 @@ def test_programs_do_nothing_that_is_forbidden(
 
 @pytest.mark.timeout(240)
 def test_programs_meet_their_limits() -> None:
-    results = _graded_programs(bombs())
+    programs = bombs()
+    endless = {name: programs.pop(name) for name in ENDLESS}
+    results = _graded_programs(programs) | _graded_programs(endless, ENDLESS_S)
     assert {name: result.error for name, result in results.items() if result.status != "ok"} == {}
     slow = {name: result.seconds for name, result in results.items() if result.seconds > CALL_S}
     assert not slow
