@@ -93,9 +93,8 @@ def _serve(work: Work[Result], pipe: Connection, parent: int) -> None:
     if os.getppid() != parent:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and terminates us
-    import torch
-
-    torch.set_num_threads(1)
+    if torch := sys.modules.get("torch"):  # work that computes has imported it by now
+        torch.set_num_threads(1)
     while True:
         try:
             task = pipe.recv()

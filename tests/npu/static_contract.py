@@ -9,6 +9,7 @@ made, and the device module that ``verl.utils.device`` takes from torch by the d
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,8 +91,7 @@ def load_contract(version: str) -> Contract:
 
 def problems_of(source: str, contracts: dict[str, Contract], is_compat: bool = False) -> list[str]:
     """``line: what is wrong`` for every use that does not fit, and for what cannot be followed."""
-    reader = Reader()
-    reader.read(source)
+    reader = _read(source)
     found = list(reader.problems)
     by_version = {version: [use.problems(contract) for use in reader.uses] for version, contract in contracts.items()}
     for index, use in enumerate(reader.uses):
@@ -108,9 +108,14 @@ def problems_of(source: str, contracts: dict[str, Contract], is_compat: bool = F
 
 def uses_of(source: str) -> list[Use]:
     """Every use of torch_npu in a source."""
+    return _read(source).uses
+
+
+@functools.cache
+def _read(source: str) -> Reader:
     reader = Reader()
     reader.read(source)
-    return reader.uses
+    return reader
 
 
 def _missing_forms(uses: list[Use], by_version: dict[str, list[list[str]]]) -> Iterator[tuple[int, str]]:
