@@ -31,7 +31,9 @@ POLL_S = 0.05
 
 
 class Command:
-    """One run of a recipe's script in a session of its own; leaving the ``with`` ends whatever is left of it.
+    """A user's run of a recipe's script in a session of its own; leaving the ``with`` ends whatever is left of it.
+
+    The variables that CI sets (one thread per process) are left out.
 
     Args:
         output: file for what the command says.
@@ -40,7 +42,6 @@ class Command:
         prefix: a command to run it under, such as ``ip netns exec NAME``.
         recipe: whose script.
         script: a script of the recipe other than its main one.
-        as_user: whether to run it without the variables that CI sets (one thread per process).
     """
 
     def __init__(
@@ -51,7 +52,6 @@ class Command:
         prefix: Sequence[str] = (),
         recipe: str = "r1_zero",
         script: str | None = None,
-        as_user: bool = False,
     ) -> None:
         self.output = output
         self.tag = uuid.uuid4().hex
@@ -61,7 +61,7 @@ class Command:
             self._process = subprocess.Popen(
                 # parent_death.py: a pytest that is killed takes the command with it
                 [sys.executable, parent_death.__file__, str(os.getpid()), *prefix, "bash", path, *arguments],
-                env=clean_environment(as_user)
+                env=clean_environment()
                 | {name: str(value) for name, value in environment.items()}
                 | {TAG_NAME: self.tag},
                 stdin=subprocess.DEVNULL,
@@ -174,8 +174,8 @@ class Command:
             time.sleep(0.05)
 
 
-def clean_environment(as_user: bool = False) -> dict[str, str]:
-    """Return this process's variables without settings of runs and proxies, and with its own Python for the command."""
+def clean_environment() -> dict[str, str]:
+    """Return a user's variables without settings of runs and proxies, and with this Python for the command."""
     dropped = {
         *(name for recipe in recipe_names() for name in variables(load_recipe(recipe))),
         "RAY_ADDRESS",
@@ -185,8 +185,7 @@ def clean_environment(as_user: bool = False) -> dict[str, str]:
         "ALL_PROXY",
         "MASTER_PORT",
     }
-    inherited = users_environment() if as_user else {**os.environ, "OMP_NUM_THREADS": "1"}
-    passed_on = {name: value for name, value in inherited.items() if name.upper() not in dropped}
+    passed_on = {name: value for name, value in users_environment().items() if name.upper() not in dropped}
     return passed_on | {
         "SETUP": "no",
         "VENV_DIR": sys.prefix,

@@ -51,7 +51,7 @@ def uninterrupted(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) 
     """The reference: the job run through once on one machine; it keeps what its steps trained on."""
 
     def run(folder: Path) -> Job:
-        job = Job(prepared, folder, overrides=("trainer.save_rollouts=True",))
+        job = Job(prepared, folder, overrides=("trainer.save_rollouts=True",), plan=True)
         job.finish()
         return job
 

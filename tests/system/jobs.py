@@ -139,13 +139,17 @@ PREPARE: dict[str, Callable[[Path], Prepared]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """A run of the small job in a folder, with ``overrides`` and ``variables`` of its own."""
+    """A user's run of the small job in a folder, with ``overrides`` and ``variables`` of its own.
+
+    ``plan``: whether it begins with the plan of the whole run.
+    """
 
     prepared: Prepared
     folder: Path
     steps: int = STEPS
     overrides: tuple[str, ...] = ()
     variables: Mapping[str, object] = field(default_factory=dict)
+    plan: bool = False
 
     @property
     def output_dir(self) -> Path:
@@ -158,12 +162,9 @@ class Job:
         return newest_step(self.output_dir)
 
     def command(self, name: str, *more: str) -> Command:
-        """Start it, or start it again, with ``more`` arguments; its output goes to ``<name>.log``.
-
-        tests/recipes/test_first_plan.py and test_six_commands.py have the plan that comes first without --no-plan.
-        """
+        """Start it, or start it again, with ``more`` arguments; its output goes to ``<name>.log``."""
         environment = self.prepared.environment(self.output_dir, STEPS=self.steps, **self.variables)
-        arguments = ("--no-plan", *self.prepared.arguments, *self.overrides, *more)
+        arguments = (*self.prepared.arguments, *self.overrides, *more, *([] if self.plan else ["--no-plan"]))
         return Command(self.folder / f"{name}.log", environment, arguments, recipe=self.prepared.recipe)
 
     def finish(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import shutil
 import subprocess
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.pages import ROOT
-from tests.system.command import Command, newest_step, read_metrics
-from tests.system.jobs import SMALL, Job, Prepared
+from tests.system.command import newest_step, read_metrics
+from tests.system.in_process import run_stages_here
+from tests.system.jobs import Job, Prepared
 from tests.vllm.serving import server_process
 from tools.report.__main__ import main as report
 
@@ -24,10 +26,12 @@ def _six_commands() -> list[list[str]]:
     return [shlex.split(line) for line in section.splitlines() if line.startswith("    ") and line[4] != " "]
 
 
-def test_a_new_user_gets_from_nothing_to_an_answer(prepared: Prepared, uninterrupted: Job, tmp_path: Path) -> None:
-    """The second command is what ``uninterrupted`` ran; here its run goes on, and makes weights and data anew."""
+def test_a_new_user_gets_from_nothing_to_an_answer(
+    prepared: Prepared, uninterrupted: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``uninterrupted`` is a user's run of the second command; here it goes on, with weights and data made anew."""
     install, run, look, change, serve, ask = _six_commands()
-    script = ["bash", "recipes/r1_zero/ray_start_grpo_npu.sh"]  # what ``Command`` starts
+    script = ["bash", "recipes/r1_zero/ray_start_grpo_npu.sh"]
     assert install[:2] == ["bash", "tools/setup_env.sh"]  # tests/tools/test_setup_env.py
     assert run == script
     made = shutil.ignore_patterns("base_model_bf16", "dist_ckpt", "data")
@@ -38,10 +42,9 @@ def test_a_new_user_gets_from_nothing_to_an_answer(prepared: Prepared, uninterru
     before = (output / "export_hf" / "model-00001-of-00001.safetensors").read_bytes()
 
     assert change[0].startswith("STEPS=") and change[1:3] == script
-    environment = prepared.environment(output, STEPS=5)
-    with Command(tmp_path / "second.log", environment, [*SMALL, *change[3:]], as_user=True) as command:
-        assert command.wait() == 0, command.tail()
-        assert "resumed after step 4" in command.text()
+    with caplog.at_level(logging.INFO):
+        run_stages_here(prepared, output, 5, *change[3:])
+    assert "resumed after step 4" in caplog.text
     steps = read_metrics(output)
     assert newest_step(output) == 5 and [step["step"] for step in steps] == [0, 1, 2, 3, 4, 5]
     assert "reward/format" in steps[4] and "reward/boxed" in steps[5], "another function graded the last step"
