@@ -42,13 +42,16 @@ TRAINING = {
 TP2 = [f"{ROLLOUT}.tensor_model_parallel_size=2"]
 REFERENCE_OPS = "vllm.ops.reference:rollout_ops"  # what a GPU runs
 REFERENCE = [f"trainer.rollout_ops={REFERENCE_OPS}"]
+REPLAY = [f"{ROLLOUT}.enable_rollout_routing_replay=True", "actor_rollout_ref.actor.router_replay.mode=R3"]
 # Cases whose parts other cases have.
 SLOW = (
     "tp1",  # as graphs, and eager in the totals
     "tp2",  # the weights in fp8
-    "dp2 with expert parallel",  # the experts kept for replay
+    "dp2 with expert parallel",  # two engines of dp2
     "dp2, experts by dispatch",  # tp2 x dp2
     "tp2 x dp2",
+    "ops of a gpu",  # with the experts kept for replay
+    "experts kept for replay",  # with the ops of a gpu
     "ops of a gpu, experts by dispatch",
     "two engines of tp2",  # of dp2
 )
@@ -63,10 +66,8 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "ops of a gpu": (2, REFERENCE),
     "ops of a gpu, experts by dispatch": (2, [*REFERENCE, f"{ROLLOUT}.expert_exchange=dispatch"]),
     "weights in fp8": (2, [*TP2, f"{ROLLOUT}.quantization=fp8"]),
-    "experts kept for replay": (
-        2,
-        [f"{ROLLOUT}.enable_rollout_routing_replay=True", "actor_rollout_ref.actor.router_replay.mode=R3"],
-    ),
+    "experts kept for replay": (2, REPLAY),
+    "ops of a gpu, experts kept for replay": (2, [*REFERENCE, *REPLAY]),
     "two engines of tp2": (4, [*TP2, f"{ROLLOUT}.data_parallel_size=1"]),
     "two engines of dp2": (4, [f"{ROLLOUT}.data_parallel_size=2", f"{ROLLOUT}.rebalance_interval=2"]),
 }
