@@ -13,6 +13,7 @@ from tests.vllm.tiny import TINY, random_weights, write_checkpoint
 
 # What a process keeps once it has used a device, whatever the engine does: rotary tables, noise keys, masks, buffers.
 SLACK_BYTES = 6 * 2**20
+NUM_CYCLES = 3
 
 
 def allocated() -> int:
@@ -32,7 +33,7 @@ def test_cycles_give_all_memory_back_and_keep_the_results(
     expected, logprobs = results_of(llm)
     num_blocks = llm.get_memory_report()["num_gpu_blocks"]
     asleep, reserved, awake = [], [], []
-    for _ in range(5):
+    for _ in range(NUM_CYCLES):
         llm.sleep(2)
         asleep.append(allocated())
         reserved.append(torch.npu.memory_reserved())
@@ -44,5 +45,5 @@ def test_cycles_give_all_memory_back_and_keep_the_results(
         assert llm.get_memory_report()["num_gpu_blocks"] == num_blocks
         awake.append(allocated())
     for measured in (asleep, reserved, awake):
-        assert measured == [measured[0]] * 5
+        assert measured == [measured[0]] * NUM_CYCLES
     assert asleep[0] - before < SLACK_BYTES < awake[0] - asleep[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -96,7 +96,6 @@ def test_five_budgets_and_three_sizes_of_micro_batches_agree(groups: ProcessGrou
     _assert_agree(groups, loss_agg_mode, ways, {}, abs_tolerance=0.0)
 
 
-# The default run has every algorithm with one of the two means.
 @pytest.mark.parametrize(
     "loss_agg_mode, algorithm",
     [
@@ -105,20 +104,31 @@ def test_five_budgets_and_three_sizes_of_micro_batches_agree(groups: ProcessGrou
         ("token-mean", "cispo, icepop"),
         ("seq-mean-token-mean", "gspo, sequences masked"),
         ("seq-mean-token-mean", "cispo"),
-        pytest.param("seq-mean-token-mean", "ppo, token weights", marks=pytest.mark.slow),
-        pytest.param("seq-mean-token-mean", "gspo", marks=pytest.mark.slow),
-        pytest.param("seq-mean-token-mean", "cispo, icepop", marks=pytest.mark.slow),
-        pytest.param("token-mean", "gspo, sequences masked", marks=pytest.mark.slow),
-        pytest.param("token-mean", "cispo", marks=pytest.mark.slow),
     ],
 )
 def test_every_loss_and_correction_agrees_over_micro_batches(
     groups: ProcessGroups, loss_agg_mode: str, algorithm: str
 ) -> None:
-    """One to four micro-batches, and three budgets of tokens."""
+    """Every algorithm with one of the two means: one and three micro-batches, and a budget of tokens."""
+    _check_algorithm(groups, loss_agg_mode, algorithm, counts=(1, 3), budgets=(256,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_agg_mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_loss_and_correction_agrees_over_more_micro_batches(
+    groups: ProcessGroups, loss_agg_mode: str, algorithm: str
+) -> None:
+    """Every algorithm with both: one to four micro-batches, and three budgets of tokens."""
+    _check_algorithm(groups, loss_agg_mode, algorithm, counts=(1, 2, 3, 4), budgets=(52, 256, 1000))
+
+
+def _check_algorithm(
+    groups: ProcessGroups, loss_agg_mode: str, algorithm: str, counts: Sequence[int], budgets: Sequence[int]
+) -> None:
     ways: list[dict[str, int | bool]] = [
-        *({"ppo_micro_batch_size_per_gpu": -(-NUM_ROWS // count)} for count in (1, 2, 3, 4)),
-        *({"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": budget} for budget in (52, 256, 1000)),
+        *({"ppo_micro_batch_size_per_gpu": -(-NUM_ROWS // count)} for count in counts),
+        *({"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": budget} for budget in budgets),
     ]
     _assert_agree(groups, loss_agg_mode, ways, ALGORITHMS[algorithm], abs_tolerance=1e-6)  # losses that nearly cancel
 

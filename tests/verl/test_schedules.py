@@ -33,6 +33,7 @@ MODEL = (
     "actor_rollout_ref.rollout.max_num_seqs=6",
     "actor_rollout_ref.rollout.num_gpu_blocks_override=64",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+    "data.val_max_samples=4",
     "trainer.val_before_train=False",
     "trainer.log_samples_freq=1",
     "trainer.export_hf=False",
