@@ -402,10 +402,11 @@ LAYOUTS: dict[str, tuple[int, list[dict[str, Any]]]] = {
             {"data_parallel_size": 2, "enforce_eager": False, "device": CAPTURING} | EXPERTS,
         ],
     ),
-    "tensor": (4, [{"data_parallel_size": 2, "tensor_parallel_size": 2} | EXPERTS]),
+    "tensor": (4, [{"data_parallel_size": 2, "tensor_parallel_size": 2}]),
+    "tensor, lockstep": (4, [{"data_parallel_size": 2, "tensor_parallel_size": 2} | EXPERTS]),
     "four": (4, [{"data_parallel_size": 4}]),
 }
-SLOW = ("lockstep", "four")  # the others have their parts
+SLOW = ("lockstep", "tensor, lockstep", "four")  # the others have their parts
 
 
 @pytest.mark.parametrize(
