@@ -1,7 +1,7 @@
 """Which test files start processes: the sources say so, nobody keeps a list.
 
 A file counts when it imports a library that starts processes (``subprocess``, ``multiprocessing``, ``ray``), a test
-helper that counts, or a module of ours that itself imports such a library.
+helper that counts, or a module of ours that imports such a library or another one of ours that does.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ def starts_processes(path: Path) -> bool:
     imported = _imports(path)
     if _has_starter(imported):
         return True
-    sources = {source for name in imported if (source := _source(name)) is not None}
+    sources = _sources(path)
     helpers = {source for source in sources if source.is_relative_to(ROOT / "tests")} - {path}
+    modules = sources - helpers
+    modules = modules.union(*(_sources(module) for module in modules))
     return any(starts_processes(helper) for helper in sorted(helpers)) or any(
-        _has_starter(_imports(source)) for source in sources - helpers
+        _has_starter(_imports(module)) for module in modules
     )
 
 
@@ -46,6 +48,11 @@ def _imports(path: Path) -> frozenset[str]:
         elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return frozenset(names)
+
+
+def _sources(path: Path) -> set[Path]:
+    """Return the files of our modules that a file imports."""
+    return {source for name in _imports(path) if (source := _source(name)) is not None}
 
 
 def _source(module: str) -> Path | None:
