@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,8 @@ def run_on_npu(num_steps: int, prepared: Prepared, folder: Path) -> str:
     """The whole command to its good end; what it said."""
     kernels = folder / "kernels"
     kernels.mkdir(exist_ok=True)
-    environment = prepared.environment(folder / "npu", STEPS=num_steps, FAKE_NPU_COUNT=2, FAKE_NPU_CALLS_DIR=kernels)
+    simulated = {"FAKE_NPU_COUNT": 2, "FAKE_NPU_CALLS_DIR": kernels, "PYTHONPATH": os.environ["PYTHONPATH"]}
+    environment = prepared.environment(folder / "npu", STEPS=num_steps, **simulated)
     arguments = (*prepared.arguments, "--no-plan", "trainer.device=npu", *CHANGES)
     with Command(folder / "npu.log", environment, arguments) as command:
         assert command.wait() == 0, command.tail(80)

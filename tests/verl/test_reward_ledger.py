@@ -49,7 +49,7 @@ def reward(tmp_path: Path) -> str:
 
 def _scores(reward: str) -> Scores:
     """One sample of each word; the last by another function."""
-    config = RewardModelConfig(num_workers=1, timeout_s=1.0)
+    config = RewardModelConfig(num_workers=1, timeout_s=2.0)
     by_source = {"long": {"path": reward, "name": "length"}}
     custom = CustomRewardFunctionConfig(path=reward, reward_kwargs={"right": 2.0}, by_data_source=by_source)
     manager = NaiveRewardManager(_Words(), config, custom)  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ def test_references_hold_digests_and_off_holds_nothing(tmp_path: Path, reward: s
 
 @pytest.mark.timeout(60)
 def test_the_same_graders_grade_the_same(ledger: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main([str(ledger.parent), "--timeout", "1"]) == 0
+    assert main([str(ledger.parent), "--timeout", "2"]) == 0
     assert "0 of 5 differ; mean score 0.4500 -> 0.4500" in capsys.readouterr().out
 
 
