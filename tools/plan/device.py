@@ -102,11 +102,10 @@ class PlannedDevice(TorchDispatchMode):
     expert, which token was sampled) must come from an op table made for plans.
     """
 
-    _known = KnownOutputs()  # shared by all planned ranks of a process
-
     def __init__(self, log: CollectiveLog, meter: MemoryMeter, has_host_memory: bool = True) -> None:
         super().__init__()
         self.log, self.meter, self.has_host_memory = log, meter, has_host_memory
+        self._known = KnownOutputs()  # a rank's own: what the first call makes on the way counts in every plan
         self._host: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # pinned
 
     def move_to_host(self, num_bytes: int) -> None:

@@ -194,8 +194,8 @@ class MachineProbe:
         reads = [num_bytes / best_seconds(source.sum, 6), 2 * num_bytes / best_seconds(lambda: target.copy_(source), 6)]
         flops = []
         for one in {dtype, "float32"}:
-            left, right = (torch.randn(1024, 1024).to(getattr(torch, one)) for _ in range(2))
-            flops.append(2 * 1024**3 / best_seconds(lambda left=left, right=right: left @ right, 6))
+            left, right = (torch.randn(2048, 2048).to(getattr(torch, one)) for _ in range(2))
+            flops.append(2 * 2048**3 / best_seconds(lambda left=left, right=right: left @ right, 3))
         return {"bytes_per_s": max(reads), "flops_per_s": max(flops)}
 
 

@@ -219,9 +219,9 @@ class TimedEngine:
         """Floating-point operations per second of large square matmuls, the best of several, by dtype."""
         peaks = {}
         for dtype in (torch.bfloat16, torch.float32):
-            left, right = (torch.randn(1024, 1024, dtype=dtype) for _ in range(2))
-            seconds = best_seconds(lambda left=left, right=right: left @ right, 4)
-            peaks[str(dtype).removeprefix("torch.")] = 2 * 1024**3 / seconds
+            left, right = (torch.randn(2048, 2048, dtype=dtype) for _ in range(2))
+            seconds = best_seconds(lambda left=left, right=right: left @ right, 3)
+            peaks[str(dtype).removeprefix("torch.")] = 2 * 2048**3 / seconds
         return peaks
 
 
