@@ -9,10 +9,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.pages import undocumented
 from tests.system.command import read_metrics
 from tests.system.in_process import run_stages_here
 from tests.system.jobs import prepare_r1_dynamic_sampling
+from verl.trainer.ppo.algos import ESTIMATORS
+from verl.trainer.ppo.policy_losses import LOSSES
 
 STEPS = 2
 LIBRARY = """
@@ -39,7 +43,9 @@ def loss(old_log_prob, log_prob, advantages, config, sequence_mean):
 """
 
 
-def test_from_json_lines_to_a_policy(tmp_path: Path) -> None:
+def test_from_json_lines_to_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for registry in (ESTIMATORS, LOSSES):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # the user's own names end with this test
     library = tmp_path / "mine.py"
     library.write_text(LIBRARY)
     overrides = (
