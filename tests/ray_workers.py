@@ -17,17 +17,16 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
-def ray_with_forked_workers(num_cpus: int) -> Iterator[None]:
-    """Start Ray on this machine; it and its workers have ended when this returns."""
+def ray_with_forked_workers(**settings: Any) -> Iterator[None]:
+    """Start Ray on this machine with ``settings`` of ``ray.init``; it and its workers have ended when this returns."""
     import ray
 
-    with forked_workers() as runtime_env:
-        ray.init(
-            "local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, runtime_env=dict(runtime_env)
-        )
+    with forked_workers():
+        ray.init("local", include_dashboard=False, log_to_driver=False, **settings)
         try:
             yield
         finally:
@@ -35,15 +34,20 @@ def ray_with_forked_workers(num_cpus: int) -> Iterator[None]:
 
 
 @contextmanager
-def forked_workers() -> Iterator[dict[str, str]]:
-    """Yield the runtime environment of Ray jobs whose workers this process forks until the context ends."""
+def forked_workers() -> Iterator[None]:
+    """Have this process fork the workers of every Ray job that it starts before the context ends."""
+    import pytest
+
     with tempfile.TemporaryDirectory(prefix="ray-workers-") as folder, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{folder}/socket")
         listener.listen()
         thread = threading.Thread(target=_fork_workers, args=(listener,), daemon=True)
         thread.start()
+        runtime_env = {"py_executable": f"{sys.executable} -I -S {os.path.abspath(__file__)} {folder}/socket"}
         try:
-            yield {"py_executable": f"{sys.executable} -I -S {os.path.abspath(__file__)} {folder}/socket"}
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": runtime_env}))
+                yield
         finally:
             listener.shutdown(socket.SHUT_RDWR)
             thread.join(10)

@@ -12,8 +12,8 @@ from megatron.core.ops.reference import reference_ops
 from mindspeed.ops import train_ops
 from tests.ray_workers import ray_with_forked_workers
 from tests.system.command import Command, read_metrics
-from tests.system.in_process import fit, in_process_config
-from tests.system.jobs import Prepared, convert, prepare
+from tests.system.in_process import convert, fit, in_process_config
+from tests.system.jobs import Prepared, prepare
 from vllm.ops.reference import rollout_ops as reference_rollout_ops
 from vllm_ascend.ops import rollout_ops
 

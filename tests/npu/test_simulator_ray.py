@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ray
 
-from tests.ray_workers import forked_workers
+from tests.ray_workers import ray_with_forked_workers
 
 
 @ray.remote(num_cpus=1, resources={"NPU": 1})
@@ -16,10 +16,5 @@ def on_a_device() -> tuple[float, int]:
 
 def test_a_worker_sees_the_devices() -> None:
     """Ray gives the worker one of the two in ASCEND_RT_VISIBLE_DEVICES."""
-    with forked_workers() as runtime_env:
-        settings = {"include_dashboard": False, "configure_logging": False, "runtime_env": dict(runtime_env)}
-        ray.init("local", num_cpus=1, resources={"NPU": 2}, **settings)
-        try:
-            assert ray.get(on_a_device.remote(), timeout=120) == (3.0, 1)
-        finally:
-            ray.shutdown()
+    with ray_with_forked_workers(num_cpus=1, resources={"NPU": 2}, configure_logging=False):
+        assert ray.get(on_a_device.remote(), timeout=120) == (3.0, 1)

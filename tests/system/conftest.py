@@ -5,13 +5,15 @@ from __future__ import annotations
 import fcntl
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
-from tests.system.jobs import Job, Prepared, convert, prepare
+from tests.ray_workers import ray_with_forked_workers
+from tests.system.in_process import convert
+from tests.system.jobs import Job, Prepared, prepare
 
 T = TypeVar("T")
 
@@ -32,6 +34,12 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
             result.write_bytes(made)
     loaded: T = pickle.loads(result.read_bytes())
     return loaded
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    with ray_with_forked_workers(num_cpus=2):
+        yield
 
 
 @pytest.fixture(scope="session")

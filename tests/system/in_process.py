@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-import pytest
-
 from recipes.common.launcher import checks
-from recipes.common.launcher.job import Job, resolve_config
+from recipes.common.launcher.job import Job, model_dir, resolve_config
 from recipes.common.launcher.settings import find_role, read_settings
 from recipes.common.launcher.stages import Stage, closing_stages, driver_stage, stages
 from recipes.common.recipe import load_recipe
@@ -56,20 +54,32 @@ def run_stages_here(prepared: Prepared, output: Path, steps: int, *overrides: st
 
     Ray and its workers are real, but forked. test_killed_whole.py runs the command of every recipe.
     """
-    arguments = [*prepared.arguments, *overrides, "ray_kwargs.ray_init.address=local", FEW_CPUS]
+    job = _run_first_stages(prepared, output, steps, *overrides, "ray_kwargs.ray_init.address=local", FEW_CPUS)
+    with forked_workers():
+        _run_here(driver_stage(job))
+    for stage in closing_stages(job):
+        _run_here(stage)
+
+
+def convert(prepared: Prepared, output: Path) -> Prepared:
+    """``prepared`` with the stages before the training done, for runs that are not about them."""
+    settings = _run_first_stages(prepared, output, 1).settings
+    files = {"data.train_files": "train.parquet", "data.val_files": "test.parquet"}
+    given = (f"{key}={settings.data_dir / name}" for key, name in files.items())
+    inputs = {"MODEL_PATH": model_dir(settings), "DIST_CKPT_PATH": settings.dist_ckpt_dir}
+    return replace(prepared, inputs=inputs, arguments=(*prepared.arguments, *given))
+
+
+def _run_first_stages(prepared: Prepared, output: Path, steps: int, *overrides: str) -> Job:
+    """Check the job and run its stages up to the training."""
     variables = prepared.environment(output, STEPS=steps, RAY_PORT=free_ports(1)[0])
-    settings = read_settings(
-        load_recipe(prepared.recipe), arguments, {name: str(value) for name, value in variables.items()}
-    )
+    given = {name: str(value) for name, value in variables.items()}
+    settings = read_settings(load_recipe(prepared.recipe), [*prepared.arguments, *overrides], given)
     job = Job(settings, resolve_config(settings))
     assert checks.problems(job, find_role(settings, job.nnodes)) == []
     for stage in stages(job):
         _run_here(stage)
-    with forked_workers() as runtime_env, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": runtime_env}))
-        _run_here(driver_stage(job))
-    for stage in closing_stages(job):
-        _run_here(stage)
+    return job
 
 
 def _run_here(stage: Stage) -> None:

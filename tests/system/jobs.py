@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindspeed_llm.convert_ckpt_deepseek3 import main as to_shards
-from mindspeed_llm.fp8_cast_bf16 import main as to_bf16
 from recipes.common.arithmetic import make_set
 from recipes.common.base_model import make_base_model
 from recipes.common.corpus import CorpusStyle
@@ -78,19 +76,6 @@ def prepare(folder: Path) -> Prepared:
     json_path.write_text(json.dumps(make_set(num_problems=240)))
     assert json_to_parquet(["--json_path", str(json_path), "--output_dir", str(folder / "data")]) == 0
     return Prepared(folder, {"JSON_PATH": json_path}).make_model(r1_zero.CORPUS)
-
-
-def convert(prepared: Prepared, folder: Path) -> Prepared:
-    """``prepared``, of recipes/r1_zero, with the stages before the training done, for runs that are not about them."""
-    bf16, shards, data = folder / "bf16", folder / "shards", prepared.folder / "data"
-    assert to_bf16(["--input-fp8-hf-path", str(prepared.model_path), "--output-bf16-hf-path", str(bf16)]) == 0
-    paths = ["--load-dir", str(bf16), "--save-dir", str(shards)]
-    layout = ("tensor", 1), ("pipeline", 1), ("expert", 2)
-    flags = [word for name, size in layout for word in (f"--target-{name}-parallel-size", str(size))]
-    assert to_shards(["--moe-grouped-gemm", *flags, *paths]) == 0
-    files = (f"data.train_files={data / 'train.parquet'}", f"data.val_files={data / 'test.parquet'}")
-    given = {"MODEL_PATH": bf16, "DIST_CKPT_PATH": shards}
-    return replace(prepared, inputs=given, arguments=(*prepared.arguments, *files))
 
 
 def prepare_math_lighteval(folder: Path) -> Prepared:

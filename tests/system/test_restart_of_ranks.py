@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from tests.ray_workers import ray_with_forked_workers
 from tests.system.command import read_metrics, without_measurements
 from tests.system.in_process import in_process_config
 from tests.system.jobs import Prepared
@@ -135,12 +134,6 @@ class Run:
             for path in (self.folder / name).iterdir()
         }
         return {"metrics": without_measurements(read_metrics(self.folder)), "ledger": ledger, "files": files}
-
-
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    with ray_with_forked_workers(num_cpus=2):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.pages import undocumented
-from tests.ray_workers import ray_with_forked_workers
 from tests.system.command import read_metrics
 from tests.system.in_process import fit, in_process_config
 from tests.system.jobs import STEPS, Job, Prepared
@@ -35,12 +33,6 @@ SETTINGS = {
 }
 
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    with ray_with_forked_workers(num_cpus=2):
-        yield
 
 
 def trained(folder: Path) -> list[dict[str, Any]]:

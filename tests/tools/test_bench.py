@@ -54,11 +54,10 @@ def test_scale_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert "members of every group" in capsys.readouterr().out
 
 
-def test_data_plane_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_plane_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "costs.json"
     options = f"--prompts 4 --samples 2 --lengths 3 5 --ranks 4 --processes 1 --rounds 1 --json {file}"
-    with forked_workers() as runtime_env:
-        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": runtime_env}))
+    with forked_workers():
         assert data_plane.main(options.split()) == 0
     sent = {(cost["phase"], cost["way"]): cost["megabytes"] * 1e6 for cost in json.loads(file.read_text())}
     assert len(sent) == 7

@@ -23,8 +23,8 @@ def cluster() -> Iterator[Cluster]:
     try:
         for _ in range(2):
             cluster.add_node(num_cpus=1)
-        with forked_workers() as runtime_env:
-            ray.init(address=cluster.address, log_to_driver=False, runtime_env=dict(runtime_env))
+        with forked_workers():
+            ray.init(address=cluster.address, log_to_driver=False)
             yield cluster
             ray.shutdown()
     finally:
