@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config as TransformersConfig
-from transformers import DeepseekV3ForCausalLM
 
 from hf_formats.config import load_hf_config
 from hf_formats.rope import RopeConfig
@@ -44,6 +42,9 @@ def both_engines(model_dir: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor,
 def test_amplitude_and_softmax_scale_equal_transformers(
     mscale: float | None, mscale_all_dim: float | None, tmp_path: Path
 ) -> None:
+    from transformers import DeepseekV3Config as TransformersConfig
+    from transformers import DeepseekV3ForCausalLM
+
     given = {"mscale": mscale, "mscale_all_dim": mscale_all_dim}
     scaling: dict[str, Any] = YARN | {key: value for key, value in given.items() if value is not None}
     raw = tiny_hf_config(rope_scaling=scaling, max_position_embeddings=163840, qk_rope_head_dim=64, num_hidden_layers=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -47,6 +46,8 @@ def test_group_limited_greedy_keeps_the_groups_of_the_best_experts() -> None:
 
 def test_a_layer_of_deepseek_v2_equals_transformers() -> None:
     """Output, and gradients of input and gate; routing that differs anywhere would show."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
     config = DeepseekV2Config(
         hidden_size=64,
         num_hidden_layers=1,

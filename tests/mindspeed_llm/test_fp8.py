@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV3ForCausalLM
 
 from hf_formats.config import load_hf_config
 from mindspeed_llm import fp8_cast_bf16, fp8_quantize
@@ -48,6 +47,8 @@ def test_published_form(tmp_path: Path) -> None:
 
 
 def test_cast_output_is_right_as_it_stands(tmp_path: Path) -> None:
+    from transformers import DeepseekV3ForCausalLM
+
     fp8, bf16 = make_fp8(tmp_path), tmp_path / "bf16"
     assert cast(fp8, bf16) == 0
     tensors: dict[str, torch.Tensor] = {}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.megatron.model_helpers import PackedBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ADAM = {"lr": 1e-4, "weight_decay": 0.1}
 # The smaller eps, the less an update depends on the size of its gradient: with 1e-8 an element whose gradient is mere
@@ -22,6 +24,8 @@ class Theirs:
     """A checkpoint in transformers: norms and biases do not decay, gradients are clipped by their global norm."""
 
     def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation="eager"
         )

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.core.dist_checkpointing import verify_checkpoint
 from megatron.core.dist_checkpointing.manifest import Manifest, record_file, write_manifest
@@ -32,6 +31,8 @@ def _steps(root: Path) -> list[tuple[int, float]]:
 
 
 def test_a_resumed_run_has_every_step_exactly_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     first = Tracking(str(tmp_path), ["tensorboard"], first_step=0)
     for step in range(6):
         first.log({"critic/score/mean": 0.1 * step}, step)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from tests.vllm.test_parity import as_inputs, make_prompts
 from tests.vllm.test_sampling import chi_square_is_plausible
@@ -40,6 +39,8 @@ def counts(tokens: list[int]) -> Tensor:
 
 
 def test_greedy_tokens_with_penalties_follow_their_formulas(llm: LLM, logits_of: Any) -> None:
+    from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
     prompts = make_prompts(3, 14, seed=6)
     params = [
         SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, **penalties)
@@ -69,6 +70,8 @@ def test_greedy_tokens_with_penalties_follow_their_formulas(llm: LLM, logits_of:
 
 
 def test_min_p_draws_only_what_transformers_leaves(llm: LLM, logits_of: Any) -> None:
+    from transformers import MinPLogitsWarper
+
     prompt = make_prompts(1, 12, seed=8)[0]
     params = SamplingParams(n=6, max_tokens=30, ignore_eos=True, seed=2, min_p=0.2, temperature=1.5)
     num_left = []
