@@ -174,7 +174,7 @@ def _rounds(root: Path, num_rounds: int, largest_world: int) -> tuple[int, int]:
 
 def test_a_few_kills(tmp_path: Path) -> None:
     try:
-        _rounds(tmp_path, 3, 1)
+        _rounds(tmp_path, 2, 1)
     finally:
         _kill(_pids(tmp_path)[1:])
 

@@ -76,21 +76,27 @@ def _on_one_process(function: Any, *arguments: Any) -> Any:
 
 def test_two_ranks_and_one(tmp_path: Path) -> None:
     pairs = [
-        ("dp2", "dp2 again", _DP),
-        ("tp2", "tp2 to pp2", _PP2),
-        ("ep2", "ep2 to tp2 with CPU Adam", _TP2 | _CPU_ADAM),
-        ("pp2", "pp2 to dp2", _DP),
         ("tp2 down", "tp2 down again", _TP2_DOWN),
-        ("dp2", "dp2 to unsharded ep2", _EP2 | _UNSHARDED),
+        ("tp2 down", "tp2 down to pp2", _PP2),
+        ("ep2", "ep2 to tp2 with CPU Adam", _TP2 | _CPU_ADAM),
+        ("pp2", "pp2 to unsharded ep2", _EP2 | _UNSHARDED),
     ]
-    alone = [("dp2", "dp2 to one", _DP), ("tp2 down", "tp2 down to one", _DP)]
-    _check_pairs(tmp_path, {"tp2": _TP2, "ep2": _EP2, "dp2": _DP, "pp2": _PP2, "tp2 down": _TP2_DOWN}, pairs, alone)
+    layouts = {"ep2": _EP2, "pp2": _PP2, "tp2 down": _TP2_DOWN}
+    _check_pairs(tmp_path, layouts, pairs, [("ep2", "ep2 to one", _DP)])
 
 
 @pytest.mark.slow
 def test_more_of_two_ranks_and_one(tmp_path: Path) -> None:
-    pairs = [("tp2", "tp2 again", _TP2), ("dp2", "dp2 to tp2 down", _TP2_DOWN)]
-    _check_pairs(tmp_path, {"tp2": _TP2, "dp2": _DP}, pairs, [("tp2", "tp2 to one", _DP)])
+    pairs = [
+        ("tp2", "tp2 again", _TP2),
+        ("tp2", "tp2 to pp2", _PP2),
+        ("dp2", "dp2 again", _DP),
+        ("dp2", "dp2 to tp2 down", _TP2_DOWN),
+        ("dp2", "dp2 to unsharded ep2", _EP2 | _UNSHARDED),
+        ("pp2", "pp2 to dp2", _DP),
+    ]
+    alone = [("tp2", "tp2 to one", _DP), ("dp2", "dp2 to one", _DP), ("tp2 down", "tp2 down to one", _DP)]
+    _check_pairs(tmp_path, {"tp2": _TP2, "dp2": _DP, "pp2": _PP2, "tp2 down": _TP2_DOWN}, pairs, alone)
 
 
 def _check_pairs(

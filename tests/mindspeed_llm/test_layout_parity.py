@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from hf_formats.config import load_hf_config
@@ -116,10 +117,16 @@ def all_gradients(paths: dict[str, str], batch: PackedBatch) -> dict[str, dict[s
     return {name: gradients(path, *CASES[name][1:], batch) for name, path in paths.items()}
 
 
-def test_gradients_of_four_ranks_equal_transformers(tmp_path: Path) -> None:
+# Uneven stages with TP are in "qwen3 tied", CP in "moonlight"; tests/parallel/test_layout_table.py splits the
+# down-projections, test_training_parity.py has qwen3 in one process.
+REPEATED = {"deepseek-v3, tp2 pp2, down-projections split, frozen router", "qwen3, cp2 dp2"}
+
+
+@pytest.mark.parametrize("names", [CASES.keys() - REPEATED, pytest.param(REPEATED, marks=pytest.mark.slow)])
+def test_gradients_of_four_ranks_equal_transformers(names: set[str], tmp_path: Path) -> None:
     from tests.mindspeed_llm.transformers_side import Theirs, largest_difference  # ranks need no transformers
 
-    paths = {name: str(tmp_path / str(number)) for number, name in enumerate(CASES)}
+    paths = {name: str(tmp_path / str(number)) for number, name in enumerate(sorted(names))}
     for name, path in paths.items():
         write_tiny_checkpoint(path, CASES[name][0], seed=5)
     batch = packed_batch(LENGTHS, 128, seed=1)

@@ -233,10 +233,15 @@ def _check_overlap(layouts: list[Layout]) -> None:
 
 OVERLAPPED = [
     Layout(pp=2, ep=2, num_layer_list=(1, 2), recompute_num_layers=1),
+    Layout(tp=2, ep=4, is_mean=True, is_sharded=False),
+]
+# The same axes, in other company.
+OVERLAPPED_TOO = [
+    Layout(tp=2, pp=2, ep=2, num_layer_list=(2, 1)),
     Layout(tp=2, ep=4, is_mean=True),
+    Layout(ep=2),
     Layout(is_sharded=False),
 ]
-OVERLAPPED_TOO = [Layout(tp=2, pp=2, ep=2, num_layer_list=(2, 1)), Layout(ep=2)]  # the same axes, in other company
 
 
 @pytest.mark.parametrize("layouts", [OVERLAPPED, pytest.param(OVERLAPPED_TOO, marks=pytest.mark.slow)])
