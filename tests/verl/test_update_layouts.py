@@ -74,6 +74,7 @@ def _layout(world_size: int, **sizes: int) -> ParallelLayout:
 CP2 = _layout(2, context=2)
 PP2_VPP2 = _layout(2, pipeline_model=2, virtual_pipeline_model=2)
 DP2_EP2 = _layout(2, expert_model=2)
+TP2_EP2 = _layout(2, tensor_model=2, expert_model=2)
 TP2_CP2_EP4 = _layout(4, tensor_model=2, context=2, expert_model=4)
 CP2_DP2 = _layout(4, context=2)
 
@@ -85,6 +86,7 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "cp2, rollout's choices": ("rollout's choices", {"layout": CP2, "actor": BUDGET}),
         "pp2 vpp2, rollout's choices": ("rollout's choices", {"layout": PP2_VPP2}),
         "dp2 ep2, everything": ("everything", {"layout": DP2_EP2, "actor": BUDGET}),
+        "tp2 ep2, everything": ("everything", {"layout": TP2_EP2, "actor": BUDGET}),
     },
     4: {
         "tp2 cp2 ep4, everything": ("everything", {"layout": TP2_CP2_EP4, "actor": BUDGET}),
@@ -105,16 +107,18 @@ LAYOUTS: dict[int, dict[str, tuple[ParallelLayout, dict[str, Any]]]] = {
     },
 }
 
-# "plain" with context parallelism repeats "ppo" with it, and the rollout's choices are there on four ranks.
-SLOW_CASES = {"cp2", "cp2, rollout's choices", "cp2 dp2"}
+# "plain" with context parallelism repeats "ppo" with it, the rollout's choices are there on four ranks, everything is
+# there with each axis on two.
+SLOW_CASES = {"cp2", "cp2, rollout's choices", "cp2 dp2", "tp2 cp2 ep4, everything"}
 # What the default run leaves out: data parallelism is there with three ranks and beside context parallelism.
-SLOW_LAYOUTS = {"dp2", "cp2", "dp4"}
-# With pipeline stages the default run has one algorithm, the one whose weights are normalised over the whole batch.
-BATCH_NORMALISED = "gspo, sequences truncated"
+SLOW_LAYOUTS = {"dp2", "cp2", "dp4", "cp2 pp2"}
+# On four ranks the default run has two algorithms: whose weights are normalised over the whole batch, and whose
+# sequences are masked. All are there with data parallelism alone.
+ON_FOUR_RANKS = ("gspo, sequences truncated", "ppo, sequences masked")
 
 
 def _is_default(layout: str, algorithm: str) -> bool:
-    return layout not in SLOW_LAYOUTS and (layout != "cp2 pp2" or algorithm == BATCH_NORMALISED)
+    return layout not in SLOW_LAYOUTS and (layout != "cp2 dp2" or algorithm in ON_FOUR_RANKS)
 
 
 def _case(way: str, changes: dict[str, Any]) -> Update:
