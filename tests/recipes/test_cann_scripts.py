@@ -185,11 +185,28 @@ def test_the_plans_of_256_dies(
     assert "random (actor.megatron.load_weight is False)" in plan or script == "true_weight"
 
 
-@pytest.mark.parametrize(
-    ("script", "config"), [("true_weight", "cann_true_weight_671b_256die"), ("random_init", "cann_random_init_tiny")]
-)
+# On a machine without NPUs the benchmark is that of the tiny model.
+SCRIPTS = [("true_weight", "cann_true_weight_671b_256die"), ("random_init", "cann_random_init_tiny")]
+
+
+@pytest.mark.parametrize(("script", "config"), SCRIPTS)
+def test_the_scripts_start_the_launcher_with_their_configs(tmp_path: Path, script: str, config: str) -> None:
+    """An interpreter that says what it is started with."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "$CONFIG_NAME; $OUTPUT_DIR; $*"\n')
+    python.chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if name not in ("CONFIG_NAME", "OUTPUT_DIR")}
+    path = RECIPE.config_dir.parent / f"train_deepseekv3_256die_{script}.sh"
+    environment = kept | {"SETUP": "no", "VENV_DIR": str(tmp_path)}
+    done = subprocess.run(["bash", str(path), "--help"], env=environment, capture_output=True, text=True, check=True)
+    folder = ROOT / "outputs" / "random_init" if config.endswith("tiny") else ""
+    assert done.stdout == f"{config}; {folder}; -m recipes.common.launch r1_zero --help\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "config"), SCRIPTS)
 def test_the_scripts_choose_their_configs(tmp_path: Path, script: str, config: str) -> None:
-    """Run on a machine without NPUs, where the benchmark is that of the tiny model."""
     kept = {name: value for name, value in os.environ.items() if name not in ("CONFIG_NAME", "OUTPUT_DIR")}
     path = RECIPE.config_dir.parent / f"train_deepseekv3_256die_{script}.sh"
     environment = kept | {"SETUP": "no", "VENV_DIR": sys.prefix, "MASTER_ADDR": "192.0.2.77", "COLUMNS": "200"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from recipes.common import launch
 from recipes.common.launcher.first_plan import (
+    FITS,
     FirstPlan,
     cpu_profile,
     cuda_profile,
@@ -19,6 +21,7 @@ from recipes.common.launcher.first_plan import (
 from recipes.common.launcher.job import Job, resolve_config
 from recipes.common.launcher.settings import read_settings
 from recipes.common.recipe import load_recipe
+from tools.plan.__main__ import main as plan_main
 from tools.plan.devices import GIB, load_device
 
 SMALL = (
@@ -36,13 +39,29 @@ def job_of(tmp_path: Path, *overrides: str, **variables: str) -> Job:
     return Job(settings, resolve_config(settings))
 
 
-def test_a_run_that_fits_is_summarised_in_a_line(tmp_path: Path) -> None:
+def assert_fits(summary: str) -> None:
+    assert summary.startswith("plan: fits on 2 x CPU core")
+    assert "stay free" in summary
+    assert "a step is predicted to take" in summary
+    assert "\n" not in summary
+
+
+def test_a_run_that_fits_is_summarised_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The planner's command, run in this process."""
+    (scratch := tmp_path / "scratch").mkdir()
+    command = plan_command(job_of(tmp_path, *SMALL), scratch)
+    assert command[1:3] == ["-m", "tools.plan"]
+    assert plan_main(command[3:]) == FITS
+    assert_fits(capsys.readouterr().out.splitlines()[0])
+    assert json.loads((scratch / "plan.json").read_text())["problems"] == []
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_plan_that_fits_has_no_problem(tmp_path: Path) -> None:
     plan = first_plan(job_of(tmp_path, *SMALL))
     assert plan.problems == ()
-    assert plan.summary.startswith("plan: fits on 2 x CPU core")
-    assert "stay free" in plan.summary
-    assert "a step is predicted to take" in plan.summary
-    assert "\n" not in plan.summary
+    assert_fits(plan.summary)
     assert not (tmp_path / "out").exists()
 
 

@@ -29,6 +29,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_nodes_join_are_compared_ended_and_missed(cluster: Cluster, tmp_path: Path) -> None:
+    """At last one is lost without a word, which is noticed."""
     assert nodes.join(1, 0.0) is None
     other = cluster.add_node(num_cpus=1, labels={**FACTS, "configuration": "c2", "torch": "2.5.1", nodes.RANK: "1"})
     problem = nodes.join(3, PATIENCE_S) or ""
@@ -47,15 +48,10 @@ def test_nodes_join_are_compared_ended_and_missed(cluster: Cluster, tmp_path: Pa
     while not end_file.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert json.loads(end_file.read_text()) == {"status": 1, "reason": "a reason"}
-    cluster.remove_node(fits)
 
-
-def test_a_lost_node_is_noticed(cluster: Cluster) -> None:
-    node = cluster.add_node(num_cpus=1, labels={**FACTS, nodes.RANK: "1"})
-    assert nodes.join(2, PATIENCE_S) is None
     with ThreadPoolExecutor(1) as pool:
         watching = pool.submit(nodes.watch, 2)
         time.sleep(1.0)
         assert not watching.done()
-        cluster.remove_node(node, allow_graceful=False)
+        cluster.remove_node(fits, allow_graceful=False)
         assert "(node 1) went away: " in watching.result(PATIENCE_S)

@@ -161,7 +161,7 @@ def test_a_part_that_dies_ends_both(hosts: Hosts, converted: Prepared, tmp_path:
             assert f"the head {HEAD} ended the run" in worker.text()
 
 
-@pytest.mark.slow  # tests/recipes/test_many_nodes.py has a node that ssh cannot reach
+@pytest.mark.slow  # tests/recipes: test_nodes.py has a missing node, test_many_nodes.py one that ssh cannot reach
 def test_a_node_that_never_comes_is_named(converted: Prepared, tmp_path: Path) -> None:
     """The head gives up after JOIN_TIMEOUT_S, before it has prepared anything."""
     environment = converted.environment(

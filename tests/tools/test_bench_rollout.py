@@ -17,15 +17,18 @@ TINY = "--threads 1 --num-prompts 4 --prompt-lengths 2 5 --new-tokens 8"
 
 
 @pytest.mark.parametrize(
-    "ops",
+    ("ops", "of_both", "of_ours"),
     [
-        "--rollout-ops vllm.ops.reference:rollout_ops",
-        pytest.param("", marks=pytest.mark.slow),  # our kernels, compiled anew, which a step of ours runs
+        ("--rollout-ops vllm.ops.reference:rollout_ops", ["mixed", "shared", "prefill"], ["host_growth"]),
+        # Our kernels, compiled anew, which a step of ours runs; text and growth, which host_growth has.
+        pytest.param("", ["mixed", "shared", "prefill", "host3"], ["growth", "host_growth"], marks=pytest.mark.slow),
     ],
 )
-def test_rollout_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str], ops: str) -> None:
+def test_rollout_beside_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ops: str, of_both: list[str], of_ours: list[str]
+) -> None:
     file = tmp_path / "report.json"
-    works = "--works mixed shared prefill host3 growth host_growth --host-sequences 3 --long-prompt 12 --samples 2"
+    works = f"--works {' '.join(of_both + of_ours)} --host-sequences 3 --long-prompt 12 --samples 2"
     growth = "--growth-sequences 1 --growth-tokens 24"
     options = f"{TINY} --checkpoints tiny --dtype float32 --engines ours transformers --variants eager,grouped_mm"
     assert rollout.main(f"{options} {ops} {works} {growth} --rounds 1 --starts 1 --json {file}".split()) == 0
@@ -33,10 +36,7 @@ def test_rollout_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not found["failures"]
     both = ["ours", "transformers"]
     kinds = [(row["engine"], row["work"]) for row in found["rows"]]
-    assert kinds == [(e, w) for w in ("mixed", "shared", "prefill", "host3") for e in both] + [
-        ("ours", "growth"),
-        ("ours", "host_growth"),
-    ]
+    assert kinds == [(e, w) for w in of_both for e in both] + [("ours", work) for work in of_ours]
     for row in found["rows"]:
         assert row["tokens_per_s"] > 0 and row["peak_bytes"] > 0 and row["cpu_seconds"][0] > 0
         assert row["work"] == "prefill" or 0 < row["host_us"] < row["step_us"]
@@ -64,7 +64,10 @@ def test_what_cannot_run_is_refused_before_anything_starts(capsys: pytest.Captur
 
 
 def test_an_engine_that_fails_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = f"{TINY} --checkpoints tiny --engines ours --rollout-ops nothing:here --models {tmp_path} --starts 1"
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho there is nothing here >&2\nexit 1\n")
+    python.chmod(0o755)
+    options = f"{TINY} --checkpoints tiny --engines vllm --vllm-python {python} --models {tmp_path} --starts 1"
     assert rollout.main(f"{options} --works mixed --rounds 1".split()) == 1
     assert "nothing" in capsys.readouterr().out
 

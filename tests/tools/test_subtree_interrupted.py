@@ -75,20 +75,22 @@ def words(root: Path, tag: str) -> tuple[str, ...]:
     return ("rebase", "pkg", "--tag", tag, "--upstream", str(root.parent / "up"))
 
 
-def test_killed_while_it_prepares_nothing_has_changed(root: Path) -> None:
+@pytest.mark.parametrize("every", [11, pytest.param(5, marks=pytest.mark.slow)])
+def test_killed_while_it_prepares_nothing_has_changed(root: Path, every: int) -> None:
     before = state(root)
     count, kills = 1, 0
     while killed_at("git", count, lambda: print(tool(root, *words(root, "v1.3")))):
         assert state(root) == before, count
-        count, kills = count + 5, kills + 1
-    assert kills >= 5
+        count, kills = count + every, kills + 1
+    assert kills >= 25 // every
     assert not (root / ".git/subtree-stage").exists() and os.listdir(root / ".git/subtree-scratch") == []
     assert git(root, "log", "-1", "--format=%s") == "Rebase pkg onto v1.3" and git(root, "status", "--porcelain") == ""
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tag", ["v1.3", "v1.5"])  # one is committed, one ends in conflicts
 def test_killed_while_it_moves_the_next_command_undoes_it(
-    root: Path, tag: str, monkeypatch: pytest.MonkeyPatch
+    root: Path, tag: str, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     git_here, prepared = Git(root), []
     monkeypatch.setattr(move, "start", lambda git, folder, plan: prepared.append(write_plan(folder, plan)))
@@ -114,7 +116,7 @@ def test_killed_while_it_moves_the_next_command_undoes_it(
                 outcomes.add("complete")
                 assert_complete(root, tag)
                 take_back(root, before)
-            count += 1
+            count += every
             shutil.copytree(keep, stage, symlinks=True)
         assert_complete(root, tag)
         take_back(root, before)

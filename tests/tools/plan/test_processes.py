@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.mindspeed_llm.tiny import tiny_hf_config
 
@@ -26,23 +27,44 @@ from tools.plan.__main__ import main
 sys.exit(main(sys.argv[1:]))"""
 
 
+COMPUTES = """import sys, torch
+from mindspeed_llm.conversion.pool import run_tasks
+def work(task, report):
+    return float(torch.ones(1 << 22).exp_().log_().sum())
+if __name__ == "__main__":
+    work("the parent's threads exist before its workers", print)
+    assert dict(run_tasks(work, ["a", "b"], 2, print)) == {"a": 1 << 22, "b": 1 << 22}"""
+
+
+def in_plain_shell(*arguments: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in OF_TEST_RUNS}
+    return subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, start_new_session=True,
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
 def started(tmp_path: Path, *options: str) -> subprocess.Popen[str]:
     """The planner on two stages, with so many tokens that torch works on them with all its threads."""
     (tmp_path / "config.json").write_text(json.dumps(tiny_hf_config(num_hidden_layers=4)), encoding="utf-8")
-    environment = {name: value for name, value in os.environ.items() if name not in OF_TEST_RUNS}
-    command = [
-        sys.executable, "-c", THREADED, "r1_zero_tiny", "--device", "cpu", "--model", str(tmp_path), *options,
+    return in_plain_shell(
+        "-c", THREADED, "r1_zero_tiny", "--device", "cpu", "--model", str(tmp_path), *options,
         "trainer.n_gpus_per_node=2", f"{ENGINE}.pipeline_model_parallel_size=2",
         f"{ENGINE}.expert_model_parallel_size=1", "data.train_batch_size=8",
         "data.max_prompt_length=1024", "data.max_response_length=1024",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=2",
-    ]  # fmt: skip
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}, start_new_session=True, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
 
+def test_workers_of_a_process_with_threads_compute_in_a_plain_shell(tmp_path: Path) -> None:
+    """The planner's pool: a worker that was forked would hang in its first large operation."""
+    (tmp_path / "computes.py").write_text(COMPUTES, encoding="utf-8")
+    parent = in_plain_shell(str(tmp_path / "computes.py"))
+    output, _ = parent.communicate(timeout=100)
+    assert parent.returncode == 0, output
+
+
+@pytest.mark.slow  # the planner's pool does the same in the test above
 def test_a_plan_ends_in_a_plain_shell(tmp_path: Path) -> None:
     plan = started(tmp_path, "--output", str(tmp_path / "plan.json"))
     output, _ = plan.communicate(timeout=150)

@@ -57,7 +57,7 @@ def assert_planned_whole(config: PPOTrainerConfig, rank: int) -> None:
     ("layout", "rank"),
     [
         pytest.param("dp2", 1, marks=pytest.mark.slow),
-        ("tp2_pp2_uneven_ep2", 2),
+        pytest.param("tp2_pp2_uneven_ep2", 2, marks=pytest.mark.slow),  # its mini-batches are below
         ("cp2_pp2_vpp2", 2),
         pytest.param("pp4_ep2_overlap", 0, marks=pytest.mark.slow),  # a first stage has the mini-batches below
         ("pp4_ep2_overlap", 4),

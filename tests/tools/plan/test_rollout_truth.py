@@ -48,8 +48,8 @@ SLOW = (
     "tp1",  # as graphs, and eager in the totals
     "tp2",  # the weights in fp8
     "dp2 with expert parallel",  # two engines of dp2
-    "dp2, experts by dispatch",  # tp2 x dp2
     "tp2 x dp2",
+    "tp2 x dp2, experts by dispatch",  # dp2 by dispatch; dispatch among TP ranks is in test_rollout_scale
     "ops of a gpu",  # with the experts kept for replay
     "experts kept for replay",  # with the ops of a gpu
     "ops of a gpu, experts by dispatch",

@@ -12,7 +12,6 @@ from hf_formats.config import load_hf_config
 from tests.mindspeed_llm.tiny import tiny_hf_config
 from tests.tools.plan.truth_layouts import LAYOUTS, overrides_of
 from tools.plan.devices import load_device
-from tools.plan.rank_plan import plan_rank
 from tools.plan.search.verify import halves_at_fault
 from tools.plan.setup import PlannedRun
 from tools.plan.training import UPDATE, StepSize
@@ -24,14 +23,16 @@ SIZE = StepSize(10, 8)
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> WholePlan:
-    """The plan of two stages, whose ranks share the experts of the rollout."""
+    """The plan of two stages, whose ranks share the experts of the rollout; one core plans all in this process."""
     path = tmp_path_factory.mktemp("model")
     (path / "config.json").write_text(json.dumps(tiny_hf_config(num_hidden_layers=4)))
     world_size, overrides = LAYOUTS["pp2"]
     config = load_config(overrides_of(str(path), world_size, *overrides))
     device = load_device("cpu")
     run = PlannedRun("tiny", config, load_hf_config(str(path)), device)
-    return WholePlan(run, SIZE, tuple(plan_rank(config, device, rank, SIZE) for rank in range(world_size)), 0, ())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "cpu_count", lambda: 1)
+        return plan_run(run, SIZE, ends_when_full=True)
 
 
 def without_calls(plan: WholePlan, name: str) -> WholePlan:
@@ -64,5 +65,4 @@ def test_the_first_rank_that_is_too_full_ends_it(plan: WholePlan, monkeypatch: p
     (problem,) = part.problems
     assert problem.startswith("rank 0 (stage 0) needs")
     assert halves_at_fault(part) == (True, True)
-    whole = plan_run(plan.run, SIZE, ends_when_full=True)
-    assert whole.is_whole and whole.problems == () and [rank.rank for rank in whole.stages] == [0, 1]
+    assert plan.is_whole and plan.problems == () and [rank.rank for rank in plan.stages] == [0, 1]  # made alike
