@@ -57,46 +57,46 @@ def own_answer(
     metrics: Mapping[str, float],
 ) -> Answer:
     """Return the answer of this process; ``thread_id`` is the thread in the phase (None: the main thread)."""
-    frames = sys._current_frames()
+    # The threads run on while this one reads source files; a frame that has returned by then has lost its callers.
+    calls = {ident: list(traceback.walk_stack(frame)) for ident, frame in sys._current_frames().items()}
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    in_phase = frames.get(thread_id or threading.main_thread().ident or 0)
+    phase_ident = thread_id or threading.main_thread().ident
+    in_phase = [frame for frame, _ in calls.get(phase_ident or 0, ())]
     return Answer(
         rank=rank,
         host=socket.gethostname(),
         pid=os.getpid(),
         phase=phase,
         stuck_s=round(stuck_s, 1),
-        waits_for="" if in_phase is None else waits_for(in_phase),
-        at="" if in_phase is None else _line_of(_outside_torch(in_phase)),
+        waits_for=waits_for(in_phase) if in_phase else "",
+        at=_line_of(_outside_torch(in_phase)) if in_phase else "",
         collectives={describe_group(group): count for group, count in launched(groups)},
         stacks={
-            f"{names.get(ident, 'not a Python thread')}{' (in the phase)' if frame is in_phase else ''}": "".join(
-                traceback.format_stack(frame)
+            f"{names.get(ident, 'not a Python thread')}{' (in the phase)' if ident == phase_ident else ''}": "".join(
+                traceback.StackSummary.extract(reversed(stack)).format()
             )
-            for ident, frame in frames.items()
+            for ident, stack in calls.items()
             if ident != threading.get_ident()
         },
         metrics=dict(metrics),
     )
 
 
-def waits_for(frame: FrameType) -> str:
-    """Return the collective or transfer that the thread with innermost ``frame`` waits for, "" for none.
+def waits_for(frames: Sequence[FrameType]) -> str:
+    """Return the collective or transfer that a thread with ``frames``, innermost first, waits for, "" for none.
 
     It is recognised by a function of torch.distributed, by an object with a text ``waits_for``
     (``p2p_communication.Receiving``), or by a line that calls ``wait`` on a work or reads from a device, because a
     device's collectives end in its queue.
     """
-    innermost, found = frame, ""
-    at: FrameType | None = frame
-    while at is not None:
+    innermost, found = frames[0], ""
+    for at in frames:
         if at.f_code.co_filename.endswith(_C10D):
             found = _describe_collective(at)  # the outermost call: all_gather_object rather than its all_gather
         elif not found:
             text = getattr(at.f_locals.get("self"), "waits_for", None)
             if isinstance(text, str):
                 return text
-        at = at.f_back
     line = linecache.getline(innermost.f_code.co_filename, innermost.f_lineno)
     if not found and ".wait()" in line:
         return "work that was started before"
@@ -201,12 +201,10 @@ def _describe_tensor(value: Any) -> str:
     return ""
 
 
-def _outside_torch(frame: FrameType) -> FrameType:
+def _outside_torch(frames: Sequence[FrameType]) -> FrameType:
     """Return the innermost frame outside of torch: our own line that is being executed."""
-    at: FrameType | None = frame
-    while at is not None and f"{os.sep}torch{os.sep}" in at.f_code.co_filename:
-        at = at.f_back
-    return frame if at is None else at
+    outside = (frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame.f_code.co_filename)
+    return next(outside, frames[0])
 
 
 def _line_of(frame: FrameType) -> str:
