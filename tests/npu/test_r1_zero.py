@@ -1,7 +1,8 @@
-"""The user's command with ``trainer.device=npu``, on two fake dies, beside the same job on the CPU."""
+"""Training with ``trainer.device=npu``, on two fake dies, beside the same job on the CPU; the slow one by the command."""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from pathlib import Path
@@ -54,12 +55,32 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return convert(prepare(tmp_path_factory.mktemp("prepared")), tmp_path_factory.mktemp("converted"))
 
 
+def test_two_grpo_steps_on_the_device_equal_the_cpus(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This process is the driver of both runs, and their workers are forked."""
+    (tmp_path / "kernels").mkdir()
+    monkeypatch.setenv("FAKE_NPU_CALLS_DIR", str(tmp_path / "kernels"))
+    with ray_with_forked_workers(num_cpus=2, resources={"NPU": 2}), caplog.at_level(logging.INFO):
+        for device in ("cpu", "npu"):
+            fit(in_process_config(prepared, tmp_path / device, 2, 2, *CHANGES, f"trainer.device={device}"))
+    assert_equal(tmp_path, 2)
+    assert_native(caplog.text, tmp_path / "kernels")
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("num_steps", [2, pytest.param(5, marks=pytest.mark.slow)])
-def test_grpo_steps_on_the_device_equal_the_cpus(prepared: Prepared, tmp_path: Path, num_steps: int) -> None:
-    run_on_cpu(num_steps, prepared, tmp_path / "cpu")
-    said = run_on_npu(num_steps, prepared, tmp_path)
-    cpu, npu = ({step["step"]: step for step in read_metrics(tmp_path / device)} for device in ("cpu", "npu"))
+def test_the_users_command_trains_on_the_device(prepared: Prepared, tmp_path: Path) -> None:
+    with ray_with_forked_workers(num_cpus=2):
+        fit(in_process_config(prepared, tmp_path / "cpu", 2, 5, *CHANGES))
+    said = run_on_npu(5, prepared, tmp_path)
+    assert_equal(tmp_path, 5)
+    assert_native(said, tmp_path / "kernels")
+
+
+def assert_equal(folder: Path, num_steps: int) -> None:
+    """Metrics of the runs in ``cpu`` and ``npu`` agree, and the second has exported its weights."""
+    cpu, npu = ({step["step"]: step for step in read_metrics(folder / device)} for device in ("cpu", "npu"))
     assert sorted(cpu) == sorted(npu) == [*range(num_steps + 1)]
     apart = [
         f"step {step}: {name} is {cpu[step][name]} on the CPU, {npu[step][name]} on the device"
@@ -69,14 +90,7 @@ def test_grpo_steps_on_the_device_equal_the_cpus(prepared: Prepared, tmp_path: P
     ]
     assert not apart, "\n".join(apart)
     assert max(step["training/rollout_probs_diff_max"] for step in npu.values() if step["step"]) < 1e-4
-    assert_native(said, tmp_path / "kernels")
-    assert (tmp_path / "npu" / "export_hf" / "config.json").is_file()
-
-
-def run_on_cpu(num_steps: int, prepared: Prepared, folder: Path) -> None:
-    """The reference, with this process as the driver."""
-    with ray_with_forked_workers(num_cpus=2):
-        fit(in_process_config(prepared, folder, 2, num_steps, *CHANGES))
+    assert (folder / "npu" / "export_hf" / "config.json").is_file()
 
 
 def run_on_npu(num_steps: int, prepared: Prepared, folder: Path) -> str:
