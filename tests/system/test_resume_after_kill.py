@@ -106,15 +106,20 @@ def kill_named(command: Command, job: Job, wait: Wait, step: int, name: str, exp
     assert expected.format(pid=victim.pid) in message, message
 
 
-def test_killed_worker_then_killed_driver_then_the_same_result(
-    converted: Prepared, uninterrupted: Job, tmp_path: Path
+WORKER_TOO = pytest.param(True, marks=pytest.mark.slow)  # tests/verl/test_recovery.py kills workers of a driver
+
+
+@pytest.mark.parametrize("worker_too", [False, WORKER_TOO])
+def test_killed_driver_then_the_same_result(
+    converted: Prepared, uninterrupted: Job, tmp_path: Path, worker_too: bool
 ) -> None:
-    """One job, struck twice: a worker within step 3, the driver while checkpoint 3 is being written."""
+    """The driver is killed while checkpoint 3 is being written; a worker before that, within step 3."""
     job = Job(converted, tmp_path)
     with job.command("first") as command:
         in_step(command, job, step=2)
         assert command.worker(rank=1) is not None and command.open_listeners() == [], "on one node all stay on loopback"
-        kill_worker_and_expect_it_back(command, job, in_step, step=3)
+        if worker_too:
+            kill_worker_and_expect_it_back(command, job, in_step, step=3)
         kill_driver(command, job, in_save, step=3)
     job.finish()
     assert_same_result(job, uninterrupted)
