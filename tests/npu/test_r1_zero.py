@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 
 import pytest
+import ray
+import torch
 
 from megatron.core.ops.reference import reference_ops
 from mindspeed.ops import train_ops
@@ -55,13 +57,19 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return convert(prepare(tmp_path_factory.mktemp("prepared")), tmp_path_factory.mktemp("converted"))
 
 
+@ray.remote(num_cpus=1, resources={"NPU": 1})
+def on_a_device() -> tuple[float, int]:
+    return torch.ones(3, device="npu").sum().item(), torch.npu.device_count()
+
+
 def test_two_grpo_steps_on_the_device_equal_the_cpus(
     prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """This process is the driver of both runs, and their workers are forked."""
+    """This process is the driver of both runs, and their workers are forked; Ray gives each one of the two devices."""
     (tmp_path / "kernels").mkdir()
     monkeypatch.setenv("FAKE_NPU_CALLS_DIR", str(tmp_path / "kernels"))
     with ray_with_forked_workers(num_cpus=2, resources={"NPU": 2}), caplog.at_level(logging.INFO):
+        assert ray.get(on_a_device.remote(), timeout=120) == (3.0, 1)
         for device in ("cpu", "npu"):
             fit(in_process_config(prepared, tmp_path / device, 2, 2, *CHANGES, f"trainer.device={device}"))
     assert_equal(tmp_path, 2)
