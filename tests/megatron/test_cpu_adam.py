@@ -21,7 +21,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import NUM_SLOTS
 from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
-from tests.megatron.lanes_in_any_order import AnyOrder
+from tests.megatron.streams_in_any_order import AnyOrder
 from tests.parallel.launcher import run_ranks
 from tests.parallel.toy import ToyStage, toy_batches, toy_config
 
@@ -74,9 +74,9 @@ def test_updates_are_the_plain_optimizers_bits(one_rank: ProcessGroups, fraction
     plain = _plain(one_rank, stage)
     config = replace(ON_HOST, optimizer_offload_fraction=fraction)
     hosted = get_megatron_optimizer(config, _model(one_rank, stage), one_rank, cpu_ops())
-    lanes = map(AnyOrder, itertools.count())
+    streams = map(AnyOrder, itertools.count())
     shuffled = HybridDeviceOptimizer(
-        config, _model(one_rank, stage), one_rank, cpu_ops(), chunk_size=128, make_lanes=lambda *_: next(lanes)
+        config, _model(one_rank, stage), one_rank, cpu_ops(), chunk_size=128, make_streams=lambda *_: next(streams)
     )
     numel = plain.shards[0].numel
     assert sum(state.numel for state in shuffled.on_host) == pytest.approx(fraction * numel, abs=64)

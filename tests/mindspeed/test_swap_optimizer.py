@@ -13,7 +13,7 @@ from megatron.core.ops import reference_ops
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel_state import ProcessGroups, initialize_model_parallel
 from mindspeed.core.optimizer.swap_optimizer import NUM_SLOTS, SwapOptimizer, get_swap_optimizer
-from tests.megatron.lanes_in_any_order import AnyOrder
+from tests.megatron.streams_in_any_order import AnyOrder
 from tests.parallel.launcher import run_ranks
 from tests.parallel.toy import ToyStage, toy_batches, toy_config
 
@@ -76,9 +76,9 @@ def _one_rank() -> None:
     groups = initialize_model_parallel()
     stage = ToyStage(toy_config(), range(30))
     plain = get_megatron_optimizer(CONFIG, _model(groups, stage), groups, reference_ops())
-    lanes = map(AnyOrder, itertools.count())
+    streams = map(AnyOrder, itertools.count())
     swapped = SwapOptimizer(
-        CONFIG, _model(groups, stage), groups, reference_ops(), swap_times=5, make_lanes=lambda _: next(lanes)
+        CONFIG, _model(groups, stage), groups, reference_ops(), swap_times=5, make_streams=lambda _: next(streams)
     )
     (state,) = swapped.shards
     assert len(list(swapped._chunks(state, swapped.chunk_size))) > 3 * NUM_SLOTS

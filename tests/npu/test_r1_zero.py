@@ -1,4 +1,4 @@
-"""Training with ``trainer.device=npu``, on two fake dies, beside the same job on the CPU; the slow one by the command."""
+"""Training with ``trainer.device=npu`` on two fake dies, beside the same job on the CPU; slow: the whole command."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.mapping import Shard
 from megatron.core.dist_checkpointing.random_states import get_random_states, seed_from_states, set_random_states
 from megatron.core.dist_checkpointing.ranks import Ranks
 from megatron.core.dist_checkpointing.sharded_state import random_state_shards, training_shards
-from megatron.core.dist_checkpointing.writing import COMMON
+from megatron.core.dist_checkpointing.writer import COMMON
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.save_plan import GlobalPlan, OwnedChunks, 
 from megatron.core.dist_checkpointing.sharded_state import random_state_shards, training_shards
 from megatron.core.dist_checkpointing.snapshot import Snapshot
 from megatron.core.dist_checkpointing.write_process import BackgroundWrite
-from megatron.core.dist_checkpointing.writing import Completion, RankJob, complete, write_rank
+from megatron.core.dist_checkpointing.writer import Completion, RankJob, complete, write_rank
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel_state import ProcessGroups

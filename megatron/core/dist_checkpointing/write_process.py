@@ -17,7 +17,7 @@ import subprocess
 import sys
 
 from megatron.core.dist_checkpointing.snapshot import Snapshot, read_snapshot
-from megatron.core.dist_checkpointing.writing import RankJob, complete, report_failure, write_rank
+from megatron.core.dist_checkpointing.writer import RankJob, complete, report_failure, write_rank
 
 _DONE = "done"
 # The first process prints the pid of the second, which is the writer, and exits.

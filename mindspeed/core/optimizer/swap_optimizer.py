@@ -14,8 +14,8 @@ from megatron.core.distributed.offload import HostTensor
 from megatron.core.distributed.param_and_grad_buffer import ALIGNMENT
 from megatron.core.ops import TrainOps
 from megatron.core.optimizer.distrib_optimizer import Chunk, DistributedOptimizer, ShardState
-from megatron.core.optimizer.lanes import COMPUTE, TO_DEVICE, TO_HOST, Lanes, lanes_of, nothing
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.streams import COMPUTE, TO_DEVICE, TO_HOST, Streams, nothing, streams_of
 from megatron.core.parallel_state import ProcessGroups
 
 # One chunk is copied in while a second is updated and a third is copied out, so both directions of the link are busy.
@@ -38,7 +38,7 @@ class SwapOptimizer(DistributedOptimizer):
         groups: ProcessGroups,
         ops: TrainOps,
         swap_times: int = 16,
-        make_lanes: Callable[[torch.device], Lanes] = lanes_of,
+        make_streams: Callable[[torch.device], Streams] = streams_of,
     ) -> None:
         if swap_times < 1:
             raise ValueError(f"swap_times is {swap_times}; it must be at least 1 (16 is usual)")
@@ -47,7 +47,7 @@ class SwapOptimizer(DistributedOptimizer):
         self.device = next(model.parameters()).device
         num_elements = sum(state.master.tensor.numel() for state in self.shards)
         self.chunk_size = -(-num_elements // (NUM_SLOTS * swap_times * ALIGNMENT)) * ALIGNMENT
-        self._make_lanes = make_lanes
+        self._make_streams = make_streams
 
     def _new_states(self, buffer: ParamAndGradBuffer) -> list[ShardState]:
         numel, device = buffer.param_shard.numel(), buffer.params.tensor.device
@@ -57,18 +57,18 @@ class SwapOptimizer(DistributedOptimizer):
 
     def _update_shards(self) -> None:
         """Chunk i uses slot i % NUM_SLOTS, which is free when chunk i - NUM_SLOTS has been copied out."""
-        lanes = self._make_lanes(self.device)
+        streams = self._make_streams(self.device)
         slots = torch.empty(NUM_SLOTS, 3, self.chunk_size, dtype=torch.float32, device=self.device)
-        ready = lanes.submit(COMPUTE, nothing)  # the slots' memory, and the gradients, come from this lane
+        ready = streams.submit(COMPUTE, nothing)  # the slots' memory, and the gradients, come from this stream
         left: list[Any] = [ready] * NUM_SLOTS
         chunks = (chunk for state in self.shards for chunk in self._chunks(state, self.chunk_size))
         for index, chunk in enumerate(chunks):
             slot = index % NUM_SLOTS
             on_device = tuple(slots[slot, :, : chunk.params.numel()])
-            arrived = lanes.submit(TO_DEVICE, partial(_copy, chunk.state, on_device), after=[left[slot]])
-            updated = lanes.submit(COMPUTE, partial(self._update, chunk, on_device), after=[arrived])
-            left[slot] = lanes.submit(TO_HOST, partial(_copy, on_device, chunk.state), after=[updated])
-        lanes.finish()
+            arrived = streams.submit(TO_DEVICE, partial(_copy, chunk.state, on_device), after=[left[slot]])
+            updated = streams.submit(COMPUTE, partial(self._update, chunk, on_device), after=[arrived])
+            left[slot] = streams.submit(TO_HOST, partial(_copy, on_device, chunk.state), after=[updated])
+        streams.finish()
 
     def _update(self, chunk: Chunk, on_device: tuple[Tensor, ...]) -> None:
         self._adamw(on_device, chunk.grads, chunk.group, self.ops)

@@ -15,8 +15,8 @@ from megatron.core.distributed.param_and_grad_buffer import ALIGNMENT
 from megatron.core.ops import TrainOps
 from megatron.core.ops.cpu import cpu_ops
 from megatron.core.optimizer.distrib_optimizer import CHUNK_SIZE, Chunk, DistributedOptimizer, ShardState
-from megatron.core.optimizer.lanes import COMPUTE, HOST, TO_DEVICE, TO_HOST, Lanes, lanes_of, nothing
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.streams import COMPUTE, HOST, TO_DEVICE, TO_HOST, Streams, nothing, streams_of
 from megatron.core.parallel_state import ProcessGroups
 
 # The gradients of one chunk are copied in while a second is updated and the weights of a third are copied out.
@@ -42,12 +42,12 @@ class HybridDeviceOptimizer(DistributedOptimizer):
         groups: ProcessGroups,
         ops: TrainOps,
         chunk_size: int = CHUNK_SIZE,
-        make_lanes: Callable[[torch.device, bool], Lanes] = lanes_of,
+        make_streams: Callable[[torch.device, bool], Streams] = streams_of,
     ) -> None:
         super().__init__(config, model, groups, ops)
         self.device = next(model.parameters()).device
         self.host_ops = cpu_ops()
-        self._make_lanes = make_lanes
+        self._make_streams = make_streams
         self.on_host = [state for state in self.shards if isinstance(state.master, HostTensor)]
         self.on_device = [state for state in self.shards if not isinstance(state.master, HostTensor)]
         self._chunk_size = min(chunk_size, max((state.numel for state in self.on_host), default=0))
@@ -83,8 +83,8 @@ class HybridDeviceOptimizer(DistributedOptimizer):
 
     def _update_shards(self) -> None:
         """Chunk i goes through slots i % NUM_SLOTS; it may enter each when chunk i - NUM_SLOTS has left it."""
-        lanes = self._make_lanes(self.device, self.config.overlap_cpu_optimizer_d2h_h2d)
-        ready = lanes.submit(COMPUTE, nothing)  # the gradients come from this lane
+        streams = self._make_streams(self.device, self.config.overlap_cpu_optimizer_d2h_h2d)
+        ready = streams.submit(COMPUTE, nothing)  # the gradients come from this stream
         chunks = [chunk for state in self.on_host for chunk in self._chunks(state, self._chunk_size)]
         fetched: list[Any] = []
         updated: list[Any] = [ready] * NUM_SLOTS  # of chunk i at i + NUM_SLOTS
@@ -93,17 +93,17 @@ class HybridDeviceOptimizer(DistributedOptimizer):
             while len(fetched) < min(len(chunks), index + NUM_SLOTS):
                 coming = len(fetched)
                 work = partial(self._fetch, chunks[coming], self._grad_slot(chunks[coming], coming))
-                fetched.append(lanes.submit(TO_HOST, work, after=[ready, updated[coming]]))
+                fetched.append(streams.submit(TO_HOST, work, after=[ready, updated[coming]]))
             if index == 0:
-                lanes.submit(COMPUTE, partial(self._update_on_device, self.on_device))
+                streams.submit(COMPUTE, partial(self._update_on_device, self.on_device))
             slots = self._grad_slot(chunk, index), self._param_slot(chunk, index)
             work = partial(self._update_on_host, chunk, *slots)
-            updated.append(lanes.submit(HOST, work, after=[fetched[index], returned[index]]))
+            updated.append(streams.submit(HOST, work, after=[fetched[index], returned[index]]))
             work = partial(_copy, slots[1], chunk.params)
-            returned.append(lanes.submit(TO_DEVICE, work, after=[ready, updated[-1]]))
+            returned.append(streams.submit(TO_DEVICE, work, after=[ready, updated[-1]]))
         if not chunks:
             self._update_on_device(self.on_device)
-        lanes.finish()
+        streams.finish()
 
     def _fetch(self, chunk: Chunk, slot: Tensor) -> None:
         _copy(chunk.grads.to(slot.dtype), slot)  # cast on the device, so that the narrow values travel

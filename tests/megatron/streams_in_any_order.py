@@ -1,11 +1,11 @@
-"""Lanes that do what a real device's streams may do and this machine's CPU never does."""
+"""Streams that do what a real device's streams may do and this machine's CPU never does."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 
-from megatron.core.optimizer.lanes import LANES
+from megatron.core.optimizer.streams import STREAMS
 
 
 class AnyOrder:
@@ -13,13 +13,13 @@ class AnyOrder:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.queues: dict[str, list[tuple[int, Callable[[], None], Sequence[int]]]] = {lane: [] for lane in LANES}
+        self.queues: dict[str, list[tuple[int, Callable[[], None], Sequence[int]]]] = {stream: [] for stream in STREAMS}
         self.done: set[int] = set()
         self.num_submitted = 0
 
-    def submit(self, lane: str, work: Callable[[], None], after: Sequence[int] = ()) -> int:
+    def submit(self, stream: str, work: Callable[[], None], after: Sequence[int] = ()) -> int:
         self.num_submitted += 1
-        self.queues[lane].append((self.num_submitted, work, after))
+        self.queues[stream].append((self.num_submitted, work, after))
         return self.num_submitted
 
     def finish(self) -> None:
