@@ -3,6 +3,10 @@
 The server of ``tests/parallel/launcher.py`` forks them. All else is Ray's own: Ray starts a worker by a command, and
 the command that it is given here, this file as a program, asks the process of the test for the fork. The worker gets
 the arguments and the environment of the command. Ray itself is imported after the fork; it reads the environment then.
+
+Where the process of the test starts Ray itself, this file also takes the place of Ray's ``setup_worker.py``, which
+imports Ray before it runs the command. A node that is started with ``LEAN`` has no autoscaler and nobody who reads its
+logs.
 """
 
 from __future__ import annotations
@@ -19,23 +23,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+SOCKET = "R1_ZERO_TEST_RAY_WORKERS"
+LEAN = {"include_dashboard": False, "no_monitor": True, "include_log_monitor": False}
+
 
 @contextmanager
-def ray_with_forked_workers(**settings: Any) -> Iterator[None]:
+def ray_with_forked_workers(
+    num_cpus: int, resources: dict[str, float] | None = None, **settings: Any
+) -> Iterator[None]:
     """Start Ray on this machine with ``settings`` of ``ray.init``; it and its workers have ended when this returns."""
     import ray
+    from ray.cluster_utils import Cluster
 
     with forked_workers():
-        ray.init("local", include_dashboard=False, log_to_driver=False, **settings)
+        cluster = Cluster(True, head_node_args={**LEAN, "num_cpus": num_cpus, "resources": resources or {}})
         try:
+            ray.init(cluster.address, log_to_driver=False, **settings)
             yield
         finally:
             ray.shutdown()
+            cluster.shutdown()
 
 
 @contextmanager
 def forked_workers() -> Iterator[None]:
-    """Have this process fork the workers of every Ray job that it starts before the context ends."""
+    """Have this process fork the workers of every Ray that it starts, and of every job, before the context ends."""
     import pytest
 
     with tempfile.TemporaryDirectory(prefix="ray-workers-") as folder, socket.socket(socket.AF_UNIX) as listener:
@@ -46,6 +58,8 @@ def forked_workers() -> Iterator[None]:
         runtime_env = {"py_executable": f"{sys.executable} -I -S {os.path.abspath(__file__)} {folder}/socket"}
         try:
             with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("ray._private.ray_constants.SETUP_WORKER_FILENAME", os.path.abspath(__file__))
+                patch.setenv(SOCKET, f"{folder}/socket")
                 patch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": runtime_env}))
                 yield
         finally:
@@ -80,5 +94,16 @@ def _request_worker(path: str, arguments: list[str]) -> None:
         test.sendall(json.dumps([arguments, dict(os.environ)]).encode())
 
 
+def _set_up_worker(arguments: list[str]) -> None:
+    """Set what the worker's runtime environment names, which follows a flag, and have it forked."""
+    flags = ("--serialized-runtime-env-context=", "--language=")
+    context = json.loads(next((a.removeprefix(flags[0]) for a in arguments if a.startswith(flags[0])), "") or "{}")
+    os.environ.update({key: os.path.expandvars(value) for key, value in context.get("env_vars", {}).items()})
+    _request_worker(os.environ[SOCKET], [argument for argument in arguments if not argument.startswith(flags)])
+
+
 if __name__ == "__main__":
-    _request_worker(sys.argv[1], sys.argv[2:])
+    if sys.argv[1].endswith(".py"):  # in the place of setup_worker.py; else of Python, with the socket first
+        _set_up_worker(sys.argv[1:])
+    else:
+        _request_worker(sys.argv[1], sys.argv[2:])

@@ -32,7 +32,7 @@ ENDLESS = {
     "endless loop", "endless loop with a handler", "endless loop that catches all", "endless sleep", "endless read",
     "stopped", "closes its streams and goes on", "catastrophic regex", "tower of powers", "factorial",
     "output that nobody reads", "descriptors that survive errors", "never ends at exit", "thread that never ends",
-    "traceback without end", "timer",
+    "traceback without end", "timer", "fork bomb", "clone bomb", "subprocess bomb", "memory that survives errors",
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from tests.ray_workers import forked_workers
+from tests.ray_workers import LEAN, forked_workers
 from tests.verl.bandit import bandit_config, write_inputs
 from tests.verl.failing_bandit import run_failing
 from verl.trainer.ppo.recovery import TrainingStoppedError
@@ -19,16 +19,16 @@ from verl.trainer.ppo.recovery import TrainingStoppedError
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     """A head that takes no workers, and two nodes with room for one worker each; on one machine."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    try:
-        for _ in range(2):
-            cluster.add_node(num_cpus=1)
-        with forked_workers():
+    with forked_workers():
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **LEAN})
+        try:
+            for _ in range(2):
+                cluster.add_node(num_cpus=1, **LEAN)
             ray.init(address=cluster.address, log_to_driver=False)
             yield cluster
             ray.shutdown()
-    finally:
-        cluster.shutdown()
+        finally:
+            cluster.shutdown()
 
 
 @pytest.mark.timeout(240)
