@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -51,16 +52,30 @@ def sources(*folders: str) -> list[Path]:
     return found
 
 
+class Source(NamedTuple):
+    """What is read of a file, which is parsed once: imports inside functions and type-checking blocks count too."""
+
+    imports: list[tuple[int, str]]  # line, dotted name
+    relative_imports: list[tuple[int, int]]  # line, level
+    patches: list[tuple[int, str]]  # line, what is patched
+
+
 @cache
-def imports(path: Path) -> list[tuple[int, str]]:
-    """Return (line, dotted name) of every import in a file, inside functions and type-checking blocks too."""
-    found: list[tuple[int, str]] = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+def source(path: Path) -> Source:
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    found = Source([], [], [] if path.is_relative_to(ROOT / "tests") else list(_patches(tree)))
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found.append((node.lineno, node.module))
+            found.imports.extend((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            found.relative_imports.append((node.lineno, node.level))
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.imports.append((node.lineno, node.module))
     return found
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    return source(path).imports
 
 
 def is_inside(path: Path, folders: tuple[str, ...]) -> bool:
@@ -100,9 +115,9 @@ def test_relative_imports_stay_inside_their_package() -> None:
     wrong = []
     for path in sources(*sorted(EVERYTHING)):
         depth = len(path.relative_to(ROOT).parts) - 1
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.level > depth:
-                wrong.append(f"{at(path, node.lineno)}: relative import above the package")
+        for line, level in source(path).relative_imports:
+            if level > depth:
+                wrong.append(f"{at(path, line)}: relative import above the package")
     assert not wrong, "\n" + "\n".join(wrong)
 
 
@@ -122,7 +137,7 @@ def test_nothing_is_patched_into_other_modules() -> None:
         f"{at(path, line)}: {what}"
         for path in sources(*sorted(EVERYTHING - {"tests"}))
         if path.name != "_compat.py"
-        for line, what in _patches(ast.parse(path.read_text(encoding="utf-8")))
+        for line, what in source(path).patches
     ]
     assert not wrong, "\n" + "\n".join(wrong)
 

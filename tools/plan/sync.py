@@ -129,8 +129,8 @@ class LazyShards(Mapping[str, Shard]):
 
 
 def lazy_shards(config: VllmConfig, rank: int) -> LazyShards:
-    """The shards of rank ``rank`` of an engine; one object for all ranks that own the same."""
-    parallel, model = config.parallel, config.model
+    """The shards of rank ``rank`` of an engine; one object for all that own the same, however they exchange tokens."""
+    parallel, model = replace(config.parallel, expert_exchange="all_gather"), config.model
     period = lcm(parallel.tensor_parallel_size, parallel.expert_parallel_size)
     dtype: torch.dtype = getattr(torch, model.dtype)
     return _shared((model.hf, replace(parallel, rank=rank % period), dtype, model.quantization))
