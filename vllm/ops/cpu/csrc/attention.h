@@ -1,7 +1,7 @@
 // Absorbed latent attention over a paged cache, a group of heads at a time.
 //
 // The context is cut into spans of fixed length; a span's softmax and its weighted sum of latents stay in cache, and
-// spans are put together in order, so a query's result depends on nothing but its own context.
+// the results of spans are merged in order, so a query's result depends on nothing but its own context.
 #pragma once
 #include <cmath>
 
@@ -12,10 +12,10 @@ template <class T>
 struct Pages {
   const T* data;            // [blocks, block_size, latent + rope]
   const int32_t* tables;    // [queries, table_width] block ids
-  const int64_t* seq_lens;  // [queries] tokens that the query sees
+  const int64_t* seq_lens;  // [queries] tokens that the query attends to
   long table_width, block_size, latent, rope;
 
-  // Rows of `count` tokens of a query's context; behind them, up to a multiple of 32, any of its pages'.
+  // Fills `rows` with the rows of `count` tokens of a query's context, padded to a multiple of 32 with rows of its pages.
   void rows_of(long query, long begin, long count, const T** rows) const {
     const int32_t* table = tables + query * table_width;
     const long size = latent + rope, padded = (count + 31) / 32 * 32;
@@ -31,28 +31,28 @@ struct Pages {
 static inline long spans_of(long tokens) { return (tokens + SPAN - 1) / SPAN; }
 static inline long whole_steps(long tokens) { return (tokens + 31) / 32 * 32; }
 
-// Queries that are attended to together. Either of one sequence, each of which sees one token more than the one before it,
-// or of several sequences that begin with the same tokens in the same blocks, as samples of a prompt do. Their work is cut
-// into items: spans by groups of heads, and by sequences where these have nothing in common any more.
+// Consecutive queries that are processed together. They belong to one sequence, where each attends to one token more than
+// the one before it, or to several sequences that begin with the same tokens in the same blocks, as samples of a prompt do.
+// A work item is a span and a group of heads; after the common tokens it is of one sequence.
 struct Run {
-  long query, count, spans;  // its first query, how many; spans of the longest context
-  long common, together;     // tokens, and spans, that several sequences begin with; of one sequence none, and all
-  long item, partial;        // the first of its items, and of its partial results
+  long query, count, spans;  // first query, number of queries, spans of the longest context
+  long common, together;     // tokens and spans that several sequences share; with one sequence 0 tokens and all spans
+  long item, partial;        // index of its first work item and of its first partial result
   bool is_one_sequence() const { return common == 0; }
 };
 
-constexpr long MOST_SEQUENCES = 8;  // of a run
-constexpr long LEAST_COMMON = 64;   // tokens that make it worth while
+constexpr long MOST_SEQUENCES = 8;  // in a run
+constexpr long LEAST_COMMON = 64;   // tokens; sequences that share fewer are processed apart
 
 template <class T>
-static bool is_next(const Pages<T>& cache, long query) {  // of the sequence that the query before it belongs to
+static bool is_next(const Pages<T>& cache, long query) {  // whether it continues the sequence of the query before it
   const int64_t* seen = cache.seq_lens + query;
   const int32_t* table = cache.tables + query * cache.table_width;
   const long blocks = (seen[0] + cache.block_size - 1) / cache.block_size;
   return seen[0] == seen[-1] + 1 && std::equal(table, table + blocks, table - cache.table_width);
 }
 
-// Whole steps of tokens, all seen by both, that two queries begin with.
+// Number of leading tokens that two queries share, rounded down to whole steps of 32.
 template <class T>
 static long common_tokens(const Pages<T>& cache, long a, long b) {
   const int32_t *one = cache.tables + a * cache.table_width, *other = cache.tables + b * cache.table_width;
@@ -60,7 +60,7 @@ static long common_tokens(const Pages<T>& cache, long a, long b) {
   return (std::mismatch(one, one + blocks, other).first - one) * cache.block_size / 32 * 32;
 }
 
-// How many sequences from this query on, of `most`, have as much in common, and how much that is.
+// Returns how many sequences from this query on, at most `most`, share the same leading tokens; `common` is their number.
 template <class T>
 static long find_family(const Pages<T>& cache, long query, long most, long& common) {
   long count = 1;
@@ -74,10 +74,10 @@ static long find_family(const Pages<T>& cache, long query, long most, long& comm
   return count;
 }
 
-// Runs of at most `most` queries; returns how many. One more says where they end.
+// Divides the queries into runs of at most `most` and returns their number. One entry more says where the last one ends.
 template <class T>
 static long find_runs(const Pages<T>& cache, long queries, long most, long groups, Run* runs) {
-  // Several sequences are one run where that leaves all threads enough of them.
+  // Several sequences form one run only where enough runs for all threads remain.
   const long sequences = std::min({MOST_SEQUENCES, most, queries * groups / (2 * omp_get_max_threads())});
   long found = 0;
   Run run{};
@@ -101,19 +101,19 @@ static long find_runs(const Pages<T>& cache, long queries, long most, long group
   return found;
 }
 
-// A span that queries of a run attend to with one group of heads.
+// A work item: a span that queries of a run attend to with one group of heads.
 template <class T>
 struct SpanOf {
-  const Run* run = nullptr;  // there is none: nothing is left to do
+  const Run* run = nullptr;  // null when no work is left
   long span = 0, group = 0;
-  long first = 0, queries = 0;  // of the run
-  long count = 0;               // tokens that all of them see, of one sequence the last of them
-  Own own[MOST_SEQUENCES];      // of several sequences: of each
-  long num_rows = 0;            // in whole steps
+  long first = 0, queries = 0;  // the queries of the run that attend to it
+  long count = 0;               // tokens that all of them attend to; with one sequence, those of the last query
+  Own own[MOST_SEQUENCES];      // each sequence's own tokens, where there are several sequences
+  long num_rows = 0;            // rounded up to whole steps
   const T** rows = nullptr;
 };
 
-// An item, with its rows in `to`.
+// Returns work item `item` of the run and fills `to` with its rows.
 template <class T>
 static SpanOf<T> span_of(const Pages<T>& cache, const Run& run, long item, long groups, const T** to) {
   SpanOf<T> found;
@@ -155,7 +155,7 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
   const long num_runs = find_runs(cache, queries, per_tile * TILES, groups, runs);
   const long items = runs[num_runs].item;
   const bool has_partials = std::any_of(runs, runs + num_runs, [](const Run& run) { return run.spans > 1; });
-  // Of each query, span and head the unnormalised sums, then the peak of the scores and the total of their weights.
+  // For each query, span and head: the unnormalised sums, then the peak of the scores and the total of their weights.
   const long partial_size = cache.latent + LANES;
   float* partials = has_partials ? thread_local_object<Buffer, PARTIALS>().get(runs[num_runs].partial * heads * partial_size) : nullptr;
   auto partial_of = [&](const Run& run, long query, long span, long head) {
@@ -182,9 +182,9 @@ static void mla_attention(Batch<const typename M::T> q_latent, Batch<const typen
       const Run& of = *now.run;
       const long head = now.group * QUERIES, num_heads = std::min(QUERIES, heads - head);
       const long tiles = (now.queries + per_tile - 1) / per_tile;
-      typename Span<M>::Fetched prefetcher;  // of a run of the same sequence it is there
+      typename Span<M>::Fetched prefetcher;  // empty for queries of one sequence: the rows are in the cache
       if (following.run && following.rows[0] != now.rows[0]) prefetcher = {following.rows, following.num_rows, size};
-      T* to[TILES][QUERIES];  // null of a context of several spans
+      T* to[TILES][QUERIES];  // null where a context has several spans
       float* partial[TILES][QUERIES];
       long lanes[TILES];
       vf factor[TILES];

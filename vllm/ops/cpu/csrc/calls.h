@@ -1,4 +1,4 @@
-// How Python calls the kernels of vllm/ops/cpu: by their place in KERNELS of kernels.cpp, with a word for each argument. The
+// How Python calls the kernels of vllm/ops/cpu: by index in KERNELS of kernels.cpp, with a 64-bit word for each argument. The
 // first argument of most is the mode: 0 float32, 1 bfloat16 widened to float32, 2 bfloat16 instructions, 3 tiles. Strides
 // count elements; the last dimension of a tensor is contiguous unless a stride is given for it.
 #pragma once
@@ -38,7 +38,7 @@ static void by_mode(const Word* words) {
 #define BY_MODE(kernel) by_mode<kernel<Float32>, kernel<Widened>, kernel<Dot>, kernel<Tiles>>
 #define BY_TYPE(kernel) by_mode<kernel<float>, kernel<bf16>, kernel<bf16>, kernel<bf16>>
 
-// In files of their own: compilers take as long for each as for all others.
+// These are compiled as separate files, because each takes as long to compile as all the others together.
 Kernel head_linear_kernel();
 Kernel fused_experts_kernel();
 Kernel mla_attention_kernel();

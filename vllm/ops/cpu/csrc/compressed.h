@@ -1,10 +1,10 @@
 // Bfloat16 matrices in three quarters of their bytes, bit for bit: weights of a layer have few different exponents.
 //
-// Of a value the low byte stays as it is, with the lowest bit of the exponent on top of the mantissa; sign and three bits
-// more of the exponent, counted from the block's lowest, are half a byte: sixteen exponents in all. A block of 16 rows by
-// 128 has room for fifteen values with other exponents; a matrix that needs more in some block is not compressed. To store
-// weights by the entropy of their exponents and widen them where they are multiplied is the idea of DFloat11
-// (arXiv:2504.11651); of codes of one width a few vector instructions make values.
+// The low byte of a value is stored as it is: the mantissa and, above it, the lowest bit of the exponent. The sign and
+// three more bits of the exponent, relative to the block's lowest exponent, take half a byte, so a block covers sixteen
+// exponents. A block of 16 rows by 128 has room for fifteen values with other exponents; a matrix with more of them in some
+// block is not compressed. DFloat11 (arXiv:2504.11651) had the idea to code exponents by their entropy and to decompress
+// weights where they are multiplied; codes of one width need only a few vector instructions.
 #pragma once
 #include <omp.h>
 
@@ -14,29 +14,29 @@
 
 typedef uint8_t vb __attribute__((vector_size(64)));
 
-constexpr long COMPRESSED_ROWS = 16;      // of a matrix whose rows lie along k
-constexpr long COMPRESSED_K = 32;         // a tile's, in tiles one after the other along k
+constexpr long COMPRESSED_ROWS = 16;      // rows of a tile; a row is contiguous along k
+constexpr long COMPRESSED_K = 32;         // elements of a row in a tile; tiles follow one another along k
 constexpr long COMPRESSED_TILE = COMPRESSED_ROWS * COMPRESSED_K;
-constexpr long COMPRESSED_TILE_BYTES = COMPRESSED_TILE * 3 / 2;  // of 4 rows at a time: two vectors of low bytes, one of halves
+constexpr long COMPRESSED_TILE_BYTES = COMPRESSED_TILE * 3 / 2;  // per 4 rows two vectors of low bytes, one of halves
 constexpr long BLOCK_TILES = 4;
 constexpr long MAX_OUTLIERS = 15;
-constexpr long COMPRESSED_PREFETCH = 4096;  // bytes that are fetched before they are decompressed
+constexpr long COMPRESSED_PREFETCH = 4096;  // bytes ahead of decompression
 
-struct alignas(64) BlockHeader {  // of a block; its tiles follow
-  uint16_t others, lowest;      // how many values there are with other exponents; the lowest exponent of sixteen
+struct alignas(64) BlockHeader {  // the tiles of the block follow
+  uint16_t others, lowest;      // number of values with other exponents; the lowest of the sixteen exponents
   struct {
     uint16_t at, value;
   } other[MAX_OUTLIERS];
 };
 static_assert(sizeof(BlockHeader) == 64);
 
-// Of 16 rows; k a multiple of COMPRESSED_K.
+// Bytes of 16 compressed rows; k is a multiple of COMPRESSED_K.
 static inline long compressed_bytes(long k) {
   const long tiles = k / COMPRESSED_K;
   return tiles * COMPRESSED_TILE_BYTES + (tiles + BLOCK_TILES - 1) / BLOCK_TILES * (long)sizeof(BlockHeader);
 }
 
-// Of each lane of 16 bytes: those of a and b in turns, the first eight or the last eight of both; and back.
+// Within each lane of 16 bytes: interleave the first or the last eight bytes of both vectors; low_bytes undoes it.
 #define EIGHT(X, l, f) X(l, f), X(l, f + 1), X(l, f + 2), X(l, f + 3), X(l, f + 4), X(l, f + 5), X(l, f + 6), X(l, f + 7)
 #define OF_LANES(X, f) EIGHT(X, 0, f), EIGHT(X, 16, f), EIGHT(X, 32, f), EIGHT(X, 48, f)
 #define IN_TURNS(l, i) l + i, 64 + l + i
@@ -54,12 +54,12 @@ static inline vb low_bytes(vhh first, vhh last) {
 #undef IN_TURNS
 #undef EVERY_OTHER
 
-// A tile's 16 rows of 32, one after the other.
+// Writes the 16 rows of 32 values of a tile, one after the other.
 static inline void decompress_tile(const uint8_t* compressed, vhh lowest, bf16* out) {
 #pragma GCC unroll 4
   for (long four = 0; four < COMPRESSED_ROWS / 4; ++four, compressed += 192, out += 4 * COMPRESSED_K) {
     const vb low[2] = {load_bits<vb>(compressed), load_bits<vb>(compressed + 64)};
-    const vb halves = load_bits<vb>(compressed + 128);  // sign and exponent: of the first vector above, of the second below
+    const vb halves = load_bits<vb>(compressed + 128);  // sign and exponent; those of low[0] in the upper halves
     const vb above = (vb)((vhh)halves >> 4), below = (vb)((vhh)halves << 4);
     const vb high[2] = {(halves & 0x80) | (above & 0x07), (below & 0x80) | (halves & 0x07)};
     for (long i = 0; i < 2; ++i) {
@@ -69,12 +69,12 @@ static inline void decompress_tile(const uint8_t* compressed, vhh lowest, bf16* 
   }
 }
 
-// Sixteen rows, a tile of 16 by 32 after the other.
+// Decompresses sixteen rows, one tile of 16 by 32 after the other.
 class CompressedTiles {
  public:
   CompressedTiles(const uint8_t* compressed, long k) : at_(compressed), tiles_(k / COMPRESSED_K) {}
 
-  // The next tile, if there is one.
+  // Decompresses the next tile, if there is one.
   void decompress(bf16* out) {
     if (done_ == tiles_) return;
     const long of_block = done_++ % BLOCK_TILES;
@@ -98,7 +98,7 @@ class CompressedTiles {
   long tiles_, done_ = 0, other_ = 0;
 };
 
-// Which sixteen exponents leave out the fewest of the values: the lowest of them.
+// Returns the lowest of the sixteen consecutive exponents that cover the most values.
 static inline long best_lowest(const bf16* values, long count) {
   long of_exponent[256] = {}, among = 0, best = 0, most = -1;
   for (long i = 0; i < count; ++i) ++of_exponent[values[i] >> 7 & 0xff];
@@ -109,7 +109,7 @@ static inline long best_lowest(const bf16* values, long count) {
   return best;
 }
 
-// What decompress_tile reads of four rows.
+// Writes four rows in the form that decompress_tile reads.
 static inline void compress_four_rows(const bf16* rows, uint16_t lowest, uint8_t* compressed) {
   vb high[2];
   for (long i = 0; i < 2; ++i) {
@@ -122,7 +122,7 @@ static inline void compress_four_rows(const bf16* rows, uint16_t lowest, uint8_t
   store_bits(compressed + 128, (high[0] & 0x80) | (above & 0x70) | (below & 0x08) | (high[1] & 0x07));
 }
 
-// One block of tiles; false where more than MAX_OUTLIERS values have other exponents.
+// Compresses one block of tiles; returns false when more than MAX_OUTLIERS values have other exponents.
 static inline bool compress_block(const bf16* tiles, long count, uint8_t* compressed) {
   BlockHeader head = {};
   auto is_other = [&](bf16 value) { return (uint16_t)((value & 0x7f80) - (head.lowest << 7)) >= 16 << 7; };
@@ -157,7 +157,8 @@ static inline bool is_exact(const uint8_t* compressed, const bf16* tiles, long c
 
 static inline int compression_threads(long rows, long k) { return rows * k < 1 << 16 ? 1 : omp_get_max_threads(); }
 
-// rows x k values to their code; whether it gives them back. Rows are `stride` elements apart and a multiple of COMPRESSED_ROWS.
+// Compresses rows x k values and returns whether decompression gives them back. Rows are `stride` elements apart; their
+// number is a multiple of COMPRESSED_ROWS.
 static bool compress(const bf16* values, long stride, long rows, long k, uint8_t* compressed) {
   const long size = compressed_bytes(k), tiles = k / COMPRESSED_K;
   bool fits = true;
@@ -178,7 +179,7 @@ static bool compress(const bf16* values, long stride, long rows, long k, uint8_t
   return fits;
 }
 
-// The values that were compressed, to rows one after the other.
+// Writes the values that were compressed to contiguous rows.
 static void decompress(const uint8_t* compressed, long rows, long k, bf16* values) {
   const long size = compressed_bytes(k), tiles = k / COMPRESSED_K;
 #pragma omp parallel for num_threads(compression_threads(rows, k))

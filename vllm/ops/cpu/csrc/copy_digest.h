@@ -1,18 +1,18 @@
-// Copies of weights with the digests of what was read and of what is there afterwards.
+// Copies weights and computes the digests of what was read and of what was written.
 #pragma once
 #include <utility>
 
 #include "digest.h"
 
-constexpr long COPIED_BYTES = 1024;  // before their sums: these wait for no memory that the copy does not
-constexpr long COPY_PREFETCH = 2048;   // of what is fetched: sums take the room in which a processor looks ahead
-constexpr long TURNED_ROWS = 128;    // p, of a block of SQUARE q
+constexpr long COPIED_BYTES = 1024;  // copied before they are summed, so that the sums never wait for memory
+constexpr long COPY_PREFETCH = 2048;   // bytes ahead; the sums fill the window in which a processor would look ahead itself
+constexpr long TURNED_ROWS = 128;    // p of a transposed block; it has SQUARE q
 
 struct CopiedSlice {
   const uint8_t* from;  // q contiguous
-  uint8_t* to;          // q contiguous, or p where it is turned
+  uint8_t* to;          // q contiguous, or p where the copy transposes
   long from_stride, to_stride;  // bytes
-  long rows, columns;           // over p, over q
+  long rows, columns;           // number of p, number of q
   bool is_from_summed, is_to_summed;
 };
 
@@ -26,7 +26,7 @@ static void copy_bytes(uint8_t* __restrict to, const uint8_t* __restrict from, l
   std::memcpy(to + i, from + i, size - i);
 }
 
-// Brings what comes next into the second cache, where it will be read or, TO_WRITE, written: processors do not foresee
+// Prefetches what comes next into the second-level cache, to be read or, with TO_WRITE, written: processors do not predict
 // short pieces of many rows.
 template <bool TO_WRITE>
 static inline void fetch(const uint8_t* x, long stride, long rows, long size) {
@@ -37,7 +37,7 @@ static inline void fetch(const uint8_t* x, long stride, long rows, long size) {
 template <class U>
 static CopiedSums copy_along(const CopiedSlice& s, Factors f) {
   const long size = s.columns * sizeof(U);
-  // What its wide stores have written can be read at once.
+  // What wide stores have written can be read back at once.
   const bool is_dotted = s.is_from_summed || (HAS_DOTS && s.is_to_summed);
   uint64_t from_total = 0, to_total = 0;
 #pragma omp parallel for reduction(+ : from_total, to_total) num_threads(threads_for(s.rows * size / 8))
@@ -66,7 +66,7 @@ struct Vector16 {
   typedef U type __attribute__((vector_size(16 * sizeof(U))));
 };
 
-// Of two rows of a square the elements whose addresses differ in one bit.
+// Exchanges the elements of two rows of a square whose indices differ in one bit.
 template <int BIT, class V, size_t... J>
 static inline void swap_halves(V& a, V& b, std::index_sequence<J...>) {
   const V first = __builtin_shufflevector(a, b, (J & BIT ? 16 + J - BIT : J)...);
@@ -80,7 +80,7 @@ static inline void swap_all(V* rows) {
     if (!(i & BIT)) swap_halves<BIT>(rows[i], rows[i + BIT], std::make_index_sequence<16>());
 }
 
-// to[q][p] = from[p][q], strides in bytes
+// to[q][p] = from[p][q]; strides are in bytes
 template <class U>
 static inline void turn_square(uint8_t* to, long to_stride, const uint8_t* from, long from_stride) {
   typename Vector16<U>::type rows[16];
@@ -89,11 +89,11 @@ static inline void turn_square(uint8_t* to, long to_stride, const uint8_t* from,
   for (int i = 0; i < 16; ++i) std::memcpy(to + i * to_stride, &rows[i], sizeof(rows[i]));
 }
 
-// A block of TURNED_ROWS x SQUARE at most; the sums of p that are not null get what is read.
+// Transposes a block of at most TURNED_ROWS x SQUARE and adds what is read to the sums of p, unless these are null.
 template <class U>
 static void turn(uint8_t* to, long to_stride, const uint8_t* from, long from_stride, long rows, long columns,
                  const int8_t* c, Partial* sums) {
-  constexpr long WIDTH = 64 / sizeof(U);  // that a product of dot_rows takes
+  constexpr long WIDTH = 64 / sizeof(U);  // elements that one product of dot_rows takes
   for (long p = 0; p < rows; p += 16)
     for (long q = 0; q < columns; q += 16) {
       uint8_t* target = to + q * to_stride + p * sizeof(U);
@@ -113,7 +113,7 @@ static void turn(uint8_t* to, long to_stride, const uint8_t* from, long from_str
     }
 }
 
-// A block at a time, which is in the cache when the sums of what was written are taken.
+// Works on one block at a time, so that it is still in the cache when what was written is summed.
 template <class U>
 static CopiedSums copy_turned(const CopiedSlice& s, Factors f) {
   constexpr long WIDTH = DIGEST_BYTES / sizeof(U);

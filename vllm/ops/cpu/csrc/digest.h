@@ -6,27 +6,27 @@
 
 #include "rows.h"
 
-constexpr long DIGEST_BYTES = 32768;  // along q, whose products fit in 32 bits
-constexpr long DIGEST_ROWS = 8192;    // sums of p that are worked on together
+constexpr long DIGEST_BYTES = 32768;  // along q; the sum of their products fits in 32 bits
+constexpr long DIGEST_ROWS = 8192;    // p whose sums are kept at a time
 constexpr long SQUARE = 64;           // p and q whose sums stay in registers
-constexpr long TOGETHER = 16;      // q that are read together where p is contiguous: a processor follows as many
+constexpr long TOGETHER = 16;      // q that are read in parallel where p is contiguous; processors prefetch as many streams
 
 struct Factors {
-  const int8_t* c;    // of each byte along q
-  const uint64_t* r;  // of each p
+  const int8_t* c;    // coefficients of the bytes along q
+  const uint64_t* r;  // coefficients of the p
 };
 
 #if defined(__AVX512VNNI__)
 constexpr bool HAS_DOTS = true;
-typedef __m512i Partial;  // sums that make one together
+typedef __m512i Partial;  // partial sums; their total is the sum
 static inline Partial no_sum() { return _mm512_setzero_si512(); }
 static inline Partial plus(Partial a, Partial b) { return _mm512_add_epi32(a, b); }
 static inline int32_t whole(Partial a) { return _mm512_reduce_add_epi32(a); }
 
-// sum + x . c, and x copied to `to` on the way
+// Returns sum + x . c and copies x to `to`.
 template <bool IS_COPIED>
 static inline Partial dot(Partial sum, const uint8_t* x, const int8_t* c, long size, uint8_t* to) {
-  Partial sums[4] = {sum, no_sum(), no_sum(), no_sum()};  // one alone would wait for itself
+  Partial sums[4] = {sum, no_sum(), no_sum(), no_sum()};  // with one, each addition would wait for the previous one
   long i = 0;
   for (; i + 256 <= size; i += 256)
     for (long k = 0; k < 4; ++k) {
@@ -96,7 +96,7 @@ static void add_all_columns(const uint8_t* x, long stride, const int8_t* c, long
 }
 
 #if defined(__AVX512VNNI__)
-// The p that sums[i] of `add_square` is of: vector i / 16 of a group has four neighbours in each of its quarters.
+// The p of sums[i] of `add_square`: each quarter of vector i / 16 holds four neighbouring p.
 template <class U>
 static inline long place(long i) {
   constexpr long QS = 4 / sizeof(U), PS = 16 * QS;
@@ -121,7 +121,7 @@ static inline void add_quads(const uint8_t* x, long stride, __m512i c, __m512i* 
   for (long i = 0; i < QS; ++i) sums[i] = _mm512_dpbusd_epi32(sums[i], v[i], c);
 }
 
-// SQUARE p and whole groups of q: sums[i] is of p = place(i).
+// Adds SQUARE p and whole groups of q; sums[i] belongs to p = place(i).
 template <class U>
 static inline void add_square(const uint8_t* x, long stride, const int8_t* c, long columns, int32_t* sums) {
   constexpr long QS = 4 / sizeof(U), PS = 16 * QS;
@@ -146,11 +146,11 @@ template <class U>
 static inline void add_square(const uint8_t*, long, const int8_t*, long, int32_t*) {}
 #endif
 
-// Sums over q of at most DIGEST_ROWS p that are contiguous, and over at most DIGEST_BYTES.
+// Sums over at most DIGEST_BYTES along q, for at most DIGEST_ROWS contiguous p.
 template <class U>
 struct AcrossSums {
   int32_t* plain;
-  int32_t* squares;  // of whole squares, each as `place` has it
+  int32_t* squares;  // sums of whole squares, each in the order of `place`
 
   static AcrossSums cleared(long n) {
     static thread_local int32_t sums[2][DIGEST_ROWS];

@@ -1,9 +1,9 @@
-// Products of small row counts with weights in either memory order, in tiles that fit registers.
+// Matrix products of few rows with weights in either memory order, in tiles that fit registers.
 //
 // Every output is one sum over k in order, whatever the number of rows or threads: a row's result is the same in any
 // batch. Operands are packed as 32-bit words: a float, or with bfloat16 instructions a pair of neighbours along k.
-// Bfloat16 weights that are widened are taken two columns to a word: the even ones of 32 by a shift, the odd ones by a
-// mask, in two registers; sums stay in this order until a row is finished (`in_order`, `store_columns`).
+// Bfloat16 weights that are widened are loaded two columns to a word: a shift gives the even columns of 32, a mask the odd
+// ones, in two registers; sums keep this order until a row is finished (`in_order`, `store_columns`).
 #pragma once
 #include "compressed.h"
 #include "threads.h"
@@ -11,11 +11,11 @@
 constexpr long TILE = 14;    // rows of x in one packed tile
 constexpr long PANEL = 32;   // columns of the weight at a time
 constexpr long CHUNK = 112;  // rows packed at a time, whole tiles
-// Few rows wait for the weight, which is read as it lies: PANELS side by side, DEPTH (even) steps along k at a time,
-// so that whole pages come in order. Many rows take one panel after the other, packed.
+// With few rows the time is that of reading the weight, which is read in memory order: PANELS side by side, DEPTH (even)
+// steps along k at a time, so that whole pages come in order. With many rows one panel after the other is packed.
 constexpr long PANELS = 8;
 constexpr long DEPTH = 32;
-constexpr long SMALL_PRODUCT = 1 << 18;  // multiplications that one thread makes sooner than two could meet
+constexpr long SMALL_PRODUCT = 1 << 18;  // multiplications; below this one thread is faster than two that synchronise
 #if defined(__AVX512F__)
 constexpr long REGISTER_ROWS = TILE;  // 28 sums, 2 weights, 1 x: all registers
 #else
@@ -41,7 +41,7 @@ template <class M>
 constexpr long words(long k) { return M::is_dot ? (k + 1) / 2 : k; }
 
 template <class M>
-static inline vf load_words(const typename M::T* p, long left) {  // 16 words of a row with `left` elements, bf16 in pairs
+static inline vf load_words(const typename M::T* p, long left) {  // 16 words of a row that has `left` elements, bf16 in pairs
   if constexpr (sizeof(typename M::T) == 2) {
     if (left >= 2 * LANES) return (vf)load_bits<vhh>(p);
     bf16 lanes[2 * LANES] = {};
@@ -52,7 +52,7 @@ static inline vf load_words(const typename M::T* p, long left) {  // 16 words of
   }
 }
 
-static inline void interleave(vhh even, vhh odd, vf& low, vf& high) {  // rows k and k + 1 to words of 2 x 16 columns
+static inline void interleave(vhh even, vhh odd, vf& low, vf& high) {  // rows k, k + 1 to words of 2 x 16 columns
   low = (vf)__builtin_shufflevector(even, odd, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10,
                                     42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47);
   high = (vf)__builtin_shufflevector(even, odd, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56,
@@ -76,7 +76,7 @@ static inline vf multiply_add(vf sum, vf a, vf b) {
 
 static inline void split(vu pairs, vf& even, vf& odd) { even = (vf)(pairs << 16), odd = (vf)(pairs & 0xffff0000u); }
 
-// Transposed words of 16 rows, which hold their next `kept` elements, to out[word][row].
+// Transposes the words of 16 rows, which hold their next `kept` elements, to out[word][row].
 template <class M>
 static inline void store_block(const vf* block, long kept, float* out, long stride) {
   if constexpr (is_split<M>) {
@@ -91,7 +91,7 @@ static inline void store_block(const vf* block, long kept, float* out, long stri
   }
 }
 
-// Elements [start, start + step) of rows, ROWS of which are there: all in registers.
+// Packs elements [start, start + step) of ROWS rows in registers.
 template <class M, int ROWS>
 static inline void pack_block(const typename M::T* const* rows, long start, float* out, long stride) {
   vf block[LANES] = {};
@@ -106,8 +106,8 @@ static inline void pack_block(const typename M::T* const* rows, long start, floa
   }
 }
 
-// Up to 16 rows, contiguous along k, to out[word][row]; absent rows are zeros. `meanwhile` is called once for a line of
-// each row.
+// Packs up to 16 rows, contiguous along k, to out[word][row]; absent rows are zeros. `meanwhile` is called once per cache
+// line of each row.
 template <class M, class Row, class Meanwhile>
 static inline void pack_rows(Row row, long count, long k, float* out, long stride, Meanwhile meanwhile) {
   constexpr long step = sizeof(typename M::T) == 2 ? 2 * LANES : LANES, step_words = is_split<M> ? step : LANES;
@@ -138,15 +138,15 @@ template <class T>
 struct Weight {  // w(k, n) = data[k * k_stride + n * n_stride], one of the strides is 1
   const T* data;
   long k_stride, n_stride;
-  const uint8_t* compressed = nullptr;  // instead of the data: columns are the rows of compressed.h
+  const uint8_t* compressed = nullptr;  // replaces `data`; the columns are the rows of compressed.h
 
-  // A place is the address of a compressed matrix, or with the lowest bit set of one as it is, by row.
+  // `place` is the address of a compressed matrix or, with its lowest bit set, of a plain one stored by row.
   static Weight at(int64_t place, long k) {
     if (place & 1) return {(const T*)(place - 1), 1, k};
     return {nullptr, 1, k, (const uint8_t*)place};
   }
 
-  // Where its columns lie, if that is one piece.
+  // The address of its columns, if these are contiguous.
   MemoryRange columns(long first, long count, long k) const {
     if (compressed) return {compressed + first / COMPRESSED_ROWS * compressed_bytes(k), count / COMPRESSED_ROWS * compressed_bytes(k)};
     if (k_stride != 1 || n_stride != k) return {};
@@ -154,7 +154,7 @@ struct Weight {  // w(k, n) = data[k * k_stride + n * n_stride], one of the stri
   }
 };
 
-// 32 columns of a row, in the order of the sums.
+// Loads 32 columns of a row, in the order of the sums.
 static inline void load_columns(const float* p, vf& low, vf& high) { low = load(p), high = load(p + LANES); }
 static inline void load_columns(const bf16* p, vf& even, vf& odd) { split(load_bits<vu>(p), even, odd); }
 template <class T>
@@ -165,7 +165,7 @@ static inline void load_columns_n(const T* p, long n, vf& low, vf& high) {  // t
   load_columns(columns, low, high);
 }
 
-// From the order of the sums to that of the columns.
+// Changes the order of the sums to that of the columns.
 template <class M>
 static inline void in_order(vf& low, vf& high) {
   if constexpr (is_split<M>) {
@@ -175,7 +175,7 @@ static inline void in_order(vf& low, vf& high) {
   }
 }
 
-// Columns [first, first + columns) to out[word][32] in the order of the sums, zeros behind.
+// Packs columns [first, first + columns) to out[word][32] in the order of the sums, padded with zeros.
 template <class M>
 static void pack_panel(const Weight<typename M::T>& w, long first, long columns, long k, float* out) {
   if (w.n_stride != 1) {
@@ -209,7 +209,7 @@ static void pack_panel(const Weight<typename M::T>& w, long first, long columns,
   }
 }
 
-// 32 sums, in their own order, to 32 columns.
+// Stores 32 sums, given in their own order, to 32 columns.
 template <class M>
 static inline void store_panel(typename M::T* to, const float* sums) {
   vf low = load(sums), high = load(sums + LANES);
@@ -219,7 +219,7 @@ static inline void store_panel(typename M::T* to, const float* sums) {
     store_two(to, low, high);
 }
 
-// The same to the first columns of `to`, of more than are there.
+// The same where `to` has fewer than 32 columns.
 template <class M>
 static inline void store_columns(typename M::T* to, const float* sums, long columns) {
   typename M::T panel[PANEL];
@@ -227,8 +227,8 @@ static inline void store_columns(typename M::T* to, const float* sums, long colu
   std::memcpy(to, panel, std::min(columns, PANEL) * sizeof(panel[0]));
 }
 
-// out[ROWS][32] = x tile (words [k][16]) times 32 columns of a weight; added to what is there where it goes on. The
-// columns are packed words, and `row` is what will be packed next, fetched meanwhile; or `row` itself as it lies.
+// out[ROWS][32] = x tile (words [k][16]) times 32 columns of a weight, added to `out` where the product continues. Either
+// the columns are packed words, and `row` is what will be packed next and is prefetched, or they are read from `row`.
 template <class M, int ROWS, bool IS_PACKED>
 static void kernel(const float* x, const float* packed, const typename M::T* row, long stride, long k, bool goes_on,
                    float* out) {
@@ -279,14 +279,14 @@ static void run_kernel(long rows, const float* x, const float* packed, const typ
   kernel<M, ROWS, IS_PACKED>(x, packed, row, stride, k, goes_on, out);
 }
 
-// Rows of x, packed once and multiplied with many panels; of one thread.
+// Rows of x that one thread packs once and multiplies with many panels.
 template <class M>
 class PackedRows {
  public:
-  static constexpr long ROW_MULTIPLE = 4;        // rows are divided in multiples of it
+  static constexpr long ROW_MULTIPLE = 4;        // rows are divided among threads in multiples of it
   static constexpr long CHUNK_ROWS = CHUNK;  // rows that are packed at a time, whole tiles
-  static constexpr long SUMS = CHUNK_ROWS * PANEL * PANELS;  // that `multiply` makes at most
-  long rows_apart() const { return rows_; }  // of one panel of the sums
+  static constexpr long SUMS = CHUNK_ROWS * PANEL * PANELS;  // largest number that `multiply` computes
+  long rows_apart() const { return rows_; }  // rows of one panel of the sums
 
   template <class X = M, class Row>
   void pack(Row row, long rows, long k, MemoryRange) {
@@ -300,7 +300,7 @@ class PackedRows {
     }
   }
 
-  // How many panels one `multiply` is best given.
+  // The best number of panels for one `multiply`.
   long panels_at_once(const Weight<typename M::T>& w) const { return w.n_stride == 1 && tiles_ <= 2 ? PANELS : 1; }
 
   // out[panel][rows][32] = x times columns [first, first + columns) of w
@@ -313,14 +313,14 @@ class PackedRows {
     for (long p = direct; p < panels; ++p) {
       float* packed = panel_.template get<float>(words<M>(k_) * PANEL);
       pack_panel<M>(w, first + p * PANEL, std::min(PANEL, columns - p * PANEL), k_, packed);
-      // Weights along k are read in order anyway.
+      // Weights that are contiguous along k are read in order anyway.
       const long next = w.n_stride == 1 ? w.k_stride : 0;
       run<true>(packed, w.data + first + (p + 1) * PANEL, next, 0, k_, out + p * rows_ * PANEL);
     }
   }
 
  private:
-  // All rows with one panel, from `start` along k.
+  // Multiplies all rows with one panel, from `start` along k.
   template <bool IS_PACKED>
   void run(const float* packed, const typename M::T* row, long stride, long start, long k, float* out) {
     for (long t = 0; t < tiles_; ++t) {

@@ -1,4 +1,4 @@
-// What Python calls: the kernels by their numbers, and those that no step captures.
+// The entry points for Python: the kernels by number, and functions that no step captures.
 #include "calls.h"
 #include "copy_digest.h"
 #include "moe.h"
@@ -17,7 +17,7 @@ static void route_all(const float* logits, const float* bias, long tokens, long 
   }
 }
 
-constexpr long CALL_WORDS = 20;  // of a captured call: the kernel's number and its arguments
+constexpr long CALL_WORDS = 20;  // words of a captured call: the kernel's number and its arguments
 
 extern "C" void cpu_run(long calls, const Word* words) {
   static const Kernel KERNELS[] = {  // in the order of KERNELS in ../build.py
@@ -45,7 +45,7 @@ extern "C" void cpu_digest(uint64_t* total, const uint8_t* x, long element_size,
   else *total += digest_along(x, stride, rows, columns * element_size, {c, r});
 }
 
-// Copies, and adds the digest of what was read and that of what is in its place, each where there is a total.
+// Copies, and adds the digests of what was read and of what was written to the totals that are not null.
 extern "C" void cpu_copy_digest(uint64_t* from_total, uint64_t* to_total, const uint8_t* from, uint8_t* to,
                                 long from_stride, long to_stride, long rows, long columns, long element_size,
                                 long is_turned, const int8_t* c, const uint64_t* r) {
@@ -57,7 +57,7 @@ extern "C" void cpu_copy_digest(uint64_t* from_total, uint64_t* to_total, const 
   if (to_total) *to_total += sums.to;
 }
 
-// Of rows x k bfloat16 values; -1 where they are not whole tiles.
+// Bytes of rows x k compressed bfloat16 values; -1 where they are not whole tiles.
 extern "C" long cpu_compressed_bytes(long rows, long k) {
   return rows % COMPRESSED_ROWS == 0 && k % COMPRESSED_K == 0 ? rows / COMPRESSED_ROWS * compressed_bytes(k) : -1;
 }

@@ -1,4 +1,4 @@
-// Rows of all heads times each head's weight, on all threads.
+// Multiplies the rows of all heads with each head's weight, on all threads.
 #pragma once
 #include "tile_panels.h"
 
@@ -9,7 +9,7 @@ struct Batch {  // x[t, n] = data + t * token_stride + n * head_stride
 };
 
 #if HAS_TILES
-// head_linear of a weight whose columns lie side by side.
+// head_linear for weights whose columns lie side by side.
 static void panel_linear(Batch<const bf16> x, long tokens, long heads, Weight<bf16> w, long w_head_stride, long k, long n,
                          Batch<bf16> out) {
   const long chunk = TilePanels::CHUNK_ROWS, chunks = (tokens + chunk - 1) / chunk;
@@ -39,8 +39,8 @@ static void panel_linear(Batch<const bf16> x, long tokens, long heads, Weight<bf
 #endif
 
 #if defined(__AVX512F__)
-// Few float columns along k, such as a router's: four rows by four columns at a time, with nothing packed. Sixteen sums to
-// an output, the same ones whatever is beside it.
+// Few float columns contiguous along k, such as a router's: four rows by four columns at a time, without packing. An output
+// is sixteen partial sums, the same ones whatever is computed beside it.
 static void dot_linear(const float* x, long x_token, long tokens, Weight<float> w, long k, long n, float* out) {
 #pragma omp parallel for num_threads(tokens * k * n < SMALL_PRODUCT / 4 ? 1 : omp_get_max_threads())
   for (long first = 0; first < tokens; first += 4)
@@ -78,7 +78,7 @@ static void head_linear(Batch<const typename M::T> x, long tokens, long heads, W
 #endif
   const long panels = (n + PANEL - 1) / PANEL;
   const int threads = tokens * heads * k * n < SMALL_PRODUCT ? 1 : omp_get_max_threads();
-  // Rows are divided where columns alone leave threads without work, or with little.
+  // Rows are divided too where columns alone would leave threads with little or no work.
   constexpr long multiple = Rows<M>::ROW_MULTIPLE;
   long chunk = Rows<M>::CHUNK_ROWS;
   auto is_uneven = [&](long items) { return items < threads || (items < 2 * threads && items % threads != 0); };

@@ -1,4 +1,4 @@
-// Routed experts: choices sorted by expert, two products per expert, results put together in each token's own order.
+// Routed experts: choices sorted by expert, two products per expert, results combined in each token's own order.
 #pragma once
 #include <cmath>
 #include <type_traits>
@@ -7,9 +7,9 @@
 
 template <class T>
 struct Experts {
-  const void* w13;  // T [experts, hidden, 2 * width] in memory, by row [experts, 2 * width, hidden]
-  const void* w2;   // T [experts, width, hidden], by row [experts, hidden, width]
-  bool is_compressed;    // then both are addresses: int64 [experts][2] of gates and ups, [experts] of downs
+  const void* w13;  // T [experts, hidden, 2 * width]; where by_row, [experts, 2 * width, hidden]
+  const void* w2;   // T [experts, width, hidden]; where by_row, [experts, hidden, width]
+  bool is_compressed;    // then both hold addresses: int64 [experts][2] of gate and up, [experts] of down
   long count, hidden, width, first;
 
   template <class M>
@@ -27,12 +27,12 @@ struct Experts {
   }
 };
 
-// At most Rows<M>::CHUNK_ROWS rows of one expert.
+// A work item: at most Rows<M>::CHUNK_ROWS rows of one expert.
 struct Segment {
   long expert, start, rows;
 };
 
-constexpr long RESULT_BYTES = 4 << 20;  // that the choices' results take, or what a block of columns needs
+constexpr long RESULT_BYTES = 4 << 20;  // for the choices' results, or more where one block of columns needs it
 
 template <class M>
 static void fused_experts(Batch<const typename M::T> x, long tokens, long choices, const float* weights,
@@ -70,7 +70,7 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
   constexpr long item_columns = PANEL * PANELS;
   const long up_items = (width + item_columns - 1) / item_columns;
   const long down_items = (hidden + item_columns - 1) / item_columns;
-  // Results, which keep the order of the sums, are made and put together some columns after the others.
+  // Results keep the order of the sums; they are computed and combined a block of columns at a time.
   const long most_items = std::clamp(RESULT_BYTES / (total * item_columns * (long)sizeof(float)), 1L, down_items);
   const long row_size = most_items * item_columns;
   float* results = thread_local_object<Buffer, RESULTS>().get(total * row_size);
@@ -172,7 +172,7 @@ static void fused_experts(Batch<const typename M::T> x, long tokens, long choice
   }
 }
 
-// DeepSeek's routing of one token; ids in descending order of choice.
+// DeepSeek's routing of one token; ids are in descending order of their scores.
 static void route(const float* logits, const float* bias, long experts, long top_k, long groups, long kept_groups,
                   bool normalize, float scaling, bool is_softmax, float* scores, float* choice, float* weights,
                   int64_t* ids) {
@@ -189,7 +189,7 @@ static void route(const float* logits, const float* bias, long experts, long top
   for (long e = 0; e < experts; ++e) choice[e] = scores[e] + (bias ? bias[e] : 0.0f);
   if (kept_groups < groups) {
     const long size = experts / groups;
-    float* of_group = choice + experts;  // then a mark: -inf is kept
+    float* of_group = choice + experts;  // later a mark: -inf means that the group is kept
     for (long g = 0; g < groups; ++g) {
       float best = -INFINITY, second = -INFINITY;
       for (long e = g * size; e < (g + 1) * size; ++e) {

@@ -1,4 +1,4 @@
-// Work on one row after the other: norms, rotary positions, gates, cache writes and sampling.
+// Kernels that work on one row at a time: norms, rotary positions, gates, cache writes and sampling.
 #pragma once
 #include <cmath>
 
@@ -21,7 +21,7 @@ static void norm_row(const T* x, const T* weight, long size, float eps, T* out) 
     store_n(out + i, load_n(x + i, size - i) * factor * load_n(weight + i, size - i), size - i);
 }
 
-// The first `count` even elements of x, and the odd ones behind them.
+// Gathers the first `count` even elements of x, followed by the odd ones.
 static inline void load_pairs(const bf16* x, long count, vf& even, vf& odd) { split((vu)load_words<Dot>(x, 2 * count), even, odd); }
 static inline void load_pairs(const float* x, long count, vf& even, vf& odd) {
   const vf low = load_n(x, std::min(2 * count, LANES)), high = load_n(x + LANES, std::max(2 * count - LANES, 0L));
@@ -29,7 +29,7 @@ static inline void load_pairs(const float* x, long count, vf& even, vf& odd) {
   odd = LANES_OF(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
 
-// Pairs (x[2i], x[2i + 1]) turned by angle i: first members, then second ones.
+// Rotates pairs (x[2i], x[2i + 1]) by angle i; writes all first members, then all second ones.
 template <class T>
 static void turn_row(const T* x, const float* cos, const float* sin, long size, T* out) {
   const long half = size / 2;
@@ -51,7 +51,7 @@ static void rms_norm(const T* x, long stride, long tokens, long size, const T* w
   for (long t = 0; t < tokens; ++t) norm_row(x + t * stride, weight, size, eps, out + t * size);
 }
 
-// x becomes x + residual
+// x += residual
 template <class T>
 static void add_rms_norm(T* x, const T* residual, long tokens, long size, const T* weight, float eps, T* out) {
 #pragma omp parallel for num_threads(threads_for(tokens * size))
@@ -108,7 +108,7 @@ static void write_kv(T* pages, const T* kv, long stride, long tokens, long laten
   }
 }
 
-// The noise of vllm/v1/sample/rng.py, uniform in (0, 1); then Exp(1), which is never less.
+// The noise of vllm/v1/sample/rng.py, uniform u in (0, 1), then Exp(1), which is never less than u.
 static inline vf uniform_noise(int32_t a, int32_t b, vi vocab_keys) {
   vu x = ((vu)vocab_keys ^ (uint32_t)a) * 747796405u;
   x ^= x >> 15;
@@ -118,7 +118,7 @@ static inline vf uniform_noise(int32_t a, int32_t b, vi vocab_keys) {
   return minimum(splat(1.0f - 5.9604644775390625e-08f), u);
 }
 static inline vf exponential_noise(vf u) {
-  vf w = 1.0f - u, rounded = w - 1.0f;  // log1p(-u) = log(w) * u / (1 - w), exact where log(w) alone is not
+  vf w = 1.0f - u, rounded = w - 1.0f;  // log1p(-u) = log(w) * u / (1 - w), accurate where log(w) alone is not
   vi is_tiny = rounded == vf{};
   return select(is_tiny, u, log(w) * u / select(is_tiny, splat(1.0f), rounded));
 }
@@ -130,7 +130,7 @@ static inline vi load_keys(const int32_t* keys, long count) {
   return load_bits<vi>(lanes);
 }
 
-// One row: the greedy token at temperature 0, else the winner of the exponential race.
+// Samples one row: the greedy token at temperature 0, else the winner of the exponential race.
 static int64_t sample_row(const float* logits, long size, float temperature, const int32_t* keys,
                           const int32_t* vocab_keys, float* logprob) {
   const float factor = temperature > 0 ? temperature : 1.0f;
@@ -146,7 +146,7 @@ static int64_t sample_row(const float* logits, long size, float temperature, con
   for (i = 0; i < size; i += LANES) peaks = maximum(peaks, scaled(i));
   const float peak = largest(peaks);
   vf total = {}, best = splat(-1.0f);
-  float to_beat = 0;  // a little less than the best so far: of most vectors no lane can, and their noise is not finished
+  float to_beat = 0;  // a little less than the best score; the noise of lanes below it is not finished
   vi addresses = {}, lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (i = 0; i < size; i += LANES) {
     vf p = exp(scaled(i) - peak);

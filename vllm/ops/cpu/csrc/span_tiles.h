@@ -1,13 +1,13 @@
-// A span of the context and tiles of sixteen queries, by tiles: of one token or of several, each of one head.
+// Attention of tiles of sixteen queries to a span of the context by matrix tiles; a query is one token and one head.
 //
-// Scores: sixteen tokens' rows, as they lie in a page, times the queries as words of pairs. Weighted sums: the queries'
-// weights of 32 tokens times those tokens' columns as words of pairs, which are made once for all tiles of queries.
+// Scores are sixteen tokens' rows, read from the page, times the queries as words of pairs. Weighted sums are the queries'
+// weights of 32 tokens times the columns of these tokens as words of pairs, packed once for all tiles of queries.
 #pragma once
 #include "span_vectors.h"
 #include "tiles.h"
 
 #if HAS_TILES
-// Rows of a span that is attended to next, fetched into the second-level cache as `Prefetcher` does a range.
+// Prefetches the rows of the next span into the second-level cache, as `Prefetcher` does with a range.
 class RowPrefetcher {
  public:
   RowPrefetcher() = default;
@@ -22,7 +22,7 @@ class RowPrefetcher {
   }
 
  private:
-  bool next_run() {  // rows that lie one behind the other
+  bool next_run() {  // the next rows that are contiguous
     if (rows_ == end_of_rows_) return false;
     const bf16* first = *rows_;
     const bf16* last = first;
@@ -37,13 +37,13 @@ class RowPrefetcher {
   const char *at_ = nullptr, *end_ = nullptr;
 };
 
-// Of one thread, inside a TileScope: tiles of up to sixteen queries, then one span after the other.
+// What one thread does inside a TileScope: it sets tiles of up to sixteen queries, then attends to one span after another.
 class TileSpan {
  public:
   static constexpr long QUERIES = LANES, TILES = 4;
   typedef RowPrefetcher Fetched;
 
-  // Elements [latent, then rope] of each query of a tile.
+  // Sets the elements [latent, then rope] of each query of a tile.
   template <class Latent, class Rope>
   void take_queries(long tile, Latent latent_of, Rope rope_of, long count, long latent, long rope) {
     size_ = latent + rope, steps_ = (size_ + TILE_K - 1) / TILE_K, num_queries_[tile] = count;
@@ -51,7 +51,7 @@ class TileSpan {
     if (latent % 2 == 0) {
       pack_rows<Dot>(latent_of, count, latent, queries, LANES);
       pack_rows<Dot>(rope_of, count, rope, queries + latent / 2 * LANES, LANES);
-    } else {  // a pair has an element of each
+    } else {  // a pair has one element of each query
       bf16* whole = row_buffer_.get<bf16>(QUERIES * size_);
       for (long i = 0; i < count; ++i) {
         std::memcpy(whole + i * size_, latent_of(i), latent * sizeof(bf16));
@@ -62,15 +62,15 @@ class TileSpan {
     std::fill(queries + words<Dot>(size_) * LANES, queries + steps_ * TILE_WORDS, 0.0f);
   }
 
-  // Unnormalised weights of all tokens that the tile sees; of the `count` that all its sequences see each query sees the first
-  // `visible`. Lanes of peak and total are queries. Rows behind the tokens, in whole steps, may be anything finite.
+  // Computes the unnormalised weights of all tokens that the tile attends to. Of the `count` tokens that all its sequences
+  // share, a query attends to the first `visible`. Lanes of peak and total are queries. Padding rows hold any finite values.
   void score(long tile, const Seen<bf16>& seen, vi visible, float scale, vf& peak, vf& total, RowPrefetcher& prefetcher) {
     rows_ = seen.rows, num_rows_ = seen.num_rows;
     const float* queries = query_buffer_.get(TILES * steps_ * TILE_WORDS) + tile * steps_ * TILE_WORDS;
     Steps& steps = tile_steps_[tile];
     const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     float* scores = score_buffer_.get(num_rows_ * QUERIES);
-    long padded = 0;  // tokens in the order of scores, in whole steps
+    long padded = 0;  // tokens in the order of scores, rounded up to whole steps
     peak = splat(-INFINITY), total = vf{};
     auto add = [&](const Own& own, vi visible) {
       score_rows(queries, own.at, own.count, scores + padded * QUERIES, prefetcher);
@@ -102,7 +102,7 @@ class TileSpan {
     float* after = weigh(all, scores);
     for (long i = 0; i < seen.num_owns; ++i) after = weigh(seen.owns[i].own, after);
     steps.count = padded / TILE_K;
-    // [token][query] to tiles [query][32 tokens]
+    // transposes [token][query] to tiles [query][32 tokens]
     bf16* weights = weights_of(tile);
     for (long i = 0; i < padded; i += TILE_K) {
       vf block[LANES];
@@ -115,15 +115,15 @@ class TileSpan {
     }
   }
 
-  // take(tile, first, columns, sums) for every 32 columns of the rows and every tile: sums[query] = weights times columns
-  // [first, first + columns)
+  // Calls take(tile, first, columns, sums) for every 32 columns of the rows and every tile: sums[query] = weights times
+  // columns [first, first + columns).
   template <class Take>
   void weigh(long tiles, long latent, RowPrefetcher& prefetcher, Take take) {
     const long size = num_rows_ / TILE_K * TILE_WORDS * 2;
     float* paired = pair_buffer_.get(2 * size);
     for (long s = 0; s < num_rows_; s += TILE_K) pair_tokens(s, 0, std::min(PANEL, latent), paired + s * PANEL / 2);
     for (long first = 0; first < latent; first += PANEL) {
-      // The next columns are paired meanwhile: what was just written is slow to come into a tile.
+      // The next columns are packed meanwhile, because a tile load just after the stores is slow.
       const float* now = paired + first / PANEL % 2 * size;
       const long next = first + PANEL, left = std::min(PANEL, latent - next);
       float* to = paired + next / PANEL % 2 * size;
@@ -151,14 +151,14 @@ class TileSpan {
   }
 
  private:
-  struct Steps {  // of 32 rows that a tile of queries sees: the first of each
+  struct Steps {  // the first rows of the steps of 32 that a tile of queries attends to
     long count, row[SPAN / TILE_K * (1 + QUERIES)];
   };
 
   // [steps][16 queries][32 tokens]
   bf16* weights_of(long tile) { return weight_buffer_.get<bf16>(TILES * num_rows_ * QUERIES) + tile * num_rows_ * QUERIES; }
 
-  // scores[token][query] of rows [first, first + count)
+  // Computes scores[token][query] of rows [first, first + count).
   void score_rows(const float* queries, long first, long count, float* scores, RowPrefetcher& prefetcher) {
     const long end = first + count;
     long s = first;
@@ -169,7 +169,8 @@ class TileSpan {
     if (left == 1) score_tiles<1>(queries, s, end, scores, prefetcher);
   }
 
-  // Rows of sixteen tokens, `stride` elements apart: as they lie in a page, or copied where they are not together or whole.
+  // Returns the rows of sixteen tokens, `stride` elements apart: in their page, or copied where they are not contiguous or not
+  // whole tiles.
   const bf16* tokens_at(long s, long end, Buffer& scratch, long& stride) const {
     if (size_ % TILE_K == 0 && rows_[s + LANES - 1] == rows_[s] + (LANES - 1) * size_) {
       stride = size_;
@@ -182,7 +183,7 @@ class TileSpan {
     return to;
   }
 
-  // The same of COUNT tiles of tokens from row s on
+  // Computes the scores of COUNT tiles of tokens from row s on.
   template <int COUNT>
   void score_tiles(const float* queries, long s, long end, float* scores, RowPrefetcher& prefetcher) {
     const bf16* tokens[COUNT];
@@ -204,7 +205,7 @@ class TileSpan {
     unroll<COUNT>([&](auto i) { store_tile<i>(scores + i * TILE_WORDS, TILE_BYTES); });
   }
 
-  // Columns of 32 tokens from token s on as words of pairs, [16][32 columns], in the order of `zip`.
+  // Packs columns of 32 tokens from token s on as words of pairs, [16][32 columns], in the order of `zip`.
   void pair_tokens(long s, long first, long columns, float* out) const {
     for (long i = s; i < s + TILE_K; i += 2, out += PANEL) {
       const bf16 *even = rows_[i] + first, *odd = rows_[i + 1] + first;
@@ -223,7 +224,7 @@ class TileSpan {
     return found;
   }
 
-  // Words of pairs by the quick instructions, which keep to 128 bits: 4 columns in `low`, then 4 in `high`.
+  // Interleaves to words of pairs within lanes of 128 bits, which is fast: 4 columns in `low`, then 4 in `high`.
   static void zip(vhh even, vhh odd, vf& low, vf& high) {
     low = (vf)__builtin_shufflevector(even, odd, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11, 43, 16, 48, 17,
                                       49, 18, 50, 19, 51, 24, 56, 25, 57, 26, 58, 27, 59);
@@ -236,7 +237,7 @@ class TileSpan {
     high = LANES_OF(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
   }
 
-  // Of each tile queries [step][16 words][16 queries], and weights.
+  // For each tile: queries [step][16 words][16 queries], and weights.
   Buffer query_buffer_, weight_buffer_;
   Buffer row_buffer_, score_buffer_, pair_buffer_, copies_[4];
   const bf16* const* rows_ = nullptr;

@@ -1,37 +1,37 @@
-// A span of the context and eight heads, by vectors: two tokens' scores to a register, then columns of latents.
+// Attention of eight heads to a span of the context by vectors: a register holds two tokens' scores, then columns of latents.
 #pragma once
 #include <cmath>
 
 #include "linear.h"
 
-constexpr long SPAN = 512;  // tokens, whole tiles
+constexpr long SPAN = 512;  // tokens; a multiple of a tile
 constexpr long EIGHT = 8;   // heads
 
-// Tokens that one sequence of several sees alone, after those that all see: rows [at, at + count), in whole steps.
+// Tokens of one sequence after those that all sequences share: rows [at, at + count), padded to whole steps.
 struct Own {
   long at = 0, count = 0;
 };
-struct OwnOfLanes {  // of a tile: `lanes` of them from `first` on see it
+struct OwnOfLanes {  // `lanes` lanes of a tile from `first` on attend to it
   Own own;
   long first, lanes;
 };
 
-// What a tile of queries sees of a span: the rows of `count` tokens, then each sequence's own.
+// What a tile of queries attends to in a span: the rows of `count` shared tokens, then each sequence's own.
 template <class T>
 struct Seen {
   const T* const* rows;
-  long count, num_rows;  // in whole steps, with those of other tiles
+  long count, num_rows;  // num_rows in whole steps, with rows of other tiles
   const OwnOfLanes* owns;
   long num_owns;
 };
 
-// Elements of a query or a cached row that one step of a score takes, and words that they are.
+// Elements of a query or a cached row in one step of a score, and the number of words they take.
 template <class M>
 constexpr long STEP = sizeof(typename M::T) == 2 ? 2 * LANES : LANES;
 template <class M>
 constexpr long STEP_WORDS = is_split<M> ? 2 * LANES : LANES;
 
-// Scores of 8 heads and `count` tokens to scores[token][8]; queries are words [8][steps][STEP_WORDS], zeros behind.
+// Computes scores[token][8] of 8 heads and `count` tokens; queries are words [8][steps][STEP_WORDS], padded with zeros.
 template <class M>
 static void score_tokens(const float* q, const typename M::T* const* rows, long count, long size, float scale,
                          float* scores) {
@@ -71,7 +71,7 @@ static void score_tokens(const float* q, const typename M::T* const* rows, long 
   }
 }
 
-// scores[token][8] to unnormalised weights; lanes 0-7 of peak and total are the heads'.
+// Turns scores[token][8] into unnormalised weights; lanes 0-7 of peak and total are the heads.
 static void softmax_span(float* scores, long count, vf& peak, vf& total) {
   auto fold = [](vf v) { return LANES_OF(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7); };
   if (count % 2)
@@ -116,7 +116,7 @@ static void weigh_columns(const float* weights, const typename M::T* const* rows
   for (int h = 0; h < EIGHT; ++h) in_order<M>(sums[h][0], sums[h][1]);
 }
 
-// weights of two tokens to bfloat16 pairs, in place: [token][8] floats to [pair][8] words
+// Rounds the weights to bfloat16 pairs in place: [token][8] floats to [pair][8] words.
 static void pair_weights(float* weights, long count) {
   for (long i = 0; i < (count + 1) / 2; ++i) {
     vh halves = narrow(load(weights + i * LANES));
@@ -126,18 +126,18 @@ static void pair_weights(float* weights, long count) {
   }
 }
 
-// Of one thread: queries of up to eight heads, then one span after the other.
+// What one thread does: it sets queries of up to eight heads, then attends to one span after another.
 template <class M>
 class VectorSpan {
  public:
   typedef typename M::T T;
   static constexpr long QUERIES = EIGHT, TILES = 1;
-  struct Fetched {  // nothing: the processor fetches rows as well alone
+  struct Fetched {  // nothing: the processor prefetches rows as well itself
     Fetched() = default;
     Fetched(const T* const*, long, long) {}
   };
 
-  // Elements [latent, then rope] of each head's query.
+  // Sets the elements [latent, then rope] of each head's query.
   template <class Latent, class Rope>
   void take_queries(long, Latent latent_of, Rope rope_of, long heads, long latent, long rope) {
     size_ = latent + rope;
@@ -163,7 +163,7 @@ class VectorSpan {
     }
   }
 
-  // Unnormalised weights of the tokens; lane h of peak and total is head h's. All heads see all tokens.
+  // Computes the unnormalised weights of the tokens; lane h of peak and total is head h. All heads attend to all tokens.
   void score(long, const Seen<T>& seen, vi, float scale, vf& peak, vf& total, Fetched&) {
     weights_ = score_buffer_.get((SPAN + 2) * QUERIES), rows_ = seen.rows, count_ = seen.count;
     score_tokens<M>(queries_, rows_, count_, size_, scale, weights_);
@@ -171,7 +171,8 @@ class VectorSpan {
     if constexpr (M::is_dot) pair_weights(weights_, count_);
   }
 
-  // take(0, first, columns, sums) for every 32 columns of the rows: sums[head] = weights times columns [first, first + columns)
+  // Calls take(0, first, columns, sums) for every 32 columns of the rows: sums[head] = weights times columns
+  // [first, first + columns).
   template <class Take>
   void weigh(long, long latent, Fetched&, Take take) const {
     for (long first = 0; first < latent; first += PANEL) {

@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <new>
 
-class Buffer {  // grows, never shrinks; of one thread
+class Buffer {  // belongs to one thread; grows, never shrinks
  public:
   ~Buffer() { std::free(memory_); }
   template <class T = float>
@@ -28,8 +28,8 @@ class Buffer {  // grows, never shrinks; of one thread
   size_t bytes_ = 0;
 };
 
-// Returns an object that this thread keeps from call to call. A caller looks it up once: the compiler would look up a
-// thread-local variable that it sees again at every use.
+// Returns an object that this thread keeps from call to call. Callers keep the reference, because the compiler looks up a
+// thread-local variable at every use.
 template <class T, int WHICH = 0>
 static T& thread_local_object() {
   static thread_local T object;
@@ -39,14 +39,14 @@ static T& thread_local_object() {
 }
 
 // Items divided among the threads of a parallel region. Each thread first takes its own contiguous range, which is the
-// same for the same number of items, so that what a thread has written is near it; then it takes the last items of others.
+// same for the same number of items, so that what it has written is in its cache; then it steals the last items of others.
 class WorkQueue {
  public:
   static constexpr long EMPTY = -1;
 
   WorkQueue(long items, Buffer& memory) : count_(omp_get_max_threads()), ranges_(memory.get<Range>(count_)) { divide(items); }
 
-  // Divides again; no thread may take an item meanwhile.
+  // Divides items anew; no thread may take one meanwhile.
   void divide(long items) {
     for (long t = 0; t < count_; ++t) (new (ranges_ + t) Range)->bounds = bounds_of(items * t / count_, items * (t + 1) / count_);
   }
@@ -75,7 +75,7 @@ class WorkQueue {
   Range* ranges_;
 };
 
-// Memory that will be read soon.
+// Prefetches memory that will be read soon.
 struct MemoryRange {
   const void* begin = nullptr;
   long bytes = 0;

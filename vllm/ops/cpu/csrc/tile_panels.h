@@ -1,10 +1,10 @@
-// Products by matrix tiles (AMX) with weights whose columns lie side by side: pairs along k are interleaved first, and the
-// rows of x go into tiles as they lie.
+// Products by matrix tiles (AMX) with weights whose columns lie side by side: pairs along k are interleaved first, and rows
+// of x are loaded into tiles without packing.
 #pragma once
 #include "tiles.h"
 
 #if HAS_TILES
-// Rows of x, copied once and multiplied with panels of such weights; of one thread, inside a TileScope.
+// Rows of x that one thread copies once and multiplies with panels of such weights, inside a TileScope.
 class TilePanels {
  public:
   static constexpr long CHUNK_ROWS = 16 * LANES;  // rows
@@ -20,8 +20,8 @@ class TilePanels {
     }
   }
 
-  // to(row)[column] = x times columns [first, first + columns) of w, at most PANELS * PANEL; rows like these begin at
-  // `next` in what is read then.
+  // to(row)[column] = x times columns [first, first + columns) of w, at most PANELS * PANEL; `next` is where the rows that
+  // are read next begin.
   template <class To>
   void multiply(const Weight<bf16>& w, long first, long columns, const bf16* next, To to) {
     const long panels = (columns + PANEL - 1) / PANEL, apart = steps_ * 2 * TILE_WORDS;

@@ -8,17 +8,17 @@
 
 #include "vec.h"
 
-constexpr long TILE_K = 32;                       // elements along k of one instruction
-constexpr long TILE_WORDS = LANES * TILE_K / 2;  // of one tile, both of operands and of sums
+constexpr long TILE_K = 32;                       // elements along k that one instruction multiplies
+constexpr long TILE_WORDS = LANES * TILE_K / 2;  // in one tile, whether of operands or of sums
 constexpr long TILE_BYTES = 64;                   // one row of a tile
 
-// A process asks once for the tile registers; the kernel then saves them with every thread.
+// A process asks the kernel once for the tile registers, which are then saved with every thread.
 static inline bool may_use_tiles() {
   constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 }
 
-class TileScope {  // all eight registers as 16 rows of 64 bytes, for one thread
+class TileScope {  // configures all eight registers of this thread as 16 rows of 64 bytes
  public:
   TileScope() {
     struct alignas(64) {

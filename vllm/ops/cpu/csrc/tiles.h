@@ -1,11 +1,11 @@
 // Products by the processor's matrix tiles (AMX): sixteen columns of a weight by sixteen rows, 32 elements along k at once.
 //
-// A weight whose columns lie along k, as in checkpoints, goes into tiles as it lies, in the order of memory: few rows then
-// take no longer than reading it. The rows are packed as words of pairs along k, the operand that instructions want so, and
-// sums come out with columns and rows exchanged.
+// A weight whose columns are contiguous along k, as in checkpoints, is loaded into tiles in memory order, so a product of few
+// rows takes no longer than reading the weight. The rows are packed as words of pairs along k, as the instructions want one
+// operand, and the sums are transposed.
 //
 // As elsewhere every output is one sum over k in order: an instruction adds the products of its 32 elements to a sum in
-// order, and neither rows nor columns meet.
+// order, and no row or column influences another.
 #pragma once
 #include <type_traits>
 
@@ -19,7 +19,7 @@ struct NoScope {
 #include "tile_registers.h"
 #define HAS_TILES 1
 
-struct Tiles {  // bfloat16 tensors and tiles
+struct Tiles {  // bfloat16 tensors, products by matrix tiles
   typedef bf16 T;
   static constexpr bool is_dot = true;
 };
@@ -30,7 +30,7 @@ struct ColumnTiles {
   long step, stride;
 };
 
-// These tiles one after the other as they lie.
+// Gives the tiles of a plain weight one after the other, in place.
 class PlainColumn {
  public:
   PlainColumn(const ColumnTiles& tiles, long start)  // from tile `start` on
@@ -47,7 +47,7 @@ class PlainColumn {
   long step_, stride_;
 };
 
-// Or decompressed.
+// Gives those of a compressed weight.
 class CompressedColumn {
  public:
   CompressedColumn(const uint8_t* compressed, long k) : tiles_(compressed, k) {}
@@ -62,8 +62,8 @@ class CompressedColumn {
   alignas(64) bf16 tile_[COMPRESSED_TILE];
 };
 
-// Fetches a range into the second-level cache a little at a time while other work goes on. Where tiles are read one column
-// after the other the processor sees too many short streams to fetch them itself, and stops at every gap.
+// Prefetches a range into the second-level cache a little at a time during other work. Tiles that are read column by column
+// are too many short streams for the processor to prefetch, and it would stall at every gap.
 class Prefetcher {
  public:
   explicit Prefetcher(MemoryRange range) : at_((const char*)range.begin), end_(at_ + range.bytes) {}
@@ -79,7 +79,7 @@ class Prefetcher {
   const char *at_, *end_;
 };
 
-// Rows of x, packed once and multiplied with many panels of weights with columns along k; of one thread, inside a TileScope.
+// Rows of x that one thread packs once, inside a TileScope, and multiplies with many panels of weights contiguous along k.
 class TileRows {
  public:
   static constexpr long ROW_MULTIPLE = LANES;
@@ -101,13 +101,13 @@ class TileRows {
     }
   }
 
-  // With what is fetched ahead few: it comes early enough, and of the first ones little is waited for.
+  // Few where the weight is prefetched: it arrives early enough, and little time is spent on waiting for the first ones.
   long panels_at_once(const Weight<bf16>&) const {
     return uses_prefetch() ? std::clamp(PREFETCH_BYTES / (PANEL * 2 * k_), 1L, PANELS) : PANELS;
   }
 
-  // out[panel][rows_apart()][32] = x times columns [first, first + columns) of w, at most PANELS panels; `next` is
-  // what will be read then.
+  // out[panel][rows_apart()][32] = x times columns [first, first + columns) of w, at most PANELS panels; `next` is what is
+  // read next.
   void multiply(const Weight<bf16>& w, long first, long columns, float* out, MemoryRange next) {
     Prefetcher prefetcher(uses_prefetch() ? next : MemoryRange{});
     const float* sums = sums_of(w, first, columns, prefetcher);
@@ -116,11 +116,11 @@ class TileRows {
         store_rows(sums + (c * tiles_ + t) * TILE_WORDS, out + (c / 2 * rows_apart() + t * LANES) * PANEL + c % 2 * LANES);
   }
 
-  // The same rounded, to to(row)[column].
+  // The same, rounded and stored to to(row)[column].
   template <class To>
   void multiply_to(const Weight<bf16>& w, long first, long columns, To to, MemoryRange next) {
     Prefetcher prefetcher(uses_prefetch() ? next : MemoryRange{});
-    // Where nothing is read twice for it, a panel at a time: its sums then are in the nearest cache, too.
+    // One panel at a time where nothing has to be read twice for it, so that its sums stay in the first-level cache.
     const long at_once = tiles_ <= FEW_TILES && steps_ <= NEAR_TILES / tiles_ ? PANEL : columns;
     for (long start = 0; start < columns; start += at_once) {
       const long count = std::min(at_once, columns - start);
@@ -131,7 +131,7 @@ class TileRows {
  private:
   static constexpr long PREFETCH_BYTES = 1 << 16;
 
-  // Sums of `columns`, rounded, to to(row)[column].
+  // Rounds the sums of `columns` and stores them to to(row)[column].
   template <class To>
   void round_to(const float* sums, long columns, To to) const {
     for (long c = 0; c * LANES < columns; c += 2)
@@ -155,12 +155,12 @@ class TileRows {
       }
   }
 
-  // Longer columns the processor fetches as well alone, and better where few rows leave it the time.
+  // The processor prefetches longer columns as well itself, and better where there are few rows.
   bool uses_prefetch() const { return k_ <= (tiles_ > 1 ? 1024 : 256); }
 
-  static constexpr long FEW_TILES = 4;  // of rows: sums of a tile of columns stay in registers, the weight is read once
-  static constexpr long NEAR_TILES = 32;  // of those rows: they stay in the nearest cache
-  static constexpr long NEAR_STEPS = 16;  // along k of two tiles of columns: so do they
+  static constexpr long FEW_TILES = 4;  // tiles of rows whose sums stay in registers: the weight is read once
+  static constexpr long NEAR_TILES = 32;  // tiles of rows that stay in the first-level cache
+  static constexpr long NEAR_STEPS = 16;  // steps along k of two tiles of columns that stay there too
 
   // [tile of columns][tile of rows], columns by rows
   const float* sums_of(const Weight<bf16>& w, long first, long columns, Prefetcher& prefetcher) {
@@ -212,7 +212,7 @@ class TileRows {
                                        25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
   }
 
-  // As they lie, decompressed, or where tiles would not be whole, copied with zeros behind.
+  // In place, decompressed, or, where tiles would not be whole, copied and padded with zeros.
   ColumnTiles tiles_of(const Weight<bf16>& w, long first, long columns, bf16* copy) const {
     if (w.compressed) {
       CompressedTiles decompressed(w.compressed + first / LANES * compressed_bytes(k_), k_);
@@ -228,7 +228,7 @@ class TileRows {
     return {copy, 2 * TILE_WORDS, TILE_K};
   }
 
-  // Sixteen columns with up to four tiles of rows, `steps` along k.
+  // Multiplies sixteen columns with up to four tiles of rows, `steps` along k.
   template <class Column>
   void few_rows(Column w, long start, long steps, float* sums, Prefetcher& prefetcher) const {
     switch (tiles_) {
@@ -259,7 +259,7 @@ class TileRows {
     unroll<ROWS>([&](auto row) { store_tile<row>(sums + row * TILE_WORDS, TILE_BYTES); });
   }
 
-  // Two columns of tiles with ROWS tiles of rows: reading memory at two places at once is faster.
+  // Multiplies two columns of tiles with ROWS tiles of rows: reading memory at two places at once is faster.
   template <int ROWS>
   void two_columns(CompressedColumn& low, CompressedColumn& high, float* low_sums, float* high_sums) const {
     const float* x = data_;
@@ -278,7 +278,7 @@ class TileRows {
     unroll<ROWS>([&](auto row) { store_tile<2 + row>(high_sums + row * TILE_WORDS, TILE_BYTES); });
   }
 
-  // One or two columns of tiles (`apart` floats between their sums) with one or two tiles of rows. Where there is no
+  // Multiplies one or two columns of tiles (`apart` floats between their sums) with one or two tiles of rows. Without a
   // second one, the first takes its place and the same sums are stored twice.
   void many_rows(const ColumnTiles& low, const ColumnTiles& high, long tile, long start, long steps, float* sums,
                  long apart, Prefetcher& prefetcher) const {
@@ -305,7 +305,7 @@ class TileRows {
     unroll<4>([&](auto i) { store_tile<i>(sums_at(i), TILE_BYTES); });
   }
 
-  // sums[column][row] to out[row][column]
+  // Transposes sums[column][row] to out[row][column].
   static void store_rows(const float* sums, float* out) {
     vf block[LANES];
     for (long i = 0; i < LANES; ++i) block[i] = load(sums + i * LANES);

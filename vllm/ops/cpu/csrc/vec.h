@@ -1,4 +1,4 @@
-// Sixteen 32-bit lanes as a compiler vector: AVX-512 registers where there are some, else what the compiler makes of it.
+// Sixteen 32-bit lanes as a compiler vector: AVX-512 registers where there are some, else the compiler's choice.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -28,13 +28,13 @@ static inline void store_bits(P* p, V v) {
   std::memcpy(p, &v, sizeof(V));
 }
 
-#if defined(__AVX512F__)  // of the builtin the compiler makes two halves
+#if defined(__AVX512F__)  // the compiler splits the builtin in two halves
 static inline vu words_of(vh h) { return (vu)_mm512_cvtepu16_epi32((__m256i)h); }
 #else
 static inline vu words_of(vh h) { return __builtin_convertvector(h, vu); }
 #endif
 static inline vf widen(vh h) { return (vf)(words_of(h) << 16); }
-static inline vu round_bits(vf v) {  // the nearest bf16 in the upper halves, anything in the lower ones
+static inline vu round_bits(vf v) {  // the nearest bf16 in the upper halves; the lower ones are undefined
   vu bits = (vu)v, rounded = bits + 0x7fff + ((bits >> 16) & 1);
   vi is_nan = v != v;
   return ((vu)is_nan & 0x7fc00000u) | (~(vu)is_nan & rounded);
@@ -58,7 +58,7 @@ static inline void store_two(float* p, vf low, vf high) { store(p, low), store(p
 static inline void store_two(bf16* p, vf low, vf high) { store_bits(p, narrow(low, high)); }
 
 template <class T>
-static inline vf load_n(const T* p, long n) {  // the first n lanes, zeros behind
+static inline vf load_n(const T* p, long n) {  // the first n lanes, then zeros
   if (n >= LANES) return load(p);
   T lanes[LANES] = {};
   std::memcpy(lanes, p, n * sizeof(T));
@@ -83,7 +83,7 @@ static inline bool any(vi mask) {
   return all != 0;
 }
 #endif
-#if defined(__AVX512F__)  // of a compiler's comparison and choice the instructions make several; with a NaN they take b, too
+#if defined(__AVX512F__)  // a comparison and a choice would become several instructions; these return b where one is NaN, too
 static inline vf maximum(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 static inline vf minimum(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
 static inline vf zero_where_less(vf a, vf b, vf x) {
@@ -171,7 +171,7 @@ static inline vf exp(vf given) {  // about 1 unit in the last place; 0 below -87
   return zero_where_less(given, splat(-87.3f), scaled);
 }
 
-static inline vf log(vf x) {  // of positive normal numbers
+static inline vf log(vf x) {  // for positive normal numbers
   vi bits = (vi)x;
   vi exponent = ((bits >> 23) & 0xff) - 126;
   vf m = (vf)((bits & 0x007fffff) | 0x3f000000);  // [0.5, 1)
