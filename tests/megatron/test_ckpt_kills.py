@@ -122,8 +122,11 @@ def _check(root: Path, what: str) -> int:
     return newest.step
 
 
-def _round(root: Path, world_size: int, draws: random.Random, store: Path) -> str:
-    """Start a run and kill some of its processes, the training ones in the end; says which first."""
+def _round(root: Path, world_size: int, draws: random.Random, store: Path, pace: float) -> str:
+    """Start a run and kill some of its processes, the training ones in the end; says which first.
+
+    ``pace`` shortens the time until the kill.
+    """
     for left in root.glob("pids-*"):
         left.unlink()
     context = multiprocessing.get_context("forkserver")
@@ -139,7 +142,7 @@ def _round(root: Path, world_size: int, draws: random.Random, store: Path) -> st
             time.sleep(0.05)
         seen, longest_s = draws.choice(_MOMENTS)
         _wait_for(root, seen, timeout_s=60)
-        time.sleep(draws.uniform(0, longest_s))
+        time.sleep(draws.uniform(0, longest_s) * pace)
         trainers = [process.pid for process in ranks if process.pid is not None]
         writers = [pid for pid in _pids(root) if pid not in trainers]
         who = draws.choice(["all", "trainers", "writers", "one writer"])
@@ -156,13 +159,13 @@ def _round(root: Path, world_size: int, draws: random.Random, store: Path) -> st
     return who
 
 
-def _rounds(root: Path, num_rounds: int, largest_world: int) -> tuple[int, int]:
+def _rounds(root: Path, num_rounds: int, largest_world: int, pace: float = 1.0) -> tuple[int, int]:
     """Run and kill, in changing world sizes; the step that the run has come to, and how many saves were cut off."""
     draws, step = random.Random(largest_world), 0
     cut: set[Path] = set()
     for number in range(num_rounds):
         world_size = draws.randint(1, largest_world)
-        who = _round(root, world_size, draws, root / f"store-{number}")
+        who = _round(root, world_size, draws, root / f"store-{number}", pace)
         if who != "trainers":
             cut.update(root.glob("global_step_*/.actor.*.partial"))
         now = _check(root, f"round {number}")  # while an orphaned writer may still be at work
@@ -174,7 +177,7 @@ def _rounds(root: Path, num_rounds: int, largest_world: int) -> tuple[int, int]:
 
 def test_a_few_kills(tmp_path: Path) -> None:
     try:
-        _rounds(tmp_path, 2, 1)
+        _rounds(tmp_path, 2, 1, pace=0.3)
     finally:
         _kill(_pids(tmp_path)[1:])
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -190,20 +189,24 @@ def test_flag_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert not (tmp_path / "out").exists()
 
 
+def shard_aside(root: Path, flags: list[str]) -> None:
+    sys.exit(shard(root / "hf", root / "shards", *flags))
+
+
 def test_a_terminated_conversion_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny_hf_config(hidden_size=256, intermediate_size=2048, moe_intermediate_size=512, num_hidden_layers=6)
     write_tiny_checkpoint(tmp_path / "hf", config)
     flags = [*sizes(2, 1, 4), *EXTENDED]
-    command = [sys.executable, "-m", "mindspeed_llm.convert_ckpt_deepseek3", *flags]
-    paths = ["--load-dir", str(tmp_path / "hf"), "--save-dir", str(tmp_path / "shards")]
-    process = subprocess.Popen([*command, *paths], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = multiprocessing.get_context("forkserver").Process(target=shard_aside, args=(tmp_path, flags))
+    process.start()
     deadline = time.monotonic() + 30
     while not list(tmp_path.glob("shards.partial/iter_*/*/*.pt")):
-        assert process.poll() is None, "the conversion ended before it could be interrupted"
+        assert process.is_alive(), "the conversion ended before it could be interrupted"
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 130
+    process.terminate()
+    process.join(30)
+    assert process.exitcode == 130
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "shards.partial"]
     assert shard(tmp_path / "hf", tmp_path / "shards", *flags) == 1
     assert "continue with --resume" in capsys.readouterr().err
