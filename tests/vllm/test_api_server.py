@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
+import multiprocessing
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import pytest
 
 from tests.vllm.serving import server_process, wait_until, write_served_checkpoint
 from vllm import LLM, SamplingParams
-from vllm.entrypoints.openai.api_server import ApiServer, bind, serve_in_background
+from vllm.entrypoints.openai.api_server import ApiServer, bind, main, serve_in_background
 from vllm.entrypoints.openai.cli_args import ServerArgs, parse_args
 
 MODEL = "tiny"
@@ -411,13 +412,26 @@ def test_kill_and_restart_leave_no_process_and_no_port(checkpoint: str) -> None:
             assert psutil.Process(process.pid).children(recursive=True) == []
             process.kill()
             process.wait(10)
-    with server_process(checkpoint, port, *options) as (process, same_port), client_of(url) as client:
-        assert same_port == port
+    arguments = ["--model", checkpoint, "--port", str(port), *options]
+    again = multiprocessing.get_context("forkserver").Process(target=serve_aside, args=(arguments,), daemon=True)
+    again.start()
+    wait_until(lambda: listens(port), timeout_s=60)
+    with client_of(url) as client:
         stream = client.completions.create(model=checkpoint, prompt="long", stream=True, **LONG)
         next(iter(stream))
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(15) == 0
+        again.terminate()
+        again.join(15)
+        assert again.exitcode == 0
     bind("127.0.0.1", port).close()
+
+
+def serve_aside(arguments: list[str]) -> None:
+    sys.exit(main(arguments))
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_taken_port_and_bad_arguments_are_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
