@@ -33,15 +33,25 @@ def ray_with_forked_workers(
 ) -> Iterator[None]:
     """Start Ray on this machine with ``settings`` of ``ray.init``; it and its workers have ended when this returns."""
     import ray
+
+    with lean_cluster(num_cpus, resources) as address:
+        try:
+            ray.init(address, log_to_driver=False, **settings)
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def lean_cluster(num_cpus: int, resources: dict[str, float] | None = None) -> Iterator[str]:
+    """The address of a Ray with one node and forked workers, for drivers that join it and leave it."""
     from ray.cluster_utils import Cluster
 
     with forked_workers():
         cluster = Cluster(True, head_node_args={**LEAN, "num_cpus": num_cpus, "resources": resources or {}})
         try:
-            ray.init(cluster.address, log_to_driver=False, **settings)
-            yield
+            yield cluster.address
         finally:
-            ray.shutdown()
             cluster.shutdown()
 
 

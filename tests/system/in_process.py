@@ -11,7 +11,7 @@ from recipes.common.launcher.job import Job, model_dir, resolve_config
 from recipes.common.launcher.settings import find_role, read_settings
 from recipes.common.launcher.stages import Stage, closing_stages, driver_stage, stages
 from recipes.common.recipe import load_recipe
-from tests.ray_workers import forked_workers
+from tests.ray_workers import lean_cluster
 from tests.system.jobs import SMALL, Prepared
 from tests.verl.bandit import run_trainer
 from verl.trainer.config import PPOTrainerConfig, load_config, validate_config
@@ -54,8 +54,9 @@ def run_stages_here(prepared: Prepared, output: Path, steps: int, *overrides: st
 
     Ray and its workers are real, but forked. test_killed_whole.py runs the command of every recipe.
     """
-    job = _run_first_stages(prepared, output, steps, *overrides, "ray_kwargs.ray_init.address=local", FEW_CPUS)
-    with forked_workers():
+    with lean_cluster(num_cpus=2) as address:
+        ray_keys = (f"ray_kwargs.ray_init.address={address}", FEW_CPUS)
+        job = _run_first_stages(prepared, output, steps, *overrides, *ray_keys)
         _run_here(driver_stage(job))
     for stage in closing_stages(job):
         _run_here(stage)
