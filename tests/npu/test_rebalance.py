@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.parallel.launcher import run_ranks
 from tests.vllm.test_rebalance import EXPERTS, compare_with_no_moves
-from tests.vllm.tiny import write_checkpoint
+from tests.vllm.text_model import write_text_checkpoint
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.v1.engine.rebalancer import exchange_blocks, exchange_objects
 from vllm_ascend.ops.kv_cache import new_kv_cache
@@ -54,4 +54,4 @@ def test_objects_and_blocks_arrive() -> None:
 @pytest.mark.slow
 def test_moves_between_devices_change_no_output(tmp_path: Path) -> None:
     layout = NPU | EXPERTS | {"kv_cache_layout": "nz"}  # the one whose pages are no rows of tokens
-    compare_with_no_moves(2, write_checkpoint(tmp_path), [layout], device="npu", timeout_s=280)
+    compare_with_no_moves(2, write_text_checkpoint(tmp_path), [layout], device="npu", timeout_s=280)
