@@ -11,7 +11,8 @@ usage: tests/run.sh [--quick | --all] [pytest arguments]
   --all        slow tests too
 
 With pytest arguments the main suite runs them in one process, and the device tests are left to tests/npu/run.sh.
-TEST_WORKERS  processes that share the test files, a file each at a time (default: 3, of which some always wait)
+TEST_WORKERS  processes that share the test files, a file each at a time (default: 3, of which some always wait; 2 with
+              --quick, where none waits)
 TEXT
 }
 
@@ -36,14 +37,15 @@ case "${1:-}" in
     -h | --help) usage && exit 0 ;;
     --quick | --all) which="${1#--}" && shift ;;
 esac
+workers=3
 case "$which" in
-    quick) selected=(-m "not slow and not processes") ;;
+    quick) selected=(-m "not slow and not processes") workers=2 ;;
     all) selected=(-m "") ;;
     default) selected=() ;;
 esac
 with_device_tests=no
 if [ $# -eq 0 ]; then
-    set -- -n "${TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder
+    set -- -n "${TEST_WORKERS:-$workers}" --dist loadfile --no-loadscope-reorder
     [ "$which" = quick ] || with_device_tests=yes
 fi
 
