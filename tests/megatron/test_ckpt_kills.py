@@ -105,15 +105,16 @@ def _wait_for(root: Path, seen: Callable[[Path], object], timeout_s: float) -> N
 
 def _check(root: Path, what: str) -> int:
     """What is there loads, and is what the run was at that step; 0 when nothing was saved yet."""
+    latest = checkpointing.latest_path(str(root))
+    named = int(latest.read_text()) if latest.exists() else 0  # first: an orphaned writer may yet name a newer one
     newest = _newest(root)
     for checkpoint in checkpointing.complete_checkpoints(str(root)):
         damage = file_problems(checkpoint.actor, read_manifest(checkpoint.actor), verify_digests=True)
         assert not damage, f"{what}: a damaged checkpoint looks complete: {damage}"
-    latest = checkpointing.latest_path(str(root))
-    if latest.exists():
-        assert newest is not None and newest.step >= int(latest.read_text()), f"{what}: latest is ahead"
     if newest is None:
+        assert named == 0, f"{what}: latest names step {named}, and there is none"
         return 0
+    assert newest.step >= named, f"{what}: latest is ahead"
     with one_process_groups() as groups:
         job = TrainingJob(groups, seed=8, **_SMALL)
         content = load_checkpoint(newest.actor, *job.state, groups, verify_digests=True)
