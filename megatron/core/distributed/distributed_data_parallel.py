@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -51,9 +52,9 @@ class DistributedDataParallel(nn.Module):
         self._grad_sync = GradSync(self.param_and_grad_buffers, self._start_reduction)
         self._is_last_backward = True
         params = dict(named)
-        for buffer in self.param_and_grad_buffers:
+        for index, buffer in enumerate(self.param_and_grad_buffers):
             for name in buffer.param_ranges:
-                params[name].register_post_accumulate_grad_hook(self._accumulate_into_main_grad(buffer, name))
+                params[name].register_post_accumulate_grad_hook(self._accumulate_into_main_grad(index, name))
         if ddp_config.overlap_param_gather:
             wait_before_use(module, self.param_and_grad_buffers)
 
@@ -153,19 +154,24 @@ class DistributedDataParallel(nn.Module):
             self._finite_check.look([buffer], self._micro_batch)
         buffer.start_grad_sync(self.grad_scale)
 
-    def _accumulate_into_main_grad(self, buffer: ParamAndGradBuffer, name: str) -> Callable[[nn.Parameter], None]:
+    def _accumulate_into_main_grad(self, index: int, name: str) -> Callable[[nn.Parameter], None]:
+        owner = ref(self)  # the garbage collector does not follow a parameter's hooks
+
         def hook(param: nn.Parameter) -> None:
+            ddp = owner()
+            assert ddp is not None, f"a gradient of {name} without its DistributedDataParallel"
+            buffer = ddp.param_and_grad_buffers[index]
             assert buffer.grads.is_resident, f"backward while the gradients of {buffer.name} are offloaded"
-            assert not self._grad_sync.has_started(buffer), (
+            assert not ddp._grad_sync.has_started(buffer), (
                 f"a gradient of {name} after its reduction has started: with overlap_grad_reduce all backwards of a "
                 "step but the last run inside backward_of(..., is_last=False)"
             )
             if param.grad is not None:
                 param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
                 param.grad = None
-                self._finite_check.mark_written(buffer)
-            if self.ddp_config.overlap_grad_reduce and self._is_last_backward:
-                self._grad_sync.arrived(buffer, name)
+                ddp._finite_check.mark_written(buffer)
+            if ddp.ddp_config.overlap_grad_reduce and ddp._is_last_backward:
+                ddp._grad_sync.arrived(buffer, name)
 
         return hook
 
