@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -72,6 +74,15 @@ def test_each_kind_of_parameter_is_one_range(one_rank: ProcessGroups) -> None:
     assert all(torch.equal(param, before[name]) for name, param in module.named_parameters())
     assert dense.params.tensor.sum() == pytest.approx(sum(before[name].sum().item() for name in starts), abs=1e-4)
     assert dense.in_shard(dense.decayed) == dense.decayed
+
+
+def test_a_model_that_is_not_used_any_more_is_freed(one_rank: ProcessGroups) -> None:
+    model = DistributedDataParallel(toy_config(), DistributedDataParallelConfig(), nn.Linear(3, 2), one_rank)
+    model(torch.ones(1, 3)).sum().backward()
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 def test_gradients_accumulate_in_fp32_and_grad_is_freed(one_rank: ProcessGroups) -> None:
