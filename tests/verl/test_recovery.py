@@ -44,31 +44,36 @@ def _files(root: Path, folder: str) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("steps", [(2, 5, 6), pytest.param((2, 4, 5, 6), marks=pytest.mark.slow)])
 def test_a_run_whose_workers_die_ends_as_an_undisturbed_one(
-    local_ray: None, root: Path, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+    local_ray: None,
+    root: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    caplog: pytest.LogCaptureFixture,
+    steps: tuple[int, ...],
 ) -> None:
-    """Deaths before the first checkpoint, and twice behind one in different steps, of which one is the last."""
+    """Deaths before the first checkpoint, and several behind one in different steps, of which one is the last."""
     whole = tmp_path_factory.mktemp("whole")
     write_inputs(whole)
     more = ("trainer.log_samples_freq=1", "trainer.save_freq=3")
     run_bandit(bandit_config(whole, *more))
     failures = root / "failures"
     failures.mkdir()
-    for step in (2, 5, 6):
+    for step in steps:
         (failures / str(step)).write_text("die 1")
     with caplog.at_level(logging.INFO):
         trainers = run_failing(bandit_config(root, *more), failures)
-    assert len(trainers) == 4 and not any(failures.iterdir())
+    assert len(trainers) == len(steps) + 1 and not any(failures.iterdir())
     assert _metrics(root) == _metrics(whole) and len(_metrics(root)) == 7
     for folder in ("reward_ledger", "samples", "val_generations"):
         assert _files(root, folder) == _files(whole, folder), folder
     for path in ("export_hf/best_digit", "checkpoints/global_step_6/data.json"):
         assert (root / path).read_bytes() == (whole / path).read_bytes()
     restarts = [json.loads(line) for line in (root / "restarts.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["from_step"]) for line in restarts] == [(2, 0), (5, 3), (6, 3)]
+    assert [(line["step"], line["from_step"]) for line in restarts] == [(2, 0), *((step, 3) for step in steps[1:])]
     assert all("died during update_actor" in line["cause"] for line in restarts)
     logged = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
-    assert [row.get("perf/restarts") for row in logged] == [None, 1, 1, 1, 3, 3, 3]
+    assert [row.get("perf/restarts") for row in logged] == [None, 1, 1, 1, *[len(steps)] * 3]
     assert undocumented(name for row in logged for name in row) == []
     assert "going back to the model's weights" in caplog.text and "resumed after step 3 from" in caplog.text
 
