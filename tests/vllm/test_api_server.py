@@ -18,6 +18,7 @@ import openai
 import psutil
 import pytest
 
+from recipes.common.launcher.network import accepts_connections
 from tests.vllm.serving import server_process, wait_until, write_served_checkpoint
 from vllm import LLM, SamplingParams
 from vllm.entrypoints.openai.api_server import ApiServer, bind, main, serve_in_background
@@ -415,7 +416,7 @@ def test_kill_and_restart_leave_no_process_and_no_port(checkpoint: str) -> None:
     arguments = ["--model", checkpoint, "--port", str(port), *options]
     again = multiprocessing.get_context("forkserver").Process(target=serve_aside, args=(arguments,), daemon=True)
     again.start()
-    wait_until(lambda: listens(port), timeout_s=60)
+    wait_until(lambda: accepts_connections("127.0.0.1", port), timeout_s=60)
     with client_of(url) as client:
         stream = client.completions.create(model=checkpoint, prompt="long", stream=True, **LONG)
         next(iter(stream))
@@ -427,11 +428,6 @@ def test_kill_and_restart_leave_no_process_and_no_port(checkpoint: str) -> None:
 
 def serve_aside(arguments: list[str]) -> None:
     sys.exit(main(arguments))
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_taken_port_and_bad_arguments_are_told_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
