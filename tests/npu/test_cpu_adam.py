@@ -13,6 +13,7 @@ from megatron.core.ops.cpu import cpu_ops
 from megatron.core.optimizer import DistributedOptimizer, HybridDeviceOptimizer, OptimizerConfig
 from megatron.core.parallel_state import ProcessGroups
 from mindspeed.ops import train_ops
+from tests.npu.device_memory import held_bytes
 from tests.parallel.toy import toy_config
 
 WIDTH = 128
@@ -25,11 +26,6 @@ def _model(groups: ProcessGroups, device: torch.device) -> DistributedDataParall
     stack = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     stack.to(device, torch.bfloat16)
     return DistributedDataParallel(toy_config(), DistributedDataParallelConfig(), stack, groups)
-
-
-def _held_bytes() -> int:
-    torch.npu.synchronize()
-    return int(torch.npu.memory_allocated(DEVICE))
 
 
 def _set_grads(optimizer: DistributedOptimizer, seed: int) -> None:
@@ -47,22 +43,22 @@ def _set_grads(optimizer: DistributedOptimizer, seed: int) -> None:
 @pytest.mark.parametrize("is_overlapped", [True, False])
 def test_the_device_holds_no_state_and_gets_the_hosts_updates(groups: ProcessGroups, is_overlapped: bool) -> None:
     model = _model(groups, DEVICE)
-    held = _held_bytes()
+    held = held_bytes()
     config = replace(CONFIG, overlap_cpu_optimizer_d2h_h2d=is_overlapped)
     hosted = HybridDeviceOptimizer(config, model, groups, train_ops(), chunk_size=4096)
-    assert _held_bytes() == held  # not even while it is made
+    assert held_bytes() == held  # not even while it is made
     assert all(slots.tensor.is_pinned() for slots in hosted.host_slots.values())
     plain = DistributedOptimizer(CONFIG, _model(groups, torch.device("cpu")), groups, cpu_ops())
     for seed in range(3):
         _set_grads(plain, seed), _set_grads(hosted, seed)
-        before = _held_bytes()
+        before = held_bytes()
         torch.npu.reset_peak_memory_stats(DEVICE)
         is_updated, _, _ = hosted.step()
         plain.step()
         assert is_updated
         state_bytes = 12 * hosted.shards[0].numel
         assert int(torch.npu.max_memory_allocated(DEVICE)) - before < state_bytes / 16  # the norm's temporaries
-        assert _held_bytes() == before
+        assert held_bytes() == before
         for ours, theirs in zip(model.parameters(), plain.model.parameters(), strict=True):
             assert torch.equal(ours.cpu(), theirs)
     for ours, theirs in zip(hosted.param_shards(), plain.param_shards(), strict=True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
@@ -17,6 +15,7 @@ from mindspeed.core.optimizer.swap_optimizer import get_swap_optimizer
 from mindspeed.ops import train_ops
 from tests.megatron.ledger_oracles import predict_ledger
 from tests.megatron.model_helpers import tiny_config
+from tests.npu.device_memory import held_bytes
 
 DEVICE = torch.device("npu:0")
 BF16_MOMENTS = {
@@ -26,12 +25,6 @@ BF16_MOMENTS = {
     "exp_avg_sq_dtype": torch.bfloat16,
 }
 Entries = list[LedgerEntry]
-
-
-def _held_bytes() -> int:
-    gc.collect()  # what other tests have left in reference cycles must not go in between
-    torch.npu.synchronize()
-    return int(torch.npu.memory_allocated(DEVICE))
 
 
 def _leave(optimizer: DistributedOptimizer) -> None:
@@ -51,7 +44,7 @@ def _leave(optimizer: DistributedOptimizer) -> None:
 )
 def test_the_allocator_holds_what_the_ledger_says(groups: ProcessGroups, optimizer_config: OptimizerConfig) -> None:
     config, ddp_config = tiny_config(params_dtype=torch.bfloat16), DistributedDataParallelConfig()
-    start = _held_bytes()
+    start = held_bytes()
     with DEVICE:
         model = make_gpt_model(config, groups, train_ops())
     ddp = DistributedDataParallel(config, ddp_config, model, groups)
@@ -59,11 +52,11 @@ def test_the_allocator_holds_what_the_ledger_says(groups: ProcessGroups, optimiz
     entries = ledger(ddp, optimizer)
     assert entries == predict_ledger(config, ParallelLayout(), 0, ddp_config, optimizer_config)
     # Small buffers (biases, frequencies, counts) take a block of 512 bytes each.
-    assert _held_bytes() - start == pytest.approx(total_bytes(entries, "device"), rel=0.02)
+    assert held_bytes() - start == pytest.approx(total_bytes(entries, "device"), rel=0.02)
     _leave(optimizer)
     left = {entry.what for entry in ledger(ddp, optimizer) if entry.device == "device"}
     assert left == {"buffer"}
-    assert _held_bytes() - start < 16384
+    assert held_bytes() - start < 16384
 
 
 def test_a_swapped_state_is_on_the_host(groups: ProcessGroups) -> None:
@@ -71,9 +64,9 @@ def test_a_swapped_state_is_on_the_host(groups: ProcessGroups) -> None:
     with DEVICE:
         model = make_gpt_model(config, groups, train_ops())
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), model, groups)
-    held = _held_bytes()
+    held = held_bytes()
     swapped = ledger(ddp, get_swap_optimizer(OptimizerConfig(), ddp, groups, train_ops()))
-    assert _held_bytes() == held
+    assert held_bytes() == held
     assert total_bytes(swapped, "host") == 12 * sum(buffer.numel for buffer in ddp.param_and_grad_buffers)
     with pytest.raises(ValueError, match="exp_avg_dtype is torch.bfloat16; the swap optimizer keeps float32"):
         get_swap_optimizer(OptimizerConfig(**BF16_MOMENTS), ddp, groups, train_ops())

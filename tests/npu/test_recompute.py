@@ -12,15 +12,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
 from mindspeed.ops import train_ops
 from tests.megatron.model_helpers import packed_batch, tiny_config
+from tests.npu.device_memory import held_bytes
 
 DEVICE = torch.device("npu:0")
 NUM_TOKENS, HEADS, NOPE, ROPE, VALUE = 96, 2, 128, 64, 128
 MODULES = ("core_attn", "mla_up_proj", "moe_act", "layernorm", "mlp", "moe")
-
-
-def _held_bytes() -> int:
-    torch.npu.synchronize()
-    return int(torch.npu.memory_allocated(DEVICE))
 
 
 def _pass(groups: ProcessGroups, **changes: Any) -> tuple[list[torch.Tensor], int]:
@@ -40,9 +36,9 @@ def _pass(groups: ProcessGroups, **changes: Any) -> tuple[list[torch.Tensor], in
     batch = packed_batch([40, 30, 26], config.vocab_size)
     ids_T, positions_T, labels_T = (x.to(DEVICE) for x in (batch.ids_T, batch.positions_T, batch.labels_T))
     params = PackedSeqParams(batch.params.cu_seqlens, batch.params.max_seqlen)
-    before = _held_bytes()
+    before = held_bytes()
     loss = model(ids_T, positions_T, params, labels_T=labels_T).mean()
-    kept = _held_bytes() - before
+    kept = held_bytes() - before
     loss.backward()
     return [loss.detach().cpu(), *(param.grad.cpu() for param in model.parameters() if param.grad is not None)], kept
 

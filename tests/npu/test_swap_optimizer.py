@@ -11,6 +11,7 @@ from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig, get_m
 from megatron.core.parallel_state import ProcessGroups
 from mindspeed.core.optimizer.swap_optimizer import SwapOptimizer
 from mindspeed.ops import train_ops
+from tests.npu.device_memory import held_bytes
 from tests.parallel.toy import toy_config
 
 WIDTH = 128
@@ -33,11 +34,6 @@ def _swapped(groups: ProcessGroups, dtype: torch.dtype) -> SwapOptimizer:
     return SwapOptimizer(CONFIG, _model(groups, dtype), groups, train_ops(), swap_times=SWAP_TIMES)
 
 
-def _held_bytes() -> int:
-    torch.npu.synchronize()
-    return int(torch.npu.memory_allocated(DEVICE))
-
-
 def _step(optimizer: DistributedOptimizer, seed: int) -> tuple[float, int]:
     """One training step; the gradient norm, and the most bytes that the update took beside what was there."""
     generator = torch.Generator().manual_seed(seed)
@@ -46,7 +42,7 @@ def _step(optimizer: DistributedOptimizer, seed: int) -> tuple[float, int]:
     dtype = next(optimizer.model.parameters()).dtype
     (optimizer.model(x_TH.to(dtype)) - target_TH).square().sum().backward()
     finalize_model_grads(optimizer.model, optimizer.groups)
-    before = _held_bytes()
+    before = held_bytes()
     torch.npu.reset_peak_memory_stats(DEVICE)
     is_updated, grad_norm, _ = optimizer.step()
     assert is_updated
@@ -64,11 +60,11 @@ def _assert_same(one: DistributedOptimizer, other: DistributedOptimizer) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_between_steps_the_device_is_free_of_the_optimizers_size(groups: ProcessGroups, dtype: torch.dtype) -> None:
-    held = [_held_bytes()]
+    held = [held_bytes()]
     models = [_model(groups, dtype) for _ in range(2)]
-    held.append(_held_bytes())
+    held.append(held_bytes())
     plain = get_megatron_optimizer(CONFIG, models[0], groups, train_ops())
-    held.append(_held_bytes())
+    held.append(held_bytes())
     torch.npu.reset_peak_memory_stats(DEVICE)
     swapped = SwapOptimizer(CONFIG, models[1], groups, train_ops(), swap_times=SWAP_TIMES)
     assert torch.npu.max_memory_allocated(DEVICE) == held[-1]  # not even while it is made
@@ -79,10 +75,10 @@ def test_between_steps_the_device_is_free_of_the_optimizers_size(groups: Process
     assert all(item.tensor.is_pinned() for item in state.tensors.values())
 
     _step(plain, 0), _step(swapped, 0)
-    between = _held_bytes()
+    between = held_bytes()
     _, step_bytes = _step(swapped, 1)
     _step(plain, 1)
-    assert _held_bytes() == between == pytest.approx(held[2], abs=16384)  # the gradients' clips and norms are small
+    assert held_bytes() == between == pytest.approx(held[2], abs=16384)  # the gradients' clips and norms are small
     in_chunks = state_bytes / SWAP_TIMES
     assert in_chunks <= step_bytes < 1.25 * in_chunks + 8192  # and the kernel's workspace
     _assert_same(swapped, plain)

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.cross_entropy import (
     vocab_parallel_entropy,
 )
 from mindspeed.ops import train_ops
+from tests.npu.device_memory import held_bytes
 from tests.parallel.toy import toy_config
 
 WIDTH = 128
@@ -41,25 +42,20 @@ def _step(optimizer: DistributedOptimizer, seed: int) -> float:
     return grad_norm
 
 
-def _held_bytes() -> int:
-    torch.npu.synchronize()
-    return int(torch.npu.memory_allocated(DEVICE))
-
-
 def test_offload_frees_device_memory_and_training_goes_on_bit_identically(groups: ProcessGroups) -> None:
     stayed, moved = _trainer(groups), _trainer(groups)
     model = moved.model
     numel = sum(buffer.numel for buffer in model.param_and_grad_buffers)
     for seed in range(3):
         assert _step(stayed, seed) == _step(moved, seed)
-        held = [_held_bytes()]
+        held = [held_bytes()]
         for free, num_bytes in ((model.offload_params, 2), (model.offload_grads, 4), (moved.offload, 12)):
             free()
-            held.append(_held_bytes())
+            held.append(held_bytes())
             assert held[-2] - held[-1] == pytest.approx(num_bytes * numel, rel=0.01), free
         for get in (moved.onload, model.onload_grads, model.onload_params):
             get()
-            held.append(_held_bytes())
+            held.append(held_bytes())
         assert held[4:] == held[2::-1]
     assert _step(stayed, 9) == _step(moved, 9)
     for ours, theirs in zip(model.parameters(), stayed.model.parameters(), strict=True):
@@ -79,7 +75,7 @@ def test_losses_of_a_large_vocabulary_take_bounded_memory(groups: ProcessGroups,
         return vocab_parallel_cross_entropy(logits_TV, target_T.to(logits_TV.device), groups.tp)
 
     on_device = logits_TV.to(DEVICE).requires_grad_()
-    before = _held_bytes()
+    before = held_bytes()
     torch.npu.reset_peak_memory_stats(DEVICE)
     loss_T = value_T(on_device)
     assert torch.npu.max_memory_allocated(DEVICE) - before < MAX_TEMPORARY_BYTES + 65536
