@@ -69,10 +69,27 @@ class NPUPlatform(Platform):
         cached = torch_npu.npu.memory_reserved(device) - torch_npu.npu.memory_allocated(device)
         return DeviceMemory(free + cached, total)
 
-    def empty_cache(self) -> None:
+    def kv_cache_budget_bytes(self, device: torch.device, utilization: float) -> int:
+        """See ``Platform.kv_cache_budget_bytes``.
+
+        Only the driver's count is whole: physical memory that ``empty_cache`` has unmapped is in none of torch_npu's.
+        """
         import torch_npu
 
         torch_npu.npu.empty_cache()
+        return super().kv_cache_budget_bytes(device, utilization)
+
+    def empty_cache(self) -> None:
+        import torch_npu
+
+        give_back = torch_npu.npu.empty_cache
+        # NPU-ADAPTATION(virtual-address-cache): with expandable segments, empty_cache hands tens of GB to the driver
+        # for the next phase to take them back, 4 s each time on a die; unmapping is enough: the allocator keeps the
+        # physical memory and maps it where the next phase needs it; drop when empty_cache does that.
+        if hasattr(torch_npu.npu, "empty_virt_addr_cache") and _has_expandable_segments():
+            give_back = torch_npu.npu.empty_virt_addr_cache
+        # NPU-ADAPTATION END
+        give_back()
 
     def synchronize(self) -> None:
         import torch_npu
@@ -102,6 +119,11 @@ class NPUPlatform(Platform):
         heads = config.model.hf.num_attention_heads // config.parallel.tensor_parallel_size
         more = (head_problem(heads, config.model.hf, config.model.dtype), exchange_problem(config))
         return problems + [problem for problem in more if problem is not None]
+
+
+def _has_expandable_segments() -> bool:
+    """Whether they are on; torch_npu refuses ``empty_virt_addr_cache`` without them, and has no function to ask."""
+    return "expandable_segments:true" in os.environ.get("PYTORCH_NPU_ALLOC_CONF", "").lower()
 
 
 def _visible() -> str:

@@ -1,15 +1,14 @@
-"""Training runs eagerly, generation may compile; memory is taken apart where the phases meet."""
+"""Training runs eagerly, and generation may compile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from verl.workers.phases import release_cached_memory, training_phase
+from verl.workers.phases import training_phase
 
 
 @pytest.fixture
@@ -40,21 +39,3 @@ def test_compiled_functions_run_eagerly_in_training_only(
     with training_phase():
         function(torch.ones(2, 2))  # would be compiled anew
     assert compilations == [1]
-
-
-def allocator() -> tuple[Any, list[str]]:
-    """What stands for ``torch.npu``, and the calls it has had."""
-    calls: list[str] = []
-    names = ("empty_cache", "empty_virt_addr_cache")
-    return SimpleNamespace(**{name: lambda name=name: calls.append(name) for name in names}), calls
-
-
-def test_memory_is_unmapped_where_segments_expand_and_freed_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator, calls = allocator()
-    monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "max_split_size_mb:256,expandable_segments:True")
-    release_cached_memory(accelerator)
-    assert calls == ["empty_virt_addr_cache"]
-    monkeypatch.delenv("PYTORCH_NPU_ALLOC_CONF")
-    release_cached_memory(accelerator)
-    assert calls[1:] == ["empty_cache"]
-    release_cached_memory(None)

@@ -39,6 +39,7 @@ from verl.workers.row_store import RowStore, controller_batch
 from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
 from verl.workers.sharding_manager.transfer_plan import build_plan
 from verl.workers.sharding_manager.weight_sync import WeightSync
+from vllm.platforms import resolve_platform
 
 logger = logging.getLogger(__name__)
 
@@ -312,7 +313,7 @@ class ActorRolloutRefWorker(Worker):
             sync,
             self.config.actor.megatron.param_offload,
             self.timeline,
-            get_torch_device(self.device_type),
+            None if self.device_type == "cpu" else resolve_platform(self.device_type),
         )
 
     def new_rollout(self, rollout_class: type[BaseRollout]) -> BaseRollout:

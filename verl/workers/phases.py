@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -73,28 +71,3 @@ def training_phase() -> Iterator[None]:
 def eager_stance() -> AbstractContextManager:
     """Runs compiled functions eagerly; torch < 2.6 has no such switch, and we compile nothing there."""
     return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
-
-
-def release_cached_memory(accelerator: ModuleType | None) -> None:
-    """Releases the allocator's unused memory, so that the next phase need not fit into the holes of the last one.
-
-    It waits for the device, so it is called only between phases, after one has freed and before the next allocates.
-
-    Args:
-        accelerator: ``torch.npu`` or ``torch.cuda``; None on the CPU.
-    """
-    if accelerator is None:
-        return
-    # NPU-ADAPTATION(virtual-address-cache): with expandable segments, empty_cache hands tens of GB to the driver for
-    # the next phase to take them back, 4 s each time on a die; unmapping is enough: the allocator keeps the physical
-    # memory and maps it where the next phase needs it; drop when empty_cache does that.
-    if hasattr(accelerator, "empty_virt_addr_cache") and _has_expandable_segments():
-        accelerator.empty_virt_addr_cache()
-        return
-    # NPU-ADAPTATION END
-    accelerator.empty_cache()
-
-
-def _has_expandable_segments() -> bool:
-    """Whether they are on; torch_npu refuses ``empty_virt_addr_cache`` without them, and has no function to ask."""
-    return "expandable_segments:true" in os.environ.get("PYTORCH_NPU_ALLOC_CONF", "").lower()

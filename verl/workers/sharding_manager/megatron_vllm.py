@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType, TracebackType
+from types import TracebackType
 
 from megatron.core.distributed import DistributedDataParallel
 from verl.utils.timeline import Timeline, now_s
-from verl.workers.phases import release_cached_memory
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.sharding_manager.weight_sync import WeightSync
+from vllm.platforms import Platform
 
 
 @dataclass(eq=False)
@@ -24,8 +24,8 @@ class MegatronVLLMShardingManager:
     Attributes:
         offload_param: offload the training weights while the engine generates.
         timeline: gets a span of each part.
-        accelerator: ``torch.npu`` or ``torch.cuda``, whose cached memory is released before the other engine allocates;
-            None on the CPU.
+        platform: the device's, whose allocator gives its unused memory back before the other engine allocates, so that
+            this need not fit into the holes of the last phase; it waits for the device. None on the CPU.
         sync_seconds: the duration of the last entry.
         policy_version: syncs so far.
     """
@@ -35,7 +35,7 @@ class MegatronVLLMShardingManager:
     sync: WeightSync
     offload_param: bool
     timeline: Timeline
-    accelerator: ModuleType | None = None
+    platform: Platform | None = None
     sync_seconds: float = 0.0
     policy_version: int = 0
 
@@ -44,7 +44,7 @@ class MegatronVLLMShardingManager:
         with self.timeline.span("onload"):
             self.actor_module.offload_grads()
             self.actor_module.onload_params()
-            release_cached_memory(self.accelerator)
+            self._empty_cache()
         with self.timeline.span("wake_weights"):
             self.rollout.resume(tags=["weights"])
         self.policy_version += 1
@@ -53,7 +53,7 @@ class MegatronVLLMShardingManager:
         if self.offload_param:
             with self.timeline.span("offload"):
                 self.actor_module.offload_params()
-                release_cached_memory(self.accelerator)
+                self._empty_cache()
         # NPU-ADAPTATION(kv-cache-last): on a 64 GB die the KV cache fits only after the training weights have left;
         # drop when rollout and training run on separate dies.
         with self.timeline.span("wake_kv_cache"):
@@ -68,5 +68,8 @@ class MegatronVLLMShardingManager:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with self.timeline.span("sleep"):
-            self.rollout.release()
-            release_cached_memory(self.accelerator)
+            self.rollout.release()  # and the engine empties the cache
+
+    def _empty_cache(self) -> None:
+        if self.platform is not None:
+            self.platform.empty_cache()
