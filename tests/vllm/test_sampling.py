@@ -169,6 +169,19 @@ def test_noise_is_exponential_and_uncorrelated() -> None:
     assert float(torch.corrcoef(noise.T).fill_diagonal_(0).abs().max()) < 0.25
 
 
+def test_noise_has_the_bits_that_integer_shifts_give() -> None:
+    """The formula of rng.py with numpy's shifts, which `exponential_noise` goes without."""
+    keys = position_keys(splitmix64(np.arange(64, dtype=np.uint64)), np.arange(64))
+    table = vocab_keys(4096)
+    x = (keys[:, :1] ^ table) * np.int32(747796405)
+    x ^= (x.view(np.uint32) >> np.uint32(15)).view(np.int32)
+    x = (x + keys[:, 1:]) * np.int32(277803737)
+    x ^= x >> 15
+    u = torch.from_numpy(x).to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
+    noise = exponential_noise(torch.from_numpy(keys), torch.from_numpy(table))
+    assert torch.equal(noise, u.neg().log1p().neg())
+
+
 def test_derived_seeds_differ() -> None:
     seeds = {derive_seed(base, i, j) for base in range(10) for i in range(10) for j in range(10)}
     assert len(seeds) == 1000

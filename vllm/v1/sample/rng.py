@@ -19,7 +19,7 @@ from torch import Tensor
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
-_LOW_17_BITS = 0x1FFFF
+_LOW_15_BITS, _LOW_17_BITS = 0x7FFF, 0x1FFFF
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
@@ -54,8 +54,13 @@ def exponential_noise(keys_B2: Tensor, vocab_keys_W: Tensor) -> Tensor:
     """fp32 [B, W] independent Exp(1) draws of the keys."""
     x_BW = keys_B2[:, :1] ^ vocab_keys_W
     x_BW.mul_(747796405)
-    x_BW.bitwise_xor_((x_BW >> 15).bitwise_and_(_LOW_17_BITS))
+    x_BW.bitwise_xor_(_shifted_right_15(x_BW).bitwise_and_(_LOW_17_BITS))
     x_BW.add_(keys_B2[:, 1:]).mul_(277803737)
-    x_BW.bitwise_xor_(x_BW >> 15)
+    x_BW.bitwise_xor_(_shifted_right_15(x_BW))
     u_BW = x_BW.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
     return u_BW.neg_().log1p_().neg_()
+
+
+def _shifted_right_15(x: Tensor) -> Tensor:
+    """``x >> 15`` of int32, exactly: Ascend's vector cores have no integer shift, and fp32 holds the 17 bits that stay."""
+    return x.bitwise_and(~_LOW_15_BITS).to(torch.float32).mul_(2.0**-15).to(torch.int32)
