@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm.platforms.interface import DeviceMemory, GraphPool, Platform, table_problems
+from vllm_ascend._compat import unmap_cached_memory
 from vllm_ascend.ops.exchanged_experts import exchange_problem
 from vllm_ascend.ops.mla_decode import BLOCK_STEP, MAX_BLOCK, head_problem
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.ops.contract import RolloutOps
 
+VECTOR_CORES = 3  # of hccl_op_expansion_mode: 1 is the host, 2 the control processor
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 # Settings of torch_npu that graphs exclude: a second level of the launch queue, and waiting for every launch.
 WRONG_FOR_GRAPHS = {"TASK_QUEUE_ENABLE": "2", "ASCEND_LAUNCH_BLOCKING": "1"}
@@ -69,6 +71,17 @@ class NPUPlatform(Platform):
         cached = torch_npu.npu.memory_reserved(device) - torch_npu.npu.memory_allocated(device)
         return DeviceMemory(free + cached, total)
 
+    def group_options(self, group: str) -> Any:
+        """See ``Platform.group_options``."""
+        options = None
+        # NPU-ADAPTATION(hccl-aiv-by-group): expanding collectives on the vector cores makes decoding's small messages
+        # quick, and several such communicators at a time are undefined, as for a whole job (HCCL_OP_EXPANSION_MODE=AIV);
+        # the groups whose collectives follow one another ask for it; drop when HCCL chooses it by message size.
+        if group in ("tp", "ep"):
+            options = _hccl_options({"hccl_op_expansion_mode": VECTOR_CORES})
+        # NPU-ADAPTATION END
+        return options
+
     def kv_cache_budget_bytes(self, device: torch.device, utilization: float) -> int:
         """See ``Platform.kv_cache_budget_bytes``.
 
@@ -82,14 +95,14 @@ class NPUPlatform(Platform):
     def empty_cache(self) -> None:
         import torch_npu
 
-        give_back = torch_npu.npu.empty_cache
+        empty = torch_npu.npu.empty_cache
         # NPU-ADAPTATION(virtual-address-cache): with expandable segments, empty_cache hands tens of GB to the driver
         # for the next phase to take them back, 4 s each time on a die; unmapping is enough: the allocator keeps the
         # physical memory and maps it where the next phase needs it; drop when empty_cache does that.
-        if hasattr(torch_npu.npu, "empty_virt_addr_cache") and _has_expandable_segments():
-            give_back = torch_npu.npu.empty_virt_addr_cache
+        if _has_expandable_segments():
+            empty = unmap_cached_memory
         # NPU-ADAPTATION END
-        give_back()
+        empty()
 
     def synchronize(self) -> None:
         import torch_npu
@@ -119,6 +132,15 @@ class NPUPlatform(Platform):
         heads = config.model.hf.num_attention_heads // config.parallel.tensor_parallel_size
         more = (head_problem(heads, config.model.hf, config.model.dtype), exchange_problem(config))
         return problems + [problem for problem in more if problem is not None]
+
+
+def _hccl_options(config: dict[str, int]) -> Any:
+    """Options of ``ProcessGroupHCCL``, torch_npu's documented way to settings of one group."""
+    import torch_npu
+
+    options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+    options.hccl_config = config
+    return options
 
 
 def _has_expandable_segments() -> bool:

@@ -1,13 +1,10 @@
 # HCCL, allocator and engine settings for Ascend NPUs: sourced by start.sh on machines that have some, and
 # read by --print-plan. A variable that is already set keeps its value. One line each: export NAME="${NAME:-value}".
 
-# Collectives: how long to wait for a peer to connect and to answer (s). Ports of the host side: chosen by the system,
-# so that two jobs on a node do not meet; HCCL_IF_BASE_PORT would then not be read.
-export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-600}"
-export HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-600}"
+# Collectives. How long they wait for a peer follows actor_rollout_ref.nccl_timeout. Ports of the host side: chosen by the
+# system, so that two jobs on a node do not meet; HCCL_IF_BASE_PORT would then not be read.
 export HCCL_HOST_SOCKET_PORT_RANGE="${HCCL_HOST_SOCKET_PORT_RANGE:-auto}"
-# Expand collectives on the vector cores, which decoding's small messages need; buffer per group in MB.
-export HCCL_OP_EXPANSION_MODE="${HCCL_OP_EXPANSION_MODE:-AIV}"
+# Buffer of a group in MB. Expansion on the vector cores is an option of the rollout engine's groups, never of all.
 export HCCL_BUFFSIZE="${HCCL_BUFFSIZE:-300}"
 
 # Memory: segments that grow, so that sleep and wake do not fragment; large host blocks returned to the system (read by

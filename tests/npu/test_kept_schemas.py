@@ -32,6 +32,9 @@ def test_python_names(line: str) -> None:
     found: Any = torch_npu
     for part in name.split(".")[1:]:
         found = getattr(found, part)
+    if type(found).__name__ == "pybind11_type":  # has no signature to compare with
+        assert arguments == ")" and found() is not None
+        return
     assert f"({arguments}" == signature_of(found)
 
 

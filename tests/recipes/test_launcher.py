@@ -163,7 +163,7 @@ def test_plan_of_sixteen_nodes_starts_nothing(
     assert "--target-expert-parallel-size 8 --moe-tp-extend-ep" in plan
     assert plan.count("-m ray.scripts.scripts start --block") == 16
     assert plan.count("--head") == 1
-    assert plan.count("HCCL_CONNECT_TIMEOUT=600") == 16
+    assert plan.count("HCCL_BUFFSIZE=300") == 16
     assert "tensor_model_parallel_size: 4" in plan
     assert "very-secret" not in plan
     assert not (tmp_path / "out").exists()

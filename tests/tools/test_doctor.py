@@ -127,6 +127,14 @@ def test_hccl_ports_that_are_taken_or_cannot_be_read_are_told() -> None:
     assert "auto" in links.hccl_ports({"HCCL_HOST_SOCKET_PORT_RANGE": "auto"}).value
 
 
+def test_expansion_on_the_vector_cores_of_a_whole_job_is_refused() -> None:
+    everywhere = {"HCCL_OP_EXPANSION_MODE": "AIV"}
+    assert links.hccl_expansion("9.2.0", everywhere).is_fatal and links.hccl_expansion(None, everywhere).is_fatal
+    allowed = links.hccl_expansion("8.2.RC1", everywhere)
+    assert allowed.remedy and not allowed.is_fatal
+    assert not links.hccl_expansion("9.2.0", {}).remedy
+
+
 def test_the_table_has_what_the_big_configs_need() -> None:
     """Memory with a quarter on top, disk with all checkpoints at once: the figures of tested.toml, computed again."""
     hf = parse_hf_config(tiny_hf_config(**DEEPSEEK_V3))

@@ -35,6 +35,7 @@ def findings() -> Iterator[Finding]:
     yield _cann(stack)
     yield links.die_links(dies)
     yield links.hccl_ports()
+    yield links.hccl_expansion(cann_version())
 
 
 def cann_version() -> str | None:

@@ -13,6 +13,7 @@ from tools.doctor.finding import Finding, Options
 
 HCCL_DEFAULT_PORT = 60000  # HCCL's own, without HCCL_HOST_SOCKET_PORT_RANGE and HCCL_IF_BASE_PORT
 HCCL_NUM_PORTS = 32
+CANN_OF_GLOBAL_AIV = "8.2.RC1"  # both recipes of 2025 ran on it with HCCL_OP_EXPANSION_MODE=AIV
 HCCN_TOOL = "/usr/local/Ascend/driver/tools/hccn_tool"
 TOOL_TIMEOUT_S = 20
 
@@ -49,6 +50,15 @@ def hccl_ports(environment: Mapping[str, str] = os.environ) -> Finding:
         return Finding("HCCL ports", f"{shown}, free")
     remedy = "set HCCL_HOST_SOCKET_PORT_RANGE=auto (recipes/common/npu_env.sh does), or end what holds them"
     return Finding("HCCL ports", f"{shown}; in use: {', '.join(map(str, taken))}", remedy, is_fatal=True)
+
+
+def hccl_expansion(cann: str | None, environment: Mapping[str, str] = os.environ) -> Finding:
+    """Whether all of the job's collectives are expanded on the vector cores, by the environment's variable."""
+    name, mode = "HCCL expansion", environment.get("HCCL_OP_EXPANSION_MODE", "")
+    if mode != "AIV":
+        return Finding(name, mode or "by group: the rollout engine's TP and EP groups on the vector cores")
+    remedy = "unset HCCL_OP_EXPANSION_MODE: CANN leaves several communicators on the vector cores at a time undefined"
+    return Finding(name, "AIV for the whole job", remedy, is_fatal=not (cann or "").startswith(CANN_OF_GLOBAL_AIV))
 
 
 def die_links(dies: Sequence[int], tool: str | None = None) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import socket
 
@@ -10,6 +11,8 @@ import torch.distributed as dist
 
 from verl.utils.device import dist_backend
 from verl.utils.net_utils import LOOPBACK
+
+HCCL_CONNECT_RANGE_S = (120, 7200)  # what HCCL_CONNECT_TIMEOUT may be
 
 
 def join_world(device_type: str, timeout_s: float) -> None:
@@ -21,11 +24,23 @@ def join_world(device_type: str, timeout_s: float) -> None:
         return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = datetime.timedelta(seconds=timeout_s)
+    if device_type == "npu":
+        _set_hccl_timeouts(timeout_s)
     store = None
     if os.environ.get("MASTER_ADDR") == LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = _loopback_store(int(os.environ["MASTER_PORT"]), rank, timeout)
     dist.init_process_group(dist_backend(device_type), store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _set_hccl_timeouts(timeout_s: float) -> None:
+    """HCCL's own clocks, which torch's time-out does not reach; variables that the user has set stay.
+
+    A communicator is made by the first collective of its group, so connecting waits for late ranks, too.
+    """
+    shortest, longest = HCCL_CONNECT_RANGE_S
+    os.environ.setdefault("HCCL_CONNECT_TIMEOUT", str(int(min(max(timeout_s, shortest), longest))))
+    os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(math.ceil(timeout_s)))
 
 
 def _loopback_store(port: int, rank: int, timeout: datetime.timedelta) -> dist.TCPStore:

@@ -14,6 +14,7 @@ from torch import Tensor
 from vllm.config import ParallelConfig
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+GroupOptions = Callable[[str], Any]
 
 # torch 2.13 warns about the old name, 2.5 has only that one.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -109,8 +110,10 @@ class ParallelState:
             coordinator.destroy()
 
 
-def init_model_parallel(config: ParallelConfig) -> ParallelState:
+def init_model_parallel(config: ParallelConfig, group_options: GroupOptions = lambda group: None) -> ParallelState:
     """Build this engine's groups; collective over the engine's ranks, all of which make every group in the same order.
+
+    `group_options`: see ``Platform.group_options``.
 
     If the engine does not have all ranks of torch.distributed, only the members of a group create it.
     """
@@ -128,10 +131,11 @@ def init_model_parallel(config: ParallelConfig) -> ParallelState:
     tp = [list(range(first, first + tp_size)) for first in range(0, config.world_size, tp_size)]
     ep = [list(range(first, first + span)) for first in starts] if config.enable_expert_parallel else []
     exchange = ep if config.expert_exchange == "dispatch" else []
-    return ParallelState(config, *(_coordinator(groups, config) for groups in (tp, dp, ep, exchange)))
+    groups = {"tp": tp, "dp": dp, "ep": ep, "exchange": exchange}
+    return ParallelState(config, **{name: _coordinator(of, config, group_options(name)) for name, of in groups.items()})
 
 
-def _coordinator(groups: list[list[int]], config: ParallelConfig) -> GroupCoordinator:
+def _coordinator(groups: list[list[int]], config: ParallelConfig, options: Any) -> GroupCoordinator:
     """Create all `groups` and return this rank's."""
     mine = GroupCoordinator(0, 1, None)
     rank, first, is_alone = config.rank, config.first_rank, config.first_rank == 0
@@ -139,7 +143,9 @@ def _coordinator(groups: list[list[int]], config: ParallelConfig) -> GroupCoordi
         if len(ranks) == 1 or not (is_alone or rank in ranks):
             continue
         members = [first + member for member in ranks]
-        group = dist.new_group(members, timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=not is_alone)
+        group = dist.new_group(
+            members, timeout=COLLECTIVE_TIMEOUT, pg_options=options, use_local_synchronization=not is_alone
+        )
         if rank in ranks:
             mine = GroupCoordinator(ranks.index(rank), len(ranks), group)
     return mine

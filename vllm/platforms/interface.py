@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -80,6 +80,12 @@ class Platform(ABC):
     def exchange_device(self, device: torch.device) -> torch.device:
         """Return the device for the few host values that ranks exchange: where its collectives expect tensors."""
         return device
+
+    def group_options(self, group: str) -> Any:
+        """Return the backend's options of the process groups called `group` (a field of ``ParallelState``) for
+        ``torch.distributed.new_group``; None for its defaults.
+        """
+        return None
 
     def empty_cache(self) -> None:  # noqa: B027 - not every kind of device has an allocator cache
         """Return the allocators' unused memory to the device."""

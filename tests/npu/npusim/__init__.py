@@ -4,8 +4,17 @@
 """
 
 from collections import Counter
+from typing import NamedTuple
 
 _is_loaded = False
+
+
+class CommunicatorSettings(NamedTuple):
+    """What a communicator was asked for; 0 is HCCL's default."""
+
+    num_ranks: int
+    buffer_mib: int
+    expansion_mode: int  # 1 host, 2 control processor, 3 vector cores
 
 
 def autoload() -> None:
@@ -48,3 +57,14 @@ def reset_calls() -> None:
     import torch
 
     torch.ops.npusim.reset_calls()
+
+
+def communicators() -> list[CommunicatorSettings]:
+    """The settings of every communicator that this process has made, in the order in which it made them."""
+    import ctypes
+
+    from npusim.build import library_dir
+
+    report = ctypes.CDLL(str(library_dir() / "libhccl.so")).npusim_communicator_settings
+    report.restype = ctypes.c_char_p
+    return [CommunicatorSettings(*map(int, line.split())) for line in report().decode().splitlines()]

@@ -19,6 +19,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -126,6 +127,17 @@ void remove_leftovers() {  // of processes that died before all ranks had opened
     closedir(folder);
 }
 
+// ---- what communicators were asked for: a line each, "ranks buffer_mib expansion_mode", 0 for HCCL's default
+std::mutex settings_mutex;
+std::string settings;
+
+void note_settings(uint32_t size, const HcclCommConfig& config) {
+    std::lock_guard<std::mutex> lock(settings_mutex);
+    auto asked = [](uint32_t value, uint32_t unset) { return std::to_string(value == unset ? 0 : value) + " "; };
+    settings += std::to_string(size) + " " + asked(config.hcclBufferSize, HCCL_COMM_BUFFSIZE_CONFIG_NOT_SET) +
+                asked(config.hcclOpExpansionMode, HCCL_COMM_DEFAULT_OP_EXPANSION_MODE) + "\n";
+}
+
 std::unique_ptr<Communicator> open_communicator(const std::string& name, uint32_t size, uint32_t rank,
                                                 const HcclCommConfig* config) {
     if (size == 0 || size > MAX_RANKS) raise(HCCL_E_PARA, "a communicator of %u ranks: 1 to %u are possible", size, MAX_RANKS);
@@ -134,6 +146,7 @@ std::unique_ptr<Communicator> open_communicator(const std::string& name, uint32_
     c->size = size;
     c->rank = rank;
     c->timeout_s = seconds_from("HCCL_EXEC_TIMEOUT", DEFAULT_EXEC_TIMEOUT_S);
+    if (config) note_settings(size, *config);
     if (config && config->hcclExecTimeOut > 0) c->timeout_s = config->hcclExecTimeOut;
     c->mapped_bytes = aligned(sizeof(Header)) + size * SLOT_BYTES + size_t(size) * size * sizeof(Box);
     const int file = shm_open(name.c_str(), O_CREAT | O_RDWR, 0600);
@@ -423,6 +436,12 @@ HcclResult HcclCreateSubCommConfig(HcclComm* parent, uint32_t size, uint32_t*, u
                                    HcclCommConfig* config, HcclComm* comm) {
     return guarded([&] { *comm = open_communicator(of(*parent).name + "_" + std::to_string(id), size, rank, config).release(); });
 }
+const char* npusim_communicator_settings() {
+    static thread_local std::string shown;
+    std::lock_guard<std::mutex> lock(settings_mutex);
+    shown = settings;
+    return shown.c_str();
+}
 HcclResult HcclCommDestroy(HcclComm comm) {
     munmap(of(comm).header, of(comm).mapped_bytes);
     delete &of(comm);
@@ -444,7 +463,7 @@ HcclResult HcclGetCommAsyncError(HcclComm, HcclResult* error) {
     *error = HCCL_SUCCESS;
     return HCCL_SUCCESS;
 }
-uint32_t HcclGetCommConfigCapability() { return 0; }
+uint32_t HcclGetCommConfigCapability() { return HCCL_COMM_CONFIG_OP_EXPANSION_MODE + 1; }
 HcclResult HcclSetConfig(HcclConfig, HcclConfigValue) { return HCCL_SUCCESS; }
 HcclResult HcclGetConfig(HcclConfig, HcclConfigValue* value) {
     value->value = 0;
