@@ -75,8 +75,8 @@ class NPUPlatform(Platform):
         """See ``Platform.group_options``."""
         options = None
         # NPU-ADAPTATION(hccl-aiv-by-group): expanding collectives on the vector cores makes decoding's small messages
-        # quick, and several such communicators at a time are undefined, as for a whole job (HCCL_OP_EXPANSION_MODE=AIV);
-        # the groups whose collectives follow one another ask for it; drop when HCCL chooses it by message size.
+        # quick, and several such communicators at a time are undefined, as with HCCL_OP_EXPANSION_MODE=AIV for a whole
+        # job; groups whose collectives follow one another ask for it; drop when HCCL chooses it by message size.
         if group in ("tp", "ep"):
             options = _hccl_options({"hccl_op_expansion_mode": VECTOR_CORES})
         # NPU-ADAPTATION END

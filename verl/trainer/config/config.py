@@ -27,7 +27,7 @@ class ActorRolloutRefConfig(Section):
     Attributes:
         hybrid_engine: actor and rollout share their processes; set it False with every ``trainer.schedule`` but
             ``sync``.
-        nccl_timeout: seconds after which a collective (of HCCL too), or a fetch of rows from another rank, ends the job.
+        nccl_timeout: seconds after which a collective, HCCL's too, or a fetch of rows from another rank ends the job.
     """
 
     hybrid_engine: bool = True

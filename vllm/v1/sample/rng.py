@@ -62,5 +62,5 @@ def exponential_noise(keys_B2: Tensor, vocab_keys_W: Tensor) -> Tensor:
 
 
 def _shifted_right_15(x: Tensor) -> Tensor:
-    """``x >> 15`` of int32, exactly: Ascend's vector cores have no integer shift, and fp32 holds the 17 bits that stay."""
+    """``x >> 15`` of int32, exactly: Ascend's vector cores have no integer shift; fp32 holds the 17 bits that stay."""
     return x.bitwise_and(~_LOW_15_BITS).to(torch.float32).mul_(2.0**-15).to(torch.int32)
