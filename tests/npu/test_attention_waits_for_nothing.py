@@ -30,8 +30,9 @@ class HostReads(TorchDispatchMode):
 
 @pytest.mark.parametrize("is_on_host", [True, False])
 def test_sequence_ends_are_known_on_the_host(is_on_host: bool) -> None:
-    ids_BL = torch.arange(12, device="npu").view(2, 6)
+    ids_BL = torch.arange(12).view(2, 6)
     packed = pack_micro_batch(ids_BL, torch.ones_like(ids_BL), torch.ones_like(ids_BL[:, 3:]), [0, 1], 1)
+    packed = packed.to(torch.device("npu:0"))
     cu_seqlens = packed.packed_seq_params.cu_seqlens
     q, k, v = (torch.randn(12, 2, size, device="npu", dtype=torch.bfloat16) for size in (24, 24, 16))
     attention = train_ops().core_attention

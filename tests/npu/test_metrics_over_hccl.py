@@ -14,9 +14,9 @@ EXACT_IN_FLOAT64_ONLY = 2.0**24 + 1.0
 def _both_ways() -> tuple[list[float], list[float]]:
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
-    mine = torch.tensor([EXACT_IN_FLOAT64_ONLY, -float(rank)], dtype=torch.float64, device="npu")
-    summed = reduce_over(mine.clone(), group, dist.ReduceOp.SUM)
-    largest = reduce_over(mine.clone(), group, dist.ReduceOp.MAX)
+    mine, device = torch.tensor([EXACT_IN_FLOAT64_ONLY, -float(rank)], dtype=torch.float64), torch.device("npu")
+    summed = reduce_over(mine, group, dist.ReduceOp.SUM, device)
+    largest = reduce_over(mine, group, dist.ReduceOp.MAX, device)
     return summed.tolist(), largest.tolist()
 
 

@@ -66,7 +66,7 @@ def test_micro_batches_add_up_to_the_loss_of_the_batch(mode: str, cut: list[list
     assert torch.stack([loss for loss, _ in outputs]).sum().item() == pytest.approx(expected.item(), abs=1e-6)
 
     with one_process_groups() as groups:
-        metrics = UpdateMetrics(groups)
+        metrics = UpdateMetrics(groups, torch.device("cpu"))
         metrics.add([report for _, report in outputs], grad_norm=2.0, lr=0.5, has_stepped=False)
         result = metrics.result()
     assert result["actor/pg_loss"] == pytest.approx(pg.item(), abs=1e-6)
@@ -92,7 +92,7 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_the_policy_gradient() ->
     assert log_probs_S.grad is not None
     assert torch.allclose(log_probs_S.grad, -tensors["advantages"][at] / 10)
     with one_process_groups() as groups:
-        metrics = UpdateMetrics(groups)
+        metrics = UpdateMetrics(groups, torch.device("cpu"))
         metrics.add([report], grad_norm=1.0, lr=0.1, has_stepped=True)
         result = metrics.result()
     assert result["actor/ppo_kl"] == result["actor/pg_clipfrac"] == result["actor/pg_clipfrac_lower"] == 0.0

@@ -41,7 +41,7 @@ def generated(replica: int) -> DataProto:
 
 
 def new_store(timeout_s: float = 60) -> RowStore:
-    return RowStore(dist.distributed_c10d._get_default_group(), torch.device("cpu"), timeout_s)
+    return RowStore(dist.distributed_c10d._get_default_group(), timeout_s)
 
 
 def batch_of_all(store: RowStore, replica_size: int) -> DataProto:

@@ -107,7 +107,7 @@ def worker_class() -> type[Worker]:
             before = listening()
             join_world("cpu", timeout_s=60)
             dist.all_reduce(torch.ones(1))
-            self.row_store = RowStore(dist.group.WORLD, torch.device("cpu"), timeout_s=60)
+            self.row_store = RowStore(dist.group.WORLD, timeout_s=60)
             return sorted(listening() - before)
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -139,7 +139,7 @@ def _update(case: Update, groups: ProcessGroups, device: str, ops: TrainOps | No
         data.batch["routed_experts"] = some_choices(data, hf)
     order = torch.tensor(balanced_order(data.batch["attention_mask"].sum(-1).tolist(), num_ranks, case.num_rows))
     data.reorder(order)
-    mine = data.chunk(num_ranks)[groups.coords.dp].to(device)
+    mine = data.chunk(num_ranks)[groups.coords.dp]
     log_probs = actor.compute_log_prob(
         mine,
         micro_batch_size=config.ppo_micro_batch_size_per_gpu,

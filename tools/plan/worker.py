@@ -158,7 +158,7 @@ class PlannedWorker(ActorRolloutRefWorker):
         return PlannedRollout(self.config.rollout, self.config.model.path, rollout_ops=ops, device=self.platform)
 
     def new_row_store(self) -> RowStore:
-        return PlannedRowStore(self.groups.world, self.device, self.config.nccl_timeout)
+        return PlannedRowStore(self.groups.world, self.config.nccl_timeout)
 
     def fetch_rows(self, data: DataProto, actor: MegatronPPOActor, columns: tuple[str, ...]) -> DataProto:
         return data

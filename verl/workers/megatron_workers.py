@@ -168,7 +168,7 @@ class ActorRolloutRefWorker(Worker):
     @worker_phase
     def fetch_columns(self, data: DataProto, columns: tuple[str, ...]) -> DataProto:
         """Fetches those of ``columns`` that are remote for ``data``'s rows, for the controller."""
-        return self.row_store.fetch(data, columns).to("cpu")
+        return self.row_store.fetch(data, columns)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @worker_phase
@@ -324,7 +324,7 @@ class ActorRolloutRefWorker(Worker):
 
     def new_row_store(self) -> RowStore:
         """The store of the rows that this rank generates."""
-        return RowStore(self.groups.world, self.device, self.config.nccl_timeout)
+        return RowStore(self.groups.world, self.config.nccl_timeout)
 
     def _log_prob_output(self, data: DataProto, name: str, log_probs: Tensor | None) -> DataProto:
         """Log-probs of ``data``'s rows, or references to them, or both where the controller computes with log-probs."""

@@ -59,16 +59,12 @@ class RowStore:
 
     Args:
         group: all ranks.
-        device: where fetched rows go; the experts of R3 stay in host memory.
         timeout_s: an owner that sends nothing for so long is an error.
         first_rank: the first of the ranks that generate.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, timeout_s: float, *, first_rank: int = 0
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, *, first_rank: int = 0) -> None:
         self._rank, self._first_rank = group.rank(), first_rank
-        self._device = device
         self._timeout_s = timeout_s
         self._batch = 0
         self._columns: dict[tuple[int, str], np.ndarray] = {}
@@ -111,7 +107,7 @@ class RowStore:
     def fetch(
         self, request: DataProto, columns: Sequence[str], layers: tuple[Sequence[int], int] | None = None
     ) -> DataProto:
-        """``request`` with those of ``columns`` that are remote in place of its references.
+        """``request`` with those of ``columns`` that are remote in place of its references, on the host.
 
         Args:
             columns: what this rank needs of the rows; response_mask is needed where a column came as one value a row.
@@ -123,7 +119,7 @@ class RowStore:
         """
         if not len(request):
             raise ValueError("a request without rows: what it would fetch has no shape")
-        sent = {} if request.batch is None else {name: t.to(self._device) for name, t in request.batch.items()}
+        sent = {} if request.batch is None else dict(request.batch.items())
         fetched: dict[str, Tensor] = {}
         if request.row_refs is not None:
             places = {name: request.row_refs.columns[name] for name in columns if name in request.row_refs}
@@ -197,7 +193,7 @@ class RowStore:
         values = torch.from_numpy(rows)
         if name == _BY_LAYER:
             return values.movedim(1, 2)
-        return values.to(self._device, torch.int64 if name in STORED_DTYPES else values.dtype)
+        return values.to(torch.int64) if name in STORED_DTYPES else values
 
 
 def _row_values(values_BR: Tensor, is_response_BR: Tensor) -> Tensor | None:

@@ -40,7 +40,7 @@ class TrainingWorker(ActorRolloutRefWorker):
             self.sync.run(self.actor_module.module.state_dict(keep_vars=True), None, version)
 
     def _build_rollout(self) -> None:
-        self.row_store = RowStore(_world(), self.device, self.config.nccl_timeout)
+        self.row_store = RowStore(_world(), self.config.nccl_timeout)
         self.sync = _weight_sync(self.run_config, self.device)
 
 
@@ -56,7 +56,7 @@ class SavedRolloutWorker(ActorRolloutRefWorker):
 
     def _build_rollout(self) -> None:
         self._register_dispatch_collect_info(_SAVED, self.rank, True)
-        self.row_store = RowStore(_world(), self.device, self.config.nccl_timeout)
+        self.row_store = RowStore(_world(), self.config.nccl_timeout)
 
 
 class RolloutWorker(Worker):
@@ -99,7 +99,7 @@ class RolloutWorker(Worker):
         self.rollout.resume(["weights"])
         self.rollout.resume(["kv_cache"])
         self.stream = SampleStream(self.rollout)
-        self.row_store = RowStore(_world(), self.device, self.config.nccl_timeout, first_rank=first_rank)
+        self.row_store = RowStore(_world(), self.config.nccl_timeout, first_rank=first_rank)
         self.sync = _weight_sync(self.run_config, self.device)
         replica, index = divmod(self.rank - first_rank, self.replica_size)
         self._register_dispatch_collect_info(_ROLLOUT, replica, index == 0)

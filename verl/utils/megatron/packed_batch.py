@@ -18,22 +18,27 @@ from megatron.core.transformer.moe.router_replay import MicroBatchRouting
 class PackedMicroBatch:
     """One micro-batch of packed sequences: T tokens of this context-parallel rank, S response tokens scored here.
 
+    It is packed on the host, and ``to`` moves what the model and the loss read to their device; what finds tokens in
+    the padded batch stays on the host, where that batch is.
+
     Attributes:
-        rows_S: row of every scored token in the batch it was packed from, int64 [S].
-        cols_S: its response column, int64 [S].
-        positions_S: the packed position whose logits predict it, int64 [S].
+        rows_S: row of every scored token in the batch it was packed from, int64 [S] on the host.
+        cols_S: its response column, int64 [S] on the host.
         token_rows_N, token_cols_N, token_positions_N: row, column of the padded batch (prompt included) and packed
-            position of every real token here, int64 [N].
+            position of every real token here, int64 [N] on the host.
+        places_2S: ``rows_S`` and ``cols_S`` where the loss is computed, int64 [2, S].
+        positions_S: the packed position whose logits predict a scored token, int64 [S].
         input_ids_T, position_ids_T, labels_T: int64 [T]; a label is the next token of the same sequence.
         packed_seq_params: cumulative lengths of the whole sequences, on the host; the last one may be a dummy.
     """
 
     rows_S: Tensor
     cols_S: Tensor
-    positions_S: Tensor
     token_rows_N: Tensor
     token_cols_N: Tensor
     token_positions_N: Tensor
+    places_2S: Tensor
+    positions_S: Tensor
     input_ids_T: Tensor
     position_ids_T: Tensor
     labels_T: Tensor
@@ -49,9 +54,35 @@ class PackedMicroBatch:
         mask_T = torch.zeros(self.num_tokens, device=self.input_ids_T.device)
         return mask_T.index_fill_(0, self.positions_S, 1.0)
 
+    def to(self, device: torch.device) -> PackedMicroBatch:
+        """The micro-batch for a model on ``device``: one copy from pinned memory, for which the host does not wait."""
+        if device.type == "cpu":
+            return self
+        params = self.packed_seq_params
+        is_padding_T = () if params.is_padding_T is None else (params.is_padding_T.long(),)
+        tokens = (self.input_ids_T, self.position_ids_T, self.labels_T, *is_padding_T)
+        parts = (self.places_2S.flatten(), self.positions_S, *tokens)
+        moved = to_device(parts, device).split([len(part) for part in parts])
+        places, positions_S, ids_T, position_ids_T, labels_T, *padding = moved
+        return replace(
+            self,
+            places_2S=places.view(2, -1),
+            positions_S=positions_S,
+            input_ids_T=ids_T,
+            position_ids_T=position_ids_T,
+            labels_T=labels_T,
+            packed_seq_params=replace(params, is_padding_T=padding[0].bool() if padding else None),
+        )
+
     def with_routing(self, routing: MicroBatchRouting) -> PackedMicroBatch:
         """The same tokens, whose experts ``routing`` traces or replays."""
         return replace(self, packed_seq_params=replace(self.packed_seq_params, routing=routing))
+
+
+def to_device(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Vectors of one dtype on the host, one after another on ``device``; the host goes on while they are copied."""
+    pinned = torch.empty(sum(len(part) for part in parts), dtype=parts[0].dtype, pin_memory=True)
+    return torch.cat(list(parts), out=pinned).to(device, non_blocking=True)
 
 
 def padded_lengths(lengths: Tensor, cp_size: int) -> Tensor:
@@ -69,17 +100,16 @@ def pack_micro_batch(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> PackedMicroBatch:
-    """Packs the ``rows`` of a padded batch and takes the part of context-parallel rank ``cp_rank``.
+    """Packs the ``rows`` of a padded batch and takes the part of context-parallel rank ``cp_rank``, on the host.
 
     Rows are prompts left-padded and responses right-padded to L = P + R. Each is filled up with zeros to
     ``padded_lengths``; a dummy sequence of zeros makes this rank's T a multiple of ``multiple`` (the tensor-parallel
     size). An empty ``rows`` gives the dummy sequence alone: a data-parallel rank that has no rows left still takes part
     in every expert exchange.
     """
-    device = input_ids_BL.device
-    chosen = torch.as_tensor(list(rows), dtype=torch.long, device=device)
+    chosen = torch.as_tensor(list(rows), dtype=torch.long)
     mask_bL = attention_mask_BL[chosen].bool()
-    lengths_b = mask_bL.sum(-1).cpu()
+    lengths_b = mask_bL.sum(-1)
     num_real = int(lengths_b.sum())
     lengths_b = padded_lengths(lengths_b, cp_size)
     lengths = lengths_b.tolist()
@@ -91,7 +121,7 @@ def pack_micro_batch(
 
     # The packed index of every real token; a response token is predicted at the one before its own.
     rows_n, cols_n = mask_bL.nonzero(as_tuple=True)
-    starts_b = (lengths_b.cumsum(0) - lengths_b).to(device)
+    starts_b = lengths_b.cumsum(0) - lengths_b
     index_bL = starts_b[:, None] + mask_bL.long().cumsum(-1) - 1
     positions_n = index_bL[rows_n, cols_n]
     num_cols = response_mask_BR.size(1)
@@ -102,23 +132,25 @@ def pack_micro_batch(
     ids_F[positions_n] = input_ids_BL[chosen[rows_n], cols_n]
     is_padding_F = torch.ones_like(ids_F, dtype=torch.bool)
     is_padding_F[positions_n] = False
-    steps_F = torch.arange(ids_F.numel(), device=device)
-    lengths_q = torch.tensor(lengths, device=device)
+    steps_F = torch.arange(ids_F.numel())
+    lengths_q = torch.tensor(lengths)
     position_ids_F = steps_F - torch.repeat_interleave(lengths_q.cumsum(0) - lengths_q, lengths_q)
     labels_F = torch.cat([ids_F[1:], ids_F.new_zeros(1)])
 
-    order_T = zigzag_indices(cu_seqlens, cp_size, cp_rank).to(device)
+    order_T = zigzag_indices(cu_seqlens, cp_size, cp_rank)
     local_F = torch.full_like(steps_F, -1)
-    local_F[order_T] = torch.arange(order_T.numel(), device=device)
+    local_F[order_T] = torch.arange(order_T.numel())
     is_padding_T = is_padding_F[order_T] if num_real < ids_F.numel() else None
     is_here_s, is_here_n = local_F[positions_s] >= 0, local_F[positions_n] >= 0
+    places_2S = torch.stack((chosen[rows_s[is_here_s]], cols_s[is_here_s]))
     return PackedMicroBatch(
-        rows_S=chosen[rows_s[is_here_s]],
-        cols_S=cols_s[is_here_s],
-        positions_S=local_F[positions_s[is_here_s]],
+        rows_S=places_2S[0],
+        cols_S=places_2S[1],
         token_rows_N=chosen[rows_n[is_here_n]],
         token_cols_N=cols_n[is_here_n],
         token_positions_N=local_F[positions_n[is_here_n]],
+        places_2S=places_2S,
+        positions_S=local_F[positions_s[is_here_s]],
         input_ids_T=ids_F[order_T],
         position_ids_T=position_ids_F[order_T],
         labels_T=labels_F[order_T],
@@ -127,9 +159,9 @@ def pack_micro_batch(
 
 
 def scatter_to_rows(values_S: Sequence[Tensor], micro_batches: Sequence[PackedMicroBatch], shape: torch.Size) -> Tensor:
-    """Per-token values of several micro-batches to one [B, R] fp32 tensor, zero where nothing was scored."""
-    device = micro_batches[0].rows_S.device
-    rows_BR = torch.zeros(shape, dtype=torch.float32, device=device)
-    for values, micro in zip(values_S, micro_batches, strict=True):
-        rows_BR[micro.rows_S, micro.cols_S] = values.float()
+    """Per-token values of several micro-batches to fp32 [B, R] on the host, zero where nothing was scored."""
+    rows_BR = torch.zeros(shape, dtype=torch.float32)
+    on_host = torch.cat([values.float() for values in values_S]).cpu()
+    for values, micro in zip(on_host.split([len(values) for values in values_S]), micro_batches, strict=True):
+        rows_BR[micro.rows_S, micro.cols_S] = values
     return rows_BR

@@ -34,13 +34,14 @@ from verl.workers.config import ActorConfig
 
 logger = logging.getLogger(__name__)
 
+CPU = torch.device("cpu")
 LossFunc = Callable[[Tensor, PackedMicroBatch], tuple[Tensor, dict]]
 
 
 class MegatronPPOActor(BasePPOActor):
     """The policy of one rank: a stage of the model, its optimizer, and how batches run through them.
 
-    Every rank of a data-parallel replica gets the same rows; results live on the last pipeline stage.
+    Every rank of a data-parallel replica gets the same rows, on the host; results live on the last pipeline stage.
     """
 
     def __init__(
@@ -65,6 +66,10 @@ class MegatronPPOActor(BasePPOActor):
         self._replay = RouterReplay(tf_config.num_moe_experts or 0, groups) if is_replayed else None
         self._routing: RoutingRows | None = None  # the routing of the last compute_log_prob (R2)
         self._all_moe_layers = [layer for layer in range(tf_config.num_layers) if tf_config.is_moe_layer(layer)]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.actor_module.parameters()).device
 
     @property
     def is_last_stage(self) -> bool:
@@ -100,7 +105,7 @@ class MegatronPPOActor(BasePPOActor):
         ``max_token_len`` counts the tokens of one rank: with context parallelism a micro-batch has CP times as many.
 
         Returns:
-            fp32 [B, R] on the last pipeline stage, None elsewhere.
+            fp32 [B, R] on the host on the last pipeline stage, None elsewhere.
         """
         temperature = float(data.meta_info["temperature"])
 
@@ -125,21 +130,20 @@ class MegatronPPOActor(BasePPOActor):
             routing=routing,
         )
         if replay is not None and self.config.records_routing:
-            self._routing = RoutingRows.traced(replay, micro_batches, data, self.groups)
+            self._routing = RoutingRows.traced(replay, micro_batches, data, self.groups, self.device)
         if not self.is_last_stage:
             return None
         log_probs_BR = scatter_to_rows(
             [out["log_probs_S"] for out in outputs], micro_batches, data.batch["response_mask"].shape
         )
-        if self.groups.cp.size() > 1:  # each token was scored by one rank, and is zero on the others
-            dist.all_reduce(log_probs_BR, group=self.groups.cp)
-        return log_probs_BR
+        # With context parallelism each token was scored by one rank, and is zero on the others.
+        return reduce_over(log_probs_BR, self.groups.cp, dist.ReduceOp.SUM, self.device)
 
     def update_policy(self, data: DataProto) -> dict[str, float]:
         """``ppo_epochs`` passes over the mini-batches of ``data``; metrics are global on the last stage, else empty."""
         assert self.actor_optimizer is not None, "update_policy needs an optimizer"
         self.actor_module.train()
-        metrics = UpdateMetrics(self.groups)
+        metrics = UpdateMetrics(self.groups, self.device)
         if self._replay is not None and self.config.takes_rollout_routing:
             self._routing, data = self._rollout_routing(data)
         elif self._replay is not None:
@@ -149,7 +153,7 @@ class MegatronPPOActor(BasePPOActor):
             data = with_row_numbers(data)
         corrections: dict[str, float] = {}
         if self.is_last_stage and self.rollout_correction.is_on:
-            data, corrections = corrected(data, self.rollout_correction, self.groups)
+            data, corrections = corrected(data, self.rollout_correction, self.groups, self.device)
         for mini_batch in self.make_minibatch_iterator(data):
             self._update_minibatch(mini_batch, metrics)
         if self.scheduler is not None:
@@ -187,7 +191,9 @@ class MegatronPPOActor(BasePPOActor):
     def _update_minibatch(self, data: DataProto, metrics: UpdateMetrics) -> None:
         assert self.actor_optimizer is not None
         anchors_on_rollout = self.rollout_correction.bypass_mode
-        inputs = LossInputs.from_batch(data, self.config, self.groups, anchors_on_rollout=anchors_on_rollout)
+        inputs = LossInputs.from_batch(
+            data, self.config, self.groups, self.device, anchors_on_rollout=anchors_on_rollout
+        )
         loss = PolicyLoss(self.config, inputs, self.groups.cp if self.groups.cp.size() > 1 else None)
         set_auxiliary_scales(self.actor_module, inputs.num_tokens, inputs.num_response_tokens)
         temperature = float(data.meta_info["temperature"])
@@ -241,6 +247,7 @@ class MegatronPPOActor(BasePPOActor):
             micro_batch_size=micro_batch_size or len(data),
             max_token_len=None if max_token_len is None else max_token_len * cp,
             dp_group=self.groups.dp,
+            device=self.device,
         )
         micro_batches = [
             pack_micro_batch(
@@ -251,7 +258,7 @@ class MegatronPPOActor(BasePPOActor):
                 layout.tensor_model_parallel_size,
                 cp,
                 self.groups.coords.cp,
-            )
+            ).to(self.device)
             for rows in chunks
         ]
         if routing is not None:
@@ -294,6 +301,7 @@ def split_rows(
     micro_batch_size: int,
     max_token_len: int | None,
     dp_group: dist.ProcessGroup,
+    device: torch.device = CPU,
 ) -> list[list[int]]:
     """Row indices of each micro-batch, largest first, so that the i-th ones of all ranks have similar sizes.
 
@@ -303,6 +311,7 @@ def split_rows(
         max_token_len: packed tokens a micro-batch may have; a longer row gets one of its own.
         dp_group: every rank of it gets the same number of micro-batches, because experts are shared across it. A rank
             with fewer rows gets empty ones at the end.
+        device: where the collectives of ``dp_group`` expect tensors.
     """
     lengths = lengths_B.tolist()
     if max_token_len is not None:
@@ -312,7 +321,7 @@ def split_rows(
     else:
         rows = list(range(len(lengths)))
         chunks = [rows[first : first + micro_batch_size] for first in range(0, len(rows), micro_batch_size)]
-    wanted = int(reduce_over(torch.tensor(len(chunks), device=lengths_B.device), dp_group, dist.ReduceOp.MAX))
+    wanted = int(reduce_over(torch.tensor(len(chunks), dtype=torch.int32), dp_group, dist.ReduceOp.MAX, device))
     if max_token_len is not None:
         chunks = split_to(chunks, lengths, wanted)
     chunks.sort(key=lambda chunk: (-sum(lengths[row] for row in chunk), chunk))

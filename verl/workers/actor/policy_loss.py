@@ -14,11 +14,18 @@ from verl.trainer.config import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import get_policy_loss_fn, kl_penalty, token_loss_weights
 from verl.trainer.ppo.policy_losses import SequenceMean
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
-from verl.utils.megatron.packed_batch import PackedMicroBatch
+from verl.utils.megatron.packed_batch import PackedMicroBatch, to_device
 from verl.workers.config import ActorConfig
 
+_BY_TOKEN = (
+    "weights",
+    "advantages",
+    "old_log_probs",
+    "ref_log_prob",
+    "rollout_log_probs",
+    "rollout_is_weights",
+)
 _SUMS = (
-    "tokens",
     "pg_loss",
     "kl_loss",
     "entropy",
@@ -36,7 +43,7 @@ _SUMS = (
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The inputs of the loss for one mini-batch, all fp32 [B, R] of this data-parallel rank's rows.
+    """The inputs of the loss for one mini-batch, all fp32 [B, R] of this data-parallel rank's rows, on the host.
 
     Attributes:
         weights: token weights such that sum(weights * loss) over every rank is the aggregated loss; 0 where a rollout
@@ -65,9 +72,15 @@ class LossInputs:
 
     @classmethod
     def from_batch(
-        cls, data: DataProto, config: ActorConfig, groups: ProcessGroups, *, anchors_on_rollout: bool = False
+        cls,
+        data: DataProto,
+        config: ActorConfig,
+        groups: ProcessGroups,
+        device: torch.device,
+        *,
+        anchors_on_rollout: bool = False,
     ) -> LossInputs:
-        """Reads a mini-batch; the denominators are summed over the data-parallel group.
+        """Reads a mini-batch; the denominators are summed over the data-parallel group, by tensors on ``device``.
 
         Context-parallel ranks hold the same rows, so the denominators are those of whole sequences, counted once.
         Tokens that a rollout correction rejected (column ``kept_mask``) do not count in them.
@@ -76,8 +89,9 @@ class LossInputs:
         response_mask = batch["response_mask"].float()
         mask = batch.get("kept_mask", response_mask)
         counted = (mask, mask.sum(-1) > 0, response_mask, batch["attention_mask"])
-        counts = torch.stack([values.sum().double() for values in counted])
-        num_kept, num_sequences, num_scored, num_tokens = reduce_over(counts, groups.dp, dist.ReduceOp.SUM).tolist()
+        counts = torch.stack([values.sum().int() for values in counted])
+        counts = reduce_over(counts, groups.dp, dist.ReduceOp.SUM, device)
+        num_kept, num_sequences, num_scored, num_tokens = (float(count) for count in counts)
         weights = token_loss_weights(mask, config.loss_agg_mode, num_tokens=num_kept, num_sequences=num_sequences)
         is_last = groups.is_last_stage
         if anchors_on_rollout and is_last and "rollout_log_probs" not in batch:
@@ -94,6 +108,15 @@ class LossInputs:
             num_tokens=max(num_tokens, 1.0),
             num_response_tokens=max(num_scored, 1.0),
         )
+
+    def at(self, micro: PackedMicroBatch, device: torch.device) -> dict[str, Tensor]:
+        """[S] of every input that is there for the scored tokens of ``micro``, by its name; one copy to ``device``."""
+        given = {name: values for name in _BY_TOKEN if (values := getattr(self, name)) is not None}
+        found = {name: values[micro.rows_S, micro.cols_S] for name, values in given.items()}
+        if device.type == "cpu":
+            return found
+        moved = to_device([values.float() for values in found.values()], device)
+        return dict(zip(found, moved.view(len(found), -1), strict=True))
 
 
 class PolicyLoss:
@@ -113,56 +136,57 @@ class PolicyLoss:
         self.policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
 
     def __call__(self, log_probs_S: Tensor, entropy_S: Tensor, micro: PackedMicroBatch) -> tuple[Tensor, dict]:
-        """The scalar loss and fp64 sums for ``UpdateMetrics``."""
-        config, inputs, at = self.config, self.inputs, (micro.rows_S, micro.cols_S)
-        weights_S = inputs.weights[at]
+        """The scalar loss and sums for ``UpdateMetrics``: fp64 on a CPU; accelerators sum in fp32."""
+        config, device = self.config, log_probs_S.device
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        inputs = self.inputs.at(micro, device)
+        weights_S = inputs["weights"]
         # On-policy the ratio is exactly one: the same numbers are used, so two forward passes cannot round differently.
-        old_S = log_probs_S.detach() if inputs.old_log_probs is None else inputs.old_log_probs[at]
-        policy = self.policy_loss(old_S, log_probs_S, inputs.advantages[at], config, self._sequence_mean(micro))
+        old_S = inputs.get("old_log_probs", log_probs_S.detach())
+        policy = self.policy_loss(old_S, log_probs_S, inputs["advantages"], config, self._sequence_mean(micro))
         weighted_S = weights_S * policy.loss
-        if inputs.rollout_is_weights is not None:
-            weighted_S = weighted_S * inputs.rollout_is_weights[at]
+        if "rollout_is_weights" in inputs:
+            weighted_S = weighted_S * inputs["rollout_is_weights"]
         loss = weighted_S.sum()
         sums = {
-            "tokens": log_probs_S.new_tensor(log_probs_S.numel()),
-            "pg_loss": weighted_S.detach().double().sum(),
+            "pg_loss": weighted_S.detach().to(dtype).sum(),
             "entropy": entropy_S.sum(),
             "clipfrac": policy.is_clipped.float().sum(),
             "clipfrac_lower": policy.is_clipped_lower.float().sum(),
             "approx_kl": policy.approx_kl.sum(),
         }
-        if inputs.ref_log_prob is not None:
-            kl_loss = (weights_S * kl_penalty(log_probs_S, inputs.ref_log_prob[at], config.kl_loss_type)).sum()
+        if "ref_log_prob" in inputs:
+            kl_loss = (weights_S * kl_penalty(log_probs_S, inputs["ref_log_prob"], config.kl_loss_type)).sum()
             loss = loss + config.kl_loss_coef * kl_loss
             sums["kl_loss"] = kl_loss
         if config.entropy_coeff:
             loss = loss - config.entropy_coeff * (weights_S * entropy_S).sum()
-        largest = torch.zeros((), dtype=torch.float64, device=log_probs_S.device)
-        if inputs.rollout_log_probs is not None and log_probs_S.numel():
+        largest = zero = torch.zeros((), dtype=dtype, device=device)
+        if "rollout_log_probs" in inputs and log_probs_S.numel():
             # Compare the policy that acted: later updates of the batch move away from it on purpose. In bypass mode
             # its log-probs were not computed.
-            acted_S = log_probs_S.detach() if inputs.anchors_on_rollout else old_S
-            ours, theirs = acted_S.double().exp(), inputs.rollout_log_probs[at].double().exp()
+            acted_S = log_probs_S.detach() if self.inputs.anchors_on_rollout else old_S
+            ours, theirs = acted_S.to(dtype).exp(), inputs["rollout_log_probs"].to(dtype).exp()
             difference = (ours - theirs).abs()
             largest = difference.max()
             sums |= {"prob_diff": difference.sum(), "prob_x": ours.sum(), "prob_y": theirs.sum()}
             sums |= {"prob_xx": (ours * ours).sum(), "prob_yy": (theirs * theirs).sum()}
             sums["prob_xy"] = (ours * theirs).sum()
-        zero = torch.zeros((), dtype=torch.float64, device=log_probs_S.device)
-        packed = torch.stack([sums[name].detach().double() if name in sums else zero for name in _SUMS])
-        return loss, {"sums": packed, "largest": largest, "has_rollout": inputs.rollout_log_probs is not None}
+        packed = torch.stack([sums[name].detach().to(dtype) if name in sums else zero for name in _SUMS])
+        report = {"sums": packed, "largest": largest, "tokens": log_probs_S.numel()}
+        return loss, report | {"has_rollout": self.inputs.rollout_log_probs is not None}
 
     def _sequence_mean(self, micro: PackedMicroBatch) -> SequenceMean:
         """The mean over each row of ``micro``; context-parallel ranks share its tokens, micro-batches do not."""
-        inputs, at = self.inputs, (micro.rows_S, micro.cols_S)
+        rows_S, cols_S = micro.places_2S
 
         def mean(values_S: Tensor) -> Tensor:
-            rows_BR = torch.zeros_like(inputs.weights, dtype=values_S.dtype)
-            rows_BR[at] = values_S.detach()
+            rows_BR = values_S.new_zeros(self.inputs.weights.shape)
+            rows_BR[rows_S, cols_S] = values_S.detach()
             sums_B = rows_BR.sum(-1)
             if self.cp_group is not None:
-                sums_B = reduce_over(sums_B, self.cp_group, dist.ReduceOp.SUM)
-            return (sums_B / inputs.response_lengths.clamp(min=1))[micro.rows_S]
+                sums_B = reduce_over(sums_B, self.cp_group, dist.ReduceOp.SUM, values_S.device)
+            return (sums_B / self.inputs.response_lengths.clamp(min=1).to(values_S.device))[rows_S]
 
         return mean
 
@@ -170,8 +194,9 @@ class PolicyLoss:
 class UpdateMetrics:
     """Adds up what the micro-batches of an update report and turns it into verl's metrics."""
 
-    def __init__(self, groups: ProcessGroups) -> None:
+    def __init__(self, groups: ProcessGroups, device: torch.device) -> None:
         self._groups = groups
+        self._device = device  # of the collectives
         self._outputs: list[dict] = []
         self._grad_norms: list[float] = []
         self._num_skipped = 0
@@ -186,12 +211,15 @@ class UpdateMetrics:
 
     def result(self) -> dict[str, float]:
         """Metrics over all replicas and their context-parallel parts; every rank of the last stage must call it."""
-        sums = torch.stack([out["sums"] for out in self._outputs]).sum(0)
-        largest = torch.stack([out["largest"] for out in self._outputs]).max()
-        sums = reduce_over(sums, self._groups.dp_cp, dist.ReduceOp.SUM)
-        largest = reduce_over(largest, self._groups.dp_cp, dist.ReduceOp.MAX)
+        group, device = self._groups.dp_cp, self._device
+        sums = torch.stack([out["sums"] for out in self._outputs]).cpu().double().sum(0)
+        largest = torch.stack([out["largest"] for out in self._outputs]).cpu().double().max()
+        sums = reduce_over(sums, group, dist.ReduceOp.SUM, device)
+        largest = reduce_over(largest, group, dist.ReduceOp.MAX, device)
+        num_tokens = torch.tensor(sum(out["tokens"] for out in self._outputs), dtype=torch.float64)
+        tokens = max(float(reduce_over(num_tokens, group, dist.ReduceOp.SUM, device)), 1.0)
         total = dict(zip(_SUMS, sums.tolist(), strict=True))
-        tokens, steps = max(total["tokens"], 1.0), max(len(self._grad_norms), 1)
+        steps = max(len(self._grad_norms), 1)
         metrics = {
             "actor/pg_loss": total["pg_loss"] / steps,
             "actor/kl_loss": total["kl_loss"] / steps,
@@ -212,28 +240,34 @@ class UpdateMetrics:
         return metrics
 
 
-def reduce_over(values: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> Tensor:
-    """``values`` summed or maximised over ``group``; every rank of it must call."""
+def reduce_over(values: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType, device: torch.device) -> Tensor:
+    """``values`` summed or maximised over ``group``, where they were; every rank of it must call.
+
+    ``device`` is where the group's collectives expect tensors.
+    """
     if group.size() == 1:
         return values
+    moved = values.to(device)
     # NPU-ADAPTATION(hccl-no-float64): HCCL reduces no float64, but gathers it, and metrics are few numbers;
     # drop when HCCL's all-reduce takes float64.
     if values.dtype == torch.float64:
-        everyone = [torch.empty_like(values) for _ in range(group.size())]
-        dist.all_gather(everyone, values, group=group)
-        return torch.stack(everyone).amax(0) if op == dist.ReduceOp.MAX else torch.stack(everyone).sum(0)
+        everyone = moved.new_empty(group.size(), *values.shape)
+        dist.all_gather(list(everyone), moved, group=group)
+        everyone = everyone.cpu()
+        return (everyone.amax(0) if op == dist.ReduceOp.MAX else everyone.sum(0)).to(values.device)
     # NPU-ADAPTATION END
-    dist.all_reduce(values, op=op, group=group)
-    return values
+    dist.all_reduce(moved, op=op, group=group)
+    return moved.to(values.device)
 
 
 def corrected(
-    data: DataProto, config: RolloutCorrectionConfig, groups: ProcessGroups
+    data: DataProto, config: RolloutCorrectionConfig, groups: ProcessGroups, device: torch.device
 ) -> tuple[DataProto, dict[str, float]]:
     """``data`` with ``rollout_is_weights`` (where requested) and ``kept_mask`` [B, R], and metrics of the whole batch.
 
     Collective over the data-parallel ranks of the last stage. Rows are whole there, on every context-parallel rank, so
-    that no level depends on how they are packed. Computed on the host: fp64 sums of a few numbers per token.
+    that no level depends on how they are packed. Computed on the host: fp64 sums of a few numbers per token. ``device``
+    is where collectives expect tensors.
 
     Raises:
         ValueError: old or rollout log-probs are missing.
@@ -242,16 +276,15 @@ def corrected(
     missing = [name for name in names if name not in data.batch]
     if missing:
         raise ValueError(f"algorithm.rollout_correction: the batch has no {' and no '.join(missing)}")
-    device = data.batch["response_mask"].device
 
     def over_ranks(sums: Tensor) -> Tensor:
-        return reduce_over(sums.to(device), groups.dp, dist.ReduceOp.SUM).cpu()
+        return reduce_over(sums, groups.dp, dist.ReduceOp.SUM, device)
 
-    old, rollout, mask = (data.batch[name].cpu() for name in names)
+    old, rollout, mask = (data.batch[name] for name in names)
     weights, kept, metrics = compute_rollout_correction_and_rejection_mask(old, rollout, mask, config, over_ranks)
-    columns = dict(data.batch.items()) | {"kept_mask": kept.to(device)}
+    columns = dict(data.batch.items()) | {"kept_mask": kept}
     if weights is not None:
-        columns["rollout_is_weights"] = weights.to(device)
+        columns["rollout_is_weights"] = weights
     return DataProto.from_dict(columns, data.non_tensor_batch, data.meta_info), metrics
 
 

@@ -40,9 +40,13 @@ class RoutingRows:
 
     @staticmethod
     def traced(
-        replay: RouterReplay, micro_batches: Sequence[PackedMicroBatch], data: DataProto, groups: ProcessGroups
+        replay: RouterReplay,
+        micro_batches: Sequence[PackedMicroBatch],
+        data: DataProto,
+        groups: ProcessGroups,
+        device: torch.device,
     ) -> RoutingRows:
-        """Collects the traces of the micro-batches of ``data``; collective over tp and cp of each stage."""
+        """Collects the traces of the micro-batches of ``data``; collective over tp and cp, on ``device``."""
         choices_BLMK: Tensor | None = None
         layers: tuple[int, ...] = ()
         num_rows, num_cols = data.batch["input_ids"].shape
@@ -54,11 +58,11 @@ class RoutingRows:
                 num_experts_of_token = next(iter(chosen.values())).shape[1] if chosen else 0
                 shape = (num_rows, num_cols, len(chosen), num_experts_of_token)
                 choices_BLMK = torch.zeros(shape, dtype=replay.dtype)
-            rows, cols = micro.token_rows_N.cpu(), micro.token_cols_N.cpu()
             for index, layer in enumerate(layers):
-                choices_BLMK[rows, cols, index] = chosen[layer][micro.token_positions_N].cpu()
+                traced = chosen[layer].cpu()[micro.token_positions_N]
+                choices_BLMK[micro.token_rows_N, micro.token_cols_N, index] = traced
         assert choices_BLMK is not None, "a pass has at least one micro-batch"
-        _sum_over_context_parts(choices_BLMK, groups, data.batch["input_ids"].device)
+        _sum_over_context_parts(choices_BLMK, groups, device)
         return RoutingRows(choices_BLMK, layers, _fingerprints(data))
 
     @staticmethod
@@ -73,14 +77,14 @@ class RoutingRows:
                 f"router replay R3: the batch has no column {FROM_ROLLOUT!r}; set "
                 "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
             )
-        choices_BLMK = data.batch[FROM_ROLLOUT].cpu()
+        choices_BLMK = data.batch[FROM_ROLLOUT]
         if choices_BLMK.size(2) == len(all_layers):
             choices_BLMK = choices_BLMK[:, :, [all_layers.index(layer) for layer in layers]]
         elif choices_BLMK.size(2) != len(layers):
             raise ValueError(
                 f"router replay R3: the rollout has {choices_BLMK.size(2)} MoE layers, the actor {len(all_layers)}"
             )
-        is_real_BL = data.batch["attention_mask"].cpu().bool()
+        is_real_BL = data.batch["attention_mask"].bool()
         columns_L = torch.arange(is_real_BL.size(1))
         last_B1 = torch.where(is_real_BL, columns_L, -1).amax(-1, keepdim=True)
         return RoutingRows(choices_BLMK, tuple(layers), _fingerprints(data), is_real_BL & (columns_L < last_B1))
@@ -96,8 +100,8 @@ class RoutingRows:
 
     def replayed(self, replay: RouterReplay, micro: PackedMicroBatch, data: DataProto) -> MicroBatchRouting:
         """The choices of the tokens of ``micro``, which was packed from ``data``; padding is routed by the gate."""
-        rows = data.batch[ROW].cpu()[micro.token_rows_N.cpu()]
-        cols, places = micro.token_cols_N.cpu(), micro.token_positions_N.cpu()
+        rows = data.batch[ROW][micro.token_rows_N]
+        cols, places = micro.token_cols_N, micro.token_positions_N
         is_known_T = torch.zeros(micro.num_tokens, dtype=torch.bool)
         is_known_T[places] = True if self.is_known_BL is None else self.is_known_BL[rows, cols]
         choices = {}
@@ -109,13 +113,13 @@ class RoutingRows:
 
 def with_row_numbers(data: DataProto) -> DataProto:
     """``data`` with the column ``ROW`` in place of the choices, so that mini-batches find their rows again."""
-    numbers = torch.arange(len(data), device=data.batch["input_ids"].device)
+    numbers = torch.arange(len(data))
     columns = {name: column for name, column in data.batch.items() if name != FROM_ROLLOUT}
     return DataProto.from_dict({**columns, ROW: numbers}, data.non_tensor_batch, data.meta_info)
 
 
 def _fingerprints(data: DataProto) -> Tensor:
-    ids_BL = data.batch["input_ids"].cpu() * data.batch["attention_mask"].cpu()
+    ids_BL = data.batch["input_ids"] * data.batch["attention_mask"]
     generator = torch.Generator().manual_seed(0)
     return (ids_BL * torch.randint(1, 1 << 40, (ids_BL.size(1),), generator=generator)).sum(-1)
 
