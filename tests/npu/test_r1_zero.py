@@ -122,7 +122,7 @@ def assert_native(said: str, kernels: Path) -> None:
         assert set(implementations) == set(reference)
         for name, kind in implementations.items():
             assert f"{name}={kind}" in said or f"{name} {kind}" in " ".join(said.split()), f"{name} is not in the log"
-    workers = [set(path.read_text(encoding="utf-8").split()) for path in kernels.iterdir()]
+    workers = [set(path.read_text(encoding="utf-8").split()) for path in kernels.glob("*.txt")]
     trained = [ran for ran in workers if "aten::_fused_adamw_" in ran]
     assert len(trained) == 2, f"{len(trained)} processes ran the optimizer's kernel"
     for ran in trained:

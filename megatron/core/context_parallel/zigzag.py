@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import async_h2d
 
 
 def padded_length(length: int, cp_size: int) -> int:
@@ -94,22 +95,22 @@ class ContextShard:
     @cached_property
     def first_rows(self) -> Tensor:
         """This rank's rows [t/2] of the first chunks."""
-        return self._is_first.nonzero().flatten().to(self.device)
+        return async_h2d(self._is_first.nonzero().flatten(), self.device)
 
     @cached_property
     def second_rows(self) -> Tensor:
         """This rank's rows [t/2] of the second chunks."""
-        return (~self._is_first).nonzero().flatten().to(self.device)
+        return async_h2d((~self._is_first).nonzero().flatten(), self.device)
 
     @cached_property
     def gathered_rows(self) -> Tensor:
         """Row of every token [T] in the concatenation of all ranks' tokens."""
-        return self._gathered_rows.to(self.device)
+        return async_h2d(self._gathered_rows, self.device)
 
     @cached_property
     def gathered_order(self) -> Tensor:
         """The packed order's token [T] of every row in the concatenation of all ranks' tokens."""
-        return self._gathered_rows.argsort().to(self.device)
+        return async_h2d(self._gathered_rows.argsort(), self.device)
 
     @cached_property
     def keys_of_first(self) -> tuple[Tensor, Tensor]:
@@ -126,7 +127,7 @@ class ContextShard:
         bounds = self.half * num_chunks
         lengths = bounds.diff().long()
         shift = torch.repeat_interleave((self.whole - bounds)[:-1].long(), lengths, output_size=int(bounds[-1]))
-        return self._gathered_rows[torch.arange(len(shift)) + shift].to(self.device), bounds
+        return async_h2d(self._gathered_rows[torch.arange(len(shift)) + shift], self.device), bounds
 
     @cached_property
     def _gathered_rows(self) -> Tensor:

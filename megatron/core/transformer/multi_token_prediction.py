@@ -24,6 +24,7 @@ from megatron.core.transformer.moe.router import without_counting
 from megatron.core.transformer.norm import RMSNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import async_h2d
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -165,8 +166,8 @@ class _TokensAhead:
     def ahead(self, values_T: Tensor, distance: int) -> tuple[Tensor, Tensor]:
         """Return values_T ``distance`` tokens ahead (0 without one), and bool [T]: there is a token, not padding."""
         target_T = self.places_T + distance
-        exists_T = (target_T < self.ends_T).to(self.device)
-        index_T = torch.minimum(target_T, self.ends_T - 1).to(self.device)
+        exists_T = async_h2d(target_T < self.ends_T, self.device)
+        index_T = async_h2d(torch.minimum(target_T, self.ends_T - 1), self.device)
         if self.is_padding is not None:
             exists_T = exists_T & ~self.is_padding[index_T]
         return self._gather(values_T)[index_T].masked_fill(~exists_T, 0), exists_T

@@ -52,6 +52,27 @@ def calls() -> Counter[str]:
     return Counter({name: int(times) for name, times in lines})
 
 
+class TypedCall(NamedTuple):
+    """An op of one phase: ``types`` are its tensors', results after an arrow; " async" after a copy without waiting.
+
+    ``host:``, ``pinned:`` and, for a single number, ``scalar:`` mark tensors of the host. A phase's own line, whose
+    ``op`` is empty, says how often the phase came.
+    """
+
+    phase: str  # names of the open torch.profiler.record_function, outermost first, joined by slashes
+    op: str
+    types: str
+    times: int
+
+
+def typed_calls() -> list[TypedCall]:
+    """The same calls by phase and by types of tensors, without what a Python reference replays in a graph."""
+    import torch
+
+    lines = (line.split("\t") for line in torch.ops.npusim.typed_calls().splitlines())
+    return [TypedCall(phase, op, types, int(times)) for phase, op, types, times in lines]
+
+
 def reset_calls() -> None:
     """Starts `calls` again from nothing."""
     import torch

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.core.context_parallel import zigzag_indices
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.router_replay import MicroBatchRouting
+from megatron.core.utils import async_h2d
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class PackedMicroBatch:
         is_padding_T = () if params.is_padding_T is None else (params.is_padding_T.long(),)
         tokens = (self.input_ids_T, self.position_ids_T, self.labels_T, *is_padding_T)
         parts = (self.places_2S.flatten(), self.positions_S, *tokens)
-        moved = to_device(parts, device).split([len(part) for part in parts])
+        moved = async_h2d(torch.cat(parts), device).split([len(part) for part in parts])
         places, positions_S, ids_T, position_ids_T, labels_T, *padding = moved
         return replace(
             self,
@@ -77,12 +78,6 @@ class PackedMicroBatch:
     def with_routing(self, routing: MicroBatchRouting) -> PackedMicroBatch:
         """The same tokens, whose experts ``routing`` traces or replays."""
         return replace(self, packed_seq_params=replace(self.packed_seq_params, routing=routing))
-
-
-def to_device(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Vectors of one dtype on the host, one after another on ``device``; the host goes on while they are copied."""
-    pinned = torch.empty(sum(len(part) for part in parts), dtype=parts[0].dtype, pin_memory=True)
-    return torch.cat(list(parts), out=pinned).to(device, non_blocking=True)
 
 
 def padded_lengths(lengths: Tensor, cp_size: int) -> Tensor:

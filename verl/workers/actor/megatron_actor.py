@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel, ModelChunks
@@ -210,17 +211,19 @@ class MegatronPPOActor(BasePPOActor):
         if replay is not None and traced is not None:
             routing = functools.partial(traced.replayed, replay, data=data)
         self.actor_optimizer.zero_grad()
-        outputs, _ = self.forward_backward_batch(
-            data,
-            policy_loss,
-            forward_only=False,
-            micro_batch_size=self.config.ppo_micro_batch_size_per_gpu,
-            max_token_len=self.config.ppo_max_token_len_per_gpu if self.config.use_dynamic_bsz else None,
-            routing=routing,
-        )
+        with record_function("forward_backward"):
+            outputs, _ = self.forward_backward_batch(
+                data,
+                policy_loss,
+                forward_only=False,
+                micro_batch_size=self.config.ppo_micro_batch_size_per_gpu,
+                max_token_len=self.config.ppo_max_token_len_per_gpu if self.config.use_dynamic_bsz else None,
+                routing=routing,
+            )
         assert isinstance(self.actor_module, DistributedDataParallel)
-        finalize_model_grads(self.actor_module, self.groups)
-        has_stepped, grad_norm, _ = self.actor_optimizer.step()
+        with record_function("optimizer_step"):
+            finalize_model_grads(self.actor_module, self.groups)
+            has_stepped, grad_norm, _ = self.actor_optimizer.step()
         metrics.add(outputs, grad_norm, self.actor_optimizer.param_groups[0]["lr"], has_stepped)
 
     def forward_backward_batch(

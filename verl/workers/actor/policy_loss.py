@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.parallel_state import ProcessGroups
+from megatron.core.utils import async_h2d
 from verl.protocol import DataProto
 from verl.trainer.config import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import get_policy_loss_fn, kl_penalty, token_loss_weights
 from verl.trainer.ppo.policy_losses import SequenceMean
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
-from verl.utils.megatron.packed_batch import PackedMicroBatch, to_device
+from verl.utils.megatron.packed_batch import PackedMicroBatch
 from verl.workers.config import ActorConfig
 
 _BY_TOKEN = (
@@ -115,8 +116,8 @@ class LossInputs:
         found = {name: values[micro.rows_S, micro.cols_S] for name, values in given.items()}
         if device.type == "cpu":
             return found
-        moved = to_device([values.float() for values in found.values()], device)
-        return dict(zip(found, moved.view(len(found), -1), strict=True))
+        moved = async_h2d(torch.stack([values.float() for values in found.values()]), device)
+        return dict(zip(found, moved, strict=True))
 
 
 class PolicyLoss:

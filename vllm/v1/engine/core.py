@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.profiler import record_function
 
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import ParallelState
@@ -46,11 +47,13 @@ class EngineCore:
         if not exchange.is_anyone_busy:
             self.worker.runner.batch.update(step)  # the rows of requests that have left are free
             return [], False
-        output = self.worker.execute(step, exchange)
+        with record_function("decode" if step.is_decode_only else "prefill"):
+            output = self.worker.execute(step, exchange)
+            token_ids = output.token_ids.tolist()
         self.num_steps += 1
         if output.top is not None:
             self._record_top(step, output.top)
-        finished = self.scheduler.update_from_output(step, output.token_ids.tolist(), output.logprobs)
+        finished = self.scheduler.update_from_output(step, token_ids, output.logprobs)
         if self.worker.keeps_routed_experts:
             for request in finished:  # their blocks are free, but hold what they held until the next step
                 request.routed_experts = self.worker.routed_experts(request.request_id)

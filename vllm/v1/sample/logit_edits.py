@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm.ops.contract import LogitEdits
+from vllm.utils import async_tensor_h2d
 from vllm.v1.request import Request
 from vllm.v1.sample.extras import NO_EXTRAS, SamplingExtras
 
@@ -118,7 +119,7 @@ def gather_bans(
     banned_BW = torch.zeros(num_rows, vocab_size, dtype=torch.bool, device=device)
     for index, ids in allowed:
         banned_BW[index] = True
-        banned_BW[index, torch.from_numpy(ids).to(device)] = False
+        banned_BW[index, async_tensor_h2d(ids, device)] = False
     if places:
-        banned_BW.view(-1)[torch.tensor(places, device=device)] = True
+        banned_BW.view(-1)[async_tensor_h2d(np.array(places), device)] = True
     return banned_BW

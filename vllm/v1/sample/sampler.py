@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, int64
 
 from vllm.ops.contract import RolloutOps, SampledTokens, SamplingBatch
+from vllm.utils import async_tensor_h2d
 from vllm.v1.request import Request, TopLogprobs
 from vllm.v1.sample.logit_edits import gather_bans, gather_edits
 from vllm.v1.sample.rng import position_keys, splitmix64, vocab_keys
@@ -104,7 +105,7 @@ class Sampler:
         settings.banned_BW = gather_bans(edited, len(rows), self.vocab_size, self.device)
 
     def _send(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        return async_tensor_h2d(array, self.device)
 
 
 def _top(sampled: SampledTokens) -> list[TopLogprobs] | None:

@@ -17,6 +17,7 @@ from vllm.distributed.parallel_state import StepExchange
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps
+from vllm.utils import async_tensor_h2d
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.sample.sampler import Sampler, SamplerOutput, score_prompts
 from vllm.v1.worker.decode_graphs import DecodeGraphs
@@ -132,7 +133,7 @@ class ModelRunner:
         return self._send(self.batch.block_table[rows, :width])
 
     def _send(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+        return async_tensor_h2d(array, self.device)
 
 
 def _as_they_are(rows: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import async_h2d
 
 # Names of the values in the log, as upstream has them.
 NAMES = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")
@@ -163,7 +164,7 @@ class TokenRows:
             lengths_B = params.cu_seqlens.cpu().diff().long() // groups.cp.size()
             num_sequences = lengths_B.numel()
             sequence_T = torch.arange(num_sequences).repeat_interleave(lengths_B)[mine]
-        return TokenRows(sequence_T.to(device), num_sequences, is_real_T, params.is_padding_T is not None)
+        return TokenRows(async_h2d(sequence_T, device), num_sequences, is_real_T, params.is_padding_T is not None)
 
 
 def collect_moe_aux_losses(model: nn.Module, groups: ProcessGroups) -> dict[str, dict[int, float]]:

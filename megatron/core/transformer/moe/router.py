@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.layers import linear, set_tensor_model_parall
 from megatron.core.tensor_parallel.weight_init import WeightInit
 from megatron.core.transformer.moe.aux_loss import AuxLossScaler, MoEAuxLosses, TokenRows
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import async_h2d
 
 GATE_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
@@ -92,7 +93,7 @@ class TopKRouter(nn.Module):
                 f"router replay of layer {self.global_layer}: choices of shape {tuple(chosen_TK.shape)} (tokens, "
                 f"experts of each) for a pass with {expected}; it must be the same micro-batch in the same layout"
             )
-        return chosen_TK.to(logits_TE.device)
+        return async_h2d(chosen_TK, logits_TE.device)
 
     def _route(self, logits_TE: Tensor, chosen_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
         config = self.config

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core.parallel_state import ProcessGroups
 from megatron.core.tensor_parallel import collectives
+from megatron.core.utils import async_h2d
 
 
 class MicroBatchRouting:
@@ -52,8 +53,9 @@ class MicroBatchRouting:
             chosen_TK = self._rows(self._given[global_layer]).long()
         else:
             own_TK = pick()
-            given_TK = self._rows(self._given[global_layer]).to(own_TK)
-            chosen_TK = torch.where(self._rows(self._is_known_T).to(own_TK.device).unsqueeze(1), given_TK, own_TK)
+            given_TK = async_h2d(self._rows(self._given[global_layer]), own_TK.device).to(own_TK.dtype)
+            is_known_T = async_h2d(self._rows(self._is_known_T), own_TK.device)
+            chosen_TK = torch.where(is_known_T.unsqueeze(1), given_TK, own_TK)
         self._made[global_layer] = chosen_TK.to(self._dtype)
         return chosen_TK
 

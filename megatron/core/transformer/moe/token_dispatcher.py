@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import collectives
 from megatron.core.tensor_parallel.mappings import Exchange
 from megatron.core.transformer.moe.expert_load import ExpertLoad
 from megatron.core.transformer.moe.uneven_rows import gather_rows, reduce_scatter_rows
+from megatron.core.utils import async_h2d
 
 
 class Dispatch(Protocol):
@@ -133,7 +134,7 @@ class _AlltoAllDispatch:
     def _local_experts(self, device: torch.device) -> Tensor:
         """Local expert of every row, [rows, 1]: rows come by expert-TP rank, source rank and, within it, by expert."""
         experts = torch.arange(self.counts_TSL.shape[-1]).expand(self.counts_TSL.shape).flatten()
-        return experts.repeat_interleave(self.counts_TSL.flatten()).unsqueeze(1).to(device)
+        return async_h2d(experts.repeat_interleave(self.counts_TSL.flatten()).unsqueeze(1), device)
 
 
 class MoEAllGatherTokenDispatcher:

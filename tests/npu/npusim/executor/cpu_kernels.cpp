@@ -7,6 +7,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
 #include <torch/library.h>
 
 #include <map>
@@ -65,6 +66,79 @@ void write_down(const std::string& name) {  // for processes that end without a 
 void count(const std::string& name) {
     std::lock_guard<std::mutex> lock(calls_mutex);
     if (calls[name]++ == 0) write_down(name);
+}
+
+// ---- the same by phase and by the types of an op's tensors, for a table of what each costs on a die
+struct TypedCalls {
+    std::mutex mutex;
+    std::vector<std::string> phases;  // of torch.profiler.record_function, the innermost last
+    std::map<std::string, int64_t> calls;  // "phase/inner phase<TAB>op<TAB>types"
+};
+TypedCalls& typed() {
+    static auto* one = new TypedCalls;
+    return *one;
+}
+std::string type_of(const at::Tensor& t) {
+    const std::string dtype = c10::toString(t.scalar_type());
+    if (on_npu(t)) return dtype;
+    return (t.dim() == 0 ? "scalar:" : t.is_pinned() ? "pinned:" : "host:") + dtype;
+}
+// Types of a stack's last `number` values: "Float,Long" of the tensors, "None" where there is none.
+template <class Values>
+std::string types_of(const Values& stack, size_t number) {
+    std::string types;
+    auto add = [&](const at::Tensor& t) { types += (types.empty() ? "" : ",") + (t.defined() ? type_of(t) : "None"); };
+    for (size_t i = stack.size() - number; i < stack.size(); i++) {
+        const IValue& v = stack[i];
+        if (v.isTensor()) add(v.toTensor());
+        if (v.isTensorList())
+            for (at::Tensor t : v.toTensorList()) add(t);
+        if (v.isOptionalTensorList())
+            for (std::optional<at::Tensor> t : v.toOptionalTensorList())
+                if (t.has_value()) add(*t);
+    }
+    return types;
+}
+void count_locked(TypedCalls& all, const std::string& name, const std::string& types) {
+    std::string key;
+    for (const auto& phase : all.phases) key += (key.empty() ? "" : "/") + phase;
+    all.calls[key + "\t" + name + "\t" + types]++;
+}
+void count_typed(const std::string& name, const std::string& types) {
+    std::lock_guard<std::mutex> lock(typed().mutex);
+    count_locked(typed(), name, types);
+}
+std::string lines_of(const TypedCalls& all) {
+    std::string text;
+    for (const auto& [key, times] : all.calls) text += key + "\t" + std::to_string(times) + "\n";
+    return text;
+}
+void write_phases_down(const TypedCalls& all) {
+    static const char* folder = getenv("FAKE_NPU_CALLS_DIR");
+    if (!folder || !*folder) return;
+    const std::string path = std::string(folder) + "/" + std::to_string(getpid()) + ".phases", fresh = path + ".new";
+    if (FILE* file = fopen(fresh.c_str(), "w")) {
+        fputs(lines_of(all).c_str(), file);
+        fclose(file);
+        rename(fresh.c_str(), path.c_str());
+    }
+}
+std::unique_ptr<at::ObserverContext> enter_phase(const at::RecordFunction& range) {
+    std::lock_guard<std::mutex> lock(typed().mutex);
+    typed().phases.push_back(range.name());
+    count_locked(typed(), "", "");  // how often the phase itself came
+    return nullptr;
+}
+void leave_phase(const at::RecordFunction& range, at::ObserverContext*) {
+    std::lock_guard<std::mutex> lock(typed().mutex);
+    auto& phases = typed().phases;
+    const auto last = std::find(phases.rbegin(), phases.rend(), std::string(range.name()));
+    if (last != phases.rend()) phases.erase(std::next(last).base());
+    if (phases.empty()) write_phases_down(typed());
+}
+std::string report_typed_calls() {
+    std::lock_guard<std::mutex> lock(typed().mutex);
+    return lines_of(typed());
 }
 
 // ---- patterns that show the use of memory that nobody wrote: NaN in floats, -1 in integers
@@ -282,8 +356,9 @@ void refuse_what_cannot_be_captured(const c10::OperatorHandle& op, const Call& c
 class RecordedCall {
   public:
     // `stack` holds the CPU aliases that the call is about to run on.
-    RecordedCall(const c10::OperatorHandle& op, const Call& call, const Stack& stack, size_t first, at::Generator generator)
-        : op_(op), name_(full_name(op)), generator_(std::move(generator)) {
+    RecordedCall(const c10::OperatorHandle& op, const Call& call, const Stack& stack, size_t first, at::Generator generator,
+                 std::string types)
+        : op_(op), name_(full_name(op)), types_(std::move(types)), generator_(std::move(generator)) {
         const auto& arguments = op.schema().arguments();
         for (size_t i = 0; i < arguments.size(); i++) {
             const IValue& argument = stack[first + i];
@@ -327,6 +402,7 @@ class RecordedCall {
             for (const auto& result : results_)
                 if (result.defined()) check_is_live(result);
             count(name_);
+            count_typed(name_, types_);
             Stack stack(inputs_);
             call_below_autograd(op_, &stack, generator_);
             size_t next = 0;
@@ -364,7 +440,7 @@ class RecordedCall {
     }
 
     c10::OperatorHandle op_;
-    std::string name_;
+    std::string name_, types_;
     at::Generator generator_;
     Stack inputs_;
     std::vector<at::Tensor> results_;
@@ -372,12 +448,27 @@ class RecordedCall {
 };
 
 // ---- the kernel that stands for every aten kernel of the backend
+bool is_in_place(const c10::OperatorHandle& op) {
+    const auto& results = op.schema().returns();
+    return !results.empty() && results[0].alias_info() && results[0].alias_info()->isWrite();
+}
+// Whether the host goes on while a copy between it and the device is under way.
+bool copies_without_waiting(const c10::OperatorHandle& op, const Stack& stack, size_t first, const Call& call) {
+    const auto& arguments = op.schema().arguments();
+    for (size_t i = 0; i < arguments.size(); i++)
+        if (arguments[i].name() == "non_blocking" && stack[first + i].isBool() && stack[first + i].toBool())
+            return !call.cpu_tensors().empty() &&
+                   std::all_of(call.cpu_tensors().begin(), call.cpu_tensors().end(), [](const auto& t) { return t.is_pinned(); });
+    return false;
+}
 void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     count(full_name(op));
+    std::string types = types_of(*stack, op.schema().arguments().size());
     Call call(op.schema().name());
     const size_t first = stack->size() - op.schema().arguments().size();
     for (size_t i = first; i < stack->size(); i++) (*stack)[i] = call.to_cpu((*stack)[i]);
     call.check_devices();
+    const bool is_asynchronous = call.crosses_devices() && copies_without_waiting(op, *stack, first, call);
     const bool is_random = op.hasTag(at::Tag::nondeterministic_seeded);
     const at::Generator generator = is_random ? call.generator() : at::Generator();
 
@@ -385,12 +476,15 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack
     check_order(op.schema().name());
     if (npusim_is_capturing()) {
         refuse_what_cannot_be_captured(op, call, *stack, first);
-        recorded = std::make_unique<RecordedCall>(op, call, *stack, first, generator);
+        recorded = std::make_unique<RecordedCall>(op, call, *stack, first, generator, types);
     }
     call_below_autograd(op, stack, generator);
     call.follow_resizes();
-    for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); i++)
-        (*stack)[i] = call.to_device((*stack)[i]);
+    const size_t num_results = op.schema().returns().size();
+    for (size_t i = stack->size() - num_results; i < stack->size(); i++) (*stack)[i] = call.to_device((*stack)[i]);
+    if (!is_in_place(op)) types += "->" + types_of(*stack, num_results);
+    if (is_asynchronous) types += " async";
+    count_typed(full_name(op), types);
     if (recorded) {
         recorded->set_results(call.new_results());
         npusim_record(recorded.release()->as_task());
@@ -410,9 +504,12 @@ class HostKernel : public c10::OperatorKernel {
             return;
         }
         count(name_);
+        std::string types = types_of(*stack, op.schema().arguments().size());
         const char* before = npusim_current_op(name_.c_str());
         try {
             original_.callBoxed(op, keys, stack);
+            if (!is_in_place(op)) types += "->" + types_of(*stack, op.schema().returns().size());
+            count_typed(name_, types);
         } catch (...) {
             npusim_current_op(before);
             throw;
@@ -444,6 +541,7 @@ torch::Library& library(const char* name_space) {
 }
 
 int64_t install() {
+    at::addGlobalCallback(at::RecordFunctionCallback(&enter_phase, &leave_phase).scopes({at::RecordScope::USER_SCOPE}));
     auto& dispatcher = c10::Dispatcher::singleton();
     auto& aten = library("aten");
     auto& npu = library("npu");
@@ -477,6 +575,8 @@ std::string report_calls() {
 void reset_calls() {
     std::lock_guard<std::mutex> lock(calls_mutex);
     calls.clear();
+    std::lock_guard<std::mutex> typed_lock(typed().mutex);
+    typed().calls.clear();
 }
 void count_call(std::string name) { count(name); }
 
@@ -488,6 +588,7 @@ TORCH_LIBRARY(npusim, m) {
     m.def("poison(Tensor(a!) t) -> ()");
     m.def("install() -> int", &install);
     m.def("calls() -> str", &report_calls);
+    m.def("typed_calls() -> str", &report_typed_calls);
     m.def("reset_calls() -> ()", &reset_calls);
     m.def("count_call(str name) -> ()", &count_call);
     m.def("check_order(str op) -> ()", &check_order);
