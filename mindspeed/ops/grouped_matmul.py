@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.utils import async_h2d
+
 # Codes of npu_grouped_matmul.
 SPLIT_ROWS, SPLIT_INNER = 0, 2  # group_type: groups are runs of x's rows, or of the contracted dimension
 ONE_OUTPUT = 3  # split_item
@@ -19,7 +21,7 @@ COUNTS = 1  # group_list_type: rows per group, not running ends
 
 def grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """See ``megatron.core.ops.contract.GroupedMatmul``."""
-    counts = tokens_per_expert.to(device=x.device, dtype=torch.int64)
+    counts = async_h2d(tokens_per_expert, x.device).to(torch.int64)
     out: Tensor = _GroupedMatmul.apply(x, w, counts)
     return out
 

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from vllm.config import ParallelConfig
+from vllm.utils import async_tensor_h2d
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 GroupOptions = Callable[[str], Any]
@@ -91,7 +93,7 @@ class ParallelState:
         """Exchange the facts about the next step with the other replicas; one small all-gather."""
         if not self.config.steps_in_lockstep:
             return StepExchange([num_tokens], has_unfinished, is_decode_only)
-        mine = torch.tensor([num_tokens, has_unfinished, is_decode_only], dtype=torch.int64, device=device)
+        mine = async_tensor_h2d(np.array([num_tokens, has_unfinished, is_decode_only], dtype=np.int32), device)
         counts, unfinished, decode_only = self.dp.all_gather(mine).T.tolist()
         return StepExchange(counts, any(unfinished), all(decode_only))
 
@@ -99,7 +101,7 @@ class ParallelState:
         """Whether the flag is set on any rank that generates together with this one: TP ranks, and replicas that share
         experts or requests. All of them must call it.
         """
-        flags = self.tp.all_gather(torch.tensor([flag], dtype=torch.int64, device=device))
+        flags = self.tp.all_gather(async_tensor_h2d(np.array([flag], dtype=np.int32), device))
         if self.config.steps_in_lockstep or self.config.rebalance_steps:
             flags = self.dp.all_gather(flags)
         return bool(flags.any())

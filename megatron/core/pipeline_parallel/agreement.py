@@ -16,6 +16,7 @@ from megatron.core.parallel_state import ProcessGroups
 from megatron.core.pipeline_parallel.p2p_communication import Shape
 from megatron.core.tensor_parallel.collectives import all_gather
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import async_h2d
 
 MAX_SHOWN = 4
 
@@ -107,7 +108,7 @@ def _exchange(groups: ProcessGroups, device: torch.device, own: tuple[int, ...],
     axes = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
     if groups.world.size() == 1 or not (is_mean or any(getattr(layout, f"{a}_parallel_size") > 1 for a in axes)):
         return None
-    table, _ = all_gather(torch.tensor([own], dtype=torch.int64, device=device), groups.world)
+    table, _ = all_gather(async_h2d(torch.tensor([own], dtype=torch.int64), device), groups.world)
     return table.cpu()
 
 

@@ -53,7 +53,8 @@ def calls() -> Counter[str]:
 
 
 class TypedCall(NamedTuple):
-    """An op of one phase: ``types`` are its tensors', results after an arrow; " async" after a copy without waiting.
+    """An op of one phase: ``types`` are its tensors', results after an arrow; " async" after a copy without
+    waiting, " sized" where the caller gave the size of the result.
 
     ``host:``, ``pinned:`` and, for a single number, ``scalar:`` mark tensors of the host. A phase's own line, whose
     ``op`` is empty, says how often the phase came.

@@ -248,15 +248,16 @@ def reduce_over(values: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedO
     """
     if group.size() == 1:
         return values
-    moved = values.to(device)
     # NPU-ADAPTATION(hccl-no-float64): HCCL reduces no float64, but gathers it, and metrics are few numbers;
     # drop when HCCL's all-reduce takes float64.
     if values.dtype == torch.float64:
-        everyone = moved.new_empty(group.size(), *values.shape)
-        dist.all_gather(list(everyone), moved, group=group)
-        everyone = everyone.cpu()
+        mine = async_h2d(values.cpu().reshape(-1).view(torch.int32), device)  # no op of the device sees a float64
+        gathered = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(gathered, mine, group=group)
+        everyone = torch.cat(gathered).cpu().view(torch.float64).view(group.size(), *values.shape)
         return (everyone.amax(0) if op == dist.ReduceOp.MAX else everyone.sum(0)).to(values.device)
     # NPU-ADAPTATION END
+    moved = async_h2d(values, device)
     dist.all_reduce(moved, op=op, group=group)
     return moved.to(values.device)
 

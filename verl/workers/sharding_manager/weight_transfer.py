@@ -16,10 +16,8 @@ from hf_formats.ranges import shape_of
 from verl.workers.sharding_manager.trained_weights import TrainedWeights
 from verl.workers.sharding_manager.transfer_plan import Transfer, TransferPlan, aligned
 from verl.workers.sharding_manager.transfer_rounds import RankPairs
-from vllm.model_executor.model_loader.digest import add_digest, copy_with_digests, inner_dim
+from vllm.model_executor.model_loader.digest import add_digest, copy_with_digests, inner_dim, piece_bytes
 from vllm.model_executor.model_loader.shard_writer import WeightUpdate
-
-_BAND_BYTES = 1 << 20  # digests are taken of so many bytes at a time, which stay in the caches for the next reader
 
 Packed: TypeAlias = tuple[Transfer, int]
 """A transfer and the offset of its bytes in the buffer that a rank sends or receives in a round."""
@@ -220,10 +218,12 @@ class _InFlight:
 
 
 def _bands(transfer: Transfer, values: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """(starts, part) of the values, cut into bands of some rows of the training weight's memory."""
+    """(starts, part) of the values, cut into bands of some rows of the training weight's memory: those of a band that a
+    digest has read are still in the caches for the next reader.
+    """
     starts = list(_starts(transfer))
     dim = 1 if inner_dim(transfer.hf_name) == 0 else 0
-    step = max(1, _BAND_BYTES * values.shape[dim] // values.nbytes)
+    step = max(1, piece_bytes(values.device) * values.shape[dim] // values.nbytes)
     for band in values.split(step, dim):
         yield tuple(starts), band
         starts[dim] += band.shape[dim]

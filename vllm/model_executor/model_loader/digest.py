@@ -26,7 +26,8 @@ from torch import Tensor
 from vllm.ops.cpu.build import has_compiler, kernels
 from vllm.v1.sample.rng import GOLDEN, splitmix64
 
-_CHUNK_BYTES = 1 << 20  # of a slice, widened at a time
+_HOST_PIECE_BYTES = 1 << 20  # read at a time, so that they stay in a core's caches
+_DEVICE_PIECE_BYTES = 64 << 20  # a launch costs an accelerator's host some 10 us; widened, these are 256 MiB
 _MAX_INNER_BYTES = 1 << 16  # whose products fit in 32 bits
 _OUTER_SALT, _INNER_SALT = 1, 2
 _BYTES_OF_R = 8
@@ -137,7 +138,7 @@ def _first_places(hf_name: str, starts: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _coefficients(hf_name: str, part_PQ: Tensor, starts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """r int64 [P], c int8 [Q, bytes of an element]."""
+    """r int64 [P], c [Q, bytes of an element]."""
     (first_row, first_column), device = _first_places(hf_name, starts), part_PQ.device
     (num_rows, num_columns), size = part_PQ.shape, part_PQ.element_size()
     first_byte, stop = first_column * size, (first_column + num_columns) * size
@@ -164,7 +165,7 @@ def _torch_digest(part_PQ: Tensor, r_P: Tensor, c_QB: Tensor) -> Tensor:
     width = max(1, _MAX_INNER_BYTES // part_PQ.element_size())
     for column in range(0, num_columns, width):
         c_WB = c_QB[column : column + width]
-        step = max(1, _CHUNK_BYTES // c_WB.numel())
+        step = max(1, piece_bytes(part_PQ.device) // c_WB.numel())
         for row in range(0, num_rows, step):
             tile = part_PQ[row : row + step, column : column + width]
             total += (_inner_sums(tile, c_WB) * r_P[row : row + step]).sum()
@@ -174,9 +175,9 @@ def _torch_digest(part_PQ: Tensor, r_P: Tensor, c_QB: Tensor) -> Tensor:
 def _inner_sums(part_PQ: Tensor, c_QB: Tensor) -> Tensor:
     """int32 [P]: sum_qb c_qb byte_b(part_pq)."""
     if part_PQ.stride(1) == 1:
-        return (part_PQ.view(torch.uint8).to(torch.int32) * c_QB.flatten()).sum(1, dtype=torch.int32)
+        return part_PQ.view(torch.uint8).to(torch.int32).mul_(c_QB.flatten()).sum(1, dtype=torch.int32)
     bytes_QPB = part_PQ.T.view(torch.uint8).view(len(c_QB), len(part_PQ), -1).to(torch.int32)
-    return (bytes_QPB * c_QB[:, None]).sum((0, 2), dtype=torch.int32)
+    return bytes_QPB.mul_(c_QB[:, None]).sum((0, 2), dtype=torch.int32)
 
 
 def digest(hf_name: str, tensor: Tensor) -> WeightDigest:
@@ -206,10 +207,17 @@ def _table_size(count: int) -> int:
     return 1 << max(12, (count - 1).bit_length())
 
 
+def piece_bytes(device: torch.device) -> int:
+    """How many bytes of a weight are read at a time there."""
+    return _HOST_PIECE_BYTES if device.type == "cpu" else _DEVICE_PIECE_BYTES
+
+
 @lru_cache(maxsize=64)
 def _inner_table(size: int, device: torch.device) -> Tensor:
+    """int8 on the host, whose loops read it; int32 on accelerators, of which Ascend's cores do not cast int8."""
     bits = (odd_numbers(_INNER_SALT, size, _CPU) >> 40) & 0xFF
-    return torch.where(bits == 0, 1, bits).to(torch.uint8).view(torch.int8).to(device)
+    c = torch.where(bits == 0, 1, bits).to(torch.uint8).view(torch.int8)
+    return c if device.type == "cpu" else c.to(torch.int32).to(device)
 
 
 @lru_cache(maxsize=64)

@@ -81,7 +81,7 @@ TypedCalls& typed() {
 std::string type_of(const at::Tensor& t) {
     const std::string dtype = c10::toString(t.scalar_type());
     if (on_npu(t)) return dtype;
-    return (t.dim() == 0 ? "scalar:" : t.is_pinned() ? "pinned:" : "host:") + dtype;
+    return (t.dim() == 0 ? "scalar:" : t.numel() == 0 || t.is_pinned() ? "pinned:" : "host:") + dtype;
 }
 // Types of a stack's last `number` values: "Float,Long" of the tensors, "None" where there is none.
 template <class Values>
@@ -452,6 +452,12 @@ bool is_in_place(const c10::OperatorHandle& op) {
     const auto& results = op.schema().returns();
     return !results.empty() && results[0].alias_info() && results[0].alias_info()->isWrite();
 }
+bool is_given(const c10::OperatorHandle& op, const Stack& stack, size_t first, const char* name) {
+    const auto& arguments = op.schema().arguments();
+    for (size_t i = 0; i < arguments.size(); i++)
+        if (arguments[i].name() == name) return !stack[first + i].isNone();
+    return false;
+}
 // Whether the host goes on while a copy between it and the device is under way.
 bool copies_without_waiting(const c10::OperatorHandle& op, const Stack& stack, size_t first, const Call& call) {
     const auto& arguments = op.schema().arguments();
@@ -468,6 +474,7 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack
     const size_t first = stack->size() - op.schema().arguments().size();
     for (size_t i = first; i < stack->size(); i++) (*stack)[i] = call.to_cpu((*stack)[i]);
     call.check_devices();
+    const bool has_output_size = is_given(op, *stack, first, "output_size");
     const bool is_asynchronous = call.crosses_devices() && copies_without_waiting(op, *stack, first, call);
     const bool is_random = op.hasTag(at::Tag::nondeterministic_seeded);
     const at::Generator generator = is_random ? call.generator() : at::Generator();
@@ -484,6 +491,7 @@ void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack
     for (size_t i = stack->size() - num_results; i < stack->size(); i++) (*stack)[i] = call.to_device((*stack)[i]);
     if (!is_in_place(op)) types += "->" + types_of(*stack, num_results);
     if (is_asynchronous) types += " async";
+    if (has_output_size) types += " sized";
     count_typed(full_name(op), types);
     if (recorded) {
         recorded->set_results(call.new_results());
