@@ -17,10 +17,23 @@ from tests.ray_workers import ray_with_forked_workers
 from tests.system.command import Command, read_metrics
 from tests.system.in_process import convert, fit, in_process_config
 from tests.system.jobs import Prepared, prepare
+from tools.plan.op_costs import by_phase, read_calls, report
 from vllm.ops.reference import rollout_ops as reference_rollout_ops
 from vllm_ascend.ops import rollout_ops
 
 TOLERANCE = 1e-3  # relative
+MOE_LAYERS = 2  # their split sizes must be known on the host
+# How often the host waits for the device in each occurrence of a phase.
+WAITS = {
+    "generate_sequences": 40,  # once a step, for what the replicas say of it
+    "generate_sequences/prefill": 2,  # tokens and log-probs
+    "generate_sequences/decode": 2,
+    "generate_sequences/weight_sync": 5,  # digests, and whether any differs
+    "compute_log_prob": MOE_LAYERS + 3,  # the ranks' agreement, the number of micro-batches, the scores
+    "compute_ref_log_prob": MOE_LAYERS + 3,
+    "update_actor/forward_backward": MOE_LAYERS + 2,  # one micro-batch
+    "update_actor/optimizer_step": 1,  # the gradient norm
+}
 CHANGES = ("trainer.save_freq=-1", "data.val_max_samples=4")
 COMPARED = (
     "actor/pg_loss",
@@ -74,6 +87,7 @@ def test_two_grpo_steps_on_the_device_equal_the_cpus(
             fit(in_process_config(prepared, tmp_path / device, 2, 2, *CHANGES, f"trainer.device={device}"))
     assert_equal(tmp_path, 2)
     assert_native(caplog.text, tmp_path / "kernels")
+    assert_costs(tmp_path / "kernels")
 
 
 @pytest.mark.slow
@@ -112,6 +126,18 @@ def run_on_npu(num_steps: int, prepared: Prepared, folder: Path) -> str:
         assert command.wait() == 0, command.tail(80)
         assert command.left_behind() == []
         return command.text()
+
+
+def assert_costs(kernels: Path) -> None:
+    """No op of a die's control processor in any phase, and no more waits of the host than ``WAITS`` says."""
+    processes = [by_phase(read_calls(path)) for path in kernels.glob("*.phases")]
+    trained = "update_actor/optimizer_step"
+    workers = [phases for phases in processes if trained in phases and phases[trained].waits]  # not those on the CPU
+    assert len(workers) == 2, report(processes[0])
+    for phases in workers:
+        assert not any(costs.control or costs.unknown for costs in phases.values()), report(phases)
+        for name, most in WAITS.items():
+            assert phases[name].times > 0 and phases[name].waits.total() <= most * phases[name].times, report(phases)
 
 
 def assert_native(said: str, kernels: Path) -> None:

@@ -65,8 +65,9 @@ def cost_of(op: str, types: str) -> OpCost | None:
     waits |= name in INDEXING and "Bool" in on_device[1:]
     waits |= bool(entry.get("waits")) and "sized" not in marks
     runs = not is_crossing and not entry.get("host")
-    slow = {*_table()["control"], *entry.get("control", ())}
-    return OpCost(runs and bool(slow.intersection(on_device)), waits, entry["source"])
+    slow_inputs = set(entry.get("control", ())).intersection(tensors.split("->")[0].split(","))
+    on_control = runs and bool(slow_inputs or set(_table()["control"]).intersection(on_device))
+    return OpCost(on_control, waits, entry["source"])
 
 
 def by_phase(calls: Iterable[tuple[str, str, str, int]]) -> dict[str, PhaseCosts]:

@@ -324,7 +324,7 @@ def split_rows(
     else:
         rows = list(range(len(lengths)))
         chunks = [rows[first : first + micro_batch_size] for first in range(0, len(rows), micro_batch_size)]
-    wanted = int(reduce_over(torch.tensor(len(chunks), dtype=torch.int32), dp_group, dist.ReduceOp.MAX, device))
+    wanted = int(reduce_over(torch.tensor([len(chunks)], dtype=torch.int32), dp_group, dist.ReduceOp.MAX, device))
     if max_token_len is not None:
         chunks = split_to(chunks, lengths, wanted)
     chunks.sort(key=lambda chunk: (-sum(lengths[row] for row in chunk), chunk))

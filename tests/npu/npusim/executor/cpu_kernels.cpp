@@ -464,7 +464,8 @@ bool copies_without_waiting(const c10::OperatorHandle& op, const Stack& stack, s
     for (size_t i = 0; i < arguments.size(); i++)
         if (arguments[i].name() == "non_blocking" && stack[first + i].isBool() && stack[first + i].toBool())
             return !call.cpu_tensors().empty() &&
-                   std::all_of(call.cpu_tensors().begin(), call.cpu_tensors().end(), [](const auto& t) { return t.is_pinned(); });
+                   std::all_of(call.cpu_tensors().begin(), call.cpu_tensors().end(),
+                               [](const auto& t) { return t.numel() == 0 || t.is_pinned(); });
     return false;
 }
 void run_on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
