@@ -25,6 +25,7 @@ from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.registry import MODELS
 from vllm.ops.contract import KVCache, RolloutOps
 from vllm.platforms import Platform
+from vllm.utils import async_tensor_h2d
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.sample.sampler import SamplerOutput
 from vllm.v1.worker.decode_graphs import DecodeGraphs, num_scratch_blocks
@@ -283,6 +284,7 @@ class Worker:
 @torch.inference_mode()
 def copy_blocks(caches: list[KVCache], pairs: list[tuple[int, int]]) -> None:
     """Copy KV blocks, (source, target) pairs, in all layers: every source is read before any target is written."""
-    for pages in (tensor for cache in caches for tensor in cache):
-        sources, targets = torch.tensor(pairs, dtype=torch.int64, device=pages.device).unbind(1)
+    tensors = [tensor for cache in caches for tensor in cache]
+    sources, targets = async_tensor_h2d(np.array(pairs, dtype=np.int64), tensors[0].device).unbind(1)
+    for pages in tensors:
         pages.index_copy_(0, targets, pages.index_select(0, sources))
