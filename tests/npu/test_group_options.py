@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import npusim
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -35,6 +36,21 @@ def test_the_groups_of_a_decode_step_run_on_the_vector_cores() -> None:
     by_tp = {"tp": VECTOR_CORES, "ep": VECTOR_CORES, "exchange": 0}
     by_dp = {"dp": 0, "ep": VECTOR_CORES, "exchange": 0}
     assert run_ranks(_modes, 2, device="npu") == [[by_tp, by_dp]] * 2
+
+
+def _int64() -> list[list[int]]:
+    config = ParallelConfig(2, 1, True, rank=dist.get_rank(), world_size=2)
+    state = init_model_parallel(config, resolve_platform("npu").group_options)
+    mine = torch.tensor([dist.get_rank(), -(2**40)], device="npu")
+    gathered = state.tp.all_gather(mine).tolist()
+    with pytest.raises(RuntimeError, match="64-bit"):
+        state.tp.all_reduce(mine)
+    state.destroy()
+    return gathered
+
+
+def test_int64_reaches_the_others_over_the_vector_cores_which_take_none() -> None:
+    assert run_ranks(_int64, 2, device="npu") == [[[0, -(2**40)], [1, -(2**40)]]] * 2
 
 
 def test_hccl_waits_as_long_as_torch() -> None:

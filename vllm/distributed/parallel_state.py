@@ -42,7 +42,9 @@ class GroupCoordinator:
             return x[None]
         gathered = x.new_empty(self.world_size, *x.shape)
         if x.numel() > 0:
-            _all_gather(gathered.view(-1), x.contiguous().view(-1), group=self.group)
+            # int64 travels as words: collectives on Ascend's vector cores do not take it.
+            sent_as = torch.int32 if x.dtype == torch.int64 else x.dtype
+            _all_gather(gathered.view(-1).view(sent_as), x.contiguous().view(-1).view(sent_as), group=self.group)
         return gathered
 
     def all_to_all(

@@ -27,7 +27,7 @@ def collect_digests(
     values_N, counts_N = _sum_over_tp(parallel.tp.all_gather(mine_N3), parallel.tp.rank_in_group)
     parallel.ep.all_reduce(is_elsewhere_N)
     # Whole experts, each on one rank of EP; a rank's zero adds nothing.
-    sums_N2 = parallel.ep.all_reduce(mine_N3[:, [0, 2]].contiguous())
+    sums_N2 = parallel.ep.all_gather(mine_N3[:, [0, 2]]).sum(0)
     is_expert_N = is_elsewhere_N > 0
     values = torch.where(is_expert_N, sums_N2[:, 0], values_N).tolist()
     counts = torch.where(is_expert_N, sums_N2[:, 1], counts_N).tolist()

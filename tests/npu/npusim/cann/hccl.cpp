@@ -30,6 +30,7 @@ namespace {
 constexpr size_t SLOT_BYTES = 256 << 10;  // per rank: what it shows to the others in one round
 constexpr size_t BOX_BYTES = 16 << 10;    // per ordered pair of ranks: point-to-point
 constexpr uint32_t MAX_RANKS = 64;
+constexpr uint32_t VECTOR_CORES = 3;  // hcclOpExpansionMode
 constexpr int DEFAULT_EXEC_TIMEOUT_S = 1836, DEFAULT_CONNECT_TIMEOUT_S = 120;  // HCCL's own defaults
 constexpr const char* PREFIX = "npusim_hccl_";
 
@@ -49,6 +50,7 @@ struct Communicator {
     std::string name;
     uint32_t size, rank;
     int timeout_s;
+    uint32_t expansion_mode;
     size_t mapped_bytes;
     Header* header;
     char* slots;
@@ -147,6 +149,7 @@ std::unique_ptr<Communicator> open_communicator(const std::string& name, uint32_
     c->rank = rank;
     c->timeout_s = seconds_from("HCCL_EXEC_TIMEOUT", DEFAULT_EXEC_TIMEOUT_S);
     if (config) note_settings(size, *config);
+    c->expansion_mode = config ? config->hcclOpExpansionMode : HCCL_COMM_DEFAULT_OP_EXPANSION_MODE;
     if (config && config->hcclExecTimeOut > 0) c->timeout_s = config->hcclExecTimeOut;
     c->mapped_bytes = aligned(sizeof(Header)) + size * SLOT_BYTES + size_t(size) * size * sizeof(Box);
     const int file = shm_open(name.c_str(), O_CREAT | O_RDWR, 0600);
@@ -473,22 +476,28 @@ HcclResult HcclGroupStart() { return HCCL_SUCCESS; }
 HcclResult HcclGroupEnd() { return HCCL_SUCCESS; }
 
 // ---- collectives
+Communicator& taking(HcclComm comm, HcclDataType dtype) {  // on the vector cores they move and reduce no 64-bit types
+    const bool is_wide = dtype == HCCL_DATA_TYPE_INT64 || dtype == HCCL_DATA_TYPE_UINT64 || dtype == HCCL_DATA_TYPE_FP64;
+    if (of(comm).expansion_mode == VECTOR_CORES && is_wide)
+        raise(HCCL_E_NOT_SUPPORT, "a collective of type %d on the vector cores, which take no 64-bit types", int(dtype));
+    return of(comm);
+}
 HcclResult HcclBarrier(HcclComm comm, Stream) {
     return submit("HcclBarrier", [=] { meet(of(comm), "barrier"); });
 }
 HcclResult HcclAllGather(void* send, void* receive, uint64_t count, HcclDataType dtype, HcclComm comm, Stream) {
     return submit("HcclAllGather", [=] {
-        all_gather(of(comm), static_cast<char*>(send), static_cast<char*>(receive), count * element_size(dtype));
+        all_gather(taking(comm, dtype), static_cast<char*>(send), static_cast<char*>(receive), count * element_size(dtype));
     });
 }
 HcclResult HcclAllGatherV(void* send, uint64_t, void* receive, const void* counts, const void* offsets, HcclDataType dtype,
                           HcclComm comm, Stream) {
     const Splits in = splits_of(counts, offsets, of(comm).size, element_size(dtype));
-    return submit("HcclAllGatherV", [=] { all_gather_v(of(comm), static_cast<char*>(send), static_cast<char*>(receive), in); });
+    return submit("HcclAllGatherV", [=] { all_gather_v(taking(comm, dtype), static_cast<char*>(send), static_cast<char*>(receive), in); });
 }
 HcclResult HcclAllReduce(void* send, void* receive, uint64_t count, HcclDataType dtype, HcclReduceOp op, HcclComm comm, Stream) {
     return submit("HcclAllReduce", [=] {
-        all_reduce(of(comm), static_cast<char*>(send), static_cast<char*>(receive), count * element_size(dtype), dtype, op);
+        all_reduce(taking(comm, dtype), static_cast<char*>(send), static_cast<char*>(receive), count * element_size(dtype), dtype, op);
     });
 }
 HcclResult HcclReduce(void* send, void* receive, uint64_t count, HcclDataType dtype, HcclReduceOp op, uint32_t root,
@@ -496,29 +505,29 @@ HcclResult HcclReduce(void* send, void* receive, uint64_t count, HcclDataType dt
     return submit("HcclReduce", [=] {
         std::vector<char> unwanted(of(comm).rank == root ? 0 : count * element_size(dtype));
         char* to = of(comm).rank == root ? static_cast<char*>(receive) : unwanted.data();
-        all_reduce(of(comm), static_cast<char*>(send), to, count * element_size(dtype), dtype, op);
+        all_reduce(taking(comm, dtype), static_cast<char*>(send), to, count * element_size(dtype), dtype, op);
     });
 }
 HcclResult HcclBroadcast(void* buffer, uint64_t count, HcclDataType dtype, uint32_t root, HcclComm comm, Stream) {
-    return submit("HcclBroadcast", [=] { broadcast(of(comm), static_cast<char*>(buffer), count * element_size(dtype), root); });
+    return submit("HcclBroadcast", [=] { broadcast(taking(comm, dtype), static_cast<char*>(buffer), count * element_size(dtype), root); });
 }
 HcclResult HcclReduceScatter(void* send, void* receive, uint64_t count, HcclDataType dtype, HcclReduceOp op, HcclComm comm,
                              Stream) {
     return submit("HcclReduceScatter", [=] {
         const std::vector<uint64_t> bytes(of(comm).size, count * element_size(dtype));
-        reduce_scatter(of(comm), static_cast<char*>(send), static_cast<char*>(receive), bytes, dtype, op);
+        reduce_scatter(taking(comm, dtype), static_cast<char*>(send), static_cast<char*>(receive), bytes, dtype, op);
     });
 }
 HcclResult HcclReduceScatterV(void* send, const void* counts, const void* offsets, void* receive, uint64_t, HcclDataType dtype,
                               HcclReduceOp op, HcclComm comm, Stream) {
     const Splits out = splits_of(counts, offsets, of(comm).size, element_size(dtype));
     return submit("HcclReduceScatterV", [=] {
-        reduce_scatter(of(comm), static_cast<char*>(send), static_cast<char*>(receive), out.sizes, dtype, op);
+        reduce_scatter(taking(comm, dtype), static_cast<char*>(send), static_cast<char*>(receive), out.sizes, dtype, op);
     });
 }
 HcclResult HcclScatter(void* send, void* receive, uint64_t count, HcclDataType dtype, uint32_t root, HcclComm comm, Stream) {
     return submit("HcclScatter", [=] {
-        scatter(of(comm), static_cast<char*>(send), static_cast<char*>(receive), count * element_size(dtype), root);
+        scatter(taking(comm, dtype), static_cast<char*>(send), static_cast<char*>(receive), count * element_size(dtype), root);
     });
 }
 HcclResult HcclAlltoAllV(const void* send, const void* send_counts, const void* send_offsets, HcclDataType send_dtype,
@@ -527,7 +536,7 @@ HcclResult HcclAlltoAllV(const void* send, const void* send_counts, const void* 
     const Splits out = splits_of(send_counts, send_offsets, of(comm).size, element_size(send_dtype));
     const Splits in = splits_of(receive_counts, receive_offsets, of(comm).size, element_size(receive_dtype));
     return submit("HcclAlltoAllV", [=] {
-        all_to_all(of(comm), static_cast<const char*>(send), out, static_cast<char*>(const_cast<void*>(receive)), in);
+        all_to_all(taking(comm, send_dtype), static_cast<const char*>(send), out, static_cast<char*>(const_cast<void*>(receive)), in);
     });
 }
 HcclResult HcclAlltoAll(const void* send, uint64_t count, HcclDataType dtype, const void* receive, uint64_t, HcclDataType,
