@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,6 +20,21 @@ def async_tensor_h2d(array: np.ndarray, device: torch.device) -> Tensor:
         return shared
     on_device = torch.empty(shared.shape, dtype=shared.dtype, device=device)
     return on_device.copy_(pinned_empty(shared).copy_(shared), non_blocking=True)
+
+
+@contextmanager
+def frozen_gc_heap() -> Iterator[None]:
+    """Inside, Python's collector looks at new objects only: a walk over all that a process has would stop a step for
+    tenths of a second. (vllm.utils.gc_utils.freeze_gc_heap)
+    """
+    is_ours = gc.get_freeze_count() == 0
+    if is_ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_ours:
+            gc.unfreeze()
 
 
 def pinned_empty(like: Tensor) -> Tensor:

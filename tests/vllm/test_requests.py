@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import random
 from dataclasses import replace
@@ -144,6 +145,12 @@ def test_prompts_end_by_priority_and_are_told_of_at_once(checkpoint: str) -> Non
     names = [output.request_id for output in outputs]
     assert [names.index(name) for name, _ in told] == [2, 1, 3, 0]
     assert [num_steps for _, num_steps in told] == [3, 6, 9, 12]
+
+
+def test_no_step_waits_for_a_walk_over_all_objects_of_the_process(llm: LLM) -> None:
+    frozen: list[int] = []
+    llm.generate(PROMPTS[:2], SamplingParams(max_tokens=2), on_output=lambda _: frozen.append(gc.get_freeze_count()))
+    assert len(frozen) == 2 and all(frozen) and gc.get_freeze_count() == 0
 
 
 def gone_on_with(llm: LLM, other: LLM, limit: dict[str, Any]) -> tuple[list[RequestOutput], int]:

@@ -22,6 +22,7 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import Platform, resolve_platform
 from vllm.sampling_params import SamplingParams
 from vllm.transformers_utils.tokenizer import LazyTokenizer
+from vllm.utils import frozen_gc_heap
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import PromptGroup
@@ -116,7 +117,8 @@ class LLM:
             self._group(f"prompt {index}", *settings)
             for index, settings in enumerate(zip(prompt_list, param_list, priorities, strict=True))
         ]
-        self.engine.generate(groups, priorities, max_steps, max_seconds, on_output)
+        with frozen_gc_heap():
+            self.engine.generate(groups, priorities, max_steps, max_seconds, on_output)
         return [group.output(self.engine.processor.decoder(group.params)) for group in groups]
 
     def sleep(self, level: int = 1, tags: Sequence[str] | None = None) -> None:
