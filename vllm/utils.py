@@ -10,14 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+HAS_NO_STREAM = ("cpu", "meta")  # devices to which a copy waits for nothing
+
 
 def async_tensor_h2d(array: np.ndarray, device: torch.device) -> Tensor:
     """`array` on `device`: through pinned memory, because a copy from any other makes the host wait; the same memory
     where the device is the host. (vllm.utils.async_tensor_h2d)
     """
     shared = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cpu":
-        return shared
+    if device.type in HAS_NO_STREAM:
+        return shared.to(device)
     on_device = torch.empty(shared.shape, dtype=shared.dtype, device=device)
     return on_device.copy_(pinned_empty(shared).copy_(shared), non_blocking=True)
 

@@ -16,7 +16,7 @@ from vllm.forward_context import ForwardContext
 from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.ops.contract import DecodeMetadata, KVCache
 from vllm.platforms import CapturedGraph, GraphPool, Platform
-from vllm.utils import pinned_empty
+from vllm.utils import HAS_NO_STREAM, pinned_empty
 from vllm.v1.worker.input_batch import StepInputs
 
 logger = logging.getLogger(__name__)
@@ -35,15 +35,15 @@ class _Input:
     def __init__(self, host: np.ndarray, device: torch.device) -> None:
         self._host, shared = host, torch.from_numpy(host)
         self.buffer = shared.to(device)
-        self._pinned = None if self.buffer is shared else pinned_empty(shared)
+        self._staging = shared if device.type in HAS_NO_STREAM else pinned_empty(shared)
 
     def fill(self, values: np.ndarray, padding: int | np.ndarray, size: int, width: int | None = None) -> None:
         """Write rows of `values`, then of `padding` up to `size`; a table's first `width` columns only."""
         part = np.s_[:size] if width is None else np.s_[:size, :width]
         host, rows = self._host[part], len(values)
         host[:rows], host[rows:] = values, padding
-        if self._pinned is not None:  # the host reads the tokens of this step before it writes there again
-            staged = self._pinned[part].copy_(torch.from_numpy(host))
+        if self.buffer is not self._staging:  # the host reads the tokens of this step before it writes there again
+            staged = self._staging[part].copy_(torch.from_numpy(host))
             self.buffer[part].copy_(staged, non_blocking=True)
 
 
