@@ -68,6 +68,9 @@ class PlannedPlatform(Platform):
         """The host: replicas exchange values that the program depends on."""
         return torch.device("cpu")
 
+    def group_options(self, group: str) -> None:
+        """Groups of a plan have no backend."""
+
     def empty_cache(self) -> None:
         """Nothing is cached."""
 
@@ -91,6 +94,10 @@ class PlannedCuda(PlannedPlatform, CudaPlatform):
 
 class PlannedNpu(PlannedPlatform, NPUPlatform):
     """See ``PlannedPlatform``."""
+
+    def kv_cache_budget_bytes(self, device: torch.device, utilization: float) -> int:
+        """As on every device: no cache of torch_npu's is to be emptied before."""
+        return Platform.kv_cache_budget_bytes(self, device, utilization)
 
 
 PLATFORMS: dict[str, type[PlannedPlatform]] = {"cpu": PlannedCpu, "cuda": PlannedCuda, "npu": PlannedNpu}

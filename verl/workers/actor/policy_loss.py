@@ -213,14 +213,13 @@ class UpdateMetrics:
     def result(self) -> dict[str, float]:
         """Metrics over all replicas and their context-parallel parts; every rank of the last stage must call it."""
         group, device = self._groups.dp_cp, self._device
-        sums = torch.stack([out["sums"] for out in self._outputs]).cpu().double().sum(0)
+        num_tokens = torch.tensor([sum(out["tokens"] for out in self._outputs)])
+        sums = torch.cat((torch.stack([out["sums"] for out in self._outputs]).cpu().double().sum(0), num_tokens))
         largest = torch.stack([out["largest"] for out in self._outputs]).cpu().double().max()
         sums = reduce_over(sums, group, dist.ReduceOp.SUM, device)
         largest = reduce_over(largest, group, dist.ReduceOp.MAX, device)
-        num_tokens = torch.tensor(sum(out["tokens"] for out in self._outputs), dtype=torch.float64)
-        tokens = max(float(reduce_over(num_tokens, group, dist.ReduceOp.SUM, device)), 1.0)
-        total = dict(zip(_SUMS, sums.tolist(), strict=True))
-        steps = max(len(self._grad_norms), 1)
+        total = dict(zip((*_SUMS, "tokens"), sums.tolist(), strict=True))
+        tokens, steps = max(total["tokens"], 1.0), max(len(self._grad_norms), 1)
         metrics = {
             "actor/pg_loss": total["pg_loss"] / steps,
             "actor/kl_loss": total["kl_loss"] / steps,
