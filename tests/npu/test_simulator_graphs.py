@@ -66,6 +66,7 @@ def test_graphs_share_a_pool() -> None:
         (lambda x: x.sum().item(), "the host needs its values"),
         (lambda x: x.nonzero(), "the host needs its values or its size"),
         (lambda x: x[x > 0], "with a mask"),
+        (lambda x: torch.where(x > 0, x, 0.5), "with a number"),
         (lambda x: x.cpu(), "copies to new host memory"),
         (lambda x: x.copy_(torch.ones(4)), "host memory that is not pinned"),
         (lambda x: torch.npu.synchronize(), "synchronising the device"),

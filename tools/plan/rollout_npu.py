@@ -178,14 +178,14 @@ def fused_experts(
         return torch.zeros_like(x_TH)
     ids_TK = torch.empty_like(ids_TK, device=x_TH.device)
     local_TK = ids_TK - first_expert
-    is_here_TK = (local_TK >= 0) & (local_TK < len(w13_E2FH))
-    local_TK = torch.where(is_here_TK, local_TK, len(w13_E2FH))
+    is_elsewhere_TK = (local_TK < 0) | (local_TK >= len(w13_E2FH))
+    local_TK = local_TK.masked_fill(is_elsewhere_TK, len(w13_E2FH))
     num_rows = ids_TK.numel()
     rows_SH, row_map_S = x_TH.new_empty(num_rows, x_TH.shape[1]), x_TH.new_empty(num_rows, dtype=torch.int32)
     hidden_SF = silu_and_mul(_product(rows_SH, w13_E2FH))
     out_SH = _product(hidden_SF, w2_EHF)
     out_SH = out_SH.masked_fill((torch.arange(num_rows, device=x_TH.device) >= 0).unsqueeze(1), 0)
-    weights_TK = torch.where(is_here_TK, weights_TK, 0.0)
+    weights_TK = weights_TK.masked_fill(is_elsewhere_TK, 0.0)
     del rows_SH, hidden_SF, row_map_S, local_TK
     return torch.empty_like(x_TH)
 

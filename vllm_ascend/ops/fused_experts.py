@@ -26,8 +26,9 @@ def fused_experts(
         return torch.zeros_like(x_TH)
     num_experts = len(w13_E2FH)
     local_TK = ids_TK - first_expert
-    is_here_TK = (local_TK >= 0) & (local_TK < num_experts)
-    local_TK = torch.where(is_here_TK, local_TK, num_experts)
+    is_elsewhere_TK = (local_TK < 0) | (local_TK >= num_experts)
+    # masked_fill, because torch.where would leave its number in host memory for a captured graph.
+    local_TK = local_TK.masked_fill(is_elsewhere_TK, num_experts)
     experts_E = torch.arange(num_experts, device=x_TH.device)
     counts_E = (local_TK.flatten().unsqueeze(1) == experts_E).sum(0)
     rows_SH, row_map_S = torch_npu.npu_moe_token_permute(x_TH, local_TK.int())
@@ -36,7 +37,7 @@ def fused_experts(
     # The kernel leaves the rows past the last group unwritten, and 0 * NaN would be NaN.
     is_elsewhere_S1 = (torch.arange(len(out_SH), device=x_TH.device) >= counts_E.sum()).unsqueeze(1)
     out_SH = out_SH.masked_fill(is_elsewhere_S1, 0)
-    weights_TK = torch.where(is_here_TK, weights_TK, 0.0)
+    weights_TK = weights_TK.masked_fill(is_elsewhere_TK, 0.0)
     summed_TH: Tensor = torch_npu.npu_moe_token_unpermute(out_SH, row_map_S, probs=weights_TK)
     return summed_TH.to(x_TH.dtype)
 

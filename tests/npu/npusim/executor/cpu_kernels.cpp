@@ -346,6 +346,12 @@ void refuse_what_cannot_be_captured(const c10::OperatorHandle& op, const Call& c
         TORCH_CHECK(t.is_pinned(), name, " cannot be captured in a graph: it copies from or to host memory that is not pinned");
     TORCH_CHECK(!call.crosses_devices() || !call.cpu_tensors().empty(), name,
                 " cannot be captured in a graph: it copies to new host memory and waits");
+    if (name == "aten::where")  // torch makes a tensor of the number
+        for (size_t i : {1, 2})
+            each_tensor(stack[first + i], [&](const at::Tensor& t) {
+                TORCH_CHECK(t.dim() > 0, name, " with a number cannot be captured in a graph: a device copies it from host "
+                            "memory that is gone at the replay; use masked_fill");
+            });
     if (name != "aten::index" && name != "aten::index_put" && name != "aten::index_put_" && name != "aten::_index_put_impl_") return;
     each_tensor(stack[first + 1], [&](const at::Tensor& index) {
         TORCH_CHECK(index.scalar_type() != at::kBool && index.scalar_type() != at::kByte, name,
