@@ -1,7 +1,8 @@
 """AdamW through torch's fused entry point, which each device serves with a kernel of its own.
 
-On Ascend torch_npu serves it with aclnnApplyAdamWV2; why neither the older npu_apply_adam_w (it wants the powers
-of the betas) nor apex: see mindspeed/README.md. Limits there: float32, contiguous. Tolerance: 1e-6 relative.
+On Ascend torch_npu serves it with aclnnApplyAdamWV2, 2.5.1.post1 too (its library registers _fused_adamw_ for the
+device); why neither the older npu_apply_adam_w (it wants the powers of the betas) nor apex: see mindspeed/README.md.
+Limits there: float32, contiguous. Tolerance: 1e-6 relative.
 """
 
 from __future__ import annotations
