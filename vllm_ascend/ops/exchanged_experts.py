@@ -31,6 +31,7 @@ MIN_RANKS, MAX_RANKS = 2, 384
 MAX_EXPERTS_TIMES_RANKS = 1280
 DEFAULT_BUFFER_MIB = 200
 NO_SHARED_EXPERT_RANKS = 0
+ONE_TP_RANK = 1  # A3's kernels want a TP group named all the same, the EP group itself
 COUNTS = 1  # expert_token_nums_type
 
 
@@ -134,6 +135,9 @@ def _dispatch_and_combine(
         rank,
         num_experts,
         x_active_mask=is_active_T,
+        group_tp=communicator,
+        tp_world_size=ONE_TP_RANK,
+        tp_rank_id=0,
         shared_expert_rank_num=NO_SHARED_EXPERT_RANKS,
         expert_token_nums_type=COUNTS,
     )
@@ -150,6 +154,9 @@ def _dispatch_and_combine(
         num_experts,
         tp_send_counts=tp_counts,
         x_active_mask=is_active_T,
+        group_tp=communicator,
+        tp_world_size=ONE_TP_RANK,
+        tp_rank_id=0,
         shared_expert_rank_num=NO_SHARED_EXPERT_RANKS,
     )
     # What the kernel leaves in the rows of masked tokens is not said.

@@ -37,6 +37,9 @@ def dispatch(
     moe_expert_num: int,
     *,
     x_active_mask: Tensor | None = None,
+    group_tp: str = "",
+    tp_world_size: int = 0,
+    tp_rank_id: int = 0,
     shared_expert_num: int = 1,
     shared_expert_rank_num: int = 0,
     quant_mode: int = 0,
@@ -49,6 +52,7 @@ def dispatch(
     """
     op = "npu_moe_distribute_dispatch_v2"
     _check_unused(op, not_simulated)
+    require((group_tp, tp_world_size, tp_rank_id) == (group_ep, 1, 0), op, "a TP group but that of one rank on A3")
     require(quant_mode == shared_expert_rank_num == global_bs == 0, op, "quantisation, shared ranks, global_bs")
     require(expert_token_nums_type == 1, op, "only counts are simulated")
     num_here = _check(op, x, expert_ids, x_active_mask, ep_world_size, moe_expert_num, shared_expert_num)
@@ -97,6 +101,9 @@ def combine(
     *,
     tp_send_counts: Tensor | None = None,
     x_active_mask: Tensor | None = None,
+    group_tp: str = "",
+    tp_world_size: int = 0,
+    tp_rank_id: int = 0,
     shared_expert_num: int = 1,
     shared_expert_rank_num: int = 0,
     global_bs: int = 0,
@@ -106,6 +113,7 @@ def combine(
     """-> [tokens, hidden]: the sum of each token's rows, weighted with ``expert_scales``; NaN where it is masked."""
     op = "npu_moe_distribute_combine_v2"
     _check_unused(op, not_simulated)
+    require((group_tp, tp_world_size, tp_rank_id) == (group_ep, 1, 0), op, "a TP group but that of one rank on A3")
     require(comm_quant_mode == shared_expert_rank_num == global_bs == 0, op, "quantisation, shared ranks, global_bs")
     _check(op, expand_x, expert_ids, x_active_mask, ep_world_size, moe_expert_num, shared_expert_num)
     require(expert_scales.dtype == torch.float32 and expert_scales.shape == expert_ids.shape, op, "expert_scales")
