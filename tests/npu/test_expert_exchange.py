@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import npusim
@@ -25,11 +26,12 @@ KERNELS = {"npu_moe_distribute_dispatch_v2", "npu_moe_distribute_combine_v2"}
 # Tokens of each rank; one has none, and all pad to the same number.
 ACTIVE, ROWS = (40, 7, 0, 23), 40
 LOCAL_EXPERTS, CHOICES, WIDTH = 2, 3, 8
-BUFFER_MIB = 2  # so small that the rows of a rank take several calls
+BUFFER_MIB = 3  # holds the rows of a rank with 1,024 numbers each, and not with 2,048
 
 
 CASES = {
     "kernels": (1024, torch.bfloat16, 2e-2),
+    "more than a call takes": (2048, torch.bfloat16, 2e-2),
     "float32": (1024, torch.float32, 1e-5),
     "small hidden size": (48, torch.bfloat16, 2e-2),
 }
@@ -83,7 +85,8 @@ def test_the_exchange_equals_all_experts_in_one_process(
 ) -> None:
     hidden, dtype, tolerance = CASES[case]
     monkeypatch.setenv("HCCL_BUFFSIZE", str(BUFFER_MIB))
-    assert tokens_of_a_call(1024, CHOICES, LOCAL_EXPERTS, WORLD) < ROWS
+    at_once = [tokens_of_a_call(width, CHOICES, LOCAL_EXPERTS, WORLD) for width in (1024, 2048)]
+    assert at_once[0] >= ROWS > at_once[1]
     x, weights, ids, w13, w2 = everyones_tensors(hidden, dtype)
     for rank, (out, ran) in enumerate(found[case] for found in exchanged):
         assert ran >= KERNELS if case == "kernels" else not ran & KERNELS
@@ -182,6 +185,27 @@ def test_the_configuration_refuses_what_cannot_be_exchanged(tiny: str, monkeypat
     assert problems("float32", True) == []
     (problem,) = problems("float32", False)
     assert "only the kernels for half precision and 1024 to 7168 can be captured" in problem
+
+
+def test_a_graph_of_more_tokens_than_a_call_takes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = EngineArgs(
+        write_checkpoint(tmp_path, hidden_size=1024, num_hidden_layers=1),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        tensor_parallel_size=2,
+        data_parallel_size=2,
+        enable_expert_parallel=True,
+        expert_exchange="dispatch",
+        enforce_eager=False,
+        max_num_seqs=64,
+    )
+    config = args.create_engine_config(0, WORLD)
+    monkeypatch.delenv("TASK_QUEUE_ENABLE", raising=False)
+    monkeypatch.setenv("HCCL_BUFFSIZE", "1")
+    (problem,) = NPUPlatform().config_problems(config, rollout_ops())
+    assert "32 tokens of a rank do not fit one call" in problem and "raise HCCL_BUFFSIZE" in problem
+    monkeypatch.setenv("HCCL_BUFFSIZE", "2")
+    assert NPUPlatform().config_problems(config, rollout_ops()) == []
 
 
 def test_deepseek_v3_over_256_dies_fits_the_recipes_buffer(monkeypatch: pytest.MonkeyPatch) -> None:

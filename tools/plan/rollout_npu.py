@@ -19,7 +19,6 @@ from vllm.ops import reference_moe
 from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps, SampledTokens, SamplingBatch
 from vllm.ops.reference_sample import left_out, sample_with
 from vllm_ascend.ops import rollout_ops as ascend_ops
-from vllm_ascend.ops.exchanged_experts import tokens_of_a_call
 from vllm_ascend.ops.kv_layout import read_blocks, read_tokens
 from vllm_ascend.ops.packed_context import CausalAttention, context_slots
 from vllm_ascend.ops.sample import MAX_TOP_K
@@ -28,7 +27,7 @@ INFO_WIDTH = 128  # int32 that npu_moe_distribute_dispatch_v2 returns for each r
 PAGED_SIZES = (512, 64)  # latent, rope that the paged kernel and the one that writes the cache take
 MIN_PAGED_HEAD, MAX_PAGED_HEAD = 16, 512
 
-OnExchange = Callable[[str, int, int], None]  # (kernel, first row of everyone's, end)
+OnExchange = Callable[[str], None]  # gets the kernel
 
 
 def npu_ops() -> RolloutOps:
@@ -199,24 +198,17 @@ def kernel_exchanged_experts(
     num_ranks: int,
     on_exchange: OnExchange,
 ) -> Tensor:
-    """The experts by the dispatch and combine kernels; `on_exchange` gets the kernel and the rows that it exchanges."""
-    top_k, num_here = ids_TK.shape[1], len(w13_E2FH)
-    at_once = tokens_of_a_call(x_TH.shape[1], top_k, num_here, num_ranks)
+    """The experts by the dispatch and combine kernels; `on_exchange` gets the kernel."""
     weights_TK, ids_TK = weights_TK.float(), torch.empty_like(ids_TK, dtype=torch.int32, device=x_TH.device)
-    outs = []
-    for start in range(0, len(x_TH), at_once):
-        part_TH = x_TH[start : start + at_once]
-        rows = start, start + len(part_TH)
-        capacity = len(part_TH) * num_ranks * min(num_here, top_k)
-        rows_AH = x_TH.new_empty(capacity, x_TH.shape[1])
-        info = x_TH.new_empty(capacity * INFO_WIDTH, dtype=torch.int32)
-        on_exchange("dispatch", *rows)
-        done_AH = _product(silu_and_mul(_product(rows_AH, w13_E2FH)), w2_EHF)
-        on_exchange("combine", *rows)
-        combined_TH = torch.empty_like(part_TH)
-        del rows_AH, info, done_AH
-        outs.append(combined_TH.masked_fill(torch.ones_like(part_TH[:, :1], dtype=torch.bool), 0))
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+    capacity = len(x_TH) * num_ranks * min(len(w13_E2FH), ids_TK.shape[1])
+    rows_AH = x_TH.new_empty(capacity, x_TH.shape[1])
+    info = x_TH.new_empty(capacity * INFO_WIDTH, dtype=torch.int32)
+    on_exchange("dispatch")
+    done_AH = _product(silu_and_mul(_product(rows_AH, w13_E2FH)), w2_EHF)
+    on_exchange("combine")
+    combined_TH = torch.empty_like(x_TH)
+    del rows_AH, info, done_AH
+    return combined_TH.masked_fill(torch.ones_like(x_TH[:, :1], dtype=torch.bool), 0)
 
 
 def silu_and_mul(x_T2F: Tensor) -> Tensor:

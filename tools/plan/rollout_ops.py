@@ -25,7 +25,7 @@ from vllm.ops.contract import KVCache, RolloutOps, SampledTokens, SamplingBatch
 from vllm.ops.cpu.build import has_compiler
 from vllm.ops.cpu.table import best_products, cpu_table
 from vllm.ops.reference_moe import FusedExperts, all_to_all_experts
-from vllm_ascend.ops.exchanged_experts import has_kernel
+from vllm_ascend.ops.exchanged_experts import is_one_call
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class _Given:
         group: GroupCoordinator,
     ) -> Tensor:
         num_rows, top_k = ids_TK.shape
-        if self.kind == "npu" and has_kernel(x_TH.shape[1], x_TH.dtype != torch.float32):
+        if self.kind == "npu" and is_one_call(x_TH, top_k, len(w13_E2FH), group.world_size):
             return self._by_kernels(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, group)
         _, received = self._exchanged(num_rows, self.step_tokens, top_k, 0, num_rows)
         known = _KnownCounts(group.rank_in_group, group.world_size, group.group, received)
@@ -180,8 +180,8 @@ class _Given:
         assert group.group is not None, "a group of one rank has nothing to exchange"
         ranks, (num_rows, top_k) = tuple(dist.get_process_group_ranks(group.group)), ids_TK.shape
 
-        def note(kernel: str, start: int, stop: int) -> None:
-            there, back = self._exchanged(num_rows, self.step_tokens, top_k, start, stop)
+        def note(kernel: str) -> None:
+            there, back = self._exchanged(num_rows, self.step_tokens, top_k, 0, num_rows)
             sent, received = (there, back) if kernel == "dispatch" else (back, there)
             sizes = (sum(sent) * x_TH.shape[1], sum(received) * x_TH.shape[1])
             dtype = str(x_TH.dtype).removeprefix("torch.")

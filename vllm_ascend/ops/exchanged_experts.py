@@ -3,10 +3,10 @@
 Source: npu_moe_distribute_dispatch_v2 and npu_moe_distribute_combine_v2, in both torch_npu versions. Limits of these
 kernels on A3, where a rank is one die: float16 or bfloat16; H in [1024, 7168]; at most 16 choices of a token and 512
 tokens of a rank in one call; 2 to 384 ranks, a rank's experts x ranks up to 1280; a communicator of their own, whose
-buffer (environment HCCL_BUFFSIZE in MiB, default 200, the same on all ranks) bounds the tokens of one call: more come
-in several calls. A2 has other limits (16, 32 or 64 ranks, 256 tokens, no masked tokens in combine) and is not
-supported. float32 (for debugging) and hidden sizes outside of the kernels' go through uneven all-to-alls and the same
-grouped matmuls, as in the reference; that form waits for the device, so it cannot be captured as a graph.
+buffer (environment HCCL_BUFFSIZE in MiB, default 200, the same on all ranks) bounds the tokens of one call. A2 has
+other limits (16, 32 or 64 ranks, 256 tokens, no masked tokens in combine) and is not supported. More tokens, which
+prefill has, float32 (for debugging) and other hidden sizes go through uneven all-to-alls and the same grouped matmuls,
+as in the reference; that form waits for the device, so it cannot be captured as a graph.
 Tolerance: 1e-2 (bfloat16), 1e-5 (float32), relative.
 """
 
@@ -45,16 +45,10 @@ def exchanged_experts(
     group: GroupCoordinator,
 ) -> Tensor:
     """See ``RolloutOps.exchanged_experts``."""
-    if not has_kernel(x_TH.shape[1], x_TH.dtype != torch.float32):
+    if not is_one_call(x_TH, ids_TK.shape[1], len(w13_E2FH), group.world_size):
         return all_to_all_experts(x_TH, w13_E2FH, w2_EHF, weights_TK, ids_TK, num_active, group, fused_experts)
-    at_once = tokens_of_a_call(x_TH.shape[1], ids_TK.shape[1], len(w13_E2FH), group.world_size)
-    weights_TK, ids_TK = weights_TK.float(), ids_TK.int()
     is_active_T = torch.arange(len(x_TH), device=x_TH.device) < num_active
-    outs = [
-        _dispatch_and_combine(x_TH[part], w13_E2FH, w2_EHF, weights_TK[part], ids_TK[part], is_active_T[part], group)
-        for part in (slice(start, start + at_once) for start in range(0, len(x_TH), at_once))
-    ]
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+    return _dispatch_and_combine(x_TH, w13_E2FH, w2_EHF, weights_TK.float(), ids_TK.int(), is_active_T, group)
 
 
 def exchange_problem(config: VllmConfig) -> str | None:
@@ -65,9 +59,18 @@ def exchange_problem(config: VllmConfig) -> str | None:
         return None
     if has_kernel(hf.hidden_size, config.model.dtype != "float32"):
         try:
-            tokens_of_a_call(hf.hidden_size, hf.num_experts_per_tok, hf.n_routed_experts // num_ranks, num_ranks)
+            at_once = tokens_of_a_call(
+                hf.hidden_size, hf.num_experts_per_tok, hf.n_routed_experts // num_ranks, num_ranks
+            )
         except ValueError as error:
             return str(error)
+        sizes = [] if config.compilation.enforce_eager else config.compilation.cudagraph_capture_sizes
+        largest = -(-max(sizes, default=0) // parallel.tensor_parallel_size)
+        if largest > at_once:
+            return (
+                f"cudagraph_capture_sizes up to {max(sizes)} with expert_exchange='dispatch': {largest} tokens of a "
+                f"rank do not fit one call, {at_once} do; raise HCCL_BUFFSIZE or capture smaller sizes"
+            )
     elif not config.compilation.enforce_eager:
         return (
             f"enforce_eager=False with expert_exchange='dispatch', dtype={config.model.dtype} and hidden_size="
@@ -75,6 +78,15 @@ def exchange_problem(config: VllmConfig) -> str | None:
             "set enforce_eager=True or expert_exchange='all_gather'"
         )
     return None
+
+
+def is_one_call(x_TH: Tensor, top_k: int, num_local_experts: int, num_ranks: int) -> bool:
+    """Whether the kernels take the tokens at once; every rank asks with as many."""
+    tokens, hidden = x_TH.shape
+    is_half_precision = x_TH.dtype != torch.float32
+    return has_kernel(hidden, is_half_precision) and tokens <= tokens_of_a_call(
+        hidden, top_k, num_local_experts, num_ranks
+    )
 
 
 def has_kernel(hidden: int, is_half_precision: bool) -> bool:

@@ -234,8 +234,7 @@ class Bounds:
             return (rows * (3.0 * hidden + width) + 2.0 * gathered * hidden) * item
         num_here = hf.n_routed_experts // span
         own = tokens / rollout.tp
-        if self.device.family == "ascend":
-            at_once = min(own, tokens_of_a_call(hidden, topk, num_here, span))
-            rows = at_once * span * min(num_here, topk)
+        if self.device.family == "ascend" and own <= tokens_of_a_call(hidden, topk, num_here, span):
+            rows = own * span * min(num_here, topk)
             return (rows * (2.0 * hidden + 3 * inner) + 2 * own * hidden) * item
         return own * topk * self.size.load * (4.0 * hidden + 3 * inner) * item
