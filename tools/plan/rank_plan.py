@@ -16,7 +16,7 @@ from tools.plan.repeated import RepeatedCalls, exact, repeated_within, steps, wh
 from tools.plan.rollout import plan_rollout
 from tools.plan.training import OLD, UPDATE, StepSize, batch_of, training_calls
 from tools.plan.worker import PhaseMemory, PlannedWorker
-from tools.plan.world import planned_rank
+from tools.plan.world import planned_rank, run_variables
 from verl.trainer.config import PPOTrainerConfig
 
 MANY = 4  # from so many micro-batches on, two small runs are quicker than another large one
@@ -60,7 +60,8 @@ def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: 
     kind, trainer = KINDS[device.family], config.trainer
     planned = PlannedDevice(CollectiveLog(), MemoryMeter(), has_host_memory=kind != "cpu")
     platform = PLATFORMS[kind](device.memory_bytes, device.reserved_bytes, planned)
-    with planned_rank(rank, trainer.world_size, trainer.n_gpus_per_node), planned:
+    variables = run_variables(device.family)
+    with planned_rank(rank, trainer.world_size, trainer.n_gpus_per_node, variables), planned:
         worker = PlannedWorker(config, kind, size.load, platform)
         worker.init_model()
         worker.timeline.phases.clear()

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron.core.parallel_layout import ParallelLayout
 from megatron.core.parallel_state import GROUP_AXES, ProcessGroups
+from recipes.common.launcher.ray_node import npu_variables
 
 BACKEND = "planned"
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 
 @contextmanager
-def planned_rank(rank: int, world_size: int, ranks_per_node: int) -> Iterator[None]:
-    """Inside, this process is ``rank`` of ``world_size`` to torch.distributed and to the environment.
+def planned_rank(
+    rank: int, world_size: int, ranks_per_node: int, variables: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Inside, this process is ``rank`` of ``world_size`` to torch.distributed and to the environment, which has
+    ``variables`` too: those that the launcher gives a run.
 
     Groups are made and used as usual, and their collectives move nothing: tensors on meta have no values, and
     a host tensor is gathered as if every rank had sent the same, which holds for everything that ranks agree on.
@@ -28,18 +33,25 @@ def planned_rank(rank: int, world_size: int, ranks_per_node: int) -> Iterator[No
         dist.Backend.register_backend(BACKEND, _new_backend, devices=["cpu", "meta"])
     if dist.is_initialized():
         raise RuntimeError("torch.distributed is initialised already; a plan needs a process of its own")
-    before = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     local_rank, num_local = rank % ranks_per_node, min(ranks_per_node, world_size)
     values = (rank, world_size, local_rank, num_local, "127.0.0.1")
-    os.environ.update({name: str(value) for name, value in zip(_ENVIRONMENT, values, strict=True)})
+    given = {name: str(value) for name, value in zip(_ENVIRONMENT, values, strict=True)} | dict(variables or {})
+    before = {name: os.environ[name] for name in given if name in os.environ}
+    os.environ.update(given)
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        for name in _ENVIRONMENT:
+        for name in given:
             del os.environ[name]
         os.environ.update(before)
+
+
+@cache
+def run_variables(family: str) -> Mapping[str, str]:
+    """The variables that the launcher gives a run on devices of this family, where they matter to its plan."""
+    return npu_variables(os.environ) if family == "ascend" else {}
 
 
 def own_groups(layout: ParallelLayout, rank: int) -> ProcessGroups:

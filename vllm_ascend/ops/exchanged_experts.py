@@ -13,6 +13,7 @@ Tolerance: 1e-2 (bfloat16), 1e-5 (float32), relative.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,7 +95,9 @@ def has_kernel(hidden: int, is_half_precision: bool) -> bool:
     return is_half_precision and MIN_HIDDEN <= hidden <= MAX_HIDDEN
 
 
-def tokens_of_a_call(hidden: int, top_k: int, num_local_experts: int, num_ranks: int) -> int:
+def tokens_of_a_call(
+    hidden: int, top_k: int, num_local_experts: int, num_ranks: int, environment: Mapping[str, str] = os.environ
+) -> int:
     """How many tokens of each rank fit the kernels and the communicator's buffer; ValueError when they take none.
 
     Bytes for T tokens (documentation of npu_moe_distribute_combine_v2): 2 (E G T up512(up32(2 H) + 64) + (K + 1) T
@@ -110,7 +113,7 @@ def tokens_of_a_call(hidden: int, top_k: int, num_local_experts: int, num_ranks:
             f"expert_exchange='dispatch' with {num_local_experts} experts on each of {num_ranks} ranks: the kernels on "
             f"npu take up to {MAX_EXPERTS_TIMES_RANKS} together; use expert_exchange='all_gather'"
         )
-    buffer_mib = int(os.environ.get("HCCL_BUFFSIZE", DEFAULT_BUFFER_MIB))
+    buffer_mib = int(environment.get("HCCL_BUFFSIZE", DEFAULT_BUFFER_MIB))
     arriving = num_local_experts * num_ranks * _up(_up(2 * hidden, 32) + 64, 512)
     returning = (top_k + 1) * _up(2 * hidden, 512)
     tokens = buffer_mib * 2**20 // (2 * (arriving + returning))

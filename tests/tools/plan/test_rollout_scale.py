@@ -17,7 +17,7 @@ from tools.plan.generation_steps import Workload, count_steps
 from tools.plan.platform import PLATFORMS
 from tools.plan.rollout import plan_rollout
 from tools.plan.worker import PlannedWorker
-from tools.plan.world import planned_rank
+from tools.plan.world import planned_rank, run_variables
 from verl.trainer.config import load_config, validate_config
 from verl.workers.sharding_manager.transfer_plan import TransferPlan
 from vllm.config import SchedulerConfig
@@ -47,7 +47,7 @@ def worker_of(folder: Path, rank: int, *overrides: str) -> Iterator[PlannedWorke
     )
     assert validate_config(config) == []
     planned = PlannedDevice(CollectiveLog(), MemoryMeter())
-    with planned_rank(rank, 256, 16), planned:
+    with planned_rank(rank, 256, 16, run_variables("ascend")), planned:
         worker = PlannedWorker(config, "npu", 1.0, PLATFORMS["npu"](TOTAL, RESERVED, planned))
         worker.init_model()
         yield worker

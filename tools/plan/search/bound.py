@@ -15,6 +15,7 @@ from tools.plan.setup import PlannedRun
 from tools.plan.timing import MicroBatches, RolloutShape, RunShape
 from tools.plan.training import StepSize
 from tools.plan.whole import PROCESS_BYTES
+from tools.plan.world import run_variables
 from verl.trainer.config import PPOTrainerConfig
 from vllm.platforms.cpu import KV_CACHE_FRACTION_OF_HOST
 from vllm.platforms.interface import ACTIVATION_FRACTION
@@ -234,7 +235,8 @@ class Bounds:
             return (rows * (3.0 * hidden + width) + 2.0 * gathered * hidden) * item
         num_here = hf.n_routed_experts // span
         own = tokens / rollout.tp
-        if self.device.family == "ascend" and own <= tokens_of_a_call(hidden, topk, num_here, span):
+        variables = run_variables(self.device.family)
+        if self.device.family == "ascend" and own <= tokens_of_a_call(hidden, topk, num_here, span, variables):
             rows = own * span * min(num_here, topk)
             return (rows * (2.0 * hidden + 3 * inner) + 2 * own * hidden) * item
         return own * topk * self.size.load * (4.0 * hidden + 3 * inner) * item

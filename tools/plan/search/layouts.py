@@ -12,6 +12,7 @@ from tools.plan.rank_plan import KINDS
 from tools.plan.search.bound import RolloutKnobs
 from tools.plan.setup import PlannedRun
 from tools.plan.timing import MicroBatches, RolloutShape
+from tools.plan.world import run_variables
 from verl.trainer.config import PPOTrainerConfig
 from vllm.ops import reference
 from vllm_ascend.ops.exchanged_experts import tokens_of_a_call
@@ -149,7 +150,11 @@ def _can_dispatch(hf: HFModelConfig, device: DeviceProfile, shape: RolloutShape)
         return True
     try:
         tokens_of_a_call(
-            hf.hidden_size, hf.num_experts_per_tok, hf.n_routed_experts // shape.expert_ranks, shape.expert_ranks
+            hf.hidden_size,
+            hf.num_experts_per_tok,
+            hf.n_routed_experts // shape.expert_ranks,
+            shape.expert_ranks,
+            run_variables(device.family),
         )
     except ValueError:
         return False
