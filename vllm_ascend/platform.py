@@ -10,13 +10,17 @@ import torch
 
 from vllm.platforms.interface import DeviceMemory, GraphPool, Platform, table_problems
 from vllm_ascend._compat import unmap_cached_memory
-from vllm_ascend.ops.exchanged_experts import exchange_problem
+from vllm_ascend.ops.exchanged_experts import environment_buffer_mib, exchange_problem
 from vllm_ascend.ops.mla_decode import BLOCK_STEP, MAX_BLOCK, head_problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.ops.contract import RolloutOps
 
+# Communication buffers of the engine's groups in MiB: for TP a prefill's activations, for EP those of all replicas, for
+# DP a few numbers and rebalanced blocks. The exchange's kernels read HCCL_BUFFSIZE alone.
+BUFFER_MIB = {"tp": 64, "ep": 200, "dp": 32}
+BUFFERS_OF_A_COMMUNICATOR = 2  # one to send from, one to receive into
 VECTOR_CORES = 3  # of hccl_op_expansion_mode: 1 is the host, 2 the control processor
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 # Settings of torch_npu that graphs exclude: a second level of the launch queue, and waiting for every launch.
@@ -73,14 +77,18 @@ class NPUPlatform(Platform):
 
     def group_options(self, group: str) -> Any:
         """See ``Platform.group_options``."""
-        options = None
+        config = {"hccl_buffer_size": BUFFER_MIB[group]} if group in BUFFER_MIB else {}
         # NPU-ADAPTATION(hccl-aiv-by-group): expanding collectives on the vector cores makes decoding's small messages
         # quick, and several such communicators at a time are undefined, as with HCCL_OP_EXPANSION_MODE=AIV for a whole
         # job; groups whose collectives follow one another ask for it; drop when HCCL chooses it by message size.
         if group in ("tp", "ep"):
-            options = _hccl_options({"hccl_op_expansion_mode": VECTOR_CORES})
+            config["hccl_op_expansion_mode"] = VECTOR_CORES
         # NPU-ADAPTATION END
-        return options
+        return _hccl_options(config)
+
+    def group_buffer_bytes(self, group: str) -> int:
+        """See ``Platform.group_buffer_bytes``."""
+        return BUFFERS_OF_A_COMMUNICATOR * BUFFER_MIB.get(group, environment_buffer_mib()) << 20
 
     def kv_cache_budget_bytes(self, device: torch.device, utilization: float) -> int:
         """See ``Platform.kv_cache_budget_bytes``.

@@ -21,7 +21,8 @@ class LedgerEntry:
 
     Attributes:
         owner: the name of a parameter or buffer, or of the flat buffer whose padding this is.
-        what: parameter, gradient, buffer, master, exp_avg, exp_avg_sq, or slots (through which CPU Adam copies);
+        what: parameter, gradient, buffer, master, exp_avg, exp_avg_sq, slots (through which CPU Adam copies), or
+            communicator (of a group, with its buffers);
             "... copy" is what an offload keeps on the host.
         device: "device" or "host".
         num_bytes: the size.
@@ -62,6 +63,13 @@ def ledger(model: nn.Module, optimizer: DistributedOptimizer | None = None) -> l
             LedgerEntry(name, "slots", ON_HOST, slots.host_bytes) for name, slots in optimizer.host_slots.items()
         ]
     return entries
+
+
+def communicator_entries(buffer_bytes: Mapping[str, int]) -> list[LedgerEntry]:
+    """Return the entries of communicators, group -> bytes; torch's allocator knows nothing of them."""
+    return [
+        LedgerEntry(f"group {name}", "communicator", ON_DEVICE, size) for name, size in buffer_bytes.items() if size
+    ]
 
 
 def total_bytes(entries: Sequence[LedgerEntry], device: str | None = None, what: str | None = None) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron.core.parallel_layout import ParallelLayout, RankCoords
@@ -66,6 +68,26 @@ GROUP_AXES: dict[str, tuple[tuple[str, ...], bool]] = {
     "edp": (("dp",), True),
 }
 
+PAIR = "pair"  # in place of a group's name: two ranks, between which ``isend`` and ``irecv`` go
+# What nothing is sent over, by ``moe_token_dispatcher_type``.
+UNUSED_GROUPS = {"alltoall": ("mp", "etp_ep"), "allgather": ("mp", "ep", "etp")}
+
+
+class GroupBackend:
+    """What the groups ask of torch.distributed's backend: here nothing; a kind of device derives its own from it."""
+
+    def options(self, group: str) -> Any:
+        """Return the backend's options of the groups called ``group``, a field of ``ProcessGroups``, or None."""
+        return None
+
+    def buffer_bytes(self, group: str) -> int:
+        """Return the device memory that such a group's communicator takes beside torch's allocator, once it is used.
+
+        ``PAIR`` stands for a communicator of two ranks, where a backend makes one for each pair.
+        """
+        return 0
+
+
 # The one object behind ``get_process_groups``: set by initialize_model_parallel, cleared by destroy_model_parallel.
 _GROUPS: ProcessGroups | None = None
 
@@ -92,7 +114,11 @@ def initialize_model_parallel(
 
 
 def initialize_from_layout(
-    layout: ParallelLayout, distributed_timeout_minutes: float = 30, *, num_other_ranks: int = 0
+    layout: ParallelLayout,
+    distributed_timeout_minutes: float = 30,
+    *,
+    num_other_ranks: int = 0,
+    backend: GroupBackend | None = None,
 ) -> ProcessGroups:
     """Make all groups of the job on an initialised ``torch.distributed``; every rank calls it with the same layout.
 
@@ -109,6 +135,7 @@ def initialize_from_layout(
     if problems:
         raise ValueError("parallel layout: " + "; ".join(problems))
     rank, timeout = dist.get_rank(), timedelta(minutes=distributed_timeout_minutes)
+    backend = backend or GroupBackend()
     mine: dict[str, dist.ProcessGroup] = {}
     for name in GROUP_AXES:
         for ranks in group_ranks(layout, name):
@@ -116,7 +143,11 @@ def initialize_from_layout(
             # Where some ranks do not train, it is collective over the members alone.
             if not num_other_ranks or rank in ranks:
                 group = dist.new_group(
-                    ranks, timeout=timeout, group_desc=name, use_local_synchronization=num_other_ranks > 0
+                    ranks,
+                    timeout=timeout,
+                    pg_options=backend.options(name),
+                    group_desc=name,
+                    use_local_synchronization=num_other_ranks > 0,
                 )
             if rank in ranks:
                 mine[name] = group
@@ -127,6 +158,18 @@ def initialize_from_layout(
     assert world is not None, "checked by _world_size"
     _GROUPS = ProcessGroups(layout=layout, rank=rank, coords=layout.coords(rank), world=world, **mine)
     return _GROUPS
+
+
+def connect(groups: ProcessGroups, device: torch.device, unused: Collection[str] = ()) -> list[str]:
+    """Make the communicators of the groups of several ranks but the ``unused`` ones, and return their names.
+
+    Backends make a communicator and its buffers at a group's first collective; here it comes before anyone measures
+    how much of the device is free. Every rank of ``groups.world`` calls it.
+    """
+    used = [name for name in (*GROUP_AXES, "world") if name not in unused and getattr(groups, name).size() > 1]
+    for name in used:
+        dist.all_reduce(torch.zeros(1, device=device), group=getattr(groups, name))
+    return used
 
 
 def _world_size() -> int:

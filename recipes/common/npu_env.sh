@@ -4,7 +4,8 @@
 # Collectives. How long they wait for a peer follows actor_rollout_ref.nccl_timeout. Ports of the host side: chosen by the
 # system, so that two jobs on a node do not meet; HCCL_IF_BASE_PORT would then not be read.
 export HCCL_HOST_SOCKET_PORT_RANGE="${HCCL_HOST_SOCKET_PORT_RANGE:-auto}"
-# Buffer of a group in MB. Expansion on the vector cores is an option of the rollout engine's groups, never of all.
+# Buffers in MB of the world and of the groups that dispatch tokens to experts; the sizes of others, and expansion on the
+# vector cores, are options of these groups.
 export HCCL_BUFFSIZE="${HCCL_BUFFSIZE:-300}"
 
 # Memory: segments that grow, so that sleep and wake do not fragment; large host blocks returned to the system (read by

@@ -7,6 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core.parallel_layout import ParallelLayout
+from megatron.core.parallel_state import connect, destroy_model_parallel, initialize_from_layout
+from mindspeed.core.hccl_buffer import HcclGroups
 from tests.npu.processes import output_of
 from tests.parallel.launcher import run_ranks
 from vllm.config import ParallelConfig
@@ -36,6 +39,51 @@ def test_the_groups_of_a_decode_step_run_on_the_vector_cores() -> None:
     by_tp = {"tp": VECTOR_CORES, "ep": VECTOR_CORES, "exchange": 0}
     by_dp = {"dp": 0, "ep": VECTOR_CORES, "exchange": 0}
     assert run_ranks(_modes, 2, device="npu") == [[by_tp, by_dp]] * 2
+
+
+def _free_bytes() -> int:
+    free_bytes: int = torch.npu.mem_get_info()[0]
+    return free_bytes
+
+
+def _training_buffers() -> tuple[dict[str, int], int, int]:
+    """The buffers that groups ask for, the sum of what they should take, and what the device has lost."""
+    backend, device = HcclGroups(), torch.device("npu", dist.get_rank())
+    layout = ParallelLayout(world_size=2, expert_model_parallel_size=2)
+    groups = initialize_from_layout(layout, backend=backend)
+    torch.zeros(1, device=device)
+    before, num_before = _free_bytes(), len(npusim.communicators())
+    names = connect(groups, device)
+    taken = before - _free_bytes()
+    asked = [settings.buffer_mib for settings in npusim.communicators()[num_before:]]
+    destroy_model_parallel()
+    return dict(zip(names, asked, strict=True)), sum(map(backend.buffer_bytes, names)), taken
+
+
+def test_training_groups_have_buffers_of_their_own_which_are_counted() -> None:
+    for asked, counted, taken in run_ranks(_training_buffers, 2, device="npu"):
+        assert asked == {"dp": 32, "dp_cp": 200, "tp_dp_cp": 32, "ep": 400, "etp_ep": 400, "world": 200}
+        assert taken == counted == 2 * sum(asked.values()) << 20
+
+
+def _engine_buffers() -> tuple[dict[str, int], int]:
+    """What the engine's groups should take, and what the device has lost."""
+    platform, device = resolve_platform("npu"), torch.device("npu", dist.get_rank())
+    config = ParallelConfig(2, 1, True, rank=dist.get_rank(), world_size=2, expert_exchange="dispatch")
+    state = init_model_parallel(config, platform.group_options)
+    torch.zeros(1, device=device)
+    before = _free_bytes()
+    state.connect(device)
+    taken = before - _free_bytes()
+    counted = {name: platform.group_buffer_bytes(name) >> 20 for name in state.used_groups()}
+    state.destroy()
+    return counted, taken >> 20
+
+
+def test_the_buffers_of_the_engines_groups_exist_before_its_cache() -> None:
+    for counted, taken in run_ranks(_engine_buffers, 2, device="npu"):
+        assert counted == {"tp": 128, "exchange": 400}
+        assert taken == sum(counted.values())
 
 
 def _int64() -> list[list[int]]:

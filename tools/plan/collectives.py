@@ -33,9 +33,9 @@ class Collective(NamedTuple):
     """One call of one rank.
 
     kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier, send or recv · group: the purpose of
-    the group ("ep", "tp_dp_cp", ...) · ranks: its members, global · dtype: as torch prints it · sent, received: numbers
-    of elements · splits: rows to and from each member in an all-to-all with uneven parts, else None · peer: global rank
-    of the other side of a send or recv, else -1.
+    the group ("ep", "tp_dp_cp", "rollout_tp", ...) · ranks: its members, global · dtype: as torch prints it · sent,
+    received: numbers of elements · splits: rows to and from each member in an all-to-all with uneven parts, else None ·
+    peer: global rank of the other side of a send or recv, else -1.
     """
 
     kind: str
@@ -110,7 +110,7 @@ def describe(func: Any, args: Sequence[Any]) -> Collective:
     if kind == "all_to_all" and args[3]:
         splits = (tuple(args[4]), tuple(args[3]))
     peer = ranks[args[2]] if kind in POINT_TO_POINT else -1
-    purpose = {"default_pg": "world", "undefined": "engine"}.get(group.group_desc, group.group_desc)
+    purpose = "world" if group.group_desc == "default_pg" else group.group_desc
     dtype = str((sent or received or [torch.empty(0)])[0].dtype).removeprefix("torch.")
     num_sent, num_received = (sum(x.numel() for x in tensors) for tensors in (sent, received))
     return Collective(kind, purpose, ranks, dtype, num_sent, num_received, splits, peer)

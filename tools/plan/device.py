@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from tools.plan.collectives import CollectiveLog, describe, returned
+from megatron.core.parallel_state import PAIR
+from tools.plan.collectives import POINT_TO_POINT, Collective, CollectiveLog, describe, returned
 from tools.plan.known_outputs import KnownOutputs
 
 DEVICE = torch.device("meta")
@@ -62,7 +63,7 @@ class MemoryMeter(TorchDispatchMode):
         for key, reference in self._alive.items():
             storage = reference()
             if storage is not None and storage.nbytes() != self._sizes[key]:
-                self._add(storage.nbytes() - self._sizes[key])
+                self.add(storage.nbytes() - self._sizes[key])
                 self._sizes[key] = storage.nbytes()
 
     @contextmanager
@@ -81,9 +82,10 @@ class MemoryMeter(TorchDispatchMode):
             return
         self._alive[key] = weakref.ref(storage, lambda _: self._free(key))
         self._sizes[key] = num_bytes
-        self._add(num_bytes)
+        self.add(num_bytes)
 
-    def _add(self, num_bytes: int) -> None:
+    def add(self, num_bytes: int) -> None:
+        """Count so many bytes more."""
         self.now_bytes += num_bytes
         self.total_bytes += max(num_bytes, 0)
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
@@ -102,9 +104,19 @@ class PlannedDevice(TorchDispatchMode):
     expert, which token was sampled) must come from an op table made for plans.
     """
 
-    def __init__(self, log: CollectiveLog, meter: MemoryMeter, has_host_memory: bool = True) -> None:
+    def __init__(
+        self,
+        log: CollectiveLog,
+        meter: MemoryMeter,
+        has_host_memory: bool = True,
+        buffer_bytes: Callable[[str], int] | None = None,
+    ) -> None:
+        """buffer_bytes: memory of a communicator by the name of its group, ``PAIR`` for one of two ranks alone."""
         super().__init__()
         self.log, self.meter, self.has_host_memory = log, meter, has_host_memory
+        self._buffer_bytes = buffer_bytes or (lambda group: 0)
+        self._communicators: set[tuple[str, tuple[int, ...], int]] = set()
+        self.communicator_bytes = 0
         self._known = KnownOutputs()  # a rank's own: what the first call makes on the way counts in every plan
         self._host: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # pinned
 
@@ -131,12 +143,26 @@ class PlannedDevice(TorchDispatchMode):
         return outputs
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.log.note(describe(func, args))
+        call = describe(func, args)
+        self.log.note(call)
+        self.connect(call)
         if any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_iter(list(args))):
             from torch._C._distributed_c10d import FakeWork
 
             return returned(func, args, FakeWork().boxed())
         return func(*args, **kwargs)
+
+    def connect(self, call: Collective) -> None:
+        """Count the buffers of the call's communicator, which the first call makes and which stay."""
+        if len(call.ranks) == 1:
+            return
+        is_pair = call.kind in POINT_TO_POINT
+        key = (call.group, call.ranks, call.peer)
+        if key not in self._communicators:
+            self._communicators.add(key)
+            num_bytes = self._buffer_bytes(PAIR if is_pair else call.group)
+            self.communicator_bytes += num_bytes
+            self.meter.add(num_bytes)
 
     def _pinned(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
         planned: torch.Tensor = func(*args, **(kwargs | {"pin_memory": False, "device": DEVICE}))

@@ -12,7 +12,7 @@ PROFILES = Path(__file__).with_name("devices")
 FAMILIES = ("ascend", "cuda", "cpu")
 LINKS = ("domain_link", "scale_out_link")
 GIB = 1 << 30
-RESERVED_BYTES = {"ascend": 4 << 30, "cuda": 2 << 30, "cpu": 0}  # driver, context and communicators' buffers: modelled
+RESERVED_BYTES = {"ascend": 4 << 30, "cuda": 2 << 30, "cpu": 0}  # of the driver and contexts: modelled
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class PlannedPlatform(Platform):
 
     Args:
         total_bytes: memory of the device.
-        used_bytes: memory that torch does not have: the driver, contexts, buffers of communicators.
+        used_bytes: memory that neither torch nor a communicator has: the driver, contexts.
         planned: counts the rest.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron.core.memory_ledger import ON_DEVICE, ON_HOST, LedgerEntry, ledger
 from megatron.core.parallel_layout import RankCoords
@@ -18,6 +19,9 @@ from tools.plan.training import OLD, UPDATE, StepSize, batch_of, training_calls
 from tools.plan.worker import PhaseMemory, PlannedWorker
 from tools.plan.world import planned_rank, run_variables
 from verl.trainer.config import PPOTrainerConfig
+from verl.utils.device import group_backend
+from vllm.distributed.parallel_state import GROUP_PREFIX
+from vllm.platforms import resolve_platform
 
 MANY = 4  # from so many micro-batches on, two small runs are quicker than another large one
 KINDS = {"ascend": "npu", "cuda": "cuda", "cpu": "cpu"}  # family of a device -> kind of op table
@@ -58,7 +62,8 @@ def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: 
     ValueError when the run would refuse: what does not divide, or a rollout engine without room for its cache.
     """
     kind, trainer = KINDS[device.family], config.trainer
-    planned = PlannedDevice(CollectiveLog(), MemoryMeter(), has_host_memory=kind != "cpu")
+    buffers = partial(buffer_bytes, kind)
+    planned = PlannedDevice(CollectiveLog(), MemoryMeter(), has_host_memory=kind != "cpu", buffer_bytes=buffers)
     platform = PLATFORMS[kind](device.memory_bytes, device.reserved_bytes, planned)
     variables = run_variables(device.family)
     with planned_rank(rank, trainer.world_size, trainer.n_gpus_per_node, variables), planned:
@@ -84,12 +89,19 @@ def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: 
             rank,
             worker.groups.coords,
             _counted_parameters(worker),
-            _by_owner(held, ON_DEVICE) | reference | rollout_state,
+            _by_owner(held, ON_DEVICE) | {"communicators": planned.communicator_bytes} | reference | rollout_state,
             _by_owner(held, ON_HOST) | reference,
             tuple(worker.timeline.phases),
             tuple(calls),
             rollout.sync_bytes,
         )
+
+
+def buffer_bytes(kind: str, group: str) -> int:
+    """Device memory of the communicator of a group, as the engine that makes the group asks for it."""
+    if group.startswith(GROUP_PREFIX):
+        return resolve_platform(kind).group_buffer_bytes(group.removeprefix(GROUP_PREFIX))
+    return group_backend(kind).buffer_bytes(group)
 
 
 def _plan_call(worker: PlannedWorker, name: str, size: StepSize) -> RepeatedCalls:

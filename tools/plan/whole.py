@@ -97,7 +97,7 @@ def plan_run(run: PlannedRun, size: StepSize, *, ends_when_full: bool = False) -
     found = [
         f"rank {plan.rank} (stage {plan.coords.pp}) needs {plan.peak.peak_bytes / GIB:.1f} GiB in {plan.peak.name}; "
         f"a {run.device.name} has {budget / GIB:.1f} for it ({run.device.memory_bytes / GIB:.0f} less "
-        f"{run.device.reserved_bytes / GIB:.0f} of the driver and communicators)"
+        f"{run.device.reserved_bytes / GIB:.0f} of the driver)"
         for plan in stages
         if plan.peak.peak_bytes > budget
     ]

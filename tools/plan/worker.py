@@ -23,6 +23,7 @@ from tools.plan.sync import LazyShards, lazy_shards, move_largest_only, shared_p
 from tools.plan.world import own_groups
 from verl.protocol import DataProto
 from verl.trainer.config import PPOTrainerConfig
+from verl.utils.device import group_backend
 from verl.utils.timeline import Timeline
 from verl.workers.actor import MegatronPPOActor
 from verl.workers.config import McoreEngineConfig
@@ -121,6 +122,7 @@ class PlannedWorker(ActorRolloutRefWorker):
     def __init__(self, config: PPOTrainerConfig, kind: str, load: float, platform: PlannedPlatform) -> None:
         super().__init__(config, "actor_rollout_ref" if config.use_reference_policy else "actor_rollout")
         self.kind, self.load, self.platform = kind, load, platform
+        self.group_backend = group_backend(kind)
         self.device_type = "cpu"  # there is no accelerator to ask about its memory
         self.timeline = MemoryTimeline(platform.planned.meter)
 

@@ -9,11 +9,14 @@ from types import ModuleType
 
 import torch
 
+from megatron.core.parallel_state import GroupBackend
 from verl.trainer.config import TrainerConfig
+from verl.utils.import_utils import load_provider
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _TRAIN_OPS = {"cpu": "megatron.core.ops.cpu:cpu_ops", "npu": "mindspeed.ops:train_ops"}
 _ROLLOUT_OPS = {"cpu": "vllm.ops.cpu:default_ops", "npu": "vllm_ascend.ops:rollout_ops"}
+_GROUP_BACKENDS = {"npu": "mindspeed.core.hccl_buffer:HcclGroups"}
 EXACT_OPS = ("verl.exact_mode.training_ops:exact_ops", "verl.exact_mode.rollout_ops:rollout_ops")
 
 
@@ -60,6 +63,13 @@ def ops_providers(trainer: TrainerConfig, device: str) -> tuple[str, str]:
         trainer.train_ops or _TRAIN_OPS.get(device, "megatron.core.ops.reference:reference_ops"),
         trainer.rollout_ops or _ROLLOUT_OPS.get(device, "vllm.ops.reference:rollout_ops"),
     )
+
+
+def group_backend(device: str) -> GroupBackend:
+    """What the training groups ask of the device's backend."""
+    provider = _GROUP_BACKENDS.get(device)
+    backend: GroupBackend = GroupBackend() if provider is None else load_provider(provider)()
+    return backend
 
 
 def init_device(device_type: str) -> torch.device:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from hf_formats.config import HFModelConfig, load_hf_config
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.memory_ledger import ledger, table
+from megatron.core.memory_ledger import communicator_entries, ledger, table
 from megatron.core.models.gpt import GPTModel, ModelChunks
 from megatron.core.ops import TrainOps, resolve
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.parallel_state import ProcessGroups, initialize_from_layout
+from megatron.core.parallel_state import UNUSED_GROUPS, ProcessGroups, connect, initialize_from_layout
 from mindspeed_llm.hf_checkpoint import open_hf
 from mindspeed_llm.load_weights import load_weights, open_shards
 from mindspeed_llm.model import build_model
@@ -24,7 +24,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 from verl.trainer.config import PPOTrainerConfig
 from verl.utils.checkpoint import MegatronCheckpointManager
-from verl.utils.device import get_torch_device, init_device, ops_providers, resolve_device
+from verl.utils.device import get_torch_device, group_backend, init_device, ops_providers, resolve_device
 from verl.utils.distributed import join_world
 from verl.utils.hang_watchdog import HangWatchdog
 from verl.utils.import_utils import import_external_libs, load_provider
@@ -65,6 +65,7 @@ class ActorRolloutRefWorker(Worker):
         self.watchdog: HangWatchdog | None = None
         self.device_type = resolve_device(config.trainer.device)
         self.train_ops_provider, self.rollout_ops_provider = ops_providers(config.trainer, self.device_type)
+        self.group_backend = group_backend(self.device_type)
         self.total_training_steps = config.trainer.total_training_steps or 0
         self.controller_needs_log_probs = config.algorithm.use_kl_in_reward
 
@@ -228,7 +229,12 @@ class ActorRolloutRefWorker(Worker):
         join_world(self.device_type, self.config.nccl_timeout)
         layout = self.run_config.training_layout
         num_other_ranks = self.world_size - layout.world_size  # ranks that only generate
-        return initialize_from_layout(layout, self.config.nccl_timeout / 60, num_other_ranks=num_other_ranks)
+        return initialize_from_layout(
+            layout,
+            self.config.nccl_timeout / 60,
+            num_other_ranks=num_other_ranks,
+            backend=self.group_backend,
+        )
 
     def new_model(self, ops: TrainOps, hf: HFModelConfig, engine: McoreEngineConfig) -> GPTModel | ModelChunks:
         """This rank's part of a model with its weights."""
@@ -252,11 +258,13 @@ class ActorRolloutRefWorker(Worker):
         hf = trained_model(self.hf_config, config.megatron)
         model = self.new_model(ops, hf, config.megatron)
         self.actor_module = DistributedDataParallel(model.config, ddp_config(config.megatron), model, self.groups)
+        self._connect_groups(model.config.moe_token_dispatcher_type)
         make_optimizer = load_provider(config.megatron.optimizer_provider)
         optim = config.optim
         self.optimizer = make_optimizer(optimizer_config(optim, config.megatron), self.actor_module, self.groups, ops)
         if self.groups.rank == 0:
-            logger.info("what rank 0 holds, in bytes:\n%s", table(ledger(self.actor_module, self.optimizer)))
+            held = ledger(self.actor_module, self.optimizer) + communicator_entries(self.communicator_bytes)
+            logger.info("what rank 0 holds, in bytes:\n%s", table(held))
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             max_lr=optim.lr,
@@ -284,6 +292,11 @@ class ActorRolloutRefWorker(Worker):
             self.config.model.path,
             self.groups,
         )
+
+    def _connect_groups(self, dispatcher: str) -> None:
+        """Makes the communicators before the rollout engine measures how much of the device is free."""
+        names = connect(self.groups, self.device, UNUSED_GROUPS[dispatcher])
+        self.communicator_bytes = {name: self.group_backend.buffer_bytes(name) for name in names}
 
     def _build_ref(self, ops: TrainOps) -> MegatronPPOActor:
         model = self.new_model(ops, self.hf_config, self.config.ref.megatron or self.config.actor.megatron)

@@ -16,6 +16,7 @@ from vllm.config import ParallelConfig
 from vllm.utils import async_tensor_h2d
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+GROUP_PREFIX = "rollout_"  # of the groups' names: training has groups called tp and dp, too
 GroupOptions = Callable[[str], Any]
 
 # torch 2.13 warns about the old name, 2.5 has only that one.
@@ -108,6 +109,23 @@ class ParallelState:
             flags = self.dp.all_gather(flags)
         return bool(flags.any())
 
+    def used_groups(self) -> dict[str, GroupCoordinator]:
+        """Return the groups of several ranks that generation sends over, by field name."""
+        used = {"tp": self.tp, "exchange": self.exchange}
+        if self.config.expert_exchange != "dispatch":
+            used["ep"] = self.ep
+        if self.config.steps_in_lockstep or self.config.rebalance_steps:
+            used["dp"] = self.dp
+        return {name: coordinator for name, coordinator in used.items() if coordinator.group is not None}
+
+    def connect(self, device: torch.device) -> None:
+        """Make the communicators of the used groups, whose buffers then exist when the KV cache is sized.
+
+        Every rank calls it.
+        """
+        for coordinator in self.used_groups().values():
+            coordinator.all_reduce(torch.zeros(1, device=device))
+
     def destroy(self) -> None:
         """Destroy the groups; every rank calls it."""
         for coordinator in (self.tp, self.dp, self.ep, self.exchange):
@@ -136,10 +154,11 @@ def init_model_parallel(config: ParallelConfig, group_options: GroupOptions = la
     ep = [list(range(first, first + span)) for first in starts] if config.enable_expert_parallel else []
     exchange = ep if config.expert_exchange == "dispatch" else []
     groups = {"tp": tp, "dp": dp, "ep": ep, "exchange": exchange}
-    return ParallelState(config, **{name: _coordinator(of, config, group_options(name)) for name, of in groups.items()})
+    made = {name: _coordinator(name, of, config, group_options(name)) for name, of in groups.items()}
+    return ParallelState(config, **made)
 
 
-def _coordinator(groups: list[list[int]], config: ParallelConfig, options: Any) -> GroupCoordinator:
+def _coordinator(name: str, groups: list[list[int]], config: ParallelConfig, options: Any) -> GroupCoordinator:
     """Create all `groups` and return this rank's."""
     mine = GroupCoordinator(0, 1, None)
     rank, first, is_alone = config.rank, config.first_rank, config.first_rank == 0
@@ -148,7 +167,11 @@ def _coordinator(groups: list[list[int]], config: ParallelConfig, options: Any) 
             continue
         members = [first + member for member in ranks]
         group = dist.new_group(
-            members, timeout=COLLECTIVE_TIMEOUT, pg_options=options, use_local_synchronization=not is_alone
+            members,
+            timeout=COLLECTIVE_TIMEOUT,
+            pg_options=options,
+            group_desc=GROUP_PREFIX + name,
+            use_local_synchronization=not is_alone,
         )
         if rank in ranks:
             mine = GroupCoordinator(ranks.index(rank), len(ranks), group)

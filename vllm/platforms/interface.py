@@ -87,6 +87,10 @@ class Platform(ABC):
         """
         return None
 
+    def group_buffer_bytes(self, group: str) -> int:
+        """Return the device memory that the communicator of such a group takes, once it is used, beside torch's."""
+        return 0
+
     def empty_cache(self) -> None:  # noqa: B027 - not every kind of device has an allocator cache
         """Return the allocators' unused memory to the device."""
 

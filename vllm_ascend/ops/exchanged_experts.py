@@ -113,7 +113,7 @@ def tokens_of_a_call(
             f"expert_exchange='dispatch' with {num_local_experts} experts on each of {num_ranks} ranks: the kernels on "
             f"npu take up to {MAX_EXPERTS_TIMES_RANKS} together; use expert_exchange='all_gather'"
         )
-    buffer_mib = int(environment.get("HCCL_BUFFSIZE", DEFAULT_BUFFER_MIB))
+    buffer_mib = environment_buffer_mib(environment)
     arriving = num_local_experts * num_ranks * _up(_up(2 * hidden, 32) + 64, 512)
     returning = (top_k + 1) * _up(2 * hidden, 512)
     tokens = buffer_mib * 2**20 // (2 * (arriving + returning))
@@ -123,6 +123,11 @@ def tokens_of_a_call(
             f"ranks needs {-(-2 * (arriving + returning) // 2**20)}; set HCCL_BUFFSIZE to a multiple of it"
         )
     return min(tokens, MAX_TOKENS)
+
+
+def environment_buffer_mib(environment: Mapping[str, str] = os.environ) -> int:
+    """The communication buffer of groups that ask for none of their own, as HCCL and the kernels read it."""
+    return int(environment.get("HCCL_BUFFSIZE", DEFAULT_BUFFER_MIB))
 
 
 def _up(size: int, step: int) -> int:

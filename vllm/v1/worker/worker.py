@@ -55,6 +55,7 @@ class Worker:
         self._load_initial_weights()
         self.kv_caches: list[KVCache] = []
         self.is_kv_cache_awake = False
+        parallel.connect(device)
         self.num_gpu_blocks = 0  # the scheduler's, counted by the first wake_kv_cache
         self.wake_kv_cache()
         self.graphs: DecodeGraphs | None = None
@@ -186,14 +187,16 @@ class Worker:
         self.is_kv_cache_awake = True
 
     def memory_report(self) -> dict[str, int]:
-        """Return the bytes of weights, offloaded weights and KV cache, and the block count."""
+        """Return the bytes of weights, offloaded weights, KV cache and communicators, and the block count."""
         weights = sum(tensor.untyped_storage().nbytes() for tensor in weight_storage(self.model))
         kv_cache = sum(t.untyped_storage().nbytes() for cache in self.kv_caches for t in cache)
         memory = self.platform.memory(self.device)
+        buffers = sum(self.platform.group_buffer_bytes(name) for name in self.parallel.used_groups())
         return {
             "weights_bytes": weights,
             "host_weights_bytes": sum(t.nbytes for t in self._host_weights or []),
             "kv_cache_bytes": kv_cache,
+            "communicator_bytes": buffers,
             "num_gpu_blocks": self.num_gpu_blocks,
             "device_free_bytes": memory.free_bytes,
             "device_total_bytes": memory.total_bytes,

@@ -32,6 +32,7 @@ constexpr size_t BOX_BYTES = 16 << 10;    // per ordered pair of ranks: point-to
 constexpr uint32_t MAX_RANKS = 64;
 constexpr uint32_t VECTOR_CORES = 3;  // hcclOpExpansionMode
 constexpr int DEFAULT_EXEC_TIMEOUT_S = 1836, DEFAULT_CONNECT_TIMEOUT_S = 120;  // HCCL's own defaults
+constexpr int DEFAULT_BUFFER_MIB = 200;
 constexpr const char* PREFIX = "npusim_hccl_";
 
 using Clock = std::chrono::steady_clock;
@@ -51,6 +52,8 @@ struct Communicator {
     uint32_t size, rank;
     int timeout_s;
     uint32_t expansion_mode;
+    int device;
+    long long buffer_bytes;  // on the device: one buffer to send from, one to receive into
     size_t mapped_bytes;
     Header* header;
     char* slots;
@@ -74,7 +77,7 @@ struct HcclFailure {
     throw HcclFailure{code};
 }
 
-int seconds_from(const char* variable, int fallback) {
+int number_from(const char* variable, int fallback) {
     const char* value = getenv(variable);
     return value && atoi(value) > 0 ? atoi(value) : fallback;
 }
@@ -147,9 +150,12 @@ std::unique_ptr<Communicator> open_communicator(const std::string& name, uint32_
     c->name = name;
     c->size = size;
     c->rank = rank;
-    c->timeout_s = seconds_from("HCCL_EXEC_TIMEOUT", DEFAULT_EXEC_TIMEOUT_S);
+    c->timeout_s = number_from("HCCL_EXEC_TIMEOUT", DEFAULT_EXEC_TIMEOUT_S);
     if (config) note_settings(size, *config);
     c->expansion_mode = config ? config->hcclOpExpansionMode : HCCL_COMM_DEFAULT_OP_EXPANSION_MODE;
+    const bool has_size = config && config->hcclBufferSize != HCCL_COMM_BUFFSIZE_CONFIG_NOT_SET;
+    c->buffer_bytes = 2LL * (has_size ? config->hcclBufferSize : number_from("HCCL_BUFFSIZE", DEFAULT_BUFFER_MIB)) << 20;
+    c->device = npusim_current_device();
     if (config && config->hcclExecTimeOut > 0) c->timeout_s = config->hcclExecTimeOut;
     c->mapped_bytes = aligned(sizeof(Header)) + size * SLOT_BYTES + size_t(size) * size * sizeof(Box);
     const int file = shm_open(name.c_str(), O_CREAT | O_RDWR, 0600);
@@ -162,14 +168,19 @@ std::unique_ptr<Communicator> open_communicator(const std::string& name, uint32_
         shm_unlink(name.c_str());
         raise(HCCL_E_MEMORY, "no %zu bytes of shared memory (/dev/shm) for a communicator of %u ranks", c->mapped_bytes, size);
     }
+    if (npusim_take_memory(c->device, c->buffer_bytes)) {
+        munmap(memory, c->mapped_bytes);
+        raise(HCCL_E_MEMORY, "no %lld bytes of the device for the buffers of a communicator of %u ranks", c->buffer_bytes, size);
+    }
     c->header = static_cast<Header*>(memory);
     c->slots = static_cast<char*>(memory) + aligned(sizeof(Header));
     c->boxes = reinterpret_cast<Box*>(c->slots + size * SLOT_BYTES);
     try {
-        meet(*c, seconds_from("HCCL_CONNECT_TIMEOUT", DEFAULT_CONNECT_TIMEOUT_S), "making the communicator");
+        meet(*c, number_from("HCCL_CONNECT_TIMEOUT", DEFAULT_CONNECT_TIMEOUT_S), "making the communicator");
     } catch (const HcclFailure&) {
         shm_unlink(name.c_str());
         munmap(memory, c->mapped_bytes);
+        npusim_take_memory(c->device, -c->buffer_bytes);
         throw;
     }
     if (rank == 0) shm_unlink(name.c_str());
@@ -447,6 +458,7 @@ const char* npusim_communicator_settings() {
 }
 HcclResult HcclCommDestroy(HcclComm comm) {
     munmap(of(comm).header, of(comm).mapped_bytes);
+    npusim_take_memory(of(comm).device, -of(comm).buffer_bytes);
     delete &of(comm);
     return HCCL_SUCCESS;
 }

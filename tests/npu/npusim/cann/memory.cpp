@@ -70,6 +70,14 @@ int npusim_is_live(const void* pointer, size_t bytes) {
     return 1;
 }
 
+int npusim_current_device() { return current_device(); }
+int npusim_take_memory(int device, long long bytes) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (bytes > 0) return charge(device, static_cast<size_t>(bytes));
+    used_bytes[device] -= static_cast<size_t>(-bytes);
+    return ACL_SUCCESS;
+}
+
 aclError aclrtMalloc(void** pointer, size_t bytes, aclrtMemMallocPolicy) {
     const size_t rounded = round_up(bytes ? bytes : 1, GRANULE);
     const int device = current_device();

@@ -65,6 +65,8 @@ void npusim_exiting();                   // from now on no task is run or droppe
 int npusim_record(npusim_task task);  // the graph owns the state from then on
 void npusim_set_error(const char* message);
 const char* npusim_current_op(const char* replacement);  // sets this thread's op (may be null), returns the one before
+int npusim_take_memory(int device, long long bytes);  // of the runtime's own on the device; negative bytes give it back
+int npusim_current_device();
 // Is [pointer, pointer + bytes) inside memory that is allocated and mapped now?
 int npusim_is_live(const void* pointer, size_t bytes);
 }
