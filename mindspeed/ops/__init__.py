@@ -18,6 +18,7 @@ def train_ops() -> TrainOps:
     """The Ascend table (provider ``mindspeed.ops:train_ops``); nothing touches a device before an op is called."""
     attention = FusionAttention()
     names = dict.fromkeys(reference_ops().names, "native")
+    names["grouped_matmul"] = "native (half-precision weight gradients are added in float32 by npu_grouped_matmul_add_)"
     names["topk_router"] = "native choice for sigmoid scores, reference for softmax"
     return TrainOps(
         rms_norm=rms_norm,

@@ -1,7 +1,9 @@
 """The experts' matmuls as one kernel each way.
 
 Limits: float16, bfloat16 or float32, x and w in one dtype; at most 1024 experts. Row counts stay on the device: no
-wait. Tolerance: 1e-2 (bfloat16), 1e-6 (float32), relative. Backward: ours, two more calls of the same kernel.
+wait. Tolerance: 1e-2 (bfloat16), 1e-6 (float32), relative. Backward: ours; x's gradient is one more call of the same
+kernel. w's gradient is added to a float32 ``main_grad`` by a kernel that multiplies and adds (float16 or bfloat16, at
+most 128 experts). Without such a ``main_grad`` it is a third call, whose result autograd carries on.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from megatron.core.utils import async_h2d
 SPLIT_ROWS, SPLIT_INNER = 0, 2  # group_type: groups are runs of x's rows, or of the contracted dimension
 ONE_OUTPUT = 3  # split_item
 COUNTS = 1  # group_list_type: rows per group, not running ends
+ADDED_DTYPES, MAX_ADDED_EXPERTS = (torch.float16, torch.bfloat16), 128  # limits of npu_grouped_matmul_add_
 
 
 def grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
@@ -35,18 +38,43 @@ class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, w, counts = ctx.saved_tensors
-        if not x.shape[0]:
-            return torch.empty_like(x), torch.zeros_like(w), None
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
-            grad_x = _call(grad, w.transpose(1, 2), counts, SPLIT_ROWS)
+            grad_x = _call(grad, w.transpose(1, 2), counts, SPLIT_ROWS) if x.shape[0] else torch.empty_like(x)
         if ctx.needs_input_grad[1]:
-            grad_w = _call(x.t(), grad, counts, SPLIT_INNER)
-            # NPU-ADAPTATION(gmm-idle-expert): nothing says that the kernel writes the product of an expert
-            # without rows; drop when CANN documents zeros there.
-            grad_w.masked_fill_((counts == 0).view(-1, 1, 1), 0)
-            # NPU-ADAPTATION END
+            grad_w = _weight_grad(x, w, counts, grad)
         return grad_x, grad_w, None
+
+
+def _weight_grad(x: Tensor, w: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
+    if _is_added(w):
+        _add_products(w.main_grad, x, counts, grad)  # type: ignore[attr-defined]
+        w.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        return torch.empty_like(w)
+    if not x.shape[0]:
+        return torch.zeros_like(w)
+    grad_w = _call(x.t(), grad, counts, SPLIT_INNER)
+    # NPU-ADAPTATION(gmm-idle-expert): nothing says that the kernel writes the product of an expert
+    # without rows; drop when CANN documents zeros there.
+    grad_w.masked_fill_((counts == 0).view(-1, 1, 1), 0)
+    # NPU-ADAPTATION END
+    return grad_w
+
+
+def _is_added(w: Tensor) -> bool:
+    """Whether the kernel that adds takes the gradient of ``w``, the parameter itself: autograd gives leaves back."""
+    sums = getattr(w, "main_grad", None)
+    has_sums = sums is not None and sums.dtype == torch.float32
+    return has_sums and w.dtype in ADDED_DTYPES and w.shape[0] <= MAX_ADDED_EXPERTS
+
+
+def _add_products(main_grad: Tensor, x: Tensor, counts: Tensor, grad: Tensor) -> None:
+    """main_grad[e] += the product of expert e's rows of x, transposed, with those of grad."""
+    import torch_npu
+
+    assert main_grad.untyped_storage().nbytes(), "backward while the gradients are offloaded"
+    if x.shape[0]:
+        torch_npu.npu_grouped_matmul_add_(main_grad, x, grad, counts.cumsum(0))
 
 
 def _call(x: Tensor, w: Tensor, counts: Tensor, group_type: int) -> Tensor:

@@ -6,6 +6,7 @@ import gc
 import logging
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,30 @@ def test_gradients_accumulate_in_fp32_and_grad_is_freed(one_rank: ProcessGroups)
     assert module.weight.main_grad.eq(300).all()  # bf16 would stop at 256
     model.zero_grad_buffer()
     assert module.weight.main_grad.eq(0).all()
+
+
+def test_a_gradient_that_an_op_has_added_itself_is_not_added_again(one_rank: ProcessGroups) -> None:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+            x, weight = ctx.saved_tensors
+            weight.main_grad += grad * x
+            weight.grad_added_to_main_grad = True
+            return None, torch.full_like(weight, torch.nan)  # memory without values
+
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.ones(3))
+    DistributedDataParallel(toy_config(), DistributedDataParallelConfig(), module, one_rank)
+    for _ in range(2):
+        Scaled.apply(torch.arange(3.0), module.weight).sum().backward()
+    (module.weight * 10).sum().backward()  # the next gradient may come in the other way
+    assert module.weight.grad is None
+    assert module.weight.main_grad.tolist() == [10.0, 12.0, 14.0]
 
 
 def test_offload_frees_storage_and_training_goes_on_bit_identically(one_rank: ProcessGroups) -> None:

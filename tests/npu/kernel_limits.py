@@ -43,6 +43,13 @@ def grouped_matmul(call: Arguments) -> bool:
     return len(call["group_list"]) <= 1024 and all(max(tensor.shape[1:]) < 65536 for tensor in tensors)
 
 
+def grouped_matmul_add(call: Arguments) -> bool:
+    """ATB's page of the same kernel names 128 groups and sizes below 65536, aclnn's page names neither."""
+    rows_fit = call["x"].dtype in HALF and call["x"].dtype == call["weight"].dtype and len(call["x"]) > 0
+    sizes_fit = max(call["x"].shape[1], call["weight"].shape[1]) < 65536
+    return rows_fit and sizes_fit and call["input"].dtype == torch.float32 and len(call["group_list"]) <= 128
+
+
 def last_size(limit: int, name: str = "input") -> Callable[[Arguments], bool]:
     return lambda call: call[name].shape[-1] <= limit
 
@@ -52,6 +59,7 @@ LIMITS: dict[str, Callable[[Arguments], bool]] = {
     "npu_fused_infer_attention_score": infer_attention,
     "npu_moe_gating_top_k": gating,
     "npu_grouped_matmul": grouped_matmul,
+    "npu_grouped_matmul_add_": grouped_matmul_add,
     "npu_moe_token_permute": last_size(512, "indices"),
     "npu_rotary_mul": last_size(896),
     "npu_interleave_rope": lambda call: call["x"].shape[-1] == 64 and call["x"].dtype in HALF,

@@ -167,6 +167,15 @@ def test_grouped_matmul_by_ends_and_what_it_leaves_unwritten() -> None:
     assert inner[1].isnan().all()
 
 
+def test_grouped_products_are_added_to_what_is_there() -> None:
+    torch.manual_seed(0)
+    x, y, sums = torch.randn(5, 4).to(BF16), torch.randn(5, 3).to(BF16), torch.randn(3, 4, 3)
+    found = sums.to("npu")
+    torch_npu.npu_grouped_matmul_add_(found, x.to("npu"), y.to("npu"), torch.tensor([2, 2, 5]).to("npu"))
+    parts = [x[:2].float().t() @ y[:2].float(), torch.zeros(4, 3), x[2:].float().t() @ y[2:].float()]
+    assert_close(found, sums + torch.stack(parts))
+
+
 @pytest.mark.parametrize("mode", [0, 1])
 @pytest.mark.parametrize("norm", [0, 1])
 def test_gating(norm: int, mode: int) -> None:
@@ -269,6 +278,18 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
         lambda: torch_npu.npu_grouped_matmul(
             [ones(2, 4)], [ones(4, 3)], group_list=torch.tensor([3, 1]).to("npu"), split_item=3, group_type=2,
             group_list_type=1,
+        ),
+    ),
+    "float32 factors of a product that is added": (
+        "float16 or bfloat16",
+        lambda: torch_npu.npu_grouped_matmul_add_(
+            ones(1, 2, 3), ones(4, 2), ones(4, 3), torch.tensor([4]).to("npu")
+        ),
+    ),
+    "rows of no group in products that are added": (
+        "ends at 3 of 4",
+        lambda: torch_npu.npu_grouped_matmul_add_(
+            ones(1, 2, 3), ones(4, 2, dtype=BF16), ones(4, 3, dtype=BF16), torch.tensor([3]).to("npu")
         ),
     ),
     "an empty tensor": ("not empty", lambda: torch_npu.npu_swiglu(ones(0, 8))),

@@ -194,6 +194,23 @@ def grouped_matmul_with_an_idle_expert(new: Maker, size: Sizes) -> Call:
     return grouped_matmul(new, size, idle=True)
 
 
+def grouped_matmul_that_adds_its_gradient(new: Maker, size: Sizes) -> Call:
+    """As in training: a kernel that adds w's gradient to ``main_grad`` leaves nothing for autograd to carry."""
+    counts = torch.tensor([size.tokens, *[0] * (size.local_experts - 1)])
+
+    def run(ops: TrainOps, x: Tensor, w: Tensor, main_grad: Tensor) -> Tensor:
+        def take(w: Any) -> None:
+            if w.grad_added_to_main_grad:
+                w.grad = main_grad.to(w.dtype)
+
+        w.main_grad, w.grad_added_to_main_grad = main_grad.zero_(), False  # type: ignore[attr-defined]
+        w.register_post_accumulate_grad_hook(take)
+        return ops.grouped_matmul(x, w, counts)
+
+    shape = (size.local_experts, size.hidden, 2 * size.width)
+    return Call(run, [new.leaf(size.tokens, size.hidden), new.leaf(*shape), new.floats(*shape, dtype=FP32)])
+
+
 def grouped_matmul_without_tokens(new: Maker, size: Sizes) -> Call:
     counts = torch.zeros(size.local_experts, dtype=torch.int64)
 
@@ -347,8 +364,9 @@ CASES: dict[str, Entry] = {
     "grouped_matmul": _entry(
         grouped_matmul,
         grouped_matmul_with_an_idle_expert,
+        grouped_matmul_that_adds_its_gradient,
         grouped_matmul_without_tokens,
-        npu_ops=("npu_grouped_matmul",),
+        npu_ops=("npu_grouped_matmul", "npu_grouped_matmul_add_"),
     ),
     "token_permute": _entry(
         permute, permute_without_tokens, npu_ops=("npu_moe_token_permute", "npu_moe_token_permute_grad_v2")

@@ -166,10 +166,15 @@ class DistributedDataParallel(nn.Module):
                 f"a gradient of {name} after its reduction has started: with overlap_grad_reduce all backwards of a "
                 "step but the last run inside backward_of(..., is_last=False)"
             )
-            if param.grad is not None:
-                param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
-                param.grad = None
-                ddp._finite_check.mark_written(buffer)
+            grad, param.grad = param.grad, None
+            # NPU-ADAPTATION(gmm-adds-main-grad): Ascend's kernel of the experts' weight gradients adds them to float32
+            # sums itself, and what autograd carries has no values; drop when grouped_matmul does so on every device.
+            if param.grad_added_to_main_grad:  # type: ignore[attr-defined]
+                grad, param.grad_added_to_main_grad = None, False  # type: ignore[attr-defined]
+            # NPU-ADAPTATION END
+            if grad is not None:
+                param.main_grad.add_(grad)  # type: ignore[attr-defined]
+            ddp._finite_check.mark_written(buffer)
             if ddp.ddp_config.overlap_grad_reduce and ddp._is_last_backward:
                 ddp._grad_sync.arrived(buffer, name)
 

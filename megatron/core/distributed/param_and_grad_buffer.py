@@ -20,6 +20,9 @@ Range = tuple[int, int]  # [start, end) in elements
 class ParamAndGradBuffer:
     """Makes ``params`` views of one flat buffer and gives each a ``main_grad`` view of another.
 
+    An op that has added a gradient to ``main_grad`` itself sets ``grad_added_to_main_grad`` (see
+    ``contract.GroupedMatmul``).
+
     A step treats parameters differently in three ways: weight decay, whether all TP ranks hold the same weight, and
     whether its gradient is partial over TP. Parameters are laid out so that each of these is one range of the buffer
     and no step needs a loop over parameters:
@@ -78,6 +81,7 @@ class ParamAndGradBuffer:
         for param_name, param in ordered:
             start, end = self.param_ranges[param_name]
             param.main_grad = self.grads.tensor[start:end].view(param.shape)  # type: ignore[attr-defined]
+            param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         self._grad_work: dist.Work | None = None
         self._param_work: dist.Work | None = None
 

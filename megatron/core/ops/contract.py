@@ -108,7 +108,8 @@ class GroupedMatmul(Protocol):
     """x [T, K], w [E, K, N], tokens_per_expert int64 [E] (host or device, sum T) -> [T, N].
 
     Row t, which lies in expert e's run of rows, gives ``x[t] @ w[e]``. An expert without rows is allowed and gets a
-    zero gradient.
+    zero gradient. When w has a ``main_grad``, backward may add w's gradient to it; it then sets
+    ``w.grad_added_to_main_grad``, and the gradient that it returns for w has a shape and no values.
     """
 
     def __call__(self, x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor: ...

@@ -1,4 +1,5 @@
-"""Matmuls of groups, after "torch_npu.npu_grouped_matmul" and "aclnnGroupedMatmulV5" of the Ascend documentation.
+"""Matmuls of groups, after "torch_npu.npu_grouped_matmul", "aclnnGroupedMatmulV5" and "aclnnGroupedMatmulAdd" of the
+Ascend documentation.
 
 Simplified: one x, and one output (split_item 2 or 3); no quantisation, activation, bias or offsets. What the
 documentation does not say is written holds NaN: rows past the last group, and the product of a group without rows when
@@ -20,6 +21,8 @@ OP = "npu_grouped_matmul"
 SPLIT_ROWS, SPLIT_INNER = 0, 2  # group_type
 ENDS, COUNTS = 0, 1  # group_list_type
 MAX_GROUPS = 1024
+OP_ADD = "npu_grouped_matmul_add_"
+MAX_ADDED_GROUPS = 128  # of ATB's form of the same kernel; aclnn's page names no limit
 
 
 @reference("npu_grouped_matmul")
@@ -49,6 +52,41 @@ def grouped_matmul(
         return [_split_rows(rows, weight, _bounds(group_list, group_list_type, len(rows)))]
     require(group_type == SPLIT_INNER, OP, f"group_type {group_type} is not simulated")
     return [_split_inner(rows, weight, _bounds(group_list, group_list_type, rows.shape[1]))]
+
+
+@reference("npu_grouped_matmul_add_")
+def grouped_matmul_add(
+    input: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    group_list: Tensor,
+    *,
+    transpose_x: bool = True,
+    transpose_weight: bool = False,
+    group_type: int = 2,
+    group_list_type: int | None = 0,
+) -> Tensor:
+    """input [E, M, N] (or [E * M, N]) float32 += x [K, M] transposed times weight [K, N], group by group of K.
+
+    torch_npu 2.5.1 has no ``group_list_type``, and the kernel of CANN 8.2 reads running ends only. A group without rows
+    leaves its part of ``input`` as it is.
+    """
+    require(transpose_x and not transpose_weight and group_type == SPLIT_INNER, OP_ADD, "x transposed, inner split")
+    require(group_list_type == ENDS, OP_ADD, "wants running ends")
+    require_floats(OP_ADD, x, weight)
+    require(x.dtype != torch.float32, OP_ADD, "wants float16 or bfloat16 factors")
+    require(input.dtype == torch.float32 and input.is_contiguous(), OP_ADD, "adds to a contiguous float32 tensor")
+    require(min(x.numel(), weight.numel(), input.numel()) > 0, OP_ADD, "wants tensors that are not empty")
+    require(x.dim() == weight.dim() == 2 and len(x) == len(weight), OP_ADD, "x and weight differ in their rows")
+    require(group_list.dtype == torch.int64, OP_ADD, "wants int64 groups on the device")
+    require(len(group_list) <= MAX_ADDED_GROUPS, OP_ADD, f"{len(group_list)} groups, at most {MAX_ADDED_GROUPS}")
+    bounds = _bounds(group_list, group_list_type, len(x))
+    require(bounds[-1][1] == len(x), OP_ADD, f"the last group ends at {bounds[-1][1]} of {len(x)}")
+    shape = (len(bounds), x.shape[1], weight.shape[1])
+    require(input.shape in (shape, (shape[0] * shape[1], shape[2])), OP_ADD, f"input is not {shape}")
+    for target, (begin, end) in zip(input.view(shape), bounds, strict=True):
+        target += (x[begin:end].t().double() @ weight[begin:end].double()).float()
+    return input
 
 
 def _split_rows(rows: Tensor, weight: list[Tensor], bounds: list[tuple[int, int]]) -> Tensor:
