@@ -18,9 +18,14 @@ STATISTICS_WIDTH = 8  # the kernel takes every row's statistics eight times
 
 
 class FusionAttention:
-    """See ``megatron.core.ops.contract.CoreAttention``. Holds the causal triangle (4 MiB) of each device it ran on."""
+    """See ``megatron.core.ops.contract.CoreAttention``. Holds the causal triangle (4 MiB) of each device it ran on.
 
-    def __init__(self) -> None:
+    pads_values: values narrower than keys (MLA) get zeros up to the keys' head size. Without it they go to the kernel
+    as they are: a third less to read and write of values, outputs and their gradients, where CANN takes it.
+    """
+
+    def __init__(self, pads_values: bool = True) -> None:
+        self.pads_values = pads_values
         self._masks: dict[torch.device, Tensor] = {}
 
     def __call__(
@@ -59,7 +64,7 @@ class FusionAttention:
         import torch_npu
 
         value_size = v.shape[-1]
-        v, out, grad_out = (_as_wide_as(q, x) for x in (v, out, grad_out))
+        v, out, grad_out = (self._padded(q, x) for x in (v, out, grad_out))
         maximum = lse.unsqueeze(-1).expand(-1, -1, STATISTICS_WIDTH).contiguous()
         grads = torch_npu.npu_fusion_attention_grad(
             q,
@@ -89,7 +94,7 @@ class FusionAttention:
         out, maximum, total, *_ = torch_npu.npu_fusion_attention(
             q,
             k,
-            _as_wide_as(q, v),
+            self._padded(q, v),
             q.shape[1],
             "TND",
             atten_mask=self._causal_mask(q.device) if causal else None,
@@ -100,18 +105,17 @@ class FusionAttention:
         )
         return out[..., :value_size], maximum, total
 
+    def _padded(self, q: Tensor, x: Tensor) -> Tensor:
+        """Values, outputs and their gradients [T, N, Dv] as the kernel takes them."""
+        # NPU-ADAPTATION(fa-pad-value): the packed kernel wants one head size for q, k and v, and MLA has 192 and 128;
+        # drop when the oldest CANN that we support takes them as they are.
+        if self.pads_values and x.shape[-1] < q.shape[-1]:
+            x = F.pad(x, (0, q.shape[-1] - x.shape[-1]))
+        # NPU-ADAPTATION END
+        return x
+
     def _causal_mask(self, device: torch.device) -> Tensor:
         if device not in self._masks:
             full = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device)
             self._masks[device] = full.triu(diagonal=1)  # True = masked
         return self._masks[device]
-
-
-def _as_wide_as(q: Tensor, x: Tensor) -> Tensor:
-    """Values, outputs and their gradients [T, N, Dv] as the kernel takes them."""
-    # NPU-ADAPTATION(fa-pad-value): the packed kernel wants one head size for q, k and v, and MLA has 192 and 128;
-    # drop when the oldest CANN that we support takes them as they are.
-    if x.shape[-1] < q.shape[-1]:
-        x = F.pad(x, (0, q.shape[-1] - x.shape[-1]))
-    # NPU-ADAPTATION END
-    return x

@@ -3,7 +3,7 @@
 Limits: float16, bfloat16 or float32, x and w in one dtype; at most 1024 experts. Row counts stay on the device: no
 wait. Tolerance: 1e-2 (bfloat16), 1e-6 (float32), relative. Backward: ours; x's gradient is one more call of the same
 kernel. w's gradient is added to a float32 ``main_grad`` by a kernel that multiplies and adds (float16 or bfloat16, at
-most 128 experts). Without such a ``main_grad`` it is a third call, whose result autograd carries on.
+most 128 experts). Without such a ``main_grad``, or that kernel, it is a third call, whose result autograd carries on.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ COUNTS = 1  # group_list_type: rows per group, not running ends
 ADDED_DTYPES, MAX_ADDED_EXPERTS = (torch.float16, torch.bfloat16), 128  # limits of npu_grouped_matmul_add_
 
 
-def grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
+def grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor, adds_to_main_grad: bool = True) -> Tensor:
     """See ``megatron.core.ops.contract.GroupedMatmul``."""
     counts = async_h2d(tokens_per_expert, x.device).to(torch.int64)
-    out: Tensor = _GroupedMatmul.apply(x, w, counts)
+    out: Tensor = _GroupedMatmul.apply(x, w, counts, adds_to_main_grad)
     return out
 
 
 class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, counts: Tensor, adds_to_main_grad: bool) -> Tensor:
         ctx.save_for_backward(x, w, counts)
+        ctx.adds_to_main_grad = adds_to_main_grad
         return _call(x, w, counts, SPLIT_ROWS) if x.shape[0] else x.new_empty(0, w.shape[2])
 
     @staticmethod
@@ -42,15 +43,15 @@ class _GroupedMatmul(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = _call(grad, w.transpose(1, 2), counts, SPLIT_ROWS) if x.shape[0] else torch.empty_like(x)
         if ctx.needs_input_grad[1]:
-            grad_w = _weight_grad(x, w, counts, grad)
-        return grad_x, grad_w, None
+            if ctx.adds_to_main_grad and _has_float32_sums(w):
+                _add_products(w.main_grad, x, counts, grad)
+                w.grad_added_to_main_grad, grad_w = True, torch.empty_like(w)
+            else:
+                grad_w = _weight_grad(x, w, counts, grad)
+        return grad_x, grad_w, None, None
 
 
 def _weight_grad(x: Tensor, w: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
-    if _is_added(w):
-        _add_products(w.main_grad, x, counts, grad)  # type: ignore[attr-defined]
-        w.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        return torch.empty_like(w)
     if not x.shape[0]:
         return torch.zeros_like(w)
     grad_w = _call(x.t(), grad, counts, SPLIT_INNER)
@@ -61,7 +62,7 @@ def _weight_grad(x: Tensor, w: Tensor, counts: Tensor, grad: Tensor) -> Tensor:
     return grad_w
 
 
-def _is_added(w: Tensor) -> bool:
+def _has_float32_sums(w: Tensor) -> bool:
     """Whether the kernel that adds takes the gradient of ``w``, the parameter itself: autograd gives leaves back."""
     sums = getattr(w, "main_grad", None)
     has_sums = sums is not None and sums.dtype == torch.float32

@@ -203,3 +203,15 @@ def test_resolve_finds_a_table_and_explains_what_it_cannot_find() -> None:
     }.items():
         with pytest.raises(ValueError, match=told):
             resolve(provider)
+
+
+def test_a_form_that_a_table_does_not_have_is_refused() -> None:
+    provider = "megatron.core.ops.reference:reference_ops"
+    assert isinstance(resolve(provider, {"mla_fa_without_pad": False}), TrainOps)
+    with pytest.raises(
+        ValueError, match=r"mla_fa_without_pad=True, but the train ops of .*reference_ops.* no such form"
+    ):
+        resolve(provider, {"mla_fa_without_pad": True})
+    ascend = "mindspeed.ops:train_ops"
+    assert "npu_grouped_matmul_add_" in resolve(ascend).names["grouped_matmul"]
+    assert resolve(ascend, {"gemm_gradient_accumulation_fusion": False}).names["grouped_matmul"] == "native"

@@ -48,12 +48,18 @@ def test_products_are_added_in_float32_without_a_pass_over_the_weights(groups: P
 
 
 @pytest.mark.parametrize(
-    ("dtype", "ddp"), [(torch.float32, {}), (torch.bfloat16, {"grad_reduce_in_fp32": False})], ids=["fp32", "bf16 sums"]
+    ("dtype", "ddp", "is_fused"),
+    [
+        (torch.float32, {}, True),
+        (torch.bfloat16, {"grad_reduce_in_fp32": False}, True),
+        (torch.bfloat16, {}, False),
+    ],
+    ids=["fp32", "bf16 sums", "switched off"],
 )
 def test_what_the_kernel_does_not_take_goes_through_autograd(
-    groups: ProcessGroups, dtype: torch.dtype, ddp: dict[str, bool]
+    groups: ProcessGroups, dtype: torch.dtype, ddp: dict[str, bool], is_fused: bool
 ) -> None:
-    found = _main_grads(groups, train_ops(), "npu", dtype, **ddp)
+    found = _main_grads(groups, train_ops(gemm_gradient_accumulation_fusion=is_fused), "npu", dtype, **ddp)
     assert "npu_grouped_matmul_add_" not in npusim.calls()
     exact = _main_grads(groups, reference_ops(), "cpu", torch.float32)
     for name, grad in exact.items():

@@ -94,6 +94,17 @@ def test_split_down_projections_reach_the_layout_and_must_divide(model_path: Pat
     assert "q_lora_rank 33 does not divide over tensor_model_parallel_size 2" in _problems(odd, *tp2, *split, *rollout)
 
 
+def test_forms_of_kernels_are_asked_for_of_the_one_op_table(model_path: Path) -> None:
+    keys = ("mla_fa_without_pad", "gemm_gradient_accumulation_fusion")
+    given = [f"{TRANSFORMER}.{key}=True" for key in keys]
+    assert _config().actor_rollout_ref.actor.megatron.op_choices == {}
+    assert _config(*given).actor_rollout_ref.actor.megatron.op_choices == dict.fromkeys(keys, True)
+    assert _problems(model_path, *given) == ""
+    unlike = f"actor_rollout_ref.ref.megatron.override_transformer_config.{keys[0]}=False"
+    assert f"ref.megatron: {keys[0]} is False and the actor's True" in _problems(model_path, *given, unlike)
+    assert f"{keys[0]} is 'yes'; expected True or False" in _problems(model_path, f"{TRANSFORMER}.{keys[0]}=yes")
+
+
 def test_every_knob_of_the_model_reaches_its_config() -> None:
     given: dict[str, Any] = {
         "recompute_granularity": "selective",

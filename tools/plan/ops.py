@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -44,10 +45,11 @@ class Routing:
         return torch.cat([here, elsewhere % num_experts]).view(num_tokens, topk)
 
 
-def train_ops(device: str, routing: Routing) -> TrainOps:
+def train_ops(device: str, routing: Routing, pads_values: bool = True) -> TrainOps:
     """The table that a run uses on ``device`` (cpu, cuda or npu), with its experts chosen by ``routing``.
 
     The one of npu keeps the tensors that torch_npu's kernels keep; its results have shapes and no values.
+    pads_values: its attention widens values to the keys' head size.
     """
     table = cpu_ops() if device == "cpu" else reference_ops()
     if device != "cpu":
@@ -55,7 +57,7 @@ def train_ops(device: str, routing: Routing) -> TrainOps:
         table = replace(table, core_attention=_padded_attention, grouped_matmul=_grouped_matmul)
     if device == "npu":
         table = replace(table, rms_norm=_rms_norm, swiglu=_swiglu, rotary_interleaved=_rotary)
-        table = replace(table, core_attention=_core_attention)
+        table = replace(table, core_attention=partial(_core_attention, pads_values=pads_values))
 
     def route(logits_TE: Tensor, *, topk: int, chosen_TK: Tensor | None = None, **how: Any) -> tuple[Tensor, Tensor]:
         chosen_TK = routing.chosen(logits_TE.shape[0], topk, logits_TE.shape[1])  # also where choices are replayed
@@ -102,13 +104,22 @@ def _rotary(x_TNR: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _core_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, causal: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float,
+    causal: bool = True,
+    *,
+    pads_values: bool,
 ) -> Tensor:
-    wide_v = v.new_empty(*v.shape[:-1], q.shape[-1]) if v.shape[-1] < q.shape[-1] else v
+    is_padded = pads_values and v.shape[-1] < q.shape[-1]
+    wide_v = v.new_empty(*v.shape[:-1], q.shape[-1]) if is_padded else v
     statistics = tuple(
         torch.empty(q.shape[0], q.shape[1], STATISTICS_WIDTH, dtype=torch.float32, device=q.device) for _ in range(2)
     )
-    wide_out = torch.empty_like(q)
+    wide_out = q.new_empty(*q.shape[:-1], wide_v.shape[-1])
     out = wide_out[..., : v.shape[-1]]
     return _kernel(out, (q, k, wide_v, wide_out, *statistics), q, k, v)
 

@@ -134,7 +134,8 @@ class PlannedWorker(ActorRolloutRefWorker):
         ep = self.groups.ep
         num_local = self.hf_config.n_routed_experts // ep.size()
         routing = Routing(self.load, ep.rank() * num_local, num_local, ep.size())
-        self.build_models(train_ops(self.kind, routing))
+        choices = self.config.actor.megatron.op_choices
+        self.build_models(train_ops(self.kind, routing, pads_values=not choices.get("mla_fa_without_pad", False)))
 
     def new_model(self, ops: TrainOps, hf: HFModelConfig, engine: McoreEngineConfig) -> GPTModel | ModelChunks:
         with torch.device(DEVICE):

@@ -72,7 +72,7 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> dict[str, dict[str, str]]:
         """Joins the process group, builds and loads every model; returns both op tables: engine -> entry -> kind."""
-        ops = resolve(self.train_ops_provider)
+        ops = resolve(self.train_ops_provider, self.config.actor.megatron.op_choices)
         self.device = init_device(self.device_type)
         self.hf_config = load_hf_config(self.config.model.path)
         self.groups = self._init_groups()

@@ -9,6 +9,8 @@ in float32, 1e-2 in bfloat16 unless an op says more.
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -207,10 +209,12 @@ class TrainOps:
 _EXAMPLE = "megatron.core.ops.reference:reference_ops"
 
 
-def resolve(provider: str) -> TrainOps:
+def resolve(provider: str, choices: Mapping[str, bool] | None = None) -> TrainOps:
     """The table that ``module:function`` returns, such as ``megatron.core.ops.reference:reference_ops``.
 
-    Raises ``ValueError`` when the text has another form, the module cannot be imported, or the result is no table.
+    ``choices`` are arguments of the function: other forms of its kernels, which the config asks for. False asks for
+    nothing, so every table takes it. Raises ``ValueError`` when the text has another form, the module cannot be
+    imported, the result is no table, or the function has no such argument.
     """
     module_name, separator, function_name = provider.partition(":")
     if not (separator and module_name and function_name):
@@ -221,7 +225,14 @@ def resolve(provider: str) -> TrainOps:
         raise ValueError(
             f"train ops provider {provider!r}: {error}; install the device package or use {_EXAMPLE!r}"
         ) from error
-    ops = factory()
+    choices = choices or {}
+    forms = inspect.signature(factory).parameters if choices else {}
+    if unknown := [name for name, is_wanted in choices.items() if is_wanted and name not in forms]:
+        raise ValueError(
+            f"{unknown[0]}=True, but the train ops of {provider!r} have no such form; leave it out, or train on a "
+            "device whose ops have it"
+        )
+    ops = factory(**{name: is_wanted for name, is_wanted in choices.items() if name in forms})
     if not isinstance(ops, TrainOps):
         raise ValueError(f"train ops provider {provider!r} returned {type(ops).__name__}; expected TrainOps")
     return ops

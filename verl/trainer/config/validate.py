@@ -9,6 +9,7 @@ from pathlib import Path
 from verl.trainer.config.checks import exact_problems, registry_problems, schedule_problems
 from verl.trainer.config.config import PPOTrainerConfig
 from verl.workers.config.engine import END_STAGES, LAYOUT_KEYS
+from verl.workers.config.overrides import OP_CHOICES
 
 _ACTOR, _REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
 
@@ -139,6 +140,12 @@ def _layout_problems(config: PPOTrainerConfig, dims: dict[str, int]) -> list[str
         "layout"
         for key, (theirs, ours) in pairs.items()
         if theirs != ours
+    ]
+    choices = (ref.op_choices, engine.op_choices)
+    found += [
+        f"{_REF}: {key} is {choices[0].get(key)} and the actor's {choices[1].get(key)}; both run on one op table"
+        for key in OP_CHOICES
+        if choices[0].get(key) != choices[1].get(key)
     ]
     rollout_tp, world = models.rollout.tensor_model_parallel_size, config.rollout_world_size
     if world < 1:

@@ -91,6 +91,12 @@ class McoreEngineConfig(Section):
             return "mindspeed.core.optimizer.swap_optimizer:get_swap_optimizer"
         return "megatron.core.optimizer:get_megatron_optimizer"
 
+    @property
+    def op_choices(self) -> dict[str, bool]:
+        """Forms of kernels that are asked for of the op table."""
+        given = self.override_transformer_config
+        return {key: given[key] for key in overrides.OP_CHOICES if given.get(key) is not None}
+
     def layer_counts(self, num_layers: int | None = None) -> tuple[int, ...] | None:
         """Layer slots of every stage; None means an even split.
 

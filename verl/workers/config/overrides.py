@@ -27,6 +27,10 @@ Attributes:
     moe_token_dispatcher_type: how tokens reach the experts of other ranks.
     moe_shared_expert_overlap: compute the shared experts while tokens travel to the routed ones.
     moe_alltoall_overlap_comm: MindSpeed's name of ``moe_shared_expert_overlap``.
+    mla_fa_without_pad: hand values of latent attention to Ascend's kernel as they are, not padded to the keys' head
+        size; MindSpeed advises CANN 8.2.RC1 or newer.
+    gemm_gradient_accumulation_fusion: add experts' weight gradients to their float32 sums inside the grouped product;
+        Ascend's op table does if it is absent.
     grad_reduce_in_fp32: sum up and reduce gradients in float32.
     overlap_grad_reduce: reduce each gradient buffer while the backward pass continues.
     overlap_param_gather: gather each buffer of updated weights in the background.
@@ -127,7 +131,11 @@ _FIELDS: dict[str, Values] = {
 _RENAMED: dict[str, tuple[str, Values]] = {
     "moe_alltoall_overlap_comm": ("moe_shared_expert_overlap", _FLAG)  # MindSpeed's name
 }
-TRANSFORMER_OVERRIDES: dict[str, Values] = _LAYOUT | _FIELDS | {key: values for key, (_, values) in _RENAMED.items()}
+# Forms of kernels that an op table may have; MindSpeed's names.
+OP_CHOICES: dict[str, Values] = {"mla_fa_without_pad": _FLAG, "gemm_gradient_accumulation_fusion": _FLAG}
+TRANSFORMER_OVERRIDES: dict[str, Values] = (
+    _LAYOUT | _FIELDS | {key: values for key, (_, values) in _RENAMED.items()} | OP_CHOICES
+)
 # Fields of the engine's DistributedDataParallelConfig.
 DDP_OVERRIDES: dict[str, Values] = {
     "grad_reduce_in_fp32": _FLAG,

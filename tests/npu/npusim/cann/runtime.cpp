@@ -19,7 +19,7 @@ namespace npusim {
 namespace {
 
 constexpr const char* DEFAULT_SOC = "Ascend910B2";
-constexpr const char* CANN_VERSION = "8.3.RC1";
+constexpr const char* DEFAULT_CANN = "8.3.RC1";
 constexpr int64_t CORES_PER_DEVICE = 24;
 constexpr uintptr_t CONTEXT_BASE = 0x1000;
 
@@ -129,11 +129,11 @@ const char* aclGetRecentErrMsg() { return recent_error; }
 const char* aclrtGetSocName() { return settings().soc.c_str(); }
 aclError aclsysGetCANNVersion(aclCANNPackageName, aclCANNPackageVersion* version) {
     memset(version, 0, sizeof *version);
-    strcpy(version->version, CANN_VERSION);
+    strcpy(version->version, environment("FAKE_NPU_CANN", DEFAULT_CANN).c_str());
     return ACL_SUCCESS;
 }
 aclError aclsysGetVersionStr(char*, char* version) {
-    strcpy(version, CANN_VERSION);
+    strcpy(version, environment("FAKE_NPU_CANN", DEFAULT_CANN).c_str());
     return ACL_SUCCESS;
 }
 aclError aclrtPeekAtLastError(aclrtLastErrLevel) { return ACL_SUCCESS; }

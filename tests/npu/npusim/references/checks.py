@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+
 import torch
 from torch import Tensor
+
+from npusim.build import library_dir
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class KernelRefused(RuntimeError):
     """A call that the documentation of the real kernel excludes, or that its reference does not simulate."""
+
+
+@functools.cache
+def cann_version() -> tuple[int, ...]:
+    """The leading numbers of the simulated CANN's version (``FAKE_NPU_CANN``): (8, 3)."""
+    text = ctypes.create_string_buffer(64)
+    ctypes.CDLL(str(library_dir() / "libascendcl.so")).aclsysGetVersionStr(b"runtime", text)
+    return tuple(int(part) for part in text.value.decode().split(".") if part.isdigit())
 
 
 def require(is_supported: bool, op: str, limit: str) -> None:

@@ -3,7 +3,7 @@ documentation.
 
 ``softmax(q k^T scale, hidden positions left out) v`` of each sequence and head; Nq / Nkv query heads share a key head.
 Simplified: float64 inside, one rounding at the end; no pse, dropout, prefix or sink. Packed sequences (TND) want one
-head size for q, k and v, as CANN 8.2 does; later ones take a smaller v.
+head size for q, k and v up to CANN 8.2, whose page says so; later ones take a smaller v.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from npusim.references.attention_layout import (
     repeat_heads,
     sequences,
 )
-from npusim.references.checks import require, require_floats
+from npusim.references.checks import cann_version, require, require_floats
 
 STATISTICS_WIDTH = 8  # the kernel stores each row's maximum and sum eight times
 MAX_HEADS, MAX_HEAD_SIZE = 256, 768
+TAKES_NARROW_VALUES = (8, 3)  # version of CANN; MindSpeed advises 8.2.RC1 or newer
 NO_LIMIT = 2147483647
 
 
@@ -223,7 +224,8 @@ def _call(
         head_size, num_kv_heads = query.shape[-1], key.shape[axis]
         require(query.shape[axis] == num_heads, op, f"head_num {num_heads} of a query with {query.shape[axis]}")
         require(key.shape[-1] == head_size, op, "wants one head size for q and k")
-        is_v_right = value.shape[-1] == head_size if layout == "TND" else value.shape[-1] <= head_size
+        wants_one_size = layout == "TND" and cann_version() < TAKES_NARROW_VALUES
+        is_v_right = value.shape[-1] == head_size if wants_one_size else value.shape[-1] <= head_size
         require(is_v_right, op, f"v's head size {value.shape[-1]} beside q's {head_size} in layout {layout}")
     require(num_heads % num_kv_heads == 0 and num_heads <= MAX_HEADS, op, f"{num_heads} heads over {num_kv_heads}")
     require(head_size <= MAX_HEAD_SIZE, op, f"head size {head_size} is over {MAX_HEAD_SIZE}")
