@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,16 @@ from tests.ray_workers import ray_with_forked_workers
 from tests.system.command import Command, read_metrics
 from tests.system.in_process import convert, fit, in_process_config
 from tests.system.jobs import Prepared, prepare
-from tools.plan.op_costs import by_phase, read_calls, report
+from tools.plan.devices import load_device
+from tools.plan.op_costs import by_phase, is_launched, read_calls, report
+from tools.plan.rank_plan import plan_rank
+from tools.plan.training import StepSize
+from verl.trainer.config import PPOTrainerConfig
 from vllm.ops.reference import rollout_ops as reference_rollout_ops
 from vllm_ascend.ops import rollout_ops
 
 TOLERANCE = 1e-3  # relative
+LAUNCHES_APART = 0.15
 MOE_LAYERS = 2  # their split sizes must be known on the host
 # How often the host waits for the device in each occurrence of a phase.
 WAITS = {
@@ -88,6 +94,8 @@ def test_two_grpo_steps_on_the_device_equal_the_cpus(
     assert_equal(tmp_path, 2)
     assert_native(caplog.text, tmp_path / "kernels")
     assert_costs(tmp_path / "kernels")
+    changes = (*CHANGES, "trainer.device=npu", "trainer.hang_timeout_s=0")
+    assert_launches(in_process_config(prepared, tmp_path / "plan", 2, 2, *changes), tmp_path / "kernels")
 
 
 @pytest.mark.slow
@@ -138,6 +146,27 @@ def assert_costs(kernels: Path) -> None:
         assert not any(costs.control or costs.unknown for costs in phases.values()), report(phases)
         for name, most in WAITS.items():
             assert phases[name].times > 0 and phases[name].waits.total() <= most * phases[name].times, report(phases)
+
+
+def assert_launches(config: PPOTrainerConfig, kernels: Path) -> None:
+    """A plan of the run counts the launches of its steps and micro-batches."""
+    plan = plan_rank(config, load_device("a3"), 0, StepSize(16, 16))
+    planned = {launches.phase: launches.each for launches in plan.launches if launches.unit != "call"}
+    names = {
+        "prefill": "generate_sequences/prefill",
+        "decode": "generate_sequences/decode",
+        "update_actor": "update_actor/forward_backward",
+    }
+    for path in kernels.glob("*.phases"):
+        calls = read_calls(path)
+        times = {phase: count for phase, op, _, count in calls if not op}
+        counted: Counter[str] = Counter()
+        for phase, op, _, count in calls:
+            counted[phase] += count if op and is_launched(op) else 0
+        if counted[names["update_actor"]]:  # not those on the CPU
+            for name, phase in names.items():
+                # Not every step finds the same work: samples end, tables of angles grow.
+                assert planned[name] == pytest.approx(counted[phase] / times[phase], rel=LAUNCHES_APART), name
 
 
 def assert_native(said: str, kernels: Path) -> None:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.plan.devices import GIB
-from tools.plan.tables import TextTable, call_table, layout_text, phase_table, state_table, time_table
+from tools.plan.tables import TextTable, call_table, launch_table, layout_text, phase_table, state_table, time_table
 from tools.plan.timing import StepTime
 from tools.plan.whole import WholePlan
 
@@ -26,6 +26,8 @@ def print_plan(plan: WholePlan, step: StepTime, console: Console) -> None:
         console.print(f"Parameters, each counted once: {plan.num_parameters:,}")
         for table in (state_table, phase_table, call_table):
             print_table(table(plan), console)
+        if plan.worst.launches:
+            print_table(launch_table(plan, step), console)
         console.print(
             f"Host memory of the fullest node: {plan.host_bytes / GIB:,.0f} of {run.device.host_memory_gib:,.0f} GiB"
         )

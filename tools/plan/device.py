@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from megatron.core.parallel_state import PAIR
 from tools.plan.collectives import POINT_TO_POINT, Collective, CollectiveLog, describe, returned
 from tools.plan.known_outputs import KnownOutputs
+from tools.plan.launches import LAUNCH, is_launch
 
 DEVICE = torch.device("meta")
 _COPY, _MOVE = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
@@ -117,6 +118,7 @@ class PlannedDevice(TorchDispatchMode):
         self._buffer_bytes = buffer_bytes or (lambda group: 0)
         self._communicators: set[tuple[str, tuple[int, ...], int]] = set()
         self.communicator_bytes = 0
+        self.launches = 0  # since the start
         self._known = KnownOutputs()  # a rank's own: what the first call makes on the way counts in every plan
         self._host: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # pinned
 
@@ -127,11 +129,16 @@ class PlannedDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is LAUNCH:
+            self.launches += args[0]
+            return None
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
         if _is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
+        if is_launch(func) and _is_on_device(args, kwargs):
+            self.launches += 1
         if kwargs.get("pin_memory"):
             return self._pinned(func, args, kwargs)
         if func in _SPECIAL and (result := self._special(func, args, kwargs)) is not _AS_USUAL:
@@ -145,12 +152,22 @@ class PlannedDevice(TorchDispatchMode):
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         call = describe(func, args)
         self.log.note(call)
+        self.launches += 1
         self.connect(call)
         if any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_iter(list(args))):
             from torch._C._distributed_c10d import FakeWork
 
             return returned(func, args, FakeWork().boxed())
         return func(*args, **kwargs)
+
+    @contextmanager
+    def launches_apart(self) -> Iterator[None]:
+        """Do not count the launches inside."""
+        before = self.launches
+        try:
+            yield
+        finally:
+            self.launches = before
 
     def connect(self, call: Collective) -> None:
         """Count the buffers of the call's communicator, which the first call makes and which stay."""
@@ -219,6 +236,20 @@ def _is_mixed(args: Any, kwargs: Any) -> bool:
                 if isinstance(part, torch.Tensor):
                     kinds |= 1 if part.is_meta else 2
     return kinds == 3
+
+
+def _is_on_device(args: Any, kwargs: Any) -> bool:
+    """Whether there is a device tensor among the arguments, or one is to be made."""
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device).type == DEVICE.type
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, torch.Tensor):
+            if x.is_meta:
+                return True
+        elif isinstance(x, (list, tuple)) and any(isinstance(part, torch.Tensor) and part.is_meta for part in x):
+            return True
+    return False
 
 
 def _on_meta(args: Any) -> Any:

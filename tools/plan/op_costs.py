@@ -50,13 +50,9 @@ def cost_of(op: str, types: str) -> OpCost | None:
 
     None: the table does not have the op.
     """
-    name, _, overload = op.removeprefix("aten::").partition(".")
-    name = name if name.startswith("__") else name.rstrip("_")
+    name, entry = _entry(op)
     tensors, *marks = types.split(" ")
     given = [part for part in tensors.replace("->", ",").split(",") if part]
-    entry = _entries().get(f"{name}.{overload}") or _entries().get(name)
-    if entry is None and name.startswith(("npu_", "_npu_")):
-        entry = {"source": "npu"}
     if entry is None:
         return None
     on_device = [part for part in given if not part.startswith(ON_HOST)]
@@ -68,6 +64,12 @@ def cost_of(op: str, types: str) -> OpCost | None:
     slow_inputs = set(entry.get("control", ())).intersection(tensors.split("->")[0].split(","))
     on_control = runs and bool(slow_inputs or set(_table()["control"]).intersection(on_device))
     return OpCost(on_control, waits, entry["source"])
+
+
+def is_launched(op: str) -> bool:
+    """Whether the host queues something for the op: it is neither a view nor memory without a value."""
+    _, entry = _entry(op)
+    return not (entry and entry.get("host")) and op != "aten::_local_scalar_dense"
 
 
 def by_phase(calls: Iterable[tuple[str, str, str, int]]) -> dict[str, PhaseCosts]:
@@ -107,6 +109,16 @@ def report(costs: dict[str, PhaseCosts]) -> str:
         if shown:
             lines += [f"{phase or 'outside of phases'}, {found.times} times", *shown]
     return "\n".join(lines) or "no op of the control processor, none that the host waits for, none unknown"
+
+
+def _entry(op: str) -> tuple[str, dict | None]:
+    """The op's name without its overload, and its entry in the table."""
+    name, _, overload = op.removeprefix("aten::").partition(".")
+    name = name if name.startswith("__") else name.rstrip("_")
+    entry = _entries().get(f"{name}.{overload}") or _entries().get(name)
+    if entry is None and name.startswith(("npu_", "_npu_")):
+        entry = {"source": "npu"}
+    return name, entry
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,9 +12,8 @@ from torch import Tensor
 from megatron.core.ops import TrainOps, reference_ops
 from megatron.core.ops.cpu import cpu_ops
 from megatron.core.ops.reference_attention import MAX_SCORES, attention_block, attention_block_grad
-from megatron.core.ops.reference_moe import GroupedMatmulFunction, topk_router
-
-STATISTICS_WIDTH = 8  # npu_fusion_attention keeps every row's maximum and sum in float32, eight times
+from megatron.core.ops.reference_moe import topk_router
+from tools.plan.train_npu import grouped_matmul, kernel, npu_table
 
 
 @dataclass(frozen=True)
@@ -54,74 +52,15 @@ def train_ops(device: str, routing: Routing, pads_values: bool = True) -> TrainO
     table = cpu_ops() if device == "cpu" else reference_ops()
     if device != "cpu":
         table = replace(table, attention_block=_attention_block, attention_block_grad=_attention_block_grad)
-        table = replace(table, core_attention=_padded_attention, grouped_matmul=_grouped_matmul)
+        table = replace(table, core_attention=_padded_attention, grouped_matmul=grouped_matmul)
     if device == "npu":
-        table = replace(table, rms_norm=_rms_norm, swiglu=_swiglu, rotary_interleaved=_rotary)
-        table = replace(table, core_attention=partial(_core_attention, pads_values=pads_values))
+        table = npu_table(table, pads_values)
 
     def route(logits_TE: Tensor, *, topk: int, chosen_TK: Tensor | None = None, **how: Any) -> tuple[Tensor, Tensor]:
         chosen_TK = routing.chosen(logits_TE.shape[0], topk, logits_TE.shape[1])  # also where choices are replayed
         return topk_router(logits_TE, topk=topk, chosen_TK=chosen_TK, **how)
 
     return replace(table, topk_router=route)
-
-
-class _Kept(torch.autograd.Function):
-    """A kernel that keeps ``kept`` (its own statistics among them) and whose inputs have gradients of their shapes."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, kept: tuple[Tensor, ...], *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*kept)
-        ctx.inputs = [(x.shape, x.dtype, x.device, x.requires_grad) for x in inputs]
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.saved_tensors  # noqa: B018 - torch frees them here, as after a kernel
-        grads = (
-            torch.empty(shape, dtype=dtype, device=device) if is_wanted else None
-            for shape, dtype, device, is_wanted in ctx.inputs
-        )
-        return None, None, *grads
-
-
-def _kernel(out: Tensor, kept: tuple[Tensor, ...], *inputs: Tensor) -> Tensor:
-    result: Tensor = _Kept.apply(out, kept, *inputs)
-    return result
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    return _kernel(torch.empty_like(x), (x, weight, inverse), x, weight)
-
-
-def _swiglu(x: Tensor) -> Tensor:
-    return _kernel(x.new_empty(*x.shape[:-1], x.shape[-1] // 2), (x,), x)
-
-
-def _rotary(x_TNR: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _kernel(torch.empty(x_TNR.shape, dtype=x_TNR.dtype, device=x_TNR.device), (cos, sin), x_TNR)
-
-
-def _core_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    scale: float,
-    causal: bool = True,
-    *,
-    pads_values: bool,
-) -> Tensor:
-    is_padded = pads_values and v.shape[-1] < q.shape[-1]
-    wide_v = v.new_empty(*v.shape[:-1], q.shape[-1]) if is_padded else v
-    statistics = tuple(
-        torch.empty(q.shape[0], q.shape[1], STATISTICS_WIDTH, dtype=torch.float32, device=q.device) for _ in range(2)
-    )
-    wide_out = q.new_empty(*q.shape[:-1], wide_v.shape[-1])
-    out = wide_out[..., : v.shape[-1]]
-    return _kernel(out, (q, k, wide_v, wide_out, *statistics), q, k, v)
 
 
 def _padded_attention(
@@ -132,7 +71,7 @@ def _padded_attention(
     padded = tuple(x.new_empty(rows, q.shape[1], q.shape[2]) for x in (q, k, v))
     log_sums = torch.empty(rows, q.shape[1], dtype=torch.float32, device=q.device)
     wide_out = q.new_empty(rows, q.shape[1], q.shape[2])
-    return _kernel(q.new_empty(*q.shape[:2], v.shape[-1]), (*padded, wide_out, log_sums), q, k, v)
+    return kernel(q.new_empty(*q.shape[:2], v.shape[-1]), (*padded, wide_out, log_sums), q, k, v)
 
 
 def _attention_block(
@@ -167,13 +106,3 @@ def _two_pieces(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[
     )
     step = max(1, MAX_SCORES // max(1, q.shape[1] * (end_k - start_k)))
     return torch.tensor([start_q, min(end_q, start_q + 2 * step)]), torch.tensor([start_k, end_k])
-
-
-def _grouped_matmul(x: Tensor, w: Tensor, tokens_per_expert: Tensor) -> Tensor:
-    """All experts at once: on the meta device a loop over them would only take time."""
-    out: Tensor = GroupedMatmulFunction.apply(x, w, [x.shape[0], *[0] * (w.shape[0] - 1)], _no_product)
-    return out
-
-
-def _no_product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Compute nothing: the output has its shape already."""

@@ -10,7 +10,7 @@ from recipes.common.atomic_files import write_text_atomically
 from tools.plan.devices import GIB
 from tools.plan.figures import memory_svg, owners_svg, time_svg
 from tools.plan.rank_plan import RankPlan
-from tools.plan.tables import TextTable, call_table, layout_text, time_table
+from tools.plan.tables import TextTable, call_table, launch_table, layout_text, time_table
 from tools.plan.timing import StepTime
 from tools.plan.whole import WholePlan
 from tools.report.page import page_style
@@ -45,6 +45,7 @@ def write_page(plan: WholePlan, step: StepTime, path: Path) -> None:
     body += _table(time_table(step), time_svg(step))
     if plan.stages:
         body += _owners(plan) + _table(call_table(plan))
+        body += _table(launch_table(plan, step)) if plan.worst.launches else ""
     body += _table(FACTS)
     style = page_style() + "td.num, th.num { text-align: right; }"
     text = (

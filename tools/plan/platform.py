@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tools.plan.device import DEVICE, MemoryMeter, PlannedDevice
+from tools.plan.launches import launched
 from vllm.platforms import CapturedGraph, DeviceMemory, GraphPool, Platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.cuda import CudaPlatform
@@ -25,7 +26,8 @@ class PlannedGraphPool(GraphPool):
 
     def capture(self, run: Callable[[], Tensor]) -> CapturedGraph:
         """See ``GraphPool.capture``; collectives are logged in the replays, not in the capture."""
-        with self._planned.log.paused(), self._planned.meter.paused(), MemoryMeter() as probe:
+        planned = self._planned
+        with planned.log.paused(), planned.meter.paused(), planned.launches_apart(), MemoryMeter() as probe:
             output = run()
         needed = probe.total_bytes if self._keeps_all else max(0, probe.peak_bytes - self._held_bytes)
         if needed:
@@ -33,8 +35,9 @@ class PlannedGraphPool(GraphPool):
             self._held_bytes += needed
 
         def replay() -> None:
-            with self._planned.meter.paused():
+            with planned.meter.paused(), planned.launches_apart():
                 run()
+            launched()
 
         return CapturedGraph(output, replay, release=lambda: None)  # the memory belongs to the pool
 

@@ -12,9 +12,10 @@ from megatron.core.parallel_layout import RankCoords
 from tools.plan.collectives import Collective, CollectiveLog
 from tools.plan.device import MemoryMeter, PlannedDevice
 from tools.plan.devices import DeviceProfile
+from tools.plan.launches import Launches
 from tools.plan.platform import PLATFORMS
 from tools.plan.repeated import RepeatedCalls, exact, repeated_within, steps, what_repeats
-from tools.plan.rollout import plan_rollout
+from tools.plan.rollout import RolloutPlan, plan_rollout
 from tools.plan.training import OLD, UPDATE, StepSize, batch_of, training_calls
 from tools.plan.worker import PhaseMemory, PlannedWorker
 from tools.plan.world import planned_rank, run_variables
@@ -33,7 +34,8 @@ class RankPlan:
 
     num_parameters: the parameters that this rank counts, so that the sum over the stages is the model's · device_state,
     host_state: owner -> bytes while it is there · phases: the step's phases in order; a phase within another comes
-    before it · calls: the collectives of each phase · sync_bytes: see ``planned_sync``.
+    before it · calls: the collectives of each phase · sync_bytes: see ``planned_sync`` · launches: where they
+    are known, on Ascend.
     """
 
     rank: int
@@ -44,6 +46,7 @@ class RankPlan:
     phases: tuple[PhaseMemory, ...]
     calls: tuple[RepeatedCalls, ...]
     sync_bytes: dict[str, int]
+    launches: tuple[Launches, ...] = ()
 
     @property
     def peak(self) -> PhaseMemory:
@@ -77,8 +80,10 @@ def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: 
             if step is not None:
                 calls.append(steps(name, step.calls, step.num_steps))
         calls.append(exact("generate_end", rollout.closing_calls))
+        launches = _rollout_launches(rollout, worker.hf_config.num_hidden_layers) if kind == "npu" else []
         for name in training_calls(config):
             calls.append(_plan_update(worker, size) if name == UPDATE else _plan_call(worker, name, size))
+            launches += _training_launches(worker, name, size) if kind == "npu" else []
         with worker.timeline.span("save"):
             worker.onload_training_state()
         worker.actor_module.onload_grads()
@@ -94,7 +99,35 @@ def plan_rank(config: PPOTrainerConfig, device: DeviceProfile, rank: int, size: 
             tuple(worker.timeline.phases),
             tuple(calls),
             rollout.sync_bytes,
+            tuple(launches),
         )
+
+
+def _rollout_launches(rollout: RolloutPlan, layers: int) -> list[Launches]:
+    steps = (("prefill", "step", rollout.prefill), ("decode", "step", rollout.decode))
+    return [Launches(name, unit, cost.launches, cost.num_steps, layers) for name, unit, cost in steps if cost]
+
+
+def _training_launches(worker: PlannedWorker, name: str, size: StepSize) -> list[Launches]:
+    """Launches of a micro-batch, by what a second one adds, and of the rest of a call: an optimizer's step or none."""
+    rows, per_micro = _micro_batches(worker.run_config, name, size)
+    layout, unit = worker.groups.layout, _unit(worker)
+    counted = []
+    actor = worker.config.actor
+    worker.actor.config = replace(actor, ppo_epochs=1)
+    with worker.timeline.paused():
+        for count in (unit, 2 * unit):
+            before = worker.platform.planned.launches
+            _run(worker, name, count * per_micro, size)
+            counted.append(worker.platform.planned.launches - before)
+    worker.actor.config = actor
+    is_one = -(-rows // per_micro) == 1  # more rows do not make more micro-batches then
+    each, num_calls = counted[0] if is_one else (counted[1] - counted[0]) // unit, 1
+    if name == UPDATE:
+        num_calls = -(-worker.run_config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
+    layers = len(list(layout.stage_layers(worker.groups.coords.pp, worker.hf_config.num_hidden_layers)))
+    micro = Launches(name, "micro-batch", each, -(-rows // per_micro) * num_calls, layers)
+    return [micro, Launches(name, "call", max(0, counted[0] - each * unit), num_calls, layers)]
 
 
 def buffer_bytes(kind: str, group: str) -> int:

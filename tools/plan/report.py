@@ -24,6 +24,7 @@ def write_json(plan: WholePlan, step: StepTime, path: Path) -> None:
             "phases": [asdict(phase) for phase in rank.phases],
             "calls": {calls.phase: len(calls) for calls in rank.calls},
             "weight_sync": rank.sync_bytes,
+            "launches": [asdict(launches) for launches in rank.launches],
         }
         for rank in plan.stages
     ]

@@ -5,7 +5,7 @@ The worker's own engine does it: its weights and its cache are built, and the la
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tools.plan.collectives import Collective
 from tools.plan.generation_steps import Step, Workload, count_steps
@@ -22,13 +22,15 @@ class StepCost:
 
     num_steps: the number of steps of the kind in the whole generation · num_tokens: the new tokens of this step ·
     peak_bytes: its memory beyond what lies on the device between steps · calls: its collectives, in order; other steps
-    of the kind make the same ones with fewer tokens.
+    of the kind make the same ones with fewer tokens · launches: what the host queues in this step; a graph
+    is one, and the attention of each of its layers one more, whose lengths are renewed.
     """
 
     num_steps: int
     num_tokens: int
     peak_bytes: int
     calls: tuple[Collective, ...]
+    launches: int
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ def plan_rollout(worker: PlannedWorker, num_rows: int, prompt_length: int, respo
         # The first decode step captures the graphs, which stay in memory from then on.
         decode = _run(worker, "decode", load, steps.decode, steps.num_decode)
         graph_bytes = 0 if engine.compilation.enforce_eager else planned.meter.now_bytes - before
+        with worker.timeline.paused():
+            again = _run(worker, "decode", load, steps.decode, steps.num_decode)  # without a capture
+        if decode is not None and again is not None:
+            renewed = 0 if engine.compilation.enforce_eager else worker.hf_config.num_hidden_layers
+            decode = replace(decode, launches=again.launches + renewed)
         prefill = _run(worker, "prefill", load, steps.prefill, steps.num_prefill)
         with planned.log.apart() as closing:  # replicas that step together learn that no work is left
             core.parallel.exchange_step(0, False, True, core.device)
@@ -112,12 +119,14 @@ def _run(worker: PlannedWorker, name: str, load: Workload, step: Step | None, nu
         block_copies=list(step.block_copies),
     )
     before = planned.meter.now_bytes
+    launches_before = planned.launches
     with planned.log.apart() as calls, worker.timeline.span(name):
         exchange = core.parallel.exchange_step(step.num_tokens, True, scheduled.is_decode_only, core.device)
         core.worker.execute(scheduled, exchange)
     peak = worker.timeline.phases[-1].peak_bytes - before
+    launches = planned.launches - launches_before
     core.worker.runner.batch.update(SchedulerOutput([], [], [], removed=requests, total_num_tokens=0))
-    return StepCost(num_steps, step.num_tokens, peak, tuple(calls))
+    return StepCost(num_steps, step.num_tokens, peak, tuple(calls), launches)
 
 
 def _request(worker: PlannedWorker, load: Workload, row: int) -> Request:

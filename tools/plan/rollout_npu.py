@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tools.plan.ops import STATISTICS_WIDTH
+from tools.plan.launches import launched
+from tools.plan.train_npu import STATISTICS_WIDTH
 from vllm.ops import reference_moe
 from vllm.ops.contract import DecodeMetadata, KVCache, PrefillMetadata, RolloutOps, SampledTokens, SamplingBatch
 from vllm.ops.reference_sample import left_out, sample_with
@@ -26,6 +27,11 @@ from vllm_ascend.ops.sample import MAX_TOP_K
 INFO_WIDTH = 128  # int32 that npu_moe_distribute_dispatch_v2 returns for each row, for its way back
 PAGED_SIZES = (512, 64)  # latent, rope that the paged kernel and the one that writes the cache take
 MIN_PAGED_HEAD, MAX_PAGED_HEAD = 16, 512
+
+COUNTING = 5  # launches that count the rows of each expert, and of all
+SLOTS = 15  # launches that compute the slots of a prefill's whole context, once for all layers
+CASTS = 2  # of cos and sin
+SCATTERED_PARTS = 2  # of the cache: latent and rope, or keys and values
 
 OnExchange = Callable[[str], None]  # gets the kernel
 
@@ -53,6 +59,7 @@ def npu_ops() -> RolloutOps:
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    launched()
     x_TH.new_empty(*x_TH.shape[:-1], 1, dtype=torch.float32)  # the kernel returns the divisors too
     return torch.empty_like(x_TH, memory_format=torch.contiguous_format)
 
@@ -64,6 +71,7 @@ def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
 def rotary_interleaved(x_TNR: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     kept = cos_TR.to(x_TNR.dtype), sin_TR.to(x_TNR.dtype)
     dense = x_TNR.contiguous()
+    launched()
     del kept
     return torch.empty_like(dense)
 
@@ -73,10 +81,12 @@ def norm_rope_write_kv(
 ) -> None:
     latent = len(weight_L)
     if kv_TD.dtype == torch.float32 or (latent, kv_TD.shape[1] - latent) != PAGED_SIZES:
+        launched(SCATTERED_PARTS)
         turned = rotary_interleaved(kv_TD[:, None, latent:], cos_TR, sin_TR)
         rms_norm(kv_TD[:, :latent], weight_L, eps)
         del turned
         return
+    launched()
     kept = kv_TD.contiguous(), cos_TR.to(kv_TD.dtype), sin_TR.to(kv_TD.dtype)
     del kept
 
@@ -85,6 +95,7 @@ def mla_decode(q_latent_BNL: Tensor, q_rope_BNR: Tensor, cache: KVCache, meta: D
     sizes = (q_latent_BNL.shape[-1], q_rope_BNR.shape[-1])
     if q_latent_BNL.dtype != torch.float32 and sizes == PAGED_SIZES:
         queries = q_latent_BNL.contiguous(), q_rope_BNR.contiguous()
+        launched()
         return torch.empty_like(queries[0])
     q_BND = torch.cat((q_latent_BNL, q_rope_BNR), dim=-1)
     kv_SD = torch.cat([read_blocks(pages, meta.block_tables.flatten().long()) for pages in cache], dim=-1)
@@ -129,12 +140,14 @@ def norm_rope_write_gqa(
     parts = qkv_TC.split((qkv_TC.shape[1] - 2 * width, width, width), dim=1)
     turned = [torch.empty_like(rms_norm(part.reshape(-1, size), q_weight_D, eps)) for part in parts[:2]]
     parts[2].contiguous()
+    launched(CASTS + 2 + SCATTERED_PARTS)
     return turned[0].view(len(qkv_TC), -1, size)
 
 
 def gqa_decode(q_BND: Tensor, cache: KVCache, meta: DecodeMetadata, scale: float) -> Tensor:
     size = q_BND.shape[2]
     if q_BND.dtype != torch.float32 and size % MIN_PAGED_HEAD == 0 and size <= MAX_PAGED_HEAD:
+        launched()
         return torch.empty_like(q_BND)
     gathered = [read_blocks(pages, meta.block_tables.flatten().long()).contiguous() for pages in cache]
     out_BND = _attended(q_BND)
@@ -164,6 +177,7 @@ def topk_router(
 ) -> tuple[Tensor, Tensor]:
     if scoring != "sigmoid":
         return reference_moe.topk_router(logits_TE, bias_E, top_k, num_groups, topk_groups, normalize, scaling, scoring)
+    launched()
     weights_TK = logits_TE.new_empty(len(logits_TE), top_k)
     ids_TK = logits_TE.new_empty(len(logits_TE), top_k, dtype=torch.int32).long()
     return (weights_TK if normalize else logits_TE.gather(1, ids_TK).sigmoid() * scaling), ids_TK
@@ -180,6 +194,7 @@ def fused_experts(
     is_elsewhere_TK = (local_TK < 0) | (local_TK >= len(w13_E2FH))
     local_TK = local_TK.masked_fill(is_elsewhere_TK, len(w13_E2FH))
     num_rows = ids_TK.numel()
+    launched(COUNTING + 2)  # one sorts the rows, one adds them up
     rows_SH, row_map_S = x_TH.new_empty(num_rows, x_TH.shape[1]), x_TH.new_empty(num_rows, dtype=torch.int32)
     hidden_SF = silu_and_mul(_product(rows_SH, w13_E2FH))
     out_SH = _product(hidden_SF, w2_EHF)
@@ -203,6 +218,7 @@ def kernel_exchanged_experts(
     capacity = len(x_TH) * num_ranks * min(len(w13_E2FH), ids_TK.shape[1])
     rows_AH = x_TH.new_empty(capacity, x_TH.shape[1])
     info = x_TH.new_empty(capacity * INFO_WIDTH, dtype=torch.int32)
+    launched(2)
     on_exchange("dispatch")
     done_AH = _product(silu_and_mul(_product(rows_AH, w13_E2FH)), w2_EHF)
     on_exchange("combine")
@@ -212,6 +228,7 @@ def kernel_exchanged_experts(
 
 
 def silu_and_mul(x_T2F: Tensor) -> Tensor:
+    launched()
     return x_T2F.new_empty(*x_T2F.shape[:-1], x_T2F.shape[-1] // 2)
 
 
@@ -222,10 +239,12 @@ def sample(logits_BW: Tensor, batch: SamplingBatch) -> SampledTokens:
 def _left_out(scaled_BW: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.top_k_B is None or batch.max_top_k > MAX_TOP_K:
         return left_out(scaled_BW, batch)
+    launched()
     return torch.empty_like(scaled_BW) == float("-inf")
 
 
 def _attended(q: Tensor) -> Tensor:
+    launched()
     statistics = [q.new_empty(*q.shape[:2], STATISTICS_WIDTH, dtype=torch.float32) for _ in range(2)]
     out = torch.empty_like(q)
     del statistics
@@ -233,11 +252,13 @@ def _attended(q: Tensor) -> Tensor:
 
 
 def _product(rows_SI: Tensor, weight_EOI: Tensor) -> Tensor:
+    launched()
     return rows_SI.new_empty(len(rows_SI), weight_EOI.shape[1])
 
 
 def _context_slots(meta: PrefillMetadata) -> Tensor:
     if "context_slots" not in meta.scratch:
+        launched(SLOTS)
         num_tokens = int(np.sum(meta.seq_lens_host))
         meta.scratch["context_slots"] = torch.empty(num_tokens, dtype=torch.int64, device=meta.seq_lens.device)
     return context_slots(meta)

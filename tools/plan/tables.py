@@ -12,6 +12,14 @@ from tools.plan.timing import PhaseError, StepTime, Variation
 from tools.plan.whole import WholePlan
 
 LINKS = ("node", "domain", "cluster")
+# Phase of a plan -> of the time model.
+MODELLED_PHASES = {
+    "prefill": "rollout",
+    "decode": "rollout",
+    "compute_log_prob": "old_log_prob",
+    "compute_ref_log_prob": "reference",
+    "update_actor": "update",
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,19 @@ def call_table(plan: WholePlan) -> TextTable:
     ]
     title = "Calls to other ranks in a step (exact), and GB that the busiest rank's hold, by the slowest link"
     return TextTable(title, ("phase", "calls", *LINKS), rows)
+
+
+def launch_table(plan: WholePlan, step: StepTime) -> TextTable:
+    """What the host queues, on the stage with the most of each, and the time of that beside the phase's own."""
+    rows = []
+    for launches in zip(*(rank.launches for rank in plan.stages), strict=True):
+        most = max(launches, key=lambda each: each.host_s)
+        phase_s = step.seconds.get(MODELLED_PHASES[most.phase], 0.0)
+        counts = (f"{most.each:,}", f"{most.per_layer:,.1f}", f"{most.times:,}")
+        bound = "the host is slower" if most.host_s > phase_s else ""
+        rows.append((f"{most.phase}, {most.unit}", *counts, f"{most.host_s:,.1f}", f"{phase_s:,.1f}", bound))
+    columns = ("phase, unit", "launches", "a layer", "times", "host s", "phase s", "")
+    return TextTable("Launches, 10 us of the host each, beside the phase's time (modelled)", columns, rows)
 
 
 def time_table(step: StepTime) -> TextTable:
