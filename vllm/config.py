@@ -48,7 +48,7 @@ class SchedulerConfig:
 class CompilationConfig:
     """Decode steps as captured graphs."""
 
-    enforce_eager: bool  # no graphs
+    enforce_eager: bool | None  # no graphs; None: graphs where the platform can capture them
     cudagraph_capture_sizes: tuple[int, ...]  # sequences of a step, ascending; larger steps run eagerly
 
 

@@ -10,8 +10,9 @@ import torch
 
 from vllm.platforms.interface import DeviceMemory, GraphPool, Platform, table_problems
 from vllm_ascend._compat import unmap_cached_memory
-from vllm_ascend.ops.exchanged_experts import environment_buffer_mib, exchange_problem
+from vllm_ascend.ops.exchanged_experts import capture_problem, environment_buffer_mib, exchange_problem
 from vllm_ascend.ops.mla_decode import BLOCK_STEP, MAX_BLOCK, head_problem
+from vllm_ascend.versions import graph_problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -123,11 +124,16 @@ class NPUPlatform(Platform):
         return AclGraphPool()
 
     def graph_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
-        problems = table_problems(ops)
-        for name, value in WRONG_FOR_GRAPHS.items():
-            if os.environ.get(name) == value:
-                problems.append(f"enforce_eager=False: graphs cannot be captured with {name}={value}; leave it out")
-        return problems
+        problems = [*table_problems(ops), capture_problem(config), *self.host_graph_problems()]
+        return [problem for problem in problems if problem is not None]
+
+    def host_graph_problems(self) -> list[str | None]:
+        """Return what of this machine's software and environment excludes graphs."""
+        is_wrong = ((name, value) for name, value in WRONG_FOR_GRAPHS.items() if os.environ.get(name) == value)
+        return [
+            graph_problem(),
+            *(f"graphs cannot be captured with {name}={value}; leave that variable out" for name, value in is_wrong),
+        ]
 
     def config_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
         problems = super().config_problems(config, ops)

@@ -50,6 +50,20 @@ def test_graphs_give_the_tokens_and_logprobs_of_eager_steps(path: str) -> None:
     assert captured_sizes(graphs) == [4, 8]
 
 
+def test_a_choice_that_is_left_open_follows_the_installed_cann(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "aarch64-linux" / "ascend_toolkit_install.info"
+    info.parent.mkdir()
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    for cann, has_graphs in (("8.2.RC1", False), ("8.3.RC1", True)):
+        info.write_text(f"version={cann}\n", encoding="utf-8")
+        assert (build_npu(path, enforce_eager=None).core.worker.graphs is not None) == has_graphs
+    info.write_text("version=8.2.RC1\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="need CANN 8.3.RC1 or newer and found 8.2.RC1"):
+        build_npu(path, enforce_eager=False)
+
+
 def test_graphs_hold_over_sleep_and_new_weights(path: str, tmp_path: Path) -> None:
     llm = build_npu(path, enforce_eager=False)
     expected, new = results_of(llm)[0], results_of(build_npu(write_checkpoint(tmp_path, seed=1)))[0]

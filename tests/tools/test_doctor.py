@@ -18,6 +18,7 @@ from tools.doctor import ascend, host, links
 from tools.doctor.__main__ import examine
 from tools.doctor.finding import GIB, Finding, Options, load_table, needs_of_config
 from verl.trainer.config import load_config
+from vllm_ascend import versions
 
 CONFIG_DIR = load_recipe("r1_zero").config_dir
 
@@ -72,7 +73,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     info.write_text("package_name=Ascend-cann-toolkit\nversion=9.2.0\n", encoding="utf-8")
     (tmp_path / "version.info").write_text("Version=26.2.0\n", encoding="utf-8")
     monkeypatch.setattr(ascend, "DEVICES", tmp_path / "dev")
-    monkeypatch.setattr(ascend, "DRIVER_VERSION_FILE", tmp_path / "version.info")
+    monkeypatch.setattr(versions, "DRIVER_VERSION_FILE", tmp_path / "version.info")
     monkeypatch.setattr(ascend, "version_of", {"torch-npu": "2.13.0", "torch": "2.13.0+cpu"}.get)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "cann"))
     monkeypatch.setenv("HCCL_HOST_SOCKET_PORT_RANGE", "auto")
@@ -114,6 +115,19 @@ def test_each_ascend_fault_is_named_with_its_remedy(node: Path, monkeypatch: pyt
     assert found_on_the_node()["torch_npu"].is_fatal
     monkeypatch.setattr(ascend, "version_of", {"torch-npu": "2.9.0"}.get)
     assert "not among the tested" in found_on_the_node()["torch_npu"].remedy
+
+
+@pytest.mark.parametrize(
+    ("driver", "remedy"),
+    [
+        ("24.1.rc3", "older than 25.0.RC1, which graphs of decode steps need"),
+        ("25.0.rc1.1", "older than 25.5.1: few graphs fit its streams"),
+        ("25.5.1", "older than 26.2, which belongs to torch_npu 2.13.0: update"),
+    ],
+)
+def test_a_driver_is_told_what_graphs_need_of_it(node: Path, driver: str, remedy: str) -> None:
+    (node / "version.info").write_text(f"Version={driver}\n", encoding="utf-8")
+    assert remedy in found_on_the_node()["driver"].remedy
 
 
 def test_hccl_ports_that_are_taken_or_cannot_be_read_are_told() -> None:

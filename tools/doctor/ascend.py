@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -12,10 +10,10 @@ from pathlib import Path
 from tools.doctor import links
 from tools.doctor.finding import Finding, Stack, load_table
 from tools.doctor.host import version_of
+from vllm_ascend import versions
+from vllm_ascend.versions import cann_version, driver_version, numbers
 
 DEVICES = Path("/dev")
-CANN_FOLDERS = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/latest")
-DRIVER_VERSION_FILE = Path("/usr/local/Ascend/driver/version.info")
 
 
 def findings() -> Iterator[Finding]:
@@ -36,23 +34,6 @@ def findings() -> Iterator[Finding]:
     yield links.die_links(dies)
     yield links.hccl_ports()
     yield links.hccl_expansion(cann_version())
-
-
-def cann_version() -> str | None:
-    """The CANN toolkit's version, from the folder in its environment variable or from the usual ones."""
-    folders = [Path(folder) for folder in (os.environ.get("ASCEND_HOME_PATH"), *CANN_FOLDERS) if folder]
-    files = (path for folder in folders for path in sorted(folder.glob("*-linux/ascend_toolkit_install.info")))
-    return next(filter(None, map(_version_in, files)), None)
-
-
-def driver_version() -> str | None:
-    """The driver's version; None when its file is not mounted or has no version."""
-    return _version_in(DRIVER_VERSION_FILE) if DRIVER_VERSION_FILE.is_file() else None
-
-
-def _version_in(file: Path) -> str | None:
-    found = re.search(r"^version=(.+)$", file.read_text(encoding="utf-8"), re.MULTILINE | re.IGNORECASE)
-    return found[1].strip() if found else None
 
 
 def _npu_smi() -> Finding:
@@ -86,28 +67,28 @@ def _torch_npu(found: str | None, stack: Stack | None) -> Finding:
 def _driver(stack: Stack | None) -> Finding:
     version = driver_version()
     if version is None:
-        return Finding("driver", "version unknown", f"no {DRIVER_VERSION_FILE}: mount the driver into the container")
-    remedy = ""
-    if stack is not None and _numbers(version) < _numbers(stack.driver):
-        remedy = f"older than {stack.driver}, which belongs to torch_npu {stack.torch_npu}: update driver and firmware"
-    return Finding("driver", version, remedy)
+        missing = versions.DRIVER_VERSION_FILE
+        return Finding("driver", "version unknown", f"no {missing}: mount the driver into the container")
+    old = []
+    if stack is not None and numbers(version) < numbers(stack.driver):
+        old.append(f"older than {stack.driver}, which belongs to torch_npu {stack.torch_npu}")
+    needed = versions.NEEDED_BY_GRAPHS["driver"]
+    if numbers(version) < numbers(needed):
+        old.append(f"older than {needed}, which graphs of decode steps need (enforce_eager)")
+    elif numbers(version) < numbers(versions.DRIVER_WITH_STREAMS):
+        old.append(f"older than {versions.DRIVER_WITH_STREAMS}: few graphs fit its streams (cudagraph_capture_sizes)")
+    return Finding("driver", version, f"{'; '.join(old)}: update driver and firmware" if old else "")
 
 
 def _cann(stack: Stack | None) -> Finding:
     version = cann_version()
     if version is None:
-        remedy = f"install it, or source its set_env.sh; looked in {', '.join(CANN_FOLDERS)}"
+        remedy = f"install it, or source its set_env.sh; looked in {', '.join(versions.CANN_FOLDERS)}"
         return Finding("CANN", "not found", remedy, is_fatal=True)
     remedy = ""
-    if stack is not None and _numbers(version)[:2] != _numbers(stack.cann)[:2]:
+    if stack is not None and numbers(version)[:2] != numbers(stack.cann)[:2]:
         remedy = (
             f"torch_npu {stack.torch_npu} belongs to CANN {stack.cann}: use an image with that CANN (CANN_IMAGE of the "
             "Dockerfile), or the torch_npu of this CANN"
         )
     return Finding("CANN", version, remedy)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers: 8.2.RC1 is (8, 2)."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()

@@ -98,6 +98,10 @@ class PlannedCuda(PlannedPlatform, CudaPlatform):
 class PlannedNpu(PlannedPlatform, NPUPlatform):
     """See ``PlannedPlatform``."""
 
+    def host_graph_problems(self) -> list[str | None]:
+        """None: what is planned does not run on this machine."""
+        return []
+
     def kv_cache_budget_bytes(self, device: torch.device, utilization: float) -> int:
         """As on every device: no cache of torch_npu's is to be emptied before."""
         return Platform.kv_cache_budget_bytes(self, device, utilization)

@@ -60,7 +60,9 @@ class EngineArgs:
     expert_exchange: str = option("all_gather", "how tokens reach experts of other ranks: all_gather or dispatch")
     force_load_balancing: bool = option(False, "benchmarks: every expert gets as many tokens, whatever the router says")
     enable_sleep_mode: bool = option(True, "allow LLM.sleep and wake_up")
-    enforce_eager: bool = option(True, "do not capture decode steps as graphs")
+    enforce_eager: bool | None = option(
+        True, "do not capture decode steps as graphs; None captures them where the device and its software can"
+    )
     cudagraph_capture_sizes: Sequence[int] | None = option(None, "batch sizes; default: powers of two to max_num_seqs")
     load_format: str = option("auto", "auto, safetensors, or dummy (no weights are read)")
     quantization: str | None = option(None, "fp8 or dequantize; default: as the checkpoint stores its weights")

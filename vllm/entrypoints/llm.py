@@ -67,10 +67,11 @@ class LLM:
             **engine_args,
         )
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.config = args.create_engine_config(rank - first_rank, world_size - first_rank, first_rank)
-        platform = device if isinstance(device, Platform) else resolve_platform(self.config.device)
+        config = args.create_engine_config(rank - first_rank, world_size - first_rank, first_rank)
+        platform = device if isinstance(device, Platform) else resolve_platform(config.device)
         ops = rollout_ops if isinstance(rollout_ops, RolloutOps) else None
-        ops = ops or resolve(self.config.rollout_ops or platform.rollout_ops)
+        ops = ops or resolve(config.rollout_ops or platform.rollout_ops)
+        self.config = platform.with_graphs_decided(config, ops)
         problems = platform.config_problems(self.config, ops)
         if problems:
             raise ValueError("the engine cannot be built:\n" + "\n".join(f"  - {p}" for p in problems))

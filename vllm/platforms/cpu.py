@@ -76,4 +76,4 @@ class CpuPlatform(Platform):
             reasons.append("calls between processes cannot be captured")
         if config.model.quantization == "fp8":
             reasons.append("weights held in FP8 would be kept dequantised")
-        return [f"enforce_eager=False on a CPU: {reason}; set enforce_eager=True" for reason in reasons]
+        return [f"on a CPU {reason}" for reason in reasons]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.ops.contract import RolloutOps
+
+logger = logging.getLogger(__name__)
 
 ACTIVATION_FRACTION = 0.1  # share of the allowed memory that is left for activations, graphs and communication buffers
 
@@ -120,13 +123,25 @@ class Platform(ABC):
             )
         if config.model.quantization == "fp8" and not self.holds_fp8:
             problems.append(f'quantization: {self.name} has no FP8 tensors; set quantization="dequantize"')
-        if not config.compilation.enforce_eager:
-            problems += self.graph_problems(config, ops)
+        if config.compilation.enforce_eager is False:
+            problems += [
+                f"enforce_eager=False: {reason}; otherwise set enforce_eager=True, or None for graphs where they work"
+                for reason in self.graph_problems(config, ops)
+            ]
         return problems
 
     def graph_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
         """Return why decode steps cannot be captured as graphs here, one sentence each."""
-        return [f"enforce_eager=False: {self.name} captures no graphs; set enforce_eager=True"]
+        return [f"{self.name} captures no graphs"]
+
+    def with_graphs_decided(self, config: VllmConfig, ops: RolloutOps) -> VllmConfig:
+        """Return the configuration whose `enforce_eager` is no longer None; a decision against graphs is logged."""
+        if config.compilation.enforce_eager is not None:
+            return config
+        reasons = self.graph_problems(config, ops)
+        if reasons:
+            logger.warning("enforce_eager is not set, and decode steps run eagerly: %s", "; ".join(reasons))
+        return replace(config, compilation=replace(config.compilation, enforce_eager=bool(reasons)))
 
 
 def table_problems(ops: RolloutOps) -> list[str]:
@@ -134,6 +149,6 @@ def table_problems(ops: RolloutOps) -> list[str]:
     if not ops.not_capturable:
         return []
     return [
-        f"enforce_eager=False: {', '.join(ops.not_capturable)} of the op table cannot be captured as a graph; set "
-        "enforce_eager=True, or rollout_ops to a table written for the device"
+        f"{', '.join(ops.not_capturable)} of the op table cannot be captured as a graph; set rollout_ops to a table "
+        "written for the device"
     ]

@@ -54,31 +54,43 @@ def exchanged_experts(
 
 def exchange_problem(config: VllmConfig) -> str | None:
     """Why an engine's experts cannot be exchanged by dispatch, None when they can or are not."""
-    parallel, hf = config.parallel, config.model.hf
-    num_ranks = parallel.expert_parallel_size
-    if parallel.expert_exchange != "dispatch" or num_ranks == 1:
+    if not _is_exchanged(config) or not has_kernel(config.model.hf.hidden_size, config.model.dtype != "float32"):
         return None
-    if has_kernel(hf.hidden_size, config.model.dtype != "float32"):
-        try:
-            at_once = tokens_of_a_call(
-                hf.hidden_size, hf.num_experts_per_tok, hf.n_routed_experts // num_ranks, num_ranks
-            )
-        except ValueError as error:
-            return str(error)
-        sizes = [] if config.compilation.enforce_eager else config.compilation.cudagraph_capture_sizes
-        largest = -(-max(sizes, default=0) // parallel.tensor_parallel_size)
-        if largest > at_once:
-            return (
-                f"cudagraph_capture_sizes up to {max(sizes)} with expert_exchange='dispatch': {largest} tokens of a "
-                f"rank do not fit one call, {at_once} do; raise HCCL_BUFFSIZE or capture smaller sizes"
-            )
-    elif not config.compilation.enforce_eager:
-        return (
-            f"enforce_eager=False with expert_exchange='dispatch', dtype={config.model.dtype} and hidden_size="
-            f"{hf.hidden_size}: only the kernels for half precision and {MIN_HIDDEN} to {MAX_HIDDEN} can be captured; "
-            "set enforce_eager=True or expert_exchange='all_gather'"
-        )
+    try:
+        _at_once(config)
+    except ValueError as error:
+        return str(error)
     return None
+
+
+def capture_problem(config: VllmConfig) -> str | None:
+    """Why the exchange of an engine's experts cannot be captured as a graph, None when it can."""
+    hidden, dtype = config.model.hf.hidden_size, config.model.dtype
+    if not _is_exchanged(config):
+        return None
+    if not has_kernel(hidden, dtype != "float32"):
+        return (
+            f"with expert_exchange='dispatch', dtype={dtype} and hidden_size={hidden} nothing can be captured: only "
+            f"the kernels for half precision and {MIN_HIDDEN} to {MAX_HIDDEN} can be captured; set "
+            "expert_exchange='all_gather'"
+        )
+    largest = max(config.compilation.cudagraph_capture_sizes, default=0)
+    tokens, at_once = -(-largest // config.parallel.tensor_parallel_size), _at_once(config)
+    if tokens <= at_once:
+        return None
+    return (
+        f"cudagraph_capture_sizes up to {largest} with expert_exchange='dispatch': {tokens} tokens of a rank do not fit "
+        f"one call, {at_once} do; raise HCCL_BUFFSIZE or capture smaller sizes"
+    )
+
+
+def _is_exchanged(config: VllmConfig) -> bool:
+    return config.parallel.expert_exchange == "dispatch" and config.parallel.expert_parallel_size > 1
+
+
+def _at_once(config: VllmConfig) -> int:
+    hf, num_ranks = config.model.hf, config.parallel.expert_parallel_size
+    return tokens_of_a_call(hf.hidden_size, hf.num_experts_per_tok, hf.n_routed_experts // num_ranks, num_ranks)
 
 
 def is_one_call(x_TH: Tensor, top_k: int, num_local_experts: int, num_ranks: int) -> bool:

@@ -20,8 +20,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tools.doctor.ascend import cann_version
 from tools.doctor.host import version_of
+from vllm_ascend.versions import cann_version
 
 POLL_S = 0.3
 PROBLEM = "problem: "  # begins the line that says why ``join`` or ``watch`` failed

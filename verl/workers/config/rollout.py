@@ -47,7 +47,8 @@ class RolloutConfig(Section):
         dtype: dtype of weights and cache.
         gpu_memory_utilization: share of the device's memory for weights and cache together.
         ignore_eos: generate every response to its full length; for throughput measurements only.
-        enforce_eager: decode without captured graphs.
+        enforce_eager: decode without captured graphs; absent means graphs where the device and its software can capture
+            them, and a line in the log where they cannot.
         cudagraph_capture_sizes: numbers of sequences that graphs are captured for; absent means powers of two up to
             ``max_num_seqs``.
         quantization: ``fp8`` keeps linear weights in e4m3 blocks of 128 x 128, quantised as they arrive; ``dequantize``
@@ -105,7 +106,7 @@ class RolloutConfig(Section):
     dtype: str = "bfloat16"
     gpu_memory_utilization: float = 0.5
     ignore_eos: bool = False
-    enforce_eager: bool = False
+    enforce_eager: bool | None = None
     cudagraph_capture_sizes: list[int] | None = None
     quantization: str | None = None
     tensor_model_parallel_size: int = 1
