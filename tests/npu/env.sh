@@ -6,6 +6,7 @@
 # FAKE_NPU_COUNT      devices (2)              FAKE_NPU_MEM_GB   memory of each, may be a fraction (64)
 # FAKE_NPU_SOC        name (Ascend910B2)       FAKE_NPU_POISON   0: new memory is not filled with NaN
 # FAKE_NPU_CANN       version (8.3.RC1): what CANN says, and which limits its kernels have
+# FAKE_NPU_STREAMS    streams of each device (1984)
 # FAKE_NPU_CALLS_DIR  folder where every process writes the name of each op that it runs, once, in <pid>.txt, and how often
 #                     in which phase and with which types, in <pid>.phases (python -m tools.plan.op_costs)
 # shellcheck shell=bash

@@ -19,7 +19,7 @@ from tests.vllm.tiny import TINY, random_weights, write_checkpoint
 from vllm import LLM
 from vllm.ops import reference
 from vllm.ops.contract import DecodeMetadata
-from vllm_ascend.compilation.acl_graph import AclGraphPool
+from vllm_ascend.compilation.acl_graph import AclGraphPool, meaning_of_stream_error
 from vllm_ascend.ops import rollout_ops
 from vllm_ascend.ops.mla_decode import PAGED_LATENT, PAGED_ROPE
 
@@ -92,6 +92,38 @@ def test_layouts_with_graphs_equal_one_cpu_process(path: str, monkeypatch: pytes
                 for (tokens, logprobs), (expected, expected_logprobs) in zip(samples, alone[index], strict=True):
                     assert tokens == expected, (llm_args, rank, index)
                     assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
+
+
+CAPTURE_UNTIL_STREAMS_RUN_OUT = """
+    import torch
+    from vllm_ascend.compilation.acl_graph import AclGraphPool, meaning_of_stream_error
+
+    x, pool = torch.ones(2, device="npu"), AclGraphPool()
+    graphs = [pool.capture(lambda: x + 1)]
+    {give_back}
+    while True:
+        graphs.append(pool.capture(lambda: x + 1))
+        {give_back}
+        print(len(graphs))
+        assert len(graphs) < 100
+"""
+
+
+def test_streams_that_run_out_are_explained() -> None:
+    done = run_python(CAPTURE_UNTIL_STREAMS_RUN_OUT.format(give_back=""), FAKE_NPU_STREAMS="60")
+    assert done.returncode != 0 and 1 < len(done.stdout.splitlines()) < 60
+    *_, message = done.stderr.strip().splitlines()
+    assert "the device has no stream left. Capture fewer sizes (cudagraph_capture_sizes)" in message
+    assert "update the driver to 25.5.1 or newer" in message
+    assert "error code is 207008" in done.stderr  # CANN's own words stay in the chain
+    done = run_python(CAPTURE_UNTIL_STREAMS_RUN_OUT.format(give_back="graphs[-1].release()"), FAKE_NPU_STREAMS="60")
+    assert "AssertionError" in done.stderr and len(done.stdout.splitlines()) == 99
+
+
+def test_both_errors_of_streams_are_known() -> None:
+    older = "error code is 207005 ... EE9999: [SqCqManage]Alloc sq cq fail, stream_id=1984, retCode=0x7020023"
+    assert "no queue left for another stream" in (meaning_of_stream_error(older) or "")
+    assert meaning_of_stream_error("error code is 507015") is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

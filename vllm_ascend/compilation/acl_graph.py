@@ -1,4 +1,7 @@
-"""Decode steps as ACL graphs, and how the host arguments of an op in a captured graph are updated."""
+"""Decode steps as ACL graphs, and how the host arguments of an op in a captured graph are updated.
+
+A capture takes streams of the device, of which it has some two thousand: more with every size, layer and communicator.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,13 @@ from collections.abc import Callable
 from torch import Tensor
 
 from vllm.platforms import CapturedGraph, GraphPool
+from vllm_ascend.versions import DRIVER_WITH_STREAMS, cann_version, driver_version
+
+# What CANN says when a capture finds no stream, as written in its error -> what that means.
+STREAM_ERRORS = {
+    "207008": "the device has no stream left",
+    "alloc sq cq fail": "the driver has no queue left for another stream",
+}
 
 
 class AclGraphPool(GraphPool):
@@ -18,12 +28,28 @@ class AclGraphPool(GraphPool):
         self._pool = torch_npu.npu.graph_pool_handle()
 
     def capture(self, run: Callable[[], Tensor]) -> CapturedGraph:
+        """See ``GraphPool.capture``; RuntimeError that says what to change when the device's streams run out."""
         import torch_npu
 
         graph = torch_npu.npu.NPUGraph()
-        with torch_npu.npu.graph(graph, pool=self._pool):
-            output = run()
+        try:
+            with torch_npu.npu.graph(graph, pool=self._pool):
+                output = run()
+        except RuntimeError as error:
+            meaning = meaning_of_stream_error(str(error))
+            if meaning is None:
+                raise
+            raise RuntimeError(
+                f"a decode step could not be captured: {meaning}. Capture fewer sizes (cudagraph_capture_sizes), end "
+                f"other processes on this device, or update the driver to {DRIVER_WITH_STREAMS} or newer; "
+                f"found driver {driver_version()} and CANN {cann_version()}. Eager steps need no capture."
+            ) from error
         return CapturedGraph(output, graph.replay, graph.reset)
+
+
+def meaning_of_stream_error(text: str) -> str | None:
+    """What CANN's message means when it is one that says that streams ran out, else None."""
+    return next((meaning for sign, meaning in STREAM_ERRORS.items() if sign in text.lower()), None)
 
 
 def capture_updatable(launch: Callable[[], None], before_replay: list[Callable[[], None]]) -> None:

@@ -37,6 +37,7 @@ struct Section {
 };
 
 struct Graph {
+    int device;
     std::vector<std::unique_ptr<Section>> sections;
     Section* add_section(bool is_group) {
         sections.push_back(std::make_unique<Section>());
@@ -45,6 +46,7 @@ struct Graph {
     }
     ~Graph() {
         for (auto& section : sections) drop(section->tasks);
+        take_stream(device, -1);
     }
 };
 
@@ -119,7 +121,9 @@ int npusim_record(npusim_task task) {
 aclError aclmdlRICaptureBegin(aclrtStream stream, aclmdlRICaptureMode) {
     std::lock_guard<std::mutex> lock(mutex);
     if (captured) return fail(107032, "the simulator captures one graph at a time");
-    captured = new Graph;
+    const int device = static_cast<Stream*>(stream)->device;
+    if (aclError code = take_stream(device, 1)) return code;
+    captured = new Graph{device};
     captured->add_section(false);
     capture_stream = static_cast<Stream*>(stream);
     capture_stream->capturing = captured;

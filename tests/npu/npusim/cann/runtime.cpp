@@ -20,12 +20,15 @@ namespace {
 
 constexpr const char* DEFAULT_SOC = "Ascend910B2";
 constexpr const char* DEFAULT_CANN = "8.3.RC1";
+constexpr const char* STREAMS_OF_A_DEVICE = "1984";
+constexpr int MAX_DEVICES = 64;
 constexpr int64_t CORES_PER_DEVICE = 24;
 constexpr uintptr_t CONTEXT_BASE = 0x1000;
 
 thread_local int thread_device = -1;
 std::atomic<int> last_device{0};
 std::atomic<int> next_stream_id{0};
+std::atomic<int> streams_in_use[MAX_DEVICES];
 // A fixed place: torch_npu keeps the pointer that it asked for and reads it after later errors.
 thread_local char recent_error[4096];
 
@@ -39,6 +42,7 @@ Settings read_settings() {
     const int count = atoi(environment("FAKE_NPU_COUNT", "2").c_str());
     s.device_bytes = static_cast<size_t>(atof(environment("FAKE_NPU_MEM_GB", "64").c_str()) * (1ull << 30));
     s.soc = environment("FAKE_NPU_SOC", DEFAULT_SOC);
+    s.num_streams = atoi(environment("FAKE_NPU_STREAMS", STREAMS_OF_A_DEVICE).c_str());
     const char* listed = getenv("ASCEND_RT_VISIBLE_DEVICES");
     if (!listed) {
         for (int device = 0; device < count; device++) s.visible.push_back(device);
@@ -104,6 +108,13 @@ aclError fail(aclError code, const char* format, ...) {
     va_end(arguments);
     snprintf(recent_error, sizeof recent_error, "[npusim] %s", text);
     return code;
+}
+
+aclError take_stream(int device, int count) {
+    if ((streams_in_use[device % MAX_DEVICES] += count) <= settings().num_streams || count < 0) return ACL_SUCCESS;
+    streams_in_use[device % MAX_DEVICES] -= count;
+    return fail(207008, "Insufficient_Stream_Resources(EL0009): the stream resources are insufficient: FAKE_NPU_STREAMS=%d",
+                settings().num_streams);
 }
 
 int current_device() { return thread_device < 0 ? last_device.load() : thread_device; }
@@ -201,12 +212,13 @@ aclError aclrtDeviceGetBareTgid(int32_t* pid) {
 
 // ---- streams
 aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t) {
+    if (aclError code = take_stream(current_device(), 1)) return code;
     *stream = new Stream{next_stream_id++, current_device()};
     return ACL_SUCCESS;
 }
 aclError aclrtCreateStream(aclrtStream* stream) { return aclrtCreateStreamWithConfig(stream, 0, 0); }
-aclError aclrtDestroyStream(aclrtStream) { return ACL_SUCCESS; }
-aclError aclrtDestroyStreamForce(aclrtStream) { return ACL_SUCCESS; }
+aclError aclrtDestroyStream(aclrtStream s) { return take_stream(static_cast<Stream*>(s)->device, -1); }
+aclError aclrtDestroyStreamForce(aclrtStream s) { return aclrtDestroyStream(s); }
 aclError aclrtSynchronizeStream(aclrtStream s) {
     return refuse_in_capture(static_cast<Stream*>(s), "synchronising the stream");
 }

@@ -16,6 +16,7 @@ struct Settings {
     std::string visible_problem;  // why `visible` is empty although devices were asked for
     size_t device_bytes;          // FAKE_NPU_MEM_GB (may be a fraction)
     std::string soc;              // FAKE_NPU_SOC
+    int num_streams;              // FAKE_NPU_STREAMS: of a device, for one process
 };
 const Settings& settings();
 
@@ -36,6 +37,10 @@ struct Event {
     bool is_recorded = false;
     uint64_t nanoseconds = 0;
 };
+
+// A device has a number of streams: every created stream takes one, and every captured graph until it is destroyed. With
+// `count` 1 takes one of the device, or fails as CANN does; with -1 gives one back.
+aclError take_stream(int device, int count);
 
 bool capturing();  // is any stream of this process recording?
 // Graphs that stand still because what they wait for has not happened: try again; or refuse to go past them, because on
