@@ -205,7 +205,7 @@ def _compilation_problems(compilation: CompilationConfig, max_num_seqs: int) -> 
         return []
     return [
         f"cudagraph_capture_sizes={list(sizes)} must be numbers of sequences from 1 to max_num_seqs={max_num_seqs}; "
-        "leave it out for powers of two"
+        "leave it out for the device's own"
     ]
 
 

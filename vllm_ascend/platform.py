@@ -123,6 +123,10 @@ class NPUPlatform(Platform):
 
         return AclGraphPool()
 
+    def default_capture_sizes(self, max_num_seqs: int) -> tuple[int, ...]:
+        """One size: each takes streams, of which a device has few, and a capture's time after every sleep."""
+        return (max_num_seqs,)
+
     def graph_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
         problems = [*table_problems(ops), capture_problem(config), *self.host_graph_problems()]
         return [problem for problem in problems if problem is not None]

@@ -42,12 +42,19 @@ def build_npu(path: str, **overrides: Any) -> LLM:
 
 
 def test_graphs_give_the_tokens_and_logprobs_of_eager_steps(path: str) -> None:
-    eager, graphs = build_npu(path), build_npu(path, enforce_eager=False)
+    eager, graphs = build_npu(path), build_npu(path, enforce_eager=False, cudagraph_capture_sizes=[4, 8])
     for count in (8, 6, 3, 6):
         (tokens, logprobs), (expected_tokens, expected_logprobs) = results_of(graphs, count), results_of(eager, count)
         assert tokens == expected_tokens
         torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=1e-5)
     assert captured_sizes(graphs) == [4, 8]
+
+
+def test_one_size_is_captured_unless_others_are_asked_for(path: str) -> None:
+    llm = build_npu(path, enforce_eager=False)
+    for count in (8, 3, 1):
+        results_of(llm, count)
+    assert captured_sizes(llm) == [8]
 
 
 def test_a_choice_that_is_left_open_follows_the_installed_cann(

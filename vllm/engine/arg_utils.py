@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -63,7 +63,9 @@ class EngineArgs:
     enforce_eager: bool | None = option(
         True, "do not capture decode steps as graphs; None captures them where the device and its software can"
     )
-    cudagraph_capture_sizes: Sequence[int] | None = option(None, "batch sizes; default: powers of two to max_num_seqs")
+    cudagraph_capture_sizes: Sequence[int] | None = option(
+        None, "batch sizes of graphs; default: powers of two to max_num_seqs, on npu max_num_seqs alone"
+    )
     load_format: str = option("auto", "auto, safetensors, or dummy (no weights are read)")
     quantization: str | None = option(None, "fp8 or dequantize; default: as the checkpoint stores its weights")
     rollout_ops: str | None = option(None, "provider of the op table, module:function; default: the platform's")
@@ -72,10 +74,17 @@ class EngineArgs:
         LOGPROBS_MODES[0], "the distribution of reported log-probs: " + ", ".join(LOGPROBS_MODES)
     )
 
-    def create_engine_config(self, rank: int, world_size: int, first_rank: int = 0) -> VllmConfig:
+    def create_engine_config(
+        self,
+        rank: int,
+        world_size: int,
+        first_rank: int = 0,
+        capture_sizes: Callable[[int], tuple[int, ...]] = default_capture_sizes,
+    ) -> VllmConfig:
         """Return the configuration of one process; ValueError lists every problem.
 
-        `rank` and `world_size` count the engine's ranks, which are torch.distributed's ranks from `first_rank` on.
+        `rank` and `world_size` count the engine's ranks, which are torch.distributed's ranks from `first_rank` on;
+        `capture_sizes` returns the sizes of graphs for max_num_seqs, where no sizes are given.
         """
         hf = load_config(self.model)
         max_model_len = hf.max_position_embeddings if self.max_model_len is None else self.max_model_len
@@ -92,7 +101,9 @@ class EngineArgs:
             "hf": hf,
             "quantization": quantization,
             "max_num_batched_tokens": batched_tokens,
-            "cudagraph_capture_sizes": self._capture_sizes(),
+            "cudagraph_capture_sizes": capture_sizes(self.max_num_seqs)
+            if self.cudagraph_capture_sizes is None
+            else tuple(sorted(set(self.cudagraph_capture_sizes))),
             "data_parallel_size": dp_size,
             "rank": rank,
             "world_size": world_size,
@@ -110,11 +121,6 @@ class EngineArgs:
         if problems:
             raise ValueError("the engine cannot be built:\n" + "\n".join(f"  - {p}" for p in problems))
         return config
-
-    def _capture_sizes(self) -> tuple[int, ...]:
-        if self.cudagraph_capture_sizes is None:
-            return default_capture_sizes(self.max_num_seqs)
-        return tuple(sorted(set(self.cudagraph_capture_sizes)))
 
     def _data_parallel_size(self) -> tuple[list[str], int]:
         """Return (problems, size), from the argument or else from the environment."""

@@ -67,8 +67,10 @@ class LLM:
             **engine_args,
         )
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        config = args.create_engine_config(rank - first_rank, world_size - first_rank, first_rank)
-        platform = device if isinstance(device, Platform) else resolve_platform(config.device)
+        platform = device if isinstance(device, Platform) else resolve_platform(args.device)
+        config = args.create_engine_config(
+            rank - first_rank, world_size - first_rank, first_rank, platform.default_capture_sizes
+        )
         ops = rollout_ops if isinstance(rollout_ops, RolloutOps) else None
         ops = ops or resolve(config.rollout_ops or platform.rollout_ops)
         self.config = platform.with_graphs_decided(config, ops)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from vllm.config import default_capture_sizes
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.ops.contract import RolloutOps
@@ -129,6 +131,10 @@ class Platform(ABC):
                 for reason in self.graph_problems(config, ops)
             ]
         return problems
+
+    def default_capture_sizes(self, max_num_seqs: int) -> tuple[int, ...]:
+        """Return the numbers of sequences that graphs are captured for where the configuration gives none."""
+        return default_capture_sizes(max_num_seqs)
 
     def graph_problems(self, config: VllmConfig, ops: RolloutOps) -> list[str]:
         """Return why decode steps cannot be captured as graphs here, one sentence each."""

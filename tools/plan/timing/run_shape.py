@@ -11,6 +11,7 @@ from megatron.core.parallel_layout import ParallelLayout
 from tools.plan.timing.lengths import DEFAULT_SPREAD, LengthDistribution, length_distribution
 from verl.trainer.config import PPOTrainerConfig
 from verl.trainer.config.schedule import SCHEDULES
+from verl.workers.config import RolloutConfig
 
 # What an engine may lack that the fastest published one on an NPU had; constants.toml: what each costs a decode step.
 DECODE_FEATURES = ("multistream", "reduce_scatter", "kv_nz", "no_transpose")
@@ -213,7 +214,7 @@ class RunShape:
                 memory_share=rollout.gpu_memory_utilization,
                 weight_bytes={"fp8": 1.0}.get(rollout.quantization or "", 4.0 if rollout.dtype == "float32" else 2.0),
                 has_graphs=not rollout.enforce_eager,
-                graph_sizes=tuple(sorted(rollout.cudagraph_capture_sizes or ())),
+                graph_sizes=_graph_sizes(rollout, trainer.device),
                 lacks=("multistream", "reduce_scatter") + (() if rollout.kv_cache_layout == "nz" else ("kv_nz",)),
             ),
             has_reference=config.use_reference_policy,
@@ -245,6 +246,13 @@ def _recomputed_layers(fields: dict[str, object]) -> int:
         return 0
     count = fields.get("recompute_num_layers")
     return count if fields.get("recompute_method") == "block" and isinstance(count, int) else -1
+
+
+def _graph_sizes(rollout: RolloutConfig, device: str) -> tuple[int, ...]:
+    """The config's, else those of the engine on the device: one on an NPU."""
+    if rollout.cudagraph_capture_sizes is None and device == "npu":
+        return (rollout.max_num_seqs,)
+    return tuple(sorted(rollout.cudagraph_capture_sizes or ()))
 
 
 def _optimizer(config: PPOTrainerConfig) -> str:

@@ -50,7 +50,7 @@ class RolloutConfig(Section):
         enforce_eager: decode without captured graphs; absent means graphs where the device and its software can capture
             them, and a line in the log where they cannot.
         cudagraph_capture_sizes: numbers of sequences that graphs are captured for; absent means powers of two up to
-            ``max_num_seqs``.
+            ``max_num_seqs``, on an NPU ``max_num_seqs`` alone.
         quantization: ``fp8`` keeps linear weights in e4m3 blocks of 128 x 128, quantised as they arrive; ``dequantize``
             widens the weights of an FP8 model; absent means the form of the model's files.
         tensor_model_parallel_size: ranks that split every layer.
