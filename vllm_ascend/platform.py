@@ -39,6 +39,7 @@ class NPUPlatform(Platform):
     supported_dtypes = ("bfloat16", "float16", "float32")
     supported_kv_layouts = ("nd", "nz")
     holds_fp8 = False
+    keeps_graphs_over_sleep = True
 
     def device(self, local_rank: int) -> torch.device:
         """See ``Platform.device``; ValueError when there is no torch_npu or no such device."""

@@ -133,7 +133,9 @@ class LLM:
             raise RuntimeError("sleep: the engine was built with enable_sleep_mode=False")
         if level not in (1, 2):
             raise ValueError(f"sleep level {level} is unknown, expected 1 (keep weights on the host) or 2 (drop them)")
-        self._sleep(level, _known_tags("sleep", tags))
+        known = _known_tags("sleep", tags)
+        self.core.idle_worker("sleep").sleep(level, known)
+        self.core.platform.empty_cache()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Bring back "weights" (empty buffers after level 2) and "kv_cache" (the same block count); None means both."""
@@ -216,12 +218,9 @@ class LLM:
 
     def shutdown(self) -> None:
         """Free memory and process groups; every rank calls it, and nothing else afterwards."""
-        self._sleep(2, SLEEP_TAGS)
-        self.parallel.destroy()
-
-    def _sleep(self, level: int, tags: Sequence[str]) -> None:
-        self.core.idle_worker("sleep").sleep(level, tags)
+        self.core.idle_worker("shutdown").shutdown()
         self.core.platform.empty_cache()
+        self.parallel.destroy()
 
     def _group(
         self, name: str, prompt: PromptType | RequestOutput, params: SamplingParams, priority: int

@@ -61,6 +61,8 @@ class Platform(ABC):
     supported_kv_layouts: ClassVar[tuple[str, ...]] = ("nd",)
     holds_fp8: ClassVar[bool] = True  # whether tensors of float8_e4m3fn exist there
     captured_logits_bytes: ClassVar[int] = 0  # the most logits that a graph computes; larger ones are computed after it
+    # Whether graphs outlive a sleep, together with their pool, if what they read comes back to its addresses.
+    keeps_graphs_over_sleep: ClassVar[bool] = False
     holds_values: ClassVar[bool] = True  # False: tensors have only shapes, and no weights are read or initialised
 
     @abstractmethod

@@ -82,7 +82,7 @@ def test_rank_of_671b(tmp_path: Path) -> None:
     )
     cache = plan.state_bytes["kv_cache"]
     assert phases["wake_kv_cache"].after_bytes == pytest.approx(weights + cache, abs=16 << 20)
-    assert phases["sleep"].after_bytes < 64 << 20
+    assert phases["sleep"].after_bytes - plan.state_bytes["graphs"] < 64 << 20  # the graphs stay
 
     traffic = transfer_plan.traffic()
     assert (plan.sync_bytes["sent"], plan.sync_bytes["received"]) == pytest.approx(

@@ -65,13 +65,22 @@ class DecodeGraphs:
     The first step of a size runs eagerly on the buffers and is captured afterwards. So kernels, workspaces and
     communicators exist when capture begins, and a rank runs the same number of collectives in either case.
 
-    A graph holds the addresses of weights and KV cache. Call `drop` before they are freed; later steps capture again.
+    A graph holds the addresses of weights and KV cache. Call `sleep` before they are freed. Where the platform keeps
+    graphs over a sleep, the first step afterwards compares these addresses: if one has changed, the graphs are dropped,
+    and later steps capture again, as they do on other platforms.
     Letters: B rows of a step, S rows of the buffers, W blocks of a table, H hidden size, V vocabulary.
     """
 
     def __init__(
-        self, config: VllmConfig, model: CausalLM, platform: Platform, device: torch.device, num_blocks: int
+        self,
+        config: VllmConfig,
+        model: CausalLM,
+        platform: Platform,
+        device: torch.device,
+        num_blocks: int,
+        freed_by_sleep: Callable[[], list[Tensor]],
     ) -> None:
+        """freed_by_sleep: returns what graphs read besides memory of their own, always in the same order."""
         self.sizes = config.compilation.cudagraph_capture_sizes
         self._model, self._platform, self._device = model, platform, device
         self._num_replicas = config.parallel.data_parallel_size if config.parallel.steps_in_lockstep else 1
@@ -82,6 +91,10 @@ class DecodeGraphs:
         self._num_blocks = num_blocks
         self._pool: GraphPool | None = None
         self._graphs: dict[int, _DecodeGraph] = {}
+        self._freed_by_sleep = freed_by_sleep
+        self._captured_addresses: list[int] = []
+        self._has_slept = False
+        self.num_captures = self.num_kept_over_sleep = 0  # so far, of all sizes
         largest, width = self.sizes[-1], -(-config.model.max_model_len // self._block_size)
         # Row i of every buffer is row i of the step, whatever its size: the graphs share them.
         self._ids_S = _Input(np.zeros(largest, dtype=np.int64), device)
@@ -118,6 +131,8 @@ class DecodeGraphs:
 
         In lock-step every replica calls it with the same `size`, and one without work with B = 0.
         """
+        if self._has_slept:
+            self._drop_if_memory_moved()
         self._fill(inputs, tables_BW, size)
         captured = self._graphs.get(size)
         if captured is None:
@@ -127,12 +142,30 @@ class DecodeGraphs:
         captured.graph.replay()
         return captured.graph.output[: len(inputs.token_ids_T)]
 
+    def sleep(self) -> None:
+        """Prepare for the memory that graphs read to be freed."""
+        if self._platform.keeps_graphs_over_sleep:
+            self._has_slept = bool(self._graphs)
+        else:
+            self.drop()
+
     def drop(self) -> None:
         """Release all graphs, and with them every reference to weights, caches and pool memory."""
         for captured in self._graphs.values():
             captured.graph.release()
         self._graphs.clear()
         self._pool = None
+
+    def _drop_if_memory_moved(self) -> None:
+        self._has_slept = False
+        if self._addresses() == self._captured_addresses:
+            self.num_kept_over_sleep += len(self._graphs)
+        else:
+            logger.info("%d graphs are captured again: a sleep has moved what they read", len(self._graphs))
+            self.drop()
+
+    def _addresses(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._freed_by_sleep()]
 
     def _run_and_capture(self, size: int, caches: list[KVCache]) -> Tensor:
         decode = DecodeMetadata(
@@ -163,6 +196,8 @@ class DecodeGraphs:
             self._pool = self._platform.graph_pool()
             assert self._pool is not None, self._platform.name
         self._graphs[size] = _DecodeGraph(self._pool.capture(forward), before_replay)
+        self._captured_addresses = self._addresses()
+        self.num_captures += 1
         logger.info("captured a decode step of %d sequences", size)
         return output
 

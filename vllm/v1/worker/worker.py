@@ -33,6 +33,9 @@ from vllm.v1.worker.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
+# torch's allocators put tensors up to this size into blocks that many share, so a freed one comes back elsewhere.
+SHARED_BLOCK_BYTES = 1 << 20
+
 
 class Worker:
     """Builds the model, sizes the KV cache once, and frees and restores both on demand."""
@@ -60,7 +63,7 @@ class Worker:
         self.wake_kv_cache()
         self.graphs: DecodeGraphs | None = None
         if not config.compilation.enforce_eager:
-            self.graphs = DecodeGraphs(config, self.model, platform, device, self.num_gpu_blocks)
+            self.graphs = DecodeGraphs(config, self.model, platform, device, self.num_gpu_blocks, self._freed_by_sleep)
         self.runner = ModelRunner(config, self.model, ops, self.graphs, device)
 
     def execute(self, step: SchedulerOutput, exchange: StepExchange) -> SamplerOutput:
@@ -137,12 +140,39 @@ class Worker:
     def sleep(self, level: int, tags: Collection[str]) -> None:
         """Free what `tags` name; level 1 keeps a copy of the weights on the host, level 2 does not."""
         if self.graphs is not None:
-            self.graphs.drop()
+            self.graphs.sleep()
         if "weights" in tags and self.are_weights_awake:
             self._free_weights(level)
         if "kv_cache" in tags:
+            self._free_kv_cache()
+
+    def shutdown(self) -> None:
+        """Free everything; nothing can be called afterwards."""
+        if self.graphs is not None:
+            self.graphs.drop()
+        self.kv_caches = []
+        self.sleep(2, ("weights", "kv_cache"))
+
+    def _freed_by_sleep(self) -> list[Tensor]:
+        """The tensors that a step reads and whose memory `sleep` frees."""
+        return [*weight_storage(self.model), *(tensor for cache in self.kv_caches for tensor in cache)]
+
+    @property
+    def _keeps_graphs(self) -> bool:
+        return self.graphs is not None and self.platform.keeps_graphs_over_sleep
+
+    def _free_kv_cache(self) -> None:
+        if self._keeps_graphs:  # their updates go on referring to these tensors
+            for tensor in (tensor for cache in self.kv_caches for tensor in cache):
+                self._free(tensor)
+        else:
             self.kv_caches = []
-            self.is_kv_cache_awake = False
+        self.is_kv_cache_awake = False
+
+    def _free(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if not self._keeps_graphs or storage.nbytes() > SHARED_BLOCK_BYTES:
+            storage.resize_(0)
 
     def _free_weights(self, level: int) -> None:
         self._host_weights = [] if level == 1 else None
@@ -153,7 +183,7 @@ class Worker:
         for tensor in weight_storage(self.model):
             if self._host_weights is not None:
                 self._host_weights.append(tensor.to("cpu", copy=True))
-            tensor.untyped_storage().resize_(0)
+            self._free(tensor)
         # NPU-ADAPTATION END
         self.are_weights_awake = False
 
@@ -163,7 +193,7 @@ class Worker:
             return
         host_weights = iter(self._host_weights or [])
         for tensor in weight_storage(self.model):
-            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+            _allocate(tensor)
             self.platform.prefer_large_pages(tensor)
             if self._host_weights is not None:
                 tensor.copy_(next(host_weights))
@@ -176,15 +206,22 @@ class Worker:
             return
         if not self.num_gpu_blocks:  # counted once: the scheduler's blocks must exist whatever is free after a sleep
             self.num_gpu_blocks = self._count_blocks()
+        for tensor in (tensor for held in self.kv_caches for tensor in held):
+            _allocate(tensor)
+            tensor.zero_()
+        self.kv_caches = self.kv_caches or self._new_kv_caches()
+        self.is_kv_cache_awake = True
+
+    def _new_kv_caches(self) -> list[KVCache]:
         hf, cache = self.config.model.hf, self.config.cache
         num_blocks = self.num_gpu_blocks + num_scratch_blocks(self.config)
-        self.kv_caches = [
+        caches = [
             self.model.new_kv_cache(num_blocks, cache.block_size, self.dtype, self.device, cache.kv_cache_layout)
             for _ in range(hf.num_hidden_layers)
         ]
         if cache.enable_return_routed_experts:
-            self.kv_caches.append(new_choices_cache(hf, num_blocks, cache.block_size, self.device))
-        self.is_kv_cache_awake = True
+            caches.append(new_choices_cache(hf, num_blocks, cache.block_size, self.device))
+        return caches
 
     def memory_report(self) -> dict[str, int]:
         """Return the bytes of weights, offloaded weights, KV cache and communicators, and the block count."""
@@ -282,6 +319,13 @@ class Worker:
         """Return the smallest count of the replica: its ranks schedule alike only with equal caches."""
         mine = torch.tensor([count], dtype=torch.int64, device=self.platform.exchange_device(self.device))
         return int(self.parallel.tp.all_gather(mine).min())
+
+
+def _allocate(tensor: Tensor) -> None:
+    """Give a tensor that was freed its memory again, and leave one that was not where it is."""
+    storage, num_bytes = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
+    if storage.nbytes() != num_bytes:
+        storage.resize_(num_bytes)
 
 
 @torch.inference_mode()
